@@ -39,7 +39,7 @@ def _check(file: Path, data: int) -> None:
     from ..compat.huggingface.auto_values import trainer_values
     from ..config.config import batch_sizes
     from ..config.json_comments import read
-    from ..engine.setup.check import read_config, resolve_config  # needs torch
+    from ..engine.initialize import read_config, resolve_config  # needs torch
 
     source = read(file)
     given, origins = trainer_values(source) if isinstance(source, dict) else (source, {})

@@ -124,7 +124,7 @@ def _run(
         return _Counted(memory_of_job(job), layout_of_job(job), job.batch.train, job.sequence, job.schedule)
     if processes is not None:
         raise ValueError(f"--processes is of a training file, and {model} is none. Write the grid as --layout.")
-    config, _ = model_of(model)
+    config, *_ = model_of(model)
     layout = ParallelLayout(**given)
     options = StateOptions(precision=precision or "bf16", optimizer=optimizer or "adamw")
     count = batch or layout.data * layout.microbatch * (_FILL * layout.pipe if layout.pipe > 1 else 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from dataclasses import fields
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from ..plan.cost import Work
     from ..plan.parallel_layout import ParallelLayout
     from ..plan.search import Search, Searcher
+    from ..train.file import ReadFile
     from ..train.schema import TrainingFile
 
 TRAINING_FILES = (".yaml", ".yml", ".toml")
@@ -79,7 +81,7 @@ def plan(
             machine = str(measure)
         if model is None:
             raise ValueError("--model is missing. Give a preset such as llama3-8b, a folder, or a training file.")
-        config, file = model_of(model)
+        config, file, source = model_of(model)
         if file is not None:
             sequence, batch = sequence or file.training.sequence, batch or file.training.batch
         sequence = sequence or config.max_position_embeddings
@@ -108,7 +110,7 @@ def plan(
         if html is not None:
             html.write_text(page(result, title), encoding="utf-8")
         if write is not None:
-            _write(write, model, file, work, found.layouts[0].layout)
+            _write(write, model, source, work, found.layouts[0].layout)
     except ConfigError:
         raise
     except (ValueError, OSError, ImportError) as error:
@@ -126,21 +128,21 @@ def _measure(path: Path) -> None:
     typer.echo(f"{path}: {found.sources['measured']}")
 
 
-def model_of(name: str) -> tuple[TransformerConfig, TrainingFile | None]:
-    """Return a model's configuration, and the training file that it comes from."""
+def model_of(name: str) -> tuple[TransformerConfig, TrainingFile | None, ReadFile | None]:
+    """Return a model's configuration, and the training file that it comes from, checked and as it was read."""
     from ..train.file import read_training_file
     from ..train.job import model_config
     from ..train.schema import ModelSection
 
     path = Path(name)
     if path.suffix in TRAINING_FILES:
-        file, _ = read_training_file(path)
-        return model_config(file.model), file
+        file, source = read_training_file(path)
+        return model_config(file.model), file, source
     if path.suffix == ".json":
-        return _from_fields(read_object(path), path), None
+        return _from_fields(read_object(path), path), None, None
     if path.is_dir():
-        return model_config(ModelSection(folder=name, weights=False)), None
-    return model_config(ModelSection(preset=name)), None
+        return model_config(ModelSection(folder=name, weights=False)), None, None
+    return model_config(ModelSection(preset=name)), None, None
 
 
 def _from_fields(values: dict[str, Any], path: Path) -> TransformerConfig:
@@ -390,20 +392,20 @@ def _bar(console: Console, title: str, kinds: dict[str, float], limit: float | N
     console.print(Text(f"{title}: {figure(total)}{of}"), bar, key, sep="\n")
 
 
-def _write(path: Path, model: str, file: TrainingFile | None, work: Work, layout: ParallelLayout) -> None:
+def _write(path: Path, model: str, source: ReadFile | None, work: Work, layout: ParallelLayout) -> None:
     """Write a training file of a layout; other keys are those of the training file that was given."""
     import yaml
 
     if path.suffix not in TRAINING_FILES[:2]:
         raise ValueError(f"--write is {path}, but it must end in .yaml.")
-    content: dict[str, Any] = {} if file is None else file.model_dump(mode="json", by_alias=True, exclude_unset=True)
-    if file is None:
-        source: dict[str, Any] = {"preset": model}
+    content: dict[str, Any] = {} if source is None else copy.deepcopy(source.values)
+    if source is None:
+        found: dict[str, Any] = {"preset": model}
         if Path(model).is_dir():  # of a folder without weights only the shape can be trained
-            source = {"folder": model, "weights": any(Path(model).glob("*.safetensors"))}
+            found = {"folder": model, "weights": any(Path(model).glob("*.safetensors"))}
         if model.endswith(".json"):
             raise ValueError("--write needs a model that triax train can build. Give a preset or a folder.")
-        content = {"model": source, "data": {"training": "tokens"}, "training": {"steps": 1000}}
+        content = {"model": found, "data": {"training": "tokens"}, "training": {"steps": 1000}}
     sizes = ("pipe", "data", "context", "tensor", "expert")
     content["grid"] = {name: getattr(layout, name) for name in sizes}
     content["grid"]["sequence_parallel"] = bool(layout.sequence_parallel)

@@ -43,7 +43,7 @@ def train(
     if table or file is None:
         if not table or file is not None:
             raise ConfigError("Give a FILE to train, or --table.")
-        from ..config.resolved import markdown
+        from ..options.table import markdown
         from ..train.schema import WHOLE, TrainingFile
 
         typer.echo(markdown(TrainingFile, WHOLE))

@@ -2,7 +2,6 @@
 
 config.py: ``parse_config``, from a dict or a file to a ``Config``; ``batch_sizes``. (``triax.engine.read_config``
     checks the names of schedules and optimizers too.)
-foreign_keys.py: keys of PyTorch, DeepSpeed, Hugging Face and torchtitan, and their counterparts here.
 json_comments.py: JSON with comments and trailing commas.
 base.py: a section and its three kinds of keys: active, idle, refused.
 schema.py: ``Config``, every key of the file.

@@ -10,21 +10,16 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from ..grid.errors import ConfigError, close, describe, no_such
+from ..grid.option_error import OptionError
+from ..options.batch import BatchSizes
+from ..options.foreign_names import counterpart
 from .base import Section, extra_of, inner_section
 from .consistency import check_consistency
-from .foreign_keys import counterpart
 from .json_comments import read
 from .schema import Config
+from .to_options import key_of, options_of
 
 S = TypeVar("S", bound=Section)
-
-
-class BatchSizes(Section):
-    """The three batch sizes: train = micro * accumulation * replicas."""
-
-    train: int
-    micro: int
-    accumulation: int
 
 
 def parse_config(config: Config | Mapping[str, Any] | str | Path) -> Config:
@@ -44,6 +39,10 @@ def parse_config(config: Config | Mapping[str, Any] | str | Path) -> Config:
         raise ConfigError(f"the configuration is a {type(config).__name__}: pass a dict or the path of a JSON file")
     checked = check_keys(Config, _without_comments(config))
     check_consistency(checked)
+    try:
+        options_of(checked)
+    except OptionError as error:
+        raise ConfigError(error.spelled(key_of)) from error
     return checked
 
 
@@ -158,7 +157,7 @@ def _no_such_key(place: list[str], key: str, root: type[Section]) -> str:
     """
     known = _names(_section(place, root))
     where = ".".join(place) or root.TITLE
-    if (instead := counterpart(place, key, root is not Config)) is not None:
+    if (instead := counterpart(place, key, False)) is not None:
         return f"{where}: there is no {key!r}; write {instead}"
     near = close(key, known)
     # A name of one word means something else in each section: the interval of recomputation is not that of checkpoints.

@@ -6,8 +6,8 @@ import json
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from ..options.batch import BatchSizes
 from .base import Section, extra_of, inner_section
-from .config import BatchSizes
 from .schema import Config
 
 
@@ -53,16 +53,10 @@ def json_schema() -> dict[str, Any]:
     return made
 
 
-def markdown(root: type[Section] = Config, whole: Collection[type[Section]] = ()) -> str:
-    """Return a Markdown table of every key: default, meaning, and for a configuration the status: acts, idle, refused.
-
-    Args:
-        root: the outermost section.
-        whole: sections of which the table has a row, and none for each key.
-    """
-    last = [" |"] if root is Config else []
-    lines = ["| key | default | meaning |" + "".join(last), "|---|---|---|" + "".join("---|" for _ in last)]
-    for key, field in keys(root, whole=whole):
+def markdown() -> str:
+    """Return a Markdown table of every key: default, meaning, and the status: acts, idle, refused."""
+    lines = ["| key | default | meaning | |", "|---|---|---|---|"]
+    for key, field in keys():
         extra = extra_of(field)
         status = extra.get("x-status", "acts")
         default = _default(field)
@@ -72,8 +66,7 @@ def markdown(root: type[Section] = Config, whole: Collection[type[Section]] = ()
             shown = '`"auto"`'
         text = field.description if field.description.endswith(".") else f"{field.description}."
         status = {"inert": "idle", "older": "acts"}.get(status, status)
-        ends = f" {status} |" if last else ""
-        lines.append(f"| `{key}` | {shown} | {text.replace('|', chr(92) + '|')} |{ends}")
+        lines.append(f"| `{key}` | {shown} | {text.replace('|', chr(92) + '|')} | {status} |")
     return "\n".join(lines)
 
 

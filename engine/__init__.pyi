@@ -1,5 +1,5 @@
 from ..config.schema import Config as Config
 from ..grid.errors import ConfigError as ConfigError
-from .base import Engine as Engine
+from .engines import Engine as Engine
+from .initialize import read_config as read_config
 from .pipeline_engine import PipelineEngine as PipelineEngine
-from .setup.check import read_config as read_config

@@ -1,14 +1,16 @@
-"""Engine: base class of ``PipelineEngine`` and ``ModuleEngine``, with DeepSpeed's method names."""
+"""Engine: base class of ``PipelineEngine`` and ``ModuleEngine``, and how one is made."""
 
 from __future__ import annotations
 
+import json
+import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -16,21 +18,25 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from ..checkpoint.protocol import Snapshot
-from ..config.config import batch_sizes, parse_config
-from ..config.schema import Config
+from ..context.sparse_layers import set_sparse_attention
 from ..data.dataloader import Loader, TokenLoader, make_loader
+from ..data.token_data import TokenData
 from ..grid import Grid
-from ..grid.agreement import totals
+from ..grid.agreement import agreed, totals
 from ..grid.assemble import Shard, assemble
-from ..grid.checks import check_count, check_kind
+from ..grid.checks import check_count, check_kind, check_path
 from ..grid.comm.traffic import Sent
 from ..grid.dtypes import dtype_of
 from ..grid.errors import ConfigError
+from ..grid.option_error import Note
 from ..grid.replica_grid import ReplicaGrid
 from ..moe.auxiliary_steps import AuxiliarySteps
 from ..monitor.method_hooks import hook_method
 from ..monitor.monitor import Monitor
 from ..monitor.trace import comms_logger as comms
+from ..options.compilation import Compile
+from ..options.engine import EngineKeywords, EngineOptions
+from ..pipe.module import PipelineModule
 from ..pipe.program.schedule import Schedule
 from ..zero.data_axis import ZeroDataAxis
 from ..zero.gathered_parameters import gathered
@@ -39,45 +45,69 @@ from ..zero.protocols import MakeOptimizer
 from ..zero.synchronous_replicas import SynchronousReplicas
 from .accounting.memory import MemoryAccounts
 from .accounting.traffic import traffic_formulas
+from .instrument import instrument
 from .named_parameters import named_parameters
 from .observer import StepObserver
 from .optimizer_step import OptimizerStep
 from .replica_buffers import ReplicaBuffers
+from .setup.arguments import (
+    Groups,
+    check_arguments,
+    choose_grid,
+    given_options,
+    unless_all,
+    untrained_in_loss,
+)
+from .setup.check import check_names
 from .setup.compilation import Compilation
+from .setup.compression import require_one_momentum
+from .setup.lora import add_lora, require_adapters
+from .setup.optimizer import choose_optimizer, choose_scheduler, optimizer_groups
 from .setup.precision import make_loss_scaler
-from .setup.zero import zero_options
+from .setup.rank_consistency import require_same_model, require_same_settings
+from .setup.tuning import find_sizes
+from .setup.zero import one_replica_note, unsharded_note, zero_options
 from .snapshot.capture import ReplicaState
 from .snapshot.checkpointer import Checkpointer, check_state
 from .snapshot.local_updates import ReplicaCheckpoints
 
 NO_OPTIMIZER = (
-    "there is no optimizer, so the engine cannot train: set optimizer in the configuration, or pass "
-    "triax.initialize(optimizer=...)"
+    "there is no optimizer, so the engine cannot train: pass optimizer=..., such as "
+    "functools.partial(torch.optim.AdamW, lr=1e-3), or name one in the configuration"
 )
 
 
 class TrainingParts(NamedTuple):
-    """Optimizer, schedule and data of a new engine, as ``initialize`` chose them.
+    """Optimizer, schedule and data of a new engine.
 
     Attributes:
         make_optimizer: makes the optimizer from parameter groups. None if the model is only evaluated.
         groups: parameter groups, (options, parameters).
-        training_data, make_scheduler, collate_fn: see ``initialize``.
-        given_schedule: the pipeline schedule, if it was given as a value.
+        training_data, collate_fn: arguments of ``Engine``.
+        make_scheduler: makes the learning-rate schedule over the optimizer. None without one.
     """
 
     make_optimizer: MakeOptimizer | None
-    groups: list[tuple[dict[str, Any], list[nn.Parameter]]]
-    training_data: Dataset[Any] | None = None
+    groups: Groups
+    training_data: Dataset[Any] | TokenData | None = None
     make_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
     collate_fn: Callable[[list[Any]], Any] | None = None
-    given_schedule: Schedule | None = None
 
 
 class Engine:
-    """Base class of ``PipelineEngine`` and ``ModuleEngine``: batch sizes, weights by name, DeepSpeed's accessors.
+    """Trains a model on a grid: a ``PipelineModule`` by ``train_batch``, any other module by forward, backward, step.
 
+    ``Engine(model, ...)`` is a ``PipelineEngine`` or a ``ModuleEngine``. Every rank makes it, with the same arguments.
     The work is done by its members.
+
+    Args:
+        model: a ``PipelineModule``, or another ``nn.Module``, which moves to the grid's device.
+        options: the options; the keywords below, which are the fields of ``EngineOptions``, replace some of them.
+        grid: the grid of a plain module; None: every process is a replica. A ``PipelineModule`` has its own.
+        parameters: the parameters to train, or parameter groups; by default all that require gradients.
+        training_data: a dataset of ``(inputs, labels)``; its order depends only on the option ``seed``.
+        collate_fn: batches samples in the data loader, as in torch.
+        keywords: options by name: ``optimizer``, ``batch``, ``schedule``, ``zero``, ``precision``, ``clip``, ...
 
     Attributes:
         data_axis: ZeRO over the data axis: buckets of weights and gradients, and the optimizer's shards.
@@ -92,6 +122,10 @@ class Engine:
         observer: records, prints and traces steps.
         loss_scaler: fp16's loss scale; None without fp16.
         compilation: compiled layers, with counts of their graphs; None without ``compile``.
+
+    Raises:
+        OptionError: an option, or its combination with the other arguments, cannot be used.
+        TypeError: an argument of the wrong kind; the message says what to pass.
     """
 
     module: Any
@@ -101,41 +135,143 @@ class Engine:
     observer: StepObserver
     accounts: MemoryAccounts
     compilation: Compilation | None
+    lr_scheduler: LRScheduler | None
+    training_dataloader: Loader | TokenLoader | None
     record_memory = False
     _samples_before = 0  # samples of the steps before the batch got its present size
     _batch_size_since = 0  # the step from which the batch has its present size
 
-    def __init__(self, module: nn.Module, grid: Grid, config: Config) -> None:
-        self.module, self.grid, self.config = module, grid, config
-        self.batch = batch_sizes(config, grid.replicas)
+    def __new__(cls, model: Any = None, *args: Any, **kwargs: Any) -> Self:
+        """Return an engine of the class that trains this kind of model."""
+        kinds = (kind for kind in Engine.__subclasses__() if kind.trains(model)) if cls is Engine else iter(())
+        made: Any = object.__new__(next(kinds, cls))
+        return made
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: EngineOptions | None = None,
+        *,
+        grid: Grid | None = None,
+        parameters: Iterable[Any] | None = None,
+        training_data: Dataset[Any] | TokenData | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        **keywords: Unpack[EngineKeywords],
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model is a {type(model).__name__}, not an nn.Module: pass a module of torch's")
+        options = given_options(options, keywords)
+        check_arguments("Engine", optimizer=options.optimizer, parameters=parameters, collate_fn=collate_fn, grid=grid)
+        check_names(options)
+        if options.monitor.log_level is not None:
+            logging.getLogger("triax").setLevel(options.monitor.log_level)
+        self.options = options
+        self.grid = grid = choose_grid(model, grid, options)
+        require_same_settings(grid, self.settings(), options.schedule.value)
+        if isinstance(model, PipelineModule):
+            model.take_loss()
+        tuned = find_sizes(model, options, training_data, collate_fn)
+        self.options = options = options if tuned is None else tuned.tuner.options
+        self.batch = options.batch_sizes(grid.replicas)
+        if isinstance(model, PipelineModule) and options.lora is None:
+            parameters = unless_all(model, parameters)
+        schedule = self._place(model)
+        if options.lora is not None:
+            add_lora(model, options.lora, grid)
+        groups = optimizer_groups(model, options.optimizer, parameters)
+        if hasattr(model, "lora_options"):
+            require_adapters(groups, model)
+        make = choose_optimizer(options, grid, groups)
+        make_scheduler = choose_scheduler(options)
+        require_same_model(grid, model, groups, options.optimizer)
+        if options.sparse_attention is not None:
+            set_sparse_attention(
+                model, grid, {"mode": options.sparse_attention.mode, **options.sparse_attention.plain(given=True)}
+            )
+        data = None if tuned else training_data
+        parts = TrainingParts(make, groups, data, make_scheduler, collate_fn)
+
+        self.module = model
         self.global_steps = 0
         self._sent: dict[str, dict[str, Sent]] = {}  # in the last step
         # A step runs on the whole grid, or under local_updates on the grid of this replica.
-        self._step_grid = grid if config.local_updates is None else ReplicaGrid(grid)
-        self._options = zero_options(config, self._step_grid, module)
-        self.loss_scaler = make_loss_scaler(config)
+        self._step_grid = grid if options.local_updates is None else ReplicaGrid(grid)
+        self._options = zero_options(options, self._step_grid, model)
+        self.loss_scaler = make_loss_scaler(options.precision)
+        self._build(schedule, parts)
+        require_one_momentum(options.compression, self.optimizer)
+        self._built()
+        kind: Any = self  # of one of the two kinds
+        if tuned is not None:
+            self._warn(tuned.finish(kind))
+        if options.monitor.state and grid.rank == 0:
+            print(json.dumps(self.settings(), indent=2), flush=True)
+        instrument(kind)
+        self.start_checkpointing()
+        lr_note, untrained = getattr(self.lr_scheduler, "note", None), untrained_in_loss(model)
+        self._warn(*(Note("", each) for each in (lr_note, untrained) if each is not None))
+        self._warn(unsharded_note(self.data_axis), one_replica_note(options.zero, grid.data_context.size))
+        self.observer.install()
+
+    @classmethod
+    def trains(cls, model: Any) -> bool:
+        """Return True if engines of this class train this kind of model."""
+        return False
+
+    def _place(self, model: Any) -> Schedule | None:
+        """Put the model on this rank's device, and stages on the ranks of their schedule, which is returned."""
+        raise NotImplementedError
+
+    def _build(self, schedule: Any, parts: TrainingParts) -> None:
+        """Make the members of a step."""
+        raise NotImplementedError
+
+    def _built(self) -> None:
+        """Make the members of a subclass, before instruments observe the engine and a checkpoint is resumed."""
+
+    def _notes(self) -> list[Note]:
+        """Return notes on options that have no effect."""
+        return self.options.notes()
+
+    def settings(self, given: bool = False) -> dict[str, Any]:
+        """Return the options as values that JSON can hold.
+
+        Args:
+            given: leave out options that have their default.
+        """
+        return self.options.plain(given)
+
+    def tuned_settings(self) -> tuple[str, dict[str, Any]]:
+        """Return the name and the values of the file with the options that ``tuning`` found."""
+        return "options.json", self.options.changed(tuning=None).plain(given=True)
+
+    def _warn(self, *notes: Note | None) -> None:
+        """Log notes as warnings, on rank 0."""
+        for note in notes if self.grid.rank == 0 else ():
+            if note is not None:
+                logging.getLogger("triax").warning("%s", note.spelled(self.options.names))
 
     def _make_step(self, parts: TrainingParts) -> None:
         """Make the members that need the optimizer: step, schedule, data loader, replica strategy, checkpointer."""
         make, data = parts.make_scheduler, parts.training_data
         self.checkpointer = Checkpointer(self)
         self.kept_state = Snapshot()
-        self.optimizer_step = OptimizerStep(self.config, self.data_axis, self.loss_scaler)
+        self.optimizer_step = OptimizerStep(self.options, self.data_axis, self.loss_scaler)
         self.lr_scheduler = make(self.optimizer) if make and self.optimizer else None
-        self.training_dataloader = None if data is None else self.deepspeed_io(data, collate_fn=parts.collate_fn)
+        self.training_dataloader = None if data is None else self.make_loader(data, parts.collate_fn)
         self.replicas: SynchronousReplicas | LocalReplicas = SynchronousReplicas(self.grid)
         self._shared_buffers: ReplicaBuffers | None = None  # after local updates have given replicas equal weights
         self.replica_state: ReplicaState | None = None
         if isinstance(self._step_grid, ReplicaGrid):
-            assert self.config.local_updates is not None
+            assert self.options.local_updates is not None
             engine = weakref.proxy(self)  # which holds its replica strategy
             self.replicas = local = LocalReplicas(
-                self.config.local_updates,
+                self.options.local_updates,
                 self._step_grid,
                 self.data_axis,
                 self.optimizer,
                 self.lr_scheduler,
-                dtype_of(self.config.communication_data_type),
+                dtype_of(self.options.reduction.dtype),
                 lambda: int(engine.global_steps),
             )
             self.replica_state = ReplicaCheckpoints(self, local)
@@ -161,12 +297,11 @@ class Engine:
         """
         if self.compilation is None:
             check_kind("compile", (Mapping, NoneType), "a dict", compile_kwargs=compile_kwargs)
-            section = {"enabled": True, "backend": backend, "kwargs": dict(compile_kwargs or {})}
-            config = self.config.model_copy(update={"compile": parse_config({"compile": section}).compile})
-            self.compilation = self._compile(config)
-            self.config = config
+            options = self.options.changed(compile=Compile(backend=backend, kwargs=dict(compile_kwargs or {})))
+            self.compilation = self._compile(options)
+            self.options = options
 
-    def _compile(self, config: Config) -> Compilation | None:
+    def _compile(self, options: EngineOptions) -> Compilation | None:
         raise NotImplementedError
 
     @property
@@ -184,30 +319,14 @@ class Engine:
         """Microbatches of this replica so far, computed from the present batch size."""
         return self.global_steps * self.batch.accumulation
 
-    def train_batch_size(self) -> int:
-        """Return the samples per step, over all replicas."""
-        return self.batch.train
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Return the samples per microbatch."""
-        return self.batch.micro
-
-    def gradient_accumulation_steps(self) -> int:
-        """Return the microbatches per step and replica."""
-        return self.batch.accumulation
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """Return samples per step, samples per microbatch, and microbatches per step and replica."""
-        return self.batch.train, self.batch.micro, self.batch.accumulation
-
-    def set_train_batch_size(self, train_batch_size: int, micro: int | None = None) -> None:
+    def set_batch_size(self, size: int, microbatch: int | None = None) -> None:
         """Set the samples per step from the next step on, by the number of microbatches or by their size.
 
         Every rank calls this, between two steps.
 
         Args:
-            train_batch_size: samples per step, over all replicas.
-            micro: samples per microbatch; None: as before.
+            size: samples per step, over all replicas.
+            microbatch: samples per microbatch; None: as before.
 
         Raises:
             ConfigError: if the size is not a whole number of microbatches, if the schedule does not run that many, or
@@ -215,21 +334,21 @@ class Engine:
         """
         if self.training_dataloader is not None:
             raise ConfigError(
-                "set_train_batch_size does not work with training_data, whose order is made for one batch size: leave "
-                "training_data out of triax.initialize, and read the batches from a loader of your own"
+                "the batch size cannot change with training_data, whose order is made for one batch size: leave "
+                "training_data out, and read the batches from a loader of your own"
             )
-        micro = self.batch.micro if micro is None else micro
-        check_count("set_train_batch_size", train_batch_size=train_batch_size, micro=micro)
-        sizes = {
-            "train_batch_size": train_batch_size,
-            "train_micro_batch_size_per_gpu": micro,
-            "gradient_accumulation_steps": None,
-        }
-        config = self.config.model_copy(update=sizes)
-        batch = batch_sizes(config, self.grid.replicas)
+        microbatch = self.batch.micro if microbatch is None else microbatch
+        check_count(self.options.say("<set_batch_size>"), size=size, microbatch=microbatch)
+        sizes = self.options.batch.changed(size=size, microbatch=microbatch, microbatches=None)
+        batch = sizes.sizes(self.grid.replicas)
         self._reschedule(batch.accumulation)
         self._samples_before, self._batch_size_since = self.global_samples, self.global_steps
-        self.config, self.batch = config, batch
+        self.options, self.batch = self.options.changed(batch=sizes), batch
+
+    def set_clip(self, clip: float | None) -> None:
+        """Set the limit of the global gradient norm from the next step on; None: no limit. Every rank calls this."""
+        self.options = self.options.changed(clip=clip)
+        self.optimizer_step.clip = self.options.clip
 
     def synchronize(self) -> None:
         """Give all replicas the same weights now. Without ``local_updates`` this does nothing.
@@ -311,7 +430,7 @@ class Engine:
         other replica a message of its own, which is N/2 times the formula for N replicas.
         """
         sent = {axis: {k: entry._asdict() for k, entry in kinds.items()} for axis, kinds in self._sent.items()}
-        formulas = traffic_formulas(self.data_axis, self.config.zero_optimization.stage, self._backward_passes())
+        formulas = traffic_formulas(self.data_axis, self.options.zero.known_stage, self._backward_passes())
         return {"sent": sent, **formulas} | self.replicas.traffic()
 
     def memory_report(self) -> dict[str, Any]:
@@ -400,25 +519,20 @@ class Engine:
         """Device of the module."""
         return self.grid.device
 
-    @property
-    def local_rank(self) -> int:
-        """Rank of this process on its host, the launcher's ``LOCAL_RANK``. For ``tensor.to``, use ``engine.device``."""
-        return self.grid.local_rank
-
-    def deepspeed_io(
+    def make_loader(
         self,
-        dataset: Dataset[Any],
-        pin_memory: bool = True,
+        dataset: Dataset[Any] | TokenData,
         collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_local_io_workers: int | None = None,
+        workers: int = 0,
+        pin_memory: bool = True,
     ) -> Loader | TokenLoader:
-        """Return a loader of this replica's microbatches, in an order that depends on the configuration's seed alone.
+        """Return a loader of this replica's microbatches, in an order that depends on the option ``seed`` alone.
 
         Args:
             dataset: a dataset with a length, or an ``IterableDataset``, which has its own order.
-            pin_memory: copy microbatches to pinned memory, as torch's loader does. Ignored without a GPU.
             collate_fn: function that makes a microbatch of a list of samples.
-            num_local_io_workers: number of processes that read ahead. None or 0: this process reads.
+            workers: number of processes that read ahead. 0: this process reads.
+            pin_memory: copy microbatches to pinned memory, as torch's loader does. Ignored without a GPU.
         """
         return make_loader(
             dataset,
@@ -426,28 +540,25 @@ class Engine:
             self.batch.micro,
             self.grid.replica,
             self.grid.replicas,
-            self.config.seed,
-            drop_last=self.config.dataloader_drop_last,
+            self.options.seed,
+            drop_last=self.options.drop_last,
             collate=collate_fn,
-            workers=num_local_io_workers or 0,
+            workers=workers,
             pin_memory=pin_memory and self.device.type == "cuda",
         )
 
-    def get_lr(self) -> list[float]:
-        """Return the learning rate of each parameter group."""
+    @property
+    def lr(self) -> list[float]:
+        """Learning rate of each parameter group."""
         return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer else []
 
-    def get_mom(self) -> list[Any]:
-        """Return the betas, or the momentum, of each parameter group; 0 for a group that has neither."""
-        groups = self.optimizer.param_groups if self.optimizer else []
-        return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
-
-    def get_global_grad_norm(self) -> float | None:
-        """Return the norm of the last step's whole gradient before clipping. None before the first step.
+    @property
+    def grad_norm(self) -> float | None:
+        """Norm of the last step's whole gradient before clipping. None before the first step.
 
         On several processes each step computes the norm. On a single process a step computes it only if clipping, fp16,
-        compression or a monitor needs it. Otherwise this call computes it from the gradients, which exist until the
-        next step begins. A call after that returns None, and from then on each step computes the norm.
+        compression or a monitor needs it. Otherwise reading this computes it from the gradients, which exist until the
+        next step begins. Read after that it is None, and from then on each step computes the norm.
         """
         return self.optimizer_step.global_norm() if self.global_steps else None
 
@@ -469,10 +580,6 @@ class Engine:
         """
         return {name: list(loads) for name, loads in self.auxiliary.loads.items()}
 
-    def gradient_clipping(self) -> float:
-        """Return the limit of the global gradient norm; 0: no limit."""
-        return self.config.gradient_clipping
-
     def log_summary(self, show_straggler: bool = False) -> str:
         """Return this rank's table of logged communication (``comms_logger``). Rank 0 also prints its own.
 
@@ -488,10 +595,6 @@ class Engine:
     def monitor(self) -> Monitor:
         """Writer of numbers: ``engine.monitor.write_events([("Validation/loss", loss, engine.global_samples)])``."""
         return self.observer.monitor
-
-    def wall_clock_breakdown(self) -> bool:
-        """Return True if every step is recorded."""
-        return self.config.wall_clock_breakdown
 
     def time_report(self) -> dict[str, Any]:
         """Return the seconds of each part of the last recorded step on this rank: axis -> part -> seconds.
@@ -512,23 +615,7 @@ class Engine:
         """
         self.observer.record_trace(file)
 
-    def zero_optimization(self) -> bool:
-        """Return True if ZeRO's stage is above 0."""
-        return self.config.zero_optimization.stage > 0
-
-    def zero_optimization_stage(self) -> int:
-        """Return ZeRO's stage, 0 to 3."""
-        return self.config.zero_optimization.stage
-
-    def fp16_enabled(self) -> bool:
-        """Return True if weights are float16."""
-        return self.config.fp16.enabled
-
-    def bfloat16_enabled(self) -> bool:
-        """Return True if weights are bfloat16."""
-        return self.config.bf16.enabled
-
-    def is_gradient_accumulation_boundary(self) -> bool:
+    def is_last_microbatch(self) -> bool:
         """Return True: ``train_batch`` runs all microbatches of a step."""
         return True
 
@@ -631,27 +718,25 @@ class Engine:
             )
             return self.checkpointer.load(load_dir, tag, options)
 
-    def save_16bit_model(
-        self, save_dir: str | Path, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
-    ) -> bool:
+    def save_weights(self, file: str | Path, exclude_frozen: bool = False) -> None:
         """Write unsharded weights and buffers to one safetensors file, in fp16 or bf16. Collective.
 
-        The dtype is that of the engine's weights under ``fp16`` and ``bf16``, else bfloat16. Nothing is gathered: every
-        rank writes its boxes into the file.
+        The dtype is that of the engine's weights under ``precision`` bf16 and fp16, else bfloat16. Nothing is gathered:
+        every rank writes its boxes into the file.
 
         Args:
-            save_dir: a folder that every rank sees.
-            save_filename: name of the file. Its ending becomes ``.safetensors``, because nothing is pickled.
-            exclude_frozen_parameters: leave out parameters that are not trained.
+            file: path of the file, in a folder that every rank sees. Its ending becomes ``.safetensors``.
+            exclude_frozen: leave out parameters that are not trained.
 
         Raises:
             CheckpointError: on every rank, if a rank could not write.
-            ConfigError: on every rank, if folder or file is no path.
+            ConfigError: on every rank, if the file is no path.
         """
-        with self.all_or_none("save_16bit_model"):
-            self.data_axis.enter("calls save_16bit_model")
-            self.checkpointer.export(save_dir, save_filename, exclude_frozen_parameters)
-            return True
+        with self.all_or_none("save_weights"):
+            with agreed(self.grid, ConfigError):
+                check_path("save_weights", file=file)
+            self.data_axis.enter("calls save_weights")
+            self.checkpointer.export(Path(file).parent, Path(file).name, exclude_frozen)
 
     @property
     def client_state(self) -> Mapping[str, Any] | None:
@@ -675,13 +760,13 @@ class Engine:
             CheckpointError: on every rank, if the newest undamaged checkpoint is of another model, or if another run
                 saves into the folder.
         """
-        settings = self.config.checkpoint
-        if settings.every is not None and settings.dir is not None:
+        options = self.options.checkpoint
+        if options.every is not None and options.folder is not None:
             with self.all_or_none("checkpoint"):
-                self.checkpointer.claim(settings.dir)
-        if settings.resume == "auto" and settings.dir is not None:
+                self.checkpointer.claim(options.folder)
+        if options.resume and options.folder is not None:
             with self.all_or_none("resume"):
-                self.checkpointer.resume(settings.dir)
+                self.checkpointer.resume(options.folder)
         saver = self.checkpointer.auto_saver()
         if saver is None:
             return

@@ -1,45 +1,48 @@
 """Instruments of an engine: autocast, profilers and loggers of its passes.
 
-The engine has no code for instruments. Each instrument replaces methods of an engine whose configuration enables it, so
+The engine has no code for instruments. Each instrument replaces methods of an engine whose options enable it, so
 that a disabled instrument costs no time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..grid.comm.timeline_recorder import TimelineRecorder
+from ..grid.dtypes import dtype_of
 from ..monitor.method_hooks import Hook, hook_method
 from ..monitor.trace import comms_logger
 from ..pipe.backward import Deferred, SplitBackward
 from ..pipe.program.ops import COMPUTE
 from .accounting import memory_breakdown, step_profile
 from .accounting.dump_state import dump
-from .module_engine import ModuleEngine
-from .pipeline_engine import PipelineEngine
-from .setup.precision import autocast_dtype
+from .kinds import is_pipelined
+
+if TYPE_CHECKING:
+    from .module_engine import ModuleEngine
+    from .pipeline_engine import PipelineEngine
 
 
 def instrument(engine: PipelineEngine | ModuleEngine) -> None:
-    """Install on a new engine autocast and the profilers and loggers that its configuration enables."""
-    config = engine.config
-    dtype = autocast_dtype(config)
+    """Install on a new engine autocast and the profilers and loggers that its options enable."""
+    options = engine.options.monitor
+    dtype = dtype_of(engine.options.precision.autocast)
     if dtype is not None:
         _install_autocast(engine, dtype)
-    logger = config.comms_logger
-    if logger.enabled:
-        comms_logger.install(engine.grid, logger.wanted, logger.verbose, logger.debug)
+    log = options.communication
+    if log is not None:
+        comms_logger.install(engine.grid, log.wanted, log.verbose, log.callers)
     recorder = engine.grid.observer(TimelineRecorder)
     if recorder is not None:
         _record_spans(engine, recorder)
-    if config.flops_profiler.enabled:
+    if options.profile is not None:
         step_profile.install(engine)
-    if config.memory_breakdown:
+    if options.memory:
         memory_breakdown.install(engine)
-    if config.dump_state:
+    if options.state:
         dump(engine)
 
 
@@ -51,9 +54,9 @@ def _install_autocast(engine: PipelineEngine | ModuleEngine, dtype: torch.dtype)
     for its backward pass, and casts it again.
     """
     kind = engine.grid.device.type
-    if isinstance(engine, PipelineEngine):
+    if is_pipelined(engine):
         engine.executor.wrap("F", lambda op: torch.autocast(kind, dtype=dtype))
-        if engine.config.zero_optimization.stage == 3:
+        if engine.options.zero.stage == 3:
             # A split that defers nothing keeps weights. Recomputation in a backward pass is split in the same way.
             for each in ("F", "B", "I"):
                 engine.executor.wrap(each, lambda op: SplitBackward(Deferred()))
@@ -78,7 +81,7 @@ def _record_spans(engine: PipelineEngine | ModuleEngine, recorder: TimelineRecor
 
     step = span("step", lambda: f"step {engine.global_steps + 1}")
     hook_method(engine.data_axis, "step", span("optimizer", lambda: "optimizer"))
-    if isinstance(engine, PipelineEngine):
+    if is_pipelined(engine):
         for kind in COMPUTE:
             engine.executor.wrap(kind, lambda op: recorder.span(str(op), "compute"))
         hook_method(engine, "train_batch", step)

@@ -1,6 +1,6 @@
-"""ModuleEngine: trains any ``nn.Module`` in DeepSpeed's loop of forward, backward and step.
+"""ModuleEngine: trains any ``nn.Module`` in a loop of forward, backward and step.
 
-engine, *_ = triax.initialize(model=model, config=config)
+engine = triax.Engine(model, optimizer=functools.partial(torch.optim.AdamW, lr=1e-3), batch=32)
 for batch in batches:
     loss = engine(*batch)
     engine.backward(loss)  # in the last microbatch of a step, gradients are reduced during this call
@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config.schema import Config
 from ..context.part_loss import share_of_mean
 from ..grid import Grid
 from ..grid.agreement import number, totals
@@ -29,13 +28,18 @@ from ..grid.comm.traffic import Sent
 from ..grid.errors import AgreedError, ConfigError
 from ..grid.failure import all_or_none
 from ..grid.nest import map_tensors
+from ..grid.option_error import Note
 from ..grid.random import DropoutState, bind_dropout, set_dropout_samples
 from ..moe.auxiliary_steps import AuxiliarySteps, bind_auxiliary
 from ..optim.loss_scale import process_scales, rescaled
 from ..optim.schedulers import advance_schedule
+from ..options.engine import EngineOptions
+from ..options.schedule import ScheduleOptions
 from ..pipe.microbatches import require_equal_shapes
+from ..pipe.module import PipelineModule
 from ..zero.modules.backward_passes import BackwardPasses
 from ..zero.modules.broadcast import broadcast_weights
+from ..zero.modules.leaf_modules import set_listed_leaf_modules
 from ..zero.modules.module_optimizer import ModuleOptimizer
 from ..zero.norm import clip_factor
 from .accounting.memory import MemoryAccounts
@@ -43,26 +47,22 @@ from .base import NO_OPTIMIZER, Engine, TrainingParts
 from .named_parameters import named_parameters
 from .observer import ModuleObserver
 from .replica_buffers import ReplicaBuffers
+from .setup.arguments import to_device
 from .setup.compilation import Compilation, compile_module
 from .setup.recomputation import log_profile, recompute_blocks
 
 
 class ModuleEngine(Engine):
-    """Trains a plain ``nn.Module``. ``triax.initialize`` makes it.
+    """Trains a plain ``nn.Module``. ``triax.Engine(model, ...)`` makes it.
 
     Gradients are averaged: over the samples of a microbatch by the loss, over microbatches, and over replicas, as under
     DDP. Attributes that the engine does not have are the module's: ``engine.parameters()``.
 
-    Args:
-        module: the module, on the grid's device.
-        grid: a grid without a pipe axis. The first replica's parameters and buffers are broadcast to all replicas.
-            Within a tensor-parallel group each rank keeps its shards, and unsharded tensors are broadcast from the
-            group's first rank.
-        config: the checked configuration.
-        parts: optimizer, learning-rate schedule and data.
+    The grid has no pipe axis. The first replica's parameters and buffers are broadcast to all replicas. Within a
+    tensor-parallel group each rank keeps its shards, and unsharded tensors are broadcast from the group's first rank.
 
     Attributes:
-        module, grid, config, batch: model, grid, configuration, and the three batch sizes.
+        module, grid, options, batch: model, grid, options, and the three batch sizes.
         optimizer: over this rank's ranges; its groups hold the model's parameters. None without one.
         lr_scheduler: learning-rate schedule, advanced after each step that was not skipped. None without one.
         training_dataloader: this replica's microbatches of ``training_data``. None without training data.
@@ -76,22 +76,39 @@ class ModuleEngine(Engine):
 
     micro_steps = 0
 
-    def __init__(self, module: nn.Module, grid: Grid, config: Config, parts: TrainingParts) -> None:
-        super().__init__(module, grid, config)
+    module: nn.Module
+
+    @classmethod
+    def trains(cls, model: Any) -> bool:
+        """Return True for a module that is not a ``PipelineModule``."""
+        return isinstance(model, nn.Module) and not isinstance(model, PipelineModule)
+
+    def _place(self, model: nn.Module) -> None:
+        """Move the module to the grid's device."""
+        self._warn(*self._notes())
+        if self.options.schedule != ScheduleOptions():
+            text = "has no effect, because the model is not a PipelineModule and runs as one stage"
+            self._warn(Note("schedule", text))
+        leaves = self.options.zero.leaf_modules
+        set_listed_leaf_modules(model, [*leaves.classes], [*leaves.names], [*leaves.name_suffixes])
+        to_device(model, self.grid)
+
+    def _build(self, schedule: None, parts: TrainingParts) -> None:
+        module, grid, options = self.module, self.grid, self.options
         self._scales = process_scales()
         if self.loss_scaler is not None:
             self._scales.add(self.loss_scaler)
-        self._dropout = bind_dropout(module, config.seed)
+        self._dropout = bind_dropout(module, options.seed)
         self._auxiliary = bind_auxiliary(module)
         self.auxiliary = AuxiliarySteps(module, grid, self._auxiliary)
-        self.compilation = compile_module(module, config, grid)
-        self.recompute = recompute_blocks(module, config, grid, self._dropout or DropoutState(config.seed))
-        make, zero = parts.make_optimizer, config.zero_optimization
+        self.compilation = compile_module(module, options, grid)
+        self.recompute = recompute_blocks(module, options, grid, self._dropout or DropoutState(options.seed))
+        make, zero = parts.make_optimizer, options.zero
         if self._step_grid is not grid:
             broadcast_weights(module, grid, set())  # the data axis of one replica does not make replicas start equal
         broadcast_weights(module, self._step_grid, {p for _, group in parts.groups for p in group} if make else set())
-        layout = (self._step_grid, self._options, zero.reduce_bucket_size)
-        common: dict[str, Any] = {"module": module, "keep": zero.stage3_keep_gathered}
+        layout = (self._step_grid, self._options, zero.bucket_size)
+        common: dict[str, Any] = {"module": module, "keep": zero.keep_gathered}
         self.optimizer: ModuleOptimizer | None = None
         if make is None:
             self.backward_passes = BackwardPasses([], *layout, None, **common)
@@ -104,7 +121,7 @@ class ModuleEngine(Engine):
         self.data_axis.access.connect(
             self._gradient_divisor,
             "Call engine.clip_grad_norm_(max_norm) before engine.step() to clip, in any stage, and "
-            'engine.get_global_grad_norm() or engine.gather("gradients") after it to read',
+            'engine.grad_norm or engine.gather("gradients") after it to read',
             self.all_or_none,
         )
         self.accounts = MemoryAccounts(self.data_axis, module, grid)
@@ -113,7 +130,7 @@ class ModuleEngine(Engine):
         self._make_step(parts)
         self.observer = ModuleObserver(self)
         self.microbatch = 0
-        self._user_boundary = None if config.managed_gradient_accumulation else True  # None: microbatches are counted
+        self._user_boundary = None if options.batch.counted else True  # None: microbatches are counted
         self.in_no_sync = False  # within no_sync
         self._scaled_by_user = False  # the loss of this microbatch went through scale()
         self._engine_backwards = 0  # backward passes of this microbatch that backward() made
@@ -139,7 +156,7 @@ class ModuleEngine(Engine):
             if graph and trains:
                 self._begin_step()
             counting = self.accounts.counting() if trains else nullcontext()
-            if not self.config.managed_gradient_accumulation:
+            if not self.options.batch.counted:
                 self.microbatch = self.backward_passes.count
             if self._dropout is not None:
                 share = self.batch.micro * self.batch.accumulation
@@ -250,10 +267,10 @@ class ModuleEngine(Engine):
                     "an object that is not a tensor, tuple, list or dict: call engine.backward(loss), or "
                     "engine.scale(loss).backward()"
                 )
-            last = self.is_gradient_accumulation_boundary()
+            last = self.is_last_microbatch()
             try:
                 if last:
-                    if not self.config.managed_gradient_accumulation:
+                    if not self.options.batch.counted:
                         missing = self.batch.accumulation - self.backward_passes.count
                         self._samples_before -= missing * self.batch.micro * self.grid.replicas
                     self.microbatch = -1
@@ -278,7 +295,7 @@ class ModuleEngine(Engine):
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm over the whole grid is at most ``max_norm``, in any stage. Collective.
 
-        Call it between the last ``backward`` of a step and ``step``. ``gradient_clipping`` does the same in each step.
+        Call it between the last ``backward`` of a step and ``step``. The option ``clip`` does the same in each step.
 
         Returns:
             The norm before, 0-dim float64. If it is not finite, as after an overflow in fp16, nothing is scaled.
@@ -290,8 +307,10 @@ class ModuleEngine(Engine):
         with self.all_or_none("clip_grad_norm_"):
             if self.data_axis.exchange is not None:
                 raise AgreedError(
-                    "clip_grad_norm_ was called, but gradient compression combines the replicas' gradients only within "
-                    "the step: set gradient_clipping in the configuration"
+                    self.options.say(
+                        "clip_grad_norm_ was called, but gradient compression combines the replicas' gradients only "
+                        "within the step: set <clip>"
+                    )
                 )
             divisor = self._gradient_divisor()
             self.data_axis.access.take_back()
@@ -314,13 +333,13 @@ class ModuleEngine(Engine):
                 problem = "no backward pass has run since the last engine.step(): do it between the two"
             elif self.in_no_sync:
                 problem = "within no_sync() gradients are not reduced: do it after the with block"
-            elif not self.is_gradient_accumulation_boundary():
+            elif not self.is_last_microbatch():
                 problem = (
                     f"these are the gradients of {self.microbatch + 1} of {self.batch.accumulation} microbatches: do "
-                    "it if engine.is_gradient_accumulation_boundary()"
+                    "it if engine.is_last_microbatch()"
                 )
-            elif self.config.local_updates is not None:
-                problem = "under local_updates replicas step by themselves: set gradient_clipping in the configuration"
+            elif self.options.local_updates is not None:
+                problem = self.options.say("under <local_updates> replicas step by themselves: set <clip>")
             if problem is not None:
                 raise AgreedError(f"gradients were read or clipped, but {problem}")
         passes.reduce()
@@ -383,24 +402,26 @@ class ModuleEngine(Engine):
                 "other gradients; to add both, run one backward pass of the sum of the losses"
             )
 
-    def is_gradient_accumulation_boundary(self) -> bool:
+    def is_last_microbatch(self) -> bool:
         """Return True if this microbatch is the last one of a step."""
         return self.microbatch + 1 >= self.batch.accumulation if self._user_boundary is None else self._user_boundary
 
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+    def set_last_microbatch(self, is_boundary: bool) -> None:
         """Set before each forward whether its microbatch is the last one of a step, in place of counting them.
 
         Gradients are divided by gradient_accumulation_steps in any case.
 
         Raises:
-            RuntimeError: under ``managed_gradient_accumulation: false``, where each ``step`` updates the weights.
+            RuntimeError: under ``batch.counted`` False, where each ``step`` updates the weights.
         """
-        check_flag("set_gradient_accumulation_boundary", is_boundary=is_boundary)
-        with self.all_or_none("set_gradient_accumulation_boundary"):
-            if not self.config.managed_gradient_accumulation:
+        check_flag(self.options.say("<set_last_microbatch>"), is_boundary=is_boundary)
+        with self.all_or_none("set_last_microbatch"):
+            if not self.options.batch.counted:
                 raise AgreedError(
-                    "set_gradient_accumulation_boundary() was called, but managed_gradient_accumulation is false, so "
-                    "that each engine.step() updates the weights: leave one of the two out"
+                    self.options.say(
+                        "<set_last_microbatch>() was called, but <batch.counted> is false, so that each "
+                        "engine.step() updates the weights: leave one of the two out"
+                    )
                 )
         self._user_boundary = is_boundary
         self._mark_last()
@@ -418,8 +439,10 @@ class ModuleEngine(Engine):
         options = self.data_axis.options
         if options.stage >= 2 and options.reduce_every_backward:
             raise AgreedError(
-                f"no_sync() does not work in ZeRO stage {options.stage}, which reduces gradients in each backward "
-                "pass: set zero_optimization.reduce_each_microbatch to false, or zero_optimization.stage to 1"
+                self.options.say(
+                    f"no_sync() does not work in ZeRO stage {options.stage}, which reduces gradients in each backward "
+                    "pass: set <zero.reduce_each_microbatch> to false, or <zero.stage> to 1"
+                )
             )
         self.in_no_sync = True
         self._mark_last()
@@ -491,14 +514,14 @@ class ModuleEngine(Engine):
 
     def _set_plain(self) -> None:
         # One process and one microbatch: autograd's own gradients are those of the batch.
-        one = self.grid.size == 1 and self.batch.accumulation == 1 and self.config.managed_gradient_accumulation
-        sums = self.data_axis.exchange is None and self.config.local_updates is None
+        one = self.grid.size == 1 and self.batch.accumulation == 1 and self.options.batch.counted
+        sums = self.data_axis.exchange is None and self.options.local_updates is None
         self.data_axis.access.plain = one and sums and self.loss_scaler is None and self._options.divisor == 1.0
 
     def _mark_last(self) -> None:
         # Unmanaged, step() ends the sums; where each pass reduces its gradients, each may be the last one.
         each = self._options.stage > 1 and self._options.reduce_every_backward
-        boundary = (self.config.managed_gradient_accumulation or each) and self.is_gradient_accumulation_boundary()
+        boundary = (self.options.batch.counted or each) and self.is_last_microbatch()
         self.backward_passes.next_is_last = boundary and not self.in_no_sync
 
     def _cast(self, tensor: Tensor) -> Tensor:
@@ -515,29 +538,29 @@ class ModuleEngine(Engine):
         self.microbatch = 0
         self._mark_last()
 
-    def set_train_batch_size(self, train_batch_size: int, micro: int | None = None) -> None:
-        """Set the samples per step, as ``Engine.set_train_batch_size``.
+    def set_batch_size(self, size: int, microbatch: int | None = None) -> None:
+        """Set the samples per step, as ``Engine.set_batch_size``.
 
         Raises:
             ConfigError: in its cases, and in the middle of a step.
         """
         if self.microbatch:
             raise ConfigError(
-                f"set_train_batch_size was called after {self.microbatch} microbatches of a step: call it after "
+                f"{self.options.say('<set_batch_size>')} was called after {self.microbatch} microbatches of a step: call it after "
                 "engine.step() has ended the step"
             )
-        super().set_train_batch_size(train_batch_size, micro)
+        super().set_batch_size(size, microbatch)
         self._mark_last()
         self._set_plain()
 
-    def _compile(self, config: Config) -> Compilation | None:
-        if self.recompute is not None or config.zero_optimization.stage == 3:
+    def _compile(self, options: EngineOptions) -> Compilation | None:
+        if self.recompute is not None or options.zero.stage == 3:
             raise ConfigError(
                 "engine.compile() was called after stage 3 of ZeRO or recomputation took over the calls of the "
                 "module's blocks: "
-                'leave it out, and write "compile": true in the configuration'
+                "leave it out, and set the option compile to true"
             )
-        return compile_module(self.module, config, self.grid)
+        return compile_module(self.module, options, self.grid)
 
     def all_or_none(self, call: str) -> AbstractContextManager[None]:
         return all_or_none(self.grid, self.data_axis.abandon, f"{call} of microbatch {self.microbatch}")

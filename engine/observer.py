@@ -1,4 +1,4 @@
-"""Observer of an engine's steps: records, prints and traces them if the configuration asks for it."""
+"""Observer of an engine's steps: records, prints and traces them if the options ask for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config.schema import Config
 from ..grid import Grid
 from ..grid.agreement import agreed
 from ..grid.checks import check_path
@@ -30,6 +29,7 @@ from ..monitor.step_timer import StepTimer
 from ..monitor.trace.trace import trace_step
 from ..monitor.wall_clock import PartMeans, deepspeed_times, print_means
 from ..monitor.writers import make_writers
+from ..options.monitoring import Monitoring
 from ..pipe.executor import Executor
 from ..pipe.microbatches import MicrobatchFeed
 from ..pipe.program.ops import COMPUTE, Op
@@ -37,7 +37,7 @@ from ..pipe.program.timeline import CollectiveSpan, OpMarks, Span, Timeline
 from ..zero.histograms import parameter_histograms
 from .accounting.run_record import run_record
 
-_PRINT_EVERY = 10  # steps between two prints of wall_clock_breakdown without steps_per_print, as in DeepSpeed
+_PRINT_EVERY = 10  # steps between two prints of monitor.breakdown without print_every, as in DeepSpeed
 
 
 class StepObserver:
@@ -70,27 +70,28 @@ class StepObserver:
         self._tokens = 0  # of this step, on this replica
 
     def install(self) -> None:
-        """Install the monitors, timers and traces that the configuration enables. Collective if it enables any.
+        """Install the monitors, timers and traces that the options enable. Collective if they enable any.
 
         Raises:
             ConfigError: on every rank, if a monitor's package is missing or a folder cannot be made.
         """
-        engine, config = self._engine, self._engine.config
-        self.monitor = make_monitor(config, self._grid, engine)
-        if config.monitored:
-            peak = config.peak_tflops if config.peak_tflops is not None else slowest_peak(self._grid, engine.module)
+        engine, options = self._engine, self._engine.options.monitor
+        self.monitor = make_monitor(options, self._grid, engine)
+        if options.monitored:
+            peak = options.peak_tflops if options.peak_tflops is not None else slowest_peak(self._grid, engine.module)
             if self._grid.rank == 0:
                 self._hook_batches()
             if peak is not None:
                 self.mfu = MfuMeter(self._grid, peak, engine.module, *self._forward)
-        if config.wall_clock_breakdown or config.timeline.step is not None or config.monitored:
+        if options.breakdown or options.trace.step is not None or options.monitored:
             self._active = True
             self._prepare()
-        if config.timeline.step is not None:
-            require_writable(_trace_file(config), "the timeline", self._grid)
-        if config.flops_profiler.enabled and config.flops_profiler.output_file is not None:
-            require_writable(Path(config.flops_profiler.output_file), "flops_profiler.output_file", self._grid)
-        if config.json_monitor.enabled:
+        if options.trace.step is not None:
+            require_writable(_trace_file(options), "the timeline", self._grid)
+        if options.profile is not None and options.profile.file is not None:
+            name = engine.options.say("<monitor.profile.file>")
+            require_writable(Path(options.profile.file), name, self._grid)
+        if options.json is not None:
             self._write_run(self._grid)
 
     def record_trace(self, file: str | Path) -> None:
@@ -119,7 +120,7 @@ class StepObserver:
         if clock is None and not self._active:
             self._write_metrics(loss, {}, {})
             return
-        engine, config = self._engine, self._engine.config
+        engine, options = self._engine, self._engine.options.monitor
         record = self._timer.end(engine.global_steps, self._ops())
         if not self._active:
             self._write_metrics(loss, {}, {})
@@ -132,14 +133,14 @@ class StepObserver:
         seconds = time.perf_counter() - self._began
         if self.mfu is not None:
             self.mfu.end_step()
-        due = config.monitored and config.histograms.due(engine.global_steps)
-        histograms = parameter_histograms(engine.data_axis, grid, config.histograms.bins) if due else {}
+        due = options.monitored and options.histograms.due(engine.global_steps)
+        histograms = parameter_histograms(engine.data_axis, grid, options.histograms.bins) if due else {}
         self._write_metrics(loss, self._timings(seconds) if self.monitor.enabled else {}, histograms)
         if record is not None:
             self._show(record)
         self._end_memory()
         # The memory of the second step is known after its end.
-        if config.json_monitor.enabled and (engine.global_steps <= self._since + 2 or self.trace is not None):
+        if options.json is not None and (engine.global_steps <= self._since + 2 or self.trace is not None):
             self._write_run(grid)
         self.trace, self._tokens = None, 0
         self._prepare()
@@ -172,13 +173,13 @@ class StepObserver:
 
     def _prepare(self) -> None:
         """Install the hooks that the next step needs, and remove those it does not need."""
-        config, step = self._engine.config, self._engine.global_steps + 1
-        if config.timeline.step == step and self.trace is None:
-            self.trace = _trace_file(config)
+        options, step = self._engine.options.monitor, self._engine.global_steps + 1
+        if options.trace.step == step and self.trace is None:
+            self.trace = _trace_file(options)
         # In the process's second step: the optimizer has made its state in the first.
-        if config.json_monitor.enabled and self._since and step == self._since + 1:
+        if options.json is not None and self._since and step == self._since + 1:
             self._begin_memory()
-        if config.wall_clock_breakdown or self.trace is not None:
+        if options.breakdown or self.trace is not None:
             self._timer.install(self._phases)
         else:
             self._timer.remove()
@@ -192,9 +193,9 @@ class StepObserver:
                 step=engine.global_steps,
                 samples=engine.global_samples,
                 loss=loss,
-                lr=engine.get_lr(),
+                lr=engine.lr,
                 loss_scale=engine.loss_scale(),
-                grad_norm=engine.get_global_grad_norm() if self.monitor.enabled else None,
+                grad_norm=engine.grad_norm if self.monitor.enabled else None,
                 skipped_steps=engine.skipped_steps,
                 timings=timings,
                 auxiliary=engine.auxiliary_losses(),
@@ -216,16 +217,16 @@ class StepObserver:
         mfu = None if self.mfu is None else self.mfu.utilization(seconds)
         if mfu is not None:
             timings["mfu"] = mfu
-        if recorded and engine.config.wall_clock_breakdown:
+        if recorded and engine.options.monitor.breakdown:
             timings |= {f"elapsed_time_ms_{part}": 1e3 * value for part, value in deepspeed_times(recorded).items()}
         return timings
 
     def _show(self, record: StepRecord) -> None:
-        """Print the means of ``wall_clock_breakdown`` if it is due; write the trace if one is wanted."""
-        config, grid = self._engine.config, self._engine.replicas.collective_grid
-        if config.wall_clock_breakdown:
+        """Print the means of ``monitor.breakdown`` if it is due; write the trace if one is wanted."""
+        options, grid = self._engine.options.monitor, self._engine.replicas.collective_grid
+        if options.breakdown:
             self._means.add(time_parts(record), self.report["bubble"])
-            if record.step % (config.steps_per_print or _PRINT_EVERY) == 0:
+            if record.step % (options.print_every or _PRINT_EVERY) == 0:
                 print_means(grid, self._means, record.step)
         if self.trace is not None:
             about = {"step": record.step, "bubble": self.report["bubble"], **self._about()}
@@ -236,7 +237,7 @@ class StepObserver:
         flops, peak = (None, None) if self.mfu is None else (self.mfu.flops, self.mfu.peak)
         record = run_record(self._engine, grid, flops, peak, self._since)
         if record is not None:
-            folder = self._engine.config.json_monitor.folder
+            folder = Path(self._engine.options.monitor.json)
             with self._records.writing(str(folder / RUN)):
                 write_run(folder, record)
 
@@ -356,11 +357,11 @@ class ModuleObserver(StepObserver):
         hook_method(self._engine, "forward", count_tokens)
 
 
-def make_monitor(config: Config, grid: Grid, engine: Any) -> Monitor:
+def make_monitor(options: Monitoring, grid: Grid, engine: Any) -> Monitor:
     """Return the monitor of a run: with writers on rank 0, an empty one elsewhere. Collective if numbers are written.
 
     Args:
-        config: the configuration, which names the monitors.
+        options: the options, which name the monitors.
         grid: the ranks.
         engine: a weak reference to the engine.
 
@@ -368,17 +369,17 @@ def make_monitor(config: Config, grid: Grid, engine: Any) -> Monitor:
         ConfigError: on every rank, if a package is not installed or a folder cannot be made.
     """
     first = grid.rank == 0
-    with agreed(grid, ConfigError) if config.monitored else nullcontext():
-        writers = make_writers(config) if first else []
-    mailbox = grid.mailbox() if config.monitored else None
-    every, position = config.steps_per_print if first else None, lambda: (engine.global_steps, engine.global_samples)
+    with agreed(grid, ConfigError) if options.monitored else nullcontext():
+        writers = make_writers(options) if first else []
+    mailbox = grid.mailbox() if options.monitored else None
+    every, position = options.print_every if first else None, lambda: (engine.global_steps, engine.global_samples)
     return Monitor(writers, every, engine.batch.train, mailbox, position)
 
 
-def _trace_file(config: Config) -> Path:
-    if config.timeline.file is not None:
-        return Path(config.timeline.file)
-    return config.json_monitor.folder / TIMELINE if config.json_monitor.enabled else Path(TIMELINE)
+def _trace_file(options: Monitoring) -> Path:
+    if options.trace.file is not None:
+        return Path(options.trace.file)
+    return Path(options.json or "") / TIMELINE
 
 
 def require_writable(file: Path, what: str, grid: Grid) -> Path:
@@ -386,7 +387,7 @@ def require_writable(file: Path, what: str, grid: Grid) -> Path:
 
     Args:
         file: path of the file.
-        what: name of the file or of its configuration key, for the message.
+        what: name of the file or of its option, for the message.
         grid: the ranks.
 
     Raises:

@@ -4,7 +4,7 @@ sum over all ranks    loss, weight and |gradient|^2, in one all-reduce          
 divide                loss, gradients and norm by the batch's weight             ``take``, as all that follows
 skip                  the step, if loss or norm is not finite (``nan_loss``) or gradients overflow in fp16
 exchange              with gradient compression: sum the compressed gradients over the replicas, only now
-clip                  multiply the gradients by gradient_clipping / norm
+clip                  multiply the gradients by clip / norm
 update                the optimizer, the learning-rate schedule, fp16's loss scale
 """
 
@@ -15,10 +15,10 @@ from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
-from ..config.schema import Config
 from ..grid import Grid, agreement
 from ..optim.loss_scale import LossScaler
 from ..optim.nonfinite import MicrobatchLosses, NonFinitePolicy
+from ..options.engine import EngineOptions
 from ..zero.data_axis import ZeroDataAxis
 from ..zero.norm import clip_factor
 
@@ -27,18 +27,19 @@ class OptimizerStep:
     """Turns the gradients that ``data_axis`` holds into a step of the weights.
 
     Args:
-        config: the engine's configuration, for ``gradient_clipping`` and ``nan_loss``.
+        options: the engine's options, for ``clip`` and ``nan_loss``.
         data_axis: holds the gradients, as sums over microbatches and replicas.
         loss_scaler: fp16's loss scale; None without fp16.
 
     Attributes:
+        clip: limit of the gradient norm; None: no limit.
         norm: norm of the last step's gradient before clipping. None if it was not computed.
         nonfinite: the policy for a loss or a gradient that is not finite.
     """
 
-    def __init__(self, config: Config, data_axis: ZeroDataAxis, loss_scaler: LossScaler | None) -> None:
-        self._clipping, self._data_axis, self._loss_scaler = config.gradient_clipping, data_axis, loss_scaler
-        self.nonfinite = NonFinitePolicy(config.nan_loss, scaled=loss_scaler is not None)
+    def __init__(self, options: EngineOptions, data_axis: ZeroDataAxis, loss_scaler: LossScaler | None) -> None:
+        self.clip, self._data_axis, self._loss_scaler = options.clip, data_axis, loss_scaler
+        self.nonfinite = NonFinitePolicy(options.nan_loss, scaled=loss_scaler is not None)
         self.norm: float | None = None
         self._norm_wanted_late = False  # asked for once when the gradients were gone: from then on each step has it
         self._squares: list[Tensor] = []  # this rank's share of |gradient|^2, if this step computes it
@@ -62,7 +63,7 @@ class OptimizerStep:
         Returns:
             The sums of ``values``.
         """
-        wanted = grid.size > 1 or self._clipping or self._loss_scaler is not None or self._norm_wanted_late
+        wanted = grid.size > 1 or self.clip is not None or self._loss_scaler is not None or self._norm_wanted_late
         self._squares = [self._data_axis.squares()] if wanted or self._data_axis.exchange is not None else []
         sums = agreement.totals(grid, [*values, *self._squares])
         self._square = sums[len(values) :]
@@ -103,8 +104,8 @@ class OptimizerStep:
         )
         if not (skipped or overflow):
             factor = self._exchange(grid, divisor)
-            if self._clipping and self.norm is not None:
-                factor *= clip_factor(self.norm, self._clipping)
+            if self.clip is not None and self.norm is not None:
+                factor *= clip_factor(self.norm, self.clip)
             # A parameter without a gradient on any rank stands still, as under torch's optimizers. This is rare.
             update(factor, self._data_axis.without_gradient() if unused > 0 else ())
             schedule()

@@ -15,8 +15,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..config.parallelism import PipelineConfig
-from ..config.schema import Config
 from ..data.dataloader import RepeatingLoader
 from ..grid import Grid, layout_of
 from ..grid.agreement import mean, totals
@@ -24,8 +22,10 @@ from ..grid.assemble import assemble
 from ..grid.checks import check_count
 from ..grid.errors import AgreedError, ConfigError
 from ..grid.failure import all_or_none
+from ..grid.option_error import Note, OptionError
 from ..moe.auxiliary_steps import AuxiliarySteps
 from ..optim.schedulers import advance_schedule
+from ..options.engine import EngineOptions
 from ..pipe.executor import Executor, Result
 from ..pipe.microbatches import MicrobatchFeed
 from ..pipe.module import PipelineModule
@@ -33,10 +33,8 @@ from ..pipe.program.forward_only import forward_only
 from ..pipe.program.passes import lower
 from ..pipe.program.program import Program
 from ..pipe.program.schedule import Schedule
-from ..pipe.program.simulate import Costs
 from ..pipe.program.timeline import Timeline
 from ..pipe.program.verify import verify
-from ..pipe.schedules.choose import make_schedule, require_size
 from ..pipe.schema import Schema, flatten, unflatten
 from ..zero.bucketing import cast
 from ..zero.data_axis import ZeroDataAxis
@@ -47,22 +45,17 @@ from .base import NO_OPTIMIZER, Engine, TrainingParts
 from .observer import PipelineObserver
 from .replica_buffers import ReplicaBuffers
 from .setup.compilation import Compilation, compile_pipeline
-from .setup.recomputation import log_profile
+from .setup.recomputation import configure_recomputation, log_profile
+from .setup.schedule import training_schedule
 from .snapshot.capture import buffers
 
 
 class PipelineEngine(Engine):
-    """Trains a ``PipelineModule``. ``triax.initialize`` makes it.
-
-    Args:
-        module: the model.
-        config: the checked configuration.
-        schedule: the pipeline schedule of a training step.
-        parts: optimizer, learning-rate schedule and data.
+    """Trains a ``PipelineModule``. ``triax.Engine(model, ...)`` makes it.
 
     Attributes:
         module: the model, of which this rank holds its stages.
-        grid, config, batch: grid, configuration, and the three batch sizes.
+        grid, options, batch: grid, options, and the three batch sizes.
         optimizer: torch optimizer over this rank's ranges of the parameters. None without one.
         lr_scheduler: learning-rate schedule, advanced after each ``train_batch``. None without one.
         training_dataloader: microbatches of ``training_data``. None without training data.
@@ -76,14 +69,49 @@ class PipelineEngine(Engine):
 
     observer: PipelineObserver
 
-    def __init__(self, module: PipelineModule, config: Config, schedule: Schedule, parts: TrainingParts) -> None:
-        super().__init__(module, module.grid, config)
-        self.record_timeline = False
-        self.timeline: Timeline | None = None
+    module: PipelineModule
+    record_timeline = False
+    timeline: Timeline | None = None
+
+    @classmethod
+    def trains(cls, model: Any) -> bool:
+        """Return True for a ``PipelineModule``."""
+        return isinstance(model, PipelineModule)
+
+    def _place(self, model: PipelineModule) -> Schedule:
+        """Put the stages on the ranks of the schedule."""
+        options = self.options
+        chunks = None if model.chunks_follow else model.chunks
+        if options.schedule.chunks is not None and chunks not in (None, options.schedule.chunks):
+            raise OptionError(
+                "schedule.chunks", options.schedule.chunks, f"the model was made with chunks={chunks}: leave one out"
+            )
+        schedule = training_schedule(
+            model, options.schedule, self.batch.accumulation, options.schedule.chunks or chunks
+        )
+        model.require_untouched()
+        try:
+            model.move(schedule.placement)
+        except ValueError as error:  # too few layers for its stages
+            raise ConfigError(
+                f"the schedule {schedule.name} has {schedule.chunks} stages on each of {schedule.pipe} ranks, but "
+                f"{error}"
+            ) from error
+        notes = configure_recomputation(model, options.recompute, schedule)
+        if model.chunks_follow and schedule.chunks > 1:
+            text = (
+                f"the schedule {schedule.name} has {schedule.chunks} stages on each rank, so the model is cut into "
+                f"{len(schedule.placement)} stages, as PipelineModule(..., chunks={schedule.chunks}) does"
+            )
+            notes.append(Note("", text))
+        self._warn(*self._notes(), *notes)
+        return schedule
+
+    def _build(self, schedule: Schedule, parts: TrainingParts) -> None:
+        module, options = self.module, self.options
         self._evaluations: dict[int, Program] = {}
-        self._given_schedule = parts.given_schedule
         self.feed = MicrobatchFeed(module, self._options.weight_dtype)
-        module.dropout_state.seed = config.seed
+        module.dropout_state.seed = options.seed
 
         module.training_started = True
         self._trainable_at_start = {parameter for parameter in module.parameters() if parameter.requires_grad}
@@ -97,8 +125,8 @@ class PipelineEngine(Engine):
             module.tie_axes,
             {stage: module.hooked(stage) for stage in module.stages},
             self._options,
-            config.zero_optimization.reduce_bucket_size,
-            keep=config.zero_optimization.stage3_keep_gathered,
+            options.zero.bucket_size,
+            keep=options.zero.keep_gathered,
             make=parts.make_optimizer,
             groups=[group for group, _ in parts.groups],
         )
@@ -122,12 +150,11 @@ class PipelineEngine(Engine):
         self._make_step(parts)
         self.data_axis.access.connect(
             None,
-            "Set gradient_clipping in the configuration to clip, and read engine.get_global_grad_norm() or "
-            'engine.gather("gradients")',
+            options.say("Set <clip> to clip, and read engine.grad_norm or engine.gather('gradients')"),
         )
         # A schedule that cannot run raises here, before the first step.
         self.program = self._lower(schedule)
-        self.compilation = self._compile(config)
+        self.compilation = self._compile(options)
         self.observer = PipelineObserver(self, self.executor, self.feed)
 
     @cached_property
@@ -177,10 +204,12 @@ class PipelineEngine(Engine):
         self._refuse("engine.step()")
 
     def clip_grad_norm_(self, max_norm: float) -> NoReturn:
-        """Raise ``RuntimeError``: ``gradient_clipping`` of the configuration clips within ``train_batch``."""
+        """Raise ``RuntimeError``: the option ``clip`` clips within ``train_batch``."""
         raise RuntimeError(
-            f"clip_grad_norm_({max_norm}) was called, but train_batch has taken the step already: write "
-            f'"gradient_clipping": {max_norm} into the configuration'
+            self.options.say(
+                f"clip_grad_norm_({max_norm}) was called, but train_batch has taken the step already: set <clip> to "
+                f"{max_norm}"
+            )
         )
 
     def _refuse(self, call: str) -> NoReturn:
@@ -326,18 +355,19 @@ class PipelineEngine(Engine):
         return self._evaluations[microbatches]
 
     def _reschedule(self, microbatches: int) -> None:
-        module, given = self.module, self._given_schedule
-        schedule = training_schedule(module, self.config.pipeline, microbatches, module.chunks, given)
+        schedule = training_schedule(self.module, self.options.schedule, microbatches, self.module.chunks)
         if tuple(schedule.placement) != tuple(self.module.placement):
             raise ConfigError(
-                f"{self.config.pipeline.schedule} with {microbatches} microbatches has its stages on the ranks "
+                f"{schedule.name} with {microbatches} microbatches has its stages on the ranks "
                 f"{list(schedule.placement)}, but the model was built on {list(self.module.placement)}: keep the batch "
                 "size, or make the engine with the new one"
             )
-        if self.config.recomputation.contiguous_memory_optimization and microbatches != self.batch.accumulation:
+        if self.options.recompute.contiguous and microbatches != self.batch.accumulation:
             raise ConfigError(
-                "set_train_batch_size does not work with contiguous_memory_optimization, whose buffer is made for the "
-                "first number of microbatches: set it to false"
+                self.options.say(
+                    "<set_batch_size> does not work with <recompute.contiguous>, whose buffer is made for the first "
+                    "number of microbatches: set it to false"
+                )
             )
         self.program = self._lower(schedule)
 
@@ -348,9 +378,9 @@ class PipelineEngine(Engine):
             return assemble(grid, {**self.shards("weights"), **held})
 
     def _lower(self, schedule: Schedule) -> Program:
-        zero = self.config.zero_optimization
+        zero = self.options.zero
         each = None if zero.reduce_each_microbatch else False
-        program = lower(schedule, zero.stage, [tie.stages for tie in self.module.ties], each)
+        program = lower(schedule, self.data_axis.options.stage, [tie.stages for tie in self.module.ties], each)
         verify(program)
         return program
 
@@ -401,8 +431,8 @@ class PipelineEngine(Engine):
                 )
         return None
 
-    def _compile(self, config: Config) -> Compilation | None:
-        return compile_pipeline(self.module, config, self.program)
+    def _compile(self, options: EngineOptions) -> Compilation | None:
+        return compile_pipeline(self.module, options, self.program)
 
     def all_or_none(self, call: str) -> AbstractContextManager[None]:
         return all_or_none(self.grid, self._abandon, call)
@@ -410,38 +440,6 @@ class PipelineEngine(Engine):
     def _abandon(self) -> None:
         self.executor.abandon()
         self.data_axis.abandon()
-
-
-def training_schedule(
-    module: PipelineModule,
-    config: PipelineConfig,
-    microbatches: int,
-    chunks: int | None,
-    given: Schedule | None = None,
-) -> Schedule:
-    """Return the schedule that was given, or the one that the configuration names.
-
-    Args:
-        module: the model.
-        config: the section ``pipeline``.
-        microbatches: microbatches of a step.
-        chunks: stages per rank; None: as many as the schedule needs.
-        given: the schedule, if it was given as a value.
-
-    Raises:
-        ConfigError: if the schedule does not run this many chunks, or is for another number of ranks or microbatches.
-    """
-    pipe, costs = module.grid.pipe.size, Costs(*config.costs)
-    if chunks is None and config.schedule == "auto" and len(module.layer_specs) < 2 * pipe:
-        chunks = 1  # the search tries two stages per rank too
-    try:
-        if given is None:
-            return make_schedule(config.schedule, pipe, microbatches, chunks, costs, config.memory)
-        require_size(given, given.name, pipe, microbatches, chunks)
-    except ValueError as error:
-        hint = "" if chunks is None else " (PipelineModule(..., chunks=) sets the chunks)"
-        raise ConfigError(f"pipeline.schedule: {error}{hint}") from error
-    return given
 
 
 def _own_sums(grid: Grid, result: Result) -> list[Tensor | float]:

@@ -24,7 +24,6 @@ from typing import Any
 
 from corpus import Bigram, find, tokens
 
-from triax.config.config import check_keys
 from triax.launcher.launch import user_error
 from triax.pipe.schedules.registry import RECIPES
 from triax.train import loop
@@ -112,7 +111,7 @@ def training_file(options: argparse.Namespace, data: dict[str, Any]) -> Training
         values["model"]["attention"] = options.attention
     if options.resume and options.save is None:
         raise ValueError("--resume goes on from the last checkpoint of a folder: give that as --save too")
-    return check_keys(TrainingFile, values)
+    return TrainingFile.of(values)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -11,10 +11,11 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ..grid.errors import ConfigError, to_install
 from ..grid.records import append
+from ..options.monitoring import Monitoring
 from .files import HISTOGRAMS, METRICS
 from .protocol import Histogram
 
@@ -23,56 +24,17 @@ Event = tuple[str, float | list[int] | Histogram, int]
 Write = Callable[[Sequence[Event], int], None]  # write(events, step)
 
 
-class FilesSection(Protocol):
-    """Section of the configuration of a monitor that writes files."""
-
-    @property
-    def enabled(self) -> bool: ...
-    @property
-    def folder(self) -> Path: ...
-
-
-class WandbSection(Protocol):
-    """Section ``wandb`` of the configuration."""
-
-    @property
-    def enabled(self) -> bool: ...
-    @property
-    def project(self) -> str: ...
-    @property
-    def group(self) -> str | None: ...
-    @property
-    def team(self) -> str | None: ...
-
-
-class Monitors(Protocol):
-    """Configuration, as far as it says which monitors write."""
-
-    @property
-    def csv_monitor(self) -> FilesSection: ...
-    @property
-    def tensorboard(self) -> FilesSection: ...
-    @property
-    def json_monitor(self) -> FilesSection: ...
-    @property
-    def wandb(self) -> WandbSection: ...
-
-
-def make_writers(config: Monitors) -> list[Write]:
-    """Return the writers that a configuration enables.
+def make_writers(options: Monitoring) -> list[Write]:
+    """Return the writers that the options enable.
 
     Raises:
         ConfigError: a package is not installed.
         OSError: a folder cannot be made.
     """
-    folders = (
-        (config.csv_monitor, csv_writer),
-        (config.tensorboard, tensorboard_writer),
-        (config.json_monitor, json_writer),
-    )
-    writers = [make(section.folder) for section, make in folders if section.enabled]
-    if config.wandb.enabled:
-        writers.append(wandb_writer(config.wandb.project, config.wandb.group, config.wandb.team))
+    folders = ((options.csv, csv_writer), (options.tensorboard, tensorboard_writer), (options.json, json_writer))
+    writers = [make(Path(folder)) for folder, make in folders if folder is not None]
+    if options.wandb is not None:
+        writers.append(wandb_writer(options.wandb.project, options.wandb.group, options.wandb.team))
     return writers
 
 

@@ -28,7 +28,7 @@ def try_optimizer(kind: str, params: Mapping[str, Any], classes: Classes) -> tor
         ConfigError: the optimizer cannot be made or stepped. The message names the argument that causes the error.
     """
     resolve(kind, params, classes)  # refuses wrong names and types
-    return trial("optimizer.params", params, lambda given: _stepped(kind, given, classes))
+    return trial("optimizer", params, lambda given: _stepped(kind, given, classes))
 
 
 def try_scheduler(
@@ -50,7 +50,7 @@ def try_scheduler(
     """
     make_scheduler(kind, params)  # refuses wrong names and types
     over = optimizer or ("AdamW", {"lr": 1e-3})
-    trial("scheduler.params", params, lambda given: _scheduled(kind, given, over, classes))
+    trial("lr_scheduler", params, lambda given: _scheduled(kind, given, over, classes))
 
 
 def _stepped(kind: str, params: Mapping[str, Any], classes: Classes, groups: int = 1) -> torch.optim.Optimizer:

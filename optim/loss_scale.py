@@ -16,28 +16,14 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-
-class LossScaleOptions(Protocol):
-    """DeepSpeed's options of the loss scale, as the section ``fp16`` of the configuration has them."""
-
-    @property
-    def loss_scale(self) -> float: ...
-    @property
-    def initial_scale_power(self) -> int: ...
-    @property
-    def loss_scale_window(self) -> int: ...
-    @property
-    def hysteresis(self) -> int: ...
-    @property
-    def consecutive_hysteresis(self) -> bool: ...
-    @property
-    def min_loss_scale(self) -> float: ...
+if TYPE_CHECKING:
+    from ..options.precision import LossScale
 
 
 class BackwardScales:
@@ -130,9 +116,9 @@ def process_scales() -> BackwardScales:
 
 
 class LossScaler:
-    """fp16's loss scale: halved if gradients overflow, doubled after ``loss_scale_window`` steps without an overflow.
+    """fp16's loss scale: halved if gradients overflow, doubled after ``window`` steps without an overflow.
 
-    A static scale (``loss_scale`` above 0) never changes. Steps that overflow are skipped in this case too.
+    A fixed scale never changes. Steps that overflow are skipped in this case too.
 
     Args:
         options: how the scale starts and changes.
@@ -144,11 +130,11 @@ class LossScaler:
         dynamic, scale_window: the options, under DeepSpeed's names.
     """
 
-    def __init__(self, options: LossScaleOptions) -> None:
+    def __init__(self, options: LossScale) -> None:
         self._options = options
-        self.dynamic, self.scale_window = not options.loss_scale, options.loss_scale_window
+        self.dynamic, self.scale_window = options.fixed is None, options.window
         self.cur_iter = 0
-        self.scale = float(options.loss_scale or 2**options.initial_scale_power)
+        self.scale = options.first
         self.skipped = 0
         self._good = 0  # steps since the last overflow or doubling
         self._patience = options.hysteresis
@@ -184,17 +170,17 @@ class LossScaler:
             self._good += 1
             if self._options.consecutive_hysteresis:
                 self._patience = self._options.hysteresis
-            if not self._options.loss_scale and self._good % self._options.loss_scale_window == 0:
+            if self.dynamic and self._good % self._options.window == 0:
                 self.scale *= 2
                 self._patience = self._options.hysteresis
             return
         self.skipped += 1
         self._good = 0
-        if not self._options.loss_scale:
+        if self.dynamic:
             if self._patience > 1:
                 self._patience -= 1
             else:
-                self.scale = max(self.scale / 2, self._options.min_loss_scale)
+                self.scale = max(self.scale / 2, self._options.minimum)
         if report:
             logging.getLogger("triax").warning(
                 "overflow in fp16: step skipped on every rank (%d so far); loss scale %g -> %g",

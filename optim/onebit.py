@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..grid.errors import ConfigError, describe
+from ..grid.errors import describe
+from ..grid.option_error import refusal
 
 NAMES = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb", "OneBitSGD")
 
@@ -34,8 +35,8 @@ def drop_deepspeed_arguments(params: dict[str, Any]) -> None:
         value = params.pop(key, kind())
         if not isinstance(value, kind):
             wanted = "true or false" if kind is bool else "a text in quotes"
-            raise ConfigError(f"optimizer.params.{key}: give {wanted}, not {describe(value)}")
+            raise refusal(f"<optimizer.{key}>: give {wanted}, not {describe(value)}")
     for key, reason in _REFUSED.items():
         value = params.pop(key, False)
         if value is not False and value != "auto":
-            raise ConfigError(f"optimizer.params.{key}: {reason}")
+            raise refusal(f"<optimizer.{key}>: {reason}")

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ..grid.errors import ConfigError, describe, nearest
+from ..grid.errors import describe, nearest
+from ..grid.option_error import refusal
 from . import onebit
 from .elementwise import Lion, UncorrectedAdam
 from .layerwise import Lamb, Muon
@@ -68,16 +69,16 @@ def resolve(
     """
     for name, (reason, instead) in _REFUSED.items():
         if name.lower() == kind.lower():
-            raise ConfigError(
-                f"optimizer.type = {kind!r}: {reason}, and triax keeps the optimizer state in flat ranges: use "
+            raise refusal(
+                f"<optimizer.type> = {kind!r}: {reason}, and triax keeps the optimizer state in flat ranges: use "
                 f"{instead}"
             )
     name = {each.lower(): each for each in KNOWN}.get(kind.lower(), "")
     if not name:
-        raise ConfigError(f"optimizer.type = {describe(kind)}: there is no such optimizer; {nearest(kind, KNOWN)}")
+        raise refusal(f"<optimizer.type> = {describe(kind)}: there is no such optimizer; {nearest(kind, KNOWN)}")
     given = dict(params)
     if "max_grad_norm" in given:
-        raise ConfigError("optimizer.params.max_grad_norm: write gradient_clipping, outside of optimizer, instead")
+        raise refusal("<optimizer.max_grad_norm>: write <clip>, outside of <optimizer>, instead")
     if name in _ADAM:
         cls = _adam(name, given)
     elif name in onebit.NAMES:
@@ -92,21 +93,21 @@ def resolve(
     if cls is Muon:
         _drop(given, "torch_adam")  # always torch's formula
         if _drop(given, "adam_w_mode") is False:
-            raise ConfigError("optimizer.params.adam_w_mode is false, but weight decay is decoupled: leave it out")
+            raise refusal("<optimizer.adam_w_mode> is false, but weight decay is decoupled: leave it out")
         _require_off(given, "per_head_muon", "a matrix is made orthogonal as a whole, not head by head")
         if given.pop("ns_method", "gram") not in ("gram", "standard"):
-            raise ConfigError("optimizer.params.ns_method: give gram or standard, two ways to the same matrix")
+            raise refusal("<optimizer.ns_method>: give gram or standard, two ways to the same matrix")
     _drop(given, "set_grad_none")
     if _drop(given, "fp32_optimizer_states") is False:
-        raise ConfigError(
-            "optimizer.params.fp32_optimizer_states is false, but the optimizer state always has the dtype of the "
+        raise refusal(
+            "<optimizer.fp32_optimizer_states> is false, but the optimizer state always has the dtype of the "
             "master weights, fp32: leave it out"
         )
     for key in [key for key, value in given.items() if isinstance(value, str) and value == "auto"]:
         if key == "lr":
-            raise ConfigError('optimizer.params.lr is "auto", which a trainer fills in: write the learning rate')
+            raise refusal('<optimizer.lr> is "auto", which a trainer fills in: write the learning rate')
         del given[key]  # the optimizer's own default
-    check_arguments("optimizer.params", name, cls, given, ("self", "params"))
+    check_arguments("optimizer", name, cls, given, ("self", "params"))
     if "betas" in given:
         given["betas"] = tuple(given["betas"])
     return cls, given
@@ -166,7 +167,7 @@ def sharded_form(
         name for name, p in known.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
     if missing := [name for name in needed[1:] if name not in given]:
-        raise ConfigError(
+        raise refusal(
             f"{cls.__name__} takes the argument {missing[0]}, which is not among its defaults, so that the engine "
             "cannot make another one over its flat shards: give it a default, or pass a function from parameter groups "
             "to an optimizer"
@@ -189,17 +190,17 @@ def require_whole_tensors(name: str, stage: int, offload: bool, tensor: int = 1)
     state = WHOLE_TENSOR | dict.fromkeys(onebit.NAMES, onebit.WHOLE_STATE)
     tensors = WHOLE_TENSOR | onebit.WHOLE_TENSOR
     for applies, refused, problem in (
-        (stage > 0, state, f"zero_optimization.stage {stage} shards the optimizer state into flat ranges: set stage 0"),
+        (stage > 0, state, f"<zero.stage> {stage} shards the optimizer state into flat ranges: set stage 0"),
         (
             offload,
             state | LAYERWISE,
-            "zero_optimization.offload_optimizer and sub_group_size step flat ranges: leave them out",
+            "<zero.offload_optimizer> and <zero.sub_group_size> step flat ranges: leave them out",
         ),
         (tensor > 1, tensors, f"the grid's tensor axis of {tensor} shards tensors: make a grid of tensor 1"),
     ):
         if applies and name in refused:
             reason, instead = refused[name]
-            raise ConfigError(f"optimizer.type = {name!r}: {reason}, and {problem}, or use {instead}")
+            raise refusal(f"<optimizer.type> = {name!r}: {reason}, and {problem}, or use {instead}")
 
 
 def require_steps_on(device: str, params: Mapping[str, Any]) -> None:
@@ -209,9 +210,7 @@ def require_steps_on(device: str, params: Mapping[str, Any]) -> None:
         ConfigError: ``capturable`` on a CPU, where torch's optimizers fail in their first step.
     """
     if params.get("capturable") and device == "cpu":
-        raise ConfigError(
-            "optimizer.params.capturable is true, but the model is on the CPU: leave it out, or use a GPU"
-        )
+        raise refusal("<optimizer.capturable> is true, but the model is on the CPU: leave it out, or use a GPU")
 
 
 def _adam(name: str, params: dict[str, Any]) -> type[torch.optim.Optimizer]:
@@ -219,16 +218,16 @@ def _adam(name: str, params: dict[str, Any]) -> type[torch.optim.Optimizer]:
     _drop(params, "torch_adam")  # always torch's
     modes = {key: value for key in ("adam_w_mode", "adamw_mode") if (value := _drop(params, key)) is not None}
     if len(set(modes.values())) > 1:
-        raise ConfigError(
-            "optimizer.params.adam_w_mode and adamw_mode are two names of one switch, and differ: give one of them"
+        raise refusal(
+            "<optimizer.adam_w_mode> and adamw_mode are two names of one switch, and differ: give one of them"
         )
     decoupled = name == "AdamW" or next(iter(modes.values()), True)
     if name != "AdamW":
         params.setdefault("weight_decay", 0.0)  # torch's AdamW has another default
     if _drop(params, "bias_correction") is False:
         if params.pop("amsgrad", False):
-            raise ConfigError(
-                "optimizer.params.amsgrad needs the bias correction that bias_correction: false turns off: leave out "
+            raise refusal(
+                "<optimizer.amsgrad> needs the bias correction that bias_correction: false turns off: leave out "
                 "one of them"
             )
         params["decoupled"] = decoupled
@@ -239,7 +238,7 @@ def _adam(name: str, params: dict[str, Any]) -> type[torch.optim.Optimizer]:
 def _require_off(params: dict[str, Any], key: str, reason: str) -> None:
     """Remove one of DeepSpeed's switches from the arguments; refuse it if it is on."""
     if _drop(params, key):
-        raise ConfigError(f"optimizer.params.{key} is true, but {reason}: leave it out")
+        raise refusal(f"<optimizer.{key}> is true, but {reason}: leave it out")
 
 
 def _drop(params: dict[str, Any], key: str) -> bool | None:
@@ -248,5 +247,5 @@ def _drop(params: dict[str, Any], key: str) -> bool | None:
     if value is None or value == "auto":
         return None
     if not isinstance(value, bool):
-        raise ConfigError(f"optimizer.params.{key}: give true or false, not {value!r}")
+        raise refusal(f"<optimizer.{key}>: give true or false, not {value!r}")
     return value

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ..grid.errors import AgreedError, ConfigError, describe, nearest
+from ..grid.errors import AgreedError, describe, nearest
+from ..grid.option_error import refusal
 from .lr_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from .signature import check_arguments, defaults_of
 
@@ -32,14 +33,14 @@ def known() -> dict[str, type[LRScheduler]]:
     return DEEPSPEED | {name: cls for name, cls in found.items() if name not in _WITHOUT_JSON}
 
 
-def make_scheduler(kind: str, params: Mapping[str, Any], key: str = "scheduler") -> MakeScheduler:
+def make_scheduler(kind: str, params: Mapping[str, Any], key: str = "lr_scheduler") -> MakeScheduler:
     """Check a schedule's name and parameters; return a function from an optimizer to the schedule over it.
 
     Args:
         kind: ``scheduler.type``, in any case of letters.
         params: ``scheduler.params``; ``SequentialLR`` and ``ChainedScheduler`` hold further schedules in
             ``schedulers``, each as ``{"type": ..., "params": ...}``.
-        key: place in the configuration, for messages.
+        key: path of the option whose arguments these are.
 
     Raises:
         ConfigError: a schedule or a parameter that does not exist, or a value of the wrong type.
@@ -47,19 +48,15 @@ def make_scheduler(kind: str, params: Mapping[str, Any], key: str = "scheduler")
     cls = _class(kind, key)
     given = {name: value for name, value in params.items() if value != "auto" or not _has_default(key, cls, name)}
     parts = given.pop("schedulers", None) if cls.__name__ in ("SequentialLR", "ChainedScheduler") else None
-    check_arguments(
-        f"{key}.params", cls.__name__, cls, given, ("self", "optimizer", *(() if parts is None else ("schedulers",)))
-    )
+    check_arguments(key, cls.__name__, cls, given, ("self", "optimizer", *(() if parts is None else ("schedulers",))))
     if "step_size" in given and given["step_size"] < 1:  # torch's StepLR takes it, and never steps or divides by 0
-        raise ConfigError(f"{key}.params.step_size = {given['step_size']}: give a whole number of at least 1")
+        raise refusal(f"<{key}.step_size> = {given['step_size']}: give a whole number of at least 1")
     if parts is None:
         return lambda optimizer: cls(optimizer, **given)
     if not isinstance(parts, list) or not all(isinstance(each, Mapping) and "type" in each for each in parts):
-        raise ConfigError(
-            f'{key}.params.schedulers is not a list of schedules: write [{{"type": ..., "params": {{...}}}}, ...]'
-        )
+        raise refusal(f'<{key}.schedulers> is not a list of schedules: write [{{"type": ..., "params": {{...}}}}, ...]')
     makers = [
-        make_scheduler(str(each["type"]), each.get("params", {}), f"{key}.params.schedulers.{i}")
+        make_scheduler(str(each["type"]), each.get("params", {}), f"{key}.schedulers.{i}.params")
         for i, each in enumerate(parts)
     ]
 
@@ -75,17 +72,19 @@ def resolved(kind: str, params: Mapping[str, Any]) -> dict[str, Any]:
 
     Parameters that the configuration leaves out get their defaults.
     """
-    cls = _class(kind, "scheduler")
+    cls = _class(kind, "lr_scheduler")
     given = {name: value for name, value in params.items() if value != "auto"}
     return {"type": cls.__name__, "params": defaults_of(cls, "optimizer") | given}
 
 
 def _class(kind: str, key: str) -> type[LRScheduler]:
     if kind in _WITHOUT_JSON:
-        raise ConfigError(f"{key}.type = {kind!r}: {_WITHOUT_JSON[kind]}")
+        raise refusal(f"<{key.removesuffix('.params')}.type> = {kind!r}: {_WITHOUT_JSON[kind]}")
     classes = {name.lower(): cls for name, cls in known().items()}
     if kind.lower() not in classes:
-        raise ConfigError(f"{key}.type = {describe(kind)}: there is no such schedule; {nearest(kind, known())}")
+        raise refusal(
+            f"<{key.removesuffix('.params')}.type> = {describe(kind)}: there is no such schedule; {nearest(kind, known())}"
+        )
     return classes[kind.lower()]
 
 
@@ -101,7 +100,7 @@ def _has_default(key: str, cls: type[LRScheduler], name: str) -> bool:
     if name in ("total_num_steps", "warmup_num_steps", "total_iters", "total_steps", "T_max") or (
         parameter is not None and parameter.default is inspect.Parameter.empty
     ):
-        raise ConfigError(f'{key}.params.{name} is "auto", which depends on the length of the run: write a value')
+        raise refusal(f'<{key}.{name}> is "auto", which depends on the length of the run: write a value')
     return parameter is not None
 
 

@@ -11,6 +11,7 @@ import torch
 
 from ..grid.checks import check_number
 from ..grid.errors import ConfigError, close, describe
+from ..grid.option_error import refusal
 
 Made = TypeVar("Made")
 
@@ -21,7 +22,7 @@ def check_arguments(
     """Check that a class takes the arguments, and that each has the type of its default.
 
     Args:
-        where: place in the configuration, for messages: ``optimizer.params``.
+        where: path of the option whose arguments these are: ``optimizer``.
         name: name of the class, for messages.
         made: the class.
         params: the arguments.
@@ -35,22 +36,27 @@ def check_arguments(
         if key not in taken:
             near = close(key, taken)
             guess = f" (did you mean {near!r}?)" if near else ""
-            raise ConfigError(f"{where}: {name} has no {key[:60]}; it takes {', '.join(taken)}{guess}")
+            raise refusal(f"{arguments_of(where)}: {name} has no {key[:60]}; it takes {', '.join(taken)}{guess}")
     for key, parameter in taken.items():
         required = parameter.default is inspect.Parameter.empty
         if required and key not in params:
-            raise ConfigError(f"{where}: {name} needs {key}: write it")
+            raise refusal(f"{arguments_of(where)}: {name} needs {key}: write it")
         if key in params and not _same(params[key], parameter.default):
             wanted = _mismatch(params[key], parameter.default, parameter.annotation)
             if wanted:
-                raise ConfigError(f"{where}.{key}: give {wanted}, not {describe(params[key])}")
+                raise refusal(f"<{where}.{key}>: give {wanted}, not {describe(params[key])}")
+
+
+def arguments_of(where: str) -> str:
+    """Return the mention of all arguments of an optimizer or a schedule."""
+    return f"<{where}.arguments>" if "." not in where else f"<{where}>"
 
 
 def trial(where: str, given: Mapping[str, Any], make: Callable[[Mapping[str, Any]], Made]) -> Made:
     """Call ``make`` once to check that an optimizer or schedule accepts the arguments, and return the result.
 
     Args:
-        where: place in the configuration, for messages.
+        where: as in ``check_arguments``.
         given: the arguments.
         make: function that makes the object from the arguments. After an error it is called again without one
             argument after the other, to find the argument that causes the error.
@@ -67,8 +73,12 @@ def trial(where: str, given: Mapping[str, Any], make: Callable[[Mapping[str, Any
         guilty = _to_blame(given, make, error)
         if _is_made(make, given) or (guilty is None and not isinstance(error, (TypeError, ValueError))):
             raise  # no argument causes it
-        place = f"{where}.{guilty} = {describe(given[guilty])}" if guilty else f"{where} ({', '.join(given)})"
-        raise ConfigError(f"{place}: {error or type(error).__name__}") from error
+        place = (
+            f"<{where}.{guilty}> = {describe(given[guilty])}"
+            if guilty
+            else f"{arguments_of(where)} ({', '.join(given)})"
+        )
+        raise refusal(f"{place}: {error or type(error).__name__}") from error
 
 
 def defaults_of(cls: type, first: str) -> dict[str, Any]:

@@ -12,16 +12,17 @@ Estimate    bytes and seconds of each size and stage, of a model whose layers ar
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from ..grid.errors import ConfigError
+from ..grid.option_error import Note, refusal
 from ..models.config import TransformerConfig
+from ..options.engine import EngineOptions
+from ..options.tuning import Tuning
 from ..pipe.program.schedule import Schedule
 from ..pipe.schedules.registry import RECIPES
 from .cost import CostModel, Work
@@ -112,32 +113,38 @@ class FittingSizes(NamedTuple):
     measured: Mapping[int, float]
 
 
+class FoundSize(NamedTuple):
+    """Microbatch size that was found, a note on it for the log, and what was measured."""
+
+    size: int
+    note: Note
+    results: dict[str, Any]
+
+
 class Tuner:
     """Search for the microbatch size and the ZeRO stage of a run. Every rank makes one, before its engine.
 
     Args:
-        config: the configuration, a ``config.schema.Config`` with "auto" or ``autotuning``.
+        options: the options, in which the microbatch size or the stage is to be found.
         run: the run.
 
     Attributes:
-        config: the configuration to make the engine with: with a stage, and the first size to try.
+        options: the options to make the engine with: with a stage, and the first size to try.
     """
 
-    def __init__(self, config: Any, run: RunToTune) -> None:
-        section, zero = config.autotuning, config.zero_optimization
-        self._run, self._tunes, self._samples = run, config.tunes_microbatch, run.samples
+    def __init__(self, options: EngineOptions, run: RunToTune) -> None:
+        section, zero = options.tuning or Tuning(sizes=1), options.zero
+        self._run, self._tunes, self._samples, self._tuning = run, options.tunes_microbatch, run.samples, section
         self._limit = -run.agree([-run.memory])[0]  # the least of all ranks
-        self._wanted = section.num_tuning_micro_batch_sizes if section.enabled else 1
+        self._wanted = section.sizes
         self._order = [run.size]
         if self._tunes:
-            limits = section.min_train_micro_batch_size_per_gpu, section.max_train_micro_batch_size_per_gpu
-            self._order = self._runnable(sizes(run.samples, run.axes["pipe"], *limits))
-        self._estimate = estimate = estimate_of(config, run)
-        if config.tunes_stage:
-            zero = zero.model_copy(update={"stage": self._stage()})
+            self._order = self._runnable(sizes(run.samples, run.axes["pipe"], section.least, section.most))
+        self._estimate = estimate = estimate_of(options, run)
+        self._stage: Any = self._best_stage() if zero.stage == "auto" else zero.stage
         if estimate is not None and self._wanted > 1:
-            self._order.sort(key=lambda size: estimate.seconds_of(size, zero.stage))
-        self.config = self._with(config.model_copy(update={"zero_optimization": zero}), self._order[0])
+            self._order.sort(key=lambda size: estimate.seconds_of(size, self._stage))
+        self.options = self._with(options.changed(zero=zero.changed(stage=self._stage)), self._order[0])
 
     def _runnable(self, order: list[int]) -> list[int]:
         """Return the sizes with whose number of microbatches the schedule runs, on the ranks of the first one."""
@@ -150,7 +157,7 @@ class Tuner:
                     raise
         return [size for size, placement in made.items() if placement == next(iter(made.values()))]
 
-    def _stage(self) -> int:
+    def _best_stage(self) -> int:
         """Return the ZeRO stage of the fastest step that fits; of an unknown model, the lowest whose states fit."""
         run, stages = self._run, self._run.stages
         if self._estimate is not None:
@@ -163,16 +170,13 @@ class Tuner:
             )
         return stages[-1] if found is None else found
 
-    def finish(self) -> tuple[Any, str]:
+    def finish(self) -> FoundSize:
         """Measure sizes with the engine that was made. Collective.
 
-        Returns:
-            The configuration with the size that was found, and a note on it for the log.
-
         Raises:
-            ConfigError: no size fits.
+            OptionError: no size fits.
         """
-        run, section, stage = self._run, self.config.autotuning, self.config.zero_optimization.stage
+        run, section, stage = self._run, self._tuning, self._stage
         found, seconds, estimate = FittingSizes(self._order[:1], {}), dict[int, float](), self._estimate
         if self._tunes and run.device == "meta":  # a dry run, in which nothing can be measured
             fits = [size for size in self._order if estimate is None or estimate.bytes_of(size, stage) <= self._limit]
@@ -185,38 +189,28 @@ class Tuner:
             )
         if not found.fitting:
             size, needed = min(found.measured.items())
-            raise ConfigError(
+            raise refusal(
                 f"the smallest microbatch, of {size} samples, needs {needed / 1e9:.4g} GB of a rank, and "
-                f"{self._limit / 1e9:.4g} GB are there: set a higher zero_optimization.stage or "
-                "activation_checkpointing, use more ranks, or raise autotuning.memory"
+                f"{self._limit / 1e9:.4g} GB are there: set a higher <zero.stage> or <recompute>, use more ranks, or "
+                "raise <tuning.memory>",
             )
         best = found.fitting[0]
         if found.measured and self._wanted > 1:
-            steps = section.start_profile_step, section.end_profile_step
+            steps = section.first_step, section.last_step
             seconds = {size: run.agree([run.time(size, *steps)])[0] for size in found.fitting}
             best = min(seconds, key=lambda size: seconds[size])
-        config = self._with(self.config, best)
-        if section.results_dir is not None and run.rank == 0:
-            given = config.model_dump(mode="json", by_alias=True, exclude_unset=True)
-            Path(section.results_dir).mkdir(parents=True, exist_ok=True)
-            results = {"limit": self._limit, "bytes": found.measured, "seconds": seconds}
-            for name, content in (
-                ("ds_config_optimal", given | {"autotuning": {"enabled": False}}),
-                ("results", results),
-            ):
-                text = json.dumps(content, indent=2) + "\n"
-                (Path(section.results_dir) / f"{name}.json").write_text(text, encoding="utf-8")
+        results = {"limit": self._limit, "bytes": found.measured, "seconds": seconds}
         told = [f"{size}: {each / 1e9:.4g} GB" for size, each in sorted(found.measured.items())]
         told += [f"{size}: {each:.3g} s a step" for size, each in sorted(seconds.items())]
-        return config, (
-            f"train_micro_batch_size_per_gpu {best} and zero_optimization.stage {stage} were chosen for "
-            f"{self._limit / 1e9:.4g} GB a rank{' (' + ', '.join(told) + ')' if told else ''}"
+        text = (
+            f"<batch.microbatch> {best} and <zero.stage> {stage} were chosen for {self._limit / 1e9:.4g} GB a rank"
+            f"{' (' + ', '.join(told) + ')' if told else ''}"
         )
+        return FoundSize(best, Note("", text), results)
 
-    def _with(self, config: Any, size: int) -> Any:
-        """Return the configuration with a microbatch size."""
-        given = {"train_micro_batch_size_per_gpu": size, "gradient_accumulation_steps": self._samples // size}
-        return config.model_copy(update=given)
+    def _with(self, options: EngineOptions, size: int) -> EngineOptions:
+        """Return the options with a microbatch size."""
+        return options.changed(batch=options.batch.changed(microbatch=size, microbatches=self._samples // size))
 
 
 def sizes(samples: int, pipe: int = 1, least: int = 1, most: int | None = None) -> list[int]:
@@ -230,13 +224,13 @@ def sizes(samples: int, pipe: int = 1, least: int = 1, most: int | None = None) 
         least, most: limits of the size.
 
     Raises:
-        ConfigError: no size within the limits divides the samples.
+        OptionError: no size within the limits divides the samples.
     """
     found = [size for size in range(samples, 0, -1) if samples % size == 0 and least <= size <= (most or size)]
     if not found:
-        raise ConfigError(
-            f"no microbatch size from {least} to {most} divides the {samples} samples of a step on one replica: change "
-            "autotuning.min_train_micro_batch_size_per_gpu or max_train_micro_batch_size_per_gpu, or the batch"
+        raise refusal(
+            f"no microbatch size from {least} to {most} divides the {samples} samples of a step on one replica: "
+            "change <tuning.least> or <tuning.most>, or the batch",
         )
     filled = [size for size in found if pipe == 1 or samples // size >= FILL * pipe]
     return filled or found[-1:]
@@ -352,25 +346,25 @@ class Estimate:
         return min(fits, key=lambda pair: (self.seconds_of(pair[1], pair[0]), pair[0]))[0] if fits else None
 
 
-def estimate_of(config: Any, run: RunToTune) -> Estimate | None:
+def estimate_of(options: EngineOptions, run: RunToTune) -> Estimate | None:
     """Return the formulas for a run; None if its layers are not those of a model that ``layers_of`` knows."""
     model = model_of(run.layers)
     known = [name for name in MACHINES if name.partition("-")[0] in run.device.lower()]
     machine = MACHINES[known[0] if known else "a100-80g"]
-    if model is None or config.train_batch_size is None or run.precision not in machine.peak:
+    if model is None or options.batch.size is None or run.precision not in machine.peak:
         return None
-    zero, section = config.zero_optimization, config.recomputation
-    options = StateOptions(
+    zero, section = options.zero, options.recompute
+    states = StateOptions(
         precision=run.precision,
-        low_precision_masters=config.bf16.bf16_master_weights_and_grads,
+        low_precision_masters=not options.precision.master_weights,
         optimizer=run.states,
-        bucket=zero.reduce_bucket_size,
-        persistent=zero.stage3_param_persistence_threshold or 0,
-        keep_gathered=zero.stage3_keep_gathered,
+        bucket=zero.bucket_size,
+        persistent=zero.persistence_threshold,
+        keep_gathered=zero.keep_gathered,
         reduce_each_microbatch=zero.reduce_each_microbatch,
-        frozen=config.lora is not None,
+        frozen=options.lora is not None,
     )
-    memory = ModelMemory(model, options=options, partition=run.partition, device=run.device)
+    memory = ModelMemory(model, options=states, partition=run.partition, device=run.device)
     axes: dict[str, Any] = run.axes
     layout = ParallelLayout(
         **axes,
@@ -379,7 +373,7 @@ def estimate_of(config: Any, run: RunToTune) -> Estimate | None:
         sequence_parallel=any(getattr(layer, "kwargs", {}).get("sequence_parallel") for layer in run.layers),
     )
     length = run.sequence or model.max_position_embeddings
-    work = Work(model, machine, config.train_batch_size, length, run.precision)
+    work = Work(model, machine, options.batch.size, length, run.precision)
     return Estimate(memory, work, layout, run.schedule)
 
 

@@ -77,6 +77,6 @@ def check_data(
         held_out = open_data(file, sequence, "held_out", vocab_size=vocab_size)
         held_out.folders[0].check_tokenizer(training.folders[0].index.tokenizer)
         return training, held_out, tokenizer
-    if "evaluate" in file.model_fields_set:
+    if "evaluate" in file.given:
         raise ConfigError("evaluate needs documents that are not trained on: give data.held_out or data.validation")
     return training, None, tokenizer

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..config.config import BatchSizes
 from ..grid.errors import ConfigError
+from ..options.batch import BatchSizes
 from ..pipe.program.simulate import Costs, simulate
 from ..plan.formulas import STATES
 from ..plan.layers import LayerShape
@@ -47,7 +47,6 @@ def explain(job: Job, processes: int | None = None) -> dict[str, Any]:
         }
         for stage in range(job.schedule.stages)
     ]
-    training = job.file.training
     return {
         "name": job.file.name,
         "model": {
@@ -70,7 +69,7 @@ def explain(job: Job, processes: int | None = None) -> dict[str, Any]:
             "steps": job.steps,
             "tokens": job.steps * job.tokens_per_step,
             "precision": job.precision,
-            "optimizer": training.optimizer.type if job.config.optimizer is None else job.config.optimizer.type,
+            "optimizer": job.options.optimizer.type,
             "zero": layout.zero,
             "recompute": layout.recompute,
         },
@@ -85,7 +84,7 @@ def explain(job: Job, processes: int | None = None) -> dict[str, Any]:
 
 def layout_of_job(job: Job) -> ParallelLayout:
     """Return the layout of a run. Its schedule and chunks are those of 1F1B: ``job.schedule`` has the run's own."""
-    zero, size = job.config.zero_optimization, job.topology.size
+    zero, size = job.options.zero, job.topology.size
     return ParallelLayout(
         pipe=size("pipe"),
         data=size("data"),
@@ -93,7 +92,7 @@ def layout_of_job(job: Job) -> ParallelLayout:
         tensor=size("tensor"),
         expert=size("expert"),
         microbatch=job.batch.micro,
-        zero=zero.stage,
+        zero=zero.known_stage,
         recompute=_recompute(job),
         offload=zero.offload_optimizer.device != "none",
         sequence_parallel=job.file.grid.sequence_parallel,
@@ -102,17 +101,17 @@ def layout_of_job(job: Job) -> ParallelLayout:
 
 def memory_of_job(job: Job) -> ModelMemory:
     """Return the formulas for the memory of a run's model, with the options of its training."""
-    zero = job.config.zero_optimization
+    zero = job.options.zero
     options = StateOptions(
         precision=job.precision,
-        low_precision_masters=job.config.bf16.bf16_master_weights_and_grads,
+        low_precision_masters=not job.options.precision.master_weights,
         optimizer=_states(job),
-        bucket=zero.reduce_bucket_size,
-        persistent=zero.stage3_param_persistence_threshold or 0,
-        keep_gathered=zero.stage3_keep_gathered,
+        bucket=zero.bucket_size,
+        persistent=zero.persistence_threshold,
+        keep_gathered=zero.keep_gathered,
         reduce_each_microbatch=zero.reduce_each_microbatch,
         decays=job.file.training.optimizer.decays,
-        frozen=job.config.lora is not None,
+        frozen=job.options.lora is not None,
     )
     return ModelMemory(job.model, options=options, shard_tensor=bool(job.file.model.experts.shard_tensor))
 
@@ -180,7 +179,7 @@ def _flops(layer: LayerShape, sequence: int) -> float:
 
 
 def _recompute(job: Job) -> str:
-    section = job.config.activation_checkpointing
+    section = job.options.recompute
     if not section.asked:
         return "none"
     return "selective" if section.granularity == "selective" else "full"
@@ -188,20 +187,18 @@ def _recompute(job: Job) -> str:
 
 def _states(job: Job) -> int:
     """Return the number of state tensors of the optimizer."""
-    section = job.config.optimizer
-    if section is None:
-        return STATES["adamw"]
-    options = sum(bool(section.params.get(key)) for key in ("momentum", "centered", "amsgrad"))
+    section = job.options.optimizer
+    options = sum(bool(section.arguments.get(key)) for key in ("momentum", "centered", "amsgrad"))
     return STATES.get(section.type.lower(), STATES["adamw"]) + options
 
 
 def _notes(job: Job, processes: int | None) -> Iterable[str]:
-    section, optimizer = job.config.activation_checkpointing, job.config.optimizer
-    if job.config.lora is not None:
+    section, optimizer = job.options.recompute, job.options.optimizer
+    if job.options.lora is not None:
         yield "lora: the states are those of the frozen weights; its factors, their gradients and states are left out"
-    if optimizer is not None and optimizer.type.lower() not in STATES:
+    if optimizer.type.lower() not in STATES:
         yield f"{optimizer.type} is counted with the two state tensors of AdamW"
-    if section.asked and (section.granularity == "matmul" or (section.interval or 1) > 1 or section.number_checkpoints):
+    if section.asked and (section.granularity == "matmul" or (section.interval or 1) > 1 or section.groups):
         yield "recomputation is counted as that of each layer from its input"
     if job.file.data.document_mask:
         yield "data.document_mask: its mask, and keys and values repeated for each query head, are left out: see --dry"

@@ -11,11 +11,14 @@ from typing import Any
 
 import yaml
 
-from ..config.config import check_keys
 from ..config.json_comments import parse, plain
-from ..grid.errors import ConfigError, describe
+from ..grid.errors import ConfigError, close, describe, no_such
 from ..grid.files import read_text
-from .schema import SHORT, TrainingFile
+from ..grid.option_error import OptionError, OptionErrors
+from ..options.base import Options, declared, hints_of, sections_in
+from ..options.foreign_names import counterpart
+from .older_keys import renamed
+from .schema import TrainingFile
 
 _DEEPEST, _MOST = 50, 100_000  # levels of sections, and values, of a file
 _NO_SUCH = re.compile(r"([\w. -]+): there is no '([^']+)'")
@@ -77,9 +80,47 @@ def check_training_file(source: ReadFile) -> TrainingFile:
         ConfigError: as ``read_training_file``.
     """
     try:
-        return check_keys(TrainingFile, source.values, "\n")
-    except ConfigError as error:
-        raise ConfigError("\n".join(source.place(line) for line in str(error).splitlines())) from error
+        return TrainingFile.of(renamed(source.values))
+    except OptionError as error:
+        found = error.errors if isinstance(error, OptionErrors) else (error,)
+        raise ConfigError("\n".join(source.place(_in_words_of_the_file(each)) for each in found)) from error
+
+
+def _in_words_of_the_file(error: OptionError) -> str:
+    """Return the message of an error; of an unknown key with another library's counterpart, or where it belongs."""
+    if error.unknown is None:
+        return str(error)
+    place, key = [part for part in error.path.split(".") if part], error.unknown
+    where = error.path or TrainingFile.TITLE
+    if (instead := counterpart(place, key, True)) is not None:
+        return f"{where}: there is no {key!r}; write {instead}"
+    section: type[Options] = TrainingFile
+    for part in place:
+        section = _inner(section).get(part, section)
+    known = [each.name for each in declared(section)]
+    # A name of one word means something else in each section: the interval of recomputation is not that of checkpoints.
+    others = [path for path, kind in _sections(TrainingFile) if "_" in key and key in kind.__dataclass_fields__]
+    if not close(key, known) and 0 < len(others) <= 3:
+        return f"{where}: there is no {key!r} here, but in {' and '.join(others)}: write it there"
+    return no_such(where, key, known)
+
+
+def short_forms() -> dict[str, str]:
+    """Return the sections for which a plain value may stand, and the keys of which it is the value."""
+    return {path: kind.MAIN for path, kind in _sections(TrainingFile) if kind.MAIN and path != "training.recompute"}
+
+
+def _inner(section: type[Options]) -> dict[str, type[Options]]:
+    """Return the sections of a section, by their keys."""
+    found = {name: sections_in(hint) for name, hint in hints_of(section).items()}
+    return {name: kinds[0] for name, kinds in found.items() if kinds}
+
+
+def _sections(section: type[Options], path: str = "") -> Iterator[tuple[str, type[Options]]]:
+    """Yield each section by its path; the outermost one as the file."""
+    yield path or TrainingFile.TITLE, section
+    for name, kind in _inner(section).items():
+        yield from _sections(kind, f"{path}.{name}".lstrip("."))
 
 
 def _read(path: Path) -> ReadFile:
@@ -126,8 +167,9 @@ def _change(source: ReadFile, change: str) -> ReadFile:
     for number, section in enumerate(sections):
         found = inner.get(section)
         path = ".".join(sections[: number + 1])
-        if path in SHORT and isinstance(found, (str, int, float)):
-            found = {SHORT[path]: found}
+        main = short_forms().get(path)
+        if main is not None and isinstance(found, (str, int, float)):
+            found = {main: found}
         if found is not None and not isinstance(found, Mapping):
             raise ConfigError(
                 f"{change!r} changes a key of {path}, which is {describe(found)} in "

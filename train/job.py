@@ -1,22 +1,25 @@
-"""The resolved run: model configuration, topology, schedule, engine configuration and steps. No torch."""
+"""The resolved run: model configuration, topology, schedule, engine options and steps. No torch."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
-from ..config.base import Section, check_kind, kinds_of
-from ..config.config import BatchSizes, batch_sizes, parse_config
-from ..config.json_comments import read
-from ..config.schema import Config
 from ..grid.errors import ConfigError, describe, nearest, no_such
+from ..grid.option_error import OptionError
 from ..grid.topology import Topology
 from ..models.config import CONFIGS, TransformerConfig, config_from_fields
 from ..models.huggingface.config import from_hf, read_config
+from ..options.base import Options, converted
+from ..options.batch import BatchSizes
+from ..options.dialect import GivenOptions, find_dialect
+from ..options.engine import EngineOptions
+from ..options.named import Optimizer
+from ..options.schedule import ScheduleOptions
 from ..pipe.partition import uniform
 from ..pipe.program.schedule import Schedule
 from ..pipe.program.simulate import Costs
@@ -59,8 +62,7 @@ class Job:
         model: the model's configuration.
         topology: the grid.
         schedule: the pipeline schedule of a step.
-        engine: the engine's configuration, in DeepSpeed's dialect, with every key of the training file in it.
-        config: the same, checked.
+        options: the engine's options.
         batch: sequences of a step, of a microbatch, and microbatches of a step and replica.
         sequence: tokens of a sequence.
         steps: optimizer steps of the run.
@@ -73,8 +75,7 @@ class Job:
     model: TransformerConfig
     topology: Topology
     schedule: Schedule
-    engine: dict[str, Any]
-    config: Config
+    options: EngineOptions
     batch: BatchSizes
     sequence: int
     steps: int
@@ -89,8 +90,7 @@ class Job:
     @property
     def checkpoints(self) -> str | None:
         """Folder of the checkpoints, or its URI; None: there are none."""
-        found: str | None = self.engine["checkpoint"]["dir"] if self.file.checkpoint is not None else None
-        return found
+        return self.options.checkpoint.folder
 
     @property
     def export(self) -> Path | None:
@@ -106,8 +106,7 @@ class Job:
     @property
     def precision(self) -> str:
         """Dtype of the computation: fp32, bf16, fp16 or fp64."""
-        half = [name for name in ("bf16", "fp16") if getattr(self.config, name).enabled]
-        return half[0] if half else self.file.training.precision
+        return self.options.precision.weights or self.file.training.precision
 
     @property
     def layers(self) -> int:
@@ -131,14 +130,15 @@ def resolve(file: TrainingFile, processes: int | None = None, places: int | None
     topology = _topology(file, processes, places)
     given = _deepspeed(file)
     sequence = file.training.sequence or model.max_position_embeddings
-    wanted = _batch(file, given, sequence)
-    engine = _engine(file, given, wanted)
+    wanted = _batch(file, given.values, sequence)
+    names = partial(name_of, overridden=frozenset(given.fields))
     try:
-        config = _checked(engine, given)
-        batch = batch_sizes(config, topology.size("data"))
-    except ConfigError as error:
-        raise ConfigError(f"{_batch_advice(file, wanted, topology.size('data')) or error}") from error
-    schedule = _schedule(file, config, topology, batch, layer_count(model))
+        options = _options(file, given, wanted)
+        batch = options.batch_sizes(topology.size("data"))
+    except OptionError as error:
+        advice = _batch_advice(file, wanted, topology.size("data"))
+        raise ConfigError(advice or error.spelled(names)) from error
+    schedule = _schedule(file, options.schedule, topology, batch, layer_count(model))
     _check_model(file, model, topology, schedule, sequence)
     steps = _steps(file, batch, sequence)
     if file.sample is not None and topology.expert > 1:
@@ -151,12 +151,11 @@ def resolve(file: TrainingFile, processes: int | None = None, places: int | None
         model=model,
         topology=topology,
         schedule=schedule,
-        engine=engine,
-        config=config,
+        options=options,
         batch=batch,
         sequence=sequence,
         steps=steps,
-        learning_rate=None if config.scheduler is not None else _learning_rate(file, steps, batch.train * sequence),
+        learning_rate=None if options.lr_scheduler is not None else _learning_rate(file, steps, batch.train * sequence),
         tokenizer=_tokenizer(file),
     )
 
@@ -188,12 +187,10 @@ def model_config(section: ModelSection) -> TransformerConfig:
     for key, value in changes.items():
         if key not in {field.name for field in fields(found)}:
             raise ConfigError(no_such("model.overrides", key, [field.name for field in fields(found)]))
-        kinds_of_key = kinds_of(hints[key])
+        kinds = get_args(hints[key]) or (hints[key],)
         try:
-            if kinds_of_key is not None:
-                check_kind(value, kinds_of_key)
-                if float not in kinds_of_key and isinstance(value, float):
-                    raise ValueError(f"give a whole number, not {value}")
+            if all(kind in (int, float, str, bool, type(None)) for kind in kinds):
+                converted(value, hints[key])
         except ValueError as error:
             raise ConfigError(f"model.overrides.{key} = {describe(value)}: {error}") from error
     try:
@@ -242,9 +239,9 @@ def _check_model(
         )
     if experts % expert:
         raise ConfigError(f"grid.expert is {expert}, but it does not divide the model's {experts} experts: change one")
-    if not experts and file.model.experts.model_fields_set:
+    if not experts and file.model.experts.given:
         raise ConfigError(f"model.experts has no effect on a {type(model).__name__}, which has none: leave it out")
-    if "attention" in file.model.model_fields_set and file.grid.context == 1:
+    if "attention" in file.model.given and file.grid.context == 1:
         raise ConfigError(
             f"model.attention {file.model.attention} has no effect, because grid.context is 1: leave it out, or give "
             "grid.context"
@@ -316,15 +313,16 @@ def _batch_advice(file: TrainingFile, train: int | None, data: int) -> str | Non
     )
 
 
-def _schedule(file: TrainingFile, config: Config, topology: Topology, batch: BatchSizes, layers: int) -> Schedule:
-    options = config.pipeline
-    require_schedule("schedule", options.schedule)
-    if options.schedule == "forward":
+def _schedule(
+    file: TrainingFile, options: ScheduleOptions, topology: Topology, batch: BatchSizes, layers: int
+) -> Schedule:
+    require_schedule("schedule", options.name)
+    if options.name == "forward":
         raise ConfigError("schedule is forward, which has no backward passes: give one for training, such as 1f1b")
     searched = [key for key in ("costs", "memory") if getattr(file.schedule, key) is not None]
-    if searched and options.schedule != "auto":
+    if searched and options.name != "auto":
         raise ConfigError(
-            f"schedule.{searched[0]} is for the schedule auto, and this one is {options.schedule}: leave it out"
+            f"schedule.{searched[0]} is for the schedule auto, and this one is {options.name}: leave it out"
         )
     pipe, count, chunks = topology.size("pipe"), batch.accumulation, file.schedule.chunks
     if pipe * (chunks or 1) > layers:
@@ -338,7 +336,7 @@ def _schedule(file: TrainingFile, config: Config, topology: Topology, batch: Bat
             "too many for a schedule: give a smaller batch, or a larger microbatch"
         )
     try:
-        return make_schedule(options.schedule, pipe, count, chunks, Costs(*options.costs), options.memory)
+        return make_schedule(options.name, pipe, count, chunks, Costs(*options.costs), options.memory)
     except ValueError as error:
         raise ConfigError(
             f"schedule: {error} (a step has {count} microbatches on each replica: training.batch / microbatch / "
@@ -383,21 +381,48 @@ def _tokenizer(file: TrainingFile) -> str | None:
     return None
 
 
-# ------------------------------------------------------------------------------------------ engine configuration
+# ------------------------------------------------------------------------------------------------- engine options
+
+# Options of the engine -> their keys in the training file, where the names differ.
+_KEYS = {
+    "batch.size": "training.batch",
+    "batch.microbatch": "training.microbatch",
+    "batch.microbatches": "training.batch / microbatch / replicas",
+    "optimizer": "training.optimizer",
+    "optimizer.lr": "training.learning_rate",
+    "optimizer.arguments": "training.optimizer",
+    "lr_scheduler": "training.learning_rate",
+    "zero": "training.zero",
+    "precision": "training.precision",
+    "precision.weights": "training.precision",
+    "clip": "training.clip",
+    "recompute": "training.recompute",
+    "compile": "training.compile",
+    "lora": "model.lora",
+}
 
 
-def _deepspeed(file: TrainingFile) -> dict[str, Any]:
-    """Return the DeepSpeed configuration of the file, without the keys that are "auto": the training file has them."""
+def name_of(path: str, overridden: frozenset[str] = frozenset()) -> str:
+    """Return the key of an option in the training file.
+
+    Args:
+        path: the option.
+        overridden: the options that the file's section ``deepspeed`` sets.
+    """
+    if path.partition(".")[0] in overridden:
+        return f"deepspeed.{find_dialect('deepspeed').key_of(path)}"
+    if path in _KEYS:
+        return _KEYS[path]
+    section, _, last = path.rpartition(".")
+    return f"{name_of(section)}.{last}" if section else path
+
+
+def _deepspeed(file: TrainingFile) -> GivenOptions:
+    """Return the options that the section ``deepspeed`` sets, without the keys that are "auto": the file has them."""
     if file.deepspeed is None:
-        return {}
-    given = read(file.deepspeed) if isinstance(file.deepspeed, str) else file.deepspeed
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"deepspeed is {describe(given)}: give a section, or the path of a JSON file with one")
-    kept = {key: value for key, value in given.items() if value != "auto" and not key.startswith("_")}
-    optimizer = kept.get("optimizer")
-    if isinstance(optimizer, Mapping) and isinstance(optimizer.get("params"), Mapping):
-        params = {key: value for key, value in optimizer["params"].items() if value != "auto"}
-        kept["optimizer"] = {**optimizer, "params": params}
+        return GivenOptions({}, {})
+    dialect = find_dialect("deepspeed")
+    kept = dialect.given_keys(file.deepspeed)
     for ours, theirs in _SAME.items():
         both = [key for key in theirs if key in kept]
         if both and _is_given(file, ours):
@@ -411,90 +436,74 @@ def _deepspeed(file: TrainingFile) -> dict[str, Any]:
             "deepspeed.json_monitor has no effect here, because metrics.jsonl is written in the run's folder: leave it "
             "out, and give name and runs"
         )
-    lr = isinstance(optimizer, Mapping) and "lr" in kept["optimizer"].get("params", {})
-    if lr and "peak" in file.training.learning_rate.model_fields_set:
+    optimizer = kept.get("optimizer")
+    lr = isinstance(optimizer, Mapping) and "lr" in optimizer.get("params", {})
+    if lr and "peak" in file.training.learning_rate.given:
         raise ConfigError("training.learning_rate and deepspeed.optimizer.params.lr say the same: give one of them")
-    return kept
-
-
-def _engine(file: TrainingFile, given: dict[str, Any], batch: int | None) -> dict[str, Any]:
-    """Return the engine's configuration: the training file's keys in DeepSpeed's dialect, and DeepSpeed's own."""
-    training, monitor, checkpoint = file.training, file.monitor, file.checkpoint
-    optimizer = training.optimizer
-    folder = Path(file.runs) / file.name
-    here = {"enabled": True, "output_path": file.runs, "job_name": file.name}
-    made: dict[str, Any] = {
-        "seed": file.seed,
-        "train_batch_size": batch,
-        "optimizer": {"type": optimizer.type, "params": optimizer.arguments},
-        "gradient_clipping": training.clip,
-        "zero_optimization": _keys(training.zero),
-        "pipeline": _pipeline(file),
-        "activation_checkpointing": _keys(training.recompute),
-        "compile": _keys(training.compile),
-        "json_monitor": here,
-        "timeline": {"step": monitor.trace} if monitor.trace else {},
-    }
-    if "gradient_accumulation_steps" not in given or training.microbatch is not None:
-        made["train_micro_batch_size_per_gpu"] = training.microbatch or 1
-    if training.precision in ("bf16", "fp16"):
-        made[training.precision] = {"enabled": True}
-    if file.model.lora is not None:
-        made["lora"] = _keys(file.model.lora)
-    for key, wanted in (("tensorboard", monitor.tensorboard), ("csv_monitor", monitor.csv)):
-        if wanted:
-            made[key] = here
-    if monitor.wandb is not None:
-        made["wandb"] = {"enabled": True, **_keys(monitor.wandb)}
-    if monitor.histograms:
-        made["histograms"] = {"every": monitor.histograms}
-    if {"bf16", "fp16", "bfloat16"} & given.keys():
-        made.pop(training.precision, None)
-    made = {key: value for key, value in made.items() if value not in (None, {})} | given
-    if checkpoint is not None:
-        made["checkpoint"] = {
-            **given.get("checkpoint", {}),
-            "dir": str(checkpoint.folder or folder / "checkpoints"),
-            "every": checkpoint.every,
-            "keep": checkpoint.keep,
-            "async": checkpoint.async_,
-        }
-    params = dict(made["optimizer"].get("params") or {}) if isinstance(made["optimizer"], Mapping) else {}
-    if "lr" in params and "optimizer" not in given:
-        raise ConfigError("training.optimizer.lr is the learning rate: give it as training.learning_rate")
-    if "scheduler" not in given:
-        made["optimizer"] = {**made["optimizer"], "params": {"lr": training.learning_rate.peak, **params}}
-    return made
-
-
-def _pipeline(file: TrainingFile) -> dict[str, Any]:
-    options = {"costs": file.schedule.costs, "memory": file.schedule.memory}
-    return {"schedule": file.schedule.name} | {key: value for key, value in options.items() if value is not None}
-
-
-def _checked(engine: dict[str, Any], given: Mapping[str, Any]) -> Config:
-    """Return the checked configuration. An error in DeepSpeed's keys says where they stand."""
     try:
-        return parse_config(engine)
+        return dialect.given_options(kept)
+    except OptionError as error:
+        raise ConfigError(error.spelled(lambda path: f"deepspeed.{dialect.key_of(path)}")) from error
     except ConfigError as error:
         text = str(error)
-        if text.startswith(f"{Config.TITLE}: "):
-            text = text.replace(Config.TITLE, "deepspeed", 1)
-        elif re.split(r"[ .:]", text, maxsplit=1)[0] in given:
-            text = f"deepspeed.{text}"
-        raise ConfigError(text) from error
+        begins = text.startswith(dialect.TITLE)
+        raise ConfigError(text.replace(dialect.TITLE, "deepspeed", 1) if begins else f"deepspeed.{text}") from error
+
+
+def _options(file: TrainingFile, given: GivenOptions, batch: int | None) -> EngineOptions:
+    """Return the engine's options: those of the training file, and those that ``deepspeed`` sets in their place."""
+    training, monitor, checkpoint = file.training, file.monitor, file.checkpoint
+    optimizer, folder = training.optimizer, str(Path(file.runs) / file.name)
+    if "lr" in optimizer.arguments:
+        raise ConfigError("training.optimizer.lr is the learning rate: give it as training.learning_rate")
+    if "optimizer" in given.fields and given.fields["optimizer"] is not None and "lr_scheduler" not in given.fields:
+        named = given.fields["optimizer"]
+        arguments = {"lr": training.learning_rate.peak, **named.arguments}
+        given.fields["optimizer"] = Optimizer(named.type, **arguments)
+    rate = {} if "lr_scheduler" in given.fields else {"lr": training.learning_rate.peak}
+    half = training.precision if training.precision in ("bf16", "fp16") else None
+    accumulation = "gradient_accumulation_steps" in given.values and training.microbatch is None
+    options: dict[str, Any] = {
+        "seed": file.seed,
+        "batch": {"size": batch, "microbatch": None if accumulation else training.microbatch or 1},
+        "optimizer": Optimizer(optimizer.type, **rate, **optimizer.arguments),
+        "clip": training.clip or None,
+        "zero": training.zero,
+        "precision": half,
+        "schedule": {
+            key: getattr(file.schedule, key)
+            for key in ("name", "chunks", "costs", "memory")
+            if getattr(file.schedule, key) is not None
+        },
+        "recompute": training.recompute,
+        "compile": training.compile,
+        "lora": file.model.lora,
+        "monitor": {
+            "json": folder,
+            "tensorboard": folder if monitor.tensorboard else None,
+            "csv": folder if monitor.csv else None,
+            "wandb": monitor.wandb,
+            "histograms": monitor.histograms or None,
+            "trace": monitor.trace or None,
+        },
+        "checkpoint": {}
+        if checkpoint is None
+        else {
+            "folder": str(checkpoint.folder or Path(folder) / "checkpoints"),
+            "every": checkpoint.every,
+            "keep": checkpoint.keep,
+            "background": checkpoint.background,
+        },
+        "names": partial(name_of, overridden=frozenset(given.fields)),
+    }
+    return given.over(EngineOptions(**options))
 
 
 def _is_given(file: TrainingFile, key: str) -> bool:
     """Return True if the training file has a dotted key."""
     found: Any = file
     for part in key.split("."):
-        if not isinstance(found, Section) or part not in found.model_fields_set:
+        if not isinstance(found, Options) or part not in found.given:
             return False
         found = getattr(found, part)
     return True
-
-
-def _keys(section: Section) -> dict[str, Any]:
-    """Return the keys of a section that the file gives, as the file has them."""
-    return section.model_dump(exclude_unset=True, by_alias=True)

@@ -13,13 +13,14 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ..checkpoint.format import folder as folders
 from ..data.tokenizer import open_tokenizer
-from ..engine.initialize import initialize
+from ..engine.pipeline_engine import PipelineEngine
 from ..grid import Grid
 from ..grid.agreement import agreed
 from ..grid.errors import AgreedError, CheckpointError, ConfigError
 from ..inference.engine import init_inference
 from ..launcher.launch import user_error
 from ..models.huggingface.save import save_hf
+from ..options.engine import EngineOptions
 from .clock import RunClock
 from .data import check_data
 from .evaluation import Evaluation
@@ -77,13 +78,10 @@ class TrainingRun:
         module = build_module(job, self.grid)
         rate = job.learning_rate
         schedule = None if rate is None else lambda optimizer: LambdaLR(optimizer, lambda step: rate.share(step))
-        self.engine, _, _, _ = initialize(
-            model=module,
-            model_parameters=parameter_groups(job, module),
-            training_data=training,
-            lr_scheduler=schedule,
-            config=self._config(),
-        )
+        options = self._options()
+        if rate is not None:
+            options = options.changed(lr_scheduler=schedule)
+        self.engine = PipelineEngine(module, options, parameters=parameter_groups(job, module), training_data=training)
         self.spikes = SpikeGuard(self.engine, job.file.training.spikes, job.checkpoints)
         self.spikes.load(self._load())
         self._before = self.step  # steps of the run before it was resumed
@@ -168,7 +166,7 @@ class TrainingRun:
 
     def save(self) -> None:
         """Write a checkpoint now, and wait until it is written. Collective."""
-        folder, every = self.job.checkpoints, self.job.config.checkpoint.every
+        folder, every = self.job.checkpoints, self.job.options.checkpoint.every
         if folder is not None:
             if every is None or self.step % every:
                 self.engine.save_checkpoint(folder, client_state=self.engine.client_state)
@@ -187,19 +185,19 @@ class TrainingRun:
         (ids,) = inference.generate([prompt.tolist()], room, temperature=section.temperature, seed=self.job.file.seed)
         return tokenizer.decode(ids)
 
-    def _config(self) -> dict[str, Any]:
-        """Return the engine's configuration, which resumes where there is a checkpoint."""
-        engine, folder, section = dict(self.job.engine), self.job.checkpoints, self.job.file.checkpoint
+    def _options(self) -> EngineOptions:
+        """Return the engine's options, which resume where there is a checkpoint."""
+        options, folder, section = self.job.options, self.job.checkpoints, self.job.file.checkpoint
         if folder is None or section is None:
-            return engine
+            return options
         found = self.grid.world.all_gather_json(self.grid.rank == 0 and bool(folders.tags(folders.folder_at(folder))))[
             0
         ]
         if section.resume == "required" and not found:
             raise ConfigError(f"checkpoint.resume is required, but {folder} has no checkpoint: write auto")
         if section.resume in ("auto", "required") and found:
-            engine["checkpoint"] = {**engine["checkpoint"], "resume": "auto"}
-        return engine
+            return options.changed(checkpoint=options.checkpoint.changed(resume=True))
+        return options
 
     def _load(self) -> Mapping[str, Any] | None:
         """Load the checkpoint that ``checkpoint.resume`` names, if it names one. Returns the client state."""
@@ -219,7 +217,7 @@ class TrainingRun:
             f"model   {count:.2f} M parameters: {job.model.num_hidden_layers} blocks, width {job.model.hidden_size}"
         )
         self.report.say(
-            f"grid    {axes}{expert}; ZeRO {job.config.zero_optimization.stage}; {job.schedule.name} with "
+            f"grid    {axes}{expert}; ZeRO {job.options.zero.stage}; {job.schedule.name} with "
             f"{job.batch.accumulation} microbatches of {job.batch.micro}"
         )
         rate = job.learning_rate

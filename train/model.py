@@ -24,7 +24,7 @@ def build_module(job: Job, grid: Grid) -> PipelineModule:
     With ZeRO stage 3 the layers are built one after another when the engine is made, so that no rank holds them all.
     """
     section = job.file.model
-    experts = {key: value for key, value in section.experts if value is not None}
+    experts = section.experts.arguments
     layers = LAYERS[type(job.model)](job.model, job.file.grid.sequence_parallel, section.attention, **experts)
     if section.has_weights:
         layers = load_hf(section.folder, layers)
@@ -36,7 +36,7 @@ def build_module(job: Job, grid: Grid) -> PipelineModule:
         placement=list(job.schedule.placement),
         seed=job.file.seed,
         dtype=torch.float64 if job.precision == "fp64" else torch.float32,
-        device="meta" if job.config.zero_optimization.stage == 3 else None,
+        device="meta" if job.options.zero.stage == 3 else None,
     )
 
 
@@ -45,7 +45,7 @@ def parameter_groups(job: Job, module: PipelineModule) -> list[dict[str, Any]] |
 
     None stands for one group: with ``decays: all``, and with LoRA, which alone is trained.
     """
-    if job.file.training.optimizer.decays == "all" or job.config.lora is not None:
+    if job.file.training.optimizer.decays == "all" or job.options.lora is not None:
         return None
     spared: set[nn.Parameter] = set()
     for part in module.modules():

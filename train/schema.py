@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
-
-from ..config.activation_checkpointing import ActivationCheckpointingConfig
-from ..config.base import Section, setting
-from ..config.compilation import CompileConfig
-from ..config.lora import LoraConfig
-from ..config.monitoring import WandbConfig
-from ..config.zero import ZeroConfig
 from ..grid.checks import SEEDS, check_folder_name
 from ..grid.errors import describe
+from ..grid.option_error import refusal
+from ..options.base import REQUIRED, Options, option
+from ..options.compilation import Compile
+from ..options.lora import Lora
+from ..options.monitoring import Wandb
+from ..options.recomputation import Recomputation
+from ..options.zero import Zero
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)([KMBT]?)", re.IGNORECASE)
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
@@ -53,47 +53,6 @@ def seconds(value: Any) -> float | None:
     return total
 
 
-# Sections for which a plain value may stand: the key that it is the value of.
-SHORT = {
-    "data": "training",
-    "schedule": "name",
-    "training.optimizer": "type",
-    "training.learning_rate": "peak",
-    "training.zero": "stage",
-    "training.spikes": "action",
-}
-
-
-def _short(section: str) -> Any:
-    """Return a validator that lets a plain value stand for a section, as ``SHORT`` says."""
-    key = SHORT[section]
-
-    def widen(value: Any) -> Any:
-        return value if value is None or isinstance(value, (Mapping, Section)) else {key: value}
-
-    return BeforeValidator(widen)
-
-
-def _optional(value: Any) -> Any:
-    """Return a section's values: ``false`` switches it off, ``true`` takes its defaults."""
-    return {True: {}, False: None}[value] if isinstance(value, bool) else value
-
-
-Optional = BeforeValidator(_optional)
-
-
-def _one_of(wanted: str, *kinds: type) -> Any:
-    """Return a validator of a key that takes values of several kinds: one message, and not one for each kind."""
-
-    def check(value: Any) -> Any:
-        parts: Any = value or ()
-        if not isinstance(value, (*kinds, type(None))) or not all(isinstance(each, str) for each in parts):
-            raise ValueError(f"give {wanted}")
-        return value
-
-    return BeforeValidator(check)
-
-
 def _run_name(value: Any) -> Any:
     """Return the name of a run if it can be the name of its folder."""
     if not isinstance(value, str):
@@ -103,6 +62,13 @@ def _run_name(value: Any) -> Any:
     return check_folder_name(value)
 
 
+def _not_empty(value: Any) -> Any:
+    """Return a text that has at least one character."""
+    if value == "":
+        raise ValueError("give a text that is not empty")
+    return value
+
+
 def _replicas(value: Any) -> Any:
     """Return a number of replicas, or ``auto``."""
     if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -110,60 +76,90 @@ def _replicas(value: Any) -> Any:
     return value
 
 
-def _weights(value: Any) -> Any:
-    """Return a mixture's folders and weights if the weights are numbers above 0."""
+def _folders(value: Any) -> Any:
+    """Return a folder, several, or a mixture: folders with weights above 0."""
+    if value is None:
+        return value
+    parts: Any = [value] if isinstance(value, str) else value
+    if not isinstance(value, (str, list, tuple, Mapping)) or not parts or not all(isinstance(p, str) for p in parts):
+        raise ValueError("give a folder, a list of folders, or {folder: weight}")
     for folder, weight in value.items() if isinstance(value, Mapping) else ():
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
             raise ValueError(f"the weight of {folder} is {describe(weight)}: give a number above 0")
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _names(value: Any) -> Any:
+    """Return a mapping whose keys are texts."""
+    if not isinstance(value, Mapping):
+        raise ValueError("give a section {...}")
+    return dict(value)
+
+
+def _recompute(value: Any) -> Any:
+    """Return the value of ``training.recompute``, with an empty section for ``none``."""
+    if not isinstance(value, (Mapping, Recomputation)) and value not in ("none", "selective", "matmul", "full"):
+        raise ValueError("give none, selective, matmul, full, or a section")
+    return {} if value == "none" else value
+
+
+def _deepspeed(value: Any) -> Any:
+    """Return a section of DeepSpeed's keys, or the path of a file with one."""
+    if not isinstance(value, (str, Mapping, type(None))):
+        raise ValueError("give a section, or the path of a JSON file")
     return value
 
 
-Folders = Annotated[
-    str | list[str] | dict[str, float],
-    BeforeValidator(_weights),
-    _one_of("a folder, a list of folders, or {folder: weight}", str, list, Mapping),
-]
-
-
-class Keys(Section):
+@dataclass(frozen=True, kw_only=True)
+class Keys(Options):
     """Base class of the sections of a training file."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class ExpertsSection(Keys):
     """``model.experts``: options of the training of a mixture of experts."""
 
-    balance: list[str] | None = setting(None, "Load balancing, as of triax.moe.MoE; null: the model's own.")
-    bias_rate: float | None = setting(None, "Step of the balancing bias; null: the model's own.", gt=0.0)
-    z_loss: float | None = setting(None, "Coefficient of the router's z-loss; null: the model's own.", ge=0.0)
-    capacity: float | None = setting(
-        None, "Most tokens of an expert, as a multiple of the mean; null: no token is dropped.", gt=0.0
+    balance: tuple[str, ...] | None = option(None, "Load balancing, as of triax.moe.MoE; null: the model's own.")
+    bias_rate: float | None = option(None, "Step of the balancing bias; null: the model's own.", above=0.0)
+    z_loss: float | None = option(None, "Coefficient of the router's z-loss; null: the model's own.", least=0.0)
+    capacity: float | None = option(
+        None, "Most tokens of an expert, as a multiple of the mean; null: no token is dropped.", above=0.0
     )
-    shard_tensor: bool | None = setting(None, "Shard each expert over tensor ranks too; null: the model's own.")
+    shard_tensor: bool | None = option(None, "Shard each expert over tensor ranks too; null: the model's own.")
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The options that are given, as arguments of the model's layers."""
+        named = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "MAIN"}
+        return {name: list(value) if name == "balance" else value for name, value in named.items() if value is not None}
 
 
+@dataclass(frozen=True, kw_only=True)
 class ModelSection(Keys):
     """``model``: a preset, or a Hugging Face folder."""
 
-    preset: str | None = setting(None, "Name of a configuration, such as llama3-8b, gpt2 or bytes-small.")
-    folder: str | None = setting(None, "Hugging Face folder: config.json and, unless weights is false, *.safetensors.")
-    weights: bool = setting(True, "false: take the folder's shape alone, with random weights from the seed.")
-    overrides: dict[str, Any] = setting({}, "Fields of the configuration to change; not with weights.")
-    attention: Literal["ring", "ulysses", "gather"] = setting("ring", "Attention over the context axis.")
-    experts: ExpertsSection = setting(ExpertsSection(), "Options of a mixture of experts.")
-    lora: LoraConfig | None = setting(None, "Train low-rank adapters alone: docs/lora.md; null: all weights.")
+    preset: str | None = option(None, "Name of a configuration, such as llama3-8b, gpt2 or bytes-small.")
+    folder: str | None = option(None, "Hugging Face folder: config.json and, unless weights is false, *.safetensors.")
+    weights: bool = option(True, "false: take the folder's shape alone, with random weights from the seed.")
+    overrides: dict[str, Any] = option(dict, "Fields of the configuration to change; not with weights.", read=_names)
+    attention: Literal["ring", "ulysses", "gather"] = option("ring", "Attention over the context axis.")
+    experts: ExpertsSection = option(ExpertsSection(), "Options of a mixture of experts.")
+    lora: Lora | None = option(None, "Train low-rank adapters alone: docs/lora.md; null: all weights.")
 
-    @model_validator(mode="after")
-    def _one_source(self) -> ModelSection:
+    def check(self) -> None:
+        """Check that the model comes from one place."""
         if (self.preset is None) == (self.folder is None):
             given = "none of preset and folder is" if self.preset is None else "both preset and folder are"
-            raise ValueError(f"{given} given, but the model comes from one: give one of them")
-        if self.preset is not None and "weights" in self.model_fields_set and self.weights:
-            raise ValueError("weights is true, but a preset has none: leave weights out, or give folder")
+            raise refusal(f"{given} given, but the model comes from one: give one of them")
         if self.overrides and self.has_weights:
-            raise ValueError(
-                "overrides change the shape that the folder's weights have: leave them out, or set weights to false"
+            raise refusal(
+                "<overrides> change the shape that the folder's weights have: leave them out, or set <weights> to false"
             )
-        return self
+
+    def check_given(self) -> None:
+        """Check that weights are not asked for from a preset."""
+        if self.preset is not None and "weights" in self.given and self.weights:
+            raise refusal("<weights> is true, but a preset has none: leave <weights> out, or give <folder>")
 
     @property
     def has_weights(self) -> bool:
@@ -171,270 +167,281 @@ class ModelSection(Keys):
         return self.folder is not None and self.weights
 
 
+@dataclass(frozen=True, kw_only=True)
 class DataSection(Keys):
     """``data``: folders that ``triax data tokenize`` wrote."""
 
-    training: Folders = Field(description="Folder of tokens, a list of them, or a mixture {folder: weight}.")
-    held_out: float | None = setting(None, "Share of the documents that is held out for evaluation.", gt=0.0, lt=1.0)
-    validation: Folders | None = setting(None, "Folder or folders of tokens for evaluation, instead of held_out.")
-    packing: Literal["cut", "whole"] | None = setting(
+    MAIN: ClassVar = "training"
+
+    training: Any = option(REQUIRED, "Folder of tokens, a list of them, or a mixture {folder: weight}.", read=_folders)
+    held_out: float | None = option(
+        None, "Share of the documents that is held out for evaluation.", above=0.0, below=1.0
+    )
+    validation: Any = option(None, "Folder or folders of tokens for evaluation, instead of held_out.", read=_folders)
+    packing: Literal["cut", "whole"] | None = option(
         None, "cut: a document goes on in the next row; whole: padded rows; null: whole for chat, else cut."
     )
-    document_mask: bool = setting(True, "Tokens attend within their document only.")
-    shuffle: bool = setting(True, "Draw an order of documents and rows for each epoch; false: the folder's own order.")
-    threads: int = setting(1, "Threads that make batches ahead; 0: none.", ge=0)
+    document_mask: bool = option(True, "Tokens attend within their document only.")
+    shuffle: bool = option(True, "Draw an order of documents and rows for each epoch; false: the folder's own order.")
+    threads: int = option(1, "Threads that make batches ahead; 0: none.", least=0)
 
-    @model_validator(mode="after")
-    def _one_part(self) -> DataSection:
+    def check(self) -> None:
+        """Check that one option says what to evaluate on."""
         if self.held_out is not None and self.validation is not None:
-            raise ValueError("held_out and validation both say what to evaluate on: give one of them")
-        return self
+            raise refusal("<held_out> and <validation> both say what to evaluate on: give one of them")
 
 
+@dataclass(frozen=True, kw_only=True)
 class GridSection(Keys):
     """``grid``: sizes of the axes."""
 
-    pipe: int = setting(1, "Stages of layers.", ge=1)
-    data: Annotated[int | Literal["auto"], BeforeValidator(_replicas)] = setting(
-        "auto", "Replicas; auto: what the other axes leave of the processes."
+    pipe: int = option(1, "Stages of layers.", least=1)
+    data: int | Literal["auto"] = option(
+        "auto", "Replicas; auto: what the other axes leave of the processes.", read=_replicas
     )
-    context: int = setting(1, "Parts of each sequence.", ge=1)
-    tensor: int = setting(1, "Shards of each layer.", ge=1)
-    expert: int = setting(1, "Shards of the experts, within the data axis.", ge=1)
-    sequence_parallel: bool = setting(False, "Norms and dropout on the tensor ranks' shares of a sequence.")
+    context: int = option(1, "Parts of each sequence.", least=1)
+    tensor: int = option(1, "Shards of each layer.", least=1)
+    expert: int = option(1, "Shards of the experts, within the data axis.", least=1)
+    sequence_parallel: bool = option(False, "Norms and dropout on the tensor ranks' shares of a sequence.")
 
 
+@dataclass(frozen=True, kw_only=True)
 class ScheduleSection(Keys):
     """``schedule``: a name, or a section with the name and its options."""
 
-    name: str = setting("1f1b", "Name of a pipeline schedule, auto (search for one), or path of a .csv or .json file.")
-    chunks: int | None = setting(None, "Stages per rank; null: the schedule's own number.", ge=1)
-    costs: list[float] | None = setting(None, "For auto: measured times of F, I, W and a message, in any unit.")
-    memory: float | None = setting(
-        None, "For auto: limit of activations per rank, in microbatches through 1/pipe of the model.", gt=0
+    MAIN: ClassVar = "name"
+
+    name: str = option("1f1b", "Name of a pipeline schedule, auto (search for one), or path of a .csv or .json file.")
+    chunks: int | None = option(None, "Stages per rank; null: the schedule's own number.", least=1)
+    costs: tuple[float, ...] | None = option(
+        None, "For auto: measured times of F, I, W and a message, in any unit.", least=0
+    )
+    memory: float | None = option(
+        None, "For auto: limit of activations per rank, in microbatches through 1/pipe of the model.", above=0
     )
 
 
+@dataclass(frozen=True, init=False)
 class OptimizerSection(Keys):
     """``training.optimizer``: a name, or a section with type and arguments."""
 
-    model_config = ConfigDict(extra="allow", frozen=True)
+    MAIN: ClassVar = "type"
 
-    type: str = setting("AdamW", "Name, as in DeepSpeed or torch.optim; its other arguments stand beside it.")
-    decays: Literal["matrices", "all"] = setting(
+    type: str = option("AdamW", "Name, as in DeepSpeed or torch.optim; its other arguments stand beside it.")
+    decays: Literal["matrices", "all"] = option(
         "matrices", "Weights that decay. matrices: not norms, biases and embeddings; all: every parameter."
     )
+
+    def __init__(self, type: str = "AdamW", decays: Any = "matrices", **arguments: Any) -> None:
+        for name, value in (("type", type), ("decays", decays), ("_arguments", arguments)):
+            object.__setattr__(self, name, value)
+        self.__post_init__()
+
+    @classmethod
+    def of(cls, value: Any) -> OptimizerSection:
+        """Return the section for a name, or for a mapping of ``type``, ``decays`` and the arguments."""
+        if isinstance(value, Mapping):
+            made = cls(**{str(key): each for key, each in value.items()})
+            object.__setattr__(made, "_given", frozenset(value))
+            return made
+        return super().of(value)
+
+    def plain(self, given: bool = False) -> dict[str, Any]:
+        """Return the section as a file has it, with the arguments beside the name."""
+        arguments: dict[str, Any] = vars(self)["_arguments"]
+        return {**super().plain(given), **arguments}
 
     @property
     def arguments(self) -> dict[str, Any]:
         """Arguments of the optimizer; AdamW's betas and weight_decay are those of GPT-3 if they are not given."""
         usual = {"betas": [0.9, 0.95], "weight_decay": 0.1} if self.type == "AdamW" else {}
-        return usual | (self.model_extra or {})
+        given: dict[str, Any] = vars(self)["_arguments"]
+        return usual | given
 
 
+@dataclass(frozen=True, kw_only=True)
 class LearningRateSection(Keys):
     """``training.learning_rate``: a number, which is the peak, or a section."""
 
-    peak: float = setting(3e-4, "Highest learning rate.", gt=0.0)
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = setting(
+    MAIN: ClassVar = "peak"
+
+    peak: float = option(3e-4, "Highest learning rate.", above=0.0)
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = option(
         "cosine", "Rates after the warmup. wsd: warmup, stable, decay: constant, then linear over the last decay_steps."
     )
-    warmup_steps: int | None = setting(None, "Steps of a linear warmup; null: 1 % of the steps.", ge=0)
-    warmup_tokens: Annotated[int | None, BeforeValidator(count)] = setting(
-        None, "Tokens of the warmup, instead of warmup_steps."
-    )
-    minimum: float = setting(0.1, "Last rate, as a share of the peak.", ge=0.0, le=1.0)
-    decay_steps: int | None = setting(None, "For wsd: steps of the decay at the end; null: 10 % of the steps.", ge=1)
+    warmup_steps: int | None = option(None, "Steps of a linear warmup; null: 1 % of the steps.", least=0)
+    warmup_tokens: int | None = option(None, "Tokens of the warmup, instead of warmup_steps.", read=count)
+    minimum: float = option(0.1, "Last rate, as a share of the peak.", least=0.0, most=1.0)
+    decay_steps: int | None = option(None, "For wsd: steps of the decay at the end; null: 10 % of the steps.", least=1)
 
-    @model_validator(mode="after")
-    def _agrees(self) -> LearningRateSection:
+    def check(self) -> None:
+        """Check the options against the schedule."""
         if self.warmup_steps is not None and self.warmup_tokens is not None:
-            raise ValueError("warmup_steps and warmup_tokens both say how long the warmup is: give one of them")
+            raise refusal("<warmup_steps> and <warmup_tokens> both say how long the warmup is: give one of them")
         if self.decay_steps is not None and self.schedule != "wsd":
-            raise ValueError(f"decay_steps belongs to schedule wsd, and the schedule is {self.schedule}: leave it out")
-        if self.schedule == "constant" and "minimum" in self.model_fields_set:
-            raise ValueError("minimum has no effect on schedule constant, whose rate stays: leave it out")
-        return self
+            raise refusal(f"<decay_steps> belongs to schedule wsd, and the schedule is {self.schedule}: leave it out")
+
+    def check_given(self) -> None:
+        """Check that a constant schedule has no minimum."""
+        if self.schedule == "constant" and "minimum" in self.given:
+            raise refusal("<minimum> has no effect on schedule constant, whose rate stays: leave it out")
 
 
+@dataclass(frozen=True, kw_only=True)
 class SpikesSection(Keys):
     """``training.spikes``: what happens when the loss or the gradient norm jumps."""
 
-    action: Literal["none", "warn", "skip", "rewind"] = setting(
+    MAIN: ClassVar = "action"
+
+    action: Literal["none", "warn", "skip", "rewind"] = option(
         "warn",
         "warn: print it; skip: take no step with this batch; rewind: go on from the last checkpoint, without these "
         "batches.",
     )
-    loss: float = setting(6.0, "A loss is a spike above the median by so many standard deviations.", gt=0.0)
-    norm: float = setting(10.0, "A gradient norm is a spike at so many times the median.", gt=1.0)
-    window: int = setting(100, "Steps of which median and deviation are taken.", ge=2)
-    limit: int = setting(3, "Times that a run rewinds before it gives up.", ge=1)
+    loss: float = option(6.0, "A loss is a spike above the median by so many standard deviations.", above=0.0)
+    norm: float = option(10.0, "A gradient norm is a spike at so many times the median.", above=1.0)
+    window: int = option(100, "Steps of which median and deviation are taken.", least=2)
+    limit: int = option(3, "Times that a run rewinds before it gives up.", least=1)
 
 
+@dataclass(frozen=True, kw_only=True)
 class TrainingSection(Keys):
     """``training``: how long, in which batches, and with which optimizer."""
 
-    steps: int | None = setting(None, "Optimizer steps.", ge=1)
-    tokens: Annotated[int | None, BeforeValidator(count)] = setting(
-        None, "Tokens to train on, instead of steps: 1e9 or 1B."
+    steps: int | None = option(None, "Optimizer steps.", least=1)
+    tokens: int | None = option(None, "Tokens to train on, instead of steps: 1e9 or 1B.", read=count)
+    epochs: float | None = option(None, "Times through the documents, instead of steps.", above=0.0)
+    batch: int | None = option(None, "Sequences a step, over all replicas.", least=1)
+    batch_tokens: int | None = option(None, "Tokens a step, instead of batch; a multiple of sequence.", read=count)
+    microbatch: int | None = option(
+        None, "Sequences that pass through the pipeline at once; more use more memory. null: 1.", least=1
     )
-    epochs: float | None = setting(None, "Times through the documents, instead of steps.", gt=0.0)
-    batch: int | None = setting(None, "Sequences a step, over all replicas.", ge=1)
-    batch_tokens: Annotated[int | None, BeforeValidator(count)] = setting(
-        None, "Tokens a step, instead of batch; a multiple of sequence."
-    )
-    microbatch: int | None = setting(
-        None, "Sequences that pass through the pipeline at once; more use more memory. null: 1.", ge=1
-    )
-    sequence: int | None = setting(None, "Tokens of a sequence; null: the model's longest.", ge=1)
-    precision: Literal["fp32", "bf16", "fp16", "fp64"] = setting(
+    sequence: int | None = option(None, "Tokens of a sequence; null: the model's longest.", least=1)
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = option(
         "fp32", "Dtype of weights and arithmetic; bf16 and fp16 have fp32 master weights."
     )
-    optimizer: Annotated[OptimizerSection, _short("training.optimizer")] = setting(
-        OptimizerSection(), "The optimizer: a name, or type and arguments."
+    optimizer: OptimizerSection = option(OptimizerSection(), "The optimizer: a name, or type and arguments.")
+    learning_rate: LearningRateSection = option(LearningRateSection(), "The learning rate: its peak, or a section.")
+    clip: float = option(1.0, "Limit of the global gradient norm; 0: no limit.", least=0.0)
+    recompute: Recomputation = option(
+        Recomputation(),
+        "none, selective (the core of attention), matmul, full (every layer), or a section.",
+        read=_recompute,
     )
-    learning_rate: Annotated[LearningRateSection, _short("training.learning_rate")] = setting(
-        LearningRateSection(), "The learning rate: its peak, or a section."
+    compile: Compile | None = option(None, "true: torch.compile of each layer; or a section: docs/guides/compile.md.")
+    zero: Zero = option(Zero(stage=1), "Stage of ZeRO, or a section.")
+    time_limit: float | None = option(
+        None, "Time after which the run ends in good order: 90m, 2h30m; null: none.", read=seconds
     )
-    clip: float = setting(1.0, "Limit of the global gradient norm; 0: no limit.", ge=0.0)
-    recompute: Annotated[ActivationCheckpointingConfig, BeforeValidator(lambda value: _recompute(value))] = setting(
-        ActivationCheckpointingConfig(),
-        "none, selective (the core of attention), full (every layer), or the section activation_checkpointing.",
-    )
-    compile: CompileConfig = setting(
-        CompileConfig(), "true: torch.compile of each layer; or the section compile: docs/guides/compile.md."
-    )
-    zero: Annotated[ZeroConfig, _short("training.zero")] = setting(
-        ZeroConfig(stage=1), "Stage of ZeRO, or the section zero_optimization."
-    )
-    time_limit: Annotated[float | None, BeforeValidator(seconds)] = setting(
-        None, "Time after which the run ends in good order: 90m, 2h30m; null: none."
-    )
-    spikes: Annotated[SpikesSection, _short("training.spikes")] = setting(
-        SpikesSection(), "Jumps of the loss or the gradient norm: an action, or a section."
-    )
+    spikes: SpikesSection = option(SpikesSection(), "Jumps of the loss or the gradient norm: an action, or a section.")
 
-    @model_validator(mode="after")
-    def _agrees(self) -> TrainingSection:
+    def check(self) -> None:
+        """Check that one option says how long the run is, and one how large a step."""
         for names in (("steps", "tokens", "epochs"), ("batch", "batch_tokens")):
             given = [name for name in names if getattr(self, name) is not None]
             if len(given) > 1:
                 what = "how long the run is" if "steps" in names else "how large a step is"
-                raise ValueError(f"{' and '.join(given)} all say {what}: give one of them")
-        return self
+                raise refusal(f"{' and '.join(f'<{name}>' for name in given)} all say {what}: give one of them")
 
 
-def _recompute(value: Any) -> Any:
-    """Return the section ``activation_checkpointing`` of a plain word."""
-    known: dict[Any, dict[str, Any]] = {
-        "none": {},
-        "selective": {"granularity": "selective"},
-        "full": {"granularity": "full"},
-    }
-    if isinstance(value, (Mapping, ActivationCheckpointingConfig)):
-        return value
-    if not isinstance(value, str) or value not in known:
-        raise ValueError("give none, selective, full, or a section as activation_checkpointing has it")
-    return known[value]
-
-
+@dataclass(frozen=True, kw_only=True)
 class EvaluateSection(Keys):
     """``evaluate``: the loss on held-out documents."""
 
-    every: int = setting(100, "Evaluate every so many steps, and at the end.", ge=1)
-    sequences: int | None = setting(256, "Sequences to evaluate on, the first ones; null: all.", ge=1)
+    every: int = option(100, "Evaluate every so many steps, and at the end.", least=1)
+    sequences: int | None = option(256, "Sequences to evaluate on, the first ones; null: all.", least=1)
 
 
+@dataclass(frozen=True, kw_only=True)
 class CheckpointSection(Keys):
     """``checkpoint``: what a run goes on from."""
 
-    folder: str | None = setting(
+    folder: str | None = option(
         None, "Folder of the checkpoints, or its URI as s3://bucket/run; null: checkpoints in the run's folder."
     )
-    every: int = setting(500, "Save every so many steps; also at the end and when the run is stopped.", ge=1)
-    keep: int | None = setting(2, "Number of checkpoints to keep; null: all.", ge=1)
-    resume: str = setting(
+    every: int = option(500, "Save every so many steps; also at the end and when the run is stopped.", least=1)
+    keep: int | None = option(2, "Number of checkpoints to keep; null: all.", least=1)
+    resume: str = option(
         "auto",
         "auto: go on from the newest one, if there is one; required: there must be one; never: start from the "
         "beginning; or the tag of one, or the path of a checkpoint.",
     )
-    async_: bool = setting(True, "Write in the background.", alias="async")
-    requeue: bool = setting(
+    background: bool = option(True, "Write in the background.")
+    requeue: bool = option(
         True, "After SIGUSR1, which Slurm sends before the time limit: save, leave, and requeue the job."
     )
 
 
+@dataclass(frozen=True, kw_only=True)
 class SampleSection(Keys):
     """``sample``: a text that the model writes after each evaluation."""
 
-    prompt: str = Field(description="Beginning of the text.", min_length=1)
-    tokens: int = setting(100, "Tokens to add, if there is room.", ge=1)
-    temperature: float = setting(0.7, "Lower is safer; 0 takes the likeliest token.", ge=0.0)
+    prompt: str = option(REQUIRED, "Beginning of the text.", read=_not_empty)
+    tokens: int = option(100, "Tokens to add, if there is room.", least=1)
+    temperature: float = option(0.7, "Lower is safer; 0 takes the likeliest token.", least=0.0)
 
 
+@dataclass(frozen=True, kw_only=True)
 class MonitorSection(Keys):
     """``monitor``: what is printed and recorded; metrics.jsonl, report.html and pictures are always written."""
 
-    log_every: int = setting(20, "A line every so many steps, where there is no terminal.", ge=1)
-    print_losses: bool = setting(False, "Print every loss in full.")
-    tensorboard: bool = setting(False, "Event files for TensorBoard, in the run's folder.")
-    csv: bool = setting(False, "A CSV file for each metric, in the run's folder.")
-    wandb: Annotated[WandbConfig | None, Optional] = setting(None, "Weights & Biases: true, or a section.")
-    trace: int = setting(20, "Step of which timeline.json is; 0: none.", ge=0)
-    histograms: int = setting(0, "Histograms of weights and gradients every so many steps; 0: never.", ge=0)
+    log_every: int = option(20, "A line every so many steps, where there is no terminal.", least=1)
+    print_losses: bool = option(False, "Print every loss in full.")
+    tensorboard: bool = option(False, "Event files for TensorBoard, in the run's folder.")
+    csv: bool = option(False, "A CSV file for each metric, in the run's folder.")
+    wandb: Wandb | None = option(None, "Weights & Biases: true, or a section.")
+    trace: int = option(20, "Step of which timeline.json is; 0: none.", least=0)
+    histograms: int = option(0, "Histograms of weights and gradients every so many steps; 0: never.", least=0)
 
 
+@dataclass(frozen=True, kw_only=True)
 class ExportSection(Keys):
     """``export``: the model as a Hugging Face folder."""
 
-    folder: str | None = setting(None, "Folder; null: model in the run's folder.")
-    dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = setting(
+    folder: str | None = option(None, "Folder; null: model in the run's folder.")
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = option(
         None, "Dtype of the written weights; null: that of the training."
     )
 
 
+@dataclass(frozen=True, kw_only=True)
 class TrainingFile(Keys):
     """A training run: all keys of the file of ``triax train``."""
 
     TITLE: ClassVar[str] = "the training file"
 
-    name: Annotated[str, BeforeValidator(_run_name)] = setting("run", "Name of the run: its folder in runs.")
-    runs: str = setting("runs", "Folder of all runs.", min_length=1)
-    seed: int = setting(0, "Seed of weights, dropout, the order of data and the sample.", ge=0, lt=SEEDS)
-    model: ModelSection = Field(description="The model.")
-    tokenizer: str | None = setting(
+    name: str = option("run", "Name of the run: its folder in runs.", read=_run_name)
+    runs: str = option("runs", "Folder of all runs.", read=_not_empty)
+    seed: int = option(0, "Seed of weights, dropout, the order of data and the sample.", least=0, below=SEEDS)
+    model: ModelSection = option(REQUIRED, "The model.")
+    tokenizer: str | None = option(
         None, "Tokenizer: its folder, its tokenizer.json, or bytes; null: the model folder's, or the data's."
     )
-    data: Annotated[DataSection, _short("data")] = Field(description="The data: a folder of tokens, or a section.")
-    grid: GridSection = setting(GridSection(), "Sizes of the axes.")
-    schedule: Annotated[ScheduleSection, _short("schedule")] = setting(
-        ScheduleSection(), "The pipeline schedule: a name, or a section."
-    )
-    training: TrainingSection = setting(TrainingSection(), "How long, in which batches, with which optimizer.")
-    evaluate: EvaluateSection = setting(EvaluateSection(), "The loss on held-out documents.")
-    checkpoint: Annotated[CheckpointSection | None, Optional] = setting(
-        CheckpointSection(), "Checkpoints; false: none."
-    )
-    sample: Annotated[SampleSection | None, Optional] = setting(None, "A text after each evaluation; null: none.")
-    monitor: MonitorSection = setting(MonitorSection(), "What is printed and recorded.")
-    export: Annotated[ExportSection | None, Optional] = setting(
+    data: DataSection = option(REQUIRED, "The data: a folder of tokens, or a section.")
+    grid: GridSection = option(GridSection(), "Sizes of the axes.")
+    schedule: ScheduleSection = option(ScheduleSection(), "The pipeline schedule: a name, or a section.")
+    training: TrainingSection = option(TrainingSection(), "How long, in which batches, with which optimizer.")
+    evaluate: EvaluateSection = option(EvaluateSection(), "The loss on held-out documents.")
+    checkpoint: CheckpointSection | None = option(CheckpointSection(), "Checkpoints; false: none.")
+    sample: SampleSection | None = option(None, "A text after each evaluation; null: none.")
+    monitor: MonitorSection = option(MonitorSection(), "What is printed and recorded.")
+    export: ExportSection | None = option(
         ExportSection(), "The model as a Hugging Face folder at the end; false: none."
     )
-    deepspeed: Annotated[
-        dict[str, Any] | str | None, _one_of("a section, or the path of a JSON file", str, Mapping)
-    ] = setting(
-        None, "A DeepSpeed configuration, a section or a path, whose keys are taken as they are: docs/config.md."
+    deepspeed: Any = option(
+        None,
+        "A DeepSpeed configuration, a section or a path, whose keys are taken as they are: docs/config.md.",
+        read=_deepspeed,
     )
 
-    @model_validator(mode="after")
-    def _can_rewind(self) -> TrainingFile:
+    def check(self) -> None:
+        """Check that a run which rewinds has checkpoints."""
         if self.checkpoint is None and self.training.spikes.action == "rewind":
-            raise ValueError(
-                "training.spikes is rewind, but checkpoint is false, so that there is nothing to go back to: leave "
-                "checkpoint out, or write skip"
+            raise refusal(
+                "<training.spikes> is rewind, but <checkpoint> is false, so that there is nothing to go back to: leave "
+                "<checkpoint> out, or write skip"
             )
-        return self
 
 
 # Sections that docs/config.md and other pages describe key by key.
-WHOLE = (ZeroConfig, ActivationCheckpointingConfig, LoraConfig, WandbConfig)
+WHOLE = (Zero, Recomputation, Compile, Lora, Wandb)

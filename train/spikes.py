@@ -147,7 +147,7 @@ class SpikeGuard:
         self._found = ""  # reason of a spike after which the run must go back
         if self._action == "none":
             return
-        if self._action != "warn" and engine.config.local_updates is not None:
+        if self._action != "warn" and engine.options.local_updates is not None:
             raise ConfigError(
                 f"training.spikes is {self._action}, but under local_updates each replica has a loss of its own, and "
                 "all must take the same steps: write warn or none"

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from ..checkpoint.format.remote import folder_at
 from ..data.tokenizer import open_tokenizer
-from ..engine.setup.check import read_config
+from ..engine.setup.check import check_names
 from ..grid.environment import read_environment
 from ..grid.errors import ConfigError
 from ..grid.grid import gpus
+from ..grid.option_error import OptionError
 from ..launcher.launch import launch
 from ..models.huggingface.config import to_hf
 from .data import check_data
@@ -40,12 +40,9 @@ def make_job(file: TrainingFile, processes: int | None = None) -> Job:
     processes = processes if environment is None else environment.world_size
     job = resolve(file, processes, gpus() or 1)
     try:
-        read_config(job.engine)
-    except ConfigError as error:
-        if isinstance(file.deepspeed, str) or "optimizer" in (file.deepspeed or {}):
-            raise
-        text = re.sub(r"^optimizer(\.params)?\b", "training.optimizer", str(error))
-        raise ConfigError(text) from error
+        check_names(job.options)
+    except OptionError as error:
+        raise ConfigError(error.spelled(job.options.names)) from error
     if environment is None and job.topology.world_size > _MOST:
         raise ConfigError(
             f"grid is one of {job.topology.world_size} processes, which this host would start: give smaller axes, or "

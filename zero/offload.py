@@ -44,7 +44,7 @@ class OffloadTarget:
 
 
 @dataclass(frozen=True)
-class Offload:
+class OffloadPlan:
     """Options of offload: the place of each kind of tensor, and the sub-groups of the optimizer's step.
 
     Attributes:
@@ -196,10 +196,10 @@ class OffloadMemory:
 
     Attributes:
         offload: the options.
-        states, parameters: allocators for the tensors that ``Offload`` names so.
+        states, parameters: allocators for the tensors that ``OffloadPlan`` names so.
     """
 
-    def __init__(self, offload: Offload, device: torch.device) -> None:
+    def __init__(self, offload: OffloadPlan, device: torch.device) -> None:
         self.offload = offload
         self._made: dict[OffloadTarget, Memory] = {}
         self.states, self.parameters = self._at(offload.states, device), self._at(offload.parameters, device)
@@ -233,7 +233,7 @@ class OffloadMemory:
         return self._made[place]
 
 
-def placed_on_all_ranks(grid: Grid, offload: Offload) -> AbstractContextManager[None]:
+def placed_on_all_ranks(grid: Grid, offload: OffloadPlan) -> AbstractContextManager[None]:
     """Raise on every rank the ``OffloadError`` of any. Collective, if something is offloaded to files."""
     if "nvme" not in (offload.states.kind, offload.parameters.kind):
         return nullcontext()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .offload import Offload
+from .offload import OffloadPlan
 from .protocols import CommunicationSavings, MakeExchange
 
 
@@ -63,7 +63,7 @@ class ZeroOptions:
     prefetch_bucket_size: int | None = None
     max_live_parameters: int | None = None
     max_reuse_distance: int = 0
-    offload: Offload = field(default_factory=Offload)
+    offload: OffloadPlan = field(default_factory=OffloadPlan)
     exchange: MakeExchange | None = None
     zeropp: CommunicationSavings | None = None
 

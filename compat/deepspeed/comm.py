@@ -49,7 +49,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> str:
     """
     if return_dict:
         raise ConfigError("log_summary(return_dict=True) is not possible, because the table is a text: leave it out")
-    engines = [engine for engine in CONTEXT.engines.values() if engine.config.comms_logger.enabled]
+    engines = [engine for engine in CONTEXT.engines.values() if engine.options.monitor.communication is not None]
     grids = {id(engine.grid.traffic): engine.grid for engine in engines}.values()
     if not grids:
         raise ConfigError('nothing was logged: set "comms_logger": {"enabled": true} in the configuration')

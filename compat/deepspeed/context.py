@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 from ...config.schema import Config
 from ...engine.base import Engine
+from ...engine.initialize import check_grid, config_source
 from ...engine.initialize import initialize as make_engine
-from ...engine.setup.arguments import check_grid, config_source
 from ...grid import Grid
 from ...grid.megatron import grid_of_mpu
 from ...grid.random_states import RandomStates

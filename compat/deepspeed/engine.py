@@ -14,21 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...checkpoint.rendezvous import rendezvous
-from ...config.schema import Config
 from ...config.zero import ZeroConfig
 from ...data.dataloader import RepeatingLoader
-from ...engine.base import Engine, TrainingParts
-from ...engine.module_engine import ModuleEngine
-from ...engine.pipeline_engine import PipelineEngine
-from ...grid import Axis, Grid
+from ...engine.base import Engine
+from ...engine.initialize import ConfiguredEngine, ConfiguredModuleEngine, ConfiguredPipelineEngine
+from ...grid import Axis
 from ...grid.checks import check_path
 from ...grid.errors import AgreedError, ConfigError
 from ...monitor.timers import ThroughputTimer, WallClockTimers
-from ...pipe.module import PipelineModule
-from ...pipe.program.schedule import Schedule
 from ...zero.gathered_parameters import gathered, whole_state_dict
 from ...zero.modules.module_calls import ModuleCalls
 from ...zero.state_dict_guard import allow_empty_entries
@@ -152,7 +148,7 @@ def deepspeed_errors() -> Iterator[None]:
         raise
 
 
-class DeepSpeedMembers(Engine, metaclass=EngineType):
+class DeepSpeedMembers(ConfiguredEngine, metaclass=EngineType):
     """Members of DeepSpeed's engine that both engines have.
 
     Attributes:
@@ -173,7 +169,7 @@ class DeepSpeedMembers(Engine, metaclass=EngineType):
         check_assignment(self, name, value)
         super().__setattr__(name, value)
 
-    def _start_members(self) -> None:
+    def _built(self) -> None:
         self.offloaded_states = OffloadedStates()
         self.tput_timer = ThroughputTimer(self.batch.train)
         self.timers = WallClockTimers(self.grid.synchronize)
@@ -339,7 +335,7 @@ class DeepSpeedMembers(Engine, metaclass=EngineType):
         with self.all_or_none("save_checkpoint"):
             check = partial(check_path, "save_checkpoint", save_dir=save_dir)
             named = rendezvous(
-                self.grid, self.config.checkpoint.patience, "save_checkpoint", str(save_dir), check=check
+                self.grid, self.options.checkpoint.patience, "save_checkpoint", str(save_dir), check=check
             )
         if self.grid.rank == 0 and len(set(named)) > 1:
             logging.getLogger("triax").warning(
@@ -366,7 +362,7 @@ class DeepSpeedMembers(Engine, metaclass=EngineType):
             return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
         with self.all_or_none("save_16bit_model"):
             check = partial(check_path, "save_16bit_model", save_dir=save_dir, save_filename=save_filename)
-            rendezvous(self.grid, self.config.checkpoint.patience, "save_16bit_model", "", check=check)
+            rendezvous(self.grid, self.options.checkpoint.patience, "save_16bit_model", "", check=check)
             state = self.whole_state_dict(exclude_frozen_parameters)
             if state is not None:
                 Path(save_dir).mkdir(parents=True, exist_ok=True)
@@ -398,15 +394,14 @@ for _name in _IDLE:
     type.__setattr__(DeepSpeedMembers, _name, lambda *args, **kwargs: None)
 
 
-class DeepSpeedEngine(DeepSpeedMembers, ModuleEngine):
+class DeepSpeedEngine(DeepSpeedMembers, ConfiguredModuleEngine):
     """DeepSpeed's engine of any module: ``ModuleEngine`` with DeepSpeed's members."""
 
-    def __init__(self, module: nn.Module, grid: Grid, config: Config, parts: TrainingParts) -> None:
-        super().__init__(module, grid, config, parts)
-        self._start_members()
+    def _built(self) -> None:
+        super()._built()
         if self.zero_optimization_stage() == 3:
-            allow_empty_entries(module)
-        ModuleCalls(module, self)  # scripts call the module itself between the engine's calls, as DeepSpeed allows
+            allow_empty_entries(self.module)
+        ModuleCalls(self.module, self)  # scripts call the module itself between the engine's calls, as DeepSpeed allows
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, as ``ModuleEngine.forward``."""
@@ -489,14 +484,10 @@ class DeepSpeedEngine(DeepSpeedMembers, ModuleEngine):
 _require_states(DeepSpeedEngine)
 
 
-class DeepSpeedPipelineEngine(DeepSpeedMembers, PipelineEngine):
+class DeepSpeedPipelineEngine(DeepSpeedMembers, ConfiguredPipelineEngine):
     """DeepSpeed's engine of a ``PipelineModule``: ``PipelineEngine`` with DeepSpeed's members."""
 
     _data: Iterator[Any] | None = None
-
-    def __init__(self, module: PipelineModule, config: Config, schedule: Schedule, parts: TrainingParts) -> None:
-        super().__init__(module, config, schedule, parts)
-        self._start_members()
 
     @property
     def micro_batches(self) -> int:

@@ -126,7 +126,7 @@ def _divisor(param: nn.Parameter, require: bool = False) -> Any:
                 return 1.0
             if not isinstance(engine, ModuleEngine) or engine.in_no_sync:
                 break
-            if engine.backward_passes.count and engine.is_gradient_accumulation_boundary():
+            if engine.backward_passes.count and engine.is_last_microbatch():
                 engine.backward_passes.reduce()
                 weight = engine.grid.data.size * engine.batch.accumulation * engine.data_axis.access.applied
                 return weight * engine.data_axis.options.divisor * engine.optimizer_step.scale

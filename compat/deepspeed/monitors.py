@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ...config.schema import Config
+from ...config.to_options import options_of
 from ...monitor.monitor import Monitor
 from ...monitor.writers import csv_writer, make_writers, tensorboard_writer, wandb_writer
 
@@ -19,7 +20,7 @@ class MonitorMaster(Monitor):
     """
 
     def __init__(self, monitor_config: Config) -> None:
-        super().__init__(make_writers(monitor_config) if _first() else ())
+        super().__init__(make_writers(options_of(monitor_config).monitor) if _first() else ())
 
 
 class _One(Monitor):

@@ -218,7 +218,7 @@ def copy_weights(engine: PipelineEngine, model: nn.Module, everywhere: bool) -> 
     for name, (owner, dtype) in owners.items():
         own = mine[name] if owner == grid.pipe.rank else None
         # In stage 3 of ZeRO, the replicas of the owner gather the parameter together.
-        with engine.gathered([own]) if own is not None and engine.zero_optimization_stage() == 3 else nullcontext():
+        with engine.gathered([own]) if own is not None and engine.data_axis.options.stage == 3 else nullcontext():
             if not (everywhere or grid.data.is_first):
                 continue
             target = theirs[name]

@@ -23,10 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from ...config.schema import Config
-from ...engine.initialize import initialize
+from ...engine.initialize import initialize, read_config
 from ...engine.module_engine import ModuleEngine
 from ...engine.pipeline_engine import PipelineEngine
-from ...engine.setup.check import read_config
 from ...grid.errors import ConfigError
 from ...models.huggingface.parallelize import parallelize
 from ...optim import schedulers
@@ -190,8 +189,7 @@ class Trainer(transformers.Trainer):
             self.engine = self._engine()
             self._handle = EngineOptimizer(self.engine)
         elif self._checked is not None:  # keep the optimizer; clipping follows the arguments, as in transformers
-            clipping = {"gradient_clipping": self._checked.gradient_clipping}
-            self.engine.config = self.engine.config.model_copy(update=clipping)
+            self.engine.set_clip(self._checked.gradient_clipping or None)
         assert self._handle is not None
         self.optimizer = self._handle
         return self._handle
@@ -355,7 +353,7 @@ class Trainer(transformers.Trainer):
             return torch.zeros((), device=self.args.device)
         microbatches, self._microbatches = self._microbatches, []
         if len(microbatches) != engine.batch.accumulation:  # the last step of an epoch
-            engine.set_train_batch_size(engine.batch.micro * self.grid.replicas * len(microbatches))
+            engine.set_batch_size(engine.batch.micro * self.grid.replicas * len(microbatches))
         self.model.train()
         handle.train()
         every = self.args.torch_empty_cache_steps
@@ -412,7 +410,7 @@ class Trainer(transformers.Trainer):
         return self._get_grad_norm(model)  # the engine has clipped the gradients
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        return None if self.engine is None else self.engine.get_global_grad_norm()
+        return None if self.engine is None else self.engine.grad_norm
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         return {**super()._build_accelerator_args(**kwargs), "mixed_precision": "no"}  # the engine casts

@@ -16,6 +16,7 @@ from import_reader import ARROWS  # noqa: E402  # found by the line above
 
 SUBJECTS = {
     "grid": "ranks, process groups, collectives, layouts of parameters, randomness",
+    "options": "what a user may choose",
     "pipe": "stages and schedules",
     "tensor_parallel": "layers in shards",
     "context": "parts of a sequence",

@@ -34,10 +34,10 @@ def describe(engine: PipelineEngine | ModuleEngine) -> dict[str, Any]:
     optimizer, scheduler, loader = engine.optimizer, engine.lr_scheduler, engine.training_dataloader
     dataset = None if loader is None else loader.dataset
     return {
-        "class": type(engine).__name__,
+        "class": "PipelineEngine" if isinstance(engine.module, PipelineModule) else "ModuleEngine",
         "module": type(engine.module).__name__,
         "grid": {**grid.topology.sizes, "device": str(grid.device), "timeout": grid.timeout},
-        "batch": engine.batch.model_dump(),
+        "batch": engine.batch._asdict(),
         "optimizer": None if optimizer is None else _optimizer(optimizer, engine.data_axis.optimizer),
         "scheduler": scheduler and {"class": type(scheduler).__name__, **_plain_entries(vars(scheduler), "optimizer")},
         "loss_scale": engine.loss_scale(),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -24,8 +24,11 @@ from ...monitor.profiler.memory_meter import MemoryMeter
 from ...pipe.program.ops import COMPUTE, Op
 from ...zero.data_axis import ZeroDataAxis
 from ...zero.held_bytes import held_bytes
-from ..module_engine import ModuleEngine
-from ..pipeline_engine import PipelineEngine
+from ..kinds import is_pipelined
+
+if TYPE_CHECKING:
+    from ..module_engine import ModuleEngine
+    from ..pipeline_engine import PipelineEngine
 
 BytesByKind = dict[str, int]
 
@@ -102,12 +105,12 @@ def table(step: int, grid: Grid, everyone: list[dict[str, BytesByKind]]) -> str:
 
 
 def install(engine: PipelineEngine | ModuleEngine) -> None:
-    """Install hooks that record the bytes held in each step, and print them every ``steps_per_print`` steps."""
+    """Install hooks that record the bytes held in each step, and print them every ``monitor.print_every`` steps."""
     breakdown = MemoryBreakdown(engine.grid, engine.data_axis, engine.module)
-    if isinstance(engine, PipelineEngine):
+    if is_pipelined(engine):
         _observe_pipeline(engine, breakdown)
     else:
-        _observe_module(engine, breakdown)
+        _observe_module(cast("ModuleEngine", engine), breakdown)
 
 
 def _observe_pipeline(engine: PipelineEngine, breakdown: MemoryBreakdown) -> None:
@@ -131,7 +134,7 @@ def _observe_pipeline(engine: PipelineEngine, breakdown: MemoryBreakdown) -> Non
             loss = call(*args, **kwargs)
         finally:
             engine.record_memory = recorded
-        breakdown.end_step(engine.global_steps, engine.config.steps_per_print)
+        breakdown.end_step(engine.global_steps, engine.options.monitor.print_every)
         return loss
 
     for kind in COMPUTE:
@@ -166,12 +169,12 @@ def _observe_module(engine: ModuleEngine, breakdown: MemoryBreakdown) -> None:
         return result
 
     def step(call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        last = engine.is_gradient_accumulation_boundary()
+        last = engine.is_last_microbatch()
         with meters[0] if meters else nullcontext():
             call(*args, **kwargs)
         if last and meters:
             meters.clear()
-            breakdown.end_step(engine.global_steps, engine.config.steps_per_print)
+            breakdown.end_step(engine.global_steps, engine.options.monitor.print_every)
 
     for name, hook in (("forward", forward), ("backward", backward), ("step", step)):
         hook_method(engine, name, hook)

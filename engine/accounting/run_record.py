@@ -9,7 +9,6 @@ from ...grid import Grid
 from ...monitor.protocol import RunRecord
 from ...pipe.module import PipelineModule
 from ..named_parameters import named_parameters
-from ..setup.check import resolve_config
 
 
 def run_record(engine: Any, grid: Grid, flops: float | None, peak: float | None, since: int) -> RunRecord | None:
@@ -44,11 +43,11 @@ def run_record(engine: Any, grid: Grid, flops: float | None, peak: float | None,
         model=type(engine.module).__name__,
         # A parameter counts whole on each tensor rank and on each replica: count the first of all.
         parameters=sum(r["parameters"] for r in ranks if r["data"] == r["tensor"] == r.get("context", 0) == 0),
-        zero=engine.config.zero_optimization.stage,
-        batch=engine.batch.model_dump(),
+        zero=engine.options.zero.stage,
+        batch=engine.batch._asdict(),
         schedule=engine.program.schedule.to_dict() if pipelined else None,
         flops_per_step=flops,
         peak_tflops=peak,
-        config=resolve_config(engine.config, engine.batch),
+        config=engine.settings(),
         ranks=ranks,
     )

@@ -1,4 +1,4 @@
-"""``flops_profiler``: counts and times one step of an engine, and prints the report of the whole model.
+"""``monitor.profile``: counts and times one step of an engine, and prints the report of the whole model.
 
 FLOPs are counted in the step's first microbatch and time is measured in the others, because counting slows down a
 forward pass. If the step has a single microbatch, it is both counted and timed. At the end of the step the ranks
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import astuple
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -21,20 +21,24 @@ from ...monitor.method_hooks import hook_method
 from ...monitor.profiler.module_counter import ModuleCounter
 from ...monitor.profiler.step_report import RankProfile, head, whole_model
 from ...monitor.profiler.tree_report import ModuleNode, publish, report
-from ..module_engine import ModuleEngine
+from ..kinds import is_pipelined
 from ..named_parameters import named_parameters
-from ..pipeline_engine import PipelineEngine
+
+if TYPE_CHECKING:
+    from ..module_engine import ModuleEngine
+    from ..pipeline_engine import PipelineEngine
 
 
 class StepProfile:
-    """Measures FLOPs and times of the step ``profile_step`` of an engine.
+    """Measures FLOPs and times of the step of an engine that ``monitor.profile.step`` names.
 
     Args:
         engine: the engine.
     """
 
     def __init__(self, engine: PipelineEngine | ModuleEngine) -> None:
-        self._engine, self._section = engine, engine.config.flops_profiler
+        assert engine.options.monitor.profile is not None
+        self._engine, self._options = engine, engine.options.monitor.profile
         # The elements that this rank adds to the model's parameter count.
         named = named_parameters(engine.module)
         self._numel: dict[Tensor, int] = {p: math.prod(layout.shape) for p, layout, counted in named if counted}
@@ -49,7 +53,7 @@ class StepProfile:
     @property
     def due(self) -> bool:
         """True if the next step is the one to profile."""
-        return not self.active and self._engine.global_steps == self._section.profile_step
+        return not self.active and self._engine.global_steps == self._options.step
 
     def start(self) -> None:
         """Install hooks on the module and begin to measure a step."""
@@ -85,7 +89,7 @@ class StepProfile:
 
     def finish(self) -> None:
         """End the step; rank 0 prints the report. Collective."""
-        seconds, engine, section = self._now() - self._begin, self._engine, self._section
+        seconds, engine, options = self._now() - self._begin, self._engine, self._options
         self.stop()
         timed = max(1, engine.batch.accumulation - 1)
         mine = RankProfile(
@@ -100,9 +104,9 @@ class StepProfile:
         everyone = [RankProfile([ModuleNode(*node) for node in nodes], *numbers) for nodes, *numbers in told]
         if engine.grid.rank == 0:
             root = whole_model(engine.grid, everyone)
-            rows = head(engine.grid, everyone, root, engine.get_batch_info(), section.recompute_fwd_factor)
-            step, depth = engine.global_steps - 1, section.module_depth
-            publish(report(step, rows, root, depth, section.top_modules, section.detailed), section.output_file)
+            rows = head(engine.grid, everyone, root, engine.batch, options.recompute_factor)
+            step, depth = engine.global_steps - 1, options.depth
+            publish(report(step, rows, root, depth, options.top_modules, options.detailed), options.file)
 
     def _now(self) -> float:
         self._engine.grid.synchronize()
@@ -110,11 +114,11 @@ class StepProfile:
 
 
 def install(engine: PipelineEngine | ModuleEngine) -> None:
-    """Install hooks on an engine that profile the step ``flops_profiler.profile_step`` and no other step."""
-    if isinstance(engine, PipelineEngine):
+    """Install hooks on an engine that profile the step ``monitor.profile.step`` and no other step."""
+    if is_pipelined(engine):
         _profile_pipeline(engine)
     else:
-        _profile_module(engine)
+        _profile_module(cast("ModuleEngine", engine))
 
 
 def _profile_pipeline(engine: PipelineEngine) -> None:
@@ -184,7 +188,7 @@ def _profile_module(engine: ModuleEngine) -> None:
             return call(*args, **kwargs)
 
     def step(call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        last = profile.active and engine.is_gradient_accumulation_boundary()
+        last = profile.active and engine.is_last_microbatch()
         with profile.timed(profile.update) if last else nullcontext():
             call(*args, **kwargs)
         if last:

@@ -1,104 +1,78 @@
-"""Arguments of ``triax.initialize``: where the configuration comes from, the grid, and the parameter groups."""
+"""Arguments of an engine: its options, the grid, and the parameter groups."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...config.schema import Config
 from ...grid.checks import check_kind
-from ...grid.errors import ConfigError
+from ...grid.errors import ConfigError, no_such
 from ...grid.grid import Grid
+from ...grid.option_error import refusal
+from ...options.base import declared
+from ...options.engine import EngineOptions
+from ...options.named import Optimizer
 from ...pipe.module import PipelineModule
-from ...pipe.program.schedule import Schedule
-from ...pipe.schedules.choose import require_schedule
 
 _KINDS: dict[str, tuple[Any, str]] = {
-    "optimizer": ((torch.optim.Optimizer, Callable), "an optimizer, or a function from parameter groups to one"),
+    "optimizer": (
+        (torch.optim.Optimizer, Callable, Optimizer),
+        "an optimizer, or a function from parameter groups to one",
+    ),
     "model_parameters": (Iterable, "model.parameters(), or parameter groups"),
+    "parameters": (Iterable, "model.parameters(), or parameter groups"),
     "collate_fn": (Callable, "a function from a list of samples to a batch"),
     "grid": (Grid, "a triax.Grid"),
 }
 Groups = list[tuple[dict[str, Any], list[nn.Parameter]]]
 
 
-def check_arguments(**arguments: Any) -> None:
-    """Check the classes of arguments of ``triax.initialize``.
+def given_options(options: EngineOptions | None, keywords: Mapping[str, Any]) -> EngineOptions:
+    """Return the options of an engine: those given, with the keywords in place of some of them."""
+    if options is not None and not isinstance(options, EngineOptions):
+        raise TypeError(f"options is a {type(options).__name__}: pass triax.EngineOptions(...), or options by keywords")
+    if options is None:
+        return EngineOptions.of(keywords)
+    known = [each.name for each in declared(EngineOptions)]
+    for name in keywords:
+        if name not in known:
+            raise refusal(no_such("Engine", name, known))
+    return options.changed(**keywords)
+
+
+def check_arguments(call: str, **arguments: Any) -> None:
+    """Check the classes of arguments of a call that makes an engine.
 
     Raises:
         ArgumentError: an argument of another class; the message says what to pass.
     """
-    for name, (kinds, wanted) in _KINDS.items():
-        if arguments[name] is not None:
-            check_kind("initialize", kinds, wanted, **{name: arguments[name]})
+    for name, value in arguments.items():
+        kinds, wanted = _KINDS[name]
+        if value is not None:
+            check_kind(call, kinds, wanted, **{name: value})
 
 
-def config_source(args: Any, config: Any, config_params: Any) -> Any:
-    """Return the configuration that was passed under one of its three names."""
-    if config is not None and config_params is not None:
-        raise ConfigError("config_params is an older name of config, and both were given: pass config alone")
-    given = config if config is not None else config_params
-    source = given
-    for name in ("deepspeed_config", "deepscale_config"):  # the second is DeepSpeed's own older name
-        source = getattr(args, name, None) if source is None else source
-    if source is None:
-        option = ", or start the script with --deepspeed_config FILE" if hasattr(args, "deepspeed_config") else ""
-        raise ConfigError(
-            f"initialize was given no configuration: pass config=, a dict or the path of a JSON file{option}"
-        )
-    return source
-
-
-def with_schedule(config: Config, schedule: str | Schedule, model: nn.Module) -> Config:
-    """Return the configuration with the name of the schedule that was given to ``initialize``.
-
-    Raises:
-        ConfigError: there is no such schedule, the configuration names another one, or the model has no stages.
-    """
-    if not isinstance(schedule, (str, Schedule)):
-        raise TypeError(
-            f"schedule is a {type(schedule).__name__}: give a name such as '1f1b', or triax.make_schedule(...)"
-        )
-    name = schedule if isinstance(schedule, str) else schedule.name
-    if not isinstance(model, PipelineModule):
-        raise ConfigError(
-            f"schedule is {name}, but a {type(model).__name__} runs as one stage: list its layers in a "
-            "PipelineModule(layers, grid=grid, loss_fn=...), or leave schedule= out"
-        )
-    section = config.pipeline
-    if "schedule" in section.model_fields_set and section.schedule != name:
-        raise ConfigError(
-            f"schedule is {name}, but the configuration's pipeline.schedule is {section.schedule}: leave one out"
-        )
-    if isinstance(schedule, str):
-        require_schedule("schedule", name)
-    return config.model_copy(update={"pipeline": section.model_copy(update={"schedule": name})})
-
-
-def choose_grid(model: nn.Module, grid: Grid | None, mpu: Any, config: Config) -> Grid:
+def choose_grid(model: nn.Module, grid: Grid | None, options: EngineOptions) -> Grid:
     """Return the grid to train on: the model's own, the one given, or all processes as replicas."""
-    if mpu is not None:
-        raise ConfigError("mpu was given, but grid takes its place: pass grid=triax.grid.megatron.grid_of_mpu(mpu)")
     if isinstance(model, PipelineModule):
         if grid is not None and grid is not model.grid:
             raise ConfigError("the PipelineModule was built on another grid than grid=: leave grid= out")
-        if not config.managed_gradient_accumulation:
-            raise ConfigError(
-                "managed_gradient_accumulation is false, but train_batch of a PipelineModule runs all microbatches of "
-                "a step: leave the key out"
+        if not options.batch.counted:
+            raise refusal(
+                "<batch.counted> is false, but train_batch of a PipelineModule runs all microbatches of a step: "
+                "leave it out",
             )
         return model.grid
+    if options.schedule.value is not None:
+        raise refusal(
+            f"schedule is {options.schedule.name}, but a {type(model).__name__} runs as one stage: list its "
+            "layers in a PipelineModule(layers, grid=grid, loss_fn=...), or leave schedule= out",
+        )
     if grid is None:
-        sizes = [config.tensor_parallel.autotp_size, config.tensor_parallel.tp_size]
-        wanted = max((size for size in sizes if size), default=1)
-        if wanted > 1:
-            raise ConfigError(
-                f"tensor_parallel asks for {wanted} tensor ranks: make grid = triax.Grid(tensor={wanted}), shard the "
-                "model with triax.parallelize(model, grid), and pass initialize(grid=grid)"
-            )
         return Grid()
     if grid.pipe.size > 1:
         raise ConfigError(
@@ -106,26 +80,6 @@ def choose_grid(model: nn.Module, grid: Grid | None, mpu: Any, config: Config) -
             "layers in a PipelineModule(layers, grid=grid, loss_fn=...), or make the grid with pipe=1"
         )
     return grid
-
-
-def check_grid(grid: Grid, config: Config) -> None:
-    """Refuse a grid whose axes have other sizes than the configuration says."""
-    parallel = config.tensor_parallel
-    for key, wanted, axis in (
-        ("pipeline.stages", config.pipeline.stages, "pipe"),
-        ("tensor_parallel.autotp_size", parallel.autotp_size, "tensor"),
-        ("tensor_parallel.tp_size", parallel.tp_size, "tensor"),
-        ("data_parallel_size", config.data_parallel_size, "data"),
-        ("sequence_parallel_size", config.sequence_parallel_size, "context"),
-        ("expert_parallel_size", config.expert_parallel_size, "expert"),
-        ("moe.ep_size", config.moe.ep_size, "expert"),
-    ):
-        size = getattr(grid, axis).size
-        if wanted and wanted != size:
-            raise ConfigError(
-                f"{key} is {wanted}, but the model's grid has {size} on its {axis} axis: make it with "
-                f"Grid({axis}={wanted}), or leave the key out"
-            )
 
 
 def unless_all(model: PipelineModule, parameters: Iterable[Any] | None) -> list[Any] | None:
@@ -178,3 +132,39 @@ def parameter_groups(model: nn.Module, optimizer: Any, model_parameters: Iterabl
         seen.update(parameters)
         groups.append(({key: value for key, value in group.items() if key != "params"}, parameters))
     return groups
+
+
+def untrained_in_loss(model: nn.Module) -> str | None:
+    """Return a note if a loss function that is no module holds parameters, of which the model does not know."""
+    loss_fn = getattr(model, "loss_fn", None)
+    if not isinstance(model, PipelineModule) or isinstance(loss_fn, nn.Module):
+        return None
+    entries = [entry for entry in model.layer_specs if isinstance(entry, nn.Module)]
+    known = {*model.parameters(), *(parameter for entry in entries for parameter in entry.parameters())}
+    function = getattr(loss_fn, "func", loss_fn)  # of a functools.partial
+    held = [getattr(function, "__self__", None), *getattr(function, "__dict__", {}).values()]
+    held += [*getattr(loss_fn, "args", ()), *getattr(loss_fn, "keywords", {}).values(), function]
+    held += inspect.getclosurevars(function).nonlocals.values() if inspect.isfunction(function) else ()
+    for each in held:
+        parameters = each.parameters() if isinstance(each, nn.Module) else (each,)
+        if any(isinstance(p, nn.Parameter) and p.requires_grad and p not in known for p in parameters):
+            return (
+                f"loss_fn uses parameters of a {type(each).__name__} that this engine does not train, because loss_fn "
+                "is not a module: pass an nn.Module that holds them, and they are trained as loss_fn's"
+            )
+    return None
+
+
+def to_device(model: nn.Module, grid: Grid) -> None:
+    """Move a plain module to the grid's device.
+
+    Raises:
+        ConfigError: a parameter is on the meta device.
+    """
+    away = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if away is not None:
+        raise ConfigError(
+            f"{away} is on the meta device, which has no memory for values: build the model on {grid.device}, or list "
+            'its layers in a PipelineModule(..., device="meta"), which is built shard by shard'
+        )
+    model.to(grid.device)

@@ -1,4 +1,4 @@
-"""torch.compile of a model's layers, each by itself ("regional compilation"), from the section ``compile``.
+"""torch.compile of a model's layers, each by itself ("regional compilation"), from ``options.compile``.
 
 Only a layer's ``forward`` is compiled. All that surrounds it runs as without: stage 3's gathers, recomputation, hooks
 and the reductions of gradients. Collectives inside a layer run between two of its graphs (grid/uncompiled.py).
@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...config.compilation import CompileConfig
-from ...config.schema import Config
 from ...grid import Grid
-from ...grid.errors import ConfigError
+from ...grid.option_error import OptionError, refusal
+from ...options.compilation import Compile
+from ...options.engine import EngineOptions
 from ...pipe.backward import unsplit
 from ...pipe.module import PipelineModule
 from ...pipe.program.program import Program
@@ -33,7 +33,7 @@ class Compilation:
     """Compiled layers of an engine, with counts of their graphs.
 
     Args:
-        section: the configuration's section ``compile``.
+        given: backend and arguments of torch.compile.
         grid: the engine's grid.
         layers: the layers and their names. Their ``forward`` is replaced.
 
@@ -43,25 +43,25 @@ class Compilation:
         runs: number of graphs that were run so far.
 
     Raises:
-        ConfigError: on every rank, if a rank does not have what the backend needs, or there is nothing to compile.
+        OptionError: on every rank, if a rank does not have what the backend needs, or there is nothing to compile.
     """
 
-    def __init__(self, section: CompileConfig, grid: Grid, layers: Sequence[tuple[str, nn.Module]]) -> None:
-        problem = next((each for each in grid.world.all_gather_json(_missing(section.backend, grid)) if each), None)
+    def __init__(self, given: Compile, grid: Grid, layers: Sequence[tuple[str, nn.Module]]) -> None:
+        problem = next((each for each in grid.world.all_gather_json(_missing(given.backend, grid)) if each), None)
         if problem is not None:
-            raise ConfigError(f"compile: {problem}")
+            raise OptionError("compile", reason=problem)
         import torch._dynamo  # takes seconds
 
         self.layers = [name for name, _ in layers]
         self.graphs = self.runs = 0
-        self._section, self._make = section, torch._dynamo.lookup_backend(section.backend)
+        self._make = torch._dynamo.lookup_backend(given.backend)
         self._options: dict[str, Any] = {}
-        kwargs = {key: value for key, value in section.kwargs.items() if key not in ("mode", "options")}
-        if "mode" in section.kwargs or "options" in section.kwargs:
+        kwargs = {key: value for key, value in given.kwargs.items() if key not in ("mode", "options")}
+        if "mode" in given.kwargs or "options" in given.kwargs:
             import torch._inductor as inductor
 
-            mode, options = section.kwargs.get("mode"), section.kwargs.get("options") or {}
-            modes = {} if mode is None else inductor.list_mode_options(mode, section.kwargs.get("dynamic"))
+            mode, options = given.kwargs.get("mode"), given.kwargs.get("options") or {}
+            modes = {} if mode is None else inductor.list_mode_options(mode, given.kwargs.get("dynamic"))
             self._options = {"config_patches": {**modes, **options}}
         for name, layer in layers:
             forward = layer.forward
@@ -127,46 +127,48 @@ class CompiledForward:
         return _itself, (self.function,)  # what is pickled runs uncompiled
 
 
-def compile_pipeline(module: PipelineModule, config: Config, program: Program) -> Compilation | None:
-    """Compile the layers of this rank's stages that have parameters, if the configuration asks for it. Collective."""
-    if not config.compile.enabled:
+def compile_pipeline(module: PipelineModule, options: EngineOptions, program: Program) -> Compilation | None:
+    """Compile the layers of this rank's stages that have parameters, if the options ask for it. Collective."""
+    if options.compile is None:
         return None
-    _require_whole_layers(config)
+    _require_whole_layers(options)
     layers = {name: layer for name, layer in module.layers.items() if next(layer.parameters(), None) is not None}
     if any(op.kind in "IW" for ops in program.ops for op in ops):
         _note(
             module.grid,
-            f"{config.pipeline.schedule} computes weight gradients apart from input gradients, but the backward pass "
+            f"{program.schedule.name} computes weight gradients apart from input gradients, but the backward pass "
             "of a compiled layer computes both at once: the schedule's W passes have nothing to do. Choose the "
             "schedule 1f1b, or leave compile out",
         )
-    if config.zero_optimization.stage == 3 and config.torch_autocast.enabled:
+    if options.zero.stage == 3 and options.precision.autocast is not None:
         _note(
             module.grid,
-            "with torch_autocast a compiled layer may keep low-precision copies of its weights from forward to "
-            "backward, which stage 3 is to save: use bf16 in place of torch_autocast",
+            options.say(
+                "with <precision.autocast> a compiled layer may keep low-precision copies of its weights from forward "
+                "to backward, which stage 3 is to save: set <precision.weights> to bf16 in its place"
+            ),
         )
-    return Compilation(config.compile, module.grid, [(f"layers.{name}", layer) for name, layer in layers.items()])
+    return Compilation(options.compile, module.grid, [(f"layers.{name}", layer) for name, layer in layers.items()])
 
 
-def compile_module(module: nn.Module, config: Config, grid: Grid) -> Compilation | None:
+def compile_module(module: nn.Module, options: EngineOptions, grid: Grid) -> Compilation | None:
     """Compile the repeated blocks of a plain module, or all of it if it has none. Collective if asked for.
 
     Blocks are those of stage 3 and of recomputation, which replace their ``forward`` too, after this. If they are all
     single layers, such as the entries of a small ``nn.Sequential``, and neither needs them, the module is compiled
     as a whole.
     """
-    if not config.compile.enabled:
+    if options.compile is None:
         return None
-    _require_whole_layers(config)
+    _require_whole_layers(options)
     units = find_units(module)
     blocks = [(name, part) for name, part in units[1:] if not _holds(part, (other for _, other in units[1:]))]
     if not any([*part.children()] for _, part in blocks):
-        whole = not (config.recomputation.asked or config.zero_optimization.stage == 3)
+        whole = not (options.recompute.asked or options.zero.stage == 3)
         blocks = [] if whole else blocks
     else:
         blocks = [(name, part) for name, part in blocks if [*part.children()]]
-    return Compilation(config.compile, grid, blocks or [(type(module).__name__, module)])
+    return Compilation(options.compile, grid, blocks or [(type(module).__name__, module)])
 
 
 def _holds(module: nn.Module, others: Iterable[nn.Module]) -> bool:
@@ -174,12 +176,12 @@ def _holds(module: nn.Module, others: Iterable[nn.Module]) -> bool:
     return any(other in inside for other in others)
 
 
-def _require_whole_layers(config: Config) -> None:
-    granularity = config.recomputation.granularity
-    if config.recomputation.asked and granularity in ("selective", "matmul"):
-        raise ConfigError(
-            f"compile is on, and activation_checkpointing.granularity is {granularity}, which recomputes parts of a "
-            "layer; a compiled layer runs as a whole. Set granularity to full, or leave compile out"
+def _require_whole_layers(options: EngineOptions) -> None:
+    granularity = options.recompute.granularity
+    if options.recompute.asked and granularity in ("selective", "matmul"):
+        raise refusal(
+            f"<compile> is on, and <recompute.granularity> is {granularity}, which recomputes parts of a layer; a "
+            "compiled layer runs as a whole. Set <recompute.granularity> to full, or leave <compile> out",
         )
 
 

@@ -1,16 +1,20 @@
-"""The sum of gradients over replicas: its dtype, and the compressor that replaces the plain sum."""
+"""The compressor that replaces the plain sum of gradients over replicas, from ``options.compression``."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...config.schema import Config
 from ...grid import Grid, layout_of
 from ...grid.dtypes import dtype_of
-from ...grid.errors import ConfigError
+from ...grid.errors import no_such
+from ...grid.option_error import OptionError, refusal
+from ...options.engine import EngineOptions
+from ...options.named import GradientCompression
 from ...tensor_parallel.embedding import VocabParallelEmbedding
 from ...zero.compression.powersgd import PowerSGD
 from ...zero.compression.sparse_rows import SparseRows
@@ -20,50 +24,64 @@ from ...zero.protocols import MakeExchange
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag, VocabParallelEmbedding)
 
 
-def communication_dtype(config: Config) -> torch.dtype | None:
-    """Return the dtype in which gradients are summed over replicas. None if they are summed in their own dtype."""
-    kind = config.gradient_compression.type
-    return dtype_of(config.communication_data_type or (kind if kind in ("fp16", "bf16") else None))
+def make_exchange(options: EngineOptions, module: nn.Module, grid: Grid) -> MakeExchange | None:
+    """Return the compressor that replaces the plain sum of gradients, or None if there is none.
 
-
-def make_exchange(config: Config, module: nn.Module, grid: Grid) -> MakeExchange | None:
-    """Return the compressor that replaces the plain sum of gradients, or None if the configuration has none.
-
-    Collective over the grid if ``sparse_gradients`` is set.
+    Collective over the grid for ``sparse_rows``.
 
     Raises:
-        ConfigError: on every rank, if ``sparse_gradients`` is set and the model has no embedding with sparse gradients.
+        OptionError: on every rank, if ``compression`` is no compressor, or if it is ``sparse_rows`` and the model has
+            no embedding with sparse gradients.
     """
-    section = config.gradient_compression
-    if config.sparse_gradients:
+    made = made_compression(options.compression, options.seed)
+    if made == "sparse_rows":
         return SparseRows(_embeddings(module, grid))
-    if section.type == "topk":
-        return TopK(
-            ratio=section.ratio,
-            momentum=section.momentum,
-            clip=section.clip,
-            warmup_steps=section.warmup_steps,
-            start_step=section.start_step,
-            values=dtype_of(section.values),
-        )
-    if section.type == "powersgd":
-        return PowerSGD(section.rank, section.start_step, section.min_compression, section.warm_start, config.seed)
-    return None
+    exchange: MakeExchange | None = made
+    return exchange
 
 
-def require_one_momentum(config: Config, optimizer: torch.optim.Optimizer | None) -> None:
+def made_compression(given: Any, seed: int) -> Any:
+    """Return the compressor of a name and its arguments; ``"sparse_rows"`` for the one that needs the model.
+
+    Raises:
+        OptionError: there is no such compressor or argument, or a value is out of range.
+    """
+    if given is None or not isinstance(given, GradientCompression):
+        if given is not None and not callable(given):
+            raise OptionError("compression", given, "give TopK(...) or PowerSGD(...) of triax.zero, or a name")
+        return given
+    kinds: dict[str, Any] = {"topk": TopK, "powersgd": PowerSGD, "sparse_rows": None}
+    if given.type not in kinds:
+        raise refusal(no_such("<compression>", given.type, kinds))
+    kind, arguments = kinds[given.type], dict(given.arguments)
+    known = [] if kind is None else [each.name for each in fields(kind) if each.name != "seed"]
+    for name in arguments:
+        if name not in known:
+            raise refusal(no_such(f"<compression> {given.type}", name, known))
+    if kind is None:
+        return given.type
+    if "values" in arguments:
+        arguments["values"] = dtype_of(arguments["values"])
+    try:
+        return kind(**arguments, **({"seed": seed} if kind is PowerSGD else {}))
+    except ValueError as error:
+        raise OptionError("compression", reason=str(error)) from error
+
+
+def require_one_momentum(compression: Any, optimizer: torch.optim.Optimizer | None) -> None:
     """Refuse an optimizer with momentum if top-k compression already applies momentum (momentum correction).
 
     Raises:
-        ConfigError: if the optimizer is not SGD, or if it has momentum.
+        OptionError: if the optimizer is not SGD, or if it has momentum.
     """
-    momentum = config.gradient_compression.momentum
+    made = made_compression(compression, 0)
+    momentum = made.momentum if isinstance(made, TopK) else 0.0
     if not momentum or optimizer is None:
         return
     try:
         require_no_momentum(momentum, getattr(optimizer, "inner", optimizer))
     except ValueError as error:
-        raise ConfigError(f"gradient_compression.{error}") from error
+        raise refusal(f"<compression.momentum>{str(error).removeprefix('momentum')}") from error
 
 
 def _embeddings(module: nn.Module, grid: Grid) -> list[Tensor]:
@@ -86,8 +104,8 @@ def _embeddings(module: nn.Module, grid: Grid) -> list[Tensor]:
     told = grid.world.all_gather_json((len(found), problems))
     if not any(count for count, _ in told):
         why = next((text for _, texts in told for text in texts), "it has no nn.Embedding")
-        raise ConfigError(
-            f"sparse_gradients has no effect, because the model has no embedding with a sparse gradient ({why}): leave "
-            "it out"
+        raise refusal(
+            f"<compression> sparse_rows has no effect, because the model has no embedding with a sparse gradient ({why}): "
+            "leave it out",
         )
     return list(found.values())

@@ -8,31 +8,32 @@ from typing import Any
 from torch import nn
 
 from ...checkpoint.convert.formats import module_names
-from ...config.lora import LoraConfig
 from ...grid import Grid
 from ...grid.errors import ConfigError
+from ...options.lora import Lora
 from ...tensor_parallel.lora import LoraOptions, add_adapters
 from .arguments import Groups
 
 
-def add_lora(model: nn.Module, config: LoraConfig | Mapping[str, Any], grid: Grid | None = None) -> None:
+def add_lora(model: nn.Module, options: Lora | Mapping[str, Any], grid: Grid | None = None) -> None:
     """Freeze a model, and add low-rank adapters to its linear layers (docs/lora.md). Collective.
 
-    ``triax.initialize`` calls it for the configuration's section ``lora``. Call it before, if you make the optimizer or
+    An engine calls it for its option ``lora``. Call it before, if you make the optimizer or
     parameter groups yourself, or for a model without an engine.
 
     Args:
         model: a ``PipelineModule``, or any other module on its device.
-        config: the section ``lora``: rank, alpha, targets, rslora.
+        options: ``Lora(...)``, or a mapping of rank, alpha, targets and rslora.
         grid: the grid of a module that is not a ``PipelineModule``; by default every process is a replica.
 
     Raises:
         ConfigError: on every rank, if a target names no layer, or a layer that cannot be adapted.
     """
-    section = config if isinstance(config, LoraConfig) else LoraConfig(**config)
     grid = getattr(model, "grid", None) or grid or Grid()
-    options = LoraOptions(**section.model_dump(), seed=getattr(model, "seed", 0))
-    add_adapters(model, options, module_names(model), grid)
+    given = Lora.of(options)
+    targets = given.targets if isinstance(given.targets, str) else list(given.targets)
+    made = LoraOptions(given.rank, given.alpha, targets, given.rslora, seed=getattr(model, "seed", 0))
+    add_adapters(model, made, module_names(model), grid)
 
 
 def require_adapters(groups: Groups, model: nn.Module) -> None:

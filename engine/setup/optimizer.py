@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...config.schema import Config
 from ...grid.errors import ConfigError
 from ...grid.grid import Grid
 from ...grid.layout import layout_of
+from ...grid.option_error import refusal
 from ...optim import optimizers, schedulers
 from ...optim.layerwise import split_for_muon
 from ...optim.schedulers import MakeScheduler
+from ...options.engine import EngineOptions
+from ...options.named import LRSchedule, Optimizer
+from ...options.zero import Zero
 from ...zero.onebit.adam import OneBit, OneBitAdam, ZeroOneAdam
 from ...zero.onebit.lamb import OneBitLamb
 from ...zero.onebit.sgd import OneBitSGD
@@ -28,64 +31,57 @@ ONE_BIT: dict[str, type[OneBit]] = {cls.__name__: cls for cls in (OneBitAdam, Ze
 
 
 def choose_optimizer(
-    optimizer: Any, config: Config, grid: Grid, groups: Iterable[tuple[dict[str, Any], list[nn.Parameter]]]
+    options: EngineOptions, grid: Grid, groups: Iterable[tuple[dict[str, Any], list[nn.Parameter]]]
 ) -> MakeOptimizer | None:
     """Return a function that makes the optimizer over flat ranges. None if there is no optimizer.
 
     Args:
-        optimizer: the argument of ``triax.initialize``, which is an instance or a function from parameter groups. If it
-            is None, the optimizer is the one named in the configuration.
-        config: the configuration, which may name an optimizer.
+        options: the options, whose ``optimizer`` is an instance, a function from parameter groups, or a name.
         grid: the grid, whose tensor axis may shard parameters.
         groups: the parameters to train, in groups with their options.
 
     Raises:
         ConfigError: if the optimizer cannot be used in this setup.
     """
+    optimizer = options.optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
         make = _like_instance(optimizer)
-        require_whole_tensors(type(optimizer), config, grid.tensor.size)
+        require_whole_tensors(type(optimizer), options.zero, grid.tensor.size)
         _require_fitting(type(optimizer), groups)
         return make
-    if optimizer is not None:
-        return _from_function(optimizer)
-    if config.optimizer is None:
+    if optimizer is None:
         return None
-    cls, params = optimizers.resolve(config.optimizer.type, config.optimizer.params, ONE_BIT)
-    require_whole_tensors(cls, config, grid.tensor.size)
+    if not isinstance(optimizer, Optimizer):
+        return _from_function(optimizer)
+    cls, params = optimizers.resolve(optimizer.type, optimizer.arguments, ONE_BIT)
+    require_whole_tensors(cls, options.zero, grid.tensor.size)
     optimizers.require_steps_on(grid.device.type, params)
     _require_fitting(cls, groups)
     return _with_stepper(cls, lambda groups: cls(optimizers.fused(cls, groups, params), **params))
 
 
-def optimizer_groups(model: nn.Module, optimizer: Any, model_parameters: Any, config: Config) -> Groups:
+def optimizer_groups(model: nn.Module, optimizer: Any, parameters: Any) -> Groups:
     """Return the parameter groups, as ``parameter_groups`` does. For Muon, each is split in matrices and the rest."""
-    groups = parameter_groups(model, optimizer, model_parameters)
-    named = config.optimizer.type.lower() if optimizer is None and config.optimizer is not None else ""
+    groups = parameter_groups(model, optimizer, parameters)
+    named = optimizer.type.lower() if isinstance(optimizer, Optimizer) else ""
     return split_for_muon(model, groups) if named == "muon" else groups
 
 
-def choose_scheduler(lr_scheduler: Any, optimizer: Any, config: Config, stepped: bool) -> MakeScheduler | None:
+def choose_scheduler(options: EngineOptions) -> MakeScheduler | None:
     """Return a function that makes the learning-rate schedule over the optimizer. None if there is no schedule.
 
-    Args:
-        lr_scheduler: the argument of ``triax.initialize``, which is an instance over ``optimizer`` or a function. If it
-            is None, the schedule is the one named in the configuration.
-        optimizer: the argument of ``triax.initialize``.
-        config: the configuration, which may name a schedule.
-        stepped: True if the engine has an optimizer.
-
     Raises:
-        ConfigError: if there is a schedule but no optimizer.
+        OptionError: if there is a schedule by name but no optimizer.
         TypeError: if ``lr_scheduler`` is over another optimizer.
     """
-    if lr_scheduler is not None:
-        return lr_scheduler if callable(lr_scheduler) else schedulers.over_another(lr_scheduler, optimizer)
-    if config.scheduler is None:
-        return None
-    if not stepped:
-        raise ConfigError("scheduler has no optimizer to set the learning rate of: set optimizer, or leave it out")
-    return schedulers.make_scheduler(config.scheduler.type, config.scheduler.params)
+    given = options.lr_scheduler
+    if not isinstance(given, LRSchedule):
+        return given if given is None or callable(given) else schedulers.over_another(given, options.optimizer)
+    if options.optimizer is None:
+        raise refusal(
+            "<lr_scheduler> has no optimizer to set the learning rate of: set <optimizer>, or leave it out",
+        )
+    return schedulers.make_scheduler(given.type, given.arguments)
 
 
 def _like_instance(optimizer: torch.optim.Optimizer) -> MakeOptimizer:
@@ -126,15 +122,14 @@ def _from_function(make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
     return checked
 
 
-def require_whole_tensors(cls: type[torch.optim.Optimizer], config: Config, tensor: int = 1) -> None:
-    """Refuse an optimizer that needs unsharded tensors if the configuration or the tensor axis shards them.
+def require_whole_tensors(cls: type[torch.optim.Optimizer], zero: Zero, tensor: int = 1) -> None:
+    """Refuse an optimizer that needs unsharded tensors if ZeRO or the tensor axis shards them.
 
     Raises:
         ConfigError: as ``optim.optimizers.require_whole_tensors``.
     """
-    zero = config.zero_optimization
     offload = zero.offload_optimizer.device != "none" or zero.sub_group_size is not None
-    optimizers.require_whole_tensors(cls.__name__, zero.stage, offload, tensor)
+    optimizers.require_whole_tensors(cls.__name__, 1 if zero.stage == "auto" else zero.stage, offload, tensor)
 
 
 def _require_fitting(

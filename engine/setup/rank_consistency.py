@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...config.schema import Config
 from ...grid import Grid, layout_of
 from ...grid.agreement import require_equal
 from ...grid.errors import ConfigError
@@ -27,15 +26,24 @@ from .arguments import Groups
 
 Facts = dict[str, str]  # name, as messages have it -> value
 
-_MAY_DIFFER = ("dump_state", "log_level")
+_MAY_DIFFER = ("dump_state", "log_level", "monitor.state", "monitor.log_level")
 # Each host may have its own disk, and only rank 0 writes these outputs.
-_PATHS = ("nvme_path", "output_path", "output_file", "job_name")
+_PATHS = (
+    *("nvme_path", "output_path", "output_file", "job_name"),
+    *("offload_optimizer.path", "offload_parameters.path", "monitor.json", "monitor.csv", "monitor.tensorboard"),
+    *("monitor.trace.file", "monitor.profile.file"),
+)
 
 
-def require_same_settings(grid: Grid, config: Config, schedule: Schedule | None) -> None:
+def require_same_settings(grid: Grid, given: Mapping[str, Any], schedule: Schedule | None) -> None:
     """Check that all ranks have the same configuration and schedule, before stages move to their ranks. Collective.
 
     Does nothing on one process. Starts the hang watch: see ``Grid.watch``.
+
+    Args:
+        grid: the ranks.
+        given: the settings as the user wrote them: a nest of mappings.
+        schedule: the schedule, if it was given as a value.
 
     Raises:
         ConfigError: on every rank, if any rank differs; the message names the rank and the difference.
@@ -43,7 +51,7 @@ def require_same_settings(grid: Grid, config: Config, schedule: Schedule | None)
     if grid.size == 1:
         return
     grid.start_hang_watch()
-    common = settings(config)
+    common = settings(given)
     common["the versions of Python and torch"] = f"{platform.python_version()}, {torch.__version__}"
     if schedule is not None:
         common["the ops of initialize(schedule=)"] = hashlib.sha256(schedule.to_csv().encode()).hexdigest()[:12]
@@ -89,22 +97,25 @@ def _require_same_ties(grid: Grid, model: PipelineModule, groups: Groups) -> Non
                 )
 
 
-def settings(config: Config) -> Facts:
-    """Return every key of the configuration that must be equal on all ranks, as ``section.key``."""
+def settings(given: Mapping[str, Any]) -> Facts:
+    """Return every setting that must be equal on all ranks, as ``section.key``."""
     found: Facts = {}
 
     def walk(prefix: str, value: Any) -> None:
         if isinstance(value, Mapping):
             for key, inner in value.items():
-                if prefix or key not in _MAY_DIFFER:
-                    walk(f"{prefix}.{key}" if prefix else str(key), inner)
-        elif prefix == "pipeline.schedule" and value.endswith(FILES) and (file := Path(value)).is_file():
+                walk(f"{prefix}.{key}" if prefix else str(key), inner)
+        elif (
+            prefix in ("pipeline.schedule", "schedule.name")
+            and value.endswith(FILES)
+            and (file := Path(value)).is_file()
+        ):
             # Each host may have the file at another path.
-            found["the file that pipeline.schedule names"] = file_hash(value, file.stat().st_mtime_ns)
-        elif not prefix.endswith(_PATHS):
+            found[f"the file that {prefix} names"] = file_hash(value, file.stat().st_mtime_ns)
+        elif prefix not in _MAY_DIFFER and not prefix.endswith(_PATHS):
             found[prefix] = repr(value)
 
-    walk("", config.model_dump())
+    walk("", given)
     return found
 
 

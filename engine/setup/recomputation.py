@@ -1,4 +1,4 @@
-"""Activation checkpointing of a ``PipelineModule`` or a plain module, from ``activation_checkpointing``."""
+"""Activation checkpointing of a ``PipelineModule`` or a plain module, from ``options.recompute``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from ...config.activation_checkpointing import ActivationCheckpointingConfig
-from ...config.schema import Config
 from ...grid import Grid
-from ...grid.errors import ConfigError
+from ...grid.option_error import Note, OptionError, refusal
 from ...grid.random import DropoutState
+from ...options.engine import EngineOptions
+from ...options.recomputation import Recomputation
 from ...pipe.module import PipelineModule
 from ...pipe.program.schedule import Schedule
 from ...pipe.recompute.kept_inputs import Inputs
@@ -26,52 +26,50 @@ _NONE_SELECTIVE = (
 )
 
 
-def configure_recomputation(
-    module: PipelineModule, section: ActivationCheckpointingConfig, schedule: Schedule
-) -> list[str]:
+def configure_recomputation(module: PipelineModule, section: Recomputation, schedule: Schedule) -> list[Note]:
     """Install the recomputation that the configuration asks for.
 
     Args:
         module: with its stages on the ranks of the schedule.
-        section: the configuration's ``activation_checkpointing``.
+        section: the options.
         schedule: gives the number of microbatches whose inputs are held at a time.
 
     Returns:
-        Notes on keys that have no effect here, with the reason.
+        Notes on options that have no effect here, with the reason.
 
     Raises:
-        ConfigError: a key contradicts an argument of the model, or names a layer class that the model does not have.
+        OptionError: an option contradicts an argument of the model, or names a layer class that the model does not have.
     """
     interval = _interval(module, section)
-    names = section.checkpointable_layers or module.checkpointable_layers
+    names = section.layers or module.checkpointable_layers
     _check_names(module, names)
-    groups = bool(interval or section.number_checkpoints)
+    groups = bool(interval or section.groups)
     notes = _notes(module.grid, section, groups)
     layers = sum(module.boundaries[s + 1] - module.boundaries[s] for s in module.stages)
-    if section.number_checkpoints and not len(module.stages) <= section.number_checkpoints <= layers:
+    if section.groups and not len(module.stages) <= section.groups <= layers:
         notes.append(
-            f"number_checkpoints {section.number_checkpoints}: a rank with {len(module.stages)} stages of {layers} "
+            f"<recompute.groups> {section.groups}: a rank with {len(module.stages)} stages of {layers} "
             f"layers has at least {len(module.stages)} groups and at most {layers}"
         )
-    recompute = _make(module.grid, module.dropout_state, section, interval, section.number_checkpoints, names)
-    slots = max_inputs_held(module, recompute, schedule) if section.contiguous_memory_optimization else 0
+    recompute = _make(module.grid, module.dropout_state, section, interval, section.groups, names)
+    slots = max_inputs_held(module, recompute, schedule) if section.contiguous else 0
     recompute.inputs = _inputs(module.grid, section, slots)
     module.recompute = recompute
     asking = recompute.install(module)
     if section.granularity == "selective" and not any(module.grid.world.all_gather_json(asking)):
-        raise ConfigError(f"activation_checkpointing: {_NONE_SELECTIVE}")
-    return [f"activation_checkpointing: {note}" for note in notes]
+        raise OptionError("recompute", reason=_NONE_SELECTIVE)
+    return [Note("recompute", f": {note}") for note in notes]
 
 
-def recompute_blocks(module: nn.Module, config: Config, grid: Grid, dropout: DropoutState) -> Recompute | None:
-    """Make a plain module recompute its repeated blocks, if the configuration asks for it.
+def recompute_blocks(module: nn.Module, options: EngineOptions, grid: Grid, dropout: DropoutState) -> Recompute | None:
+    """Make a plain module recompute its repeated blocks, if the options ask for it.
 
     The blocks are the units of ZeRO stage 3. Their ``forward`` is replaced, which must happen before stage 3 replaces
     it, so that a block's weights are gathered before it runs again.
 
     Args:
         module: the module, on the grid's device.
-        config: the checked configuration.
+        options: the engine's options.
         grid: the grid of the engine.
         dropout: the key of the module's ``triax`` dropouts.
 
@@ -79,29 +77,29 @@ def recompute_blocks(module: nn.Module, config: Config, grid: Grid, dropout: Dro
         The recomputation; None if none is asked for.
 
     Raises:
-        ConfigError: the configuration asks for groups of layers, or there is no block to recompute.
+        OptionError: the options ask for groups of layers, or there is no block to recompute.
     """
-    section = config.recomputation
+    section = options.recompute
     notes = _notes(grid, section, section.asked)
     recompute = None
     if section.asked:
         if (section.interval or 0) > 1:
-            raise ConfigError(
-                f"activation_checkpointing.interval {section.interval} groups the layers of a PipelineModule, but this "
-                "model is not one, and each of its blocks is recomputed by itself: set interval to 1, or list the "
-                "layers in a PipelineModule"
+            raise refusal(
+                f"<recompute.interval> {section.interval} groups the layers of a PipelineModule, but this model "
+                "is not one, and each of its blocks is recomputed by itself: set interval to 1, or list the layers in a "
+                "PipelineModule",
             )
-        given = [key for key in ("number_checkpoints", "contiguous_memory_optimization") if getattr(section, key)]
+        given = [f"<recompute.{key}>" for key in ("groups", "contiguous") if getattr(section, key)]
         if given:
             notes.append(f"{', '.join(given)}: each block of a plain module is a group of its own")
-        recompute = _make(grid, dropout, section, 1, None, section.checkpointable_layers)
+        recompute = _make(grid, dropout, section, 1, None, section.layers)
         recompute.inputs = _inputs(grid, section)
         problem = _install(module, recompute)
         if problem is not None and (section.enabled or section.interval or section.granularity):
-            raise ConfigError(f"activation_checkpointing: {problem}")
+            raise OptionError("recompute", reason=problem)
         notes += [] if problem is None else [problem]
     for note in notes if grid.rank == 0 else ():
-        logging.getLogger("triax").warning("activation_checkpointing: %s", note)
+        logging.getLogger("triax").warning("%s", Note("recompute", f": {note}").spelled(options.names))
     return recompute
 
 
@@ -158,7 +156,7 @@ def _run_block(
 def _make(
     grid: Grid,
     dropout: DropoutState,
-    section: ActivationCheckpointingConfig,
+    section: Recomputation,
     interval: int,
     number: int | None,
     names: Sequence[str] | None,
@@ -171,12 +169,12 @@ def _make(
         names,
         section.granularity or "full",
         preserve_rng_state=section.preserve_rng_state,
-        synchronize=section.synchronize_checkpoint_boundary,
+        synchronize=section.synchronize,
         profile=section.profile,
     )
 
 
-def _inputs(grid: Grid, section: ActivationCheckpointingConfig, slots: int = 0) -> Inputs:
+def _inputs(grid: Grid, section: Recomputation, slots: int = 0) -> Inputs:
     partition = section.partition_activations and section.granularity != "selective"
     return Inputs(grid, partition, section.cpu_checkpointing, slots)
 
@@ -201,26 +199,26 @@ def log_profile(recompute: Recompute | None) -> None:
         )
 
 
-def _interval(module: PipelineModule, section: ActivationCheckpointingConfig) -> int:
-    """Return the number of layers of a recomputed group, from the configuration or the model. 0: not set.
+def _interval(module: PipelineModule, section: Recomputation) -> int:
+    """Return the number of layers of a recomputed group, from the options or the model. 0: not set.
 
     If recomputation is asked for, and no key says how layers are grouped, a group is one layer.
     """
     given, own = section.interval, module.activation_checkpoint_interval
     contradictions = {
-        "enabled false": section.enabled is False,
-        "granularity selective": section.granularity == "selective",
-        f"number_checkpoints {section.number_checkpoints}": bool(section.number_checkpoints),
-        f"interval {given}": given not in (None, own),
+        "<recompute.enabled> false": section.enabled is False,
+        "<recompute.granularity> selective": section.granularity == "selective",
+        f"<recompute.groups> {section.groups}": bool(section.groups),
+        f"<recompute.interval> {given}": given not in (None, own),
     }
     for key, contradicts in contradictions.items():
         if own and contradicts:
-            raise ConfigError(
-                f"activation_checkpointing has {key}, but the model has activation_checkpoint_interval={own}, which "
-                "recomputes groups of that many whole layers: leave out one of them"
+            raise refusal(
+                f"{key} was given, but the model has activation_checkpoint_interval={own}, which recomputes "
+                "groups of that many whole layers: leave out one of them",
             )
     if given is None and not own:
-        return int(section.asked and section.granularity != "selective" and not section.number_checkpoints)
+        return int(section.asked and section.granularity != "selective" and not section.groups)
     return own if given is None else given
 
 
@@ -231,26 +229,27 @@ def _check_names(module: PipelineModule, names: Sequence[str] | None) -> None:
 def _check_there(names: Iterable[str] | None, there: set[str]) -> None:
     unknown = sorted(set(names or ()) - there)
     if unknown:
-        raise ConfigError(
-            f"activation_checkpointing: no layer of the model is a {unknown[0]}; there are {', '.join(sorted(there))}. "
-            "Give names of these classes in checkpointable_layers"
+        raise OptionError(
+            "recompute",
+            reason=f"no layer of the model is a {unknown[0]}; there are {', '.join(sorted(there))}. Give names of these "
+            "classes in <recompute.layers>",
         )
 
 
-def _notes(grid: Grid, section: ActivationCheckpointingConfig, groups: bool) -> list[str]:
+def _notes(grid: Grid, section: Recomputation, groups: bool) -> list[str]:
     selective = section.granularity == "selective"
     given = [
-        key
-        for key in ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization", "profile")
+        f"<recompute.{key}>"
+        for key in ("partition_activations", "cpu_checkpointing", "contiguous", "profile")
         if getattr(section, key)
     ]
     if given and not groups and not selective:
         return [f"{', '.join(given)}: nothing is recomputed; set interval to 1, for example"]
     notes = []
     if section.partition_activations and selective:
-        notes.append("partition_activations: q, k and v are sharded over the tensor ranks already")
+        notes.append("<recompute.partition_activations>: q, k and v are sharded over the tensor ranks already")
     elif section.partition_activations and grid.tensor.size == 1:
-        notes.append("partition_activations: the tensor axis has one rank, which keeps all of each input")
+        notes.append("<recompute.partition_activations>: the tensor axis has one rank, which keeps all of each input")
     if section.cpu_checkpointing and grid.device.type == "cpu":
-        notes.append("cpu_checkpointing: the model is in the host's memory already, and so are its inputs")
+        notes.append("<recompute.cpu_checkpointing>: the model is in the host's memory already, and so are its inputs")
     return notes

@@ -1,49 +1,52 @@
-"""``"auto"`` and ``autotuning``: what ``plan/tuning.py`` asks of a run, with steps that change nothing."""
+"""``batch.microbatch`` auto and ``tuning``: what ``plan/tuning.py`` asks of a run, with steps that change nothing."""
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ...checkpoint.random_states import unchanged_random_states
-from ...config.config import batch_sizes
-from ...config.consistency import allowed_stages
-from ...config.schema import Config
 from ...data.dataloader import make_loader
 from ...grid.agreement import largest
 from ...grid.devices import has_room, usable_memory
-from ...grid.dtypes import short_name
-from ...grid.errors import AgreedError, ConfigError
+from ...grid.dtypes import dtype_of, short_name
+from ...grid.errors import AgreedError
+from ...grid.option_error import Note, OptionError, refusal
+from ...options.engine import EngineOptions
+from ...options.named import Optimizer
 from ...pipe.module import PipelineModule
-from ...pipe.program.schedule import Schedule
 from ...pipe.schema import flatten
 from ...plan.tuning import Measured, Tuner, model_of, optimizer_states
 from ..optimizer_step import OptimizerStep
-from ..pipeline_engine import PipelineEngine, training_schedule
-from .precision import weight_dtype
+from .schedule import training_schedule
+
+if TYPE_CHECKING:
+    from ..pipeline_engine import PipelineEngine
 
 
-def find_sizes(
-    model: nn.Module, config: Config, optimizer: Any, data: Any, collate: Any, schedule: Schedule | None
-) -> TunedRun | None:
-    """Return the run whose sizes are to be found, of arguments of ``initialize``; None if they are given."""
-    tunes, enabled = config.tunes_microbatch, config.autotuning.enabled
-    if isinstance(model, PipelineModule) and (tunes or config.tunes_stage):
+def find_sizes(model: nn.Module, options: EngineOptions, data: Any, collate: Any) -> TunedRun | None:
+    """Return the run whose sizes are to be found, of arguments of an engine; None if they are given."""
+    tunes, enabled = options.tunes_microbatch, options.tuning is not None
+    if isinstance(model, PipelineModule) and (tunes or options.zero.stage == "auto"):
         if not tunes or data is not None or model_of(model.layer_specs) is not None:
-            return TunedRun(model, config, optimizer, data, collate, schedule)
+            return TunedRun(model, options, data, collate)
         if enabled:
-            raise ConfigError("autotuning measures steps, but there are no samples: pass initialize(training_data=...)")
+            raise refusal("<tuning> measures steps, but there are no samples: pass training_data=...")
     elif enabled and not isinstance(model, PipelineModule):
-        raise ConfigError(
-            f"autotuning measures steps of a PipelineModule, but a step of a {type(model).__name__} is the script's "
-            "own: leave autotuning out, and write train_micro_batch_size_per_gpu and zero_optimization.stage"
+        raise refusal(
+            f"<tuning> measures steps of a PipelineModule, but a step of a {type(model).__name__} is the script's "
+            "own: leave <tuning> out, and write <batch.microbatch> and <zero.stage>",
         )
+    if options.zero.stage == "auto":
+        raise OptionError("zero.stage", "auto", "it is found for a PipelineModule alone: give a stage from 0 to 3")
     return None
 
 
@@ -51,7 +54,7 @@ class TunedRun:
     """A run of which sizes are found: ``RunToTune`` of ``plan/tuning.py``, and the ``Tuner`` that asks it.
 
     Args:
-        model, config, optimizer, data, collate, schedule: arguments of ``initialize``.
+        model, options, data, collate: arguments of the engine.
 
     Attributes:
         tuner: the search.
@@ -59,23 +62,15 @@ class TunedRun:
         schedule: returns the schedule of a step, by its number of microbatches.
     """
 
-    def __init__(
-        self,
-        model: PipelineModule,
-        config: Config,
-        optimizer: Any,
-        data: Any,
-        collate: Any,
-        schedule: Schedule | None,
-    ) -> None:
+    def __init__(self, model: PipelineModule, options: EngineOptions, data: Any, collate: Any) -> None:
         grid = self._grid = model.grid
-        self._config, self._data, self._collate = config, data, collate
+        self._options, self._data, self._collate = options, data, collate
         self._known = model_of(model.layer_specs)
-        batch, self.stages = batch_sizes(config, grid.replicas), allowed_stages(config)
+        batch, self.stages = options.batch_sizes(grid.replicas), allowed_stages(options)
         self.samples, self.size = batch.train // grid.replicas, batch.micro
         self.agree: Callable[[Sequence[float]], list[float]] = partial(largest, grid)
         chunks = None if model.chunks_follow else model.chunks
-        self.schedule = partial(training_schedule, model, config.pipeline, chunks=chunks, given=schedule)
+        self.schedule = partial(training_schedule, model, options.schedule, chunks=chunks)
         self.rank, self.pipe_rank, self.device = grid.rank, grid.pipe.rank, grid.device_name()
         self.axes: dict[str, Any] = {
             name: grid.axis(name).size for name in ("pipe", "data", "context", "tensor", "expert")
@@ -83,25 +78,34 @@ class TunedRun:
         self.layers: Sequence[Any] = model.layer_specs
         self.partition, self.sequence = model.partition, None
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        dtype = weight_dtype(config) or next((p.dtype for p in model.parameters()), torch.float32)
+        weights = dtype_of(options.precision.weights)
+        dtype = weights or next((p.dtype for p in model.parameters()), torch.float32)
         self.precision = short_name(dtype) or "fp32"
+        optimizer = options.optimizer
         self.states = optimizer_states(type(optimizer).__name__, getattr(optimizer, "defaults", {}))
-        if (section := config.optimizer) is not None:
-            self.states = optimizer_states(section.type, section.params)
-        self.memory = 1e9 * (config.autotuning.memory or 0.0) or usable_memory(grid.device)
-        if data is not None and config.tunes_microbatch:
+        if isinstance(optimizer, Optimizer):
+            self.states = optimizer_states(optimizer.type, optimizer.arguments)
+        memory = None if options.tuning is None else options.tuning.memory
+        self.memory = 1e9 * (memory or 0.0) or usable_memory(grid.device)
+        if data is not None and options.tunes_microbatch:
             tensors, _ = flatten(self._microbatches(1, 1)[0][0])
             self.sequence = tensors[0].shape[1] if tensors and tensors[0].dim() > 1 else None
-        self.tuner = Tuner(config, self)
+        self.tuner = Tuner(options, self)
 
-    def finish(self, engine: PipelineEngine) -> str:
+    def finish(self, engine: PipelineEngine) -> Note:
         """Find the size, let the engine have it, and return a note on it. Collective."""
         self._engine = engine
-        config, note = self.tuner.finish()
-        engine.set_train_batch_size(engine.batch.train, batch_sizes(config, self._grid.replicas).micro)
+        found = self.tuner.finish()
+        engine.set_batch_size(engine.batch.train, found.size)
         if self._data is not None:
-            engine.training_dataloader = engine.deepspeed_io(self._data, collate_fn=self._collate)
-        return note
+            engine.training_dataloader = engine.make_loader(self._data, self._collate)
+        tuning = self._options.tuning
+        if tuning is not None and tuning.results is not None and self.rank == 0:
+            folder = Path(tuning.results)
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, content in (engine.tuned_settings(), ("results.json", found.results)):
+                (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        return found.note
 
     def measure(self, size: int, expected: float) -> Measured | None:
         """Return the bytes of this rank in a step; None if there is too little memory on any rank."""
@@ -122,7 +126,7 @@ class TunedRun:
         report = engine.memory_report()
         kinds = {kind: size or 0 for kind, size in report["held"].items()}
         activations, working = kinds.pop("activations"), kinds.pop("working")
-        if engine.config.zero_optimization.offload_optimizer.device == "none":  # the first update makes it
+        if engine.options.zero.offload_optimizer.device == "none":  # the first update makes it
             kinds["optimizer"] = max(kinds["optimizer"], report["formula"]["optimizer"])
         return Measured(sum(kinds.values()), activations, working)
 
@@ -134,10 +138,10 @@ class TunedRun:
     def _step(self, size: int) -> float:
         """Take a step without its end, and return its seconds. Nothing of the engine, or of the user's, changes."""
         engine = self._engine
-        engine.set_train_batch_size(engine.batch.train, size)
+        engine.set_batch_size(engine.batch.train, size)
         microbatches = iter(self._microbatches(size, engine.batch.accumulation))
         ended, buffers = engine.optimizer_step, [(buffer, buffer.clone()) for buffer in engine.module.buffers()]
-        engine.optimizer_step = _TrialStep(engine.config, engine.data_axis, engine.loss_scaler)
+        engine.optimizer_step = _TrialStep(engine.options, engine.data_axis, engine.loss_scaler)
         start = time.perf_counter()
         try:
             with unchanged_random_states(self._grid):
@@ -152,15 +156,28 @@ class TunedRun:
 
     def _microbatches(self, size: int, count: int) -> list[Any]:
         """Return microbatches of the training data, from its start, or of random tokens."""
-        grid, config = self._grid, self._config
+        grid, options = self._grid, self._options
         if self._data is not None:
-            sizes = batch_sizes(config, grid.replicas).train, size, grid.replica, grid.replicas, config.seed
+            samples = self.samples * grid.replicas
+            sizes = samples, size, grid.replica, grid.replicas, options.seed
             with unchanged_random_states(grid):  # samples may be drawn from them
                 return list(islice(make_loader(self._data, *sizes, drop_last=False, collate=self._collate), count))
         assert self._known is not None
-        shape, generator = (size, self._known.max_position_embeddings), torch.Generator().manual_seed(config.seed)
+        shape, generator = (size, self._known.max_position_embeddings), torch.Generator().manual_seed(options.seed)
         tokens = torch.randint(self._known.vocab_size, shape, generator=generator)
         return [(tokens, tokens)] * count
+
+
+def allowed_stages(options: EngineOptions) -> list[int]:
+    """Return the ZeRO stages that the other options allow."""
+    found = []
+    for stage in range(4):
+        try:
+            options.changed(zero=options.zero.changed(stage=stage))
+        except OptionError:
+            continue
+        found.append(stage)
+    return found
 
 
 class _TrialEndError(AgreedError):

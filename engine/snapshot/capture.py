@@ -22,6 +22,7 @@ from ...grid import VERSION, Grid, layout_of
 from ...grid.json_values import encode
 from ...grid.layout import FlatRange
 from ...optim.loss_scale import LossScaler
+from ...options.engine import EngineOptions
 from ...pipe.module import PipelineModule
 from ...zero.data_axis import ZeroDataAxis
 from ...zero.shard_ranges import NamedParameter
@@ -80,7 +81,7 @@ class ReplicaState(Protocol):
 class Checkpointed(Protocol):
     """Protocol: the attributes and methods of an engine that saving and loading a checkpoint use."""
 
-    config: Any
+    options: EngineOptions
     grid: Grid
     module: Any
     batch: Any
@@ -102,6 +103,9 @@ class Checkpointed(Protocol):
 
     def set_position(self, steps: int, samples: int) -> None:
         """Set the counters of steps and samples, and discard the gradients of an unfinished step."""
+
+    def settings(self, given: bool = False) -> dict[str, Any]:
+        """Return the options as the user wrote them, ready for JSON."""
 
 
 @torch.no_grad()
@@ -126,7 +130,7 @@ def capture(engine: Checkpointed, tag: str, client_state: Mapping[str, Any], exc
         "written": time.time(),
         "versions": {"triax": VERSION, "torch": torch.__version__},
         "grid": engine.grid.topology.sizes,
-        "config": engine.config.model_dump(mode="json", by_alias=True, exclude_unset=True),
+        "config": engine.settings(given=True),
         "dtype": str(engine.data_axis.options.weight_dtype or "").removeprefix("torch.") or None,
         "model": describe(engine.module),
         "run": run_state(engine),
@@ -239,7 +243,7 @@ def run_state(engine: Checkpointed) -> dict[str, Any]:
         "global_steps": engine.global_steps,
         "global_samples": engine.global_samples,
         "train_batch_size": engine.batch.train,
-        "seed": engine.config.seed,
+        "seed": engine.options.seed,
         **residuals.numbers(engine.grid, engine.data_axis),
     }
     if engine.optimizer is not None:

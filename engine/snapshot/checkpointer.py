@@ -72,7 +72,7 @@ class Checkpointer:
         exclude_frozen: bool,
     ) -> bool:
         """Write a checkpoint, as ``Engine.save_checkpoint`` documents."""
-        settings = self._engine.config.checkpoint
+        settings = self._engine.options.checkpoint
         call = "save_checkpoint"
 
         def check() -> None:
@@ -127,14 +127,16 @@ class Checkpointer:
         return self._apply(open_checkpoint(grid, path, options), options)
 
     def export(self, save_dir: str | Path, save_filename: str, exclude_frozen: bool) -> None:
-        """Write weights and buffers to one file, as ``Engine.save_16bit_model`` documents."""
-        engine, call = self._engine, "save_16bit_model"
+        """Write weights and buffers to one file, as ``Engine.save_weights`` documents."""
+        engine, call = self._engine, self._engine.options.say("<save_weights>")
 
         def check() -> None:
             check_path(call, save_dir=save_dir, save_filename=save_filename)
             check_flag(call, exclude_frozen_parameters=exclude_frozen)
 
-        rendezvous(engine.grid, engine.config.checkpoint.patience, call, str(save_dir), str(save_filename), check=check)
+        rendezvous(
+            engine.grid, engine.options.checkpoint.patience, call, str(save_dir), str(save_filename), check=check
+        )
         path = (folders.local_folder(save_dir) / save_filename).with_suffix(".safetensors")
         with agreed(engine.grid):
             snapshot = capture_weights(engine, exclude_frozen)
@@ -159,10 +161,10 @@ class Checkpointer:
 
     def auto_saver(self) -> AutoSaver | None:
         """Return the object that saves a checkpoint every ``checkpoint.every`` steps. None if the key is not set."""
-        engine, settings = self._engine, self._engine.config.checkpoint
-        if settings.every is None:
+        engine, settings = self._engine, self._engine.options.checkpoint
+        if settings.every is None or settings.folder is None:
             return None
-        folder = folders.folder_at(settings.dir).absolute()
+        folder = folders.folder_at(settings.folder).absolute()
 
         def save(tag: str, done: Callable[[], None]) -> str | None:
             return self._write(folder, tag, self.client_state or {}, True, False, done)
@@ -197,13 +199,13 @@ class Checkpointer:
         and after every ``checkpoint.every``-th step.
         """
         engine = self._engine
-        every = engine.config.checkpoint.every
-        return engine.replica_state is None or engine.replica_state.may_save_after(engine.global_steps, every)
+        every = engine.options.checkpoint.every
+        return engine.replica_state is None or engine.replica_state.may_save_after(engine.global_steps, every or 1)
 
     def load_options(self, **options: bool) -> LoadOptions:
-        """Return ``LoadOptions`` with the given options and those that follow from the engine's configuration."""
+        """Return ``LoadOptions`` with the given options and those that follow from the engine's options."""
         engine = self._engine
-        return LoadOptions(verify=engine.config.checkpoint.verify, local=engine.replica_state is not None, **options)
+        return LoadOptions(verify=engine.options.checkpoint.verify, local=engine.replica_state is not None, **options)
 
     def _rendezvous(self, call: str, *arguments: str, check: Callable[[], object]) -> str:
         """Wait until every rank has made the same call, and return the tag that all ranks use. Collective.
@@ -213,9 +215,9 @@ class Checkpointer:
             arguments: folder and tag that the user gave. The tag is the last one; rank 0's is used.
             check: checks the arguments as they were given.
         """
-        engine, settings = self._engine, self._engine.config.checkpoint
+        engine, settings = self._engine, self._engine.options.checkpoint
         given = rendezvous(engine.grid, settings.patience, call, *arguments, check=check)
-        return agreed_tag(engine.grid, given, settings.tag_validation.lower())
+        return agreed_tag(engine.grid, given, settings.tag_validation)
 
     def _write(
         self,
@@ -233,15 +235,15 @@ class Checkpointer:
             done: called when the checkpoint is complete.
 
         Returns:
-            None, or the reason for which the checkpoint was not written. With ``checkpoint.async`` it is the reason
+            None, or the reason for which the checkpoint was not written. With ``checkpoint.background`` it is the reason
             for which the previous checkpoint was not written, if such a failure stops the run.
         """
-        grid, settings = self._engine.grid, self._engine.config.checkpoint
+        grid, settings = self._engine.grid, self._engine.options.checkpoint
         before = self.wait()
         with agreed(grid):
             folders.check_tag(tag)
             snapshot = capture(self._engine, tag, client_state, exclude_frozen)
-        if not settings.async_:
+        if not settings.background:
             problem = make_writer(grid, snapshot, folder, tag, None, save_latest, self._lineage).run()
             if problem is None:
                 done()

@@ -80,7 +80,7 @@ class ReplicaCheckpoints:
         """Return the outer optimizer's counters for the checkpoint's header. They are equal on every rank."""
         local = self._local
         return {
-            "type": local.section.type,
+            "type": local.options.TYPE,
             "replicas": local.grid.replicas,
             "since": local.steps_since_sync,
             "parted": local.diverged,
@@ -95,7 +95,7 @@ class ReplicaCheckpoints:
             ValueError: if the replicas have made local steps, the checkpoint is from before ``start_step``, and the
                 state of the optimizers and schedules is not loaded.
         """
-        step, start = snapshot.header["run"]["global_steps"], self._local.section.start_step
+        step, start = snapshot.header["run"]["global_steps"], self._local.options.start_step
         if self._local.diverged and step < start and not (options.weights_only or self._loads_all(snapshot, options)):
             raise ValueError(
                 f"the weights of {snapshot.source} cannot be loaded alone. It was saved at step {step}, before local "
@@ -136,7 +136,7 @@ class ReplicaCheckpoints:
             same = False
             notes.append(
                 "the replicas of the checkpoint had made local updates, but here they step together until "
-                f"local_updates.start_step {local.section.start_step}: all continue from the mean of their states"
+                f"local_updates.start_step {local.options.start_step}: all continue from the mean of their states"
             )
         elif not same and saved["since"]:
             notes.append(

@@ -219,7 +219,7 @@ def set_schedule(engine: Checkpointed, run: Mapping[str, Any]) -> list[str]:
 def set_position(engine: Checkpointed, run: Mapping[str, Any]) -> list[str]:
     """Load the counters of steps and samples and the dataloader's position. Returns notes about differences."""
     notes = []
-    for key, now in (("seed", engine.config.seed), ("train_batch_size", engine.batch.train)):
+    for key, now in (("seed", engine.options.seed), ("train_batch_size", engine.batch.train)):
         if run.get(key, now) != now:
             notes.append(f"{key} was {run[key]} and now is {now}: the next batches are not those of the saved run")
     steps = run["global_steps"]

@@ -279,7 +279,9 @@ def test_tags_and_latest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
         engine.load_checkpoint(tmp_path, "fourth")
     with pytest.raises(CheckpointError, match=r"the tag '\.\./up' cannot be the name of"):
         engine.save_checkpoint(tmp_path, "../up")
-    with pytest.raises(CheckpointError, match=r"client_state\['model'\] is a PipelineEngine, which JSON cannot hold"):
+    with pytest.raises(
+        CheckpointError, match=r"client_state\['model'\] is a \w*PipelineEngine, which JSON cannot hold"
+    ):
         engine.save_checkpoint(tmp_path, "bad", {"model": engine})
     assert engine.save_checkpoint(tmp_path, "second", {"tag": "again"})  # in its place
     assert engine.load_checkpoint(tmp_path)[1] == {"tag": "again"}

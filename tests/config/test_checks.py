@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -20,7 +20,9 @@ from triax.config.schema import Config
 from triax.data.dataloader import make_loader
 from triax.engine import read_config
 from triax.grid.errors import ConfigError
+from triax.grid.option_error import OptionError
 from triax.optim.nonfinite import MOST_IN_A_ROW
+from triax.options.base import hints_of, walk
 from triax.train.schema import TrainingFile
 
 from toys import mean_loss
@@ -33,11 +35,33 @@ def sections(section: type[Section]) -> Iterator[type[Section]]:
             yield from sections(inner)
 
 
-@pytest.mark.parametrize("root", [Config, TrainingFile])
-def test_every_number_is_finite_and_held_by_float32(root: type[Section]) -> None:
+def test_every_number_of_a_training_file_is_finite_and_held_by_float32() -> None:
+    tried = 0
+    for path, section, found in walk(TrainingFile):
+        if float in (hint := hints_of(section)[found.name], *get_args(hint)):
+            for value in (1e-320, 1e-40, 1e39, math.inf, math.nan):
+                given = {"model": {"preset": "gpt2"}, "data": "x", "sample": {"prompt": "a"}}
+                with pytest.raises(OptionError) as caught:
+                    TrainingFile.of(placed(given, path, value))
+                assert path in str(caught.value)
+                tried += 1
+    assert tried > 40
+
+
+def placed(values: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """Put a value at a path; folders and short forms on the way become sections."""
+    section, _, rest = path.partition(".")
+    inner = values.get(section, {}) if rest else value
+    return {
+        **values,
+        section: placed(inner if isinstance(inner, dict) else {"training": inner}, rest, value) if rest else value,
+    }
+
+
+def test_every_number_is_finite_and_held_by_float32() -> None:
     """Clipping by 1e-320, a peak of 1e-300 TFLOP/s and an infinite factor of recomputation were accepted."""
     tried = 0
-    for section in set(sections(root)):
+    for section in set(sections(Config)):
         for key, field in section.model_fields.items():
             kinds = kinds_of(field.annotation)
             if extra_of(field).get("x-status") is None and kinds is not None and float in kinds:

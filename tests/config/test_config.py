@@ -24,8 +24,9 @@ from triax.cli.main import app
 from triax.config.config import batch_sizes
 from triax.config.resolved import json_schema, keys, markdown
 from triax.config.schema import Config
+from triax.config.to_options import options_of
 from triax.engine import read_config
-from triax.engine.setup.check import resolve_config
+from triax.engine.initialize import resolve_config
 from triax.engine.setup.precision import make_loss_scaler
 from triax.grid.errors import ConfigError
 
@@ -811,5 +812,5 @@ def test_a_loss_scale_below_one_is_the_users_own(section: str) -> None:
     config = read_config({"train_batch_size": 2, section: {"enabled": True, "loss_scale": 0.5}})
     again = read_config(resolve_config(config, batch_sizes(config, 1)))
     for each in (config, again):
-        scaler = make_loss_scaler(each)
+        scaler = make_loss_scaler(options_of(each).precision)
         assert scaler is not None and scaler.scale == 0.5

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from triax.config.config import parse_config
-from triax.config.foreign_keys import ROWS
 from triax.config.resolved import keys
-from triax.config.schema import Config
 from triax.grid.errors import ConfigError, close
+from triax.options.foreign_names import ROWS
+from triax.options.table import rows
 from triax.plan.machine import machine
 from triax.train.file import read_training_file
 from triax.train.schema import TrainingFile
@@ -27,19 +27,19 @@ def _named(text: str) -> Iterator[str]:
         yield from re.split(r", or |, | and | or ", text)
 
 
-def _exists(key: str, root: type[TrainingFile] | type[Config]) -> bool:
+def _exists(key: str, known: list[str]) -> bool:
     if key.startswith(("training.optimizer.", "optimizer.params", "scheduler.params")):
         return True  # arguments of any optimizer or schedule
-    known = [name for name, _ in keys(root)]
     return any(name == key or name.startswith(f"{key}.") for name in known)
 
 
 def test_every_counterpart_is_a_key() -> None:
     names = [name for row in ROWS for name in row[0].split()]
     assert len(names) == len(set(names)) > 100
+    in_file, in_config = [path for path, *_ in rows(TrainingFile)], [key for key, _ in keys()]
     for _, training, configuration in ROWS:
-        assert all(_exists(key, TrainingFile) for key in _named(training)), training
-        assert all(_exists(key, Config) for key in _named(configuration)), configuration
+        assert all(_exists(key, in_file) for key in _named(training)), training
+        assert all(_exists(key, in_config) for key in _named(configuration)), configuration
 
 
 @pytest.mark.parametrize(

@@ -911,7 +911,7 @@ def test_the_wrong_call_says_which_is_right() -> None:
         one(config(stage=2)).no_sync(),
     ):
         pytest.fail("not reached")
-    with pytest.raises(AttributeError, match="neither ModuleEngine nor its Net has 'wieghts'"):
+    with pytest.raises(AttributeError, match="neither ConfiguredModuleEngine nor its Net has 'wieghts'"):
         engine.wieghts  # noqa: B018
     untrained = one({"train_batch_size": 4})
     with pytest.raises(RuntimeError, match="there is no optimizer"):

@@ -15,9 +15,9 @@ from torch import Tensor
 
 import triax
 from triax import Grid, PipelineModule
-from triax.config.precision import Fp16Config
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.optim.loss_scale import LossScaler
+from triax.options.precision import LossScale
 
 VOCABULARY, LENGTH, SAMPLES = 50, 12, 16
 
@@ -196,8 +196,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Any) -> None:
 
 
 def test_loss_scale_keys() -> None:
-    config = Fp16Config(enabled=True, initial_scale_power=4, loss_scale_window=2, hysteresis=2, min_loss_scale=4)
-    scaler = LossScaler(config)
+    scaler = LossScaler(LossScale(initial_power=4, window=2, hysteresis=2, minimum=4))
     seen = []
     for overflow in (True, True, True, True, False, False, True, False, False, False, False):
         scaler.update(overflow, report=False)
@@ -205,7 +204,7 @@ def test_loss_scale_keys() -> None:
     # The first overflow is forgiven (hysteresis), then it halves down to the least; two good steps double it.
     assert seen == [16, 8, 4, 4, 4, 8, 8, 8, 16, 16, 32]
     assert scaler.skipped == 5
-    fixed = LossScaler(Fp16Config(enabled=True, loss_scale=128))
+    fixed = LossScaler(LossScale(fixed=128))
     fixed.update(True, report=False)
     assert fixed.scale == 128
 

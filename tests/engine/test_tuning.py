@@ -180,7 +180,7 @@ def test_without_samples_the_size_follows_from_the_batch() -> None:
         (
             noisy,
             {"autotuning": {"enabled": True}},
-            "there are no samples: pass initialize(training_data",
+            "there are no samples: pass training_data",
         ),
         (lambda grid: nn.Linear(2, 2), {"autotuning": {"enabled": True}}, "a step of a Linear is the script's own"),
         (

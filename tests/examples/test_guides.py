@@ -34,6 +34,7 @@ from typer.testing import CliRunner
 import triax
 from triax.cli.main import app
 from triax.config.resolved import keys
+from triax.options import table as tables
 from triax.pipe.schedules.registry import RECIPES
 from triax.train.schema import TrainingFile
 
@@ -125,7 +126,7 @@ def test_a_page_names_what_is_there(page: Path) -> None:
         if block.language == "yaml":
             values = yaml.safe_load(block.text)
             if "training" in values:
-                TrainingFile.model_validate(values)
+                TrainingFile.of(values)
         else:
             assert block.language in ("python", "sh", "console", "text", "toml"), block.language
 
@@ -316,7 +317,7 @@ def rows(text: str, head: str) -> list[list[str]]:
 
 def test_megatrons_table_names_keys_that_are_there() -> None:
     text = (DOCS / "moving-from" / "megatron.md").read_text()
-    in_file, in_config = ({key for key, _ in keys(TrainingFile)}, {key for key, _ in keys()})
+    in_file, in_config = ({path for path, *_ in tables.rows(TrainingFile)}, {key for key, _ in keys()})
     table = rows(text, "| Megatron-LM | training file | `config=` of `triax.initialize`, or Python |")
     assert len(table) > 25
     for _, file, config in table:

@@ -43,7 +43,7 @@ from triax.config.base import extra_of
 from triax.config.config import batch_sizes
 from triax.config.resolved import keys
 from triax.engine import read_config
-from triax.engine.setup.check import resolve_config
+from triax.engine.initialize import resolve_config
 from triax.grid.errors import AgreedError, ConfigError
 from triax.optim import optimizers, schedulers
 from triax.pipe.schedules.choose import NAMES

@@ -25,26 +25,31 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent.parent / "support")]
 
 import yaml
 
-from triax.config.resolved import keys
 from triax.grid.errors import AgreedError, ConfigError
 from triax.models.config import LlamaConfig
 from triax.models.huggingface.config import to_hf
-from triax.train.file import read_training_file
+from triax.options.base import hints_of
+from triax.options.table import rows
+from triax.train.file import read_training_file, short_forms
 from triax.train.loop import train
-from triax.train.schema import SHORT, TrainingFile
+from triax.train.schema import TrainingFile
 from triax.train.start import make_job
 
 from fuzz_config import LIMIT, LONGEST, STRANGE, Verdict, limit, put, quiet, raw, right_value
 from paths import ROOT
 from tokenized import folder
 
-FIELDS = dict(keys(TrainingFile))
+FIELDS = {
+    path: SimpleNamespace(annotation=hints_of(section)[found.name]) for path, section, found in rows(TrainingFile)
+}
+SHORT = short_forms()
 LONG = 120  # seconds for a file that is also trained: buckets of 3 elements, for instance, are slow
 # Words of pydantic, Python and PyYAML that say nothing to the writer of a file.
 RAW = re.compile(
@@ -449,8 +454,8 @@ def _unnoticed(path: Path, text: str | bytes, file: TrainingFile, base: str) -> 
         before, _ = read_training_file(path)
     finally:
         path.write_bytes(text if isinstance(text, bytes) else text.encode(errors="surrogatepass"))
-    dump = file.model_dump(by_alias=True)
-    if dump != before.model_dump(by_alias=True):
+    dump = file.plain()
+    if dump != before.plain():
         return ""
     with contextlib.suppress(yaml.YAMLError, ValueError):
         for key, value in _leaves(yaml.safe_load(text), ()):
@@ -501,7 +506,7 @@ def known(every: int = 1) -> Iterator[tuple[str, Verdict]]:
             continue
         with quiet():
             Path("run.yaml").write_bytes(text.encode())
-            found: Any = read_training_file("run.yaml")[0].model_dump(by_alias=True)
+            found: Any = read_training_file("run.yaml")[0].plain()
         for part in key.split("."):
             found = found[part]
         if found != value:

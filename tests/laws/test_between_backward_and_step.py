@@ -435,7 +435,7 @@ def refusals(stage: int) -> None:
         engine.backward(engine(batch(0, index, grid.data.rank)).square().mean())
 
     backward(0)
-    early = r"gradients of 1 of 2 microbatches: do it if engine.is_gradient_accumulation_boundary\(\)"
+    early = r"gradients of 1 of 2 microbatches: do it if engine.is_last_microbatch\(\)"
     with pytest.raises(RuntimeError, match=early if stage < 2 else REFUSED):
         nn.utils.clip_grad_norm_(engine.module.parameters(), LIMIT)
     with pytest.raises(RuntimeError, match=early):
@@ -506,7 +506,7 @@ def pipelines(stage: int) -> None:
         said = "train_batch has taken the step already, so that a change has no effect. Set gradient_clipping"
         with pytest.raises(RuntimeError, match=said):
             nn.utils.clip_grad_norm_(engine.module.parameters(), LIMIT)
-        with pytest.raises(RuntimeError, match=r'already: write "gradient_clipping": 1\.0'):
+        with pytest.raises(RuntimeError, match=r"already: set gradient_clipping to 1\.0"):
             engine.clip_grad_norm_(1.0)
         engine.module.zero_grad(set_to_none=False)
         engine.module.zero_grad()

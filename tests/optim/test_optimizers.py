@@ -14,7 +14,7 @@ import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.config.config import batch_sizes
 from triax.engine import read_config
-from triax.engine.setup.check import resolve_config
+from triax.engine.initialize import resolve_config
 from triax.grid.errors import ConfigError
 from triax.optim import onebit
 from triax.optim.elementwise import Lion, UncorrectedAdam

@@ -104,7 +104,7 @@ def test_a_file_of_fields_is_a_gpt_or_a_llama(
 ) -> None:
     path = tmp_path / "model.json"
     path.write_text(json.dumps(values))
-    config, file = model_of(str(path))
+    config, file, _ = model_of(str(path))
     assert (type(config).__name__, file) == (kind, None)
     assert config.parameter_count / 1e9 == pytest.approx(billions, abs=0.1)
 

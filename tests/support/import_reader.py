@@ -9,27 +9,40 @@ from pathlib import Path
 
 ASIDE = ("tests", "examples", "benchmarks")
 _PARTS = (
-    *("grid", "pipe", "tensor_parallel", "context", "zero", "config", "optim", "data", "checkpoint", "launcher"),
+    *(
+        "options",
+        "grid",
+        "pipe",
+        "tensor_parallel",
+        "context",
+        "zero",
+        "config",
+        "optim",
+        "data",
+        "checkpoint",
+        "launcher",
+    ),
     *("monitor", "moe", "plan"),
 )
 # From a folder, to the folders or files that it may import, beside itself: lower levels only.
 ARROWS: dict[str, tuple[str, ...]] = {
     "grid": (),
+    "options": ("grid",),
     "pipe": ("grid",),
     "tensor_parallel": ("grid",),
     "context": ("grid",),
-    "zero": ("grid",),
-    "config": ("grid",),
+    "zero": ("grid", "options"),
+    "config": ("grid", "options"),
     "optim": ("grid",),
     "data": ("grid",),
     "checkpoint": ("grid",),
     "launcher": ("grid",),
-    "monitor": ("grid", "pipe/program"),
+    "monitor": ("grid", "options", "pipe/program"),
     "moe": ("grid", "tensor_parallel/regions.py"),
     "models": ("grid", "pipe/spec.py", "tensor_parallel", "context", "moe"),
     "plan": (
-        *("grid/topology.py", "grid/ranges.py", "grid/errors.py", "grid/files.py", "pipe/partition.py", "pipe/program"),
-        *("pipe/schedules", "zero/flat.py", "config", "models/config.py"),
+        *("grid/topology.py", "grid/ranges.py", "grid/errors.py", "grid/files.py", "grid/option_error.py", "options"),
+        *("pipe/partition.py", "pipe/program", "pipe/schedules", "zero/flat.py", "models/config.py"),
     ),
     "engine": _PARTS,
     "inference": (*_PARTS, "models", "engine"),
@@ -44,16 +57,18 @@ BARE = (
     *(
         "grid/__init__.py",
         "grid/environment.py",
+        "grid/checks.py",
         "grid/errors.py",
         "grid/files.py",
         "grid/hang_watch.py",
         "grid/lazy.py",
+        "grid/option_error.py",
     ),
     "grid/ranges.py",
     *("grid/topology.py", "grid/comm/__init__.py", "grid/comm/store_barrier.py", "grid/comm/thread_priority.py"),
     "grid/comm/traffic.py",
     *("pipe/__init__.py", "pipe/partition.py", "pipe/program", "pipe/schedules"),
-    *("zero/__init__.py", "zero/flat.py", "models/__init__.py", "models/config.py", "plan"),
+    *("options", "zero/__init__.py", "zero/flat.py", "models/__init__.py", "models/config.py", "plan"),
 )
 # Files that run without torch, though not without other packages.
 TORCH_FREE = (
@@ -64,6 +79,7 @@ TORCH_FREE = (
     "train/file.py",
     "train/job.py",
     "train/learning_rate.py",
+    "train/older_keys.py",
 )
 
 

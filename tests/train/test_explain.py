@@ -15,6 +15,8 @@ from triax import Grid, PipelineModule
 from triax.grid import Axis, layout_of
 from triax.grid.errors import ConfigError
 from triax.models.huggingface.load import LAYERS
+from triax.options.checkpoints import Checkpoints
+from triax.options.monitoring import Monitoring
 from triax.plan.memory import ModelMemory
 from triax.train.explain import explain, memory_of_job, text
 from triax.train.file import read_training_file
@@ -52,8 +54,8 @@ def counted(changes: list[str]) -> Any:
     sizes = job.topology.sizes
     grid = Grid(sizes["pipe"], sizes["data"], sizes["tensor"], timeout=60)
     module = build_module(job, grid)
-    settings = {key: value for key, value in job.engine.items() if key != "json_monitor"}
-    engine, *_ = triax.initialize(model=module, config=settings, model_parameters=parameter_groups(job, module))
+    options = job.options.changed(monitor=Monitoring(), checkpoint=Checkpoints())
+    engine: Any = triax.Engine(module, options, parameters=parameter_groups(job, module))
     engine.record_memory = True
     rows = torch.randint(96, (job.batch.micro, 17), generator=torch.Generator().manual_seed(0))
     batch = (rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
@@ -164,7 +166,7 @@ def test_the_docs_show_the_large_recipe() -> None:
 def test_automatic_replicas_and_notes() -> None:
     keys: dict[str, Any] = {"model": {"preset": "llama-tiny", "lora": {"rank": 2}}, "data": "tokens"}
     keys["training"] = {"steps": 3, "batch": 8, "recompute": {"interval": 2}}
-    file = TrainingFile.model_validate(keys)
+    file = TrainingFile.of(keys)
     assert explain(resolve(file, 4))["grid"]["data"] == 4
     notes = " ".join(explain(resolve(file))["notes"])
     assert "--processes" in notes and "lora" in notes and "each layer from its input" in notes

@@ -51,7 +51,7 @@ def test_the_three_formats_are_equal(tmp_path: Path) -> None:
     values = {"model": {"preset": "gpt2"}, "data": "tokens", "training": {"steps": 5, "batch": 2}}
     jsn = _write(tmp_path, json.dumps(values), "run.json")
     read = [read_training_file(path)[0] for path in (yaml, toml, jsn)]
-    assert read[0] == read[1] == read[2] == TrainingFile.model_validate(values)
+    assert read[0] == read[1] == read[2] == TrainingFile.of(values)
 
 
 @pytest.mark.parametrize(

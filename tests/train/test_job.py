@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from triax.config.config import parse_config
 from triax.grid.errors import ConfigError
 from triax.models.config import LlamaConfig
 from triax.models.huggingface.config import to_hf
+from triax.options.named import Optimizer
 from triax.train.job import Job, resolve
 from triax.train.learning_rate import LearningRate
 from triax.train.schema import TrainingFile
@@ -22,16 +22,16 @@ from triax.train.start import make_job
 def _job(processes: int | None = None, **keys: Any) -> Job:
     training = {"steps": 100, "batch": 8} | keys.pop("training", {})
     values = {"model": {"preset": "bytes-tiny"}, "data": "tokens", "training": training} | keys
-    return resolve(TrainingFile.model_validate(values), processes)
+    return resolve(TrainingFile.of(values), processes)
 
 
 def test_the_least_file_has_sensible_values() -> None:
     job = _job()
     assert (job.sequence, job.steps, job.batch.train, job.tokens_per_step) == (64, 100, 8, 512)
     assert job.topology.world_size == 1 and job.precision == "fp32"
-    params = job.engine["optimizer"]["params"]
+    params = job.options.optimizer.arguments
     assert params == {"lr": 3e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}
-    assert job.config == parse_config(job.engine) and job.config.zero_optimization.stage == 1
+    assert job.options.zero.stage == 1
 
 
 def test_steps_follow_from_tokens_and_replicas_from_processes() -> None:
@@ -60,11 +60,11 @@ def test_deepspeed_keys_are_taken_as_they_are() -> None:
         "steps_per_print": 5,
     }
     job = _job(deepspeed=given)
-    assert job.config.zero_optimization.stage == 2 and not job.config.zero_optimization.overlap_comm
-    assert job.engine["optimizer"] == {"type": "Adam", "params": {"lr": 1e-2}}
-    assert job.config.steps_per_print == 5 and job.precision == "bf16" and job.batch.train == 8
+    assert job.options.zero.stage == 2 and not job.options.zero.overlap_comm
+    assert job.options.optimizer == Optimizer("Adam", lr=1e-2)
+    assert job.options.monitor.print_every == 5 and job.precision == "bf16" and job.batch.train == 8
     job = _job(deepspeed={"scheduler": {"type": "WarmupLR"}, "gradient_clipping": 0.5})
-    assert job.learning_rate is None and job.config.gradient_clipping == 0.5
+    assert job.learning_rate is None and job.options.clip == 0.5
 
 
 def test_learning_rates() -> None:
@@ -132,4 +132,4 @@ def test_a_model_that_cannot_be_exported_is_refused_before_the_run() -> None:
     model = {"preset": "mixtral-tiny", "overrides": {"moe_intermediate_size": 40}}
     values = {"model": model, "data": "tokens", "training": {"steps": 1, "batch": 1}}
     with pytest.raises(ConfigError, match="export cannot write this model: no family"):
-        make_job(TrainingFile.model_validate(values))
+        make_job(TrainingFile.of(values))

@@ -15,10 +15,6 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
-from ...config.config import BatchSizes, batch_sizes
-from ...config.schema import Config
-from ...engine.base import Engine
-from ...engine.initialize import initialize
 from ...engine.module_engine import ModuleEngine
 from ...engine.pipeline_engine import PipelineEngine
 from ...engine.snapshot.capture import capture
@@ -26,6 +22,8 @@ from ...grid import layout_of
 from ...grid.devices import ignore_device_choice
 from ...grid.random import derive
 from ...launcher.worker import LOCAL_RANK
+from ...options.batch import BatchSizes
+from ...options.engine import EngineOptions
 from ...zero.held_bytes import held_bytes
 from .exchange import HangError, RankSocket
 from .group import BACKEND, Recorder, RecordingGroup
@@ -230,19 +228,18 @@ def _limit_microbatches(recorder: Recorder) -> None:
 
     Not so under schedules that run all forward passes first, which keep all their microbatches.
     """
-    whole = batch_sizes
+    whole = EngineOptions.batch_sizes
 
-    def fewer(config: Config, data: int) -> BatchSizes:
-        sizes = whole(config, data)
+    def fewer(options: EngineOptions, data: int) -> BatchSizes:
+        sizes, schedule = whole(options, data), options.schedule.name
         stages = recorder.topology.size("pipe") if recorder.topology is not None else 1
-        most = stages if config.pipeline.schedule in _KEEPS_ONE_EACH else 2 * stages
-        if sizes.accumulation <= most or config.pipeline.schedule in _KEEPS_ALL:
+        most = stages if schedule in _KEEPS_ONE_EACH else 2 * stages
+        if sizes.accumulation <= most or schedule in _KEEPS_ALL:
             return sizes
         recorder.microbatches = sizes.accumulation, most
         return BatchSizes(train=sizes.micro * most * data, micro=sizes.micro, accumulation=most)
 
-    for user in (Engine, initialize):
-        _replace(sys.modules[user.__module__], "batch_sizes", fewer)
+    _replace(EngineOptions, "batch_sizes", fewer)
 
 
 def _record(recorder: Recorder, values: MetaValues, comparisons: set[Comparison], untraced: set[str]) -> dict[str, Any]:
@@ -298,5 +295,5 @@ def _engine_record(engine: Any, recorder: Recorder) -> dict[str, Any]:
     shapes = [layout_of(p) for p in module.parameters()]
     size, expert = grid.tensor.size, (grid.expert.rank, grid.expert.size)
     record["shards"] = [derive(*(str(s.local_shape(t, size, expert)) for s in shapes)) for t in range(size)]
-    record["batch"] = list(engine.get_batch_info())
+    record["batch"] = list(engine.batch)
     return record

@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 
-from ...engine.initialize import initialize
+from ...engine.pipeline_engine import PipelineEngine
 from ...grid import Grid
+from ...options.checkpoints import Checkpoints
+from ...options.monitoring import Monitoring
 from ..job import Job
 from ..model import build_module, parameter_groups
-
-# Sections of the engine's configuration that write files, or read a checkpoint.
-_LEFT_OUT = ("checkpoint", "json_monitor", "csv_monitor", "tensorboard", "wandb", "timeline", "histograms")
 
 
 class JobSteps:
@@ -37,8 +36,9 @@ class JobSteps:
             pipe=size("pipe"), data=size("data"), context=size("context"), tensor=size("tensor"), expert=size("expert")
         )
         module = build_module(job, grid)
-        config = {key: value for key, value in job.engine.items() if key not in _LEFT_OUT}
-        engine, *_ = initialize(model=module, model_parameters=parameter_groups(job, module), config=config)
+        # Nothing is written, and no checkpoint is read.
+        options = job.options.changed(checkpoint=Checkpoints(), monitor=Monitoring())
+        engine = PipelineEngine(module, options, parameters=parameter_groups(job, module))
         rows = self._rows()
         while True:
             engine.train_batch(rows)
@@ -47,9 +47,9 @@ class JobSteps:
         file, section = self._job.file, self._job.file.model
         if not section.has_weights:
             return self._job
-        shape = section.model_copy(update={"weights": False})
+        shape = section.changed(weights=False)
         changed = object.__new__(Job)  # as it is resolved already
-        vars(changed).update(vars(self._job) | {"file": file.model_copy(update={"model": shape})})
+        vars(changed).update(vars(self._job) | {"file": file.changed(model=shape)})
         return changed
 
     def _rows(self) -> Iterator[tuple[Any, torch.Tensor]]:

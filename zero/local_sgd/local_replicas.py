@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -19,31 +19,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ...grid import Grid
 from ...grid.errors import AgreedError, ConfigError
 from ...grid.replica_grid import ReplicaGrid
+from ...options.local_updates import AsyncDiLoCo, LocalSGD
 from ..data_axis import ZeroDataAxis
 from .async_diloco import AsyncOuterOptimizer
 from .outer_optimizer import NesterovStep, OuterOptimizer
-
-
-class LocalUpdatesOptions(Protocol):
-    """Options of local updates, with the names of the configuration's section ``local_updates``.
-
-    ``outer`` is the learning rate and the momentum of the outer step.
-    """
-
-    @property
-    def type(self) -> str: ...
-    @property
-    def every(self) -> int: ...
-    @property
-    def start_step(self) -> int: ...
-    @property
-    def average_optimizer(self) -> bool: ...
-    @property
-    def meet_early(self) -> bool | None: ...
-    @property
-    def outer(self) -> tuple[float, float]: ...
-    @property
-    def staleness(self) -> int: ...
 
 
 class LocalReplicas:
@@ -55,7 +34,7 @@ class LocalReplicas:
     ``gather`` returns the weights of this replica.
 
     Args:
-        section: the options.
+        options: the options.
         grid: the grid of this replica, on which the data axis is laid out.
         data_axis: weights and optimizer of this replica.
         optimizer, lr_scheduler: those that take the steps; None if there is none.
@@ -75,7 +54,7 @@ class LocalReplicas:
 
     def __init__(
         self,
-        section: LocalUpdatesOptions,
+        options: LocalSGD,
         grid: ReplicaGrid,
         data_axis: ZeroDataAxis,
         optimizer: torch.optim.Optimizer | None,
@@ -83,7 +62,7 @@ class LocalReplicas:
         dtype: torch.dtype | None,
         steps_taken: Callable[[], int],
     ) -> None:
-        self.section, self.grid, self._data_axis, self._steps_taken = section, grid, data_axis, steps_taken
+        self.options, self.grid, self._data_axis, self._steps_taken = options, grid, data_axis, steps_taken
         self.steps_since_sync = self.steps = self.steps_restored = 0
         self.sent, self.just_synchronized, self.left, self.diverged = 0.0, False, False, False
         if optimizer is None:
@@ -98,28 +77,27 @@ class LocalReplicas:
                 "local_updates does not work with gradient compression, because it sums no gradients over replicas: "
                 "leave one of them out. communication_data_type sets the dtype in which differences of weights are sent"
             )
-        step = NesterovStep(*self.section.outer)
-        if self.section.average_optimizer and data_axis.stepper.whole_tensors:
+        step = NesterovStep(*self.options.outer)
+        if self.options.average_optimizer and data_axis.stepper.whole_tensors:
             name = type(data_axis.optimizer).__name__
             raise ConfigError(
                 f"local_updates.average_optimizer averages optimizer states element by element, which {name} does not "
                 "allow: leave it out"
             )
         whole = grid.full_grid
-        if self.section.type == "async_diloco":
+        if isinstance(options, AsyncDiLoCo):
             posts = whole.subgroup("data", range(whole.data.size), purpose=" local")
             assert posts is not None
-            early = self.section.meet_early is not False
             self.outer: OuterOptimizer = AsyncOuterOptimizer(
-                data_axis, grid, posts, step, dtype, self.section.staleness, early
+                data_axis, grid, posts, step, dtype, options.max_staleness, options.meet_early
             )
         else:
-            self.outer = OuterOptimizer(data_axis, whole.data, step, dtype, self.section.average_optimizer)
+            self.outer = OuterOptimizer(data_axis, whole.data, step, dtype, self.options.average_optimizer)
 
     @property
     def steps_together(self) -> bool:
         """True if the next step sums gradients over all replicas, because it comes before ``start_step``."""
-        return self._steps_taken() < self.section.start_step
+        return self._steps_taken() < self.options.start_step
 
     @property
     def collective_grid(self) -> Grid:
@@ -196,7 +174,7 @@ class LocalReplicas:
 
     def _end_local_step(self) -> None:
         self.steps_since_sync, self.steps, self.diverged = self.steps_since_sync + 1, self.steps + 1, True
-        self.just_synchronized = self.outer.end_step() or self.steps_since_sync >= self.section.every
+        self.just_synchronized = self.outer.end_step() or self.steps_since_sync >= self.options.every
         if self.just_synchronized:
             with self._count_sent():
                 self.outer.synchronize()
@@ -258,7 +236,7 @@ class LocalReplicas:
             "meetings": self.outer.synchronizations,
             "sent": self.sent,
             "per_step": self.sent / max(self.steps - self.steps_restored, 1),
-            "formula": synchronization / self.section.every,
+            "formula": synchronization / self.options.every,
             "uncompressed": plain,
         }
         local |= self.outer.report()

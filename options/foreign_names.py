@@ -172,7 +172,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
         "checkpoint.folder",
         "checkpoint.dir",
     ),
-    ("async_save async_mode checkpoint.async_save", "checkpoint.async", "checkpoint.async"),
+    ("async_save async_mode checkpoint.async_save", "checkpoint.background", "checkpoint.async"),
     ("output_dir dump_folder", "runs and name (a run's folder is runs/name)", "checkpoint.dir"),
     ("run_name experiment_name", "name", "json_monitor.job_name"),
     (

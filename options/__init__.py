@@ -1,0 +1,23 @@
+"""What a user may choose for an engine, as plain dataclasses: each option with its default, meaning, unit and check.
+
+engine.py: ``EngineOptions``, all of them; the keywords of ``triax.Engine``.
+base.py: the declaration of an option, and of a section of options, which checks itself.
+check.py: checks of options of several sections.
+batch.py: samples of a step and of a microbatch.
+named.py: optimizer, learning-rate schedule and compression by name, where a file names them.
+schedule.py: pipeline schedule.
+zero.py: ZeRO, with offload and ZeRO++.
+precision.py: dtypes, autocast and the loss scale.
+reduction.py: how gradients are summed over replicas.
+recomputation.py: activations that the backward pass recomputes.
+compilation.py: torch.compile of the layers.
+checkpoints.py: when and how checkpoints are written.
+monitoring.py: monitors, traces and profiles.
+local_updates.py: local SGD and DiLoCo.
+lora.py: low-rank adapters.
+sparse_attention.py: block masks of attention.
+dialect.py: languages of other libraries, found by entry points.
+table.py: tables of options for the documentation.
+foreign_names.py: names of PyTorch, DeepSpeed, Hugging Face and torchtitan, and the counterparts here.
+tuning.py: search for the microbatch size and the ZeRO stage.
+"""

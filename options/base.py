@@ -1,0 +1,302 @@
+"""Declaration of options: frozen dataclasses whose fields carry their meaning and limits, and check themselves."""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
+
+from ..grid.checks import check_number
+from ..grid.errors import describe, nearest
+from ..grid.option_error import Note, OptionError, join, refusal, together
+
+_WORDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "true or false"}
+
+
+REQUIRED: Any = MISSING  # default of an option that must be given
+
+
+def option(
+    default: Any,
+    doc: str,
+    *,
+    read: Callable[[Any], Any] | None = None,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+    needs: str | None = None,
+) -> Any:
+    """Declare an option.
+
+    Args:
+        default: value of an option that is not given; ``dict`` for an empty mapping, ``REQUIRED`` for none.
+        doc: the meaning, with the unit, in one line.
+        read: function that returns the option's value for what a file has in its place.
+        least, most: the smallest and the largest value.
+        above, below: numbers that the value must be above or below.
+        needs: option of the same section without which this one has no effect.
+    """
+    limits = {"least": least, "above": above, "most": most, "below": below}
+    metadata = {
+        "doc": doc,
+        "read": read,
+        "needs": needs,
+        "limits": {k: limit for k, limit in limits.items() if limit is not None},
+    }
+    if default is dict:
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Base class of a section of options. Every value has the type of its annotation and lies within its limits.
+
+    A list is accepted for a tuple, a whole number for a number, and for a section a mapping of its options or, where
+    the class names one, the value of its main option: ``zero=2`` is ``zero=Zero(stage=2)``. True and False switch a
+    section that may be None on and off.
+
+    Raises:
+        OptionError: a value of another type, or out of its limits, or one that contradicts another option.
+    """
+
+    MAIN: ClassVar[str | None] = None  # the option for whose value the section may be left out
+
+    def __post_init__(self) -> None:
+        hints, problems = hints_of(type(self)), list[OptionError]()
+        for each in declared(type(self)):
+            value = getattr(self, each.name)
+            try:
+                checked = converted(value, hints[each.name])
+                _check_limits(checked, each.metadata["limits"])
+            except OptionError as error:
+                problems.append(error.within(each.name))
+            except ValueError as error:
+                problems.append(OptionError(each.name, value, str(error)))
+            else:
+                object.__setattr__(self, each.name, checked)
+        if problems:
+            raise together(problems)
+        self.check()
+
+    def check(self) -> None:
+        """Check the options against one another.
+
+        Raises:
+            OptionError: two of them contradict each other.
+        """
+
+    def check_given(self) -> None:
+        """Check that no option of a mapping has its default where it would have no effect.
+
+        Raises:
+            OptionError: one has.
+        """
+
+    def notes(self) -> list[Note]:
+        """Return notes on options that are given and have no effect, those of inner sections too."""
+        found = []
+        for each in declared(type(self)):
+            value, needed = getattr(self, each.name), each.metadata["needs"]
+            if isinstance(value, Options):
+                found += [note.within(each.name) for note in value.notes()]
+            elif needed is not None and self.changes(each.name) and not getattr(self, needed):
+                found.append(Note(each.name, f"does nothing without <{needed}>: give it, or leave <{each.name}> out"))
+        return found
+
+    def plain(self, given: bool = False) -> dict[str, Any]:
+        """Return the options as values that JSON can hold; functions by their names.
+
+        Args:
+            given: leave out options that have their default.
+        """
+        return {
+            each.name: value.plain(given) if isinstance(value, Options) else _plain(value)
+            for each in declared(type(self))
+            for value in [getattr(self, each.name)]
+            if not given or self.changes(each.name)
+        }
+
+    @property
+    def given(self) -> frozenset[str]:
+        """Names of the options that a mapping had from which the section was made, and of those without their default."""
+        named: frozenset[str] = self.__dict__.get("_given", frozenset())
+        return named | {each.name for each in declared(type(self)) if self.changes(each.name)}
+
+    def changes(self, name: str) -> bool:
+        """Return True if an option has another value than its default."""
+        return bool(getattr(self, name) != type(self).default_of(name))
+
+    def changed(self, **values: Any) -> Self:
+        """Return the section with other values for some options."""
+        return replace(self, **values)
+
+    @classmethod
+    def default_of(cls, name: str) -> Any:
+        """Return the default of an option; None if it must be given."""
+        found = cls.__dataclass_fields__[name]
+        if found.default_factory is not MISSING:
+            return found.default_factory()
+        return None if found.default is REQUIRED else found.default
+
+    @classmethod
+    def of(cls, value: Any) -> Self:
+        """Return the section for a value that stands for it: a section, a mapping, or its main option's value.
+
+        Raises:
+            OptionError: as the class; and for a name that is no option, with the nearest one.
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, Mapping):
+            names, problems = [each.name for each in declared(cls)], list[OptionError]()
+            for key in value:
+                if key not in names:
+                    reason = f"there is no {describe(str(key))}; {nearest(str(key), names)}"
+                    problems.append(OptionError("", reason=reason, unknown=str(key)))
+            for each in declared(cls):
+                if is_required(each) and each.name not in value:
+                    problems.append(refusal(f"<{each.name}> is missing: write it"))
+            read = {}
+            for each in declared(cls):
+                if each.metadata["read"] is not None and each.name in value:
+                    try:
+                        read[each.name] = each.metadata["read"](value[each.name])
+                    except ValueError as error:
+                        problems.append(OptionError(each.name, value[each.name], str(error)))
+            if problems:
+                raise together(problems)
+            made = cls(**{**value, **read})
+            object.__setattr__(made, "_given", frozenset(value))
+            made.check_given()
+            return made
+        if cls.MAIN is None or isinstance(value, Options):
+            raise refusal(f"give triax.{cls.__name__}(...), not {describe(value)}")
+        return cls(**{cls.MAIN: value})
+
+
+def declared(section: type[Options]) -> list[Field[Any]]:
+    """Return the fields of a section that are options."""
+    return [each for each in fields(section) if "doc" in each.metadata]
+
+
+def is_required(found: Field[Any]) -> bool:
+    """Return True if an option has no default."""
+    return found.default is MISSING and found.default_factory is MISSING
+
+
+def walk(section: type[Options], prefix: str = "") -> Iterator[tuple[str, type[Options], Any]]:
+    """Yield each option by its path, with the class that declares it and its dataclass field; outer ones first."""
+    inner = []
+    for each in declared(section):
+        path = join(prefix, each.name)
+        yield path, section, each
+        inner += [(path, kind) for kind in sections_in(hints_of(section)[each.name])]
+    for path, kind in inner:
+        yield from walk(kind, path)
+
+
+def sections_in(hint: Any) -> list[type[Options]]:
+    """Return the classes of sections that an annotation names."""
+    kinds = [hint, *get_args(hint)]
+    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Options)]
+
+
+def hints_of(section: type[Options]) -> dict[str, Any]:
+    """Return the annotations of a section's options."""
+    key: Any = section
+    return _hints(key)
+
+
+@functools.cache
+def _hints(section: Any) -> dict[str, Any]:
+    return get_type_hints(section)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, functools.partial):
+        return {"type": _plain(value.func), **_plain(value.keywords)}
+    return getattr(value, "__qualname__", type(value).__qualname__)
+
+
+def converted(value: Any, hint: Any) -> Any:
+    """Return a value in the form of an option's annotation, as ``Options`` accepts it.
+
+    Raises:
+        OptionError: a section that cannot be made of the value.
+        ValueError: another type; the message says what to give.
+    """
+    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if Any in kinds or (value is None and type(None) in kinds):
+        return value
+    sections = [kind for kind in kinds if sections_in(kind)]
+    if isinstance(value, bool) and sections and type(None) in kinds:  # switches an optional section on or off
+        return sections[0].of({}) if value else None
+    if isinstance(value, Options) and any(isinstance(value, kind) for kind in sections):
+        return value
+    if len(sections) == 1 and (isinstance(value, (Mapping, Options)) or len({*kinds} - {type(None)}) == 1):
+        return sections[0].of(value)
+    for kind in kinds:
+        if get_origin(kind) is Literal and any(type(value) is type(each) and value == each for each in get_args(kind)):
+            return value
+        if get_origin(kind) is tuple and isinstance(value, (list, tuple)):
+            return tuple(converted(each, get_args(kind)[0]) for each in value)
+        if get_origin(kind) in (dict, Mapping) and isinstance(value, Mapping):
+            return value
+        if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+            return _in_float32(value)
+        if isinstance(kind, type) and type(value) is kind:
+            return value
+        if callable(value) and kind is Callable:
+            return value
+    raise ValueError(f"give {_wanted(kinds)}, not {describe(value)}")
+
+
+def _in_float32(value: float) -> float:
+    check_number(value)
+    return value
+
+
+def _wanted(kinds: tuple[Any, ...]) -> str:
+    """Return the values that an annotation allows, in words."""
+    words = []
+    for kind in kinds:
+        if get_origin(kind) is Literal:
+            words += [repr(each) for each in get_args(kind)]
+        elif get_origin(kind) is tuple:
+            words.append(f"a list of {_WORDS.get(get_args(kind)[0], 'values').removeprefix('a ')}s")
+        elif kind is type(None):
+            words.append("None")
+        elif get_origin(kind) in (dict, Mapping):
+            words.append("a mapping")
+        else:
+            words.append(_WORDS.get(kind, f"triax.{getattr(kind, '__name__', kind)}(...)"))
+    return " or ".join(words)
+
+
+def _check_limits(value: Any, limits: Mapping[str, float]) -> None:
+    """Check that a number, or each of several, lies within limits.
+
+    Raises:
+        ValueError: a number out of the limits.
+    """
+    signs = {"least": "or more", "above": "above", "most": "or less", "below": "below"}
+    for each in value if isinstance(value, tuple) else (value,):
+        if not isinstance(each, (int, float)) or isinstance(each, bool):
+            continue
+        for kind, limit in limits.items():
+            within = {"least": each >= limit, "above": each > limit, "most": each <= limit, "below": each < limit}[kind]
+            if not within or not math.isfinite(each):
+                shown = f"{limit:,}" if isinstance(limit, int) else f"{limit:g}"
+                words = f"{shown} {signs[kind]}" if kind in ("least", "most") else f"a number {signs[kind]} {shown}"
+                raise ValueError(f"give {words}")

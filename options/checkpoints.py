@@ -1,0 +1,58 @@
+"""Checkpoints: how they are written and read, and when automatically."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..grid.option_error import Note, refusal
+from .base import Options, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoints(Options):
+    """How checkpoints are written and read, and when automatically."""
+
+    folder: str | None = option(
+        None, "Folder in which checkpoints are written and found automatically: a path, or a URI as s3://bucket/run."
+    )
+    every: int | None = option(
+        None,
+        "Save into the folder every so many steps, and on SIGTERM or SIGUSR1 at the end of the current step before "
+        "exiting.",
+        least=1,
+    )
+    keep: int | None = option(
+        None, "Number of automatic checkpoints to keep in the folder; older ones are removed.", least=1
+    )
+    resume: bool = option(False, "Resume from the newest complete checkpoint in the folder, if there is one.")
+    background: bool = option(
+        False, "Write in the background: a save waits for a copy to host memory, and for the previous save."
+    )
+    on_failure: Literal["continue", "stop"] = option(
+        "continue",
+        "If writing fails (a full disk): continue: log it on every rank, return False from save_checkpoint, and keep "
+        "the previous checkpoint; stop: raise an error on every rank.",
+    )
+    verify: bool = option(True, "Check files against their checksums before loading.")
+    patience: float = option(
+        30.0, "Seconds that a rank waits in save_checkpoint or load_checkpoint for the other ranks.", above=0
+    )
+    tag_validation: Literal["ignore", "warn", "fail"] = option(
+        "warn", "If ranks give different tags: ignore: use rank 0's; warn: use it and warn; fail: raise an error."
+    )
+
+    def check(self) -> None:
+        """Check that what is automatic has a folder."""
+        for name in ("every", "keep", "resume"):
+            if getattr(self, name) and self.folder is None:
+                raise refusal(f"<{name}> needs a folder: give <folder> too")
+        if self.keep is not None and self.every is None:
+            raise refusal("<keep> is for automatic checkpoints: give <every> too")
+
+    def notes(self) -> list[Note]:
+        """Return a note on a folder that nothing uses."""
+        if self.folder is not None and self.every is None and not self.resume:
+            text = "does nothing without <every> or <resume>: write one of them, or call save_checkpoint with this "
+            return [Note("folder", f"{text}folder")]
+        return []

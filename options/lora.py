@@ -1,0 +1,24 @@
+"""Low-rank adapters of frozen linear layers (LoRA)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .base import Options, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora(Options):
+    """Train low-rank updates of linear layers, and freeze all other parameters (Hu et al. 2021, arXiv:2106.09685)."""
+
+    MAIN: ClassVar = "rank"
+
+    rank: int = option(8, "Rank r of the updates (PEFT: r).", least=1)
+    alpha: float = option(8.0, "The updates are scaled by alpha / rank (PEFT: lora_alpha).", above=0.0)
+    targets: tuple[str, ...] | str = option(
+        "all-linear",
+        "Names of the layers to adapt, or the ends of their names, in the model or in transformers' model of its "
+        "family; or a regular expression for whole names; all-linear: all but the output layer (PEFT: target_modules).",
+    )
+    rslora: bool = option(False, "Scale by alpha / sqrt(rank) instead (PEFT: use_rslora).")

@@ -1,0 +1,69 @@
+"""Optimizer, learning-rate schedule and gradient compression by name, where a file names them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from ..grid.errors import describe
+from ..grid.option_error import OptionError
+from .base import Options, option
+
+
+@dataclass(frozen=True, init=False)
+class _Named(Options):
+    """A class by its name, and its arguments, which stand beside the name."""
+
+    MAIN: ClassVar = "type"
+
+    type: str = option("", "Name of the class.")
+    arguments: dict[str, Any] = option(dict, "Arguments of the class.")
+
+    def __init__(self, type: str, **arguments: Any) -> None:
+        object.__setattr__(self, "type", type)
+        object.__setattr__(self, "arguments", arguments)
+        self.__post_init__()
+
+    def plain(self, given: bool = False) -> dict[str, Any]:
+        """Return the name and the arguments, as a file has them."""
+        found = super().plain()
+        arguments: dict[str, Any] = found["arguments"]
+        return {"type": self.type, **arguments}
+
+    @classmethod
+    def of(cls, value: Any) -> Self:
+        """Return the section for a name, or for a mapping of ``type`` and the arguments."""
+        if isinstance(value, Mapping):
+            if not isinstance(value.get("type"), str):
+                raise OptionError("type", reason=f"give a name, not {describe(value.get('type'))}")
+            return cls(**value)
+        return super().of(value)
+
+
+@dataclass(frozen=True, init=False)
+class Optimizer(_Named):
+    """Optimizer by name, as ``Optimizer("Muon", lr=0.02)``: of torch.optim, or of triax.
+
+    In Python a function does the same: ``functools.partial(torch.optim.AdamW, lr=1e-3)``. Adafactor needs whole
+    tensors: ZeRO stage 0.
+    """
+
+
+@dataclass(frozen=True, init=False)
+class LRSchedule(_Named):
+    """Learning-rate schedule by name, stepped after each optimizer step.
+
+    WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, ReduceLROnPlateau (which follows the loss), or
+    another class of torch.optim.lr_scheduler, with its arguments.
+    """
+
+
+@dataclass(frozen=True, init=False)
+class GradientCompression(_Named):
+    """GradientCompression of the sum of gradients by name, for ZeRO stages 0 and 1.
+
+    ``topk`` sends the largest elements (Lin et al. 2018), ``powersgd`` low-rank matrices (Vogels et al. 2019), and
+    ``sparse_rows`` the rows of embeddings' gradients that are not zero. The arguments are those of ``TopK`` and
+    ``PowerSGD``, which do the same in Python.
+    """

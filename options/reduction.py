@@ -1,0 +1,42 @@
+"""How gradients are summed over replicas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..grid.checks import LARGEST
+from ..grid.option_error import refusal
+from .base import Options, option
+from .precision import Dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientReduction(Options):
+    """The sum of gradients over replicas: its dtype and its factors."""
+
+    op: Literal["mean", "sum"] = option(
+        "mean",
+        "Combine the gradients of the replicas, each the mean over its own samples, by their mean, or by their sum, "
+        "which is as many times larger as there are replicas.",
+    )
+    dtype: Dtype | None = option(None, "Dtype in which gradients are summed; None: that in which they are accumulated.")
+    low_precision_modules: tuple[str, ...] | None = option(
+        None,
+        "Classes of modules (torch.nn.Linear) whose gradients are summed in autocast's dtype, and the others' in the "
+        "dtype of accumulation. None: dtype sets it for all.",
+    )
+    prescale: bool = option(
+        False,
+        "Divide gradients by the number of replicas before they are summed, so that the sum does not overflow in a "
+        "narrow dtype. The step is the same: the division by the batch's weight undoes it.",
+    )
+    predivide: float = option(1.0, "Divide gradients by this number before they are summed.", above=0, most=LARGEST)
+
+    def check(self) -> None:
+        """Check that one option sets the dtype."""
+        if self.dtype and self.low_precision_modules:
+            raise refusal(
+                "<dtype> and <low_precision_modules> both set the dtype in which gradients are summed over "
+                "replicas: give one of them",
+            )

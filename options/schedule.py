@@ -1,0 +1,40 @@
+"""Choice of the pipeline schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from ..grid.option_error import OptionError
+from .base import Options, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleOptions(Options):
+    """Pipeline schedule by name, and what a search for one takes into account."""
+
+    MAIN: ClassVar = "name"
+
+    name: str = option("1f1b", "Name of a schedule, auto (search for one), or path of a .csv or .json file.")
+    value: Any = option(None, "The schedule itself, a triax.Schedule for these ranks and microbatches.")
+    chunks: int | None = option(None, "Stages per rank; None: as the model or the schedule has them.", least=1)
+    costs: tuple[float, ...] = option(
+        (1.0, 1.0, 1.0), "For auto: measured times of F, I, W and a message, in any unit.", least=0
+    )
+    memory: float | None = option(
+        None,
+        "For auto: limit of activations per rank, in units of one microbatch through 1/pipe of the model.",
+        above=0,
+    )
+
+    @classmethod
+    def of(cls, value: Any) -> Self:
+        """Return the section for a name, a mapping, or a schedule."""
+        if hasattr(value, "orders") and hasattr(value, "placement"):
+            return cls(name=value.name, value=value)
+        return super().of(value)
+
+    def check(self) -> None:
+        """Check the number of costs."""
+        if not 3 <= len(self.costs) <= 4:
+            raise OptionError("costs", self.costs, "give the times of F, I and W, and of a message if you know it")

@@ -1,0 +1,45 @@
+"""Tables of options: every one with its default and meaning, for the pages of the documentation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator
+from dataclasses import Field
+from typing import Any
+
+from .base import Options, declared, hints_of, is_required, sections_in
+
+
+def rows(
+    section: type[Options], prefix: str = "", whole: Collection[type[Options]] = ()
+) -> Iterator[tuple[str, type[Options], Field[Any]]]:
+    """Yield each option by its path, those of inner sections in their place.
+
+    Args:
+        section: the section.
+        prefix: what each path begins with.
+        whole: sections that are yielded as one option.
+    """
+    for each in declared(section):
+        inner = next(iter(sections_in(hints_of(section)[each.name])), None)
+        if inner is None or inner in whole:
+            yield prefix + each.name, section, each
+        else:
+            yield from rows(inner, f"{prefix}{each.name}.", whole)
+
+
+def markdown(section: type[Options], whole: Collection[type[Options]] = ()) -> str:
+    """Return a Markdown table of every option: key, default, meaning.
+
+    Args:
+        section: the section.
+        whole: sections of which the table has one row.
+    """
+    lines = ["| key | default | meaning |", "|---|---|---|"]
+    for path, owner, found in rows(section, whole=whole):
+        default = owner.default_of(found.name)
+        hidden = is_required(found) or isinstance(default, Options)
+        shown = "" if hidden else f"`{json.dumps(default)}`"
+        text = found.metadata["doc"].replace("|", "\\|")
+        lines.append(f"| `{path}` | {shown} | {text}{'' if text.endswith('.') else '.'} |")
+    return "\n".join(lines)
