@@ -4,8 +4,8 @@ This is the front door and nothing else. `import triax` costs nothing and needs 
 imported from its own module when it is first used.
 """
 
-from .grid import VERSION
-from .grid.lazy import attach
+from .base import VERSION
+from .base.lazy import attach
 
 __version__ = VERSION
 

@@ -100,12 +100,11 @@ def blocks(options: Any) -> tuple[triax.Grid, Any, int, Callable[[], None]]:
 def main_job(_: Any) -> tuple[triax.Grid, Any, int, Callable[[], None]]:
     """The GPT that examples/train_gpt.py trains by default, on 2 stages x 2 replicas x 2 tensor shards."""
     grid = triax.Grid(pipe=2, data=2, tensor=2)
-    options = train_gpt.parse(["--pipe", "2", "--data", "2", "--tensor", "2"])
-    job = resolve(train_gpt.training_file(options, {"training": "none"}))
-    config = {**job.engine, "checkpoint": {"async": True}}
-    del config["json_monitor"], config["timeline"]
+    given = train_gpt.parse(["--pipe", "2", "--data", "2", "--tensor", "2"])
+    job = resolve(train_gpt.training_file(given, {"training": "none"}))
+    options = job.options.changed(checkpoint=triax.Checkpoints(background=True), monitor=triax.Monitoring())
     module = build_module(job, grid)
-    trained, *_ = triax.initialize(model=module, model_parameters=parameter_groups(job, module), config=config)
+    trained = triax.Engine(module, options, parameters=parameter_groups(job, module))
     rows = torch.randint(256, (job.batch.micro, job.sequence + 1), generator=torch.Generator().manual_seed(0))
     batches = iter(lambda: (rows[:, :-1], rows[:, 1:]), None)
 

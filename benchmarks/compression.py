@@ -23,72 +23,58 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
+import torch
 from corpus import find, tokens
 from train_gpt import parse as parse_training
 from train_gpt import training_file
 
-from triax.engine import read_config
+from triax import DiLoCo, GradientReduction, LocalSGD, Optimizer, Zero
+from triax.base.errors import ConfigError
 from triax.grid.environment import read_environment
-from triax.grid.errors import ConfigError
 from triax.launcher.launch import launch
 from triax.train.job import Job, resolve
 from triax.train.loop import TrainingRun
+from triax.zero import PowerSGD, TopK
 
-Adam = dict[str, Any]
-EACH = "each"  # a batch each
 BEGIN, END = "<!-- benchmarks/compression.py -->", "<!-- end -->"
 
-# name -> what it adds to the configuration, given the uncompressed run's Adam and the number of steps. Top-k clips each
+
+def changed(adam: Optimizer, name: str = "AdamW", **arguments: Any) -> Optimizer:
+    """An optimizer with the arguments of another one, and some more."""
+    return Optimizer(name, **adam.arguments | arguments)
+
+
+# name -> options in place of those of the uncompressed run, given its Adam and the number of steps. Top-k clips each
 # replica's gradient before it is kept, as its paper does, and its Adam has a variance that lasts as long as elements
 # wait for their turn. Each of DiLoCo's replicas has the batch that the run beside it has in all, as Douillard et al.
 # have it; "shared": a part of that, as in the other rows. "lamb" is 1-bit LAMB that never leaves its warm-up.
-METHODS: dict[str, Callable[[Adam, int], dict[str, Any]]] = {
+METHODS: dict[str, Callable[[Optimizer, int], dict[str, Any]]] = {
     "none": lambda adam, steps: {},
     "none (another seed)": lambda adam, steps: {"seed": 1},
-    "fp16": lambda adam, steps: {"gradient_compression": {"type": "fp16"}},
-    "bf16": lambda adam, steps: {"gradient_compression": {"type": "bf16"}},
+    "fp16": lambda adam, steps: {"reduction": GradientReduction(dtype="fp16")},
+    "bf16": lambda adam, steps: {"reduction": GradientReduction(dtype="bf16")},
     "topk": lambda adam, steps: {
-        "optimizer": {"type": "AdamW", "params": {**adam, "betas": [0.9, 0.999]}},
-        "gradient_clipping": 0.0,
-        "gradient_compression": {
-            "type": "topk",
-            "ratio": 0.01,
-            "start_step": 2 * steps // 3,
-            "warmup_steps": steps // 6,
-            "clip": 1.0,
-            "values": "fp16",
-        },
+        "optimizer": changed(adam, betas=[0.9, 0.999]),
+        "clip": None,
+        "compression": TopK(
+            ratio=0.01, start_step=2 * steps // 3, warmup_steps=steps // 6, clip=1.0, values=torch.float16
+        ),
     },
-    "powersgd": lambda adam, steps: {
-        "gradient_compression": {"type": "powersgd", "rank": 4, "start_step": steps // 10}
-    },
-    "onebit-adam": lambda adam, steps: {
-        "optimizer": {"type": "OneBitAdam", "params": {**adam, "freeze_step": steps // 3}}
-    },
-    "zero-one-adam": lambda adam, steps: {"optimizer": {"type": "ZeroOneAdam", "params": adam}},
-    "lamb": lambda adam, steps: {"optimizer": {"type": "OneBitLamb", "params": {**adam, "freeze_step": steps}}},
-    "onebit-lamb": lambda adam, steps: {
-        "optimizer": {"type": "OneBitLamb", "params": {**adam, "freeze_step": steps // 3}}
-    },
-    "zero-3": lambda adam, steps: {"zero_optimization": {"stage": 3}},
-    "zero++": lambda adam, steps: {
-        "zero_optimization": {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True}
-    },
-    "local-sgd": lambda adam, steps: {"local_updates": {"type": "local_sgd", "every": 10}},
-    "diloco": lambda adam, steps: {"train_batch_size": EACH, "local_updates": {"type": "diloco", "every": 50}},
-    "diloco (shared)": lambda adam, steps: {
-        "local_updates": {"type": "diloco", "every": 50, "outer_lr": 0.8, "outer_momentum": 0.4}
-    },
+    "powersgd": lambda adam, steps: {"compression": PowerSGD(rank=4, start_step=steps // 10)},
+    "onebit-adam": lambda adam, steps: {"optimizer": changed(adam, "OneBitAdam", freeze_step=steps // 3)},
+    "zero-one-adam": lambda adam, steps: {"optimizer": changed(adam, "ZeroOneAdam")},
+    "lamb": lambda adam, steps: {"optimizer": changed(adam, "OneBitLamb", freeze_step=steps)},
+    "onebit-lamb": lambda adam, steps: {"optimizer": changed(adam, "OneBitLamb", freeze_step=steps // 3)},
+    "zero-3": lambda adam, steps: {"zero": Zero(stage=3)},
+    "zero++": lambda adam, steps: {"zero": Zero(stage=3, quantized_weights=True, quantized_gradients=True)},
+    "local-sgd": lambda adam, steps: {"local_updates": LocalSGD(every=10)},
+    "diloco": lambda adam, steps: {"local_updates": DiLoCo(every=50)},
+    "diloco (shared)": lambda adam, steps: {"local_updates": DiLoCo(every=50, outer_lr=0.8, outer_momentum=0.4)},
     "diloco (shared; from a third on)": lambda adam, steps: {
-        "local_updates": {
-            "type": "diloco",
-            "every": 50,
-            "start_step": steps // 3,
-            "outer_lr": 1.0,
-            "outer_momentum": 0.5,
-        }
+        "local_updates": DiLoCo(every=50, start_step=steps // 3, outer_lr=1.0, outer_momentum=0.5)
     },
 }
+WHOLE_BATCH = ("diloco",)  # each replica has a whole batch
 
 
 def main() -> None:
@@ -104,17 +90,11 @@ def main() -> None:
         raise SystemExit(f"there is no method {unknown[0]!r}: choose from {', '.join(METHODS)}")
     for name in wanted:
         job = configured(options, data, name)
-        config = job.engine
-        if read(file, settings).get(name, {}).get("config") == config and not given.again:
-            continue
-        try:
-            job = replace(job, config=read_config(config))
-        except ConfigError as error:
-            keep(file, settings, name, {"config": config, "refused": str(error)})
+        if read(file, settings).get(name, {}).get("options") == plain(job) and not given.again:
             continue
         code = launch(train, job, name, file, settings, ranks=given.data, topology=job.topology)
         if code:
-            keep(file, settings, name, {"config": config, "refused": f"it failed, with exit code {code}"})
+            keep(file, settings, name, {"options": plain(job), "refused": f"it failed, with exit code {code}"})
     text = table(read(file, settings))
     print(text)
     if given.table is not None:
@@ -167,14 +147,23 @@ def training_options(given: argparse.Namespace) -> argparse.Namespace:
 
 
 def configured(options: argparse.Namespace, data: dict[str, Any], name: str) -> Job:
-    """The run of a method, with the whole configuration of its engine."""
-    job = resolve(training_file(options, data))
-    base = {key: value for key, value in job.engine.items() if key != "json_monitor"}
-    config = {**base, **METHODS[name](base["optimizer"]["params"], options.steps)}
-    if config["train_batch_size"] == EACH:
-        config["train_batch_size"] = options.batch * options.data
-    own = argparse.Namespace(**{**vars(options), "seed": config["seed"], "batch": config["train_batch_size"]})
-    return replace(resolve(training_file(own, data)), engine=config)
+    """The run of a method, with all options of its engine."""
+    own = argparse.Namespace(**vars(options))
+    if name in WHOLE_BATCH:
+        own.batch *= options.data
+    job = resolve(training_file(own, data))
+    adam = job.options.optimizer
+    assert isinstance(adam, Optimizer)
+    silent = job.options.monitor.changed(json=None)
+    found = job.options.changed(monitor=silent, **METHODS[name](adam, options.steps))
+    own.seed = found.seed
+    return replace(resolve(training_file(own, data)), options=found)
+
+
+def plain(job: Job) -> dict[str, Any]:
+    """The options of a run's engine, as a JSON file has them."""
+    found: dict[str, Any] = json.loads(json.dumps(job.options.plain(given=True)))
+    return found
 
 
 def train(job: Job, name: str, file: Path, settings: dict[str, Any]) -> None:
@@ -184,7 +173,7 @@ def train(job: Job, name: str, file: Path, settings: dict[str, Any]) -> None:
     except ConfigError as error:
         environment = read_environment()
         if environment is None or environment.rank == 0:
-            keep(file, settings, name, {"config": job.engine, "refused": str(error)})
+            keep(file, settings, name, {"options": plain(job), "refused": str(error)})
         return
 
     engine, first = run.engine, run.grid.rank == 0
@@ -201,7 +190,7 @@ def train(job: Job, name: str, file: Path, settings: dict[str, Any]) -> None:
     if first:
         late = sent[-max(1, job.steps // 3) :]
         result = {
-            "config": job.engine,
+            "options": plain(job),
             "validation": validation,
             "training": sum(losses[-20:]) / len(losses[-20:]),
             "bytes": sum(sent) / len(sent),

@@ -14,8 +14,8 @@ from itertools import count
 import torch
 from torch import Tensor
 
+from ..base.errors import CheckpointError
 from ..grid import Grid
-from ..grid.errors import CheckpointError
 from ..grid.ranges import Spans, shape_of
 from .format.remote import Folder
 from .lineage import Lineage

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from ..grid.errors import CheckpointError
+from ..base.errors import CheckpointError
 from .format import folder as folders
 from .format.lock import FolderLock, RemoteLock
 from .format.remote import Folder, RemotePath

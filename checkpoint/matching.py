@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
+from ..base.errors import CheckpointError
 from ..grid import Grid
-from ..grid.errors import CheckpointError
 from .protocol import BUFFERS, WEIGHTS, Snapshot
 
 Shape = tuple[int, ...]

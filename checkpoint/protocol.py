@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..base.json_values import decode, encode
 from ..grid import Grid, Layout
-from ..grid.json_values import decode, encode
 from ..grid.layout import FlatRange
 from ..grid.ranges import Spans, boxes_of_range, everything, overlap, shape_of, within
 

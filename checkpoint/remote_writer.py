@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from ..base.errors import CheckpointError
 from ..grid import Grid
-from ..grid.errors import CheckpointError
 from .format.folder import LATEST, note_saved
 from .format.index import NAME, checksum
 from .format.remote import Folder, RemotePath

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from ..base.errors import ArgumentError, CheckpointError
 from ..grid import Grid
-from ..grid.errors import ArgumentError, CheckpointError
 
 _WRONG = "\n"  # what a rank sends before its error in place of its call
 

@@ -9,10 +9,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from ..base.errors import CheckpointError
+from ..base.safetensors import TensorStream
 from ..grid import Grid
-from ..grid.errors import CheckpointError
 from ..grid.ranges import everything, shape_of
-from ..grid.safetensors import TensorStream
 from .format import folder as folders
 from .format.index import NAME, Index, StoredBox, StoredFile, StoredTensor, box_name, checksum, read_index, save_name
 from .format.remote import Folder

@@ -3,6 +3,8 @@
 main.py: the command itself, and how errors are printed.
 output.py: printed lines that quote files, without their control characters.
 memory.py: ``triax memory``, bytes of each pipe rank by kind, on paper.
+plan.py: ``triax plan``, the fastest layouts that fit on a cluster, and the reasons.
+grid.py: ``triax grid``, the place of each rank on a grid, and what it holds.
 run.py: ``triax run``, a script on many processes or hosts.
 foreign_options.py: options of ``deepspeed`` and ``horovodrun`` that ``triax run`` refuses or ignores, with the reason.
 env.py: ``triax env``, versions, devices and backends of this machine, and what is missing for what.

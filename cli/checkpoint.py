@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..grid.errors import CheckpointError, ConfigError, escaped
-from ..grid.files import read_text
+from ..base.errors import CheckpointError, ConfigError, escaped
+from ..base.files import read_text
 from .output import echo
 
 if TYPE_CHECKING:
@@ -107,10 +107,10 @@ def export(
 
     This is DeepSpeed's zero_to_fp32: without --dtype, master weights are written as they were saved, in fp32.
     """
+    from ..base.dtypes import TORCH_NAMES
     from ..checkpoint.convert.export import export as write
     from ..checkpoint.convert.formats import export_model, exporter
     from ..checkpoint.format.folder import verify as problems
-    from ..grid.dtypes import TORCH_NAMES
 
     if dtype is not None and (dtype not in TORCH_NAMES or not TORCH_NAMES[dtype].is_floating_point):
         raise ConfigError(f"--dtype is {dtype}, but it must be float32, float64, bfloat16 or float16.")
@@ -299,11 +299,11 @@ def differences(a: Snapshot, b: Snapshot) -> list[str]:
 
 
 def _open(where: str) -> Reader:
+    from ..base.errors import CorruptError
     from ..checkpoint.format.folder import last, readable_path
     from ..checkpoint.format.index import NAME, read_index
     from ..checkpoint.format.remote import folder_at
     from ..checkpoint.reader import Reader
-    from ..grid.errors import CorruptError
 
     found = path = folder_at(where)
     try:

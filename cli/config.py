@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..grid.errors import ConfigError
+from ..base.errors import ConfigError
 from .output import echo
 
 
@@ -23,7 +23,7 @@ def config(
     """Check a configuration, and print it with every default and all three batch sizes filled in."""
     if sum((file is not None, schema, table)) != 1:
         raise ConfigError("Give one of a FILE to check, --schema and --table.")
-    from ..config.resolved import json_schema, markdown
+    from ..compat.deepspeed.config.resolved import json_schema, markdown
 
     if schema:
         typer.echo(json.dumps(json_schema(), indent=2))
@@ -36,10 +36,10 @@ def config(
 
 def _check(file: Path, data: int) -> None:
     """Check a file and print it resolved. What a Trainer fills in stays "auto", and is explained."""
+    from ..base.json_comments import read
+    from ..compat.deepspeed.config.config import batch_sizes
+    from ..compat.deepspeed.from_config import read_config, resolve_config  # needs torch
     from ..compat.huggingface.auto_values import trainer_values
-    from ..config.config import batch_sizes
-    from ..config.json_comments import read
-    from ..engine.initialize import read_config, resolve_config  # needs torch
 
     source = read(file)
     given, origins = trainer_values(source) if isinstance(source, dict) else (source, {})

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..grid.errors import ConfigError, CorruptError
+from ..base.errors import ConfigError, CorruptError
 from ..launcher.launch import cores
 from .generate import printable
 from .output import echo

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from ..grid.errors import to_install
+from ..base.errors import to_install
 
 # Package -> what needs it, and how to install it.
 _OPTIONAL = {
@@ -48,7 +48,7 @@ def env() -> None:
 
 
 def _versions() -> Iterator[tuple[str, str]]:
-    from ..grid import VERSION
+    from ..base import VERSION
 
     yield "triax", f"{VERSION}, in {Path(__file__).resolve().parent.parent}"
     yield "python", f"{platform.python_version()} on {platform.platform()}"

@@ -7,7 +7,7 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from ..grid.errors import ConfigError
+from ..base.errors import ConfigError
 
 _GLOO = "ranks communicate through NCCL on GPUs and gloo on CPUs"
 _RESPONSES = "there are no negotiated responses to cache or fuse: hvd.DistributedOptimizer fuses by buckets"

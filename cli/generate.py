@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
+from ..base.errors import ConfigError
+from ..base.files import read_object
 from ..grid.environment import read_environment
-from ..grid.errors import ConfigError
-from ..grid.files import read_object
 from ..grid.topology import Topology
 from ..inference.text import BYTES, Tokenizer
 from ..launcher.launch import launch, user_error

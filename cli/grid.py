@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..grid.errors import ConfigError, to_install
+from ..base.errors import ConfigError, to_install
 from ..grid.topology import Topology
 from ..pipe.partition import uniform
 

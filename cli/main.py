@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..grid import VERSION
-from ..grid.errors import ConfigError
+from ..base import VERSION
+from ..base.errors import ConfigError
 from .checkpoint import checkpoint
 from .config import config
 from .data import data

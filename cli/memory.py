@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..grid.errors import ConfigError
+from ..base.errors import ConfigError
 from ..plan.formulas import BYTES, STATES, ModelStates, model_states
 from .plan import TRAINING_FILES, model_of, parse_layout
 

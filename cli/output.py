@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from ..grid.errors import escaped
+from ..base.errors import escaped
 
 
 def echo(text: str = "", err: bool = False) -> None:

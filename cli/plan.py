@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..grid.errors import ConfigError, nearest, no_such
-from ..grid.files import read_object
+from ..base.errors import ConfigError, nearest, no_such
+from ..base.files import read_object
 
 # All else is imported where it is used: `triax --help` needs none of it.
 if TYPE_CHECKING:

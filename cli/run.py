@@ -14,9 +14,9 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from ..base.errors import ConfigError
+from ..base.files import read_text
 from ..grid.environment import given_threads
-from ..grid.errors import ConfigError
-from ..grid.files import read_text
 from ..launcher.hosts import (
     Hosts,
     Slots,
@@ -46,7 +46,7 @@ _LOCAL_RANK = re.compile(r"""add_argument\(\s*["'](--local[_-]rank)["']""")
 # DeepSpeed's launchers that start the ranks themselves: what to type.
 _STARTERS = dict.fromkeys(("openmpi", "mpich", "impi", "mvapich"), "start the script with mpirun -np N python SCRIPT")
 _STARTERS["slurm"] = "start the script with srun -n N python SCRIPT"
-_PRELOAD = ("triax.engine.initialize", "triax.pipe", "triax.tensor_parallel")
+_PRELOAD = ("triax.compat.deepspeed.from_config", "triax.pipe", "triax.tensor_parallel")
 
 
 def run(

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..grid.errors import escaped
+from ..base.errors import escaped
 from ..pipe.program.draw import chrome_trace, picture, text
 from ..pipe.program.schedule import Schedule
 from ..pipe.program.simulate import Costs, Simulation, simulate

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from ..grid.errors import ConfigError
+from ..base.errors import ConfigError
 
 if TYPE_CHECKING:
     from ..train.job import Job

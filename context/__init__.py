@@ -14,6 +14,6 @@ part_loss.py: loss of a part of the sequences.
 sparse_layers.py: these masks for the attention layers of a model.
 """
 
-from ..grid.lazy import attach
+from ..base.lazy import attach
 
 __getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..base.autograd import cast, product_dtype
+from ..base.uncompiled import uncompiled
 from ..grid import Grid
-from ..grid.autograd import cast, product_dtype
 from ..grid.comm.axis import Axis
 from ..grid.ranges import split
-from ..grid.uncompiled import uncompiled
 from .gather_keys import gather_attention
 from .mask import Mask, on_cpu
 from .order import local_length

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..base.uncompiled import uncompiled
 from ..grid.comm.axis import Axis
-from ..grid.uncompiled import uncompiled
 
 Runs = tuple[tuple[int, int], ...]  # ranges of consecutive positions, (start, stop) each, in increasing order
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..base.errors import AgreedError
 from ..grid.comm.axis import Axis
-from ..grid.errors import AgreedError
 from ..grid.loss_pair import sum_and_weight
 
 

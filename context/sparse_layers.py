@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..base.errors import ConfigError
 from ..grid import Grid
-from ..grid.errors import ConfigError
 from .sparsity import make_sparsity
 
 

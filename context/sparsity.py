@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..grid.random import derive, uniform
+from ..randomness.random import derive, uniform
 
 
 @dataclass(frozen=True, kw_only=True)

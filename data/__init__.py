@@ -16,6 +16,6 @@ Loaders:
     dataloader.py: the loader of other data sets: BatchOrder (order by seed and epoch), Loader, RepeatingLoader
 """
 
-from ..grid.lazy import attach
+from ..base.lazy import attach
 
 __getattr__, __dir__, __all__ = attach(__name__, __file__)

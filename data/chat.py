@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..grid.errors import ConfigError
+from ..base.errors import ConfigError
 from .sources import BadDocument
 from .token_file import Array
 from .tokenizer import BYTES, load_transformers

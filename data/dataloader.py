@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
-from ..grid.checks import check_seed
-from ..grid.random import derive
+from ..base.checks import check_seed
+from ..randomness.random import derive
 from .token_data import TokenData
 from .token_loader import TokenLoader
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..grid.errors import ConfigError
+from ..base.errors import ConfigError
 from .packing import DocumentRows
 from .token_file import Array
 

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..grid.errors import CorruptError
-from ..grid.random import derive
+from ..base.errors import CorruptError
+from ..randomness.random import derive
 from .token_file import Array
 from .token_folder import TokenFolder
 

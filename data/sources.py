@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..grid.errors import ConfigError, nearest, to_install
+from ..base.errors import ConfigError, nearest, to_install
 
 FORMATS = ("text", "jsonl", "parquet", "arrow")
 UNITS = {"text": "line", "jsonl": "line", "parquet": "row", "arrow": "row"}

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..grid.errors import ConfigError, nearest
+from ..base.errors import ConfigError, nearest
 from .mixture import Mixture, Rows
 from .packing import PACKINGS, DocumentRows
 from .token_file import Array

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..grid.errors import CorruptError
+from ..base.errors import CorruptError
 
 Array = NDArray[Any]
 

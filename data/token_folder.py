@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ..grid.errors import ConfigError, CorruptError
-from ..grid.files import open_file, parse_json, read_bytes
+from ..base.errors import ConfigError, CorruptError
+from ..base.files import open_file, parse_json, read_bytes
 from .token_file import Array, TokenFile, write_atomically
 
 NAME = "index.json"

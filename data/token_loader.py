@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..grid.checks import check_seed
-from ..grid.errors import ConfigError
+from ..base.checks import check_seed
+from ..base.errors import ConfigError
 from .mixture import Rows
 from .packing import IGNORED
 

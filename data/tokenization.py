@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from ..grid.errors import ConfigError, nearest
+from ..base.errors import ConfigError, nearest
 from .chat import ChatTemplate
 from .sources import SPLITS, UNITS, BadDocument, Part, Reading, cut, documents, find_sources, lines_before
 from .token_file import DTYPES, Array, token_dtype, write_atomically, write_tensors

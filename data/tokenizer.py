@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ..grid.errors import ConfigError, to_install
-from ..grid.files import read_object
+from ..base.errors import ConfigError, to_install
+from ..base.files import read_object
 from .sources import UNITS, BadDocument, Part, Reading, SourceFile, documents
 from .token_file import Array
 from .token_folder import TokenizerFacts

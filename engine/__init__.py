@@ -1,7 +1,8 @@
-"""Training engines: ``triax.initialize``, and the classes that it returns. This folder joins the parts of lower levels.
+"""Training engines: ``triax.Engine`` and its two kinds. This folder joins the parts of lower levels.
 
-initialize.py         ``initialize``: from a model and a configuration to an engine
-base.py               Engine: batch sizes, weights by name, DeepSpeed's accessors; the base class of the next two
+base.py               Engine: from a model and options to its parts; weights by name; the base class of both kinds
+engines.py            Engine with both of its kinds
+kinds.py              which of the two kinds a model needs
 pipeline_engine.py    PipelineEngine: ``train_batch`` and ``eval_batch`` of a ``PipelineModule``
 module_engine.py      ModuleEngine: forward, ``backward`` and ``step`` of any ``nn.Module``
 optimizer_step.py     OptimizerStep: sums loss and norm over ranks, divides once by the weight of the batch, steps
@@ -10,10 +11,10 @@ named_parameters.py   parameters with their whole-model names
 observer.py           records, prints and traces steps
 instrument.py         autocast, profilers and loggers around an engine's methods
 snapshot/             saving and loading: from an engine to a Snapshot and back
-setup/                from the configuration to the parts of an engine: precision, ZeRO's options, recomputation
+setup/                from options to the parts of an engine: precision, ZeRO's options, recomputation
 accounting/           memory and traffic of a rank, counted beside the formulas; the profile of a step
 """
 
-from ..grid.lazy import attach
+from ..base.lazy import attach
 
 __getattr__, __dir__, __all__ = attach(__name__, __file__)

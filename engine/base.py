@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple, Self, Unpack
@@ -17,18 +18,18 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
+from ..agreement.agreement import agreed, totals
+from ..base.checks import check_count, check_kind, check_path
+from ..base.dtypes import dtype_of
+from ..base.errors import ConfigError
+from ..base.option_error import Note
 from ..checkpoint.protocol import Snapshot
 from ..context.sparse_layers import set_sparse_attention
 from ..data.dataloader import Loader, TokenLoader, make_loader
 from ..data.token_data import TokenData
 from ..grid import Grid
-from ..grid.agreement import agreed, totals
 from ..grid.assemble import Shard, assemble
-from ..grid.checks import check_count, check_kind, check_path
 from ..grid.comm.traffic import Sent
-from ..grid.dtypes import dtype_of
-from ..grid.errors import ConfigError
-from ..grid.option_error import Note
 from ..grid.replica_grid import ReplicaGrid
 from ..moe.auxiliary_steps import AuxiliarySteps
 from ..monitor.method_hooks import hook_method
@@ -74,6 +75,10 @@ from .snapshot.local_updates import ReplicaCheckpoints
 NO_OPTIMIZER = (
     "there is no optimizer, so the engine cannot train: pass optimizer=..., such as "
     "functools.partial(torch.optim.AdamW, lr=1e-3), or name one in the configuration"
+)
+
+_FOREIGN_MEMBERS = (
+    "triax.engine_members"  # the entry points of adapters: a member's name there -> function of the engine
 )
 
 
@@ -212,6 +217,13 @@ class Engine:
         self._warn(*(Note("", each) for each in (lr_note, untrained) if each is not None))
         self._warn(unsharded_note(self.data_axis), one_replica_note(options.zero, grid.data_context.size))
         self.observer.install()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a member under another library's name, if an adapter has one: an engine has no other such member."""
+        for adapter in () if name.startswith("_") else entry_points(group=_FOREIGN_MEMBERS):
+            if name in (members := adapter.load()):
+                return members[name](self)
+        return object.__getattribute__(self, name)  # raises the error again: a property's own, where it has failed
 
     @classmethod
     def trains(cls, model: Any) -> bool:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..base.dtypes import dtype_of
 from ..grid.comm.timeline_recorder import TimelineRecorder
-from ..grid.dtypes import dtype_of
 from ..monitor.method_hooks import Hook, hook_method
 from ..monitor.trace import comms_logger
 from ..pipe.backward import Deferred, SplitBackward

@@ -20,16 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..agreement.agreement import number, totals
+from ..agreement.failure import all_or_none
+from ..base.checks import check_flag, check_positive
+from ..base.errors import AgreedError, ConfigError
+from ..base.nest import map_tensors
+from ..base.option_error import Note
 from ..context.part_loss import share_of_mean
 from ..grid import Grid
-from ..grid.agreement import number, totals
-from ..grid.checks import check_flag, check_positive
 from ..grid.comm.traffic import Sent
-from ..grid.errors import AgreedError, ConfigError
-from ..grid.failure import all_or_none
-from ..grid.nest import map_tensors
-from ..grid.option_error import Note
-from ..grid.random import DropoutState, bind_dropout, set_dropout_samples
 from ..moe.auxiliary_steps import AuxiliarySteps, bind_auxiliary
 from ..optim.loss_scale import process_scales, rescaled
 from ..optim.schedulers import advance_schedule
@@ -37,6 +36,7 @@ from ..options.engine import EngineOptions
 from ..options.schedule import ScheduleOptions
 from ..pipe.microbatches import require_equal_shapes
 from ..pipe.module import PipelineModule
+from ..randomness.random import DropoutState, bind_dropout, set_dropout_samples
 from ..zero.modules.backward_passes import BackwardPasses
 from ..zero.modules.broadcast import broadcast_weights
 from ..zero.modules.leaf_modules import set_listed_leaf_modules
@@ -75,8 +75,6 @@ class ModuleEngine(Engine):
     """
 
     micro_steps = 0
-
-    module: nn.Module
 
     @classmethod
     def trains(cls, model: Any) -> bool:
@@ -483,7 +481,11 @@ class ModuleEngine(Engine):
         module = self.__dict__.get("module")
         if module is not None and hasattr(module, name):
             return getattr(module, name)
-        raise AttributeError(f"neither {type(self).__name__} nor its {type(module).__name__} has {name!r}")
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            text = f"neither {type(self).__name__} nor its {type(module).__name__} has {name!r}"
+            raise AttributeError(text, name=name, obj=self) from error
 
     def _missing_scale(self) -> float:
         return self._scales.missing(self.optimizer_step.scale, self._scaled_by_user)
@@ -546,8 +548,8 @@ class ModuleEngine(Engine):
         """
         if self.microbatch:
             raise ConfigError(
-                f"{self.options.say('<set_batch_size>')} was called after {self.microbatch} microbatches of a step: call it after "
-                "engine.step() has ended the step"
+                f"{self.options.say('<set_batch_size>')} was called after {self.microbatch} microbatches of a step: "
+                "call it after engine.step() has ended the step"
             )
         super().set_batch_size(size, microbatch)
         self._mark_last()

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..agreement.agreement import agreed
+from ..base.checks import check_path
+from ..base.errors import ConfigError
+from ..base.records import Records, append
 from ..grid import Grid
-from ..grid.agreement import agreed
-from ..grid.checks import check_path
 from ..grid.comm.clock import Clock, Mark
-from ..grid.errors import ConfigError
-from ..grid.records import Records, append
 from ..monitor.files import RUN, TIMELINE
 from ..monitor.method_hooks import hook_method
 from ..monitor.mfu import MfuMeter, slowest_peak, tokens_in

@@ -15,7 +15,8 @@ from collections.abc import Callable, Collection, Sequence
 
 from torch import Tensor
 
-from ..grid import Grid, agreement
+from ..agreement import agreement
+from ..grid import Grid
 from ..optim.loss_scale import LossScaler
 from ..optim.nonfinite import MicrobatchLosses, NonFinitePolicy
 from ..options.engine import EngineOptions

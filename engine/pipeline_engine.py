@@ -15,14 +15,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from ..agreement.agreement import mean, totals
+from ..agreement.failure import all_or_none
+from ..base.checks import check_count
+from ..base.errors import AgreedError, ConfigError
+from ..base.option_error import Note, OptionError
 from ..data.dataloader import RepeatingLoader
 from ..grid import Grid, layout_of
-from ..grid.agreement import mean, totals
 from ..grid.assemble import assemble
-from ..grid.checks import check_count
-from ..grid.errors import AgreedError, ConfigError
-from ..grid.failure import all_or_none
-from ..grid.option_error import Note, OptionError
 from ..moe.auxiliary_steps import AuxiliarySteps
 from ..optim.schedulers import advance_schedule
 from ..options.engine import EngineOptions

@@ -25,14 +25,17 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch.distributed.device_mesh import DeviceMesh
 
-from .agreement import same
-from .call_order import CallOrder
-from .checks import check_kind, check_positive
+from ..agreement.agreement import same
+from ..agreement.call_order import CallOrder
+from ..agreement.hang_watch import GONE, Activity, HangWatch, lost_peer, timed_out, with_timeout
+from ..agreement.mailbox import Mailbox
+from ..agreement.store_barrier import store_barrier
+from ..base.checks import check_kind, check_positive
+from ..base.errors import ArgumentError
 from .comm.axis import Axis
 from .comm.host_axis import HostAxis
 from .comm.observed_axis import Observer, observe, unobserve
 from .comm.simulated import is_simulated
-from .comm.store_barrier import store_barrier
 from .comm.tcp_store import is_loopback, resolve, serve_store
 from .comm.thread_priority import batch_threads
 from .comm.traffic import Traffic
@@ -46,9 +49,6 @@ from .environment import (
     stay_on_this_host,
     timeline_folder,
 )
-from .errors import ArgumentError
-from .hang_watch import GONE, Activity, HangWatch, lost_peer, timed_out, with_timeout
-from .mailbox import Mailbox
 from .topology import AXES, DERIVED_AXES, Topology
 
 T = TypeVar("T", bound=Observer)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..base.errors import AgreedError
 from ..context.order import runs, shard
 from ..grid import Axis, Pending
-from ..grid.errors import AgreedError
 from ..pipe.module import PipelineModule
 from ..pipe.p2p import channels, receive_value
 from ..pipe.schema import flatten, unflatten

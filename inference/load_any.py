@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..base.errors import ConfigError
+from ..base.files import parse_json, read_text
 from ..engine.snapshot.load_weights import load_weights
 from ..grid import Grid
-from ..grid.errors import ConfigError
-from ..grid.files import parse_json, read_text
 from ..models.huggingface.load import load_hf
 
 Source = str | Path | Sequence[str | Path] | Mapping[str, Any]

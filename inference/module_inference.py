@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..base.errors import ConfigError
 from ..engine.base import Engine
 from ..grid import Grid
-from ..grid.errors import ConfigError
 from ..models.huggingface.parallelize import parallelize
 from ..pipe.module import PipelineModule
 from ..tensor_parallel.plans import Style

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..grid.errors import ConfigError, nearest
+from ..base.errors import ConfigError, nearest
 
 Slots = dict[str, tuple[int, ...]]  # host -> the slots to use, in the order of the hostfile
 

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import IO
 
-from ..grid.errors import ConfigError
+from ..base.errors import ConfigError
 from .hosts import check_host
 from .launch import STOP, Outcome
 

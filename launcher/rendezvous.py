@@ -26,8 +26,8 @@ from typing import TypeVar
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
+from ..agreement.hang_watch import with_timeout
 from ..grid.comm.tcp_store import is_loopback, resolve, serve_store
-from ..grid.hang_watch import with_timeout
 from .hosts import Hosts
 
 T = TypeVar("T")

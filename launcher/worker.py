@@ -19,7 +19,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from ..grid.hang_watch import lost_peer, timed_out
+from ..agreement.hang_watch import lost_peer, timed_out
 
 EVERY = -1  # stands for all ranks
 LOCAL_RANK = "{local-rank}"  # in an argument of a script: stands for each rank's number on its host

@@ -13,6 +13,6 @@ packed.py: several documents in one row of tokens.
 huggingface/: loading and saving of Hugging Face's weights and configurations, and its models as lists of layers.
 """
 
-from ..grid.lazy import attach
+from ..base.lazy import attach
 
 __getattr__, __dir__, __all__ = attach(__name__, __file__)

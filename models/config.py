@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
-from ..grid.errors import nearest
+from ..base.errors import nearest
 from ..grid.ranges import check_units
 
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from ..grid import Grid
 from ..grid.layout import Layout
-from ..grid.random import Distribution, sharded_parameter
 from ..pipe.spec import LayerSpec
+from ..randomness.random import Distribution, sharded_parameter
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, updated
 from ..tensor_parallel.norm import RMSNorm
 from ..tensor_parallel.regions import copy_all_reduce, gather_reduce_scatter

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from ..grid import Grid
 from ..grid.layout import Layout
-from ..grid.random import Constant, Normal, sharded_parameter
 from ..pipe.spec import LayerSpec
+from ..randomness.random import Constant, Normal, sharded_parameter
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from ..tensor_parallel.norm import LayerNorm
 from .config import DecoderConfig, GPTConfig

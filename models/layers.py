@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from ..context.order import local_length, positions, shard
 from ..grid import Grid
-from ..grid.random import Dropout, Normal
 from ..moe.layer import MoE
 from ..pipe.spec import LayerSpec, TiedLayerSpec
+from ..randomness.random import Dropout, Normal
 from ..tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from ..tensor_parallel.embedding import VocabParallelEmbedding, VocabParallelHead
 from ..tensor_parallel.norm import LayerNorm, OffsetRMSNorm, RMSNorm

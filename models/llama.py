@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..grid import Grid
-from ..grid.random import Constant, Normal
 from ..pipe.spec import LayerSpec
+from ..randomness.random import Constant, Normal
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from ..tensor_parallel.norm import RMSNorm
 from .config import DeepseekConfig, LlamaConfig

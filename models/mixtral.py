@@ -14,9 +14,9 @@ from typing import Any
 from torch import nn
 
 from ..grid import Grid
-from ..grid.random import Normal
 from ..moe.layer import MoE
 from ..pipe.spec import LayerSpec
+from ..randomness.random import Normal
 from .config import MixtralConfig
 from .layers import FinalRMSNorm, first_and_last
 from .llama import LlamaBlock

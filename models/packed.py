@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..base.uncompiled import uncompiled
 from ..context.order import positions, shard
 from ..grid import Axis
-from ..grid.uncompiled import uncompiled
 
 # On the tensor of documents itself, so that the blocks of one stage build a microbatch's mask once, and it goes with
 # the microbatch.

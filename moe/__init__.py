@@ -11,6 +11,6 @@ balance.py: auxiliary losses and the bias that balance the experts' loads.
 auxiliary_steps.py: sums of auxiliary losses and loads over an engine's steps.
 """
 
-from ..grid.lazy import attach
+from ..base.lazy import attach
 
 __getattr__, __dir__, __all__ = attach(__name__, __file__)

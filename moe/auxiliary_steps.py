@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..agreement.agreement import totals
+from ..base.errors import AgreedError
 from ..grid import Grid
-from ..grid.agreement import totals
 from ..grid.auxiliary import AuxiliaryLayer, AuxiliaryLosses
-from ..grid.errors import AgreedError
 
 _STARVED, _PATIENCE = 0.1, 100  # of the mean load, in so many steps in a row
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..grid import Grid
 from ..grid.layout import Layout
-from ..grid.random import Distribution, Uniform, sharded_parameter
+from ..randomness.random import Distribution, Uniform, sharded_parameter
 from .grouped import Groups, grouped_mlp
 
 

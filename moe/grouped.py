@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..grid.autograd import cast, product_dtype
+from ..base.autograd import cast, product_dtype
 
 _ALIGNED = 16  # bytes: torch's grouped kernels need row lengths that are multiples of it
 

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..base.autograd import backward_task
+from ..base.uncompiled import uncompiled
 from ..grid import Grid
-from ..grid.autograd import backward_task
 from ..grid.auxiliary import AuxiliaryLayer
 from ..grid.comm.axis import Axis
 from ..grid.layout import Layout
-from ..grid.random import Distribution, Uniform, sharded_parameter
-from ..grid.uncompiled import uncompiled
+from ..randomness.random import Distribution, Uniform, sharded_parameter
 from ..tensor_parallel.regions import (
     all_reduce_copy,
     begin,

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..agreement.agreement import totals
 from ..grid import Grid
-from ..grid.agreement import totals
 from .method_hooks import hook_method
 from .profiler.flop_counter import FlopCounter
 

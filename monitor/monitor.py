@@ -8,8 +8,8 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
-from ..grid.mailbox import Mailbox
-from ..grid.records import Records, show
+from ..agreement.mailbox import Mailbox
+from ..base.records import Records, show
 from .files import EXPERTS
 from .protocol import Histogram, StepMetrics
 from .writers import Event, Write

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..grid import VERSION
-from ..grid.files import parse_json, read_text
+from ..base import VERSION
+from ..base.files import parse_json, read_text
 from .files import RUN, replace_file
 from .protocol import RunRecord
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from ..base.records import show
 from ..grid import Grid
-from ..grid.records import show
 from .step_record import PARTS, WORLD, Parts
 
 _AXES = ["compute", "pipe", "tensor", "data", "world", "host"]

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..grid.errors import ConfigError, to_install
-from ..grid.records import append
+from ..base.errors import ConfigError, to_install
+from ..base.records import append
 from ..options.monitoring import Monitoring
 from .files import HISTOGRAMS, METRICS
 from .protocol import Histogram

@@ -1,7 +1,6 @@
 """Optimizers and learning-rate schedules by DeepSpeed's name or torch's, from ``(type, params)``; checks of a step.
 
 optimizers.py: ``resolve``, from a type and its arguments to a class and its own arguments; names that are refused.
-deepspeed_classes.py: FusedAdam, DeepSpeedCPUAdam: torch's fused kernels with DeepSpeed's arguments.
 elementwise.py: Lion, and Adam without bias correction.
 layerwise.py: LAMB and Muon, whose update of an element depends on its whole tensor.
 onebit.py: names and arguments of the 1-bit optimizers, whose classes are in ``zero/onebit/``.

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..grid.errors import describe
+from ..base.errors import describe
 from ..grid.layout import layout_of
 
 Function = Callable[[Tensor], Tensor]  # of a whole layer, or of a stack of matrices

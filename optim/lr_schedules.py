@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..grid.errors import ConfigError
+from ..base.errors import ConfigError
 
 Rates = float | list[float]
 

@@ -9,8 +9,8 @@ from typing import Literal
 
 from torch import Tensor
 
+from ..base.errors import AgreedError
 from ..grid import Grid
-from ..grid.errors import AgreedError
 
 MOST_IN_A_ROW = 50  # skipped steps, after which a run is at its end
 Policy = Literal["raise", "skip", "ignore"]

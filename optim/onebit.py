@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..grid.errors import describe
-from ..grid.option_error import refusal
+from ..base.errors import describe
+from ..base.option_error import refusal
 
 NAMES = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb", "OneBitSGD")
 

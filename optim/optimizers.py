@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..grid.errors import describe, nearest
-from ..grid.option_error import refusal
+from ..base.errors import describe, nearest
+from ..base.option_error import refusal
 from . import onebit
 from .elementwise import Lion, UncorrectedAdam
 from .layerwise import Lamb, Muon

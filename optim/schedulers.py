@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ..grid.errors import AgreedError, describe, nearest
-from ..grid.option_error import refusal
+from ..base.errors import AgreedError, describe, nearest
+from ..base.option_error import refusal
 from .lr_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from .signature import check_arguments, defaults_of
 
@@ -83,7 +83,8 @@ def _class(kind: str, key: str) -> type[LRScheduler]:
     classes = {name.lower(): cls for name, cls in known().items()}
     if kind.lower() not in classes:
         raise refusal(
-            f"<{key.removesuffix('.params')}.type> = {describe(kind)}: there is no such schedule; {nearest(kind, known())}"
+            f"<{key.removesuffix('.params')}.type> = {describe(kind)}: there is no such schedule; "
+            f"{nearest(kind, known())}"
         )
     return classes[kind.lower()]
 

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..grid.checks import check_number
-from ..grid.errors import ConfigError, close, describe
-from ..grid.option_error import refusal
+from ..base.checks import check_number
+from ..base.errors import ConfigError, close, describe
+from ..base.option_error import refusal
 
 Made = TypeVar("Made")
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
 
-from ..grid.checks import check_number
-from ..grid.errors import describe, nearest
-from ..grid.option_error import Note, OptionError, join, refusal, together
+from ..base.checks import check_number
+from ..base.errors import describe, nearest
+from ..base.option_error import Note, OptionError, join, refusal, together
 
 _WORDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "true or false"}
 
@@ -123,7 +123,7 @@ class Options:
 
     @property
     def given(self) -> frozenset[str]:
-        """Names of the options that a mapping had from which the section was made, and of those without their default."""
+        """Names of the options that the section was made from, and of those that have not their default."""
         named: frozenset[str] = self.__dict__.get("_given", frozenset())
         return named | {each.name for each in declared(type(self)) if self.changes(each.name)}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..grid.option_error import OptionError, refusal
+from ..base.option_error import OptionError, refusal
 
 if TYPE_CHECKING:
     from .engine import EngineOptions

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import distributions, entry_points
+from importlib.metadata import entry_points
 from typing import Any, NamedTuple, Protocol
 
-from ..grid.errors import ConfigError, nearest
+from ..base.errors import ConfigError, nearest
 from .base import Options
 from .engine import EngineOptions
 
-GROUP = "triax.dialects"
+_GROUP = "triax.dialects"  # the entry points of other libraries' languages
 
 
 class GivenOptions(NamedTuple):
@@ -59,10 +59,7 @@ def find_dialect(name: str) -> Dialect:
     Raises:
         ConfigError: no installed package has it.
     """
-    found = {each.name: each for each in entry_points(group=GROUP)}
-    if name not in found:  # a checkout may hold an older description of itself, which hides the installed one
-        every = (each for one in distributions() for each in one.entry_points)
-        found |= {each.name: each for each in every if each.group == GROUP}
+    found = {each.name: each for each in entry_points(group=_GROUP)}
     if name not in found:
         raise ConfigError(f"there is no dialect {name!r}; {nearest(name, found)}: install the package that has it")
     dialect: Dialect = found[name].load()

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-from ..grid.checks import SEEDS
-from ..grid.option_error import Names, Note
+from ..base.checks import SEEDS
+from ..base.option_error import Names, Note
 from .base import Options, option
 from .batch import Batch, BatchSizes
 from .check import check_agreement
@@ -85,8 +85,8 @@ class EngineOptions(Options):
     reduction: GradientReduction = option(GradientReduction(), "How gradients are summed over replicas.")
     compression: Any = option(
         None,
-        "GradientCompression of the sum of gradients, ZeRO stages 0 and 1: TopK(...) or PowerSGD(...) of triax.zero, or "
-        "GradientCompression(name, ...). None: a plain sum.",
+        "GradientCompression of the sum of gradients, ZeRO stages 0 and 1: TopK(...) or PowerSGD(...) of triax.zero, "
+        "or GradientCompression(name, ...). None: a plain sum.",
     )
     recompute: Recomputation = option(
         Recomputation(),
@@ -103,7 +103,7 @@ class EngineOptions(Options):
     tuning: Tuning | None = option(None, "Search for the microbatch size and the ZeRO stage.")
     drop_last: bool = option(
         True,
-        "Drop an incomplete last batch of an epoch of the training data; False: fill it with the epoch's first samples.",
+        "Drop an epoch's incomplete last batch of the training data; False: fill it from the epoch's first samples.",
     )
     seed: int = option(0, "Seed of the order of data and of dropout.", least=0, below=SEEDS)
 

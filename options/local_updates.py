@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from ..grid.errors import no_such
-from ..grid.option_error import refusal
+from ..base.errors import no_such
+from ..base.option_error import refusal
 from .base import Options, option
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from ..base.option_error import OptionError
 from .base import Options, option
 
 
@@ -22,3 +23,8 @@ class Lora(Options):
         "family; or a regular expression for whole names; all-linear: all but the output layer (PEFT: target_modules).",
     )
     rslora: bool = option(False, "Scale by alpha / sqrt(rank) instead (PEFT: use_rslora).")
+
+    def check(self) -> None:
+        """Check that there is something to adapt."""
+        if not self.targets:
+            raise OptionError("targets", self.targets, "give the names of layers to adapt, or all-linear")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from ..grid.errors import no_such
-from ..grid.option_error import Note, refusal
+from ..base.errors import no_such
+from ..base.option_error import Note, refusal
 from .base import Options, option
 
 # The collectives and messages of ``grid/comm/axis.py``, which the communication log counts.

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from ..grid.errors import describe
-from ..grid.option_error import OptionError
+from ..base.errors import describe
+from ..base.option_error import OptionError
 from .base import Options, option
 
 
@@ -20,7 +20,7 @@ class _Named(Options):
     type: str = option("", "Name of the class.")
     arguments: dict[str, Any] = option(dict, "Arguments of the class.")
 
-    def __init__(self, type: str, **arguments: Any) -> None:
+    def __init__(self, type: str, /, **arguments: Any) -> None:
         object.__setattr__(self, "type", type)
         object.__setattr__(self, "arguments", arguments)
         self.__post_init__()
@@ -37,7 +37,7 @@ class _Named(Options):
         if isinstance(value, Mapping):
             if not isinstance(value.get("type"), str):
                 raise OptionError("type", reason=f"give a name, not {describe(value.get('type'))}")
-            return cls(**value)
+            return cls(value["type"], **{key: each for key, each in value.items() if key != "type"})
         return super().of(value)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from ..grid.checks import LARGEST
-from ..grid.option_error import refusal
+from ..base.checks import LARGEST
+from ..base.option_error import refusal
 from .base import Options, option
 
 Dtype = Literal["fp32", "fp16", "bf16"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..grid.checks import LARGEST
-from ..grid.option_error import refusal
+from ..base.checks import LARGEST
+from ..base.option_error import refusal
 from .base import Options, option
 from .precision import Dtype
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from ..grid.option_error import OptionError
+from ..base.option_error import OptionError
 from .base import Options, option
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..grid.option_error import refusal
+from ..base.option_error import refusal
 from .base import Options, option
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from ..grid.option_error import Note, refusal
+from ..base.option_error import Note, refusal
 from .base import Options, option
 
 # The stages in which an option acts, where these are not all.

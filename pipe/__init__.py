@@ -6,8 +6,6 @@ Describing the model:
     partition.py            cuts the list into stages: uniform, balanced by parameters, by class, or given
     ties.py                 finds tied layers and weights (an embedding and its head) in the list
     placeholders.py         device="meta": parameters without values, filled one layer at a time
-    process_topology.py     DeepSpeed's topologies: ProcessTopology, PipeDataParallelTopology, ...
-    on_grid.py              a model that was built without a grid, cut into the stages of one
     deepspeed_arguments.py  the arguments of DeepSpeed's PipelineModule: num_stages, topology, partition_method, ...
 
 Scheduling, without torch:
@@ -24,6 +22,6 @@ Running a step:
     recompute/              activation checkpointing
 """
 
-from ..grid.lazy import attach
+from ..base.lazy import attach
 
 __getattr__, __dir__, __all__ = attach(__name__, __file__)

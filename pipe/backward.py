@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
-from ..grid.autograd import cast, product_dtype
+from ..base.autograd import cast, product_dtype
 
 Accumulate = Callable[[Tensor], object]  # adds one contribution to a gradient
 

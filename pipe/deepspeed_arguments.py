@@ -6,8 +6,8 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..base.checks import check_seed
 from ..grid import Grid
-from ..grid.checks import check_seed
 from ..grid.topology import AXES, DEFAULT_AXES, Topology
 
 # Keyword arguments of DeepSpeed's PipelineModule: those that are accepted, and for the others what to do instead.

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ..base.nest import map_tensors
 from ..grid.comm.clock import Clock, Mark
 from ..grid.loss_pair import is_pair, sum_and_weight
-from ..grid.nest import map_tensors
 from .backward import Deferred, SplitBackward
 from .module import PipelineModule
 from .p2p import Receive, channels, receive_gradients, receive_value, received_gradients, send_gradients

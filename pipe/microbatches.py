@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from ..agreement.agreement import difference
+from ..base.errors import AgreedError
+from ..base.nest import map_tensors
 from ..grid import Grid
-from ..grid.agreement import difference
-from ..grid.errors import AgreedError
-from ..grid.nest import map_tensors
 from .executor import Microbatch
 from .module import PipelineModule
 from .schema import flatten

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..base.checks import check_count, check_kind
 from ..grid import Axis, Grid, Layout, layout_of
 from ..grid.auxiliary import AuxiliaryLayer, AuxiliaryLosses
-from ..grid.checks import check_count, check_kind
 from ..grid.layout import rename
-from ..grid.random import DropoutState, SampleRandom, seeded
+from ..randomness.random import DropoutState, SampleRandom, seeded
 from .deepspeed_arguments import grid_of, partition_of, seed_of
 from .partition import boundaries
 from .placeholders import Placeholders, Put

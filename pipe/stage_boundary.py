@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from ..grid.autograd import mark
+from ..base.autograd import mark
 from .schema import Schema, flatten
 
 

@@ -16,8 +16,8 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ..grid.errors import close, describe, nearest
-from ..grid.files import parse_json, read_text
+from ..base.errors import close, describe, nearest
+from ..base.files import parse_json, read_text
 from .measured import MeasuredTimes
 
 

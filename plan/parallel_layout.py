@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..grid.errors import nearest
+from ..base.errors import nearest
 from ..grid.topology import Topology
 from ..pipe.schedules.registry import RECIPES
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..grid.errors import to_install
+from ..base.errors import to_install
 
 # One color for each kind, in the terminal, in the picture and on the page.
 COLORS = {

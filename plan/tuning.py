@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
-from ..grid.errors import ConfigError
-from ..grid.option_error import Note, refusal
+from ..base.errors import ConfigError
+from ..base.option_error import Note, refusal
 from ..models.config import TransformerConfig
 from ..options.engine import EngineOptions
 from ..options.tuning import Tuning

@@ -10,10 +10,9 @@ outside.py: weights of sharded layers as other code sees them; it cannot take a 
 lora.py: low-rank adapters of frozen linear layers, sharded like the layers.
 parallelize.py: ``parallelize``, which shards an existing ``nn.Module`` in place.
 plans.py: sharding styles that a plan for ``parallelize`` can name.
-megatron_layouts.py: layouts of the parameters that Megatron's layers have sharded themselves.
 sharded.py: sharded layers with which ``parallelize`` replaces plain layers.
 """
 
-from ..grid.lazy import attach
+from ..base.lazy import attach
 
 __getattr__, __dir__, __all__ = attach(__name__, __file__)

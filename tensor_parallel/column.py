@@ -27,9 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from ..grid.autograd import cast, product_dtype
+from ..base.autograd import cast, product_dtype
+from ..base.uncompiled import uncompiled
 from ..grid.comm.axis import Axis
-from ..grid.uncompiled import uncompiled
 from .regions import begin, border
 
 Weights = Sequence[tuple[Tensor, Tensor | None]]  # (n, K) and (n,) of each layer, this rank's

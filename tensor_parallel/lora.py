@@ -25,12 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..agreement.agreement import agreed
+from ..base.errors import ConfigError
 from ..grid import Grid
-from ..grid.agreement import agreed
 from ..grid.comm.axis import Axis
-from ..grid.errors import ConfigError
 from ..grid.layout import Layout, layout_of
-from ..grid.random import Constant, Uniform, seeded, sharded_parameter
+from ..randomness.random import Constant, Uniform, seeded, sharded_parameter
 from .column import column_linear
 from .embedding import VocabParallelHead
 from .linear import reduced

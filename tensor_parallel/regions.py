@@ -31,9 +31,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..base.uncompiled import uncompiled
 from ..grid.comm.axis import Axis
 from ..grid.ranges import split
-from ..grid.uncompiled import uncompiled
 
 
 def copy_all_reduce(x: Tensor, axis: Axis) -> Tensor:

@@ -2,6 +2,7 @@
 
 schema.py: every key of the file.
 file.py: reading a file and ``key=value`` changes, with errors that name file, line and key.
+older_keys.py: older names of keys, which are read until they end.
 learning_rate.py: the learning rate of each step, as a share of the peak.
 job.py: the resolved run: model configuration, topology, schedule, engine configuration, steps. No torch.
 explain.py: what a run would be: stages, bytes of each rank, tokens, without ranks and torch.

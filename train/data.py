@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ..base.errors import ConfigError, CorruptError
 from ..data.mixture import Rows
 from ..data.token_data import TokenData
 from ..data.tokenizer import BYTES, open_tokenizer
-from ..grid.errors import ConfigError, CorruptError
 from .schema import TrainingFile
 
 

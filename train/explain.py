@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..grid.errors import ConfigError
+from ..base.errors import ConfigError
 from ..options.batch import BatchSizes
 from ..pipe.program.simulate import Costs, simulate
 from ..plan.formulas import STATES

@@ -11,10 +11,10 @@ from typing import Any
 
 import yaml
 
-from ..config.json_comments import parse, plain
-from ..grid.errors import ConfigError, close, describe, no_such
-from ..grid.files import read_text
-from ..grid.option_error import OptionError, OptionErrors
+from ..base.errors import ConfigError, close, describe, no_such
+from ..base.files import read_text
+from ..base.json_comments import parse, plain
+from ..base.option_error import OptionError, OptionErrors
 from ..options.base import Options, declared, hints_of, sections_in
 from ..options.foreign_names import counterpart
 from .older_keys import renamed

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from ..grid.errors import ConfigError, describe, nearest, no_such
-from ..grid.option_error import OptionError
+from ..base.errors import ConfigError, describe, nearest, no_such
+from ..base.option_error import OptionError
 from ..grid.topology import Topology
 from ..models.config import CONFIGS, TransformerConfig, config_from_fields
 from ..models.huggingface.config import from_hf, read_config
@@ -187,9 +187,9 @@ def model_config(section: ModelSection) -> TransformerConfig:
     for key, value in changes.items():
         if key not in {field.name for field in fields(found)}:
             raise ConfigError(no_such("model.overrides", key, [field.name for field in fields(found)]))
-        kinds = get_args(hints[key]) or (hints[key],)
+        values: tuple[Any, ...] = get_args(hints[key]) or (hints[key],)
         try:
-            if all(kind in (int, float, str, bool, type(None)) for kind in kinds):
+            if all(kind in (int, float, str, bool, type(None)) for kind in values):
                 converted(value, hints[key])
         except ValueError as error:
             raise ConfigError(f"model.overrides.{key} = {describe(value)}: {error}") from error

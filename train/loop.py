@@ -11,12 +11,12 @@ from typing import Any, Protocol
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from ..agreement.agreement import agreed
+from ..base.errors import AgreedError, CheckpointError, ConfigError
 from ..checkpoint.format import folder as folders
 from ..data.tokenizer import open_tokenizer
 from ..engine.pipeline_engine import PipelineEngine
 from ..grid import Grid
-from ..grid.agreement import agreed
-from ..grid.errors import AgreedError, CheckpointError, ConfigError
 from ..inference.engine import init_inference
 from ..launcher.launch import user_error
 from ..models.huggingface.save import save_hf

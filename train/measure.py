@@ -25,14 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..engine.initialize import initialize
 from ..engine.pipeline_engine import PipelineEngine
 from ..grid import Grid
 from ..grid.comm.axis import Axis
 from ..grid.devices import gpu_sizes, wait_for
 from ..grid.environment import given_threads
 from ..grid.grid import gpus
-from ..grid.random import Dropout
 from ..launcher.launch import cores as own_cores
 from ..launcher.launch import launch
 from ..models.config import GPTConfig, LlamaConfig, TransformerConfig
@@ -40,11 +38,14 @@ from ..models.gpt import gpt_layers
 from ..models.layers import NextTokenLoss
 from ..models.llama import llama_layers
 from ..models.rope import Rope
+from ..options.batch import Batch
+from ..options.zero import Zero
 from ..pipe.module import PipelineModule
 from ..plan.cost import StepTime, Work, step_time
 from ..plan.machine import Machine, NetworkLink
 from ..plan.measured import MeasuredTimes, Row, Table
 from ..plan.parallel_layout import ParallelLayout
+from ..randomness.random import Dropout
 from ..tensor_parallel.norm import LayerNorm, RMSNorm
 from ..zero.norm import square
 
@@ -437,21 +438,18 @@ def cycled(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
 
 
 def small_engine(
-    name: str, device: torch.device, layers: int, width: int = 16, sequence: int = 8, tensor: int = 1, zero: int = 0
+    name: str, device: torch.device, layers: int, width: int = 16, sequence: int = 8, tensor: int = 1, zero: Any = 0
 ) -> tuple[PipelineEngine, tuple[Tensor, Tensor]]:
     """Return an engine of a model with 4 microbatches, and one of them; by default nothing but Python takes time."""
     config = _config(name, layers, width, sequence)
     grid = Grid(tensor=tensor)
     model = PipelineModule(_MODELS[name][1](config), grid=grid, loss_fn=NextTokenLoss(grid, config.vocab_size))
-    engine = initialize(
-        model=model,
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_accumulation_steps": 4,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-            "zero_optimization": {"stage": zero},
-        },
-    )[0]
+    engine = PipelineEngine(
+        model,
+        optimizer=partial(torch.optim.AdamW, lr=1e-4),
+        batch=Batch(microbatch=1, microbatches=4),
+        zero=Zero(stage=zero),
+    )
     ids = torch.zeros((1, sequence), dtype=torch.long, device=device)
     return engine, (ids, ids)
 

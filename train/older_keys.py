@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from ..grid.errors import ConfigError
+from ..base.errors import ConfigError
 
 ENDS = "0.3"  # version of triax that reads them no more
 _ZERO = {

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from ..grid.errors import ConfigError, to_install
-from ..grid.records import Records
+from ..base.errors import ConfigError, to_install
+from ..base.records import Records
 from ..monitor.report.run_folder import Run, read_run
 from ..monitor.report.write import write_report
 from ..pipe.program.schedule import Schedule

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from ..grid.checks import SEEDS, check_folder_name
-from ..grid.errors import describe
-from ..grid.option_error import refusal
+from ..base.checks import SEEDS, check_folder_name
+from ..base.errors import describe
+from ..base.option_error import refusal
 from ..options.base import REQUIRED, Options, option
 from ..options.compilation import Compile
 from ..options.lora import Lora

@@ -20,8 +20,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
+from ..base.errors import AgreedError, ConfigError
 from ..checkpoint.format import folder as folders
-from ..grid.errors import AgreedError, ConfigError
 from ..monitor.method_hooks import hook_method
 
 _LEAST = 20  # values of the window from which on a value is judged, or as many as it holds if that is less

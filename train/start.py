@@ -6,13 +6,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from ..base.errors import ConfigError
+from ..base.option_error import OptionError
 from ..checkpoint.format.remote import folder_at
 from ..data.tokenizer import open_tokenizer
 from ..engine.setup.check import check_names
 from ..grid.environment import read_environment
-from ..grid.errors import ConfigError
 from ..grid.grid import gpus
-from ..grid.option_error import OptionError
 from ..launcher.launch import launch
 from ..models.huggingface.config import to_hf
 from .data import check_data

@@ -16,7 +16,7 @@ A step:
     options.py: options of ZeRO: stage, dtypes, prefetch, offload
     data_axis.py: all of ZeRO on one rank, behind the ops GATHER, RELEASE, REDUCE and TIED of a program
     gradients.py: when buckets are reduced: during the backward pass (overlap) or at the end of a step
-    parameters.py: stage 3's all-gather of a layer's weights before it runs, prefetch, and release after
+    layer_gather.py: stage 3's all-gather of a layer's weights before it runs, prefetch, and release after
     norm.py: squares of gradients for the global norm, and the clipping coefficient
     optimizer.py: the optimizer's step on the ranges that a rank owns, and the all-gather of the new weights
     sub_groups.py: the step in sub-groups, for offloaded state
@@ -31,7 +31,6 @@ Around it:
     sharded_init.py: models built with sharded parameters, before an engine has them
     state_dict_guard.py: refusal of ``state_dict()`` while parameters are released
     gathered_parameters.py: ``zero.gathered``: whole parameters outside of a step, to read or write
-    parameter_values.py: one parameter's master weights, gradient or optimizer state, whole or this rank's part
     shard_ranges.py: ranges of parameters in flat tensors, and the rank that writes them
     histograms.py: histograms of weights and gradients by parameter, for monitors
     state_shards.py: values and optimizer state of this rank, for checkpoints
@@ -44,6 +43,6 @@ Sub-folders:
     local_sgd/: replicas that take local steps: local SGD, DiLoCo, asynchronous DiLoCo
 """
 
-from ..grid.lazy import attach
+from ..base.lazy import attach
 
 __getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -20,12 +20,12 @@ from .bucket import Bucket
 from .bucketing import make_buckets
 from .gradient_access import GradientAccess
 from .gradients import GradientReducer, all_reduce_gradients, with_gradients
+from .layer_gather import ParameterGatherer, gather_axes
 from .managed import ManagedParameter, is_released, mark_as_deepspeed
 from .norm import square
 from .offload import OffloadMemory, placed_on_all_ranks
 from .optimizer import RangeStepper
 from .options import ZeroOptions
-from .parameters import ParameterGatherer, gather_axes
 from .protocols import MakeOptimizer
 from .released_parameter import pickle_error
 

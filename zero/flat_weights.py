@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..grid import Grid, Pending
 from ..grid.comm.pending import All, Done
-from .flat import FlatBucket
+from .flat import FlatBucket, Slot
 from .managed import BucketKey, ManagedParameter, ZeroParamStatus
 from .offload import OffloadMemory
 from .options import ZeroOptions
@@ -89,7 +89,9 @@ class FlatWeights:
         self.lent = False
         self._versions: list[int] = []  # of the parameters, when they were shown
         self._checks = 0
-        self._slots = {member.parameter: slot for slot, member in zip(flat.slots, self.members, strict=True)}
+        self._slots: dict[Tensor, Slot] = {
+            member.parameter: slot for slot, member in zip(flat.slots, self.members, strict=True)
+        }
         for member in self.members:
             self.fill(member.parameter, member.parameter)
         # Made once (a storage that is emptied and filled again stays the same), when there is something to view.

@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
+from ..base.checks import check_kind
 from ..grid import layout_of
-from ..grid.checks import check_kind
 from .bucket import Bucket
 from .data_axis import ZeroDataAxis, data_axis_of
 from .sharded_init import ShardedParameter, require_none_written, sharded_parameter, shown

@@ -16,9 +16,9 @@ from weakref import WeakMethod, ref
 import torch
 from torch import Tensor, nn
 
+from ..base.autograd import backward_task
+from ..base.nest import map_tensors
 from ..grid import Axis, Grid
-from ..grid.autograd import backward_task
-from ..grid.nest import map_tensors
 from .managed import ManagedParameter
 
 # Properties and methods that a guard answers by itself, because they need no values.

@@ -10,10 +10,10 @@ from functools import partial
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from ..agreement.failure import wait_for
+from ..base.autograd import weak
 from ..grid import Axis, Grid
-from ..grid.autograd import weak
 from ..grid.comm.pending import Pending, Then
-from ..grid.failure import wait_for
 from .bucket import Bucket
 from .managed import ManagedParameter
 from .options import ZeroOptions

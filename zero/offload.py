@@ -18,8 +18,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..agreement.agreement import agreed
 from ..grid import Grid
-from ..grid.agreement import agreed
 
 _LARGEST = 2**30  # bytes of one mapping at most; each mapping holds a file descriptor
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.errors import CheckpointError
 from ..grid import Grid, Pending
-from ..grid.errors import CheckpointError
 from ..grid.layout import FlatRange
 from .bucket import Bucket
 from .late_parameters import LateParameters

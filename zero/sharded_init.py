@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..base.nest import visit_tensors
 from ..grid import Axis
-from ..grid.nest import visit_tensors
 from .managed import ZeroParamStatus, is_released
 from .state_dict_guard import guard_state_dict
 

@@ -158,14 +158,14 @@ class StateShards:
                 unlike += list(own)[:1]
                 own = {}
             fresh = not isinstance(optimizer, torch.optim.Adagrad)  # whose state is made with it
-            own = {
+            counts = {
                 name: None if fresh and each and [*each] == ["step"] and not each["step"] else each
                 for name, each in own.items()
             }
             group = group_of.get(id(master), {})
             optimizer.state[master].update({k: state_number(k, v, master, group) for k, v in largest.items()})
-            for name, values in own.items():
-                mine = None if values is None else {k: state_number(k, v, master, group) for k, v in values.items()}
+            for name, count in counts.items():
+                mine = None if count is None else {k: state_number(k, v, master, group) for k, v in count.items()}
                 self._late[self.ranges.of_name[name].parameter] = mine
         return unlike
 

@@ -1,6 +1,5 @@
 """Conversion of checkpoints to and from other formats.
 
-fp32_state_dict.py: weights in fp32, in memory or in one file, as DeepSpeed's zero_to_fp32
 export.py: weights in one safetensors file, from a checkpoint or from a run
 formats.py: formats that packages offer, such as hf (Hugging Face); the description of the model in a checkpoint
 from_dcp.py: import of torch.distributed.checkpoint (DCP)

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
+from ...agreement.agreement import agreed
+from ...base.safetensors import TensorStream, header, raw
 from ...grid import Grid
-from ...grid.agreement import agreed
 from ...grid.ranges import Spans, shape_of
-from ...grid.safetensors import TensorStream, header, raw
 from ..format.folder import sync
 from ..protocol import BUFFERS, WEIGHTS, Snapshot, WholeTensor
 

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...grid.errors import ConfigError
+from ...base.errors import ConfigError
 from ..protocol import BUFFERS, WEIGHTS, Snapshot
 
 _EXPORTS = "triax.exports"  # the group of entry points

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from ...grid.json_values import encode
+from ...base.json_values import encode
 from ..protocol import BUFFERS, OPTIMIZER, WEIGHTS, Snapshot
 from .whole_tensors import renamed, write_whole
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...grid.json_values import encode
+from ...base.json_values import encode
 from ..protocol import BUFFERS, OPTIMIZER, WEIGHTS, Snapshot
 from .whole_tensors import renamed, write_whole
 

@@ -23,8 +23,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from ...grid.errors import CheckpointError, CorruptError
-from ...grid.files import parse_json, read_bytes
+from ...base.errors import CheckpointError, CorruptError
+from ...base.files import parse_json, read_bytes
 from .index import NAME, Index, read_index
 from .remote import Folder as Folder
 from .remote import RemotePath

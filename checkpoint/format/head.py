@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from ...grid.json_values import decode
+from ...base.json_values import decode
 
 LARGEST = 2**62  # of the numbers in an index
 _MOST_RANKS = 10**6

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...grid.dtypes import SAFETENSORS_NAMES, TORCH_NAMES
-from ...grid.errors import CorruptError
-from ...grid.files import read_bytes
+from ...base.dtypes import SAFETENSORS_NAMES, TORCH_NAMES
+from ...base.errors import CorruptError
+from ...base.files import read_bytes
+from ...base.safetensors import ByteRange
 from ...grid.ranges import Spans, everything, shape_of
-from ...grid.safetensors import ByteRange
 from .head import LARGEST, check_head
 from .mapped_files import MappedFiles
 from .remote import Folder, RemotePath

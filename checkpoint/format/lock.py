@@ -23,8 +23,8 @@ import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...grid.errors import CheckpointError
-from ...grid.files import open_file, parse_json
+from ...base.errors import CheckpointError
+from ...base.files import open_file, parse_json
 from .remote import RemotePath
 
 NAME = ".lock"

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...grid.errors import CorruptError
-from ...grid.files import open_file
-from ...grid.safetensors import CHUNK, ByteRange
+from ...base.errors import CorruptError
+from ...base.files import open_file
+from ...base.safetensors import CHUNK, ByteRange
 from .remote import Folder
 
 

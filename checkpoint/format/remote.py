@@ -21,8 +21,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ...grid.checks import check_path
-from ...grid.errors import CheckpointError, ConfigError, to_install
+from ...base.checks import check_path
+from ...base.errors import CheckpointError, ConfigError, to_install
 
 _URI, _ONE_SLASH = re.compile(r"([a-z][a-z0-9+.-]+)://."), re.compile(r"([a-z][a-z0-9+.-]+):/[^/]")
 # Stores without folders, where writing an object replaces it in one step. In others a file is renamed.

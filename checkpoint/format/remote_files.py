@@ -10,8 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ...grid.errors import CorruptError
-from ...grid.safetensors import ByteRange
+from ...base.errors import CorruptError
+from ...base.safetensors import ByteRange
 from .mapped_files import MappedFiles
 from .remote import RemotePath
 

@@ -5,12 +5,21 @@
 __main__.py: ``python -m triax.compat.deepspeed script.py``: a script that imports deepspeed, as it is.
 modules.py: modules under DeepSpeed's names; ``install``, which puts this package under the name ``deepspeed``.
 ledger.py: every public name of DeepSpeed, and its place in triax or the reason why triax does not have it.
+from_config.py: ``triax.initialize``: from a configuration in DeepSpeed's JSON to an engine.
+config/: the configuration: its sections, and the options that they set.
 context.py: ``initialize``: triax's own, which registers the engine for functions that take none; the grid of experts.
 grids.py: a grid with the methods of DeepSpeed's ``PipelineParallelGrid`` and of Megatron's ``mpu``.
 engine.py: the two engines, with all of DeepSpeed's members.
 assignments.py: assignments to the engines' members act, or raise an error.
 autotp.py: the section ``tensor_parallel``, which shards a module by the configuration alone.
 offload_states.py: ``engine.offload_states``: states wait in host memory.
+process_topology.py, on_grid.py: ``PipelineModule(topology=...)``; a model that was built without a grid.
+module_calls.py: calls of the engine's module itself, which the engine must see.
+parameter_values.py: one parameter's master weights, gradient or optimizer state, whole or this rank's part.
+optimizer_classes.py: FusedAdam, DeepSpeedCPUAdam: torch's fused kernels with DeepSpeed's arguments.
+older_members.py: DeepSpeed's names of members on engines of ``triax.Engine``, with a warning.
+timers.py: timers that are started and stopped by hand, samples per second.
+fp32_state_dict.py: ``zero_to_fp32``: a checkpoint's whole weights in fp32, in memory or in one file.
 arguments.py: ``add_config_arguments`` (``--deepspeed_config``) and ``init_distributed``.
 configuration.py: ``DeepSpeedConfig``: a checked configuration with the batch sizes.
 monitors.py: ``MonitorMaster``: the configuration's monitors without an engine.

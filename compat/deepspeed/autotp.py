@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import nn
 
+from ...base.errors import nearest
 from ...grid import Grid
-from ...grid.errors import nearest
 from ...grid.layout import layout_of
 from ...models.huggingface.parallelize import find_plan, parallelize
 from ...tensor_parallel.plans import Column, FusedHeads, KeyValue, Local, OnHeads, Row, Style

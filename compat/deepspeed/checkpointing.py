@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...config.json_comments import read
+from ...base.json_comments import read
 from ...grid import Grid
-from ...grid.megatron import grid_of_mpu
-from ...grid.random_states import TENSOR_STATE, RandomStates
 from ...pipe.recompute.calls import RecomputeCalls
+from ...randomness.random_states import TENSOR_STATE, RandomStates
+from ..megatron.mpu import grid_of_mpu
 from .context import CONTEXT
 from .modules import rest_of
 

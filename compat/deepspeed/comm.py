@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 
+from ...base.errors import ConfigError
 from ...grid.environment import local_rank as get_local_rank
-from ...grid.errors import ConfigError
 from ...monitor.trace.comms_logger import summary
 from .accelerator import get_accelerator
 from .arguments import init_distributed as init_distributed

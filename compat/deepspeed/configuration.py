@@ -10,10 +10,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...config.config import batch_sizes, unknown_keys
-from ...config.json_comments import read
-from ...config.schema import Config
-from ...engine.initialize import read_config
+from ...base.json_comments import read
+from .config.config import batch_sizes, unknown_keys
+from .config.schema import Config
+from .from_config import read_config
 
 OWN_KEYS = ("partition_config", "preset_model")  # keys of tensor_parallel that autotp.py reads
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500

@@ -10,21 +10,21 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from ...config.schema import Config
 from ...engine.base import Engine
-from ...engine.initialize import check_grid, config_source
-from ...engine.initialize import initialize as make_engine
 from ...grid import Grid
-from ...grid.megatron import grid_of_mpu
-from ...grid.random_states import RandomStates
 from ...moe.module_experts import ModuleMoE
 from ...pipe.module import PipelineModule
-from ...pipe.on_grid import on_grid
 from ...pipe.recompute.calls import RecomputeCalls
-from ...tensor_parallel.megatron_layouts import lay_out_megatron
+from ...randomness.random_states import RandomStates
+from ..megatron.layouts import lay_out_megatron
+from ..megatron.mpu import grid_of_mpu
 from .autotp import asked_size, is_sharded, shard
+from .config.schema import Config
 from .configuration import read_deepspeed_config, tensor_section
 from .engine import DeepSpeedConfigError, DeepSpeedEngine, DeepSpeedPipelineEngine, deepspeed_errors
+from .from_config import check_grid, config_source
+from .from_config import initialize as make_engine
+from .on_grid import on_grid
 
 PERSISTENCE_THRESHOLD = 100_000  # DeepSpeed's default; triax's own is 0
 
@@ -189,7 +189,7 @@ def initialize(
             lr_scheduler,
             collate_fn,
             checked,
-            grid=CONTEXT.grid_of(model) if grid is None else grid,
+            grid=CONTEXT.grid_of(model) if grid is None and not isinstance(model, PipelineModule) else grid,
             _classes=(DeepSpeedPipelineEngine, DeepSpeedEngine),
         )
     made[0].mpu = mpu

@@ -16,21 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...base.checks import check_path
+from ...base.errors import AgreedError, ConfigError
 from ...checkpoint.rendezvous import rendezvous
-from ...config.zero import ZeroConfig
 from ...data.dataloader import RepeatingLoader
 from ...engine.base import Engine
-from ...engine.initialize import ConfiguredEngine, ConfiguredModuleEngine, ConfiguredPipelineEngine
 from ...grid import Axis
-from ...grid.checks import check_path
-from ...grid.errors import AgreedError, ConfigError
-from ...monitor.timers import ThroughputTimer, WallClockTimers
 from ...zero.gathered_parameters import gathered, whole_state_dict
-from ...zero.modules.module_calls import ModuleCalls
 from ...zero.state_dict_guard import allow_empty_entries
 from .assignments import EngineType, check_assignment, reason
+from .config.zero import ZeroConfig
+from .from_config import ConfiguredEngine, ConfiguredModuleEngine, ConfiguredPipelineEngine
 from .grids import ParallelGrid
+from .module_calls import ModuleCalls
 from .offload_states import OffloadedStates, OffloadStateTypeEnum
+from .timers import ThroughputTimer, WallClockTimers
 
 # Properties of DeepSpeed's engines: name -> the place of the value in the engine.
 _PROPERTIES = {

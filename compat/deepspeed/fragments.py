@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...engine.module_engine import ModuleEngine
-from ...zero.parameter_values import GRADIENT, WEIGHTS, ParameterValues
 from .context import CONTEXT
+from .parameter_values import GRADIENT, WEIGHTS, ParameterValues
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:

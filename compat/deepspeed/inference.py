@@ -16,15 +16,15 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from torch import Tensor, nn
 
-from ...config.json_comments import read
+from ...base.json_comments import read
 from ...engine.base import Engine
 from ...grid import Grid
-from ...grid.megatron import grid_of_mpu
 from ...inference.int8 import Int8
 from ...inference.module_inference import ModuleInference
 from ...models.huggingface.parallelize import find_plan, parallelize
 from ...pipe.module import PipelineModule
 from ...tensor_parallel.plans import Style, plan_of_outputs
+from ..megatron.mpu import grid_of_mpu
 from .context import CONTEXT
 from .engine import DeepSpeedConfigError, DeepSpeedError, deepspeed_errors
 from .modules import rest_of

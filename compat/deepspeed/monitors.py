@@ -6,10 +6,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...config.schema import Config
-from ...config.to_options import options_of
 from ...monitor.monitor import Monitor
 from ...monitor.writers import csv_writer, make_writers, tensorboard_writer, wandb_writer
+from .config.schema import Config
+from .config.to_options import options_of
 
 
 class MonitorMaster(Monitor):

@@ -11,8 +11,8 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from ...base.errors import AgreedError
 from ...engine.base import Engine
-from ...grid.errors import AgreedError
 from .configuration import OffloadDeviceEnum
 
 

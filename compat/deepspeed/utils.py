@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...base.nest import map_tensors
 from ...grid.environment import host_memory
 from ...grid.layout import layout_of
-from ...grid.nest import map_tensors
 from .accelerator import get_accelerator
 from .modules import rest_of
 

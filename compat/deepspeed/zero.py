@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...config.json_comments import read
+from ...base.json_comments import read
 from ...grid.comm.axis import Axis
 from ...zero.gathered_parameters import gathered
 from ...zero.managed import ZeroParamStatus

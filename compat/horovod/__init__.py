@@ -10,6 +10,6 @@ optimizer.py: ``DistributedOptimizer``.
 reducer.py: its gradient buckets, all-reduced while the backward pass runs.
 """
 
-from ...grid.lazy import attach
+from ...base.lazy import attach
 
 __getattr__, __dir__, __all__ = attach(__name__, __file__)

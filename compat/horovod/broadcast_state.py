@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...base.json_values import decode, encode
 from ...grid import Axis
-from ...grid.json_values import decode, encode
 from ...zero.modules.module_optimizer import ZeroModuleOptimizer
 from .context import ProcessSet, context, require_global
 from .negotiation import CollectiveRequest

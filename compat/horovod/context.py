@@ -17,11 +17,11 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from ...base.checks import check_path
+from ...base.records import Records
 from ...grid import Axis, Grid
-from ...grid.checks import check_path
 from ...grid.comm.timeline_recorder import TimelineRecorder
 from ...grid.environment import local_place
-from ...grid.records import Records
 from .negotiation import CollectiveQueue, CollectiveRequest
 
 

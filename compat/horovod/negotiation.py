@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...agreement.agreement import same
+from ...agreement.failure import all_or_none
+from ...base.errors import AgreedError
 from ...grid import Axis, Grid
-from ...grid.agreement import same
 from ...grid.comm.observed_axis import labeled
-from ...grid.errors import AgreedError
-from ...grid.failure import all_or_none
 
 _CLOSE_TIMEOUT = 5.0  # seconds that ``close`` waits for the operations that are still running
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...agreement.failure import all_or_none
+from ...base.checks import LARGEST, SMALLEST
 from ...grid import Axis
-from ...grid.checks import LARGEST, SMALLEST
 from ...grid.comm.timeline_recorder import TimelineRecorder
-from ...grid.failure import all_or_none
 from ...zero.modules.module_optimizer import ZeroModuleOptimizer
 from .compression import Compression, elementwise
 from .context import ProcessSet, context, require_global

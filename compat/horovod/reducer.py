@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...base.autograd import weak
 from ...grid import Axis, Grid, Pending
-from ...grid.autograd import weak
 from ...grid.comm.observed_axis import labeled
 from .compression import elementwise
 

@@ -7,6 +7,6 @@ pipeline.py: the model's layers over pipe stages, batches for them, and their we
 state_dict.py: the model's full state dict on rank 0, gathered from ZeRO and tensor shards, for ``save_model``.
 """
 
-from ...grid.lazy import attach
+from ...base.lazy import attach
 
 __getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ...config.json_comments import parse
+from ...base.errors import ConfigError, describe
+from ...base.json_comments import parse
 from ...grid import Grid
-from ...grid.errors import ConfigError, describe
 from .auto_values import AutoValues, missing_extra
 
 try:

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ...config.json_comments import parse, read
-from ...grid.errors import ConfigError, describe, to_install
+from ...base.errors import ConfigError, describe, to_install
+from ...base.json_comments import parse, read
 
 # Keys of the section checkpoint, and the Trainer's arguments that replace them.
 _TRAINER_ARGUMENTS = {

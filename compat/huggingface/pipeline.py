@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...config.schema import Config
+from ...base.errors import ConfigError
 from ...engine.pipeline_engine import PipelineEngine
 from ...grid import Grid, layout_of
-from ...grid.errors import ConfigError
 from ...grid.layout import rename
 from ...models.huggingface.config import layer_count
 from ...models.huggingface.names import expand
@@ -26,6 +25,7 @@ from ...models.huggingface.pipeline_layers import CausalLMLoss, HFModel, hf_laye
 from ...pipe.module import PipelineModule
 from ...pipe.program.simulate import Costs
 from ...pipe.schedules.choose import make_schedule
+from ..deepspeed.config.schema import Config
 
 _COLUMNS = ("input_ids", "labels", "attention_mask")  # of a batch
 _METHODS = ("compute_loss", "prediction_step", "training_step")  # they run the whole model

@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...config.schema import Config
-from ...engine.initialize import initialize, read_config
+from ...base.errors import ConfigError
 from ...engine.module_engine import ModuleEngine
 from ...engine.pipeline_engine import PipelineEngine
-from ...grid.errors import ConfigError
 from ...models.huggingface.parallelize import parallelize
 from ...optim import schedulers
 from ...tensor_parallel.outside import ReadOutside
+from ..deepspeed.config.schema import Config
+from ..deepspeed.from_config import initialize, read_config
 from .auto_values import hidden_size, missing_extra
 from .state_dict import full_state_dict, saved_axes
 

@@ -12,17 +12,19 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1] / "tests" / "support"))
 
-from import_reader import ARROWS  # noqa: E402  # found by the line above
+from import_reader import ARROWS, GROUND  # noqa: E402  # found by the line above
 
 SUBJECTS = {
-    "grid": "ranks, process groups, collectives, layouts of parameters, randomness",
+    "grid": "ranks, process groups, collectives, layouts of parameters",
+    "base": "errors, names, values",
+    "randomness": "weights and dropout by the seed",
+    "agreement": "what all ranks agree on, and who hangs",
     "options": "what a user may choose",
     "pipe": "stages and schedules",
     "tensor_parallel": "layers in shards",
     "context": "parts of a sequence",
     "moe": "mixtures of experts",
     "zero": "sharded replicas",
-    "config": "configuration file",
     "optim": "optimizers, rates",
     "data": "tokens, loaders",
     "checkpoint": "files of a run",
@@ -48,7 +50,9 @@ rect { fill: #e8eef6; stroke: #44608a } path { stroke: #44608a; fill: none }
 @cache
 def level(folder: str) -> int:
     """Return 0 for a folder that imports no other one, else one more than the highest that it may import."""
-    return max((1 + level(each.partition("/")[0]) for each in ARROWS[folder]), default=0)
+    below = {each.partition("/")[0] for each in ARROWS[folder]} - {folder}
+    below -= set(GROUND) if folder in GROUND else set()
+    return max((1 + level(each) for each in below), default=0)
 
 
 def draw() -> str:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...base.dtypes import short_name
 from ...grid import Grid, layout_of
-from ...grid.dtypes import short_name
 from ...monitor.profiler.memory_meter import MemoryMeter
 from ...plan.formulas import STATES, ModelStates, model_states
 from ...zero.data_axis import ZeroDataAxis

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from ...base.records import show
 from ...grid import Grid
-from ...grid.records import show
 from ...monitor import format as units
 from ...monitor.method_hooks import hook_method
 from ...monitor.profiler.memory_meter import MemoryMeter

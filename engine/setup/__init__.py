@@ -1,10 +1,12 @@
-"""Setup of an engine: from a checked configuration to the options and objects that an engine is made of.
+"""Setup of an engine: from options to the objects that an engine is made of.
 
 arguments.py: arguments of ``triax.initialize``: source of the configuration, grid, parameter groups.
 check.py: ``read_config``, a configuration with all checks, a trial step of its optimizer and schedule included.
 rank_consistency.py: every rank has the same configuration, code and model.
 precision.py: dtypes of weights and autocast, the loss scaler.
 zero.py: ZeRO's options, offload and ZeRO++ included.
+schedule.py: the pipeline schedule.
+compilation.py: torch.compile of a model's layers, each by itself.
 compression.py: dtype and compressor of the sum of gradients.
 optimizer.py: the optimizer over ZeRO's flat ranges, 1-bit optimizers included, and the learning-rate schedule.
 recomputation.py: activation checkpointing of a ``PipelineModule``.

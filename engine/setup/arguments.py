@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...grid.checks import check_kind
-from ...grid.errors import ConfigError, no_such
+from ...base.checks import check_kind
+from ...base.errors import ConfigError, no_such
+from ...base.option_error import refusal
 from ...grid.grid import Grid
-from ...grid.option_error import refusal
 from ...options.base import declared
 from ...options.engine import EngineOptions
 from ...options.named import Optimizer

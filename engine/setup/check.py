@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ...grid.errors import ConfigError
-from ...grid.option_error import refusal
+from ...base.errors import ConfigError
+from ...base.option_error import refusal
 from ...optim import dry_run, optimizers
 from ...options.check import fp16_of_means
 from ...options.engine import EngineOptions

@@ -1,7 +1,7 @@
 """torch.compile of a model's layers, each by itself ("regional compilation"), from ``options.compile``.
 
 Only a layer's ``forward`` is compiled. All that surrounds it runs as without: stage 3's gathers, recomputation, hooks
-and the reductions of gradients. Collectives inside a layer run between two of its graphs (grid/uncompiled.py).
+and the reductions of gradients. Collectives inside a layer run between two of its graphs (base/uncompiled.py).
 
 Schedules that split the backward (zero-bubble) get the gradients of compiled layers' weights together with the
 gradients of the inputs, because a compiled backward pass is one graph.
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...base.option_error import OptionError, refusal
 from ...grid import Grid
-from ...grid.option_error import OptionError, refusal
 from ...options.compilation import Compile
 from ...options.engine import EngineOptions
 from ...pipe.backward import unsplit

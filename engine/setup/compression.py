@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...base.dtypes import dtype_of
+from ...base.errors import no_such
+from ...base.option_error import OptionError, refusal
 from ...grid import Grid, layout_of
-from ...grid.dtypes import dtype_of
-from ...grid.errors import no_such
-from ...grid.option_error import OptionError, refusal
 from ...options.engine import EngineOptions
 from ...options.named import GradientCompression
 from ...tensor_parallel.embedding import VocabParallelEmbedding
@@ -105,7 +105,7 @@ def _embeddings(module: nn.Module, grid: Grid) -> list[Tensor]:
     if not any(count for count, _ in told):
         why = next((text for _, texts in told for text in texts), "it has no nn.Embedding")
         raise refusal(
-            f"<compression> sparse_rows has no effect, because the model has no embedding with a sparse gradient ({why}): "
-            "leave it out",
+            f"<compression> sparse_rows has no effect: the model has no embedding with a sparse gradient ({why}). "
+            "Leave it out",
         )
     return list(found.values())

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from ...base.errors import ConfigError
 from ...checkpoint.convert.formats import module_names
 from ...grid import Grid
-from ...grid.errors import ConfigError
 from ...options.lora import Lora
 from ...tensor_parallel.lora import LoraOptions, add_adapters
 from .arguments import Groups

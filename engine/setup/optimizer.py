@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...grid.errors import ConfigError
+from ...base.errors import ConfigError
+from ...base.option_error import refusal
 from ...grid.grid import Grid
 from ...grid.layout import layout_of
-from ...grid.option_error import refusal
 from ...optim import optimizers, schedulers
 from ...optim.layerwise import split_for_muon
 from ...optim.schedulers import MakeScheduler

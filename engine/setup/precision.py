@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ...grid.dtypes import dtype_of
-from ...grid.errors import no_such
+from ...base.dtypes import dtype_of
+from ...base.errors import no_such
+from ...base.option_error import refusal
 from ...grid.grid import Grid
-from ...grid.option_error import refusal
 from ...optim.loss_scale import LossScaler
 from ...options.engine import EngineOptions
 from ...options.precision import Precision

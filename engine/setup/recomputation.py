@@ -9,15 +9,15 @@ from typing import Any
 
 from torch import nn
 
+from ...base.option_error import Note, OptionError, refusal
 from ...grid import Grid
-from ...grid.option_error import Note, OptionError, refusal
-from ...grid.random import DropoutState
 from ...options.engine import EngineOptions
 from ...options.recomputation import Recomputation
 from ...pipe.module import PipelineModule
 from ...pipe.program.schedule import Schedule
 from ...pipe.recompute.kept_inputs import Inputs
 from ...pipe.recompute.recompute import Group, Recompute, module_of, stateful
+from ...randomness.random import DropoutState
 from ...zero.modules.units import find_units
 
 _NONE_SELECTIVE = (
@@ -38,7 +38,7 @@ def configure_recomputation(module: PipelineModule, section: Recomputation, sche
         Notes on options that have no effect here, with the reason.
 
     Raises:
-        OptionError: an option contradicts an argument of the model, or names a layer class that the model does not have.
+        OptionError: an option contradicts an argument of the model, or names a layer class that is not in the model.
     """
     interval = _interval(module, section)
     names = section.layers or module.checkpointable_layers
@@ -86,8 +86,8 @@ def recompute_blocks(module: nn.Module, options: EngineOptions, grid: Grid, drop
         if (section.interval or 0) > 1:
             raise refusal(
                 f"<recompute.interval> {section.interval} groups the layers of a PipelineModule, but this model "
-                "is not one, and each of its blocks is recomputed by itself: set interval to 1, or list the layers in a "
-                "PipelineModule",
+                "is not one, and each of its blocks is recomputed by itself: set interval to 1, or list the layers in "
+                "a PipelineModule",
             )
         given = [f"<recompute.{key}>" for key in ("groups", "contiguous") if getattr(section, key)]
         if given:
@@ -231,8 +231,8 @@ def _check_there(names: Iterable[str] | None, there: set[str]) -> None:
     if unknown:
         raise OptionError(
             "recompute",
-            reason=f"no layer of the model is a {unknown[0]}; there are {', '.join(sorted(there))}. Give names of these "
-            "classes in <recompute.layers>",
+            reason=f"no layer of the model is a {unknown[0]}; there are {', '.join(sorted(there))}. Give names of "
+            "these classes in <recompute.layers>",
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...grid.option_error import OptionError
+from ...base.option_error import OptionError
 from ...options.schedule import ScheduleOptions
 from ...pipe.module import PipelineModule
 from ...pipe.program.schedule import Schedule

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ...agreement.agreement import largest
+from ...base.dtypes import dtype_of, short_name
+from ...base.errors import AgreedError
+from ...base.option_error import Note, OptionError, refusal
 from ...checkpoint.random_states import unchanged_random_states
 from ...data.dataloader import make_loader
-from ...grid.agreement import largest
 from ...grid.devices import has_room, usable_memory
-from ...grid.dtypes import dtype_of, short_name
-from ...grid.errors import AgreedError
-from ...grid.option_error import Note, OptionError, refusal
 from ...options.engine import EngineOptions
 from ...options.named import Optimizer
 from ...pipe.module import PipelineModule

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ...grid.dtypes import dtype_of
+from ...base.dtypes import dtype_of
+from ...base.option_error import Note, OptionError
 from ...grid.grid import Grid
-from ...grid.option_error import Note, OptionError
 from ...options.engine import EngineOptions
 from ...options.reduction import GradientReduction
 from ...options.zero import Offload, Zero

@@ -13,13 +13,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ...base import VERSION
+from ...base.json_values import encode
 from ...checkpoint.convert.formats import describe
 from ...checkpoint.matching import Shape
 from ...checkpoint.protocol import BUFFERS, OPTIMIZER, RANDOM, WEIGHTS, Snapshot
 from ...checkpoint.random_states import random_states
 from ...checkpoint.reader import LoadOptions
-from ...grid import VERSION, Grid, layout_of
-from ...grid.json_values import encode
+from ...grid import Grid, layout_of
 from ...grid.layout import FlatRange
 from ...optim.loss_scale import LossScaler
 from ...options.engine import EngineOptions

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from ...agreement.agreement import agreed
+from ...base.checks import check_flag, check_kind, check_path
 from ...checkpoint.async_writer import AsyncWriter, report_failure
 from ...checkpoint.auto import AutoSaver, load_newest
 from ...checkpoint.convert.export import write_model
@@ -23,8 +25,6 @@ from ...checkpoint.protocol import Snapshot
 from ...checkpoint.reader import LoadOptions, open_checkpoint
 from ...checkpoint.remote_writer import make_writer
 from ...checkpoint.rendezvous import agreed_tag, rendezvous
-from ...grid.agreement import agreed
-from ...grid.checks import check_flag, check_kind, check_path
 from .capture import Checkpointed, capture, capture_weights
 from .restore import apply
 
@@ -235,8 +235,8 @@ class Checkpointer:
             done: called when the checkpoint is complete.
 
         Returns:
-            None, or the reason for which the checkpoint was not written. With ``checkpoint.background`` it is the reason
-            for which the previous checkpoint was not written, if such a failure stops the run.
+            None, or the reason for which the checkpoint was not written. With ``checkpoint.background`` it is the
+            reason for which the previous checkpoint was not written, if such a failure stops the run.
         """
         grid, settings = self._engine.grid, self._engine.options.checkpoint
         before = self.wait()

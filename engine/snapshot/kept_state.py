@@ -9,7 +9,7 @@ from __future__ import annotations
 from ...checkpoint.matching import listed
 from ...checkpoint.protocol import OPTIMIZER, Snapshot
 from ...grid import Grid
-from ...grid.random import derive
+from ...randomness.random import derive
 from ...zero.state_shards import StateShards
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...agreement.agreement import agreed
+from ...base.errors import CorruptError
+from ...base.json_values import decode
 from ...checkpoint.matching import Shape, listed, match_model
 from ...checkpoint.protocol import BUFFERS, OPTIMIZER, RANDOM, WEIGHTS, Snapshot
 from ...checkpoint.random_states import set_random_states
 from ...checkpoint.reader import LoadOptions
 from ...grid import Grid, layout_of
-from ...grid.agreement import agreed
-from ...grid.errors import CorruptError
-from ...grid.json_values import decode
 from ...optim.schedulers import follow
 from ...zero.state_shards import StateShards
 from . import residuals

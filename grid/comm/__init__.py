@@ -10,7 +10,6 @@
 - ``timeline_recorder.py``: observer: the file of one rank for ``triax run --timeline``
 - ``clock.py``: times of events on one rank: CPU clock, or events in a GPU's stream
 - ``simulated.py``: process groups of a dry run, which send nothing
-- ``store_barrier.py``: a barrier through the store with a time limit, which names missing ranks
 - ``tcp_store.py``: stores that listen on one address alone
 - ``thread_priority.py``: scheduling policy of gloo's threads
 """

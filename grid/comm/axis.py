@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..json_values import dumps, loads
-from ..uncompiled import uncompiled
+from ...base.json_values import dumps, loads
+from ...base.uncompiled import uncompiled
 from .pending import All, Done, Pending, Then, started
 from .simulated import is_simulated
 from .traffic import Traffic

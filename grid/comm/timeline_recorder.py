@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ...base.records import Records
 from ..environment import read_environment
-from ..records import Records
 from .axis import Axis
 from .observed_axis import ObservedAxis, Observer
 

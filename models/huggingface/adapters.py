@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...agreement.agreement import agreed
+from ...base.checks import check_path
+from ...base.errors import ConfigError
+from ...base.files import read_object
+from ...base.safetensors import TensorStream
 from ...grid import Grid, layout_of
-from ...grid.agreement import agreed
-from ...grid.checks import check_path
-from ...grid.errors import ConfigError
-from ...grid.files import read_object
-from ...grid.safetensors import TensorStream
 from ...tensor_parallel.lora import LoraOptions, add_adapters
 from .merge import is_factor, layer_of
 from .names import Names

@@ -8,8 +8,8 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from ...grid.errors import ConfigError
-from ...grid.files import read_object
+from ...base.errors import ConfigError
+from ...base.files import read_object
 from ..config import (
     DecoderConfig,
     DeepseekConfig,

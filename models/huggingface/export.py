@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...base.files import read_object
 from ...grid import Layout
-from ...grid.files import read_object
 from ...tensor_parallel.lora import LoraOptions
 from ..config import CONFIGS, config_from_fields
 from .adapters import write_adapters

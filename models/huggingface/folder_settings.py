@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...grid.files import read_object
+from ...base.files import read_object
 
 # The settings are plain JSON, which a checkpoint keeps:
 #     family: model_type

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...grid.safetensors import TensorStream, header
+from ...base.safetensors import TensorStream, header
 
 
 class FolderWriter:

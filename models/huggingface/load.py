@@ -15,8 +15,8 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
+from ...agreement.agreement import agreed
 from ...grid import Grid, layout_of
-from ...grid.agreement import agreed
 from ...pipe.spec import LayerSpec, TiedLayerSpec
 from ..config import DecoderConfig, DeepseekConfig, GPTConfig, LlamaConfig, MixtralConfig, TransformerConfig
 from ..decoder import decoder_layers

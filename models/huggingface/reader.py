@@ -10,9 +10,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ...base.errors import ConfigError
+from ...base.files import read_object
 from ...grid import Grid
-from ...grid.errors import ConfigError
-from ...grid.files import read_object
 from ...grid.layout import Layout
 from .config import layer_count, read_config
 from .folder_settings import Settings, settings_of_folder, settings_of_model

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...agreement.agreement import agreed
+from ...base.checks import check_path
 from ...grid import Grid, Layout, layout_of
-from ...grid.agreement import agreed
-from ...grid.checks import check_path
 from ..config import TransformerConfig
 from .config import entries as expanded
 from .config import to_hf

@@ -8,6 +8,6 @@ step_report.py     head of the report about a step of an engine, over all ranks
 memory_meter.py    MemoryMeter: bytes that a step allocates and that autograd saves
 """
 
-from ...grid.lazy import attach
+from ...base.lazy import attach
 
 __getattr__, __dir__, __all__ = attach(__name__, __file__)

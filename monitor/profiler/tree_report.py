@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ...grid.records import Records, show
+from ...base.records import Records, show
 from .. import format as units
 
 

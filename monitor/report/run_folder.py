@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from ...grid.files import parse_json, read_text
+from ...base.files import parse_json, read_text
 from ...pipe.program.ops import COMPUTE, Op
 from ...pipe.program.schedule import Schedule
 from ...pipe.program.timeline import Span, Timeline

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...grid.errors import ConfigError
+from ...base.errors import ConfigError
 from ..files import METRICS, RUN, TIMELINE
 from .page import page
 from .run_folder import read_run

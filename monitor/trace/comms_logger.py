@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+from ...base.errors import ConfigError
+from ...base.records import show
 from ...grid import Grid
 from ...grid.comm.comms_log import CommsLog, LoggedCall
-from ...grid.errors import ConfigError
-from ...grid.records import show
 from .. import format as units
 
 Durations = dict[LoggedCall, list[float]]  # seconds of each call

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...base.errors import ConfigError
 from ...grid.environment import TIMELINE
-from ...grid.errors import ConfigError
 from ...pipe.program.chrome_trace import ChromeTrace, write_trace
 
 _MESSAGES = ("send", "receive")

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...base.records import Records
 from ...grid import Grid
-from ...grid.records import Records
 from ...pipe.program.chrome_trace import ChromeTrace, write_trace
 from ...pipe.program.ops import SENDS, Op
 from ..protocol import Slice, StepRecord, UnderWay

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...grid.errors import to_install
+from ...base.errors import to_install
 from .chrome_trace import ChromeTrace
 from .ops import COMPUTE, Op
 from .schedule import Schedule

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...grid.errors import escaped
-from ...grid.files import parse_json
+from ...base.errors import escaped
+from ...base.files import parse_json
 from .ops import COMPUTE, Op
 
 

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack
 
 from ...grid import Grid
-from ...grid.random import DropoutState
+from ...randomness.random import DropoutState
 from ..backward import SplitBackward
 
 CHECKPOINT = "torch.utils.checkpoint"

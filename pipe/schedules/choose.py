@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from importlib.metadata import EntryPoints, entry_points
 from pathlib import Path
 
-from ...grid.errors import ConfigError, nearest, no_such
-from ...grid.files import read_text
+from ...base.errors import ConfigError, nearest, no_such
+from ...base.files import read_text
 from ..program.schedule import Schedule
 from ..program.simulate import Costs
 from .registry import RECIPES, named_schedule

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...grid.errors import nearest
+from ...base.errors import nearest
 from ..program.ops import Orders
 from ..program.placement import loop, zigzag
 from ..program.schedule import Schedule

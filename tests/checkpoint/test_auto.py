@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import triax
+from triax.base.errors import ConfigError
 from triax.checkpoint.auto import AutoSaver
 from triax.checkpoint.format.folder import tags
-from triax.engine import read_config
-from triax.grid.errors import ConfigError
+from triax.compat.deepspeed.from_config import read_config
 
 from checkpoint_jobs import Cell, Job, losses, make, tensors
 from module_training import MICRO, microbatch, net

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import triax
+from triax.base.safetensors import ByteRange
 from triax.checkpoint.format.index import read_index
 from triax.checkpoint.format.mapped_files import MappedFiles
-from triax.grid.safetensors import ByteRange
 
 from resident import own_pages, status
 

@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import triax
+from triax.base.errors import CorruptError
 from triax.checkpoint.format.index import read_index
-from triax.grid.errors import CorruptError
 
 BAD: tuple[Any, ...] = (None, "x", -1, 10**30, float("nan"), True, [], {})
 GONE = object()

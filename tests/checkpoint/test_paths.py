@@ -12,7 +12,7 @@ from torch import nn
 
 import triax
 import triax.compat.deepspeed as deepspeed
-from triax.grid.errors import ConfigError
+from triax.base.errors import ConfigError
 
 from toys import error_text
 

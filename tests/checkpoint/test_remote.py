@@ -16,12 +16,12 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 import triax
+from triax.base.errors import CheckpointError, ConfigError
 from triax.checkpoint.format import folder as folders
 from triax.checkpoint.format.index import read_index
 from triax.checkpoint.format.remote import RemotePath, folder_at
 from triax.checkpoint.reader import Reader
 from triax.checkpoint.writer import rank_name
-from triax.grid.errors import CheckpointError, ConfigError
 
 from checkpoint_jobs import Cell, Job, command, make
 

@@ -16,10 +16,10 @@ from torch import nn
 from typer.testing import CliRunner
 
 import triax
+from triax.base.errors import CheckpointError, ConfigError, CorruptError
+from triax.base.json_comments import read
 from triax.checkpoint.format import folder as folders
 from triax.cli.main import app
-from triax.config.json_comments import read
-from triax.grid.errors import CheckpointError, ConfigError, CorruptError
 from triax.models.huggingface.config import read_config
 from triax.monitor.report.write import write_report
 from triax.pipe.schedules.choose import read_schedule

@@ -20,11 +20,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 import triax
+from triax.base.errors import CheckpointError, CorruptError
 from triax.checkpoint.format import folder as folders
 from triax.checkpoint.format import lock as locks
 from triax.checkpoint.format.index import Index, read_index
 from triax.cli.main import app
-from triax.grid.errors import CheckpointError, CorruptError
 
 from pool import RankFailure
 from processes import slowdown

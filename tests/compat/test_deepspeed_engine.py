@@ -19,11 +19,12 @@ from torch import Tensor, nn
 
 import triax
 import triax.compat.deepspeed as deepspeed
+from triax.base.errors import ConfigError
 from triax.compat.deepspeed.configuration import OffloadDeviceEnum
+from triax.compat.deepspeed.context import CONTEXT
 from triax.compat.deepspeed.engine import DeepSpeedPipelineEngine
 from triax.compat.deepspeed.grids import ParallelGrid
 from triax.compat.deepspeed.offload_states import OffloadStateTypeEnum, get_state_devices
-from triax.grid.errors import ConfigError
 from triax.pipe.module import PipelineModule
 from triax.pipe.spec import LayerSpec
 
@@ -310,6 +311,9 @@ def test_members_of_the_pipeline_engine(ranks: Any) -> None:
 
 
 def pipeline_of_one() -> Any:
+    """The engine of a pipeline whose grid is its own, while another model's grid exists."""
+    other = nn.Linear(2, 2)
+    CONTEXT.keep_grid(triax.Grid(), other)
     model = PipelineModule([Square(), Square()], num_stages=1, loss_fn=nn.MSELoss())
     settings = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD"}}
     return deepspeed.initialize(model=model, config=settings)[0]

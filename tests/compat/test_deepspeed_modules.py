@@ -13,12 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import triax.compat.deepspeed as deepspeed
-from triax.checkpoint.convert import fp32_state_dict
-from triax.compat.deepspeed import accelerator, comm, configuration, fragments, utils
+from triax.compat.deepspeed import accelerator, comm, configuration, fp32_state_dict, fragments, utils
+from triax.compat.deepspeed import optimizer_classes as optimizers
+from triax.compat.deepspeed import process_topology as topology
 from triax.compat.deepspeed.accelerator import get_accelerator
 from triax.grid.topology import Topology
-from triax.optim import deepspeed_classes as optimizers
-from triax.pipe import process_topology as topology
 
 LR, BETAS, EPS = 0.01, (0.9, 0.999), 1e-8
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import triax
-from triax.grid.errors import ConfigError
+from triax.base.errors import ConfigError
 
 STEPS, BATCH, ACCUMULATION = 20, 4, 2  # the batch of all replicas
 _NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}

@@ -22,9 +22,9 @@ from torch.utils.data import Dataset
 from typer.testing import CliRunner
 
 import triax
+from triax.base.errors import ConfigError
 from triax.cli.main import app
 from triax.compat.huggingface.auto_values import AutoValues, hidden_size
-from triax.grid.errors import ConfigError
 
 from paths import ROOT
 

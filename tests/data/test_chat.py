@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from triax.base.errors import ConfigError
 from triax.data import TokenData, TokenFolder, train_tokenizer
 from triax.data.chat import ChatTemplate
 from triax.data.sources import BadDocument, Reading, find_sources
 from triax.data.tokenization import tokenize
-from triax.grid.errors import ConfigError
 
 from tokenized import write_json_lines
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
+from triax.base.errors import ConfigError, CorruptError
 from triax.data import TokenData, TokenFolder
 from triax.data.token_folder import NAME, _checksum
 from triax.data.tokenization import tokenize
-from triax.grid.errors import ConfigError, CorruptError
 
 from tokenized import folder, texts, write_json_lines
 

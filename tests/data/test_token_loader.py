@@ -15,11 +15,11 @@ from torch import Tensor
 
 import triax
 from triax import GPTConfig, Grid, NextTokenLoss, PipelineModule, gpt_layers
+from triax.base.errors import ConfigError, CorruptError
 from triax.data import TokenData, TokenFolder, TokenLoader
 from triax.data.mixture import BLOCK, Mixture
 from triax.data.packing import best_fit, hashes, permute
 from triax.data.tokenization import tokenize
-from triax.grid.errors import ConfigError, CorruptError
 from triax.models.packed import pack
 
 from tokenized import as_filled, documents_in, folder, rows_of, texts, write_json_lines

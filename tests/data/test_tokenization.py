@@ -13,11 +13,11 @@ import pytest
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
+from triax.base.errors import ConfigError
 from triax.cli.main import app
 from triax.data import TokenFolder, open_tokenizer
 from triax.data.sources import Part, Reading, cut, documents, find_sources, lines_before
 from triax.data.tokenization import tokenize
-from triax.grid.errors import ConfigError
 
 from tokenized import texts, write_json_lines
 

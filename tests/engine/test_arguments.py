@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import triax
-from triax.grid.errors import ConfigError
+from triax.base.errors import ConfigError
 
 from toys import mean_loss
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule
-from triax.grid.errors import ConfigError
+from triax.base.errors import ConfigError
 from triax.models.gpt import GPTConfig, gpt_layers
 
 VOCABULARY, LENGTH, WIDTH, LAYERS, HEADS, MICRO, COUNT = 48, 8, 32, 4, 4, 2, 4

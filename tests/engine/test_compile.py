@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid, PipelineModule
-from triax.config.config import parse_config
-from triax.grid.errors import ConfigError
+from triax.base.errors import ConfigError
+from triax.compat.deepspeed.config.config import parse_config
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.models.llama import LlamaConfig, llama_layers
 from triax.models.mixtral import MixtralConfig, mixtral_layers
@@ -299,7 +299,7 @@ def calls() -> dict[str, Any]:
     assert first.runs == before, "a mode that records operations would see none"
     assert late.memory_report()["held"]["activations"] > 0
 
-    copied = copy.deepcopy(late.module.layers["2"])
+    copied: Any = copy.deepcopy(late.module.layers["2"])
     x = torch.randn(2, LENGTH, 16, dtype=torch.float64)
     with torch.no_grad():
         copied.mlp.down.weight.zero_()

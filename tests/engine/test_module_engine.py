@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 import triax
 from triax import Grid, initialize
-from triax.grid.errors import ConfigError
-from triax.grid.random import Dropout
+from triax.base.errors import ConfigError
+from triax.randomness.random import Dropout
 
 from module_training import CLIP, MICRO, OPTIMIZERS, STEPS, WIDTH, config, groups, microbatch, net
 from paths import DOCS

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import triax
-from triax.grid.errors import ConfigError
+from triax.base.errors import ConfigError
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 
 import reference

@@ -16,11 +16,11 @@ from torch.utils.data import TensorDataset
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule, Schedule, TiedLayerSpec
-from triax.config.config import batch_sizes
+from triax.base.errors import ConfigError
+from triax.compat.deepspeed.config.config import batch_sizes
+from triax.compat.deepspeed.from_config import read_config
 from triax.data.dataloader import BatchOrder
-from triax.engine import read_config
-from triax.grid.errors import ConfigError
-from triax.grid.random import Dropout
+from triax.randomness.random import Dropout
 
 from pool import RankFailure
 from toys import mean_loss

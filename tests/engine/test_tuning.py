@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule
-from triax.grid.errors import ConfigError
+from triax.base.errors import ConfigError
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.models.mixtral import MixtralConfig, mixtral_layers
 

@@ -13,8 +13,8 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from triax.cli.main import app
+from triax.compat.deepspeed.config.resolved import keys
 from triax.compat.deepspeed.ledger import markdown
-from triax.config.resolved import keys
 
 from paths import DOCS
 from readme_blocks import broken_links, commands, programs

@@ -33,7 +33,7 @@ from typer.testing import CliRunner
 
 import triax
 from triax.cli.main import app
-from triax.config.resolved import keys
+from triax.compat.deepspeed.config.resolved import keys
 from triax.options import table as tables
 from triax.pipe.schedules.registry import RECIPES
 from triax.train.schema import TrainingFile
@@ -276,7 +276,7 @@ def test_the_messages_of_troubleshooting_are_triaxs(ranks: Any) -> None:
     (quoted,) = re.findall(r"`(rank 0 .*? failed at .*?)`", TROUBLE)
     assert quoted in memory
     # What hangs or is killed is in tests/laws/test_failures.py; the words are compared with those of the code.
-    code = "".join((ROOT / path).read_text() for path in ("grid/hang_watch.py", "launcher/launch.py"))
+    code = "".join((ROOT / path).read_text() for path in ("agreement/hang_watch.py", "launcher/launch.py"))
     for words in (
         *("hangs: it is ", "between two calls of the engine", "every rank waits for another"),
         *("does not answer: it was stopped, or its host is gone", "left with exit status ", "ended without an error"),

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from triax import PipelineModule, Topology
+from triax.compat.deepspeed.from_config import read_config
 from triax.data.dataloader import make_loader
-from triax.engine import read_config
 from triax.grid import Grid
 from triax.optim.lr_schedules import WarmupLR
 

@@ -20,12 +20,12 @@ from torch import nn
 
 import triax
 from triax import LayerSpec, PipelineModule
+from triax.agreement.store_barrier import store_barrier
 from triax.grid import Grid, Topology
 from triax.grid.comm import host_axis
 from triax.grid.comm.axis import Axis
 from triax.grid.comm.host_axis import HostAxis
 from triax.grid.comm.observed_axis import Observer, observe, unobserve
-from triax.grid.comm.store_barrier import store_barrier
 
 from processes import slowdown
 from toys import error_text
@@ -336,7 +336,9 @@ def policies_on_rank() -> tuple[dict[int, int], dict[int, int]]:
 
 def test_the_pipes_gloo_threads_interrupt_nobody_and_no_other_thread_is_touched(ranks: Any) -> None:
     for before, after in ranks(2, policies_on_rank):
-        assert before.items() <= after.items()
+        assert all(
+            after[thread] == policy for thread, policy in before.items() if thread in after
+        )  # some may have ended
         made = [policy for thread, policy in after.items() if thread not in before]
         assert not made or made.count(os.SCHED_BATCH) >= 3  # on Linux; elsewhere no thread is seen
 
@@ -429,7 +431,7 @@ MANY_WATCHES = """
 import time
 from types import SimpleNamespace
 from torch.distributed import TCPStore
-from triax.grid.hang_watch import Activity, HangWatch
+from triax.agreement.hang_watch import Activity, HangWatch
 class Grid(SimpleNamespace):
     pass
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

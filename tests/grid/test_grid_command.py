@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from triax import Topology
+from triax.base.errors import ConfigError
 from triax.cli.main import app
-from triax.grid.errors import ConfigError
 
 
 def printed(*words: str) -> str:

@@ -14,7 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from triax.grid.comm.axis import Axis
 from triax.grid.layout import Layout
-from triax.grid.random import (
+from triax.models.gpt import GPTConfig, gpt_layers
+from triax.pipe.module import PipelineModule
+from triax.pipe.spec import LayerSpec
+from triax.randomness.random import (
     Constant,
     Distribution,
     Dropout,
@@ -26,9 +29,6 @@ from triax.grid.random import (
     seeded,
     sharded_parameter,
 )
-from triax.models.gpt import GPTConfig, gpt_layers
-from triax.pipe.module import PipelineModule
-from triax.pipe.spec import LayerSpec
 
 
 def test_derive_is_pinned_and_tells_keys_apart() -> None:

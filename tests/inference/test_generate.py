@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import triax
+from triax.base.errors import ConfigError
 from triax.cli.generate import family, find_model, generate, open_text
 from triax.cli.main import main
 from triax.grid import Grid
-from triax.grid.errors import ConfigError
 from triax.models.gpt import GPTConfig, gpt_layers
 from triax.models.huggingface.load import load_hf
 from triax.models.huggingface.save import save_hf

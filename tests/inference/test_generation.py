@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import triax
+from triax.base.errors import AgreedError
 from triax.grid import Grid
-from triax.grid.errors import AgreedError
 from triax.inference.batching import Batcher, DecodeStep, Request, Token
 from triax.inference.decode_loop import layers_with_cache
 from triax.inference.engine import init_inference

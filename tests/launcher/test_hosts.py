@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triax.grid.errors import ConfigError
+from triax.base.errors import ConfigError
 from triax.launcher.hosts import check_host, limit_slots, parse_hostfile, parse_nodes, parse_ranks, select
 from triax.launcher.launch import own_address
 from triax.launcher.remote import SSH, exported_variables, host_command, is_local_host

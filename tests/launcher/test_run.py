@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from triax.base.errors import ConfigError
 from triax.cli.foreign_options import IDLE, REFUSED
 from triax.cli.main import app
 from triax.grid.environment import Environment, read_environment
-from triax.grid.errors import ConfigError
 from triax.launcher.launch import launch
 from triax.launcher.log_tail import LogTail
 

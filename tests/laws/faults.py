@@ -41,9 +41,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import triax
+from triax.base.errors import AgreedError, CheckpointError, CorruptError
 from triax.checkpoint.format.folder import latest, tags, verify
 from triax.checkpoint.format.index import read_index
-from triax.grid.errors import AgreedError, CheckpointError, CorruptError
 
 import pool
 from compositions import describe

@@ -39,17 +39,17 @@ import torch
 from torch import nn
 
 import triax
-from triax.config.base import extra_of
-from triax.config.config import batch_sizes
-from triax.config.resolved import keys
-from triax.engine import read_config
-from triax.engine.initialize import resolve_config
-from triax.grid.errors import AgreedError, ConfigError
+from triax.base.errors import AgreedError, ConfigError
+from triax.compat.deepspeed.config.base import extra_of
+from triax.compat.deepspeed.config.config import batch_sizes
+from triax.compat.deepspeed.config.resolved import keys
+from triax.compat.deepspeed.from_config import read_config, resolve_config
 from triax.optim import optimizers, schedulers
 from triax.pipe.schedules.choose import NAMES
 from triax.zero.offload import OffloadError
 
 from paths import ROOT
+from processes import slowdown
 from shrink import shrink
 from toys import mean_loss
 
@@ -339,7 +339,7 @@ def limit(seconds: int = LIMIT) -> Iterator[None]:
         raise TimeoutError(f"it took longer than {seconds} s")
 
     before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(seconds)
+    signal.alarm(seconds := math.ceil(seconds * slowdown()))
     try:
         yield
     finally:

@@ -32,7 +32,7 @@ sys.path[:0] = [str(Path(__file__).parent.parent / "support")]
 
 import yaml
 
-from triax.grid.errors import AgreedError, ConfigError
+from triax.base.errors import AgreedError, ConfigError
 from triax.models.config import LlamaConfig
 from triax.models.huggingface.config import to_hf
 from triax.options.base import hints_of
@@ -80,7 +80,7 @@ training:
   zero: 1
   spikes: {action: warn, loss: 6.0, norm: 10.0, window: 100, limit: 3}
 evaluate: {every: 2, sequences: 4}
-checkpoint: {every: 2, keep: 2, resume: auto, async: false}
+checkpoint: {every: 2, keep: 2, resume: auto, background: false}
 sample: {prompt: a, tokens: 3, temperature: 0.7}
 monitor: {log_every: 20, trace: 0}
 export: {dtype: float32}
@@ -201,11 +201,11 @@ REFUSED = [
     ("zero: 1", "zero: 4"),
     ("action: warn", "action: wrn"),
     ("clip: 1.0", "clip: 1.0\n  time_limit: 90"),
-    ("checkpoint: {every: 2, keep: 2, resume: auto, async: false}", "checkpoint: {every: 2, resume: required}"),
+    ("checkpoint: {every: 2, keep: 2, resume: auto, background: false}", "checkpoint: {every: 2, resume: required}"),
     ("resume: auto", "resume: s3:/bucket/run"),
     ("keep: 2,", "keep: 2, folder: 's3:/bucket/run',"),
     ("keep: 2,", "keep: 2, folder: 'nowhere://bucket/run',"),
-    ("checkpoint: {every: 2, keep: 2, resume: auto, async: false}", "checkpoint: yes please"),
+    ("checkpoint: {every: 2, keep: 2, resume: auto, background: false}", "checkpoint: yes please"),
     ("dtype: float32", "dtype: float8"),
     ("steps_per_print: 5", "steps_per_prnt: 5"),
     ("steps_per_print: 5", "train_batch_size: 8"),

@@ -529,7 +529,12 @@ def adversaries(stage: int) -> None:
     optimizers = [torch.optim.SGD(model.parameters(), **OPTIONS) for model in models]
     logged: list[Any] = []
     end_step = judges.observer.end_step
-    judges.observer.end_step = lambda grid, loss: (logged.append(float(loss)), end_step(grid, loss))
+
+    def log(grid: Any, loss: Any) -> None:
+        logged.append(float(loss))
+        end_step(grid, loss)
+
+    judges.observer.end_step = log
     for step in range(3):
         judges.module.zero_grad(set_to_none=step != 1)
         x, mine = batch(step, 0, grid.rank), []

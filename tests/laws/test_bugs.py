@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule
-from triax.grid.errors import AgreedError, ConfigError
-from triax.grid.random import Dropout
+from triax.base.errors import AgreedError, ConfigError
+from triax.randomness.random import Dropout
 from triax.zero import gathered
 
 from processes import slowdown

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule
-from triax.grid.agreement import same
-from triax.grid.errors import ConfigError
-from triax.grid.hang_watch import timed_out, with_timeout
+from triax.agreement.agreement import same
+from triax.agreement.hang_watch import timed_out, with_timeout
+from triax.base.errors import ConfigError
 from triax.launcher.launch import Outcome, outcome_of
 
 from paths import ROOT

@@ -144,16 +144,16 @@ def bad_habits(root: Path) -> Iterator[str]:
         for found in imports(root, file):
             if found.target.split(".")[0] in UNPICKLERS:
                 yield f"{file}:{found.line} imports {found.target}: no file is unpickled"
-            if found.target.startswith("torch.cuda") and not file.startswith("grid/"):
-                yield f"{file}:{found.line} uses torch.cuda: only grid/ knows devices"
+            if found.target.startswith("torch.cuda") and not file.startswith(("grid/", "randomness/")):
+                yield f"{file}:{found.line} uses torch.cuda: only grid/ and randomness/ know devices"
             if found.target in ("os.environ", "os.getenv") and file not in READ_ENVIRONMENT:
                 yield f"{file}:{found.line} reads the environment: only {', '.join(READ_ENVIRONMENT)} do"
         for node in ast.walk(tree):
             line = getattr(node, "lineno", 0)
             if isinstance(node, ast.Attribute):
                 name = ast.unparse(node)
-                if name == "torch.cuda" and not file.startswith("grid/"):
-                    yield f"{file}:{line} uses torch.cuda: only grid/ knows devices"
+                if name == "torch.cuda" and not file.startswith(("grid/", "randomness/")):
+                    yield f"{file}:{line} uses torch.cuda: only grid/ and randomness/ know devices"
                 if name in ("os.environ", "os.getenv", "os.putenv") and file not in READ_ENVIRONMENT:
                     yield f"{file}:{line} reads the environment: only {', '.join(READ_ENVIRONMENT)} do"
             if isinstance(node, ast.Call):

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid, LayerSpec, Layout, PipelineModule, TiedLayerSpec, make_schedule
-from triax.engine import read_config
-from triax.grid.errors import ConfigError
+from triax.base.errors import ConfigError
+from triax.compat.deepspeed.from_config import read_config
 from triax.grid.layout import set_layout
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.pipe.partition import balanced

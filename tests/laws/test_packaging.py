@@ -24,8 +24,8 @@ from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 import triax
+from triax.base.errors import to_install
 from triax.cli.main import app
-from triax.grid.errors import to_install
 
 from import_reader import FOLDERS, library, needs_no_torch
 from paths import ROOT
@@ -102,8 +102,8 @@ def test_what_an_error_says_to_install_is_there(unpacked: Path, tmp_path: Path) 
     texts = {file: (ROOT / file).read_text() for file in library(ROOT)}
     named = {extra for text in texts.values() for extra in advice.findall(text)} | {"tensorboard", "wandb"}
     assert named == set(PROJECT["project"]["optional-dependencies"]) - {"bench", "test", "lint", "docs", "dev"}
-    assert [file for file, text in texts.items() if "triax[" in text] == ["grid/errors.py"]
-    say = "from triax.grid.errors import to_install; print(to_install('tensorboard'))"
+    assert [file for file, text in texts.items() if "triax[" in text] == ["base/errors.py"]
+    say = "from triax.base.errors import to_install; print(to_install('tensorboard'))"
     checkout = to_install("tensorboard")
     wheel = bare(unpacked, "-c", say).stdout.strip()
     assert checkout == f"pip install -e '{ROOT}[tensorboard]'" and wheel == "pip install 'triax[tensorboard]'"
@@ -174,7 +174,7 @@ def test_the_command_prints_the_version_of_the_package() -> None:
 def test_the_package_takes_nothing_in_until_a_name_is_used(tmp_path: Path) -> None:
     script = "import sys, triax; print(*sorted(name for name in sys.modules if name.startswith(('triax', 'torch'))))"
     done = run(sys.executable, "-c", script, cwd=tmp_path)
-    assert done.stdout.split() == ["triax", "triax.grid", "triax.grid.lazy"], done.stderr
+    assert done.stdout.split() == ["triax", "triax.base", "triax.base.lazy"], done.stderr
 
 
 def test_the_commands_help_imports_no_library_of_a_command(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_the_package_may_be_imported_under_another_name() -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules["another_name"] = module
     spec.loader.exec_module(module)
-    assert set(sys.modules) - before == {"another_name", "another_name.grid", "another_name.grid.lazy"}
+    assert set(sys.modules) - before == {"another_name", "another_name.base", "another_name.base.lazy"}
     assert module.__version__ == triax.__version__ == PROJECT["project"]["version"]
 
 

@@ -120,7 +120,11 @@ def test_every_command_exists() -> None:
         (missing_names, "# as triax.GPTLoss does", "names triax.GPTLoss"),
         (missing_names, '"""Call triax.models.huggingface.hf_layers."""', "triax.models.huggingface.hf_layers"),
         (missing_names, '"from triax.grid import Grid, Gird"', "names triax.grid.Gird"),
-        (missing_names, "# as triax.config.load_json does", "names triax.config.load_json"),
+        (
+            missing_names,
+            "# as triax.compat.deepspeed.config.load_json does",
+            "names triax.compat.deepspeed.config.load_json",
+        ),
         (missing_names, "# as triax.NextTokenLoss and triax.models.gpt.GPTLoss do, in triax.schema.json", None),
         (missing_commands, '"""Call `triax grids`."""', "there is no grids"),
         (missing_commands, '"""Call `triax checkpoint shows x`."""', "there is no shows"),

@@ -18,9 +18,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import triax
+from triax.base.errors import ConfigError
 from triax.cli.main import main
 from triax.data.tokenizer import load_transformers, open_tokenizer, within_limit
-from triax.grid.errors import ConfigError
 from triax.models.huggingface.load import config_from_hf, load_hf
 
 EMBEDDING = "model.embed_tokens.weight"

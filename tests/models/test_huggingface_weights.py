@@ -401,7 +401,7 @@ def test_llama_31s_rope(tmp_path: Path) -> None:
 
 
 def test_errors_of_folders(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"config.json does not exist \(no such folder\)"):
+    with pytest.raises(FileNotFoundError, match=r"config.json does not exist, or is no file \(no such folder\)"):
         load_hf(tmp_path / "nowhere")
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises(FileNotFoundError, match=r"no \*.safetensors \(config.json\)"):

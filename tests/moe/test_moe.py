@@ -11,8 +11,8 @@ from torch import Tensor
 
 from triax.context.order import positions, shard
 from triax.grid import Grid, layout_of
-from triax.grid.random import seeded
 from triax.moe import MoE, grouped
+from triax.randomness.random import seeded
 
 from paths import ROOT
 from readme_blocks import programs

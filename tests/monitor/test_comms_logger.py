@@ -15,12 +15,12 @@ from torch import Tensor, nn
 import triax
 import triax.compat.deepspeed as deepspeed
 from triax import Grid, LayerSpec, PipelineModule
-from triax.engine import read_config
+from triax.base.errors import ConfigError
+from triax.compat.deepspeed.from_config import read_config
 from triax.grid import Axis
 from triax.grid.comm.comms_log import CommsLog, LoggedCall
 from triax.grid.comm.observed_axis import ObservedAxis
 from triax.grid.comm.step_recorder import StepRecorder
-from triax.grid.errors import ConfigError
 from triax.monitor.trace.comms_logger import bandwidths, stragglers, table
 
 WIDTH, MICRO, COUNT = 8, 2, 3

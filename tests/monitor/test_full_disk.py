@@ -22,8 +22,8 @@ from torch import nn
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule
+from triax.base.errors import ConfigError
 from triax.grid.comm.timeline_recorder import TimelineRecorder
-from triax.grid.errors import ConfigError
 from triax.monitor.trace.merge import merged
 
 from toys import mean_loss

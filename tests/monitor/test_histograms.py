@@ -13,8 +13,8 @@ from torch import nn
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule
-from triax.config.schema import Config
-from triax.engine import read_config
+from triax.compat.deepspeed.config.schema import Config
+from triax.compat.deepspeed.from_config import read_config
 from triax.monitor.protocol import Histogram
 from triax.monitor.report.run_folder import read_run
 from triax.monitor.report.write import write_report

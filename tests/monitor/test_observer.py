@@ -23,9 +23,9 @@ from torch import nn
 from typer.testing import CliRunner
 
 import triax
+from triax.base.errors import ConfigError
 from triax.cli.main import app
 from triax.grid.comm.axis import Axis
-from triax.grid.errors import ConfigError
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.monitor.method_hooks import MethodHook, hook_method
 from triax.monitor.mfu import known_peak, tokens_in

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid, PipelineModule
-from triax.engine import read_config
-from triax.grid.errors import ConfigError
+from triax.base.errors import ConfigError
+from triax.compat.deepspeed.from_config import read_config
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.models.llama import llama_layers
 from triax.monitor import format as units

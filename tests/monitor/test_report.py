@@ -14,8 +14,8 @@ import torch
 from typer.testing import CliRunner
 
 import triax
+from triax.base.errors import ConfigError
 from triax.cli.main import app
-from triax.grid.errors import ConfigError
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.monitor.protocol import Slice, StepRecord
 from triax.monitor.report.page import chart

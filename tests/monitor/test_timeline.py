@@ -364,8 +364,8 @@ def test_a_launched_rank_is_killed(tmp_path: Path) -> None:
 def test_a_place_that_is_none(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
+    from triax.base.errors import ConfigError
     from triax.cli.main import app
-    from triax.grid.errors import ConfigError
 
     (tmp_path / "script.py").write_text("print('hello')\n")
     (tmp_path / "file").touch()

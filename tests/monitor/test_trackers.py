@@ -21,7 +21,7 @@ from torch import nn
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule
-from triax.grid.errors import ConfigError, to_install
+from triax.base.errors import ConfigError, to_install
 from triax.monitor.monitor import Monitor
 
 from toys import mean_loss

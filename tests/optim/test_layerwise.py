@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule
-from triax.engine import read_config
-from triax.grid.errors import ConfigError
+from triax.base.errors import ConfigError
+from triax.compat.deepspeed.from_config import read_config
 from triax.moe import ModuleMoE
 from triax.optim.layerwise import Lamb, Muon, muon_groups, newton_schulz, split_for_muon
 from triax.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding

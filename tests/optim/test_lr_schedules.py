@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import triax
 from triax import LayerSpec, PipelineModule
-from triax.engine import read_config
-from triax.grid.errors import ConfigError
+from triax.base.errors import ConfigError
+from triax.compat.deepspeed.from_config import read_config
 from triax.optim import lr_schedules, schedulers
 
 STEPS = 1000

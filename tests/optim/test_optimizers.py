@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule
-from triax.config.config import batch_sizes
-from triax.engine import read_config
-from triax.engine.initialize import resolve_config
-from triax.grid.errors import ConfigError
+from triax.base.errors import ConfigError
+from triax.compat.deepspeed.config.config import batch_sizes
+from triax.compat.deepspeed.from_config import read_config, resolve_config
 from triax.optim import onebit
 from triax.optim.elementwise import Lion, UncorrectedAdam
 from triax.optim.optimizers import KNOWN, resolve

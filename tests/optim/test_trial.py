@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from triax.engine import read_config
-from triax.grid.errors import ConfigError
+from triax.base.errors import ConfigError
+from triax.compat.deepspeed.from_config import read_config
 from triax.optim.signature import trial
 
 GIVEN = {"lr": 1.0, "eps": 2.0}

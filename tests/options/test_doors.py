@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
@@ -11,12 +12,13 @@ from torch import nn
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule
-from triax.config.base import extra_of, inner_section
-from triax.config.config import parse_config
-from triax.config.resolved import keys
-from triax.config.schema import Config
-from triax.config.to_options import key_of, options_of
-from triax.grid.errors import ConfigError
+from triax.base.errors import ConfigError
+from triax.compat.deepspeed import older_members
+from triax.compat.deepspeed.config.base import extra_of, inner_section
+from triax.compat.deepspeed.config.config import parse_config
+from triax.compat.deepspeed.config.resolved import keys
+from triax.compat.deepspeed.config.schema import Config
+from triax.compat.deepspeed.config.to_options import key_of, options_of
 from triax.options.base import walk
 from triax.options.engine import EngineOptions
 from triax.zero import PowerSGD
@@ -219,3 +221,16 @@ def test_each_option_has_a_key() -> None:
     several = ("precision", "reduction", "batch", "monitor", "compression", "tuning", "checkpoint", "schedule")
     assert {path for path in missing if path.partition(".")[0] not in several} == set(), missing
     assert Config.model_fields
+
+
+def test_a_native_engine_has_deepspeeds_members_and_warns_what_to_write() -> None:
+    engine = triax.Engine(nn.Linear(2, 2), optimizer=partial(torch.optim.SGD, lr=0.1), batch=triax.Batch(microbatch=3))
+    for name, new in older_members.NEW.items():
+        with pytest.warns(DeprecationWarning, match=re.escape(f"engine.{name} is DeepSpeed's name")) as warned:
+            getattr(engine, name)
+        assert str(warned[0].message).endswith(f"write {new}") and warned[0].filename == __file__
+        if "(...)" not in new and "group" not in new:
+            eval(new, {"engine": engine})
+    assert engine.get_lr() == engine.lr == [0.1] and engine.train_micro_batch_size_per_gpu() == 3
+    with pytest.raises(AttributeError, match="has 'no_such'"):
+        _ = engine.no_such

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 import triax
 from triax import Grid, PipelineModule
-from triax.grid.nest import map_tensors
+from triax.base.nest import map_tensors
 from triax.pipe.schema import Schema, flatten, unflatten
 
 from toys import error_text, same

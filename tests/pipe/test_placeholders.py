@@ -234,7 +234,7 @@ def test_no_rank_holds_more_than_its_shard_and_a_layer(ranks: Any) -> None:
     for found in ranks(2, peak, 0, "meta"):
         assert LAYERS - 0.01 <= found < LAYERS + 1.5
     for found in ranks(2, peak, 3, None):
-        assert found > LAYERS
+        assert found > LAYERS - 0.01
 
 
 ALLOWANCE, THIN = 24 * 2**20, 512  # bytes that a rank may take beyond what it takes to train next to nothing

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule, TiedLayerSpec
-from triax.grid.errors import ConfigError
-from triax.grid.random import Dropout
+from triax.base.errors import ConfigError
 from triax.models.gpt import GPTBlock, GPTConfig, GPTLoss, gpt_layers
 from triax.monitor.profiler.memory_meter import MemoryMeter
 from triax.pipe.recompute.frame import State
@@ -25,6 +24,7 @@ from triax.pipe.recompute.kept_inputs import Inputs, KeptNest
 from triax.pipe.recompute.recompute import Recompute, shares
 from triax.pipe.schedules.registry import RECIPES
 from triax.plan.formulas import gpt_activations, paper_activations
+from triax.randomness.random import Dropout
 
 from pool import RankFailure
 
@@ -275,7 +275,8 @@ def counting(interval: int, **options: Any) -> PipelineModule:
 
 
 def runs(model: PipelineModule) -> list[int]:
-    return [layer.record.runs for layer in model.layers.values()]  # type: ignore[misc]
+    layers: list[Any] = [*model.layers.values()]
+    return [layer.record.runs for layer in layers]
 
 
 def test_each_layer_runs_twice_and_once_where_there_is_no_backward() -> None:
@@ -313,7 +314,7 @@ def test_groups() -> None:
         (4, 5, True, "layer 4"),
     ]
     assert shares([6, 3], 4) == [3, 1] and shares([2, 2], 1) == [1, 1] and shares([2, 1], 9) == [2, 1]
-    with pytest.raises(ValueError, match="interval of -1"):
+    with pytest.raises(ValueError, match="interval=-1: give a whole number of at least 0"):
         counting(-1)
 
 
@@ -479,7 +480,7 @@ def selective(granularity: str | None) -> tuple[list[Tensor], int, list[int]]:
     torch.manual_seed(2)
     x = torch.randn(8, 4)
     engine.train_batch(iter([(x, None)]))
-    counts: list[Any] = [layer.record.runs for layer in model.layers.values()]
+    counts = runs(model)
     return list(engine.gather("gradients").values()), engine.memory_report()["held"]["activations"], counts
 
 
@@ -513,11 +514,15 @@ def configured(section: dict[str, Any], interval: int = 0, grid: Grid | None = N
     [
         ({"contiguous_memory_optimization": True}, 0, "set partition_activations to true, and give number_checkpoints"),
         ({"interval": 2, "number_checkpoints": 2}, 0, "interval 2 and number_checkpoints 2 both set"),
-        ({"number_checkpoints": 2}, 3, "number_checkpoints 2, but the model has activation_checkpoint_interval=3"),
-        ({"enabled": False}, 3, "enabled false, but the model has activation_checkpoint_interval=3"),
+        (
+            {"number_checkpoints": 2},
+            3,
+            "number_checkpoints 2 was given, but the model has activation_checkpoint_interval=3",
+        ),
+        ({"enabled": False}, 3, "enabled false was given, but the model has activation_checkpoint_interval=3"),
         ({"enabled": True, "interval": 0}, 0, "enabled is true, but interval 0 recomputes nothing"),
-        ({"interval": 2}, 3, "interval 2, but the model has activation_checkpoint_interval=3"),
-        ({"granularity": "selective"}, 3, "granularity selective, but the model has"),
+        ({"interval": 2}, 3, "interval 2 was given, but the model has activation_checkpoint_interval=3"),
+        ({"granularity": "selective"}, 3, "granularity selective was given, but the model has"),
         ({"granularity": "selective", "interval": 1}, 0, "leave out interval and number_checkpoints"),
         (
             {"interval": 1, "checkpointable_layers": ["GPTBlock"]},
@@ -994,5 +999,6 @@ def test_what_a_layer_remembers_advances_once(layer: type[nn.Module]) -> None:
             engine.backward(engine(x).pow(3).mean())
             engine.step()
         found.append({name: value.clone() for name, value in model.state_dict().items()})
-    assert int(model[1].runs) == 3
+    last: Any = model[1]
+    assert int(last.runs) == 3
     torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-13)

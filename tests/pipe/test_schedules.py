@@ -14,8 +14,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from triax.base.errors import ConfigError
 from triax.cli.schedule import schedule as schedule_command
-from triax.grid.errors import ConfigError
 from triax.pipe.program.ops import Op
 from triax.pipe.program.placement import loop, zigzag
 from triax.pipe.program.schedule import Schedule

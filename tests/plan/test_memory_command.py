@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from triax.base.errors import ConfigError
 from triax.cli.main import app
-from triax.grid.errors import ConfigError
 
 from paths import DOCS, ROOT
 

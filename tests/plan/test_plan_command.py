@@ -13,10 +13,10 @@ import yaml
 from measured_machine import HERE
 from typer.testing import CliRunner
 
+from triax.base.errors import ConfigError
 from triax.cli.main import app
 from triax.cli.plan import model_of
-from triax.config.config import parse_config
-from triax.grid.errors import ConfigError
+from triax.compat.deepspeed.config.config import parse_config
 from triax.plan.machine import MACHINES, machine
 from triax.plan.page import figure
 from triax.train.file import read_training_file

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from triax.grid.errors import ConfigError
+from triax.base.errors import ConfigError
 from triax.plan.tuning import FittingSizes, Measured, search, sizes
 
 

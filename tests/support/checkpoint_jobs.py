@@ -13,11 +13,11 @@ from torch.utils.data import TensorDataset
 from typer.testing import CliRunner
 
 import triax
+from triax.base.errors import ConfigError
 from triax.checkpoint.format.folder import verify
 from triax.checkpoint.format.index import read_index
 from triax.checkpoint.reader import Reader
 from triax.cli.main import app
-from triax.grid.errors import ConfigError
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.models.llama import LlamaConfig, llama_layers
 

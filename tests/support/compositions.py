@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule, TiedLayerSpec
+from triax.base.nest import map_tensors
 from triax.grid import Topology
 from triax.grid.assemble import Shard, assemble_ranks
-from triax.grid.nest import map_tensors
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.models.llama import LlamaConfig, llama_layers
 from triax.zero import PowerSGD, ShardedOptimizer, TopK, gathered

@@ -8,72 +8,57 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ASIDE = ("tests", "examples", "benchmarks")
+# One level of three folders: they import the communicators and layouts of grid/, and grid/grid.py alone agreement/.
+GROUND = ("grid", "randomness", "agreement")
+_LOW = ("base", *GROUND)
 _PARTS = (
-    *(
-        "options",
-        "grid",
-        "pipe",
-        "tensor_parallel",
-        "context",
-        "zero",
-        "config",
-        "optim",
-        "data",
-        "checkpoint",
-        "launcher",
-    ),
+    *(*_LOW, "options", "pipe", "tensor_parallel", "context", "zero", "optim", "data", "checkpoint", "launcher"),
     *("monitor", "moe", "plan"),
 )
 # From a folder, to the folders or files that it may import, beside itself: lower levels only.
 ARROWS: dict[str, tuple[str, ...]] = {
-    "grid": (),
-    "options": ("grid",),
-    "pipe": ("grid",),
-    "tensor_parallel": ("grid",),
-    "context": ("grid",),
-    "zero": ("grid", "options"),
-    "config": ("grid", "options"),
-    "optim": ("grid",),
-    "data": ("grid",),
-    "checkpoint": ("grid",),
-    "launcher": ("grid",),
-    "monitor": ("grid", "options", "pipe/program"),
-    "moe": ("grid", "tensor_parallel/regions.py"),
-    "models": ("grid", "pipe/spec.py", "tensor_parallel", "context", "moe"),
+    "base": (),
+    "grid": ("base", "agreement"),
+    "randomness": ("base", "grid/comm", "grid/layout.py"),
+    "agreement": ("base", "grid/comm"),
+    "options": ("base",),
+    "pipe": _LOW,
+    "tensor_parallel": _LOW,
+    "context": _LOW,
+    "zero": (*_LOW, "options"),
+    "optim": _LOW,
+    "data": _LOW,
+    "checkpoint": _LOW,
+    "launcher": _LOW,
+    "monitor": (*_LOW, "options", "pipe/program"),
+    "moe": (*_LOW, "tensor_parallel/regions.py"),
+    "models": (*_LOW, "pipe/spec.py", "tensor_parallel", "context", "moe"),
     "plan": (
-        *("grid/topology.py", "grid/ranges.py", "grid/errors.py", "grid/files.py", "grid/option_error.py", "options"),
+        *("base/errors.py", "base/files.py", "base/option_error.py", "grid/topology.py", "grid/ranges.py", "options"),
         *("pipe/partition.py", "pipe/program", "pipe/schedules", "zero/flat.py", "models/config.py"),
     ),
     "engine": _PARTS,
     "inference": (*_PARTS, "models", "engine"),
-    "compat": (*_PARTS, "models", "engine", "inference"),
     "train": (*_PARTS, "models", "engine", "inference"),
+    "compat": (*_PARTS, "models", "engine", "inference", "train"),
     "cli": (*_PARTS, "models", "engine", "inference", "compat", "train"),
 }
 FOLDERS = tuple(ARROWS)
 # Files and folders that run where torch is not installed, on the standard library alone.
 BARE = (
     "__init__.py",
-    *(
-        "grid/__init__.py",
-        "grid/environment.py",
-        "grid/checks.py",
-        "grid/errors.py",
-        "grid/files.py",
-        "grid/hang_watch.py",
-        "grid/lazy.py",
-        "grid/option_error.py",
-    ),
-    "grid/ranges.py",
-    *("grid/topology.py", "grid/comm/__init__.py", "grid/comm/store_barrier.py", "grid/comm/thread_priority.py"),
-    "grid/comm/traffic.py",
+    *("base/__init__.py", "base/checks.py", "base/errors.py", "base/files.py", "base/json_comments.py", "base/lazy.py"),
+    *("base/option_error.py", "agreement/__init__.py", "agreement/hang_watch.py", "agreement/store_barrier.py"),
+    *("grid/__init__.py", "grid/environment.py", "grid/ranges.py", "grid/topology.py", "grid/comm/__init__.py"),
+    *("grid/comm/thread_priority.py", "grid/comm/traffic.py", "options"),
     *("pipe/__init__.py", "pipe/partition.py", "pipe/program", "pipe/schedules"),
-    *("options", "zero/__init__.py", "zero/flat.py", "models/__init__.py", "models/config.py", "plan"),
+    *("zero/__init__.py", "zero/flat.py", "models/__init__.py", "models/config.py", "plan"),
 )
 # Files that run without torch, though not without other packages.
 TORCH_FREE = (
     *BARE,
-    "config",
+    *("compat/__init__.py", "compat/deepspeed/__init__.py", "compat/deepspeed/config"),
+    *("compat/deepspeed/ledger.py", "compat/deepspeed/modules.py"),
     "train/__init__.py",
     "train/schema.py",
     "train/file.py",

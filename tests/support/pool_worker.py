@@ -48,7 +48,7 @@ PRELOAD = (
     "pydantic",
     "pytest",
     "safetensors.torch",
-    "triax.engine.initialize",
+    "triax.compat.deepspeed.from_config",
     "triax.models.gpt",
     "triax.models.llama",
     "triax.pipe",

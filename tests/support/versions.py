@@ -7,7 +7,7 @@ import tomllib
 
 import yaml
 
-from triax.grid import VERSION
+from triax.base import VERSION
 
 from paths import ROOT
 
@@ -17,7 +17,7 @@ def versions() -> dict[str, str]:
     released = re.findall(r"^## \[(\d[^\]]*)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     return {
         "pyproject.toml": tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"],
-        "grid/__init__.py": VERSION,
+        "base/__init__.py": VERSION,
         "CITATION.cff": str(yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"]),
         "CHANGELOG.md": released[0],
     }

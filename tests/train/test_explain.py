@@ -12,8 +12,8 @@ import torch
 
 import triax
 from triax import Grid, PipelineModule
+from triax.base.errors import ConfigError
 from triax.grid import Axis, layout_of
-from triax.grid.errors import ConfigError
 from triax.models.huggingface.load import LAYERS
 from triax.options.checkpoints import Checkpoints
 from triax.options.monitoring import Monitoring

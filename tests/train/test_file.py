@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from triax.grid.errors import ConfigError
+from triax.base.errors import ConfigError
 from triax.train.file import read_training_file
 from triax.train.schema import TrainingFile
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from triax.grid.errors import ConfigError
+from triax.base.errors import ConfigError
 from triax.models.config import LlamaConfig
 from triax.models.huggingface.config import to_hf
 from triax.options.named import Optimizer

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 import triax
+from triax.base.errors import AgreedError, ConfigError
 from triax.checkpoint.format.folder import tags
 from triax.grid.environment import read_environment
-from triax.grid.errors import AgreedError, ConfigError
 from triax.train import loop
 from triax.train.file import read_training_file
 from triax.train.job import resolve

@@ -125,7 +125,11 @@ def reduced(grid: tuple[int, int, int], stage: int, bucket: int) -> Any:
     engine.train_batch(data())
     assert optimizer is not None
     state = sum(t.numel() for s in optimizer.state.values() for t in s.values() if t.dim())
-    whole = sum(b.weights.numel() for b in engine.data_axis.buckets)
+    # As in torch, what no replica has a gradient for has no state.
+    untrained = {p.parameter for p in model.local_parameters() if ".never." in p.layout.name}
+    whole = sum(
+        b.weights.numel() for b in engine.data_axis.buckets if not {m.parameter for m in b.members} <= untrained
+    )
     moments = 2 * whole // (here.data.size if stage else 1)
     return engine.gather("gradients"), engine.get_global_grad_norm(), state == moments
 

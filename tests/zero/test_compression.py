@@ -15,10 +15,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_h
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule
-from triax.engine import read_config
-from triax.grid.errors import ConfigError
-from triax.grid.random import derive
+from triax.base.errors import ConfigError
+from triax.compat.deepspeed.from_config import read_config
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
+from triax.randomness.random import derive
 from triax.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from triax.zero import PowerSGD, ShardedOptimizer, SparseRows, TopK
 from triax.zero.compression.compressor import message_bytes, pack_message, unpack_message

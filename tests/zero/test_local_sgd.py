@@ -22,9 +22,9 @@ from torch.utils.data import TensorDataset
 
 import triax
 from triax import Grid, initialize
+from triax.base.errors import ConfigError
+from triax.compat.deepspeed.from_config import read_config
 from triax.data.dataloader import make_loader
-from triax.engine import read_config
-from triax.grid.errors import ConfigError
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 
 from pool import RankFailure

@@ -17,8 +17,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule
-from triax.engine import read_config
-from triax.grid.errors import ConfigError
+from triax.base.errors import ConfigError
+from triax.compat.deepspeed.from_config import read_config
 from triax.zero import gathered
 from triax.zero.sub_groups import sub_groups
 

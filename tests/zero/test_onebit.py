@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule
-from triax.engine import read_config
+from triax.base.errors import ConfigError
+from triax.compat.deepspeed.from_config import read_config
 from triax.grid.assemble import assemble
-from triax.grid.errors import ConfigError
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from triax.zero import OneBitAdam, ShardedOptimizer, ZeroOneAdam

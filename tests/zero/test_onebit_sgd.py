@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid
-from triax.engine import read_config
-from triax.grid.errors import ConfigError
+from triax.base.errors import ConfigError
+from triax.compat.deepspeed.from_config import read_config
 from triax.zero import OneBitSGD
 
 from toys import mean_loss

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule
-from triax.engine import read_config
-from triax.grid.errors import ConfigError
+from triax.base.errors import ConfigError
+from triax.compat.deepspeed.from_config import read_config
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.zero import ShardedOptimizer, gathered
 from triax.zero.zeropp.blocks import BLOCK, pack, packed_bytes, unpack

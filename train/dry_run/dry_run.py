@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ...grid.errors import ConfigError
+from ...base.errors import ConfigError
 from ...grid.topology import Topology
 from .classes import Classes
 from .exchange import Hub

@@ -20,10 +20,10 @@ from ...engine.pipeline_engine import PipelineEngine
 from ...engine.snapshot.capture import capture
 from ...grid import layout_of
 from ...grid.devices import ignore_device_choice
-from ...grid.random import derive
 from ...launcher.worker import LOCAL_RANK
 from ...options.batch import BatchSizes
 from ...options.engine import EngineOptions
+from ...randomness.random import derive
 from ...zero.held_bytes import held_bytes
 from .exchange import HangError, RankSocket
 from .group import BACKEND, Recorder, RecordingGroup

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...base.nest import map_tensors
 from ...grid.grid import Grid
-from ...grid.nest import map_tensors
 from ..managed import ManagedParameter
 from ..protocols import Exchange, GradientBucket
 from .uncompressed_sum import ParameterSlice, UncompressedSum

@@ -24,9 +24,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...grid.errors import require_at_least
+from ...base.errors import require_at_least
 from ...grid.grid import Grid
-from ...grid.random import derive
+from ...randomness.random import derive
 from ..protocols import GradientBucket
 from .compressor import Compressor, ReplicatedTensor
 from .uncompressed_sum import MessageKind, ParameterSlice, parameter_slices

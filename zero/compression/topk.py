@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...base.errors import require_at_least
 from ...grid.comm.axis import Axis
-from ...grid.errors import require_at_least
 from ...grid.grid import Grid
 from ..norm import clip_coefficient, counted_squares
 from ..protocols import GradientBucket

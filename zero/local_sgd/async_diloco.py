@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from time import sleep as wait  # grid/hang_watch.py recognizes waiting ranks by this name
+from time import sleep as wait  # agreement/hang_watch.py recognizes waiting ranks by this name
 from typing import NamedTuple
 
 import torch

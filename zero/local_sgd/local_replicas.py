@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from ...base.errors import AgreedError, ConfigError
 from ...grid import Grid
-from ...grid.errors import AgreedError, ConfigError
 from ...grid.replica_grid import ReplicaGrid
 from ...options.local_updates import AsyncDiLoCo, LocalSGD
 from ..data_axis import ZeroDataAxis

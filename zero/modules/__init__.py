@@ -5,7 +5,6 @@ module_optimizer.py: its base, also of the engine's optimizer: parameter groups,
 backward_passes.py: gradient hooks: backward passes of a step, and the reductions within them
 units.py: stage 3: the module's units, whose weights are gathered around their forward and backward
 tiled_linear.py: ``TiledLinear``: a linear layer whose tiles are units of their own
-module_calls.py: ``ModuleCalls``: tells the engine of a module of calls of the module itself
 leaf_modules.py: ``set_leaf_modules``: modules that are not cut into units
 arguments.py: checks of arguments, names of parameters, broadcast from the first replica
 broadcast.py: equal weights on all replicas and tensor ranks at the start, for the engine of a module

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...base.dtypes import SHORT_NAMES
+from ...base.errors import require_at_least
 from ...grid import Grid, layout_of
-from ...grid.dtypes import SHORT_NAMES
-from ...grid.errors import require_at_least
 from ..compression.powersgd import PowerSGD
 from ..compression.sparse_rows import SparseRows
 from ..compression.topk import TopK

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...base.autograd import OutermostBackward, weak
+from ...base.nest import visit_tensors
 from ...grid import Grid, layout_of
-from ...grid.autograd import OutermostBackward, weak
-from ...grid.nest import visit_tensors
 from ..bucketing import cast
 from ..data_axis import ZeroDataAxis
 from ..managed import ManagedParameter

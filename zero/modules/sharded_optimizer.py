@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...base.checks import SMALLEST
 from ...grid import Grid
-from ...grid.checks import SMALLEST
 from ..compression.compressor import Compressor
 from ..compression.topk import TopK, require_no_momentum
 from ..norm import clip_coefficient

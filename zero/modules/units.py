@@ -21,11 +21,11 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from ...grid.autograd import mark
-from ...grid.nest import visit_tensors
+from ...base.autograd import mark
+from ...base.nest import visit_tensors
 from ..data_axis import data_axis_of
+from ..layer_gather import ParameterGatherer
 from ..managed import is_released
-from ..parameters import ParameterGatherer
 from .tiled_linear import TiledLinear
 
 # Attributes of modules: parameters of other modules that they use; True for one whose parameters are one unit.

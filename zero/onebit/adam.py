@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...grid.errors import require_at_least
+from ...base.errors import require_at_least
 
 _ONE_FOR_ALL = ("freeze_step", "var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper")
 # State of 0/1 Adam between two synchronizations: the parameter at the last one, u, and the factors of u.

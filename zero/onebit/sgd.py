@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...grid.errors import require_at_least
+from ...base.errors import require_at_least
 from .adam import LocalValue, OneBit, State
 
 

@@ -1,0 +1,19 @@
+"""Tools that need no process group: errors, lazy names, nests, JSON values, dtypes, hashes, safetensors.
+
+errors.py: the errors of the library, and helpers for their messages.
+option_error.py: errors and notes about options, under the names of each door.
+checks.py: checks of numbers, seeds, names of folders, and kinds of arguments.
+lazy.py: lazy public names of packages.
+nest.py: walks over nests of tensors.
+json_values.py: plain Python values in JSON and back, for checkpoints and between ranks, without pickle.
+json_comments.py: JSON with comments and trailing commas.
+dtypes.py: names of dtypes.
+safetensors.py: writer of safetensors files, tensor by tensor.
+source_hashes.py: hashes of the files of Python modules.
+autograd.py: marks in the graph, weak hooks, the casts of autocast.
+uncompiled.py: functions that torch.compile leaves out of its graphs.
+files.py: reading of files from elsewhere: regular ones, and never a FIFO that has no writer.
+records.py: what a run writes about itself: an error of writing it never ends the run.
+"""
+
+VERSION = "0.1.0"  # here, because a checkout that is not installed has no metadata to ask

@@ -1,0 +1,96 @@
+"""Checks between sections of the configuration: keys that are each valid alone, and contradict one another."""
+
+from __future__ import annotations
+
+from ....base.errors import ConfigError
+from .schema import Config
+
+
+def check_consistency(config: Config) -> None:
+    """Check that the sections of a configuration agree.
+
+    What the options of triax check too is left to them: ``options/check.py``. Checks that need the names of optimizers
+    and schedules are in ``engine/setup/check.py``.
+
+    Raises:
+        ConfigError: two keys contradict each other; the message names them and says which to change.
+    """
+    _check_batch_sizes(config)
+    _check_precision(config)
+    _check_compression(config)
+    interval, other = config.activation_checkpointing.interval, config.pipeline.activation_checkpoint_interval
+    if other and interval not in (None, other):
+        raise ConfigError(
+            f"pipeline.activation_checkpoint_interval {other} is another name of activation_checkpointing.interval "
+            f"{interval}: give one of them"
+        )
+
+
+def _check_batch_sizes(config: Config) -> None:
+    if config.elasticity.enabled:
+        _check_elasticity(config)
+        return
+    train, given = config.train_batch_size, config.train_micro_batch_size_per_gpu
+    steps, micro = config.gradient_accumulation_steps, None if given == "auto" else given
+    parts = [(name, value) for name, value in (("micro batch", micro), ("accumulation steps", steps)) if value]
+    product = (micro or 1) * (steps or 1)
+    if train and train % product:
+        factors = " * ".join(f"{name} {value}" for name, value in parts)
+        raise ConfigError(
+            f"train_batch_size {train} is no multiple of {factors}{f' = {product}' if len(parts) > 1 else ''}, "
+            "for any number of replicas: change one of them (train_batch_size = "
+            "train_micro_batch_size_per_gpu * gradient_accumulation_steps * replicas)"
+        )
+
+
+def _check_elasticity(config: Config) -> None:
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    given = [key for key in keys if getattr(config, key) not in (None, "auto")]
+    if given and not config.elasticity.ignore_non_elastic_batch_info:
+        raise ConfigError(
+            f"{' and '.join(given)} and elasticity both give batch sizes: leave {'it' if len(given) == 1 else 'them'} "
+            "out, or set elasticity.ignore_non_elastic_batch_info, or elasticity.enabled to false"
+        )
+    if config.local_updates is not None:
+        raise ConfigError(
+            "elasticity and local_updates cannot act together, because a change of the number of replicas changes the "
+            "algorithm of local updates: leave one of them out"
+        )
+
+
+def _check_precision(config: Config) -> None:
+    enabled = [key for key in ("bf16", "fp16", "torch_autocast", "amp") if getattr(config, key).enabled]
+    if enabled[:2] == ["bf16", "fp16"]:
+        raise ConfigError("bf16.enabled and fp16.enabled are both true: a model computes in one of them")
+    same = enabled == ["bf16", "torch_autocast"] and config.torch_autocast.dtype in ("bfloat16", "bf16")
+    if len(enabled) > 1 and not same:  # bfloat16 weights under autocast: norms and softmaxes are computed in fp32
+        raise ConfigError(
+            f"{' and '.join(f'{key}.enabled' for key in enabled)} are both true, but only one can act, because "
+            "bf16 and fp16 store the weights in that dtype, and torch_autocast and amp keep fp32 weights and cast in "
+            "the forward pass: enable one of them"
+        )
+    if config.communication_data_type and config.torch_autocast.lower_precision_safe_modules:
+        raise ConfigError(
+            "communication_data_type and torch_autocast.lower_precision_safe_modules both set the dtype in which "
+            "gradients are summed over replicas: give one of them"
+        )
+
+
+def _check_compression(config: Config) -> None:
+    """Check that one key sets the dtype of the sum, and one what is sent of an embedding's gradient."""
+    kind, dtype = config.gradient_compression.type, config.communication_data_type
+    if kind in ("fp16", "bf16") and dtype not in (None, kind):
+        raise ConfigError(
+            f"gradient_compression.type {kind} and communication_data_type {dtype} both set the dtype of the sum: give "
+            "one of them"
+        )
+    if kind != "none" and config.torch_autocast.lower_precision_safe_modules:
+        raise ConfigError(
+            "gradient_compression and torch_autocast.lower_precision_safe_modules both set how gradients are sent: "
+            "give one of them"
+        )
+    if kind in ("topk", "powersgd") and config.sparse_gradients:
+        raise ConfigError(
+            f"gradient_compression.type {kind} and sparse_gradients both set what is sent of an embedding's gradient: "
+            "give one of them"
+        )
