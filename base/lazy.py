@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from contextlib import suppress
+
+_MOVED = "triax.moved_names"  # the entry points of functions that find names at their older places
 
 
 def attach(package: str, file: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
@@ -26,8 +29,14 @@ def attach(package: str, file: str) -> tuple[Callable[[str], object], Callable[[
 
     def get(name: str) -> object:
         if name not in homes:
-            from .errors import nearest  # here, so that importing a package imports nothing else
+            # Imported here, so that importing a package imports nothing else.
+            from importlib.metadata import entry_points
 
+            from .errors import nearest
+
+            for entry in () if name.startswith("_") else entry_points(group=_MOVED):
+                with suppress(KeyError):
+                    return entry.load()(package, name)
             raise AttributeError(f"module {package!r} has no attribute {name!r}; {nearest(name, homes)}")
         module, attribute = homes[name]
         if module.strip("."):

@@ -30,11 +30,11 @@ from train_gpt import training_file
 
 from triax import DiLoCo, GradientReduction, LocalSGD, Optimizer, Zero
 from triax.base.errors import ConfigError
+from triax.gradient_compression import PowerSGD, TopK
 from triax.grid.environment import read_environment
 from triax.launcher.launch import launch
 from triax.train.job import Job, resolve
 from triax.train.loop import TrainingRun
-from triax.zero import PowerSGD, TopK
 
 BEGIN, END = "<!-- benchmarks/compression.py -->", "<!-- end -->"
 

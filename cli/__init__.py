@@ -5,6 +5,8 @@ output.py: printed lines that quote files, without their control characters.
 memory.py: ``triax memory``, bytes of each pipe rank by kind, on paper.
 plan.py: ``triax plan``, the fastest layouts that fit on a cluster, and the reasons.
 grid.py: ``triax grid``, the place of each rank on a grid, and what it holds.
+explain.py: what the run of a training file would be: stages, bytes of each rank, tokens, without ranks and torch.
+measure.py: ``triax plan --measure``: times of this machine, as a machine file.
 run.py: ``triax run``, a script on many processes or hosts.
 foreign_options.py: options of ``deepspeed`` and ``horovodrun`` that ``triax run`` refuses or ignores, with the reason.
 env.py: ``triax env``, versions, devices and backends of this machine, and what is missing for what.

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..base.errors import ConfigError
-from ..plan.formulas import BYTES, STATES, ModelStates, model_states
+from ..base.formulas import BYTES, STATES, ModelStates, model_states
 from .plan import TRAINING_FILES, model_of, parse_layout
 
 if TYPE_CHECKING:
@@ -109,9 +109,9 @@ def _run(
     """Return what is to be counted, from a training file or from a model and the options."""
     from ..plan.memory import ModelMemory, StateOptions
     from ..plan.parallel_layout import ParallelLayout
-    from ..train.explain import layout_of_job, memory_of_job
     from ..train.file import read_training_file
     from ..train.job import resolve
+    from .explain import layout_of_job, memory_of_job
 
     given = {key: values[0] for key, values in parse_layout(text).items()}
     if model.endswith(TRAINING_FILES):

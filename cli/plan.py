@@ -121,7 +121,7 @@ def _measure(path: Path) -> None:
     """Time this machine, and write a machine file."""
     if path.suffix != ".json":
         raise ValueError(f"--measure is {path}, but it must end in .json.")
-    from ..train.measure import measure  # imports torch
+    from .measure import measure  # imports torch
 
     found = measure(path.stem, say=lambda line: typer.echo(line, err=True))
     path.write_text(json.dumps(found.to_dict(), indent=1) + "\n", encoding="utf-8")

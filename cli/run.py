@@ -227,9 +227,9 @@ def _dry_run(
         raise ConfigError(
             "--dry runs Python alone, because it has to stand in for torch's functions. Leave out --no-python."
         )
-    from ..train.dry_run.dry_run import dry_run  # imported only where it is used: it needs torch
-    from ..train.dry_run.rank import Script, Settings
-    from ..train.dry_run.report import report
+    from ..dry_run.dry_run import dry_run  # imported only where it is used: it needs torch
+    from ..dry_run.rank import Script, Settings
+    from ..dry_run.report import report
 
     per_host = int(nproc) if nproc is not None and nproc.isdecimal() else Settings._field_defaults["per_host"]
     module = isinstance(target, Module)

@@ -48,9 +48,9 @@ def train(
 
         typer.echo(markdown(TrainingFile, WHOLE))
         return
-    from ..train.explain import explain, text
     from ..train.file import read_training_file
     from ..train.job import resolve
+    from .explain import explain, text
 
     run, source = read_training_file(file, changes or [])
     if as_json and not explained:
@@ -77,10 +77,10 @@ def train(
 
 def _dry_run(job: Job) -> NoReturn:
     """Run a training file as ranks of a cluster without the cluster, print what was found, and exit."""
-    from ..train.dry_run.dry_run import dry_run  # imported only where it is used: it needs torch
-    from ..train.dry_run.rank import Settings
-    from ..train.dry_run.report import report
-    from ..train.dry_run.training_file import JobSteps
+    from ..dry_run.dry_run import dry_run  # imported only where it is used: it needs torch
+    from ..dry_run.rank import Settings
+    from ..dry_run.report import report
+    from ..dry_run.training_file import JobSteps
 
     found = dry_run(JobSteps(job), Settings(job.topology.world_size))
     typer.echo(report(found))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from importlib.metadata import entry_points
 from pathlib import Path
 from types import NoneType
-from typing import Any, NamedTuple, Self, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +18,6 @@ from torch.utils.data import Dataset
 
 from ..agreement.agreement import agreed, totals
 from ..base.checks import check_count, check_kind, check_path
-from ..base.dtypes import dtype_of
 from ..base.errors import ConfigError
 from ..base.option_error import Note
 from ..checkpoint.protocol import Snapshot
@@ -30,7 +27,6 @@ from ..data.token_data import TokenData
 from ..grid import Grid
 from ..grid.assemble import Shard, assemble
 from ..grid.comm.traffic import Sent
-from ..grid.replica_grid import ReplicaGrid
 from ..moe.auxiliary_steps import AuxiliarySteps
 from ..monitor.method_hooks import hook_method
 from ..monitor.monitor import Monitor
@@ -41,7 +37,6 @@ from ..pipe.module import PipelineModule
 from ..pipe.program.schedule import Schedule
 from ..zero.data_axis import ZeroDataAxis
 from ..zero.gathered_parameters import gathered
-from ..zero.local_sgd.local_replicas import LocalReplicas
 from ..zero.protocols import MakeOptimizer
 from ..zero.synchronous_replicas import SynchronousReplicas
 from .accounting.memory import MemoryAccounts
@@ -61,7 +56,8 @@ from .setup.arguments import (
 )
 from .setup.check import check_names
 from .setup.compilation import Compilation
-from .setup.compression import require_one_momentum
+from .setup.compression import named_compressor, require_fitting
+from .setup.extensions import foreign_members, replica_strategy
 from .setup.lora import add_lora, require_adapters
 from .setup.optimizer import choose_optimizer, choose_scheduler, optimizer_groups
 from .setup.precision import make_loss_scaler
@@ -70,15 +66,13 @@ from .setup.tuning import find_sizes
 from .setup.zero import one_replica_note, unsharded_note, zero_options
 from .snapshot.capture import ReplicaState
 from .snapshot.checkpointer import Checkpointer, check_state
-from .snapshot.local_updates import ReplicaCheckpoints
+
+if TYPE_CHECKING:
+    from ..local_sgd.local_replicas import LocalReplicas
 
 NO_OPTIMIZER = (
     "there is no optimizer, so the engine cannot train: pass optimizer=..., such as "
     "functools.partial(torch.optim.AdamW, lr=1e-3), or name one in the configuration"
-)
-
-_FOREIGN_MEMBERS = (
-    "triax.engine_members"  # the entry points of adapters: a member's name there -> function of the engine
 )
 
 
@@ -200,11 +194,12 @@ class Engine:
         self.global_steps = 0
         self._sent: dict[str, dict[str, Sent]] = {}  # in the last step
         # A step runs on the whole grid, or under local_updates on the grid of this replica.
-        self._step_grid = grid if options.local_updates is None else ReplicaGrid(grid)
+        self._strategy = None if options.local_updates is None else replica_strategy("local_sgd")
+        self._step_grid = grid if self._strategy is None else self._strategy.step_grid(grid)
         self._options = zero_options(options, self._step_grid, model)
         self.loss_scaler = make_loss_scaler(options.precision)
         self._build(schedule, parts)
-        require_one_momentum(options.compression, self.optimizer)
+        require_fitting(named_compressor(options), self.optimizer)
         self._built()
         kind: Any = self  # of one of the two kinds
         if tuned is not None:
@@ -220,8 +215,8 @@ class Engine:
 
     def __getattr__(self, name: str) -> Any:
         """Return a member under another library's name, if an adapter has one: an engine has no other such member."""
-        for adapter in () if name.startswith("_") else entry_points(group=_FOREIGN_MEMBERS):
-            if name in (members := adapter.load()):
+        for members in () if name.startswith("_") else foreign_members():
+            if name in members:
                 return members[name](self)
         return object.__getattribute__(self, name)  # raises the error again: a property's own, where it has failed
 
@@ -274,19 +269,9 @@ class Engine:
         self.replicas: SynchronousReplicas | LocalReplicas = SynchronousReplicas(self.grid)
         self._shared_buffers: ReplicaBuffers | None = None  # after local updates have given replicas equal weights
         self.replica_state: ReplicaState | None = None
-        if isinstance(self._step_grid, ReplicaGrid):
-            assert self.options.local_updates is not None
-            engine = weakref.proxy(self)  # which holds its replica strategy
-            self.replicas = local = LocalReplicas(
-                self.options.local_updates,
-                self._step_grid,
-                self.data_axis,
-                self.optimizer,
-                self.lr_scheduler,
-                dtype_of(self.options.reduction.dtype),
-                lambda: int(engine.global_steps),
-            )
-            self.replica_state = ReplicaCheckpoints(self, local)
+        if self._strategy is not None:
+            local, self.replica_state = self._strategy.attach(self, self._step_grid)
+            self.replicas = local
             if not local.outer.asynchronous:
                 self._shared_buffers = ReplicaBuffers(self.module, self.grid)
 

@@ -8,7 +8,6 @@
 - ``ranges.py``: arithmetic of ranges and boxes, without torch
 - ``loss_pair.py``: the pair (sum, weight) of a loss function
 - ``auxiliary.py``: losses within the model, and the layers that have them
-- ``replica_grid.py``: one replica as a grid, for local updates (DiLoCo)
 - ``environment.py``: environment variables of torchrun, mpirun and srun
 - ``devices.py``: GPUs of this machine, as text; functions of ``torch.cuda`` for the CPU
 """

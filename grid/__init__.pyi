@@ -9,5 +9,3 @@ from .layout import layout_of as layout_of
 from .layout import set_layout as set_layout
 from .ranges import split as split
 from .topology import Topology as Topology
-
-VERSION: str

@@ -91,6 +91,11 @@ class TransformerConfig:
             raise ValueError(f"dropout is {self.dropout}. Give a probability in [0, 1).")
 
     @property
+    def layer_count(self) -> int:
+        """Number of entries in the model's list of layers: embedding, learned positions if any, blocks, norm, head."""
+        return self.num_hidden_layers + 3
+
+    @property
     def norm_epsilon(self) -> float:
         """Epsilon of the norms."""
         return float(getattr(self, self.EPSILON))
@@ -175,6 +180,11 @@ class GPTConfig(TransformerConfig):
     mlp_ratio: int = 4
     layer_norm_epsilon: float = 1e-5
     tie_word_embeddings: bool = field(default=True, kw_only=True)
+
+    @property
+    def layer_count(self) -> int:
+        """Number of entries in the model's list of layers, with one for the learned positions."""
+        return super().layer_count + 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -522,6 +532,11 @@ class DecoderConfig(LlamaConfig):
     final_logit_softcapping: float | None = field(default=None, kw_only=True)
     rope_local_base_freq: float | None = field(default=None, kw_only=True)
     head_bias: bool = field(default=False, kw_only=True)
+
+    @property
+    def layer_count(self) -> int:
+        """Number of entries in the model's list of layers, with one for learned positions."""
+        return super().layer_count + self.learned_positions
 
     def __post_init__(self) -> None:
         super().__post_init__()

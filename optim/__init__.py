@@ -1,9 +1,8 @@
-"""Optimizers and learning-rate schedules by DeepSpeed's name or torch's, from ``(type, params)``; checks of a step.
+"""Optimizers and learning-rate schedules by name; checks of a step.
 
 optimizers.py: ``resolve``, from a type and its arguments to a class and its own arguments; names that are refused.
 elementwise.py: Lion, and Adam without bias correction.
 layerwise.py: LAMB and Muon, whose update of an element depends on its whole tensor.
-onebit.py: names and arguments of the 1-bit optimizers, whose classes are in ``zero/onebit/``.
 schedulers.py: ``make_scheduler``, from a type and its parameters to a torch scheduler.
 lr_schedules.py: DeepSpeed's schedules: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest.
 signature.py: arguments checked against a class's signature.

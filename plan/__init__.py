@@ -1,7 +1,7 @@
 """Formulas for planning a run, without torch and without processes.
 
-formulas.py         bytes of model states, of activations and of ZeRO's communication, by the papers
 layers.py           layers_of: parameters, products and attention sizes of each layer of a model
+activations.py      bytes of a block's activations, by formula
 memory.py           ModelMemory: bytes of each pipe rank by kind, on any layout
 parallel_layout.py  ParallelLayout: degrees, microbatch, schedule, ZeRO stage, recomputation
 machine.py          Machine: speed of products, memory and links, with sources; MACHINES

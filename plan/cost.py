@@ -44,12 +44,12 @@ from itertools import pairwise
 from operator import mul
 from typing import NamedTuple
 
+from ..base.formulas import BYTES
 from ..models.config import TransformerConfig
 from ..pipe.program.simulate import Costs, simulate
 from ..pipe.schedules.registry import RECIPES, named_schedule
 from .collectives import RankGroup, all_gather, all_reduce, all_to_all, message, reduce_scatter
 from .cores import StageWork, makespan
-from .formulas import BYTES
 from .layers import Attention, Feedforward, LayerShape, MatrixProduct, layers_of
 from .machine import Machine
 from .measured import MeasuredTimes, interpolated

@@ -1,7 +1,7 @@
 """Bytes that a rank of each pipe stage holds, by kind, from a configuration and a layout. No torch.
 
 Model states (parameters, gradients, masters, optimizer state) are those of ZeRO's buckets, padding included: byte for
-byte what ``engine.memory_report()`` counts. Activations are those of ``formulas.block_activations`` (Korthikanti et al.
+byte what ``engine.memory_report()`` counts. Activations are ``activations.block_activations`` (Korthikanti et al.
 2022) times the microbatches that the schedule has in flight. Temporaries and the margin are estimates.
 
 >>> from triax.models.config import LlamaConfig
@@ -22,13 +22,14 @@ from itertools import pairwise
 from operator import mul
 from typing import NamedTuple
 
+from ..base.formulas import BYTES, STATES
 from ..models.config import TransformerConfig
 from ..pipe.partition import boundaries
 from ..pipe.program.schedule import Schedule
 from ..pipe.schedules.registry import RECIPES, named_schedule
 from ..zero.flat import LARGE, REPLICATED, Item
 from ..zero.flat import plan as plan_buckets
-from .formulas import BYTES, STATES, block_activations
+from .activations import block_activations
 from .layers import Attention, LayerShape, Weight, layers_of
 from .parallel_layout import ParallelLayout
 

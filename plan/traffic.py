@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections import Counter
 from itertools import pairwise
 
+from ..base.formulas import zero_traffic
 from ..models.config import TransformerConfig
 from ..pipe.schedules.registry import RECIPES, named_schedule
-from .formulas import zero_traffic
 from .layers import LayerShape
 from .memory import ModelMemory, StateOptions
 from .parallel_layout import ParallelLayout

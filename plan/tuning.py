@@ -19,6 +19,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 from ..base.errors import ConfigError
+from ..base.formulas import STATES, model_states
 from ..base.option_error import Note, refusal
 from ..models.config import TransformerConfig
 from ..options.engine import EngineOptions
@@ -26,7 +27,6 @@ from ..options.tuning import Tuning
 from ..pipe.program.schedule import Schedule
 from ..pipe.schedules.registry import RECIPES
 from .cost import CostModel, Work
-from .formulas import STATES, model_states
 from .layers import layers_of
 from .machine import MACHINES
 from .memory import ModelMemory, StateOptions, counts_in_flight

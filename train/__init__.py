@@ -5,7 +5,6 @@ file.py: reading a file and ``key=value`` changes, with errors that name file, l
 older_keys.py: older names of keys, which are read until they end.
 learning_rate.py: the learning rate of each step, as a share of the peak.
 job.py: the resolved run: model configuration, topology, schedule, engine configuration, steps. No torch.
-explain.py: what a run would be: stages, bytes of each rank, tokens, without ranks and torch.
 data.py: training and held-out rows, with the checks of tokenizer and vocabulary.
 evaluation.py: the loss on held-out rows.
 model.py: the ``PipelineModule`` of a job, and its parameter groups.
@@ -14,6 +13,5 @@ spikes.py: spikes of loss and gradient norm: warn, skip, rewind.
 requeue.py: Slurm's signal before the time limit.
 progress.py: progress line, report page and pictures.
 loop.py: one rank of a run: build, train, evaluate, save, export; ``Watch``, for what looks at each step.
-measure.py: ``triax plan --measure``: times of this machine, as a machine file.
 start.py: from a training file to ranks: its own, or those of torchrun, ``triax run`` or srun.
 """

@@ -24,7 +24,6 @@ from ..pipe.partition import uniform
 from ..pipe.program.schedule import Schedule
 from ..pipe.program.simulate import Costs
 from ..pipe.schedules.choose import make_schedule, require_schedule
-from ..plan.layers import layers_of
 from .learning_rate import LearningRate
 from .schema import ModelSection, TrainingFile
 
@@ -111,7 +110,7 @@ class Job:
     @property
     def layers(self) -> int:
         """Number of entries in the list of layers: embedding, positions of a GPT, blocks, norm, head."""
-        return layer_count(self.model)
+        return self.model.layer_count
 
 
 def resolve(file: TrainingFile, processes: int | None = None, places: int | None = None) -> Job:
@@ -138,7 +137,7 @@ def resolve(file: TrainingFile, processes: int | None = None, places: int | None
     except OptionError as error:
         advice = _batch_advice(file, wanted, topology.size("data"))
         raise ConfigError(advice or error.spelled(names)) from error
-    schedule = _schedule(file, options.schedule, topology, batch, layer_count(model))
+    schedule = _schedule(file, options.schedule, topology, batch, model.layer_count)
     _check_model(file, model, topology, schedule, sequence)
     steps = _steps(file, batch, sequence)
     if file.sample is not None and topology.expert > 1:
@@ -202,11 +201,6 @@ def model_config(section: ModelSection) -> TransformerConfig:
         raise ConfigError(f"model.overrides of {where}: {error}") from error
 
 
-def layer_count(model: TransformerConfig) -> int:
-    """Return the number of entries in a model's list of layers."""
-    return len(layers_of(model))
-
-
 def _plain(model: TransformerConfig) -> dict[str, Any]:
     """Return the fields that ``config_from_fields`` takes."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in asdict(model).items()}
@@ -247,7 +241,7 @@ def _check_model(
             "grid.context"
         )
     try:
-        uniform(layer_count(model), len(schedule.placement))
+        uniform(model.layer_count, len(schedule.placement))
     except ValueError as error:
         raise ConfigError(f"grid.pipe x chunks is {len(schedule.placement)} stages, but {error}") from error
 

@@ -27,7 +27,8 @@ A step:
 Around it:
     synchronous_replicas.py: the replica strategy of data parallelism: all replicas step together
     held_bytes.py: bytes that a rank holds between two steps, by kind
-    protocols.py: interfaces that compression/, onebit/ and zeropp/ implement
+    protocols.py: interfaces that gradient compression and zeropp/ implement
+    exchange_state.py: state of a gradient exchange, copied and loaded
     sharded_init.py: models built with sharded parameters, before an engine has them
     state_dict_guard.py: refusal of ``state_dict()`` while parameters are released
     gathered_parameters.py: ``zero.gathered``: whole parameters outside of a step, to read or write
@@ -37,10 +38,7 @@ Around it:
 
 Sub-folders:
     modules/: any ``nn.Module`` in a plain loop: ``ShardedOptimizer``, units of stage 3
-    compression/: gradient compression: top-k and PowerSGD with error feedback, sparse rows of embeddings
-    onebit/: 1-bit Adam, 0/1 Adam, 1-bit LAMB
     zeropp/: ZeRO++: quantized weights and gradients, secondary shards
-    local_sgd/: replicas that take local steps: local SGD, DiLoCo, asynchronous DiLoCo
 """
 
 from ..base.lazy import attach

@@ -1,10 +1,3 @@
-from .compression.powersgd import PowerSGD as PowerSGD
-from .compression.sparse_rows import SparseRows as SparseRows
-from .compression.topk import TopK as TopK
 from .gathered_parameters import gathered as gathered
 from .modules.leaf_modules import set_leaf_modules as set_leaf_modules
 from .modules.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
-from .onebit.adam import OneBitAdam as OneBitAdam
-from .onebit.adam import ZeroOneAdam as ZeroOneAdam
-from .onebit.lamb import OneBitLamb as OneBitLamb
-from .onebit.sgd import OneBitSGD as OneBitSGD

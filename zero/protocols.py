@@ -10,8 +10,8 @@ divided by them. Its state is then in units of the mean gradient, whatever the w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -84,7 +84,35 @@ class Exchange(Protocol):
         """Return the state that this replica keeps between steps: name -> a list of one flat tensor for each bucket."""
 
 
+# Makes an exchange of buckets. Two attributes are optional: ``own_dtype``, True if it sends values in a dtype of its
+# own, so that a communication dtype would do nothing; and ``require_fitting(optimizer)``, which raises a ValueError if
+# the optimizer cannot be used with it.
 MakeExchange = Callable[[Grid, Sequence[GradientBucket]], Exchange]
+
+
+class ReplicatedTensor(NamedTuple):
+    """A tensor of an exchange that is equal on every replica; ``key`` tells a parameter's tensors apart."""
+
+    key: str
+    member: ManagedParameter
+    value: Tensor
+
+
+@runtime_checkable
+class Compressing(Exchange, Protocol):
+    """An exchange that compresses gradients and counts its steps.
+
+    Attributes:
+        steps: number of exchanges so far.
+    """
+
+    steps: int
+
+    def replicated(self) -> Iterator[ReplicatedTensor]:
+        """Yield the state tensors that are equal on every replica. Checkpoints save and load them in place."""
+
+    def formula(self) -> float:
+        """Return the bytes that this rank sent over the data axis in the last step, by the method's formula."""
 
 
 class AllGather(Protocol):

@@ -117,3 +117,9 @@ class WholeTensors:
     def __call__(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """Make the optimizer from parameter groups."""
         return self.make(groups)
+
+
+def stepped_by(kind: type[torch.optim.Optimizer], make: MakeOptimizer) -> MakeOptimizer:
+    """Return a function that makes an optimizer of a class, with the stepper that the class names, if it does."""
+    stepper: type[WholeStepper] | None = getattr(kind, "stepper", None)
+    return make if stepper is None else WholeTensors(make, stepper)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
+from ...base.checks import check_count
 from ...base.errors import ConfigError
 from ...base.option_error import Note, OptionError
 from ...data.dataloader import Loader, TokenLoader
@@ -19,7 +20,6 @@ from ...engine.module_engine import ModuleEngine
 from ...engine.pipeline_engine import PipelineEngine
 from ...engine.setup.arguments import check_arguments
 from ...engine.setup.check import check_names
-from ...engine.setup.optimizer import ONE_BIT
 from ...grid import Grid
 from ...optim import optimizers, schedulers
 from ...options.batch import BatchSizes
@@ -27,6 +27,7 @@ from ...pipe.module import PipelineModule
 from ...pipe.program.schedule import Schedule
 from ...pipe.schedules.choose import require_schedule
 from .config.config import parse_config
+from .config.optimizer_names import native_optimizer
 from .config.resolved import resolved
 from .config.schema import Config
 from .config.to_options import batch_of, key_of, options_of
@@ -53,7 +54,8 @@ def resolve_config(config: Config, batch: BatchSizes) -> dict[str, Any]:
     """Return the configuration with every default filled in, those of its optimizer and scheduler too."""
     values = resolved(config, batch)
     if config.optimizer is not None:
-        values["optimizer"] = optimizers.resolved(config.optimizer.type, config.optimizer.params, ONE_BIT)
+        named = native_optimizer(config.optimizer.type, config.optimizer.params)
+        values["optimizer"] = optimizers.resolved(named.type, named.arguments)
     if config.scheduler is not None:
         values["scheduler"] = schedulers.resolved(config.scheduler.type, config.scheduler.params)
     return values
@@ -140,6 +142,9 @@ class ConfiguredEngine(Engine):
 
     def set_train_batch_size(self, train_batch_size: int, micro: int | None = None) -> None:
         """Set the samples per step from the next step on, as ``Engine.set_batch_size``."""
+        check_count("set_train_batch_size", train_batch_size=train_batch_size)
+        if micro is not None:
+            check_count("set_train_batch_size", micro=micro)
         self.set_batch_size(train_batch_size, micro)
 
     @property

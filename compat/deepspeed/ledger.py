@@ -79,7 +79,7 @@ PRESENT = {
             "configure checkpoint non_reentrant_checkpoint is_configured reset partition_activations_in_checkpoint "
             "set_num_layers get_cuda_rng_tracker model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed"
         ),
-        "grid.random_states": "CudaRNGStatesTracker=RandomStates",
+        "randomness.random_states": "CudaRNGStatesTracker=RandomStates",
     },
     "checkpoint.utils": {"compat.deepspeed.utils": "clone_tensors_for_torch_save"},
     "comm": {
@@ -116,22 +116,24 @@ PRESENT = {
     "monitor.csv_monitor": {"compat.deepspeed.monitors": "csvMonitor"},
     "monitor.wandb": {"compat.deepspeed.monitors": "WandbMonitor"},
     "monitor.config": {
-        "config.monitoring": ("TensorBoardConfig=MonitorConfig CSVConfig=MonitorConfig WandbConfig MonitorConfig"),
-        "config.schema": "DeepSpeedMonitorConfig=Config",
+        "compat.deepspeed.config.monitoring": (
+            "TensorBoardConfig=MonitorConfig CSVConfig=MonitorConfig WandbConfig MonitorConfig"
+        ),
+        "compat.deepspeed.config.schema": "DeepSpeedMonitorConfig=Config",
     },
     "launcher.runner": {
         "compat.deepspeed.runner": "DLTS_HOSTFILE fetch_hostfile parse_inclusion_exclusion encode_world_info"
     },
-    "ops.adam": {"optim.deepspeed_classes": "FusedAdam DeepSpeedCPUAdam"},
-    "ops.adagrad": {"optim.deepspeed_classes": "DeepSpeedCPUAdagrad"},
+    "ops.adam": {"compat.deepspeed.optimizer_classes": "FusedAdam DeepSpeedCPUAdam"},
+    "ops.adagrad": {"compat.deepspeed.optimizer_classes": "DeepSpeedCPUAdagrad"},
     "ops.lamb": {"optim.layerwise": "FusedLamb=Lamb"},
-    "ops.lion": {"optim.deepspeed_classes": "DeepSpeedCPULion FusedLion"},
-    "pipe": {"": "PipelineModule LayerSpec TiedLayerSpec", "pipe.process_topology": "ProcessTopology"},
+    "ops.lion": {"compat.deepspeed.optimizer_classes": "DeepSpeedCPULion FusedLion"},
+    "pipe": {"": "PipelineModule LayerSpec TiedLayerSpec", "compat.deepspeed.process_topology": "ProcessTopology"},
     "pipe.engine": {"compat.deepspeed.engine": "PipelineEngine=DeepSpeedPipelineEngine DeepSpeedEngine"},
     "pipe.module": {"": "PipelineModule LayerSpec TiedLayerSpec"},
     "pipe.topology": {
         "compat.deepspeed.grids": "PipelineParallelGrid=ParallelGrid",
-        "pipe.process_topology": "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology",
+        "compat.deepspeed.process_topology": "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology",
     },
     "profiling.flops_profiler": {
         "monitor.profiler": "FlopsProfiler get_model_profile",
@@ -142,9 +144,9 @@ PRESENT = {
     },
     "runtime.dataloader": {"data.dataloader": "RepeatingLoader DeepSpeedDataLoader=Loader"},
     "runtime.engine": {"compat.deepspeed.engine": "DeepSpeedEngine"},
-    "runtime.fp16.onebit.adam": {"zero.onebit.adam": "OnebitAdam=OneBitAdam"},
-    "runtime.fp16.onebit.lamb": {"zero.onebit.lamb": "OnebitLamb=OneBitLamb"},
-    "runtime.fp16.onebit.zoadam": {"zero.onebit.adam": "ZeroOneAdam"},
+    "runtime.fp16.onebit.adam": {"gradient_compression.onebit.adam": "OnebitAdam=OneBitAdam"},
+    "runtime.fp16.onebit.lamb": {"gradient_compression.onebit.lamb": "OnebitLamb=OneBitLamb"},
+    "runtime.fp16.onebit.zoadam": {"gradient_compression.onebit.adam": "ZeroOneAdam"},
     "runtime.lr_schedules": {
         "optim.lr_schedules": "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR",
         "=": (
@@ -195,7 +197,7 @@ PRESENT = {
     },
     "utils.logging": {"compat.deepspeed.utils": "log_dist log_dist_once logger set_log_level_from_string"},
     "utils.timer": {
-        "monitor.timers": "SynchronizedWallClockTimer=WallClockTimers ThroughputTimer",
+        "compat.deepspeed.timers": "SynchronizedWallClockTimer=WallClockTimers ThroughputTimer",
     },
     "utils.z3_leaf_module": {
         "compat.deepspeed.zero": "z3_leaf_parameter",
@@ -207,7 +209,7 @@ PRESENT = {
         "zero.modules.units": "set_z3_leaf_module=set_leaf z3_leaf_module=is_leaf",
     },
     "utils.zero_to_fp32": {
-        "checkpoint.convert.fp32_state_dict": (
+        "compat.deepspeed.fp32_state_dict": (
             "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
             "load_state_dict_from_zero_checkpoint"
         )
@@ -219,13 +221,13 @@ PRESENT = {
         "zero.modules.tiled_linear": "TiledLinear TiledLinearReturnBias",
     },
     "zero.config": {
-        "config.zero": (
+        "compat.deepspeed.config.zero": (
             "DeepSpeedZeroConfig=ZeroConfig DeepSpeedZeroOffloadParamConfig=OffloadConfig "
             "DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizerConfig"
         )
     },
     "zero.offload_config": {
-        "config.zero": (
+        "compat.deepspeed.config.zero": (
             "DeepSpeedZeroOffloadParamConfig=OffloadConfig DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizerConfig"
         ),
         "compat.deepspeed.configuration": "OffloadDeviceEnum",

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from ...base.dtypes import short_name
+from ...base.formulas import STATES, ModelStates, model_states
 from ...grid import Grid, layout_of
 from ...monitor.profiler.memory_meter import MemoryMeter
-from ...plan.formulas import STATES, ModelStates, model_states
 from ...zero.data_axis import ZeroDataAxis
 from ...zero.held_bytes import held_bytes
 from ...zero.zeropp.options import ZeroPlusPlus

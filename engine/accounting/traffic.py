@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ...plan.formulas import zero_traffic
-from ...zero.compression.compressor import Compressor
+from ...base.formulas import zero_traffic
 from ...zero.data_axis import ZeroDataAxis
+from ...zero.protocols import Compressing
 from ...zero.zeropp.traffic import zeropp_formula
 
 
@@ -23,7 +23,7 @@ def traffic_formulas(data_axis: ZeroDataAxis, stage: int, passes: Counter[int]) 
     """
     if data_axis.options.zeropp is not None:
         formula = zeropp_formula(data_axis, passes)
-    elif isinstance(data_axis.exchange, Compressor):
+    elif isinstance(data_axis.exchange, Compressing):
         trained = [bucket for bucket in data_axis.buckets if bucket.trained] if stage else []
         weights = sum(bucket.flat.numel * bucket.weights.element_size() for bucket in trained)
         name, replicas = data_axis.axis.name, data_axis.axis.size

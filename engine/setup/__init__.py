@@ -7,6 +7,7 @@ precision.py: dtypes of weights and autocast, the loss scaler.
 zero.py: ZeRO's options, offload and ZeRO++ included.
 schedule.py: the pipeline schedule.
 compilation.py: torch.compile of a model's layers, each by itself.
+extensions.py: parts that packages beside the core offer, found by entry points.
 compression.py: dtype and compressor of the sum of gradients.
 optimizer.py: the optimizer over ZeRO's flat ranges, 1-bit optimizers included, and the learning-rate schedule.
 recomputation.py: activation checkpointing of a ``PipelineModule``.

@@ -9,8 +9,8 @@ from ...options.check import fp16_of_means
 from ...options.engine import EngineOptions
 from ...options.named import LRSchedule, Optimizer
 from ...pipe.schedules.choose import require_schedule
-from .compression import require_one_momentum
-from .optimizer import ONE_BIT, require_elementwise, require_whole_tensors
+from .compression import named_compressor, require_fitting
+from .optimizer import require_elementwise, require_whole_tensors
 
 
 def check_names(options: EngineOptions) -> None:
@@ -34,13 +34,13 @@ def check_names(options: EngineOptions) -> None:
                 "so that their learning rates would differ: use a schedule that follows steps",
             )
         over = (optimizer.type, optimizer.arguments) if isinstance(optimizer, Optimizer) else None
-        dry_run.try_scheduler(schedule.type, schedule.arguments, over, ONE_BIT)
+        dry_run.try_scheduler(schedule.type, schedule.arguments, over)
 
 
 def _try_optimizer(options: EngineOptions, optimizer: Optimizer) -> None:
-    cls, _ = optimizers.resolve(optimizer.type, optimizer.arguments, ONE_BIT)
+    cls, _ = optimizers.resolve(optimizer.type, optimizer.arguments)
     name = cls.__name__
-    if name in ONE_BIT:
+    if hasattr(cls, "stepper"):
         if options.reduction.dtype == "fp16":
             raise fp16_of_means(name)
         if options.compression is not None:
@@ -51,5 +51,5 @@ def _try_optimizer(options: EngineOptions, optimizer: Optimizer) -> None:
     require_whole_tensors(cls, options.zero)
     if name not in optimizers.WHOLE_TENSOR:
         require_elementwise(cls)
-    made = dry_run.try_optimizer(optimizer.type, optimizer.arguments, ONE_BIT)
-    require_one_momentum(options.compression, made)
+    made = dry_run.try_optimizer(optimizer.type, optimizer.arguments)
+    require_fitting(named_compressor(options), made)

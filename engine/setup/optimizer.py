@@ -18,16 +18,10 @@ from ...optim.schedulers import MakeScheduler
 from ...options.engine import EngineOptions
 from ...options.named import LRSchedule, Optimizer
 from ...options.zero import Zero
-from ...zero.onebit.adam import OneBit, OneBitAdam, ZeroOneAdam
-from ...zero.onebit.lamb import OneBitLamb
-from ...zero.onebit.sgd import OneBitSGD
-from ...zero.onebit.stepper import stepped_by
 from ...zero.optimizer import ELEMENTWISE, needs_whole_tensors
 from ...zero.protocols import MakeOptimizer
-from ...zero.whole_tensors import WholeTensors
+from ...zero.whole_tensors import WholeTensors, stepped_by
 from .arguments import Groups, parameter_groups
-
-ONE_BIT: dict[str, type[OneBit]] = {cls.__name__: cls for cls in (OneBitAdam, ZeroOneAdam, OneBitLamb, OneBitSGD)}
 
 
 def choose_optimizer(
@@ -53,7 +47,7 @@ def choose_optimizer(
         return None
     if not isinstance(optimizer, Optimizer):
         return _from_function(optimizer)
-    cls, params = optimizers.resolve(optimizer.type, optimizer.arguments, ONE_BIT)
+    cls, params = optimizers.resolve(optimizer.type, optimizer.arguments)
     require_whole_tensors(cls, options.zero, grid.tensor.size)
     optimizers.require_steps_on(grid.device.type, params)
     _require_fitting(cls, groups)
@@ -105,13 +99,14 @@ def _from_function(make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
     """Return the user's function, with a check of the optimizer that it makes.
 
     Raises:
-        ConfigError: by the returned function, if it made an optimizer that needs unsharded tensors or a 1-bit one.
+        ConfigError: by the returned function, if it made an optimizer that needs unsharded tensors, or that has a
+            stepper of its own.
     """
 
     def checked(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         optimizer = make(groups)
         require_elementwise(type(optimizer))
-        if isinstance(optimizer, OneBit):
+        if hasattr(optimizer, "stepper"):
             name = type(optimizer).__name__
             raise ConfigError(
                 f"a function made a {name}, which ZeRO cannot step from a function: pass "
@@ -129,7 +124,7 @@ def require_whole_tensors(cls: type[torch.optim.Optimizer], zero: Zero, tensor: 
         ConfigError: as ``optim.optimizers.require_whole_tensors``.
     """
     offload = zero.offload_optimizer.device != "none" or zero.sub_group_size is not None
-    optimizers.require_whole_tensors(cls.__name__, 1 if zero.stage == "auto" else zero.stage, offload, tensor)
+    optimizers.require_whole_tensors(cls, 1 if zero.stage == "auto" else zero.stage, offload, tensor)
 
 
 def _require_fitting(

@@ -24,11 +24,12 @@ from ...options.engine import EngineOptions
 from ...options.named import Optimizer
 from ...pipe.module import PipelineModule
 from ...pipe.schema import flatten
-from ...plan.tuning import Measured, Tuner, model_of, optimizer_states
 from ..optimizer_step import OptimizerStep
+from .extensions import tuner
 from .schedule import training_schedule
 
 if TYPE_CHECKING:
+    from ...plan.tuning import Measured, Tuner
     from ..pipeline_engine import PipelineEngine
 
 
@@ -36,7 +37,7 @@ def find_sizes(model: nn.Module, options: EngineOptions, data: Any, collate: Any
     """Return the run whose sizes are to be found, of arguments of an engine; None if they are given."""
     tunes, enabled = options.tunes_microbatch, options.tuning is not None
     if isinstance(model, PipelineModule) and (tunes or options.zero.stage == "auto"):
-        if not tunes or data is not None or model_of(model.layer_specs) is not None:
+        if not tunes or data is not None or tuner().model_of(model.layer_specs) is not None:
             return TunedRun(model, options, data, collate)
         if enabled:
             raise refusal("<tuning> measures steps, but there are no samples: pass training_data=...")
@@ -65,7 +66,8 @@ class TunedRun:
     def __init__(self, model: PipelineModule, options: EngineOptions, data: Any, collate: Any) -> None:
         grid = self._grid = model.grid
         self._options, self._data, self._collate = options, data, collate
-        self._known = model_of(model.layer_specs)
+        planning = tuner()
+        self._known = planning.model_of(model.layer_specs)
         batch, self.stages = options.batch_sizes(grid.replicas), allowed_stages(options)
         self.samples, self.size = batch.train // grid.replicas, batch.micro
         self.agree: Callable[[Sequence[float]], list[float]] = partial(largest, grid)
@@ -82,15 +84,15 @@ class TunedRun:
         dtype = weights or next((p.dtype for p in model.parameters()), torch.float32)
         self.precision = short_name(dtype) or "fp32"
         optimizer = options.optimizer
-        self.states = optimizer_states(type(optimizer).__name__, getattr(optimizer, "defaults", {}))
+        self.states = planning.optimizer_states(type(optimizer).__name__, getattr(optimizer, "defaults", {}))
         if isinstance(optimizer, Optimizer):
-            self.states = optimizer_states(optimizer.type, optimizer.arguments)
+            self.states = planning.optimizer_states(optimizer.type, optimizer.arguments)
         memory = None if options.tuning is None else options.tuning.memory
         self.memory = 1e9 * (memory or 0.0) or usable_memory(grid.device)
         if data is not None and options.tunes_microbatch:
             tensors, _ = flatten(self._microbatches(1, 1)[0][0])
             self.sequence = tensors[0].shape[1] if tensors and tensors[0].dim() > 1 else None
-        self.tuner = Tuner(options, self)
+        self.tuner: Tuner = planning.Tuner(options, self)
 
     def finish(self, engine: PipelineEngine) -> Note:
         """Find the size, let the engine have it, and return a note on it. Collective."""
@@ -128,7 +130,7 @@ class TunedRun:
         activations, working = kinds.pop("activations"), kinds.pop("working")
         if engine.options.zero.offload_optimizer.device == "none":  # the first update makes it
             kinds["optimizer"] = max(kinds["optimizer"], report["formula"]["optimizer"])
-        return Measured(sum(kinds.values()), activations, working)
+        return tuner().Measured(sum(kinds.values()), activations, working)
 
     def time(self, size: int, first: int, last: int) -> float:
         """Return the mean seconds of steps."""

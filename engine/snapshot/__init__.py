@@ -5,6 +5,5 @@ capture.py: copies weights, optimizer state, buffers and counters from an engine
 restore.py: loads a Snapshot into an engine.
 kept_state.py: optimizer state of frozen parameters, kept from the checkpoint that was loaded to the next one.
 residuals.py: saves and loads the residuals (error feedback) of gradient compression.
-local_updates.py: saves and loads the state of each replica under local SGD and DiLoCo.
 load_weights.py: ``load_weights`` loads a checkpoint's weights into a model that has no engine.
 """

@@ -17,8 +17,8 @@ from torch import Tensor
 from ...checkpoint.protocol import EXCHANGE, Snapshot
 from ...grid import Axis, Grid
 from ...grid.layout import FlatRange
-from ...zero.compression.compressor import Compressor, ReplicatedTensor
 from ...zero.data_axis import ZeroDataAxis
+from ...zero.protocols import Compressing, ReplicatedTensor
 from ...zero.state_shards import StateShards
 
 
@@ -44,7 +44,7 @@ def numbers(grid: Grid, data_axis: ZeroDataAxis) -> dict[str, Any]:
     exchange = data_axis.exchange
     if exchange is None:
         return {}
-    steps = exchange.steps if isinstance(exchange, Compressor) else None
+    steps = exchange.steps if isinstance(exchange, Compressing) else None
     return {EXCHANGE: {"type": type(exchange).__name__, "replicas": grid.data_context.size, "steps": steps}}
 
 
@@ -81,7 +81,7 @@ def restore(grid: Grid, data_axis: ZeroDataAxis, shards: StateShards, snapshot: 
         if fits:
             kept.value.copy_(tensors[name].read_all())
         (used if fits else new).add(kept.key)
-    if isinstance(exchange, Compressor) and saved is not None and saved["steps"] is not None:
+    if isinstance(exchange, Compressing) and saved is not None and saved["steps"] is not None:
         exchange.steps = int(saved["steps"])
     gathered = grid.world.all_gather_json((used, new))
     unused = saved_keys.difference(*(each for each, _ in gathered))
@@ -100,7 +100,7 @@ def restore(grid: Grid, data_axis: ZeroDataAxis, shards: StateShards, snapshot: 
 
 def _replicated(data_axis: ZeroDataAxis) -> Iterator[ReplicatedTensor]:
     """Yield the compressor's tensors that are equal on all replicas."""
-    if isinstance(data_axis.exchange, Compressor):
+    if isinstance(data_axis.exchange, Compressing):
         yield from data_axis.exchange.replicated()
 
 

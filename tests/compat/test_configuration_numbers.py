@@ -84,7 +84,10 @@ ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
         ({"seed": 10**30}, "seed = 1000"),
         ({"seed": -1}, "seed = -1"),
         ({"optimizer": {"type": "Adam", "params": {"lr": 1e-320}}}, "optimizer.params.lr: give a number of 1.2e-38"),
-        ({"optimizer": {"type": "SGD", "params": {"lr": 0.1, "type": "x"}}}, "optimizer.params: SGD has no type; it takes lr"),
+        (
+            {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "type": "x"}}},
+            "optimizer.params: SGD has no type; it takes lr",
+        ),
         ({"optimizer": {"type": "SGD", "params": {"lr": 1e308}}}, "optimizer.params.lr: give a number of 3.4e"),
         ({"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "betas": [0.9, math.nan]}}}, "give a finite number"),
         (

@@ -922,7 +922,7 @@ def test_the_wrong_call_says_which_is_right() -> None:
     late.backward(loss_of(late))
     with pytest.raises(RuntimeError, match="1 parameters were frozen when the optimizer was made"):
         late.step()
-    with pytest.raises(ConfigError, match=r"pass grid=triax\.grid\.megatron\.grid_of_mpu"):
+    with pytest.raises(ConfigError, match=r"pass grid=triax\.compat\.megatron\.mpu\.grid_of_mpu"):
         one(mpu=object())
     with pytest.raises(ConfigError, match=r"make grid = triax.Grid\(tensor=2\)"):
         one(config(tensor_parallel={"autotp_size": 2}))

@@ -42,6 +42,7 @@ import triax
 from triax.base.errors import AgreedError, ConfigError
 from triax.compat.deepspeed.config.base import extra_of
 from triax.compat.deepspeed.config.config import batch_sizes
+from triax.compat.deepspeed.config.optimizer_names import NAMES as OPTIMIZER_NAMES
 from triax.compat.deepspeed.config.resolved import keys
 from triax.compat.deepspeed.from_config import read_config, resolve_config
 from triax.optim import optimizers, schedulers
@@ -53,6 +54,7 @@ from processes import slowdown
 from shrink import shrink
 from toys import mean_loss
 
+OPTIMIZERS = (*optimizers.names(), *OPTIMIZER_NAMES)
 LIMIT = 20  # seconds that one configuration may take
 LONGEST = 400  # characters of a message, for each key that it is about
 FIELDS = dict(keys())
@@ -105,7 +107,7 @@ def draw(choose: random.Random) -> dict[str, Any]:
     for _ in range(choose.choice((1, 2, 3, 4, 6)) if friendly else choose.choice((1, 1, 2, 2, 3, 5, 8))):
         kind = 0.2 + 0.5 * choose.random() if friendly else choose.random()
         if kind < 0.12:
-            config["optimizer"] = _named(choose, optimizers.KNOWN, _optimizer_class)
+            config["optimizer"] = _named(choose, OPTIMIZERS, _optimizer_class)
         elif kind < 0.22 and not friendly:
             config["scheduler"] = _named(choose, [*schedulers.known()], lambda name: schedulers.known().get(name))
         else:
@@ -118,7 +120,7 @@ def draw(choose: random.Random) -> dict[str, Any]:
                 put(config, f"{key.partition('.')[0]}.enabled", True)
     if friendly and choose.random() < 0.3:
         params = {"lr": choose.choice((0.1, 1e-3, 0))} | ({"weight_decay": 0.1} if choose.random() < 0.5 else {})
-        config["optimizer"] = {"type": choose.choice(optimizers.KNOWN), "params": params}
+        config["optimizer"] = {"type": choose.choice(OPTIMIZERS), "params": params}
     if friendly and choose.random() < 0.2:
         config["scheduler"] = {"type": choose.choice([*schedulers.DEEPSPEED]), "params": choose.choice(SCHEDULES)}
     return config

@@ -46,7 +46,7 @@ CONTEXTS = ("compat/horovod/context.py",)
 UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 _LAUNCHER = ("launcher/launch.py", "cli/run.py", "launcher/worker.py")
 # A dry run stands in for a launcher, and sets its variables.
-_DRY_RUN = ("train/dry_run/rank.py", "train/dry_run/traced_rank.py")
+_DRY_RUN = ("dry_run/rank.py", "dry_run/traced_rank.py")
 READ_ENVIRONMENT = ("grid/grid.py", "grid/environment.py", *_LAUNCHER, *_DRY_RUN)
 
 

@@ -24,7 +24,16 @@ RENEW = "python tests/laws/test_public_api.py"
 PACKAGES = (
     "triax",
     *("triax.compat.deepspeed", "triax.compat.horovod", "triax.compat.huggingface"),
-    *("triax.context", "triax.data", "triax.grid", "triax.models", "triax.pipe", "triax.tensor_parallel", "triax.zero"),
+    *(
+        "triax.context",
+        "triax.data",
+        "triax.gradient_compression",
+        "triax.grid",
+        "triax.models",
+        "triax.pipe",
+        "triax.tensor_parallel",
+        "triax.zero",
+    ),
 )
 WIDTH = 120
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule
+from triax.base.formulas import STATES, model_states
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
-from triax.plan.formulas import STATES, model_states
 from triax.zero.optimizer import ELEMENTWISE
 
 from paths import ROOT

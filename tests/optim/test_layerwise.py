@@ -16,11 +16,11 @@ import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.base.errors import ConfigError
 from triax.compat.deepspeed.from_config import read_config
+from triax.gradient_compression.onebit.lamb import OneBitLamb
 from triax.moe import ModuleMoE
 from triax.optim.layerwise import Lamb, Muon, muon_groups, newton_schulz, split_for_muon
 from triax.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from triax.zero import ShardedOptimizer
-from triax.zero.onebit.lamb import OneBitLamb
 
 from toys import mean_loss
 
@@ -223,7 +223,7 @@ def reference_of_experts(before: Weights, kind: str, monkeypatch: pytest.MonkeyP
             torch.optim.Muon([p for p in every.values() if p.dim() == 2], lr=0.05, weight_decay=0.1),
             torch.optim.AdamW([p for p in every.values() if p.dim() < 2], lr=0.01, betas=(0.8, 0.95), weight_decay=0.1),
         ]
-    if kind == "OneBitLamb":  # its equations: tests/zero/test_onebit.py
+    if kind == "OneBitLamb":  # its equations: tests/gradient_compression/test_onebit.py
         optimizers = [OneBitLamb(every.values(), **{**EXPERT_PARAMS[kind], "betas": (0.8, 0.95)})]
     state: dict[str, Any] = {}
     for number in range(STEPS):

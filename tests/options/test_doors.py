@@ -19,9 +19,9 @@ from triax.compat.deepspeed.config.config import parse_config
 from triax.compat.deepspeed.config.resolved import keys
 from triax.compat.deepspeed.config.schema import Config
 from triax.compat.deepspeed.config.to_options import key_of, options_of
+from triax.gradient_compression import PowerSGD
 from triax.options.base import walk
 from triax.options.engine import EngineOptions
-from triax.zero import PowerSGD
 
 from toys import mean_loss
 

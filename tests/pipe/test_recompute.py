@@ -23,9 +23,9 @@ from triax.pipe.recompute.frame import State
 from triax.pipe.recompute.kept_inputs import Inputs, KeptNest
 from triax.pipe.recompute.recompute import Recompute, shares
 from triax.pipe.schedules.registry import RECIPES
-from triax.plan.formulas import gpt_activations, paper_activations
 from triax.randomness.random import Dropout
 
+from paper_formulas import gpt_activations, paper_activations
 from pool import RankFailure
 
 # ---------------------------------------------------------------------------- one process: any layer, bit by bit

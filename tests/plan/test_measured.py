@@ -10,6 +10,7 @@ import pytest
 import torch
 from measured_machine import HERE
 
+from triax.cli.measure import _Alone, op_seconds, small_engine
 from triax.models.config import GPTConfig
 from triax.pipe.program.simulate import Costs, simulate
 from triax.pipe.schedules.registry import named_schedule
@@ -20,7 +21,6 @@ from triax.plan.machine import machine
 from triax.plan.measured import interpolated
 from triax.plan.parallel_layout import ParallelLayout
 from triax.plan.search import Searcher, Space
-from triax.train.measure import _Alone, op_seconds, small_engine
 
 WORK = Work(
     GPTConfig(vocab_size=512, hidden_size=256, num_hidden_layers=8, num_attention_heads=4, dropout=0.0),

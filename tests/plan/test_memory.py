@@ -22,9 +22,10 @@ from triax.models.llama import llama_layers
 from triax.models.mixtral import mixtral_layers
 from triax.pipe.program.simulate import peak_activations
 from triax.pipe.schedules.registry import RECIPES, named_schedule
-from triax.plan.formulas import paper_activations
 from triax.plan.memory import ModelMemory, StateOptions, counts_in_flight, in_flight
 from triax.plan.parallel_layout import ParallelLayout
+
+from paper_formulas import paper_activations
 
 _MAKERS: dict[Any, Any] = {
     GPTConfig: gpt_layers,

@@ -13,7 +13,7 @@ GROUND = ("grid", "randomness", "agreement")
 _LOW = ("base", *GROUND)
 _PARTS = (
     *(*_LOW, "options", "pipe", "tensor_parallel", "context", "zero", "optim", "data", "checkpoint", "launcher"),
-    *("monitor", "moe", "plan"),
+    *("monitor", "moe"),
 )
 # From a folder, to the folders or files that it may import, beside itself: lower levels only.
 ARROWS: dict[str, tuple[str, ...]] = {
@@ -34,20 +34,33 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "moe": (*_LOW, "tensor_parallel/regions.py"),
     "models": (*_LOW, "pipe/spec.py", "tensor_parallel", "context", "moe"),
     "plan": (
-        *("base/errors.py", "base/files.py", "base/option_error.py", "grid/topology.py", "grid/ranges.py", "options"),
-        *("pipe/partition.py", "pipe/program", "pipe/schedules", "zero/flat.py", "models/config.py"),
+        *("base", "grid/topology.py", "grid/ranges.py", "options", "pipe/partition.py", "pipe/program"),
+        *("pipe/schedules", "zero/flat.py", "models/config.py"),
     ),
+    "gradient_compression": (*_LOW, "tensor_parallel/embedding.py", "zero"),
     "engine": _PARTS,
     "inference": (*_PARTS, "models", "engine"),
+    "local_sgd": (*_PARTS, "models", "engine"),
     "train": (*_PARTS, "models", "engine", "inference"),
-    "compat": (*_PARTS, "models", "engine", "inference", "train"),
-    "cli": (*_PARTS, "models", "engine", "inference", "compat", "train"),
+    "dry_run": (*_PARTS, "models", "engine", "train"),
+    "compat": (*_PARTS, "models", "engine", "inference", "train", "gradient_compression"),
+    "cli": (*_PARTS, "models", "engine", "inference", "compat", "train", "dry_run", "plan"),
 }
 FOLDERS = tuple(ARROWS)
+# Other libraries' languages and what is experimental: found by cli/, the front door and entry points alone.
+BESIDE = ("compat", "plan", "dry_run", "gradient_compression", "local_sgd")
 # Files and folders that run where torch is not installed, on the standard library alone.
 BARE = (
     "__init__.py",
-    *("base/__init__.py", "base/checks.py", "base/errors.py", "base/files.py", "base/json_comments.py", "base/lazy.py"),
+    *(
+        "base/__init__.py",
+        "base/checks.py",
+        "base/errors.py",
+        "base/formulas.py",
+        "base/files.py",
+        "base/json_comments.py",
+        "base/lazy.py",
+    ),
     *("base/option_error.py", "agreement/__init__.py", "agreement/hang_watch.py", "agreement/store_barrier.py"),
     *("grid/__init__.py", "grid/environment.py", "grid/ranges.py", "grid/topology.py", "grid/comm/__init__.py"),
     *("grid/comm/thread_priority.py", "grid/comm/traffic.py", "options"),

@@ -151,9 +151,10 @@ def serve(rank: int, pipe: connection.Connection, dump_path: str) -> None:
     torch.set_num_threads(1)
     stand = open(dump_path, "w")  # noqa: SIM115 (open as long as the process lives)
     faulthandler.enable(stand)
-    faulthandler.register(signal.SIGUSR1, file=stand, all_threads=True)
     pipe.send_bytes(dump(("ready", None)))
     while True:
+        faulthandler.unregister(signal.SIGUSR1)  # a job, such as one that saves at this signal, may have replaced it
+        faulthandler.register(signal.SIGUSR1, file=stand, all_threads=True)
         try:
             job = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError):

@@ -11,11 +11,7 @@ from torch import Tensor, nn
 from ...base.dtypes import SHORT_NAMES
 from ...base.errors import require_at_least
 from ...grid import Grid, layout_of
-from ..compression.powersgd import PowerSGD
-from ..compression.sparse_rows import SparseRows
-from ..compression.topk import TopK
 from ..managed import is_released
-from ..onebit.adam import OneBit
 from ..optimizer import ELEMENTWISE, needs_whole_tensors
 from ..protocols import MakeExchange
 from ..sharded_init import sharded_parameter
@@ -45,7 +41,7 @@ def check_arguments(
             f"{optimizer_class.__name__} needs whole tensors, but optimizer state is sharded into flat ranges here; "
             f"use one of {', '.join(ELEMENTWISE)}"
         )
-    if issubclass(optimizer_class, OneBit) and stage != 0:
+    if hasattr(optimizer_class, "stepper") and stage != 0:
         raise ValueError(
             f"{optimizer_class.__name__} keeps whole state and its own compression errors on every replica, so there "
             f"is nothing to shard: pass stage=0, not {stage}"
@@ -74,20 +70,22 @@ def communication(
     """
     named = SHORT_NAMES[compression] if compression in ("fp16", "bf16") else None
     narrow = named or dtype
-    if narrow == torch.float16 and (isinstance(compression, SparseRows) or issubclass(optimizer_class, OneBit)):
-        name = type(compression).__name__ if isinstance(compression, SparseRows) else optimizer_class.__name__
-        raise ValueError(
-            f"{name} sums gradients that are already divided by the batch, too small for fp16's range: use bf16"
-        )
-    if isinstance(compression, (TopK, PowerSGD)) and dtype is not None:
-        raise ValueError(
-            f"communication_dtype={dtype} is the dtype of a plain sum, and {type(compression).__name__} sends "
-            "something else: leave it out" + (", or pass TopK(values=...)" if isinstance(compression, TopK) else "")
-        )
     if compression is not None and named is None and not callable(compression):
         raise ValueError(
-            f"compression={compression!r} is unknown: pass 'fp16' or 'bf16', or zero.TopK(...), zero.PowerSGD(...) or "
-            "zero.SparseRows([...])"
+            f"compression={compression!r} is unknown: pass 'fp16' or 'bf16', or TopK(...), PowerSGD(...) or "
+            "SparseRows([...]) of triax.gradient_compression"
+        )
+    own_dtype = getattr(compression, "own_dtype", False)
+    if own_dtype and dtype is not None:
+        raise ValueError(
+            f"communication_dtype={dtype} is the dtype of a plain sum, and {type(compression).__name__} sends "
+            "something else: leave it out"
+        )
+    sums_means = compression is not None and named is None  # an exchange gets gradients that are divided by the batch
+    if narrow == torch.float16 and (sums_means or hasattr(optimizer_class, "stepper")):
+        name = type(compression).__name__ if sums_means else optimizer_class.__name__
+        raise ValueError(
+            f"{name} sums gradients that are already divided by the batch, too small for fp16's range: use bf16"
         )
     if isinstance(compression, str):
         if dtype not in (None, named):

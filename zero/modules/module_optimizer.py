@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ...grid import Grid
-from ..compression.compressor import exchange_state_dict, load_exchange_state_dict
 from ..data_axis import ZeroDataAxis
+from ..exchange_state import exchange_state_dict, load_exchange_state_dict
 from ..options import ZeroOptions
 from ..protocols import MakeOptimizer
 from .backward_passes import BackwardPasses, group_options

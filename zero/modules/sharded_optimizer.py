@@ -17,12 +17,10 @@ from torch import Tensor, nn
 
 from ...base.checks import SMALLEST
 from ...grid import Grid
-from ..compression.compressor import Compressor
-from ..compression.topk import TopK, require_no_momentum
 from ..norm import clip_coefficient
-from ..onebit.stepper import stepped_by
 from ..options import ZeroOptions
-from ..protocols import MakeExchange
+from ..protocols import Compressing, MakeExchange
+from ..whole_tensors import stepped_by
 from ..zeropp.options import ZeroPlusPlus
 from .arguments import check_arguments, communication
 from .module_optimizer import ZeroModuleOptimizer
@@ -127,8 +125,8 @@ class ShardedOptimizer(ZeroModuleOptimizer):
             "Call optimizer.clip_grad_norm_(max_norm) to clip, and optimizer.gradients() to read",
         )
         access.plain = grid.size == 1 and backward_passes_per_step == 1 and exchange is None
-        if isinstance(compression, TopK) and compression.momentum:
-            require_no_momentum(compression.momentum, self.inner)
+        if exchange is not None and hasattr(exchange, "require_fitting"):
+            exchange.require_fitting(self.inner)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -164,7 +162,7 @@ class ShardedOptimizer(ZeroModuleOptimizer):
 
     def _finite(self) -> bool:
         """Return True if every gradient is finite, or no residual would keep it. Collective over the grid."""
-        if not isinstance(self._data_axis.exchange, Compressor):
+        if not isinstance(self._data_axis.exchange, Compressing):
             return True
         square = self._data_axis.squares()
         self._grid.world.all_reduce(square)

@@ -5,6 +5,7 @@ config.py: ``parse_config``, from a dict or a file to a ``Config``; ``batch_size
 base.py: a section and its three kinds of keys: active, idle, refused.
 schema.py: ``Config``, every key of the file.
 optimizer.py: ``optimizer`` and ``scheduler``.
+optimizer_names.py: optimizers by DeepSpeed's names and arguments, as triax's.
 zero.py: ``zero_optimization``, with offload and ZeRO++.
 parallelism.py: ``pipeline``, ``tensor_parallel`` and ``moe``.
 attention.py: ``sparse_attention``.

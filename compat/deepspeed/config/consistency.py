@@ -89,6 +89,11 @@ def _check_compression(config: Config) -> None:
             "gradient_compression and torch_autocast.lower_precision_safe_modules both set how gradients are sent: "
             "give one of them"
         )
+    if config.sparse_gradients and config.zero_optimization.stage in (2, 3):
+        raise ConfigError(
+            "sparse_gradients needs a replica's whole gradient of a step, and stage "
+            f"{config.zero_optimization.stage} of ZeRO reduces gradients after each backward pass: set stage 1"
+        )
     if kind in ("topk", "powersgd") and config.sparse_gradients:
         raise ConfigError(
             f"gradient_compression.type {kind} and sparse_gradients both set what is sent of an embedding's gradient: "

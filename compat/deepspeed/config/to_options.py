@@ -13,7 +13,7 @@ from ....options.engine import EngineOptions
 from ....options.local_updates import LocalSGD
 from ....options.lora import Lora
 from ....options.monitoring import CommunicationLog, Histograms, Monitoring, Profile, Trace, Wandb
-from ....options.named import GradientCompression, LRSchedule, Optimizer
+from ....options.named import GradientCompression, LRSchedule
 from ....options.precision import LossScale, Precision
 from ....options.recomputation import Recomputation
 from ....options.reduction import GradientReduction
@@ -23,6 +23,7 @@ from ....options.tuning import Tuning
 from ....options.zero import LeafModules, Offload, OffloadOptimizer, Zero
 from .base import Section
 from .monitoring import MonitorConfig
+from .optimizer_names import native_optimizer
 from .schema import Config
 from .zero import OffloadConfig
 
@@ -137,7 +138,7 @@ def options_of(config: Config) -> EngineOptions:
     sparse, compiled, tuning = config.sparse_attention, config.compile, config.autotuning
     return EngineOptions(
         batch=_batch(config),
-        optimizer=None if optimizer is None else Optimizer(optimizer.type, **optimizer.params),
+        optimizer=None if optimizer is None else native_optimizer(optimizer.type, optimizer.params),
         lr_scheduler=None if scheduler is None else LRSchedule(scheduler.type, **scheduler.params),
         schedule=ScheduleOptions(
             name=config.pipeline.schedule, costs=config.pipeline.costs, memory=config.pipeline.memory

@@ -1,0 +1,218 @@
+"""``triax train --explain``: what a run would be, without ranks, weights or torch.
+
+Grid, schedule and its bubble, stages with their layers and parameters, bytes of each pipe rank by kind
+(``plan/memory.py``), tokens of a step and of the run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..base.errors import ConfigError
+from ..base.formulas import STATES
+from ..options.batch import BatchSizes
+from ..pipe.program.simulate import Costs, simulate
+from ..plan.layers import LayerShape
+from ..plan.memory import ModelMemory, RankMemory, StateOptions
+from ..plan.parallel_layout import ParallelLayout
+from ..train.job import Job
+
+
+def explain(job: Job, processes: int | None = None) -> dict[str, Any]:
+    """Return what a run would be, as plain data: the object that ``--explain --json`` prints.
+
+    Args:
+        job: the resolved file.
+        processes: number of processes that the user gave.
+
+    Raises:
+        ConfigError: the grid does not fit the model.
+    """
+    layout, memory = layout_of_job(job), memory_of_job(job)
+    try:
+        memory.check(layout, job.sequence)
+        ranks = memory.ranks(layout, job.batch.train, job.sequence, job.schedule)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    cuts = memory.cuts(job.schedule.stages)
+    stages = [
+        {
+            "stage": stage,
+            "pipe": job.schedule.placement[stage],
+            "layers": [cuts[stage], cuts[stage + 1] - 1],
+            "kinds": dict(Counter(layer.name for layer in memory.layers[cuts[stage] : cuts[stage + 1]])),
+            "parameters": sum(layer.parameters for layer in memory.layers[cuts[stage] : cuts[stage + 1]]),
+        }
+        for stage in range(job.schedule.stages)
+    ]
+    return {
+        "name": job.file.name,
+        "model": {
+            "kind": type(job.model).__name__,
+            "parameters": job.model.parameter_count,
+            "layers": len(memory.layers),
+        },
+        "grid": dict(job.topology.sizes),
+        "processes": job.topology.world_size,
+        "schedule": {
+            "name": job.schedule.name,
+            "chunks": job.schedule.chunks,
+            "microbatches": job.schedule.microbatches,
+            "bubble": _bubble(job, memory, cuts, layout),
+        },
+        "training": {
+            "batch": _sizes(job.batch),
+            "sequence": job.sequence,
+            "tokens_per_step": job.tokens_per_step,
+            "steps": job.steps,
+            "tokens": job.steps * job.tokens_per_step,
+            "precision": job.precision,
+            "optimizer": job.options.optimizer.type,
+            "zero": layout.zero,
+            "recompute": layout.recompute,
+        },
+        "stages": stages,
+        "memory": [
+            {"pipe": pipe, **{kind: round(size) for kind, size in each._asdict().items()}, "total": round(each.total)}
+            for pipe, each in enumerate(ranks)
+        ],
+        "notes": list(_notes(job, processes)),
+    }
+
+
+def layout_of_job(job: Job) -> ParallelLayout:
+    """Return the layout of a run. Its schedule and chunks are those of 1F1B: ``job.schedule`` has the run's own."""
+    zero, size = job.options.zero, job.topology.size
+    return ParallelLayout(
+        pipe=size("pipe"),
+        data=size("data"),
+        context=size("context"),
+        tensor=size("tensor"),
+        expert=size("expert"),
+        microbatch=job.batch.micro,
+        zero=zero.known_stage,
+        recompute=_recompute(job),
+        offload=zero.offload_optimizer.device != "none",
+        sequence_parallel=job.file.grid.sequence_parallel,
+    )
+
+
+def memory_of_job(job: Job) -> ModelMemory:
+    """Return the formulas for the memory of a run's model, with the options of its training."""
+    zero = job.options.zero
+    options = StateOptions(
+        precision=job.precision,
+        low_precision_masters=not job.options.precision.master_weights,
+        optimizer=_states(job),
+        bucket=zero.bucket_size,
+        persistent=zero.persistence_threshold,
+        keep_gathered=zero.keep_gathered,
+        reduce_each_microbatch=zero.reduce_each_microbatch,
+        decays=job.file.training.optimizer.decays,
+        frozen=job.options.lora is not None,
+    )
+    return ModelMemory(job.model, options=options, shard_tensor=bool(job.file.model.experts.shard_tensor))
+
+
+def text(found: dict[str, Any]) -> str:
+    """Return what ``explain`` found as text for a terminal."""
+    model, schedule, training = found["model"], found["schedule"], found["training"]
+    grid = " x ".join(f"{axis} {size}" for axis, size in found["grid"].items() if size > 1) or "one process"
+    batch = training["batch"]
+    lines = [
+        f"{found['name']}: {model['kind']} with {model['parameters']:,} parameters in {model['layers']} layers",
+        f"grid        {grid}: {found['processes']} processes",
+        f"schedule    {schedule['name']}, {schedule['microbatches']} microbatches: bubble {schedule['bubble']:.1%}",
+        f"microbatch  {batch['microbatch']} x {training['sequence']:,} tokens",
+        f"step        {batch['sequences']:,} x {training['sequence']:,} = {training['tokens_per_step']:,} tokens",
+        f"run         {training['steps']:,} steps: {training['tokens']:,} tokens",
+        f"training    {training['precision']}, {training['optimizer']}, ZeRO stage {training['zero']}",
+        f"recompute   {training['recompute']}",
+        "",
+        *_table(
+            ("stage", "pipe rank", "layers", "", "parameters"),
+            (
+                (
+                    str(stage["stage"]),
+                    str(stage["pipe"]),
+                    "{} to {}".format(*stage["layers"]),
+                    ", ".join(f"{count} {name}" if count > 1 else name for name, count in stage["kinds"].items()),
+                    f"{stage['parameters']:,}",
+                )
+                for stage in found["stages"]
+            ),
+        ),
+        "",
+        "bytes of a rank, in GiB",
+    ]
+    kinds = [*RankMemory._fields, "total"]
+    shown = [kind for kind in kinds if any(row[kind] for row in found["memory"])]
+    rows = ((str(row["pipe"]), *(f"{row[kind] / 2**30:.2f}" for kind in shown)) for row in found["memory"])
+    lines += _table(("pipe rank", *shown), rows)
+    lines += ["", *(f"note: {note}" for note in found["notes"])] if found["notes"] else []
+    return "\n".join(lines)
+
+
+def _bubble(job: Job, memory: ModelMemory, cuts: Sequence[int], layout: ParallelLayout) -> float:
+    """Return the bubble of the schedule, if a pass takes as long as its FLOPs say, and messages take no time."""
+    forward = [
+        sum(_flops(layer, job.sequence) for layer in memory.layers[cuts[stage] : cuts[stage + 1]])
+        for stage in range(job.schedule.stages)
+    ]
+    most = max(forward)
+    weights = [each / most for each in forward]
+    again = weights if layout.recompute == "full" else [0.0] * len(weights)
+    inputs = [a + b for a, b in zip(weights, again, strict=True)]
+    return simulate(job.schedule, Costs(F=weights, I=inputs, W=weights)).bubble
+
+
+def _flops(layer: LayerShape, sequence: int) -> float:
+    """Return the multiplications of a forward pass of one token."""
+    products = float(sum(product.inputs * product.outputs * product.times for product in layer.products))
+    sizes = layer.attention
+    if sizes is None:
+        return products
+    seen = (sequence + 1) / 2 if sizes.window is None else min(sizes.window, (sequence + 1) / 2)
+    return products + seen * sizes.heads * (sizes.query_dim + sizes.value_dim)
+
+
+def _recompute(job: Job) -> str:
+    section = job.options.recompute
+    if not section.asked:
+        return "none"
+    return "selective" if section.granularity == "selective" else "full"
+
+
+def _states(job: Job) -> int:
+    """Return the number of state tensors of the optimizer."""
+    section = job.options.optimizer
+    options = sum(bool(section.arguments.get(key)) for key in ("momentum", "centered", "amsgrad"))
+    return STATES.get(section.type.lower(), STATES["adamw"]) + options
+
+
+def _notes(job: Job, processes: int | None) -> Iterable[str]:
+    section, optimizer = job.options.recompute, job.options.optimizer
+    if job.options.lora is not None:
+        yield "lora: the states are those of the frozen weights; its factors, their gradients and states are left out"
+    if optimizer.type.lower() not in STATES:
+        yield f"{optimizer.type} is counted with the two state tensors of AdamW"
+    if section.asked and (section.granularity == "matmul" or (section.interval or 1) > 1 or section.groups):
+        yield "recomputation is counted as that of each layer from its input"
+    if job.file.data.document_mask:
+        yield "data.document_mask: its mask, and keys and values repeated for each query head, are left out: see --dry"
+    if job.file.grid.data == "auto" and processes is None and job.topology.size("data") == 1:
+        yield "grid.data is auto: --processes N shows the grid of N processes"
+    yield "activations, temporaries and margin are those of a GPU with fused kernels; the others are exact"
+
+
+def _sizes(batch: BatchSizes) -> dict[str, int]:
+    return {"sequences": batch.train, "microbatch": batch.micro, "microbatches": batch.accumulation}
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the lines of a table, whose columns are aligned to the right."""
+    cells = [heads, *rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(heads))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

@@ -1,0 +1,59 @@
+"""Dry run of a training file: its model, engine and data format, with rows of zeros instead of its data.
+
+The data and a folder's weights are not read, so that a file can be tried out where neither is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..engine.pipeline_engine import PipelineEngine
+from ..grid import Grid
+from ..options.checkpoints import Checkpoints
+from ..options.monitoring import Monitoring
+from ..train.job import Job
+from ..train.model import build_module, parameter_groups
+
+
+class JobSteps:
+    """Steps of a resolved training file on one rank. Calling it builds the engine and trains without end.
+
+    Args:
+        job: the resolved file.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def __call__(self) -> None:
+        """Train on rows of zeros."""
+        job = self._without_weights()
+        size = job.topology.size
+        grid = Grid(
+            pipe=size("pipe"), data=size("data"), context=size("context"), tensor=size("tensor"), expert=size("expert")
+        )
+        module = build_module(job, grid)
+        # Nothing is written, and no checkpoint is read.
+        options = job.options.changed(checkpoint=Checkpoints(), monitor=Monitoring())
+        engine = PipelineEngine(module, options, parameters=parameter_groups(job, module))
+        rows = self._rows()
+        while True:
+            engine.train_batch(rows)
+
+    def _without_weights(self) -> Job:
+        file, section = self._job.file, self._job.file.model
+        if not section.has_weights:
+            return self._job
+        shape = section.changed(weights=False)
+        changed = object.__new__(Job)  # as it is resolved already
+        vars(changed).update(vars(self._job) | {"file": file.changed(model=shape)})
+        return changed
+
+    def _rows(self) -> Iterator[tuple[Any, torch.Tensor]]:
+        """Yield microbatches in the format of ``TokenData``."""
+        tokens = torch.zeros(self._job.batch.micro, self._job.sequence, dtype=torch.int64)
+        while True:
+            yield ((tokens, tokens) if self._job.file.data.document_mask else tokens), tokens

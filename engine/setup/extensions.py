@@ -1,0 +1,47 @@
+"""Parts of an engine that packages beside the core offer by entry points: replica strategies, compressors, tuners."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from ...base.errors import ConfigError
+
+_MEMBERS = "triax.engine_members"  # the entry points of other libraries' names of members -> functions of the engine
+_COMPRESSORS = "triax.gradient_compression"  # the entry points of dataclasses that make an Exchange of buckets
+_TUNERS = "triax.tuners"  # the entry points of modules with Tuner, Measured, model_of and optimizer_states
+_REPLICA_STRATEGIES = "triax.replica_strategies"  # the entry points of modules with step_grid and attach
+
+
+def compressors() -> dict[str, EntryPoint]:
+    """Return the gradient compressors by name."""
+    return {entry.name: entry for entry in entry_points(group=_COMPRESSORS)}
+
+
+def replica_strategy(name: str) -> Any:
+    """Return the module of a replica strategy, such as ``local_sgd/strategy.py``.
+
+    Raises:
+        ConfigError: no installed package has it.
+    """
+    for entry in entry_points(group=_REPLICA_STRATEGIES, name=name):
+        return entry.load()
+    raise ConfigError(f"no installed package has the replica strategy {name!r}: install triax anew, with all its parts")
+
+
+def tuner() -> Any:
+    """Return the module with the search for the microbatch size and the ZeRO stage, such as ``plan/tuning.py``.
+
+    Raises:
+        ConfigError: no installed package has one.
+    """
+    for entry in entry_points(group=_TUNERS):
+        return entry.load()
+    raise ConfigError("no installed package can search for batch.microbatch or zero.stage: write them")
+
+
+def foreign_members() -> Iterator[Mapping[str, Callable[[Any], Any]]]:
+    """Yield the members that adapters add to engines: a name of another library -> function of the engine."""
+    for entry in entry_points(group=_MEMBERS):
+        yield entry.load()

@@ -1,0 +1,75 @@
+"""`triax train FILE --dry`: a training file without its data, on a cluster that is not here."""
+
+from __future__ import annotations
+
+import re
+import resource
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from triax.cli.main import app
+from triax.dry_run.dry_run import dry_run
+from triax.dry_run.rank import Settings
+from triax.dry_run.training_file import JobSteps
+from triax.train.file import read_training_file
+from triax.train.job import resolve
+
+from paths import DOCS, ROOT
+
+FILE = """
+model: {preset: llama-tiny, overrides: {num_hidden_layers: 4}}
+data: {training: no-such-tokens}
+grid: {pipe: 2, data: 4, tensor: 2}
+training: {steps: 4, batch: 32, microbatch: 2, sequence: 64, precision: bf16}
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_training_file_is_tried_out_without_its_data(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(FILE)
+    words = [sys.executable, "-m", "triax.cli.main", "train", str(file), "--dry"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "dry run of 16 ranks: pipe 2 x data 4 x tensor 2" in done.stdout
+    assert "a step has 4 microbatches, of which 2 were run" in done.stdout
+    assert "nothing would have failed" in done.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("command", "ranks"),
+    re.findall(r"^\| `(triax .*?--dry.*?)` \| (\d+) \|", (DOCS / "launch.md").read_text(), re.MULTILINE),
+)
+def test_a_thousand_ranks_take_less_than_a_minute_and_four_gib(command: str, ranks: str, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "triax.cli.main", *shlex.split(command)[1:]]
+    words = [str(ROOT / word) if word.startswith("examples/") else word for word in words]
+    start = time.monotonic()
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    seconds, largest = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "dry run of 1,024 ranks" in done.stdout and f"; {ranks} ranks were run" in done.stdout
+    assert seconds < 60
+    stages = 8 if "--pipe 8" in command else 4  # that run at the same time, beside the command itself
+    assert largest * (1 + stages) < 4
+
+
+def test_the_file_of_a_plan_is_tried_out_in_stage_3(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    asked = ["--model", "llama-tiny", "--gpus", "8", "--batch", "16", "--sequence", "32", "--layout"]
+    planned = CliRunner().invoke(app, ["plan", *asked, "pipe=2,tensor=2,zero=3", "--write", str(file)])
+    assert planned.exit_code == 0, planned.output
+    assert yaml.safe_load(file.read_text())["training"]["zero"] == 3
+    run = dry_run(JobSteps(resolve(read_training_file(file)[0])), Settings(8))
+    assert run.problems == []
+    # A quarter of the optimizer's memory of the two stages, whose weights no rank holds as a whole.
+    held = [run.records[rank]["memory"] for rank in (0, 4)]
+    assert all(2 * each["parameters"] == each["masters"] > 0 for each in held), held

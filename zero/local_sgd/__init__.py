@@ -1,7 +1,0 @@
-"""Local SGD, DiLoCo and asynchronous DiLoCo: replicas take optimizer steps of their own and synchronize now and then.
-
-local_replicas.py: ``LocalReplicas``, the replica strategy: whose grid takes a step, when to synchronize, leaving
-outer_optimizer.py: local SGD's mean of weights and DiLoCo's outer Nesterov step (synchronous)
-async_diloco.py: DiLoCo in numbered rounds without waiting: messages, status of each replica, staleness bound
-mean_state.py: weights and optimizer state in a checkpoint: the mean over the replicas
-"""
