@@ -1,5 +1,6 @@
 from . import context as context
 from . import data as data
+from . import gradient_compression as gradient_compression
 from . import grid as grid
 from . import models as models
 from . import moe as moe

@@ -64,14 +64,13 @@ class Shape:
         sizes = (self.batch, self.inputs), (self.batch, self.outputs)
         return [(torch.randn(sizes[0]), torch.randn(sizes[1])) for _ in range(self.microbatches)]
 
-    def config(self, stage: int) -> dict[str, object]:
-        return {
-            "train_micro_batch_size_per_gpu": self.batch,
-            "gradient_accumulation_steps": self.microbatches,
-            "optimizer": {"type": "AdamW", "params": OPTIONS},
-            "zero_optimization": {"stage": stage},
-            **({"gradient_clipping": LIMIT} if self.clip else {}),
-        }
+    def options(self, stage: int) -> triax.EngineOptions:
+        return triax.EngineOptions(
+            batch=triax.Batch(microbatch=self.batch, microbatches=self.microbatches),
+            optimizer=triax.Optimizer("AdamW", **OPTIONS),
+            zero=triax.Zero.of(stage),
+            clip=LIMIT if self.clip else None,
+        )
 
 
 Made = tuple[Callable[[], object], Callable[[], dict[str, Tensor]]]  # a step, and the weights
@@ -97,7 +96,7 @@ def bare(shape: Shape) -> Made:
 def train_batch(shape: Shape, stage: int) -> Made:
     """A ``PipelineModule`` of one layer."""
     module = triax.PipelineModule([*shape.model()], grid=triax.Grid(), loss_fn=nn.MSELoss())
-    engine = triax.initialize(model=module, config=shape.config(stage))[0]
+    engine: Any = triax.Engine(module, shape.options(stage))
     data = itertools.cycle(shape.data())
 
     def weights() -> dict[str, Tensor]:
@@ -107,8 +106,8 @@ def train_batch(shape: Shape, stage: int) -> Made:
 
 
 def loop(shape: Shape, stage: int) -> Made:
-    """A plain module, and DeepSpeed's loop."""
-    engine = triax.initialize(model=shape.model(), config=shape.config(stage), grid=triax.Grid())[0]
+    """A plain module, and its loop."""
+    engine: Any = triax.Engine(shape.model(), shape.options(stage), grid=triax.Grid())
     data = shape.data()
 
     def step() -> None:

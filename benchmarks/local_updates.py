@@ -73,15 +73,16 @@ def replica(kind: str, slower: float, options: dict[str, Any], folder: str) -> N
     """One replica's training."""
     grid = triax.Grid()
     torch.manual_seed(0)
-    local: dict[str, Any] = {"type": kind, "every": options["every"]}
-    if kind == ASYNC:
-        local["max_staleness"] = options["staleness"]
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "local_updates": local,
-    }
-    engine, *_ = triax.initialize(model=nn.Linear(64, 64), config=config, grid=grid)
+    every, staleness = options["every"], options["staleness"]
+    engine: Any = triax.Engine(
+        nn.Linear(64, 64),
+        grid=grid,
+        batch=triax.Batch(microbatch=4),
+        optimizer=triax.Optimizer("AdamW", lr=1e-3),
+        local_updates=triax.AsyncDiLoCo(every=every, max_staleness=staleness)
+        if kind == ASYNC
+        else triax.DiLoCo(every=every),
+    )
     nap = options["step"] * (slower if grid.rank == grid.size - 1 else 1.0)
     grid.world.barrier()
     began, steps = time.monotonic(), 0

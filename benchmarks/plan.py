@@ -177,16 +177,14 @@ def build(name: str, layout: ParallelLayout) -> tuple[Any, tuple[torch.Tensor, t
         chunks=layout.chunks,
         placement=RECIPES[layout.schedule].place(layout.pipe, layout.chunks),
     )
-    settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": layout.microbatch,
-        "gradient_accumulation_steps": layout.microbatches(BATCH),
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "pipeline": {"schedule": layout.schedule},
-        "zero_optimization": {"stage": layout.zero},
-    }
-    if layout.recompute != "none":
-        settings["activation_checkpointing"] = {"granularity": layout.recompute}
-    engine = triax.initialize(model=model, config=settings)[0]
+    engine = triax.Engine(
+        model,
+        batch=triax.Batch(microbatch=layout.microbatch, microbatches=layout.microbatches(BATCH)),
+        optimizer=triax.Optimizer("AdamW", lr=1e-4),
+        schedule=layout.schedule,
+        zero=triax.Zero.of(layout.zero),
+        recompute=triax.Recomputation.of({} if layout.recompute == "none" else layout.recompute),
+    )
     rows = torch.randint(config.vocab_size, (layout.microbatch, sequence + 1))
     return engine, (rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
 

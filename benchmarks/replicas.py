@@ -61,12 +61,12 @@ class Triax:
             grid=triax.Grid(),
             loss_fn=stack.loss,
         )
-        config = {
-            "train_micro_batch_size_per_gpu": stack.microbatch,
-            "gradient_accumulation_steps": microbatches,
-            "zero_optimization": {"reduce_bucket_size": BUCKET, **zero},
-        }
-        self.engine, *_ = triax.initialize(model=module, config=config, optimizer=adamw)
+        self.engine: Any = triax.Engine(
+            module,
+            batch=triax.Batch(microbatch=stack.microbatch, microbatches=microbatches),
+            zero={"bucket_size": BUCKET, **zero},
+            optimizer=adamw,
+        )
         self._data = itertools.cycle(share(stack, microbatches))
 
     def step(self) -> None:
@@ -259,7 +259,7 @@ class Maker(NamedTuple):
 def contenders(stack: Stack, microbatches: int) -> Iterator[Maker]:
     """DDP, triax's stages, then its peers."""
     yield Maker(DDP, lambda: Ddp(stack, microbatches), 2, sharded=False)
-    once, kept = {"reduce_each_microbatch": False}, {"stage3_keep_gathered": True}
+    once, kept = {"reduce_each_microbatch": False}, {"keep_gathered": True}
     for name, zero, collectives in (
         ("triax stage 0", {"stage": 0}, 2),
         ("triax stage 1", {"stage": 1}, 2),

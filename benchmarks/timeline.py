@@ -30,6 +30,7 @@ from triax.pipe.program.draw import picture
 from triax.pipe.program.measured_costs import costs_of
 from triax.pipe.program.simulate import simulate
 from triax.pipe.program.timeline import Timeline
+from triax.pipe.schedules.registry import RECIPES
 
 STACK = Stack(entries=8, width=32, microbatch=1, heads=2, length=16, vocabulary=32)
 PRODUCTS = {
@@ -99,13 +100,12 @@ def record(schedule: str, stages: int, microbatches: int, steps: int, ms: float,
         partition="uniform",
         chunks=chunks(schedule),
     )
-    config = {
-        "train_micro_batch_size_per_gpu": STACK.microbatch,
-        "gradient_accumulation_steps": microbatches,
-        "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
-        "pipeline": {"schedule": schedule},
-    }
-    engine, *_ = triax.initialize(model=module, config=config)
+    engine: Any = triax.Engine(
+        module,
+        batch=triax.Batch(microbatch=STACK.microbatch, microbatches=microbatches),
+        optimizer=triax.Optimizer("SGD", lr=1e-3),
+        schedule=schedule,
+    )
     engine.record_timeline = True
     data, lines = itertools.cycle(STACK.batch(microbatches)), []
     for _ in range(2 + steps):
@@ -119,7 +119,7 @@ def record(schedule: str, stages: int, microbatches: int, steps: int, ms: float,
 
 def chunks(schedule: str) -> int:
     """The fewest that the schedule accepts."""
-    return next(n for n in (1, 2) if triax.pipe.schedules.registry.RECIPES[schedule].accepts(n))
+    return next(n for n in (1, 2) if RECIPES[schedule].accepts(n))
 
 
 def described(timeline: Timeline) -> str:

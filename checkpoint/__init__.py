@@ -4,7 +4,7 @@ protocol.py: Snapshot, the state of a run as boxes of whole tensors, between the
 writer.py: every rank writes its own file, rank 0 the index; then format/folder.py commits
 remote_writer.py: the same to a URI of fsspec: temporary files, uploads, and the index last
 lineage.py: a run's identity in its checkpoints, their order, and the lock of a folder
-async_writer.py: a thread that writes a copy in host memory while training goes on (checkpoint.async)
+async_writer.py: a thread that writes a copy in host memory while training goes on (checkpoint.background)
 reader.py: opening a checkpoint on any grid, with its checksums verified; what to load (LoadOptions)
 matching.py: names and shapes of a checkpoint compared with those of a model
 auto.py: saving every N steps and on SIGTERM, and finding the newest undamaged checkpoint to resume from

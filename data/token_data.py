@@ -22,7 +22,7 @@ Folders = str | Path | Sequence[str | Path] | Mapping[str, float]
 
 
 class TokenData:
-    """Tokenized documents as packed rows, for ``triax.initialize(training_data=...)`` or a loader of one's own.
+    """Tokenized documents as packed rows, for ``triax.Engine(training_data=...)`` or a loader of one's own.
 
         data = TokenData("tokens", length=1024, held_out=0.01)
         data = TokenData(["books", "news"], length=1024)             # one set of documents

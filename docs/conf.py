@@ -1,8 +1,8 @@
 """The documentation site: `make docs` builds it with Sphinx, MyST and Furo into build/docs, without the network.
 
-Pages are Markdown and notebooks, which are shown and not run; docs/index.md is the table of contents. Two directives
+Pages are Markdown and notebooks, which are shown and not run; docs/index.md is the table of contents. Three directives
 make the reference from the library itself: `public-names` the public names of a package with their docstrings,
-`commands` the command `triax` with its options.
+`engine-options` the options of `triax.Engine`, `commands` the command `triax` with its options.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib
 import inspect
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,10 @@ from typer.core import TyperArgument, TyperGroup
 
 import triax
 from triax.cli.main import app as command_line
+from triax.options.base import Options, hints_of, sections_in, walk
+from triax.options.engine import EngineOptions
+from triax.options.local_updates import AsyncDiLoCo, DiLoCo
+from triax.options.table import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -65,6 +69,7 @@ PACKAGES = (
 def setup(sphinx: Sphinx) -> None:
     """Register the directives, the writer of formulas, the rewriting of docstrings, and links to files outside docs."""
     sphinx.add_directive("public-names", PublicNames)
+    sphinx.add_directive("engine-options", EngineOptionTables)
     sphinx.add_directive("commands", Commands)
     sphinx.add_html_math_renderer("mathml", inline_renderers=(math, None), block_renderers=(math, None))
     sphinx.connect("autodoc-process-docstring", as_restructured_text, priority=100)  # before napoleon
@@ -154,6 +159,34 @@ def _tables(lines: list[str]) -> Iterator[str]:
             yield from (f"{row[1]}   {'*' if i == 0 else ' '} - {cell}" for i, cell in enumerate(cells))
     if inside:
         yield ""
+
+
+# ------------------------------------------------------------------------------------------------- the options
+
+
+class EngineOptionTables(SphinxDirective):
+    """A table of the options of each section of `EngineOptions`."""
+
+    def run(self) -> list[nodes.Node]:
+        """Parse the tables in place of the directive."""
+        return self.parse_text_to_nodes(engine_options(), allow_section_headings=True)
+
+
+def engine_options() -> str:
+    """Return a table for each section of options, as Markdown; outer sections first."""
+    places: dict[type[Options], str] = {EngineOptions: ""}
+    for path, owner, found in walk(EngineOptions):
+        for kind in sections_in(hints_of(owner)[found.name]):
+            places.setdefault(kind, path)
+    places |= dict.fromkeys((DiLoCo, AsyncDiLoCo), "local_updates")
+    return "\n".join(line for kind, path in places.items() for line in _section_table(kind, path, places))
+
+
+def _section_table(kind: type[Options], path: str, sections: Collection[type[Options]]) -> Iterator[str]:
+    first = inspect.cleandoc(kind.__doc__ or "").partition("\n")[0].replace("``", "`")
+    place = f"`{path}`: " if path else ""
+    main = f" A value of `{kind.MAIN}` may stand in its place." if kind.MAIN else ""
+    yield from (f"## triax.{kind.__name__}", "", f"{place}{first}{main}", "", markdown(kind, sections, repr), "")
 
 
 # ------------------------------------------------------------------------------------------------ the commands

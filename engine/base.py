@@ -281,7 +281,7 @@ class Engine:
         return self.compilation is not None
 
     def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Compile the model's layers from now on, as the key ``compile`` does from the start. Collective.
+        """Compile the model's layers from now on, as the option ``compile`` does from the start. Collective.
 
         Does nothing if they are compiled already.
 
@@ -290,7 +290,7 @@ class Engine:
             compile_kwargs: ``mode``, ``options``, ``dynamic`` or ``fullgraph`` of ``torch.compile``.
 
         Raises:
-            ConfigError: the backend, an argument, or a key of the configuration does not allow it.
+            ConfigError: the backend, an argument, or another option does not allow it.
         """
         if self.compilation is None:
             check_kind("compile", (Mapping, NoneType), "a dict", compile_kwargs=compile_kwargs)
@@ -308,7 +308,7 @@ class Engine:
 
     @property
     def skipped_steps(self) -> int:
-        """Steps skipped so far: overflows in fp16, and losses that are not finite under ``nan_loss: skip``."""
+        """Steps skipped so far: overflows in fp16, and losses that are not finite under ``nan_loss`` skip."""
         return self.optimizer_step.nonfinite.skipped + (0 if self.loss_scaler is None else self.loss_scaler.skipped)
 
     @property
@@ -423,7 +423,7 @@ class Engine:
         | ``staleness`` | ``async_diloco``: rounds that the slowest replica was behind at the last synchronization |
         | ``waited_s`` | ``async_diloco``: seconds spent waiting because of ``max_staleness`` |
 
-        The steps before ``start_step`` all-reduce gradients in ``communication_data_type``. ``async_diloco`` sends each
+        The steps before ``start_step`` all-reduce gradients in ``reduction.dtype``. ``async_diloco`` sends each
         other replica a message of its own, which is N/2 times the formula for N replicas.
         """
         sent = {axis: {k: entry._asdict() for k, entry in kinds.items()} for axis, kinds in self._sent.items()}
@@ -578,13 +578,13 @@ class Engine:
         return {name: list(loads) for name, loads in self.auxiliary.loads.items()}
 
     def log_summary(self, show_straggler: bool = False) -> str:
-        """Return this rank's table of logged communication (``comms_logger``). Rank 0 also prints its own.
+        """Return this rank's table of logged communication (``monitor.communication``). Rank 0 also prints its own.
 
         Args:
             show_straggler: add a column with the time spent waiting for the slowest rank. Collective if it is set.
 
         Raises:
-            ConfigError: if ``comms_logger`` is not enabled.
+            ConfigError: if ``monitor.communication`` is not given.
         """
         return comms.summary(self.grid, show_straggler)
 
@@ -596,7 +596,7 @@ class Engine:
     def time_report(self) -> dict[str, Any]:
         """Return the seconds of each part of the last recorded step on this rank: axis -> part -> seconds.
 
-        The parts add up to ``seconds``. Steps are recorded under ``wall_clock_breakdown``, and if a trace is made.
+        The parts add up to ``seconds``. Steps are recorded under ``monitor.breakdown``, and if a trace is made.
         ``bubble`` is the idle share of the busiest pipe rank, as ``Timeline.bubble``. It is None for a plain module.
         The result is {} before the first recorded step.
         """
@@ -640,8 +640,9 @@ class Engine:
         """Write a checkpoint of the run as it is after its last step. Collective.
 
         Every rank writes its part, and nothing is gathered. The checkpoint gets its name when all of it is on the disk.
-        Until then, or if writing fails, the previous checkpoint is the last one. With ``checkpoint.async`` this returns
-        when a copy is in host memory. The copy is written while training continues; the next save or load waits for it.
+        Until then, or if writing fails, the previous checkpoint is the last one. With ``checkpoint.background`` this
+        returns when a copy is in host memory, which is written while training continues; the next save or load waits
+        for it.
 
         Args:
             save_dir: a folder that every rank sees, or a URI such as ``s3://bucket/run``.
@@ -751,7 +752,7 @@ class Engine:
         return self.checkpointer.resumed
 
     def start_checkpointing(self) -> None:
-        """Resume, and save automatically from now on, as the section ``checkpoint`` says. Called by ``initialize``.
+        """Resume, and save automatically from now on, as the option ``checkpoint`` says. A new engine calls it.
 
         Raises:
             CheckpointError: on every rank, if the newest undamaged checkpoint is of another model, or if another run

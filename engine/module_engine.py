@@ -4,7 +4,7 @@ engine = triax.Engine(model, optimizer=functools.partial(torch.optim.AdamW, lr=1
 for batch in batches:
     loss = engine(*batch)
     engine.backward(loss)  # in the last microbatch of a step, gradients are reduced during this call
-    engine.step()          # acts once in gradient_accumulation_steps
+    engine.step()          # acts after the last microbatch of a step
 """
 
 from __future__ import annotations
@@ -187,10 +187,10 @@ class ModuleEngine(Engine):
             loss: 0-dim; or a pair (sum of losses, number of labels), which is divided here. With a context axis it must
                 be a pair, of this rank's part of the sequences: the number is then summed over the axis.
             retain_graph: as in ``torch.Tensor.backward``.
-            scale_wrt_gas: divide the gradient by gradient_accumulation_steps.
+            scale_wrt_gas: divide the gradient by the microbatches of a step.
 
         Returns:
-            The loss, divided by gradient_accumulation_steps if ``scale_wrt_gas``, detached.
+            The loss, divided by the microbatches of a step if ``scale_wrt_gas``, detached.
 
         Raises:
             RuntimeError: if there is no optimizer, if the loss is not a number or has no graph, if it is the mean over
@@ -407,7 +407,7 @@ class ModuleEngine(Engine):
     def set_last_microbatch(self, is_boundary: bool) -> None:
         """Set before each forward whether its microbatch is the last one of a step, in place of counting them.
 
-        Gradients are divided by gradient_accumulation_steps in any case.
+        Gradients are divided by ``batch.accumulation`` in any case.
 
         Raises:
             RuntimeError: under ``batch.counted`` False, where each ``step`` updates the weights.

@@ -162,7 +162,7 @@ class PipelineEngine(Engine):
         return None if self.training_dataloader is None else RepeatingLoader(self.training_dataloader)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """Take one optimizer step over ``gradient_accumulation_steps`` microbatches of this replica.
+        """Take one optimizer step over ``batch.accumulation`` microbatches of this replica.
 
         Args:
             data_iter: iterator over microbatches ``(inputs, labels)``, read on ranks of the first and the last stage
@@ -313,7 +313,7 @@ class PipelineEngine(Engine):
             data_iter: as in ``train_batch``; microbatches may be of any size.
             return_logits: return the outputs too, on every rank.
             compute_loss: False ignores the labels.
-            num_micro_batches: number of microbatches to read. None: ``gradient_accumulation_steps``.
+            num_micro_batches: number of microbatches to read. None: ``batch.accumulation``.
 
         Returns:
             The loss, 0-dim float64, equal on every rank. None without ``compute_loss``. With ``return_logits`` the pair

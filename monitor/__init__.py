@@ -10,7 +10,7 @@ files.py         names of the files in a run's folder
 method_hooks.py  removable hooks around a method of one instance
 step_timer.py    StepTimer: records the phases, ops and collectives of a step
 step_record.py   a step's record from its marks, and the time of each part of it
-wall_clock.py    table of wall_clock_breakdown
+wall_clock.py    table of monitor.breakdown
 mfu.py           MFU: model FLOPs utilization, peaks of GPUs, tokens of a batch
 format.py        numbers as text: counts, bytes, durations
 trace/           traces of a step and of a job in Chrome's format, clock alignment between hosts, comms_logger

@@ -118,7 +118,7 @@ class RunRecord:
         schedule: the pipeline schedule as a dict; None for a plain module.
         flops_per_step: FLOPs of the model in one step; None where they were not counted.
         peak_tflops: TFLOP/s of one device; None where it is not known.
-        config: the configuration with its defaults.
+        config: the options with their defaults.
         ranks: for each rank its name, coordinate, parameters, memory report and traffic report.
     """
 

@@ -1,4 +1,4 @@
-"""``wall_clock_breakdown``: the time of each part of a step over the ranks: once as a table, then in a line."""
+"""``monitor.breakdown``: the time of each part of a step over the ranks: once as a table, then in a line."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def try_scheduler(
     Args:
         kind: ``scheduler.type``.
         params: ``scheduler.params``.
-        optimizer: type and params of the configuration's optimizer. If None, the schedule is tried over an AdamW.
+        optimizer: name and arguments of the optimizer. If None, the schedule is tried over an AdamW.
 
     Raises:
         ConfigError: the schedule cannot be made or stepped. The message names the parameter that causes the error.

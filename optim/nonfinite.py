@@ -1,4 +1,4 @@
-"""Losses and gradients that are NaN or infinite: raise, skip the step, or go on (``nan_loss`` in the configuration)."""
+"""Losses and gradients that are NaN or infinite: raise, skip the step, or go on (the option ``nan_loss``)."""
 
 from __future__ import annotations
 

@@ -68,9 +68,9 @@ def make_scheduler(kind: str, params: Mapping[str, Any], key: str = "lr_schedule
 
 
 def resolved(kind: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration's section ``scheduler`` in full: the class's name and all its parameters.
+    """Return a learning-rate schedule by name in full: the class's name and all its parameters.
 
-    Parameters that the configuration leaves out get their defaults.
+    Parameters that are left out get their defaults.
     """
     cls = _class(kind, "lr_scheduler")
     given = {name: value for name, value in params.items() if value != "auto"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import Field
 from typing import Any
 
@@ -28,18 +28,21 @@ def rows(
             yield from rows(inner, f"{prefix}{each.name}.", whole)
 
 
-def markdown(section: type[Options], whole: Collection[type[Options]] = ()) -> str:
+def markdown(
+    section: type[Options], whole: Collection[type[Options]] = (), written: Callable[[Any], str] = json.dumps
+) -> str:
     """Return a Markdown table of every option: key, default, meaning.
 
     Args:
         section: the section.
         whole: sections of which the table has one row.
+        written: function that returns the text of a default; ``repr`` for Python.
     """
     lines = ["| key | default | meaning |", "|---|---|---|"]
     for path, owner, found in rows(section, whole=whole):
         default = owner.default_of(found.name)
         hidden = is_required(found) or isinstance(default, Options)
-        shown = "" if hidden else f"`{json.dumps(default)}`"
+        shown = "" if hidden else f"`{written(default)}`"
         text = found.metadata["doc"].replace("|", "\\|")
         lines.append(f"| `{path}` | {shown} | {text}{'' if text.endswith('.') else '.'} |")
     return "\n".join(lines)

@@ -26,9 +26,7 @@ class Tuning(Options):
     )  # fmt: skip
     first_step: int = option(1, "Steps of each size before those that are timed.", least=0)
     last_step: int = option(3, "Steps of each size.", least=1)
-    results: str | None = option(
-        None, "Folder for ds_config_optimal.json, the configuration with what was found, and results.json."
-    )
+    results: str | None = option(None, "Folder for options.json, the options with what was found, and results.json.")
 
     def check(self) -> None:
         """Check the ranges."""

@@ -93,7 +93,7 @@ class Zero(Options):
         True, "All-gather new weights after a step; False: every rank broadcasts its shard."
     )
     allgather_bucket_size: int | None = option(
-        None, "Elements of new weights per all-gather after a step; None: all.", least=0
+        None, "Elements of new weights in flight at once after a step; None: 4194304.", least=0
     )
     allow_unused: bool = option(
         True, "False: raise an error that names the parameter if a step gives a parameter no gradient."

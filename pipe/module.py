@@ -90,12 +90,12 @@ class PipelineModule(nn.Module):
         topology: instead of a grid: a ``triax.Topology``, or one of DeepSpeed's.
         partition_method: DeepSpeed's name of ``partition``.
         chunks: stages per rank of the pipe axis. None: as many as the ranks in ``placement`` or the boundaries in
-            ``partition`` give; without them, ``triax.initialize`` cuts the list as the schedule needs.
+            ``partition`` give; without them, ``triax.Engine`` cuts the list as the schedule needs.
         placement: the rank of each stage: ``"loop"`` (0 1 2 0 1 2), ``"v"`` (0 1 2 2 1 0), or a list. The engine moves
             stages to the ranks that its schedule asks for; the right placement here only saves building them twice.
         seed: seed of the initial weights; by default 0. (The configuration's ``seed`` is for data order and dropout.)
         dtype: dtype of the parameters; None leaves what the layers make.
-        device: ``"meta"`` builds placeholders (NaN). ``triax.initialize``, or ``fill``, then builds one layer after
+        device: ``"meta"`` builds placeholders (NaN). ``triax.Engine``, or ``fill``, then builds one layer after
             the other, bitwise the same, so that in stage 3 of ZeRO no rank holds more than its shard and one layer.
         activation_checkpoint_interval: recompute groups of this many layers of a stage in the backward pass, instead
             of keeping their activations; 0: none. The configuration's ``activation_checkpointing`` has more options.

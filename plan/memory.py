@@ -35,7 +35,7 @@ from .parallel_layout import ParallelLayout
 
 # Share of activations and temporaries that the caching allocator loses to fragments.
 FRAGMENTS = 0.05
-BUCKET = 2**22  # default of ``zero_optimization.reduce_bucket_size``, in elements
+BUCKET = 2**22  # default of ``zero.bucket_size``, in elements
 _ALIGN = 16  # elements; as ``zero.flat`` pads each replica's shard
 
 
@@ -93,10 +93,10 @@ class StateOptions:
         precision: ``fp64``, ``fp32``, ``bf16`` or ``fp16``.
         low_precision_masters: no fp32 masters and gradients with bf16 (``bf16_master_weights_and_grads``).
         optimizer: name of the optimizer, or the number of its state tensors of parameter size.
-        bucket: ``zero_optimization.reduce_bucket_size``, in elements.
+        bucket: ``zero.bucket_size``, in elements.
         persistent: ``stage3_param_persistence_threshold``, in elements.
         keep_gathered: ``stage3_keep_gathered``.
-        reduce_each_microbatch: as in ``zero_optimization``.
+        reduce_each_microbatch: as in ``zero``.
         decays: ``matrices``: matrices and the other parameters are two parameter groups, which share no bucket;
             ``all``: one group.
         frozen: no weight is trained, as under LoRA, whose factors do not count here.

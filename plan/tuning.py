@@ -61,7 +61,7 @@ class RunToTune(Protocol):
         states: number of state tensors of the optimizer.
         sequence: tokens of a sample; None: as many as the model takes.
         samples, size: samples of a step on one replica, and of a microbatch if no size is to be found.
-        stages: ZeRO stages that the configuration's other keys allow.
+        stages: ZeRO stages that the other options allow.
     """
 
     rank: int

@@ -443,5 +443,5 @@ class TrainingFile(Keys):
             )
 
 
-# Sections that docs/config.md and other pages describe key by key.
+# Sections that docs/reference/options.md lists key by key.
 WHOLE = (Zero, Recomputation, Compile, Lora, Wandb)

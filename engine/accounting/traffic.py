@@ -36,7 +36,7 @@ def traffic_formulas(data_axis: ZeroDataAxis, stage: int, passes: Counter[int]) 
 def zero_formula(
     data_axis: ZeroDataAxis, stage: int, passes: Counter[int], communication_dtype: bool = True
 ) -> dict[str, float]:
-    """Return ZeRO's bytes, axis -> bytes: ``plan.formulas.zero_traffic``, summed over the buckets of a rank.
+    """Return ZeRO's bytes, axis -> bytes: ``base.formulas.zero_traffic``, summed over the buckets of a rank.
 
     Args:
         data_axis: this rank's buckets.

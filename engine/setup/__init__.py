@@ -1,6 +1,6 @@
 """Setup of an engine: from options to the objects that an engine is made of.
 
-arguments.py: arguments of ``triax.initialize``: source of the configuration, grid, parameter groups.
+arguments.py: arguments of ``triax.Engine``: options, grid, parameter groups.
 check.py: ``read_config``, a configuration with all checks, a trial step of its optimizer and schedule included.
 rank_consistency.py: every rank has the same configuration, code and model.
 precision.py: dtypes of weights and autocast, the loss scaler.
@@ -12,5 +12,5 @@ compression.py: dtype and compressor of the sum of gradients.
 optimizer.py: the optimizer over ZeRO's flat ranges, 1-bit optimizers included, and the learning-rate schedule.
 recomputation.py: activation checkpointing of a ``PipelineModule``.
 tuning.py: ``"auto"`` and ``autotuning``: steps that are measured to find the microbatch size.
-lora.py: ``add_lora``, adapters on the layers that the configuration names.
+lora.py: ``add_lora``, adapters on the layers that the options name.
 """

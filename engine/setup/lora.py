@@ -1,4 +1,4 @@
-"""LoRA: adapters on the layers of a model that the configuration names, and nothing else trained."""
+"""LoRA: adapters on the layers of a model that the options name, and nothing else trained."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _NONE_SELECTIVE = (
 
 
 def configure_recomputation(module: PipelineModule, section: Recomputation, schedule: Schedule) -> list[Note]:
-    """Install the recomputation that the configuration asks for.
+    """Install the recomputation that the options ask for.
 
     Args:
         module: with its stages on the ranks of the schedule.

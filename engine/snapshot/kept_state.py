@@ -1,6 +1,6 @@
 """Optimizer state of parameters that are frozen in this run: kept from the checkpoint that was loaded to the next one.
 
-A parameter that was frozen before ``triax.initialize`` has no state in the optimizer. Without this its state would be
+A parameter that was frozen before the engine is made has no state in the optimizer. Without this its state would be
 lost in the next checkpoint, and its training could not go on where it ended.
 """
 

@@ -5,7 +5,7 @@
 - ``pending.py``: handles of asynchronous operations: ``Pending``, ``Done``, ``All``, ``Then``
 - ``traffic.py``: counters of the bytes sent, by axis and collective
 - ``observed_axis.py``: ``ObservedAxis``, which reports each operation to observers
-- ``comms_log.py``: observer: durations of collectives and messages, for ``comms_logger``
+- ``comms_log.py``: observer: durations of collectives and messages, for ``monitor.communication``
 - ``step_recorder.py``: observer: times of a step's collectives, for time reports and traces
 - ``timeline_recorder.py``: observer: the file of one rank for ``triax run --timeline``
 - ``clock.py``: times of events on one rank: CPU clock, or events in a GPU's stream

@@ -2,7 +2,7 @@
 
 layers = load_hf("path/to/Llama-3.2-1B")                # LayerSpecs that build themselves with these weights
 model = PipelineModule(layers, grid=grid, loss_fn=..., device="meta")
-engine, *_ = triax.initialize(model=model, config=...)  # every rank reads its own part of the files
+engine = triax.Engine(model, options)  # every rank reads its own part of the files
 ...
 save_hf(engine, "path/to/mine")                         # transformers' from_pretrained reads it
 """
@@ -80,7 +80,7 @@ def load_hf(
         into: the model that receives the weights. It is one of:
             None, which makes the layers of the model that ``config.json`` describes, with ``gpt_layers`` for example;
             a list of ``LayerSpec`` s, which is returned with layers that load these weights when they are built;
-            a module whose parameters have layouts (a ``PipelineModule`` before ``triax.initialize``, or a module
+            a module whose parameters have layouts (a ``PipelineModule`` before its engine, or a module
             that ``parallelize`` sharded), or an ``Engine``, including its fp32 master copy. The values of such a
             module or engine are set at once, collectively over its grid.
         names: triax's parameter names -> Hugging Face's. The default is the table of the model's family, or equal

@@ -2,7 +2,7 @@
 
 layers = hf_layers(transformers_model)                  # LayerSpecs that build themselves with its weights
 model = PipelineModule(layers, grid=Grid(pipe=2), loss_fn=CausalLMLoss())
-engine, *_ = triax.initialize(model=model, config=...)
+engine = triax.Engine(model, options)
 save_hf(engine, "path/to/mine")                         # under transformers' names
 
 The blocks are transformers' classes. They run as in transformers' models, with the same causal mask and the same rotary

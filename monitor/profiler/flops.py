@@ -27,7 +27,7 @@ class FlopsProfiler:
     Args:
         model: any module.
         ds_engine, recompute_fwd_factor: arguments of DeepSpeed's class, without effect here. To profile a step of an
-            engine, set ``flops_profiler`` in the configuration.
+            engine, set the option ``monitor.profile``.
     """
 
     def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
@@ -92,7 +92,8 @@ class FlopsProfiler:
 
         Args:
             profile_step: the number of the step in the report's head.
-            module_depth, top_modules, detailed, output_file: keys of ``flops_profiler`` in the configuration.
+            module_depth, top_modules, detailed, output_file: as ``depth``, ``top_modules``, ``detailed`` and ``file`` of
+                ``Profile``.
         """
         root = self._root()
         rows = [
@@ -137,7 +138,8 @@ def get_model_profile(
         input_shape: shape of one input of ones, in place of ``args`` and ``kwargs``.
         args, kwargs: the inputs.
         print_profile: print the report too.
-        detailed, module_depth, top_modules, output_file: keys of ``flops_profiler`` in the configuration.
+        detailed, module_depth, top_modules, output_file: as ``detailed``, ``depth``, ``top_modules`` and ``file`` of
+            ``Profile``.
         warm_up: forward passes before the measurement.
         as_string: return texts such as ``"1.23 GMACs"`` in place of numbers.
         ignore_modules: classes whose modules are not counted.

@@ -1,4 +1,4 @@
-"""``comms_logger``: count, latency and bandwidth of each collective and message, as DeepSpeed's ``log_summary``.
+"""``monitor.communication``: count, latency and bandwidth of each collective and message.
 
 Bandwidths are defined as in nccl-tests (doc/PERFORMANCE.md), in Gbit/s. For S bytes in t seconds over n ranks the
 algorithmic bandwidth is S / t. The bus bandwidth is S / t times 2 (n - 1) / n for an all-reduce, (n - 1) / n for an

@@ -1,7 +1,7 @@
 """Scripts with the calls of DeepSpeedExamples, in their order: each trains, is saved and goes on where it was saved.
 
 Each function is a short script of its own; the originals run after their line ``import deepspeed`` is changed
-(docs/engine.md).
+(docs/deepspeed.md).
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ import shlex
 import sys
 import tomllib
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,6 @@ from typer.testing import CliRunner
 
 import triax
 from triax.cli.main import app
-from triax.compat.deepspeed.config.resolved import keys
 from triax.options import table as tables
 from triax.pipe.schedules.registry import RECIPES
 from triax.train.schema import TrainingFile
@@ -164,18 +164,16 @@ class Unsendable(nn.Module):
 def messages() -> list[str]:
     """The errors of wrong calls of a pipeline, on two ranks."""
     grid, found = triax.Grid(pipe=2), []
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-    }
+    given = triax.EngineOptions(
+        optimizer=partial(torch.optim.SGD, lr=0.1), batch=triax.Batch(microbatch=2, microbatches=2)
+    )
 
     def model(last: type[nn.Module] = nn.Identity, loss: Any = nn.functional.mse_loss, **options: Any) -> Any:
         layers = [triax.LayerSpec(nn.Linear, 4, 4), triax.LayerSpec(last), *[triax.LayerSpec(nn.Linear, 4, 4)] * 2]
         return triax.PipelineModule(layers, grid=grid, loss_fn=loss, partition="uniform", **options)
 
     def engine(schedule: str, **options: Any) -> triax.PipelineEngine:
-        return triax.initialize(model=model(**options), config={**config, "pipeline": {"schedule": schedule}})[0]
+        return triax.Engine(model(**options), given, schedule=schedule)
 
     x = torch.zeros(2, 4)
     pair, trained = (x, x), engine("1f1b")
@@ -200,10 +198,7 @@ def unsendable() -> str:
     grid = triax.Grid(pipe=2)
     layers = [triax.LayerSpec(nn.Linear, 4, 4), triax.LayerSpec(Unsendable), triax.LayerSpec(nn.Linear, 4, 4)]
     model = triax.PipelineModule(layers, grid=grid, loss_fn=nn.functional.mse_loss, partition=[0, 2, 3])
-    engine, *_ = triax.initialize(
-        model=model,
-        config={"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
-    )
+    engine = triax.Engine(model, optimizer=partial(torch.optim.SGD, lr=0.1), batch=triax.Batch(microbatch=2))
     with pytest.raises(RuntimeError) as error:
         engine.train_batch(iter([(torch.zeros(2, 4), torch.zeros(2, 4))]))
     return str(error.value)
@@ -240,14 +235,13 @@ def trouble() -> list[str]:
 
     def train(layer: type[nn.Module], loss: Any, lr: float = 0.1) -> None:
         layers = [triax.LayerSpec(layer, 4, 4), triax.LayerSpec(nn.Linear, 4, 4)]
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_accumulation_steps": 4,
-            "optimizer": {"type": "SGD", "params": {"lr": lr}},
-            "pipeline": {"schedule": "gpipe"},
-        }
         model = triax.PipelineModule(layers, grid=grid, loss_fn=loss)
-        engine, *_ = triax.initialize(model=model, config=config)
+        engine = triax.Engine(
+            model,
+            optimizer=partial(torch.optim.SGD, lr=lr),
+            batch=triax.Batch(microbatch=2, microbatches=4),
+            schedule="gpipe",
+        )
         labels = [torch.zeros(2, 4), torch.full((2, 4), torch.nan), *[torch.zeros(2, 4)] * 2]
         engine.train_batch(iter([(torch.zeros(2, 4), each) for each in labels]))
 
@@ -271,7 +265,7 @@ def test_the_messages_of_troubleshooting_are_triaxs(ranks: Any) -> None:
     assert nan.startswith(quoted)
     (quoted,) = re.findall(r"`(the batch has no loss, .*?)`", TROUBLE)
     assert empty.startswith(quoted)
-    (quoted,) = re.findall(r"`(optimizer.params.lr is .*?)`", TROUBLE)
+    (quoted,) = re.findall(r"`(optimizer.lr is .*?)`", TROUBLE)
     assert re.search(re.escape(quoted).replace(r"\.\.\.", ".*"), differs), differs
     (quoted,) = re.findall(r"`(rank 0 .*? failed at .*?)`", TROUBLE)
     assert quoted in memory
@@ -317,11 +311,11 @@ def rows(text: str, head: str) -> list[list[str]]:
 
 def test_megatrons_table_names_keys_that_are_there() -> None:
     text = (DOCS / "moving-from" / "megatron.md").read_text()
-    in_file, in_config = ({path for path, *_ in tables.rows(TrainingFile)}, {key for key, _ in keys()})
-    table = rows(text, "| Megatron-LM | training file | `config=` of `triax.initialize`, or Python |")
+    in_file, in_options = ({path for path, *_ in tables.rows(kind)} for kind in (TrainingFile, triax.EngineOptions))
+    table = rows(text, "| Megatron-LM | training file | option of `triax.Engine`, or Python |")
     assert len(table) > 25
-    for _, file, config in table:
-        for known, cell in ((in_file, file), (in_config, config)):
+    for _, file, option in table:
+        for known, cell in ((in_file, file), (in_options, option)):
             for name in re.findall(r"`([a-z][a-z0-9_]*(?:\.[a-z0-9_]+)*)`", cell):
                 method = name.removeprefix("engine.")
                 assert (
@@ -409,7 +403,7 @@ def installed(page: str, folder: str) -> None:
 def exported(page: str, folder: str) -> None:
     installed(page, folder)
     run, out = str(Path(folder, "run")), str(Path(folder, "out"))
-    engine, *_ = triax.initialize(model=nn.BatchNorm1d(3), config={"train_micro_batch_size_per_gpu": 1})
+    engine = triax.Engine(nn.BatchNorm1d(3), batch=triax.Batch(microbatch=1))
     engine.save_checkpoint(run)
     for options, dtype in (([], "float32"), (["--dtype", "float16"], "float16")):
         done = CliRunner().invoke(app, ["checkpoint", "export", run, out, "--format", "npz", *options])
@@ -427,8 +421,8 @@ def scheduled(page: str, folder: str) -> None:
     installed(page, folder)
     assert triax.make_schedule("late-weights", 2, 4).orders[0][-1] == ("W", 0, 3)
     model = triax.PipelineModule([triax.LayerSpec(nn.Linear, 2, 2)] * 2, loss_fn=nn.functional.mse_loss)
-    config = {"train_batch_size": 4, "gradient_accumulation_steps": 4, "pipeline": {"schedule": "late-weights"}}
-    engine, *_ = triax.initialize(model=model, config=config | {"optimizer": {"type": "SGD"}})
+    batch = triax.Batch(size=4, microbatches=4)
+    engine = triax.Engine(model, optimizer=torch.optim.SGD, batch=batch, schedule="late-weights")
     assert engine.program.schedule.name == "late-weights"
     done = CliRunner().invoke(app, ["schedule", "late-weights", "--pipe", "4", "--microbatches", "8"])
     assert done.exit_code == 0 and "late-weights" in done.output

@@ -22,6 +22,9 @@ from typer.core import TyperArgument, TyperGroup
 from typer.testing import CliRunner
 
 from triax.cli.main import app
+from triax.options.base import walk
+from triax.options.engine import EngineOptions
+from triax.options.local_updates import AsyncDiLoCo, DiLoCo
 
 from paths import DOCS, ROOT
 from readme_blocks import blocks, commands
@@ -105,6 +108,16 @@ def test_every_public_name_is_on_a_page_of_the_reference() -> None:
     assert sorted(shown) == sorted(conf().PACKAGES) and len(top) > 200
     entries = "".join(map(conf().public_names, shown))
     assert top <= set(re.findall(r"^\.\. [\w:]+:: (\S+)$", entries, re.MULTILINE))
+
+
+def test_every_option_of_an_engine_has_an_entry() -> None:
+    """Under the heading of the class that declares it."""
+    assert "{engine-options}" in (DOCS / "reference" / "options.md").read_text(encoding="utf-8")
+    text = conf().engine_options()
+    for kind in (EngineOptions, DiLoCo, AsyncDiLoCo):
+        for _, owner, each in walk(kind):
+            entry = text.partition(f"## triax.{owner.__name__}\n")[2].partition("\n## ")[0]
+            assert each.metadata["doc"].replace("|", "\\|") in entry, f"{owner.__name__}.{each.name}"
 
 
 def test_every_command_and_option_has_an_entry() -> None:

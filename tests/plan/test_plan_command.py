@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from typer.testing import CliRunner
 from triax.base.errors import ConfigError
 from triax.cli.main import app
 from triax.cli.plan import model_of
-from triax.compat.deepspeed.config.config import parse_config
+from triax.options.batch import Batch
+from triax.options.engine import EngineOptions
+from triax.options.tuning import Tuning
 from triax.plan.machine import MACHINES, machine
 from triax.plan.page import figure
 from triax.train.file import read_training_file
@@ -62,12 +65,20 @@ def test_the_commands_of_the_docs(command: str, tmp_path: Path, monkeypatch: pyt
 
 def test_the_docs_links_and_machine_file(tmp_path: Path) -> None:
     assert broken_links(TEXT, DOCS) == []
-    *configurations, text = [block.text for block in blocks(TEXT) if block.language == "json"]
+    (text,) = [block.text for block in blocks(TEXT) if block.language == "json"]
     (tmp_path / "mine.json").write_text(text)
     assert machine(str(tmp_path / "mine.json")).overlap_pipelined_gradients
-    auto, tuning = map(parse_config, map(json.loads, configurations))
-    assert auto.tunes_microbatch and not auto.tunes_stage and tuning.tunes_microbatch and tuning.tunes_stage
-    assert not auto.notes() and not tuning.notes()
+    auto, tuned = [asked(block.text) for block in blocks(TEXT) if block.language == "python"]
+    assert auto.tunes_microbatch and auto.zero.stage == 0 and tuned.tunes_microbatch and tuned.zero.stage == "auto"
+    assert not auto.notes() and not tuned.notes()
+
+
+def asked(source: str) -> EngineOptions:
+    """The options of the engine that a program makes."""
+    made = SimpleNamespace(Engine=lambda model, options, **given: options.changed(**given), Batch=Batch, Tuning=Tuning)
+    space: dict[str, Any] = {"triax": made, "model": None, "options": EngineOptions()}
+    exec(compile(source, "docs/plan.md", "exec"), space)
+    return space["engine"]
 
 
 def test_the_issues_layout_from_a_file_of_fields(tmp_path: Path) -> None:

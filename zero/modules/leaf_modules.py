@@ -57,7 +57,7 @@ def set_leaf_modules_by_suffix(
 def set_listed_leaf_modules(
     model: nn.Module, classes: Sequence[str], names: Sequence[str], name_suffixes: Sequence[str]
 ) -> None:
-    """Make modules leaf modules, as ``zero_optimization.leaf_module`` lists them.
+    """Make modules leaf modules, as the option ``zero.leaf_modules`` lists them.
 
     Raises:
         ValueError: the model has none of the classes, or no module of a name or suffix.

@@ -88,7 +88,7 @@ class ZeroConfig(Section):
         True, "All-gather new weights after a step; false: every rank broadcasts its shard.", auto=True
     )
     allgather_bucket_size: _Elements | None = setting(
-        None, "Elements of new weights per all-gather after a step; auto: all.", auto=True
+        None, "Elements of new weights in flight at once after a step; auto: 4194304.", auto=True
     )
     overlap_comm: bool = setting(
         True, "Overlap collectives with computation; false: wait for each collective.", auto=True
