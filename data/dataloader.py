@@ -180,7 +180,7 @@ class Loader(DataLoader[Any]):
         if middle:
             raise ValueError(
                 f"{state['sample']} samples of epoch {state['epoch']} were read, which is not a multiple of the global "
-                f"batch of {order.train}. Set train_batch_size to its former value, or to a divisor of it."
+                f"batch of {order.train}. Set the batch size to its former value, or to a divisor of it."
             )
         if order.batches is not None and first >= order.batches:
             self._seek(state["epoch"] + 1, 0)

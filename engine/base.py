@@ -72,7 +72,7 @@ if TYPE_CHECKING:
 
 NO_OPTIMIZER = (
     "there is no optimizer, so the engine cannot train: pass optimizer=..., such as "
-    "functools.partial(torch.optim.AdamW, lr=1e-3), or name one in the configuration"
+    "functools.partial(torch.optim.AdamW, lr=1e-3), or triax.Optimizer('AdamW', lr=1e-3)"
 )
 
 

@@ -405,7 +405,7 @@ class PipelineEngine(Engine):
             return (
                 f"{self.grid.describe()}: {name} is no longer where this engine steps it, because the model was given "
                 "to another engine, was moved or cast, or its parameters were assigned to. Do that before "
-                "triax.initialize"
+                "the engine is made"
             )
         loss_fn = self.module.loss_fn
         if (
@@ -417,17 +417,17 @@ class PipelineEngine(Engine):
             )
         ):
             return (
-                f"{self.grid.describe()}: loss_fn was replaced after triax.initialize by a {type(loss_fn).__name__}, "
-                "whose parameters the optimizer does not have: set model.loss_fn before triax.initialize"
+                f"{self.grid.describe()}: loss_fn was replaced by a {type(loss_fn).__name__}, whose parameters the "
+                "optimizer does not have: set model.loss_fn before the engine is made"
             )
         for owner, key, parameter in self._owners:
             if owner.get(key) is not parameter:
-                return f"{self.grid.describe()}: {key} was replaced after triax.initialize: replace it before"
+                return f"{self.grid.describe()}: {key} was replaced after the engine was made: replace it before"
             if parameter.requires_grad and parameter not in self._trainable_at_start:
                 return (
                     f"{self.grid.describe()}: {layout_of(parameter).name} was frozen when the engine was made, so the "
-                    "optimizer does not have it. At triax.initialize, let all parameters that will be trained require "
-                    "gradients, and freeze them afterwards"
+                    "optimizer does not have it. Let all parameters that will be trained require gradients when the "
+                    "engine is made, and freeze them afterwards"
                 )
         return None
 

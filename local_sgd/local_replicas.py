@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ..base.errors import AgreedError, ConfigError
+from ..base.errors import AgreedError
+from ..base.option_error import refusal
 from ..grid import Grid
 from ..options.local_updates import AsyncDiLoCo, LocalSGD
 from ..zero.data_axis import ZeroDataAxis
@@ -66,23 +67,23 @@ class LocalReplicas:
         self.steps_since_sync = self.steps = self.steps_restored = 0
         self.sent, self.just_synchronized, self.left, self.diverged = 0.0, False, False, False
         if optimizer is None:
-            raise ConfigError("local_updates needs an optimizer, and there is none: set optimizer, or leave it out")
+            raise refusal("<local_updates> needs an optimizer, and there is none: set <optimizer>, or leave it out")
         if isinstance(lr_scheduler, ReduceLROnPlateau):
-            raise ConfigError(
-                "local_updates does not work with ReduceLROnPlateau, because each replica has its own loss: use a "
+            raise refusal(
+                "<local_updates> does not work with ReduceLROnPlateau, because each replica has its own loss: use a "
                 "schedule that follows steps"
             )
         if data_axis.options.exchange is not None:
-            raise ConfigError(
-                "local_updates does not work with gradient compression, because it sums no gradients over replicas: "
-                "leave one of them out. communication_data_type sets the dtype in which differences of weights are sent"
+            raise refusal(
+                "<local_updates> does not work with <compression>, because it sums no gradients over replicas: leave "
+                "one of them out. <reduction.dtype> sets the dtype in which differences of weights are sent"
             )
         step = NesterovStep(*self.options.outer)
         if self.options.average_optimizer and data_axis.stepper.whole_tensors:
             name = type(data_axis.optimizer).__name__
-            raise ConfigError(
-                f"local_updates.average_optimizer averages optimizer states element by element, which {name} does not "
-                "allow: leave it out"
+            raise refusal(
+                f"<local_updates.average_optimizer> averages optimizer states element by element, which {name} does "
+                "not allow: leave it out"
             )
         whole = grid.full_grid
         if isinstance(options, AsyncDiLoCo):

@@ -22,8 +22,8 @@ DEEPSPEED: dict[str, type[LRScheduler]] = {
     cls.__name__: cls for cls in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
 }
 _WITHOUT_JSON = {  # their arguments cannot be written in JSON
-    "LambdaLR": "it takes a function: pass initialize(lr_scheduler=lambda optimizer: LambdaLR(optimizer, ...))",
-    "MultiplicativeLR": "it takes a function: pass initialize(lr_scheduler=lambda optimizer: MultiplicativeLR(...))",
+    "LambdaLR": "it takes a function: pass lr_scheduler=lambda optimizer: LambdaLR(optimizer, ...)",
+    "MultiplicativeLR": "it takes a function: pass lr_scheduler=lambda optimizer: MultiplicativeLR(...)",
 }
 
 

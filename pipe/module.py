@@ -264,7 +264,7 @@ class PipelineModule(nn.Module):
         if self._placeholders:
             raise RuntimeError(
                 "the model's weights are placeholders without values, because it was built with device='meta': call "
-                "model.fill(), or pass the model to triax.initialize"
+                "model.fill(), or make an engine of the model"
             )
         for group in self.recompute.groups(self, stage):
             run = partial(self._run_layers, stage, group.start, group.stop)

@@ -85,7 +85,7 @@ def _refuse_real_parts(member: ManagedParameter, options: ZeroOptions) -> None:
     for value, what in (
         (options.weight_dtype, "fp16 or bf16 weights (weight_dtype)"),
         (options.accumulation_dtype, "master weights of another dtype (master_dtype)"),
-        (options.communication_dtype, "gradients sent in another dtype (communication_data_type, torch_autocast)"),
+        (options.communication_dtype, "gradients sent in another dtype (reduction.dtype)"),
         (options.exchange, "gradient compression or a 1-bit optimizer"),
         (options.zeropp, "quantized weights or gradients (ZeRO++)"),
     ):

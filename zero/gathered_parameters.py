@@ -122,7 +122,7 @@ def _data_axis(parameter: nn.Parameter, number: int) -> ZeroDataAxis:
     if data_axis is None:
         name = layout_of(parameter).name or f"parameter {number} of {tuple(parameter.shape)}"
         raise ValueError(
-            f"{name} belongs to no engine and no ShardedOptimizer that is alive: call triax.initialize(model=...) or "
+            f"{name} belongs to no engine and no ShardedOptimizer that is alive: make triax.Engine(model, ...) or "
             "ShardedOptimizer(...) first, and take the parameters from that model"
         )
     return data_axis

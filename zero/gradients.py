@@ -262,7 +262,7 @@ class GradientReducer:
             raise RuntimeError(
                 f"{len(names)} parameters got no gradient in this step: {', '.join(names[:8])}"
                 f"{', ...' if len(names) > 8 else ''}. Freeze them, or set "
-                "zero_optimization.ignore_unused_parameters to true"
+                "allow_unused of triax.Zero to True"
             )
 
     def unused(self) -> set[Tensor]:

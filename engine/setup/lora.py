@@ -41,6 +41,6 @@ def require_adapters(groups: Groups, model: nn.Module) -> None:
     given = {parameter for _, listed in groups for parameter in listed}
     if any(parameter.requires_grad and parameter not in given for parameter in model.parameters()):
         raise ConfigError(
-            "the parameters to train were taken from the model before initialize added the adapters of lora: call "
-            "triax.add_lora(model, config['lora']) first, or leave model_parameters and optimizer out"
+            "the parameters to train were taken from the model before the engine added the adapters of lora: call "
+            "triax.add_lora(model, ...) first, or leave the parameters and the optimizer's instance out"
         )

@@ -110,7 +110,7 @@ def _from_function(make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
             name = type(optimizer).__name__
             raise ConfigError(
                 f"a function made a {name}, which ZeRO cannot step from a function: pass "
-                f"optimizer={name}(model.parameters(), ...) itself, or name it in the configuration"
+                f"optimizer={name}(model.parameters(), ...) itself, or triax.Optimizer('{name}', ...)"
             )
         return optimizer
 

@@ -54,7 +54,7 @@ def require_same_settings(grid: Grid, given: Mapping[str, Any], schedule: Schedu
     common = settings(given)
     common["the versions of Python and torch"] = f"{platform.python_version()}, {torch.__version__}"
     if schedule is not None:
-        common["the ops of initialize(schedule=)"] = hashlib.sha256(schedule.to_csv().encode()).hexdigest()[:12]
+        common["the ops of the schedule"] = hashlib.sha256(schedule.to_csv().encode()).hexdigest()[:12]
     require_equal(grid, grid.world, common)
 
 

@@ -78,8 +78,8 @@ def load_weights(
     with agreed(grid):
         if not hasattr(module, "lora_options") and any(".lora." in name for name in tensors):
             raise ValueError(
-                f"{folder} has LoRA adapters, but the model has none: call triax.add_lora(model, config['lora']) with "
-                "the configuration of that run, or merge them by triax checkpoint export --format hf --merge-lora"
+                f"{folder} has LoRA adapters, but the model has none: call triax.add_lora(model, ...) with the lora "
+                "options of that run, or merge them by triax checkpoint export --format hf --merge-lora"
             )
         unfit = [n for n, (layout, _) in targets.items() if n not in tensors or tensors[n].shape != layout.shape]
         if unfit and strict:

@@ -92,7 +92,7 @@ class FlopsProfiler:
 
         Args:
             profile_step: the number of the step in the report's head.
-            module_depth, top_modules, detailed, output_file: as ``depth``, ``top_modules``, ``detailed`` and ``file`` of
+            module_depth, top_modules, detailed, output_file: as ``depth``, ``top_modules``, ``detailed``, ``file`` of
                 ``Profile``.
         """
         root = self._root()

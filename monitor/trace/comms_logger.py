@@ -70,7 +70,9 @@ def summary(grid: Grid, show_straggler: bool = False) -> str:
     """
     log = grid.observer(CommsLog)
     if log is None:
-        raise ConfigError('No communication was logged. Set "comms_logger": {"enabled": true} in the configuration.')
+        raise ConfigError(
+            "no communication was logged: pass monitor=triax.Monitoring(communication=triax.CommunicationLog())"
+        )
     # A copy, without the exchange between ranks that follows.
     taken = {call: list(seconds) for call, seconds in log.seconds.items()}
     waits = stragglers(taken, grid.world.all_gather_json(taken)) if show_straggler else None

@@ -518,7 +518,7 @@ def assign(engine: triax.PipelineEngine) -> None:
         (unfreeze, "layers.0.weight was frozen when the engine was made"),
         (second_engine, "is no longer where this engine steps it"),
         (cast, "is no longer where this engine steps it"),
-        (assign, "was replaced after triax.initialize"),
+        (assign, "was replaced after the engine was made"),
     ],
 )
 def test_nothing_is_left_untrained_in_silence(change: Callable[[triax.PipelineEngine], None], words: str) -> None:

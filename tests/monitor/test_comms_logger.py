@@ -197,7 +197,7 @@ def off() -> bool:
     grid = Grid(timeout=60)
     made = engine(grid, {"enabled": False})
     step(made)
-    with pytest.raises(ConfigError, match="No communication was logged"):
+    with pytest.raises(ConfigError, match="no communication was logged"):
         made.log_summary()
     axes = (grid.world, grid.pipe, grid.data, grid.tensor)
     return grid.observer(CommsLog) is None and all(type(axis) is Axis for axis in axes)

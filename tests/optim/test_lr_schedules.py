@@ -222,7 +222,7 @@ def make_late(name: str, params: dict[str, Any]) -> list[float]:
     ("scheduler", "words"),
     [
         ({"type": "WarmupRL"}, "scheduler.type = 'WarmupRL': there is no such schedule; did you mean 'WarmupLR'?"),
-        ({"type": "LambdaLR"}, "it takes a function: pass initialize(lr_scheduler="),
+        ({"type": "LambdaLR"}, "it takes a function: pass lr_scheduler="),
         ({"params": {}}, "scheduler.type is missing"),
         ({"type": "WarmupLR", "params": {"warmup_steps": 1}}, "WarmupLR has no warmup_steps; it takes warmup_min_lr"),
         ({"type": "WarmupLR", "params": {"warmup_num_steps": 0}}, "warmup_num_steps = 0: give a whole number"),

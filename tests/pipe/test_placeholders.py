@@ -162,7 +162,7 @@ def test_before_its_values_come() -> None:
     with pytest.raises(RuntimeError, match="single memory location"):
         nn.init.normal_(weight)
     with pytest.raises(
-        RuntimeError, match=r"placeholders .*: call model\.fill\(\), or pass the model to triax\.initialize"
+        RuntimeError, match=r"placeholders .*: call model\.fill\(\), or make an engine of the model"
     ):
         model(torch.ones(2, WIDTH))
     weight.requires_grad_(False)

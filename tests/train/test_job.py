@@ -61,7 +61,7 @@ def test_deepspeed_keys_are_taken_as_they_are() -> None:
     }
     job = _job(deepspeed=given)
     assert job.options.zero.stage == 2 and not job.options.zero.overlap_comm
-    assert job.options.optimizer == Optimizer("Adam", lr=1e-2)
+    assert job.options.optimizer == Optimizer("AdamW", lr=1e-2, weight_decay=0.0)  # what DeepSpeed means by Adam
     assert job.options.monitor.print_every == 5 and job.precision == "bf16" and job.batch.train == 8
     job = _job(deepspeed={"scheduler": {"type": "WarmupLR"}, "gradient_clipping": 0.5})
     assert job.learning_rate is None and job.options.clip == 0.5

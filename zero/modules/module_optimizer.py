@@ -65,8 +65,8 @@ class ZeroModuleOptimizer(torch.optim.Optimizer):
         """Refuse ``torch.amp.GradScaler.step``, which reads this first."""
         raise RuntimeError(
             f"torch.amp.GradScaler unscales .grad, but {type(self).__name__} steps with the gradients in ZeRO's "
-            'buckets: set "fp16": {"enabled": true} for triax.initialize, whose engine.backward(loss) and '
-            "engine.step() scale the loss, or use bf16, which needs no loss scale, and leave out the scaler"
+            "buckets: make triax.Engine(model, precision='fp16'), whose engine.backward(loss) and engine.step() scale "
+            "the loss, or use bf16, which needs no loss scale, and leave out the scaler"
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

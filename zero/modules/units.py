@@ -525,8 +525,8 @@ class Units:
             raise RuntimeError(
                 f"create_graph=True in a backward pass through {self._names[tape.ended[place]]}: a second pass through "
                 "this graph would need weights that stage 3 of ZeRO has released by then. Set "
-                "zero_optimization.stage3_keep_gathered to true (keep_gathered=True of ShardedOptimizer), or run the "
-                "forward and both backward passes on every rank within triax.zero.gathered(module)"
+                "keep_gathered of triax.Zero (or of ShardedOptimizer) to True, or run the forward and both backward "
+                "passes on every rank within triax.zero.gathered(module)"
             )
         if tape not in self._reached:
             self._reached.append(tape)
