@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from ..base.checks import SEEDS
-from ..base.option_error import Names, Note
+from ..base.option_error import Names, Note, OptionError
 from .base import Options, option
 from .batch import Batch, BatchSizes
 from .check import check_agreement
@@ -85,8 +85,8 @@ class EngineOptions(Options):
     reduction: GradientReduction = option(GradientReduction(), "How gradients are summed over replicas.")
     compression: Any = option(
         None,
-        "GradientCompression of the sum of gradients, ZeRO stages 0 and 1: TopK(...) or PowerSGD(...) of triax.zero, "
-        "or GradientCompression(name, ...). None: a plain sum.",
+        "How the sum of gradients is compressed, in ZeRO stages 0 and 1: TopK(...) or PowerSGD(...) of "
+        "triax.gradient_compression, or GradientCompression(name, ...). None: a plain sum.",
     )
     recompute: Recomputation = option(
         Recomputation(),
@@ -132,7 +132,10 @@ class EngineOptions(Options):
 
     def batch_sizes(self, replicas: int) -> BatchSizes:
         """Return the three batch sizes for a number of replicas, as ``Batch.sizes``."""
-        return self.batch.sizes(replicas)
+        try:
+            return self.batch.sizes(replicas)
+        except OptionError as error:
+            raise error.within("batch") from error
 
     @property
     def tunes_microbatch(self) -> bool:

@@ -102,7 +102,7 @@ class Monitoring(Options):
         None, "Folder for metrics.jsonl, a line per step, and run.json: triax report makes a page of them."
     )
     tensorboard: str | None = option(None, "Folder for TensorBoard's event files, if it is installed.")
-    csv: str | None = option(None, "Folder for a CSV file of each metric, with DeepSpeed's names.")
+    csv: str | None = option(None, "Folder for a CSV file of each metric.")
     wandb: Wandb | None = option(None, "Weights & Biases, if it is installed.")
     histograms: Histograms = option(Histograms(), "Histograms of weights and gradients, for the monitors.")
     breakdown: bool = option(

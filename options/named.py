@@ -61,7 +61,7 @@ class LRSchedule(_Named):
 
 @dataclass(frozen=True, init=False)
 class GradientCompression(_Named):
-    """GradientCompression of the sum of gradients by name, for ZeRO stages 0 and 1.
+    """Compression of the sum of gradients by name, for ZeRO stages 0 and 1.
 
     ``topk`` sends the largest elements (Lin et al. 2018), ``powersgd`` low-rank matrices (Vogels et al. 2019), and
     ``sparse_rows`` the rows of embeddings' gradients that are not zero. The arguments are those of ``TopK`` and

@@ -12,7 +12,7 @@ _BLOCKS = "for the modes that have it: docs/context.md."
 
 @dataclass(frozen=True, kw_only=True)
 class SparseAttention(Options):
-    """Blocks of scores that every attention layer of the model computes, as in DeepSpeed."""
+    """Blocks of scores that every attention layer of the model computes."""
 
     mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer"] = option("fixed", "Pattern of blocks.")
     block: int = option(16, "Tokens in a block.", least=1)

@@ -6,7 +6,6 @@ Describing the model:
     partition.py            cuts the list into stages: uniform, balanced by parameters, by class, or given
     ties.py                 finds tied layers and weights (an embedding and its head) in the list
     placeholders.py         device="meta": parameters without values, filled one layer at a time
-    deepspeed_arguments.py  the arguments of DeepSpeed's PipelineModule: num_stages, topology, partition_method, ...
 
 Scheduling, without torch:
     schedules/              generators (GPipe, 1F1B, interleaved, zero bubble, V-shaped, Hanayo), and the search

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from importlib.metadata import entry_points
 from itertools import pairwise
 from types import NoneType
 from typing import Any, NamedTuple
@@ -12,12 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..base.checks import check_count, check_kind
+from ..base.checks import check_count, check_kind, check_seed
 from ..grid import Axis, Grid, Layout, layout_of
 from ..grid.auxiliary import AuxiliaryLayer, AuxiliaryLosses
 from ..grid.layout import rename
 from ..randomness.random import DropoutState, SampleRandom, seeded
-from .deepspeed_arguments import grid_of, partition_of, seed_of
 from .partition import boundaries
 from .placeholders import Placeholders, Put
 from .program.placement import place
@@ -25,6 +26,7 @@ from .recompute.recompute import Recompute
 from .spec import LayerSpec, TiedLayerSpec, require_arguments
 from .ties import Layer, Tie, find_ties, share, sources, typename
 
+_OLDER = "triax.pipeline_arguments"  # the entry points of modules that translate older arguments of PipelineModule
 _ONE = "A layer takes what the layer before returned as one argument: write forward(self, x), and take x apart there"
 
 
@@ -86,9 +88,6 @@ class PipelineModule(nn.Module):
             belongs to the last stage, and its parameters (``loss_fn.log_sigma``) are trained with the layers'.
         partition: how to cut the list into stages: ``"parameters"`` (the default: the largest stage has as few
             parameters as possible), ``"uniform"``, ``"type:REGEX"``, or boundaries such as ``[0, 8, 16, 23, 30]``.
-        num_stages: instead of a grid: the number of ranks of the pipe axis; the other ranks are replicas.
-        topology: instead of a grid: a ``triax.Topology``, or one of DeepSpeed's.
-        partition_method: DeepSpeed's name of ``partition``.
         chunks: stages per rank of the pipe axis. None: as many as the ranks in ``placement`` or the boundaries in
             ``partition`` give; without them, ``triax.Engine`` cuts the list as the schedule needs.
         placement: the rank of each stage: ``"loop"`` (0 1 2 0 1 2), ``"v"`` (0 1 2 2 1 0), or a list. The engine moves
@@ -102,7 +101,7 @@ class PipelineModule(nn.Module):
         checkpointable_layers: the classes of layers to recompute; by default all.
         output_fn: applied to the last layer's output when ``eval_batch`` returns outputs, e.g. to gather a sharded
             vocabulary.
-        others: DeepSpeed's ``seed_layers`` (layers are always seeded) and ``base_seed`` (another name of ``seed``).
+        others: older arguments that an adapter translates, with a warning.
 
     Attributes:
         grid_is_default: True if no argument said which grid; partition: how the list is cut, as given.
@@ -120,7 +119,7 @@ class PipelineModule(nn.Module):
 
     Raises:
         ValueError: the list cannot be cut like this; the message says how it can.
-        TypeError: an unknown argument, or one of DeepSpeed's that cannot act here.
+        TypeError: an unknown argument, or one of another type.
     """
 
     placement: tuple[int, ...]
@@ -136,9 +135,6 @@ class PipelineModule(nn.Module):
         loss_fn: Callable[[Any, Any], Any] | None = None,
         partition: str | Sequence[int] | None = None,
         *,
-        num_stages: int | None = None,
-        topology: Any = None,
-        partition_method: str | Sequence[int] | None = None,
         chunks: int | None = None,
         placement: str | Sequence[int] = "loop",
         seed: int | None = None,
@@ -151,14 +147,14 @@ class PipelineModule(nn.Module):
     ) -> None:
         super().__init__()
         call = "PipelineModule"
+        if others:
+            grid, partition, seed = _native(grid, partition, seed, others)
         check_kind(call, Iterable, "a list of LayerSpec, modules and functions", layers=layers)
         check_kind(call, (Callable, NoneType), "a function", loss_fn=loss_fn, output_fn=output_fn)  # type: ignore[arg-type]
         check_kind(call, (torch.dtype, NoneType), "a dtype, as torch.float32", dtype=dtype)
         kinds = (list, tuple, set, frozenset, NoneType)
         check_kind(call, kinds, "a list of names of classes", checkpointable_layers=checkpointable_layers)
-        check_kind(
-            call, (Iterable, NoneType), "a name or a list", partition=partition, partition_method=partition_method
-        )
+        check_kind(call, (Iterable, NoneType), "a name or a list", partition=partition)
         check_kind(call, Iterable, "a name or a list", placement=placement)
         check_count(call, chunks=1 if chunks is None else chunks)
         check_count(call, 0, activation_checkpoint_interval=activation_checkpoint_interval)
@@ -167,13 +163,13 @@ class PipelineModule(nn.Module):
                 f"device={str(device)!r} is not possible, because layers are built on the grid's device: leave device "
                 "out, or pass device='meta' to build them later"
             )
-        # The arguments, in triax's own terms.
-        self.seed = seed_of(seed, others, [*inspect.signature(PipelineModule).parameters][:-1])
-        method = partition_of(partition, partition_method)
-        self.partition = method
-        self.grid_is_default = grid is None and num_stages is None and topology is None
-        self.grid = grid_of(grid, num_stages, topology)
-        known = chunks if chunks is not None else _known_chunks(placement, method, self.grid.pipe.size)
+        if grid is not None and not isinstance(grid, Grid):
+            raise TypeError(f"grid is {grid!r}, not a triax.Grid: pass grid=triax.Grid(pipe={grid!r})")
+        self.seed = check_seed(0 if seed is None else seed)
+        self.partition = "parameters" if partition is None else partition
+        self.grid_is_default = grid is None
+        self.grid = Grid() if grid is None else grid
+        known = chunks if chunks is not None else _known_chunks(placement, self.partition, self.grid.pipe.size)
         self.chunks_follow = known is None
         # A module is known to ``parameters()`` on the rank of the last stage only: see ``_place_loss``.
         self.__dict__["loss_fn"] = loss_fn
@@ -609,6 +605,25 @@ class PipelineModule(nn.Module):
         """
         ranks = sorted({self.placement[stage] for stage in tie.stages})
         return self.grid.subgroup("pipe", ranks) if len(ranks) > 1 else None
+
+
+def _native(grid: Any, partition: Any, seed: Any, others: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Return grid, partition and seed of ``PipelineModule``, with the older arguments that say the same.
+
+    Raises:
+        TypeError: an unknown argument.
+    """
+    given = {"grid": grid, "partition": partition, "seed": seed}
+    known = [*inspect.signature(PipelineModule).parameters][:-1]
+    for adapter in (entry.load() for entry in entry_points(group=_OLDER)):
+        known += adapter.NAMES
+        if theirs := {name: others.pop(name) for name in adapter.NAMES if name in others}:
+            given = adapter.native_arguments(given, theirs)
+    for name in others:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"give some of {', '.join(known)}"
+        raise TypeError(f"PipelineModule has no argument {name!r}: {hint}")
+    return given["grid"], given["partition"], given["seed"]
 
 
 def _known_chunks(placement: str | Sequence[int], partition: str | Sequence[int], pipe: int) -> int | None:

@@ -13,7 +13,8 @@ engine.py: the two engines, with all of DeepSpeed's members.
 assignments.py: assignments to the engines' members act, or raise an error.
 autotp.py: the section ``tensor_parallel``, which shards a module by the configuration alone.
 offload_states.py: ``engine.offload_states``: states wait in host memory.
-process_topology.py, on_grid.py: ``PipelineModule(topology=...)``; a model that was built without a grid.
+pipeline_arguments.py, process_topology.py: ``PipelineModule`` with DeepSpeed's arguments; its topologies.
+on_grid.py: a model that was built without a grid.
 module_calls.py: calls of the engine's module itself, which the engine must see.
 parameter_values.py: one parameter's master weights, gradient or optimizer state, whole or this rank's part.
 optimizer_classes.py: FusedAdam, DeepSpeedCPUAdam: torch's fused kernels with DeepSpeed's arguments.
@@ -28,6 +29,7 @@ comm.py: ``deepspeed.comm``: collectives, ``log_summary`` of all engines.
 groups.py: ``deepspeed.utils.groups``: ranks, sizes and process groups of the latest engine.
 runner.py: ``deepspeed.launcher.runner``: the functions that read a hostfile.
 utils.py: ``deepspeed.utils`` and ``runtime.utils``: log, seed, memory, nests of tensors.
+parameter_marks.py: DeepSpeed's marks of parameters in stage 3: ``ds_id``, ``ds_status``, ...
 fragments.py: ``safe_get_*`` and ``safe_set_*``: fp32 weights, gradients and optimizer state of a parameter.
 zero.py: ``deepspeed.zero``: ``Init``, ``GatheredParameters``.
 checkpointing.py: ``deepspeed.checkpointing``.

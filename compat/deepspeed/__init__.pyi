@@ -1,5 +1,4 @@
 from ...data.dataloader import RepeatingLoader as RepeatingLoader
-from ...pipe.module import PipelineModule as PipelineModule
 from . import accelerator as accelerator
 from . import checkpointing as checkpointing
 from . import comm as comm
@@ -20,11 +19,13 @@ from .inference import default_inference_config as default_inference_config
 from .inference import init_inference as init_inference
 from .inference import tp_model_init as tp_model_init
 from .modules import install as install
+from .pipeline_arguments import DeepSpeedPipelineModule
 from .utils import OnDevice as OnDevice
 from .utils import log_dist as log_dist
 from .utils import logger as logger
 
 PipelineEngine = DeepSpeedPipelineEngine
+PipelineModule = DeepSpeedPipelineModule
 InferenceEngine = DeepSpeedInferenceEngine
 
 __version__: str

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, partialmethod, wraps
 from pathlib import Path
 from typing import Any
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from ...checkpoint.rendezvous import rendezvous
 from ...data.dataloader import RepeatingLoader
 from ...engine.base import Engine
 from ...grid import Axis
+from ...optim.loss_scale import LossScaler
+from ...options.precision import LossScale
 from ...zero.gathered_parameters import gathered, whole_state_dict
 from ...zero.state_dict_guard import allow_empty_entries
 from .assignments import EngineType, check_assignment, reason
@@ -148,6 +151,29 @@ def deepspeed_errors() -> Iterator[None]:
         raise
 
 
+class ScalerMembers:
+    """Loss scaler with DeepSpeed's members, which scripts find in ``optimizer.loss_scaler``.
+
+    Args:
+        scaler: the engine's.
+        options: its options.
+    """
+
+    def __init__(self, scaler: LossScaler, options: LossScale) -> None:
+        self._scaler = scaler
+        self.dynamic, self.scale_window = options.fixed is None, options.window
+
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale."""
+        return self._scaler.scale
+
+    loss_scale = cur_scale
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scaler, name)
+
+
 class DeepSpeedMembers(ConfiguredEngine, metaclass=EngineType):
     """Members of DeepSpeed's engine that both engines have.
 
@@ -170,13 +196,19 @@ class DeepSpeedMembers(ConfiguredEngine, metaclass=EngineType):
         super().__setattr__(name, value)
 
     def _built(self) -> None:
+        super()._built()
         self.offloaded_states = OffloadedStates()
         self.tput_timer = ThroughputTimer(self.batch.train)
         self.timers = WallClockTimers(self.grid.synchronize)
         self.grid = ParallelGrid(self.grid)
+        engine = proxy(self)  # the parts are the engine's
+        self.parts.watch("step", lambda: engine._stepping())
         if self.optimizer is not None:
             members = {"optimizer": self.data_axis.optimizer, "dynamic_loss_scale": self.dynamic_loss_scale()}
-            vars(self.optimizer).update(members, loss_scaler=self.loss_scaler)
+            scaler = (
+                None if self.loss_scaler is None else ScalerMembers(self.loss_scaler, self.options.precision.loss_scale)
+            )
+            vars(self.optimizer).update(members, loss_scaler=scaler)
         self._publish_scale(overflow=False)
 
     def _publish_scale(self, overflow: bool) -> None:
@@ -408,11 +440,6 @@ class DeepSpeedEngine(DeepSpeedMembers, ConfiguredModuleEngine):
         self.tput_timer.start()
         return super().forward(*args, **kwargs)
 
-    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """End a microbatch, as ``ModuleEngine.step``."""
-        with self._stepping():
-            super().step(lr_kwargs)
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context in which backward passes do not reduce gradients, as ``ModuleEngine.no_sync``."""
@@ -546,8 +573,7 @@ class DeepSpeedPipelineEngine(DeepSpeedMembers, ConfiguredPipelineEngine):
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Take a step, as ``PipelineEngine.train_batch``."""
         self.tput_timer.start()
-        with self._stepping():
-            return super().train_batch(self._source(data_iter))
+        return super().train_batch(self._source(data_iter))
 
     def eval_batch(
         self,

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ...base.safetensors import write_file
 from ...checkpoint.format.folder import last, readable_path
 from ...checkpoint.format.index import read_index
 from ...checkpoint.protocol import BUFFERS, WEIGHTS
@@ -63,11 +64,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     weights = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
     Path(output_dir).mkdir(parents=True, exist_ok=True)
     if safe_serialization:
-        from safetensors.torch import save_file
-
-        once = {id(value): name for name, value in reversed(weights.items())}  # safetensors refuses shared memory
+        once = {id(value): name for name, value in reversed(weights.items())}  # a shared tensor is written once
         weights = {name: value for name, value in weights.items() if once[id(value)] == name}
-        save_file(weights, Path(output_dir, "model.safetensors"), metadata={"format": "pt"})
+        write_file(Path(output_dir, "model.safetensors"), weights)
     else:
         torch.save(weights, Path(output_dir, "pytorch_model.bin"))
 

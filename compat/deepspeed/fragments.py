@@ -127,7 +127,8 @@ def _divisor(param: nn.Parameter, require: bool = False) -> Any:
             if not isinstance(engine, ModuleEngine) or engine.in_no_sync:
                 break
             if engine.backward_passes.count and engine.is_last_microbatch():
-                engine.backward_passes.reduce()
+                with engine.parts("reduce"):
+                    engine.backward_passes.reduce()
                 weight = engine.grid.data.size * engine.batch.accumulation * engine.data_axis.access.applied
                 return weight * engine.data_axis.options.divisor * engine.optimizer_step.scale
     if require:

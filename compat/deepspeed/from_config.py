@@ -18,7 +18,7 @@ from ...data.dataloader import Loader, TokenLoader
 from ...engine.base import Engine
 from ...engine.module_engine import ModuleEngine
 from ...engine.pipeline_engine import PipelineEngine
-from ...engine.setup.arguments import check_arguments
+from ...engine.setup import arguments
 from ...engine.setup.check import check_names
 from ...grid import Grid
 from ...optim import optimizers, schedulers
@@ -30,7 +30,8 @@ from .config.config import parse_config
 from .config.optimizer_names import native_optimizer
 from .config.resolved import resolved
 from .config.schema import Config
-from .config.to_options import batch_of, key_of, options_of
+from .config.to_options import batch_of, key_of, notes_of, options_of
+from .parameter_marks import mark_parameters
 
 
 def read_config(source: Config | Mapping[str, Any] | str | Path) -> Config:
@@ -108,8 +109,13 @@ class ConfiguredEngine(Engine):
     def config(self, value: Config) -> None:
         self._given = value
 
+    def _built(self) -> None:
+        super()._built()
+        if self.zero_optimization_stage() == 3:
+            mark_parameters(self.module.parameters(), self.data_axis)
+
     def _notes(self) -> list[Note]:
-        return [Note("", note) for note in self._given.notes()]
+        return [Note("", note) for note in notes_of(self._given)]
 
     def settings(self, given: bool = False) -> dict[str, Any]:
         """Return the configuration, as JSON has it."""
@@ -337,17 +343,17 @@ def initialize(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, not an nn.Module: pass model=, a module of torch's")
-    check_arguments(
+    arguments.check_arguments(
         "initialize", optimizer=optimizer, model_parameters=model_parameters, collate_fn=collate_fn, grid=grid
     )
     checked = read_config(config_source(args, config, config_params))
     if schedule is not None:
         checked = with_schedule(checked, schedule, model)
-    grid = choose_grid(model, grid, mpu, checked)
-    check_grid(grid, checked)
     pipelined, plain = _classes or (ConfiguredPipelineEngine, ConfiguredModuleEngine)
     kind = pipelined if isinstance(model, PipelineModule) else plain
     try:
+        grid = choose_grid(model, grid, mpu, checked)
+        check_grid(grid, checked)
         engine: Any = kind(
             model,
             checked,
@@ -412,30 +418,14 @@ def choose_grid(model: nn.Module, grid: Grid | None, mpu: Any, config: Config) -
         raise ConfigError(
             "mpu was given, but grid takes its place: pass grid=triax.compat.megatron.mpu.grid_of_mpu(mpu)"
         )
-    if isinstance(model, PipelineModule):
-        if grid is not None and grid is not model.grid:
-            raise ConfigError("the PipelineModule was built on another grid than grid=: leave grid= out")
-        if not config.managed_gradient_accumulation:
-            raise ConfigError(
-                "managed_gradient_accumulation is false, but train_batch of a PipelineModule runs all microbatches of "
-                "a step: leave the key out"
-            )
-        return model.grid
-    if grid is None:
-        sizes = [config.tensor_parallel.autotp_size, config.tensor_parallel.tp_size]
-        wanted = max((size for size in sizes if size), default=1)
-        if wanted > 1:
-            raise ConfigError(
-                f"tensor_parallel asks for {wanted} tensor ranks: make grid = triax.Grid(tensor={wanted}), shard the "
-                "model with triax.parallelize(model, grid), and pass initialize(grid=grid)"
-            )
-        return Grid()
-    if grid.pipe.size > 1:
+    sizes = [config.tensor_parallel.autotp_size, config.tensor_parallel.tp_size]
+    wanted = max((size for size in sizes if size), default=1)
+    if wanted > 1 and grid is None and not isinstance(model, PipelineModule):
         raise ConfigError(
-            f"the grid has {grid.pipe.size} pipe stages, but a {type(model).__name__} is not cut into stages: list its "
-            "layers in a PipelineModule(layers, grid=grid, loss_fn=...), or make the grid with pipe=1"
+            f"tensor_parallel asks for {wanted} tensor ranks: make grid = triax.Grid(tensor={wanted}), shard the "
+            "model with triax.parallelize(model, grid), and pass initialize(grid=grid)"
         )
-    return grid
+    return arguments.choose_grid(model, grid, options_of(config))
 
 
 def check_grid(grid: Grid, config: Config) -> None:

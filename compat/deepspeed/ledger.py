@@ -49,11 +49,11 @@ _GROUPS = (
 
 PRESENT = {
     "": {
-        "": "PipelineModule",
         "compat.deepspeed.accelerator": "get_accelerator",
         "compat.deepspeed.arguments": "add_config_arguments init_distributed",
         "compat.deepspeed.configuration": "DeepSpeedConfig TORCH_DISTRIBUTED_DEFAULT_PORT",
         "compat.deepspeed.context": "initialize",
+        "compat.deepspeed.pipeline_arguments": "PipelineModule=DeepSpeedPipelineModule",
         "compat.deepspeed.ledger": (
             "__version__=VERSION version=VERSION __version_major__=MAJOR __version_minor__=MINOR "
             "__version_patch__=PATCH "
@@ -128,9 +128,16 @@ PRESENT = {
     "ops.adagrad": {"compat.deepspeed.optimizer_classes": "DeepSpeedCPUAdagrad"},
     "ops.lamb": {"optim.layerwise": "FusedLamb=Lamb"},
     "ops.lion": {"compat.deepspeed.optimizer_classes": "DeepSpeedCPULion FusedLion"},
-    "pipe": {"": "PipelineModule LayerSpec TiedLayerSpec", "compat.deepspeed.process_topology": "ProcessTopology"},
+    "pipe": {
+        "": "LayerSpec TiedLayerSpec",
+        "compat.deepspeed.pipeline_arguments": "PipelineModule=DeepSpeedPipelineModule",
+        "compat.deepspeed.process_topology": "ProcessTopology",
+    },
     "pipe.engine": {"compat.deepspeed.engine": "PipelineEngine=DeepSpeedPipelineEngine DeepSpeedEngine"},
-    "pipe.module": {"": "PipelineModule LayerSpec TiedLayerSpec"},
+    "pipe.module": {
+        "": "LayerSpec TiedLayerSpec",
+        "compat.deepspeed.pipeline_arguments": "PipelineModule=DeepSpeedPipelineModule",
+    },
     "pipe.topology": {
         "compat.deepspeed.grids": "PipelineParallelGrid=ParallelGrid",
         "compat.deepspeed.process_topology": "ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology",

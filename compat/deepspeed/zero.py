@@ -14,13 +14,14 @@ from torch import nn
 from ...base.json_comments import read
 from ...grid.comm.axis import Axis
 from ...zero.gathered_parameters import gathered
-from ...zero.managed import ZeroParamStatus
+from ...zero.managed import may_be_released
 from ...zero.modules.units import register_external_parameter, unregister_external_parameter
 from ...zero.sharded_init import ShardedInit, sharded_parameter
 from ...zero.state_dict_guard import guard_state_dict
 from .accelerator import get_accelerator
 from .arguments import init_distributed
 from .modules import rest_of
+from .parameter_marks import MarkedInit, ZeroParamStatus
 
 __getattr__, __path__ = rest_of(__name__)
 
@@ -84,7 +85,7 @@ class Init(AbstractContextManager[None]):
         device = torch.device(get_accelerator().current_device_name())
         place = remote_device or _offload_param(config_dict_or_path or config)
         store = device if place in (None, "none") else torch.device("cpu" if place == "nvme" else place)
-        self._init = ShardedInit(axis, device, store, dtype)
+        self._init = MarkedInit(axis, device, store, dtype)
         if module is not None:
             self._init.shard(module)
             guard_state_dict(module)
@@ -142,7 +143,7 @@ def GatheredParameters(
     if isinstance(params, nn.Module):
         params = params.parameters()
     listed = [params] if isinstance(params, nn.Parameter) else list(params)
-    sharded = [parameter for parameter in listed if hasattr(parameter, "ds_id")]
+    sharded = [parameter for parameter in listed if may_be_released(parameter)]
     if fwd_module is not None and enabled:
         for parameter in sharded:
             if sharded_parameter(parameter) is not None:  # before initialize

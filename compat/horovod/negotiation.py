@@ -19,7 +19,7 @@ from ...agreement.agreement import same
 from ...agreement.failure import all_or_none
 from ...base.errors import AgreedError
 from ...grid import Axis, Grid
-from ...grid.comm.observed_axis import labeled
+from ...grid.comm.observer import labeled
 
 _CLOSE_TIMEOUT = 5.0  # seconds that ``close`` waits for the operations that are still running
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ...base.autograd import weak
 from ...grid import Axis, Grid, Pending
-from ...grid.comm.observed_axis import labeled
+from ...grid.comm.observer import labeled
 from .compression import elementwise
 
 

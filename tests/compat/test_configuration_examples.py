@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from triax.base.errors import ConfigError
+from triax.compat.deepspeed.config.to_options import notes_of
 from triax.compat.deepspeed.from_config import read_config
 
 SIZE = {"train_batch_size": 8}
@@ -107,7 +108,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("config", "idle"), ACCEPTED)
 def test_accepted(config: dict[str, Any], idle: set[str]) -> None:
-    notes = read_config({**SIZE, **config}).notes()
+    notes = notes_of(read_config({**SIZE, **config}))
     assert {note.partition(" ")[0].partition(".")[0] for note in notes} == idle, notes
 
 

@@ -127,7 +127,7 @@ def test_arguments_of_functions() -> None:
     with pytest.raises(ValueError, match="seed is -1"):
         make_loader([1, 2], 2, 1, 0, 1, -1)
     with pytest.raises(ValueError, match=r"seed is 1\.5"):
-        triax.PipelineModule([torch.nn.Linear(2, 2)], base_seed=1.5)
+        triax.PipelineModule([torch.nn.Linear(2, 2)], seed=1.5)  # type: ignore[arg-type]
     optimizer = triax.ShardedOptimizer(torch.optim.SGD, torch.nn.Linear(2, 2).parameters(), triax.Grid(), lr=0.1)
     with pytest.raises(ValueError, match="max_norm is 1e-320"):
         optimizer.clip_grad_norm_(1e-320)

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 import triax
 import triax.compat.deepspeed as deepspeed
 from triax.base.errors import ConfigError
+from triax.compat.deepspeed import PipelineModule
 from triax.compat.deepspeed.configuration import OffloadDeviceEnum
 from triax.compat.deepspeed.context import CONTEXT
 from triax.compat.deepspeed.engine import DeepSpeedPipelineEngine
 from triax.compat.deepspeed.grids import ParallelGrid
 from triax.compat.deepspeed.offload_states import OffloadStateTypeEnum, get_state_devices
-from triax.pipe.module import PipelineModule
 from triax.pipe.spec import LayerSpec
 
 from module_training import CLIP, MICRO, WIDTH, config, groups, microbatch, net

@@ -17,6 +17,7 @@ from triax.compat.deepspeed import accelerator, comm, configuration, fp32_state_
 from triax.compat.deepspeed import optimizer_classes as optimizers
 from triax.compat.deepspeed import process_topology as topology
 from triax.compat.deepspeed.accelerator import get_accelerator
+from triax.engine.accounting.memory import states_kept
 from triax.grid.topology import Topology
 
 LR, BETAS, EPS = 0.01, (0.9, 0.999), 1e-8
@@ -197,6 +198,7 @@ def test_adam_is_torchs(adam_w: bool) -> None:
             engine.step()
         for found, theirs in zip(engine.gather().values(), plain.parameters(), strict=True):
             torch.testing.assert_close(found, theirs.detach(), rtol=0, atol=1e-12)
+        assert states_kept(optimizer) == states_kept(torch.optim.Adam(trained.parameters())) == 2
     with pytest.raises(ValueError, match=r"bias_correction=False\) is not possible as a class: let the configuration"):
         optimizers.FusedAdam(fused.parameters(), bias_correction=False)
 
@@ -285,7 +287,9 @@ def test_the_optimizer_has_deepspeeds_members() -> None:
     config = {"train_batch_size": 2, "optimizer": {"type": "Adam", "params": {"lr": LR}}, "fp16": {"enabled": True}}
     engine, optimizer, *_ = deepspeed.initialize(model=model(), config=config)
     assert optimizer.optimizer is engine.data_axis.optimizer and optimizer.dynamic_loss_scale
-    assert optimizer.loss_scaler.scale == optimizer.cur_scale == 2**16
+    scaler = optimizer.loss_scaler
+    assert scaler.scale == scaler.cur_scale == scaler.loss_scale == optimizer.cur_scale == 2**16
+    assert (scaler.dynamic, scaler.scale_window, scaler.cur_iter) == (True, 1000, 0)
     assert engine.sparse_tensor_module_names == set()
     assert "optimizer" not in optimizer.state_dict()
 

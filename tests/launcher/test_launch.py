@@ -159,7 +159,9 @@ def test_lost_connection_is_not_the_cause(run: Any, tmp_path: Path) -> None:
     code, _, err = run(
         "if grid.rank == 1:\n"
         "    torch.distributed.destroy_process_group()\n"
-        "    grid.world.group = grid.pipe.group = grid.mesh = None\n"
+        "    grid.world.close()\n"
+        "    grid.pipe.close()\n"
+        "    grid.mesh = None\n"
         "    time.sleep(0.7)\n"
         "    raise KeyError('the cause')\n"
         "forever()"

@@ -18,8 +18,8 @@ import pytest
 from typer.testing import CliRunner
 
 from triax.base.errors import ConfigError
-from triax.cli.foreign_options import IDLE, REFUSED
 from triax.cli.main import app
+from triax.compat.launcher_options import IDLE, REFUSED
 from triax.grid.environment import Environment, read_environment
 from triax.launcher.launch import launch
 from triax.launcher.log_tail import LogTail
@@ -234,6 +234,9 @@ def test_options_of_other_launchers(tmp_path: Path, caplog: pytest.LogCaptureFix
     for words, said in (
         (["--launcher", "openmpi", "--hostfile", "hosts"], "start the script with mpirun"),
         (["--launcher", "docker", "--ssh-port", "1", "--hostfile", "hosts"], "Write them in the command"),
+        (["--launcher", "docker", "-p1", "-Hhosts"], "Write them in the command"),
+        (["--rdzv-backend=c10d", "--rdzv_id", "j"], "--rdzv-endpoint is missing"),
+        (["-hostfile", "hosts", "--rdzv-id=j"], "Leave out --nnodes MIN:MAX and --rdzv-"),
         (["-np", "9", "-H", "a:2,b:2"], "-np is 9, but the hosts have 4 slots"),
         (["-H", "a:2,a:2"], "a is listed twice"),
         (["-H", "a,b"], "The hostfile a,b cannot be read"),
@@ -241,7 +244,7 @@ def test_options_of_other_launchers(tmp_path: Path, caplog: pytest.LogCaptureFix
     ):
         (tmp_path / "hosts").write_text("a slots=2\n")
         (tmp_path / "script.py").touch()
-        given = [str(tmp_path / "hosts") if word == "hosts" else word for word in words]
+        given = [re.sub("hosts$", str(tmp_path / "hosts"), word) for word in words]
         result = runner.invoke(app, ["run", *given, str(tmp_path / "script.py")])
         assert isinstance(result.exception, ConfigError), result.output
         assert said in str(result.exception)

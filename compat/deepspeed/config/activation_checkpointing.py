@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Strict, model_validator
+from pydantic import Strict
 
 from .base import Section, setting
 
@@ -44,32 +44,5 @@ class ActivationCheckpointingConfig(Section):
         True, "Restore the state of torch's generators for recomputation. triax's Dropout does not need it."
     )
 
-    @property
-    def asked(self) -> bool:
-        """True if the section asks for recomputation: by ``enabled``, or by a key that says how."""
-        how = (self.interval, self.granularity, self.number_checkpoints, self.partition_activations)
-        return self.enabled is not False and self.interval != 0 and any((self.enabled, *how, self.cpu_checkpointing))
-
     def _missing(self, key: str) -> str | None:
         return None  # the other keys act without ``enabled``
-
-    @model_validator(mode="after")
-    def _agrees(self) -> ActivationCheckpointingConfig:
-        if self.enabled and self.interval == 0:
-            raise ValueError("enabled is true, but interval 0 recomputes nothing: set interval to 1, or leave it out")
-        if self.contiguous_memory_optimization and not (self.partition_activations and self.number_checkpoints):
-            raise ValueError(
-                "contiguous_memory_optimization is true, but it needs two other keys, because it makes one buffer for "
-                "slices of number_checkpoints inputs: set partition_activations to true, and give number_checkpoints"
-            )
-        if self.interval and self.number_checkpoints:
-            raise ValueError(
-                f"interval {self.interval} and number_checkpoints {self.number_checkpoints} both set how layers are "
-                "grouped: give one of them"
-            )
-        if self.granularity == "selective" and (self.interval or self.number_checkpoints):
-            raise ValueError(
-                "granularity selective recomputes a part of each layer, and groups none: leave out interval and "
-                "number_checkpoints"
-            )
-        return self

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import model_validator
-
 from .base import SwitchSection, idle, setting
 
 _GRID = "Grid(...) sets the sizes of the axes, and triax plan searches for them"
@@ -54,18 +52,3 @@ class AutotuningConfig(SwitchSection):
     arg_mappings: Any = idle("the configuration given to triax.initialize is changed, and no command line")
     model_info: Any = idle("the sizes of layers are read from the model")
     model_info_path: Any = idle("the sizes of layers are read from the model")
-
-    @model_validator(mode="after")
-    def _ranges(self) -> AutotuningConfig:
-        least, most = self.min_train_micro_batch_size_per_gpu, self.max_train_micro_batch_size_per_gpu
-        if least > most:
-            raise ValueError(
-                f"min_train_micro_batch_size_per_gpu is {least}, above max_train_micro_batch_size_per_gpu {most}: "
-                "change one of them"
-            )
-        if self.start_profile_step >= self.end_profile_step:
-            raise ValueError(
-                f"start_profile_step is {self.start_profile_step}, so that no step before end_profile_step "
-                f"{self.end_profile_step} is timed: give a larger end_profile_step"
-            )
-        return self

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import model_validator
-
 from .base import Section, idle, refused, setting
 
 
@@ -48,18 +46,3 @@ class CheckpointConfig(Section):
     )
     writer: Any = refused("ranks write plain files: leave it out")
     checkpoint_serialization: Any = refused("nothing is pickled: leave it out")
-
-    def notes(self) -> list[str]:
-        """Return notes on the keys that have no effect, with the reason."""
-        alone = self.dir is not None and self.every is None and self.resume is None
-        note = "dir does nothing without every or resume: write one of them, or call save_checkpoint with this folder"
-        return [*([note] if alone else []), *super().notes()]
-
-    @model_validator(mode="after")
-    def _agrees(self) -> CheckpointConfig:
-        for key in ("every", "keep", "resume"):
-            if getattr(self, key) is not None and self.dir is None:
-                raise ValueError(f"{key} needs a folder: give dir too")
-        if self.keep is not None and self.every is None:
-            raise ValueError("keep is for automatic checkpoints: give every too")
-        return self

@@ -8,8 +8,6 @@ from pydantic import model_validator
 
 from .base import SwitchSection, refused, setting
 
-KWARGS = ("mode", "options", "dynamic", "fullgraph")
-
 
 class CompileConfig(SwitchSection):
     """``compile``: compile the layers of a ``PipelineModule``, or the repeated blocks of another module."""
@@ -23,15 +21,3 @@ class CompileConfig(SwitchSection):
     @classmethod
     def _on(cls, values: Any) -> Any:
         return {"enabled": True} if values is True else values
-
-    @model_validator(mode="after")
-    def _known(self) -> CompileConfig:
-        unknown = sorted(self.kwargs.keys() - set(KWARGS))
-        if unknown:
-            raise ValueError(f"kwargs has {unknown[0]}, but torch.compile takes {', '.join(KWARGS)}: give one of these")
-        if self.backend != "inductor" and self.kwargs.keys() & {"mode", "options"}:
-            raise ValueError(
-                f"kwargs mode and options are for the backend inductor, and the backend is {self.backend}: leave them "
-                "out"
-            )
-        return self

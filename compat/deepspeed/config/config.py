@@ -17,7 +17,7 @@ from ....options.foreign_names import counterpart
 from .base import Section, extra_of, inner_section
 from .consistency import check_consistency
 from .schema import Config
-from .to_options import key_of, options_of
+from .to_options import batch_of, errors_of, key_of, options_of
 
 S = TypeVar("S", bound=Section)
 
@@ -88,27 +88,11 @@ def batch_sizes(config: Config, data: int) -> BatchSizes:
     Raises:
         ConfigError: no size is given, or those given contradict each other; the message shows the product.
     """
-    if config.elasticity.enabled:
-        batch, size = config.elasticity.sizes(data)
-        return BatchSizes(train=batch, micro=size, accumulation=batch // (size * data))
-    train, given = config.train_batch_size, config.train_micro_batch_size_per_gpu
-    steps, micro = config.gradient_accumulation_steps, None if given == "auto" else given
-    rule = "train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * replicas"
-    if train is None and micro is None:
-        raise ConfigError(
-            f"the configuration has no batch size: give train_batch_size or train_micro_batch_size_per_gpu ({rule})"
-        )
-    if micro is None:
-        steps = steps or 1
-        micro = max(1, (train or 0) // (steps * data))
-    elif steps is None:
-        steps = max(1, (train or 0) // (micro * data))
-    if train not in (None, micro * steps * data):
-        raise ConfigError(
-            f"train_batch_size {train} is not micro batch {micro} * accumulation steps {steps} * {data} replicas "
-            f"= {micro * steps * data}: change one of them, or leave gradient_accumulation_steps out ({rule})"
-        )
-    return BatchSizes(train=micro * steps * data, micro=micro, accumulation=steps)
+    try:
+        with errors_of("batch"):
+            return batch_of(config, data).sizes(data)
+    except OptionError as error:
+        raise ConfigError(error.spelled(key_of)) from error
 
 
 def _without_comments(value: Any) -> Any:

@@ -15,7 +15,8 @@ def check_consistency(config: Config) -> None:
     Raises:
         ConfigError: two keys contradict each other; the message names them and says which to change.
     """
-    _check_batch_sizes(config)
+    if config.elasticity.enabled:
+        _check_elasticity(config)
     _check_precision(config)
     _check_compression(config)
     interval, other = config.activation_checkpointing.interval, config.pipeline.activation_checkpoint_interval
@@ -23,23 +24,6 @@ def check_consistency(config: Config) -> None:
         raise ConfigError(
             f"pipeline.activation_checkpoint_interval {other} is another name of activation_checkpointing.interval "
             f"{interval}: give one of them"
-        )
-
-
-def _check_batch_sizes(config: Config) -> None:
-    if config.elasticity.enabled:
-        _check_elasticity(config)
-        return
-    train, given = config.train_batch_size, config.train_micro_batch_size_per_gpu
-    steps, micro = config.gradient_accumulation_steps, None if given == "auto" else given
-    parts = [(name, value) for name, value in (("micro batch", micro), ("accumulation steps", steps)) if value]
-    product = (micro or 1) * (steps or 1)
-    if train and train % product:
-        factors = " * ".join(f"{name} {value}" for name, value in parts)
-        raise ConfigError(
-            f"train_batch_size {train} is no multiple of {factors}{f' = {product}' if len(parts) > 1 else ''}, "
-            "for any number of replicas: change one of them (train_batch_size = "
-            "train_micro_batch_size_per_gpu * gradient_accumulation_steps * replicas)"
         )
 
 

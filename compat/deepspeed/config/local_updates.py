@@ -8,8 +8,6 @@ from pydantic import Field, model_validator
 
 from .base import Section, setting
 
-_LR, _MOMENTUM, _STALENESS = 0.7, 0.9, 2
-
 
 class LocalUpdatesConfig(Section):
     """``local_updates``: replicas step separately and synchronize every so many steps: docs/local-updates.md."""
@@ -44,24 +42,6 @@ class LocalUpdatesConfig(Section):
 
     @model_validator(mode="after")
     def _agrees(self) -> LocalUpdatesConfig:
-        if self.average_optimizer and self.type == "async_diloco":
-            raise ValueError(
-                "average_optimizer needs all replicas at the same step, and with async_diloco they are not: "
-                "leave it out, or write type diloco"
-            )
         if self.meet_early and self.max_staleness == 0:
             raise ValueError("meet_early with max_staleness 0, where every round waits for all: give 1 or more")
         return self
-
-    @property
-    def outer(self) -> tuple[float, float]:
-        """Learning rate and momentum of the outer step."""
-        if self.type == "local_sgd":
-            return 1.0, 0.0
-        lr = _LR if self.outer_lr is None else self.outer_lr
-        return lr, _MOMENTUM if self.outer_momentum is None else self.outer_momentum
-
-    @property
-    def staleness(self) -> int:
-        """Value of ``max_staleness``, or the default if the key is not given."""
-        return _STALENESS if self.max_staleness is None else self.max_staleness

@@ -9,14 +9,10 @@ from pydantic import AfterValidator, Strict, model_validator
 
 from ....base.checks import check_folder_name
 from ....base.errors import no_such
+from ....options.monitoring import OPERATIONS
 from .base import Section, SwitchSection, setting
 
-# Operations for ``comms_logger.prof_ops``: the collectives and messages of ``grid/comm/axis.py``.
-OPS = (
-    *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "receive"),
-    *("all_gather_json", "barrier"),
-)
-# DeepSpeed's and torch's names of these operations.
+# DeepSpeed's and torch's names of operations.
 _ALSO = {
     "all_gather_into_tensor": "all_gather",
     "all_gather_base": "all_gather",
@@ -62,10 +58,6 @@ class HistogramsConfig(SwitchSection):
         64, "Equal parts of the range of a tensor, of which each has a count.", needs="every", ge=2, le=1024
     )
 
-    def due(self, step: int) -> bool:
-        """Return True if a step has histograms."""
-        return self.every is not None and step % self.every == 0
-
 
 class TimelineConfig(Section):
     """``timeline``: a trace of one step of all ranks, in one file."""
@@ -97,23 +89,18 @@ class CommsLoggerConfig(SwitchSection):
     verbose: bool = setting(False, "Log each operation when it ends, on rank 0.")
     prof_all: bool = setting(True, "Log all operations; false: only those of prof_ops.")
     prof_ops: tuple[Annotated[str, Strict()], ...] = setting(
-        (), f"Operations to log if prof_all is false: {', '.join(OPS)}, or DeepSpeed's names of these."
+        (), f"Operations to log if prof_all is false: {', '.join(OPERATIONS)}, or DeepSpeed's names of these."
     )
     debug: bool = setting(False, "Log the function that called each operation.")
 
     @model_validator(mode="after")
     def _known(self) -> CommsLoggerConfig:
         for name in self.prof_ops:
-            if name not in OPS and name not in _ALSO:
-                raise ValueError(no_such("prof_ops", name, OPS))
-        if self.enabled and not self.prof_all and not self.prof_ops:
-            raise ValueError(
-                f"prof_all is false and prof_ops names nothing to count: name some of {', '.join(OPS)}, or set "
-                "prof_all to true"
-            )
+            if name not in OPERATIONS and name not in _ALSO:
+                raise ValueError(no_such("prof_ops", name, OPERATIONS))
         return self
 
     @property
     def wanted(self) -> frozenset[str]:
         """Triax's names of the operations to log."""
-        return frozenset(OPS if self.prof_all else (_ALSO.get(name, name) for name in self.prof_ops))
+        return frozenset(OPERATIONS if self.prof_all else (_ALSO.get(name, name) for name in self.prof_ops))

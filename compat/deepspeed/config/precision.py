@@ -61,18 +61,6 @@ class Fp16Config(Section):
         "write bf16 with bf16_master_weights_and_grads; offload_optimizer frees device memory too"
     )
 
-    @model_validator(mode="after")
-    def _agrees(self) -> Fp16Config:
-        first = self.loss_scale or 2.0**self.initial_scale_power
-        lowest = type(self).model_fields["min_loss_scale"].default  # which a resolved configuration has too
-        if self.min_loss_scale > max(first, lowest):
-            key = "loss_scale" if self.loss_scale else f"2 ** initial_scale_power {self.initial_scale_power} ="
-            raise ValueError(
-                f"min_loss_scale {self.min_loss_scale:g} is above {key} {first:g}, where the scale starts: lower "
-                "min_loss_scale, or raise the other"
-            )
-        return self
-
 
 class DataTypesConfig(Section):
     """``data_types``: dtypes that ``bf16`` and ``fp16`` determine."""

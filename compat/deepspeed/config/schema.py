@@ -216,7 +216,7 @@ class Config(Section):
         return given
 
     def notes(self) -> list[str]:
-        """Return notes on the given keys that have no effect, with the reason."""
+        """Return notes on the given keys that have no effect, with the reason; ``to_options.notes_of`` has all."""
         notes = super().notes()
         if self.torch_autocast.enabled and self.torch_autocast.dtype in ("float16", "fp16"):  # it has fp16's loss scale
             notes = [note for note in notes if not (note.startswith("fp16.") and "without enabled" in note)]
@@ -227,13 +227,6 @@ class Config(Section):
                 f"data_types.grad_accum_dtype {wanted} does nothing: gradients are accumulated in the dtype of the "
                 f"master weights, {masters}; communication_data_type sets the dtype in which replicas sum them"
             )
-        if self.autotuning.enabled and not (self.tunes_microbatch or self.tunes_stage):
-            notes.append(
-                "autotuning does nothing, because microbatches and the ZeRO stage are given: leave out "
-                "train_micro_batch_size_per_gpu (or gradient_accumulation_steps), or zero_optimization.stage"
-            )
-        if self.histograms.every is not None and not self.monitored:
-            notes.append("histograms does nothing without a monitor: enable tensorboard, json_monitor or wandb")
         return notes
 
     @property
@@ -251,21 +244,9 @@ class Config(Section):
         return self.autotuning.enabled and "stage" not in self.zero_optimization.model_fields_set
 
     @property
-    def monitored(self) -> bool:
-        """True if any monitor writes metrics of each step."""
-        return any(each.enabled for each in (self.tensorboard, self.csv_monitor, self.json_monitor, self.wandb))
-
-    @property
     def recomputation(self) -> ActivationCheckpointingConfig:
         """``activation_checkpointing``, with ``pipeline.activation_checkpoint_interval`` merged in."""
         section, other = self.activation_checkpointing, self.pipeline.activation_checkpoint_interval
         if section.enabled is False:
             return ActivationCheckpointingConfig(enabled=False)
         return section.model_copy(update={"interval": other}) if other and section.interval is None else section
-
-    @property
-    def compressor(self) -> str | None:
-        """Name of the key that selects compression of the gradient sum, or None if no key selects it."""
-        if self.gradient_compression.type in ("topk", "powersgd"):
-            return f"gradient_compression.type {self.gradient_compression.type}"
-        return "sparse_gradients" if self.sparse_gradients else None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from ....base.option_error import OptionError
 from ....options.base import Options, declared
 from ....options.batch import Batch
 from ....options.checkpoints import Checkpoints
@@ -21,11 +24,9 @@ from ....options.schedule import ScheduleOptions
 from ....options.sparse_attention import SparseAttention
 from ....options.tuning import Tuning
 from ....options.zero import LeafModules, Offload, OffloadOptimizer, Zero
-from .base import Section
 from .monitoring import MonitorConfig
 from .optimizer_names import native_optimizer
 from .schema import Config
-from .zero import OffloadConfig
 
 S = TypeVar("S", bound=Options)
 
@@ -45,6 +46,7 @@ _ZERO = {  # option of Zero -> key of zero_optimization, where the names differ
     "hpz_partition_size": "zero_hpz_partition_size",
 }
 KEYS = {  # option -> key
+    **dict.fromkeys(("batch", "precision", "reduction"), Config.TITLE),  # their keys are in no section
     "batch.size": "train_batch_size",
     "batch.microbatch": "train_micro_batch_size_per_gpu",
     "batch.microbatches": "gradient_accumulation_steps",
@@ -134,55 +136,74 @@ def options_of(config: Config) -> EngineOptions:
     Raises:
         OptionError: options contradict each other; ``key_of`` spells them.
     """
-    scheduler, optimizer, lora = config.scheduler, config.optimizer, config.lora
-    sparse, compiled, tuning = config.sparse_attention, config.compile, config.autotuning
+    scheduler, optimizer, lora, sparse = config.scheduler, config.optimizer, config.lora, config.sparse_attention
+    compiled, tuning = _read(Compile, "compile", config), _read(Tuning, "tuning", config)
     return EngineOptions(
         batch=_batch(config),
         optimizer=None if optimizer is None else native_optimizer(optimizer.type, optimizer.params),
         lr_scheduler=None if scheduler is None else LRSchedule(scheduler.type, **scheduler.params),
-        schedule=ScheduleOptions(
-            name=config.pipeline.schedule, costs=config.pipeline.costs, memory=config.pipeline.memory
-        ),
+        schedule=_read(ScheduleOptions, "schedule", config, value=None, chunks=None),
         zero=_zero(config),
         precision=_precision(config),
         clip=config.gradient_clipping or None,
         nan_loss=config.nan_loss,
         reduction=_reduction(config),
         compression=_compression(config),
-        recompute=_renamed(
-            Recomputation,
-            config.recomputation,
-            groups="number_checkpoints",
-            layers="checkpointable_layers",
-            contiguous="contiguous_memory_optimization",
-            synchronize="synchronize_checkpoint_boundary",
+        recompute=_read(
+            Recomputation, "recompute", config.model_copy(update={"activation_checkpointing": config.recomputation})
         ),
-        compile=Compile(backend=compiled.backend, kwargs=compiled.kwargs) if compiled.enabled else None,
-        checkpoint=_checkpoint(config),
+        compile=compiled if config.compile.enabled else None,
+        checkpoint=_read(
+            Checkpoints,
+            "checkpoint",
+            config,
+            tag_validation=config.checkpoint.tag_validation.lower(),
+            resume=config.checkpoint.resume == "auto",
+            background=config.checkpoint.async_,
+        ),
         monitor=_monitoring(config),
         local_updates=None if config.local_updates is None else _local_updates(config.local_updates),
         lora=None if lora is None else Lora.of(lora.model_dump()),
         sparse_attention=None if sparse.mode is None else SparseAttention.of(sparse.given),
-        tuning=Tuning(
-            memory=tuning.memory,
-            least=tuning.min_train_micro_batch_size_per_gpu,
-            most=tuning.max_train_micro_batch_size_per_gpu,
-            sizes=tuning.num_tuning_micro_batch_sizes,
-            first_step=tuning.start_profile_step,
-            last_step=tuning.end_profile_step,
-            results=tuning.results_dir,
-        )
-        if tuning.enabled
-        else None,
+        tuning=tuning if config.autotuning.enabled else None,
         drop_last=config.dataloader_drop_last,
         seed=config.seed,
         names=key_of,
     )
 
 
-def _renamed(kind: type[S], section: Section, **keys: str) -> S:
-    """Return an option section from a configuration's section, whose keys have the same names but for ``keys``."""
-    return kind(**{each.name: getattr(section, keys.get(each.name, each.name)) for each in declared(kind)})
+def _read(kind: type[S], path: str, config: Config, **given: Any) -> S:
+    """Return a section of options: the values of their keys, and those that are given.
+
+    Args:
+        kind: class of the section.
+        path: the section's path in the options.
+        config: the configuration.
+        given: values of the options that are not, one for one, the value of a key.
+    """
+    for each in declared(kind):
+        if each.name not in given:
+            key = key_of(f"{path}.{each.name}")
+            given[each.name] = functools.reduce(getattr, key.split("."), config)
+    with errors_of(path):
+        return kind(**given)
+
+
+@contextmanager
+def errors_of(path: str) -> Iterator[None]:
+    """Make the errors of a section those of the options at its path."""
+    try:
+        yield
+    except OptionError as error:
+        raise error.within(path) from error
+
+
+def notes_of(config: Config) -> list[str]:
+    """Return notes on the keys of a configuration that have no effect, and on its options that have none."""
+    notes = config.notes()
+    noted = {note.partition(" ")[0] for note in notes}
+    others = [note.spelled(key_of) for note in options_of(config).notes()]
+    return notes + [note for note in others if note.partition(" ")[0] not in noted]
 
 
 def batch_of(config: Config, replicas: int) -> Batch:
@@ -198,52 +219,29 @@ def batch_of(config: Config, replicas: int) -> Batch:
 
 
 def _batch(config: Config) -> Batch:
-    counted = config.managed_gradient_accumulation
     if config.elasticity.enabled:  # it chooses them for a number of replicas
-        return Batch(counted=counted)
-    return Batch(
-        size=config.train_batch_size,
-        microbatch=config.train_micro_batch_size_per_gpu,
-        microbatches=config.gradient_accumulation_steps,
-        counted=counted,
-    )
+        return Batch(counted=config.managed_gradient_accumulation)
+    return _read(Batch, "batch", config)
 
 
 def _zero(config: Config) -> Zero:
     zero = config.zero_optimization
-    stage: Any = "auto" if config.tunes_stage else zero.stage
-    given = {
-        each.name: getattr(zero, _ZERO.get(each.name, each.name))
-        for each in declared(Zero)
-        if each.name not in ("stage", "leaf_modules", "offload_optimizer", "offload_parameters")
-    }
-    return Zero(
-        **given | {name: given[name] or 0 for name in ("persistence_threshold", "max_reuse_distance")},
-        stage=stage,
-        leaf_modules=_renamed(LeafModules, zero.leaf_module),
-        offload_optimizer=OffloadOptimizer(
-            **_offload(zero.offload_optimizer),
-            pipeline_read=zero.offload_optimizer.pipeline_read,
-            pipeline_write=zero.offload_optimizer.pipeline_write,
-        ),
-        offload_parameters=Offload(**_offload(zero.offload_param)),
+    return _read(
+        Zero,
+        "zero",
+        config,
+        stage="auto" if config.tunes_stage else zero.stage,
+        persistence_threshold=zero.stage3_param_persistence_threshold or 0,
+        max_reuse_distance=zero.stage3_max_reuse_distance or 0,
+        leaf_modules=_read(LeafModules, "zero.leaf_modules", config),
+        offload_optimizer=_read(OffloadOptimizer, "zero.offload_optimizer", config),
+        offload_parameters=_read(Offload, "zero.offload_parameters", config),
     )
-
-
-def _offload(section: OffloadConfig) -> dict[str, Any]:
-    return {"device": section.device, "path": section.nvme_path, "pin_memory": section.pin_memory}
 
 
 def _precision(config: Config) -> Precision:
     autocast, amp, half = config.torch_autocast, config.amp, config.fp16
-    scale = LossScale(
-        fixed=half.loss_scale or None,
-        initial_power=half.initial_scale_power,
-        window=half.loss_scale_window,
-        hysteresis=half.hysteresis,
-        consecutive_hysteresis=half.consecutive_hysteresis,
-        minimum=half.min_loss_scale,
-    )
+    scale = _read(LossScale, "precision.loss_scale", config, fixed=half.loss_scale or None)
     to = None
     if autocast.enabled:
         to = {"bfloat16": "bf16", "float16": "fp16"}.get(autocast.dtype, autocast.dtype)
@@ -251,28 +249,25 @@ def _precision(config: Config) -> Precision:
         # apex: starts at 2^16, doubled after 2000 steps without overflow, halved at each overflow
         to = "fp16"
         scale = LossScale(fixed=amp.loss_scale, window=2000, hysteresis=1, minimum=amp.min_loss_scale or 1.0)
-    made: Any = {
-        "weights": "bf16" if config.bf16.enabled else "fp16" if half.enabled else None,
-        "master_weights": not (config.bf16.enabled and config.bf16.bf16_master_weights_and_grads),
-        "buffers": config.data_types.buffer_dtype,
-        "autocast": to,
-        "loss_scale": scale,
-    }
-    return Precision(**made)
+    return _read(
+        Precision,
+        "precision",
+        config,
+        weights="bf16" if config.bf16.enabled else "fp16" if half.enabled else None,
+        master_weights=not (config.bf16.enabled and config.bf16.bf16_master_weights_and_grads),
+        autocast=to,
+        loss_scale=scale,
+    )
 
 
 def _reduction(config: Config) -> GradientReduction:
-    kind = config.gradient_compression.type
-    named = kind if kind in ("fp16", "bf16") else None
-    made: Any = {"dtype": config.communication_data_type or named}
-    return GradientReduction(
-        **made,
-        op=config.gradient_allreduce_op,
-        low_precision_modules=config.torch_autocast.lower_precision_safe_modules or None
-        if config.torch_autocast.enabled
-        else None,
-        prescale=config.prescale_gradients,
-        predivide=config.gradient_predivide_factor,
+    kind, autocast = config.gradient_compression.type, config.torch_autocast
+    return _read(
+        GradientReduction,
+        "reduction",
+        config,
+        dtype=config.communication_data_type or (kind if kind in ("fp16", "bf16") else None),
+        low_precision_modules=autocast.lower_precision_safe_modules or None if autocast.enabled else None,
     )
 
 
@@ -287,59 +282,30 @@ def _compression(config: Config) -> GradientCompression | None:
     return None
 
 
-def _checkpoint(config: Config) -> Checkpoints:
-    section = config.checkpoint
-    made: Any = {"tag_validation": section.tag_validation.lower()}
-    return Checkpoints(
-        **made,
-        folder=section.dir,
-        every=section.every,
-        keep=section.keep,
-        resume=section.resume == "auto",
-        background=section.async_,
-        on_failure=section.on_failure,
-        verify=section.verify,
-        patience=section.patience,
-    )
-
-
 def _monitoring(config: Config) -> Monitoring:
     def folder(section: MonitorConfig) -> str | None:
-        return str(Path(section.output_path) / section.job_name) if section.enabled else None
+        return str(section.folder) if section.enabled else None
 
-    profile, log, wandb = config.flops_profiler, config.comms_logger, config.wandb
-    return Monitoring(
-        print_every=config.steps_per_print,
+    log = config.comms_logger
+    operations = None if log.prof_all else tuple(sorted(log.wanted))
+    return _read(
+        Monitoring,
+        "monitor",
+        config,
         json=folder(config.json_monitor),
         tensorboard=folder(config.tensorboard),
         csv=folder(config.csv_monitor),
-        wandb=Wandb(project=wandb.project, group=wandb.group, team=wandb.team) if wandb.enabled else None,
-        histograms=Histograms(every=config.histograms.every, bins=config.histograms.bins),
-        breakdown=config.wall_clock_breakdown,
-        trace=Trace(step=config.timeline.step, file=config.timeline.file),
-        profile=Profile(
-            step=profile.profile_step,
-            recompute_factor=profile.recompute_fwd_factor,
-            depth=profile.module_depth,
-            top_modules=profile.top_modules,
-            detailed=profile.detailed,
-            file=profile.output_file,
-        )
-        if profile.enabled
-        else None,
-        communication=CommunicationLog(
-            operations=None if log.prof_all else tuple(sorted(log.wanted)), verbose=log.verbose, callers=log.debug
-        )
+        wandb=_read(Wandb, "monitor.wandb", config) if config.wandb.enabled else None,
+        histograms=_read(Histograms, "monitor.histograms", config),
+        trace=_read(Trace, "monitor.trace", config),
+        profile=_read(Profile, "monitor.profile", config) if config.flops_profiler.enabled else None,
+        communication=_read(CommunicationLog, "monitor.communication", config, operations=operations)
         if log.enabled
         else None,
-        memory=config.memory_breakdown,
-        state=config.dump_state,
-        peak_tflops=config.peak_tflops,
-        log_level=config.log_level,
     )
 
 
 def _local_updates(section: Any) -> LocalSGD:
-    kept = ("type", *section.OPTIONS[section.type], "every", "start_step")
-    kept += () if section.type == "async_diloco" else ("average_optimizer",)
-    return LocalSGD.of({key: getattr(section, key) for key in kept if getattr(section, key) is not None})
+    kept = ("type", *section.OPTIONS[section.type], "every", "start_step", "average_optimizer")
+    with errors_of("local_updates"):
+        return LocalSGD.of({key: getattr(section, key) for key in kept if getattr(section, key) is not None})

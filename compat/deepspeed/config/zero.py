@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from .base import Section, extra_of, idle, refused, setting
+from .base import Section, idle, refused, setting
 
 # Default of reduce_bucket_size, and its "auto".
 _BUCKET = 2**22
@@ -30,25 +30,10 @@ class OffloadConfig(Section):
     buffer_size: Any = idle(_MAPPED)
     max_in_cpu: Any = idle(_MAPPED)
 
-    def notes(self) -> list[str]:
-        """Return notes on the keys that have no effect, with the reason."""
-        notes = []
-        if self.nvme_path is not None and self.device != "nvme":
-            notes.append("nvme_path does nothing without device nvme: write that device, or leave nvme_path out")
-        if self.pin_memory and self.device == "nvme":
-            notes.append("pin_memory does nothing with device nvme: pages of a file cannot be pinned")
-        return notes + super().notes()
-
     @model_validator(mode="before")
     @classmethod
     def _null(cls, values: Any) -> Any:
         return {} if values is None else values
-
-    @model_validator(mode="after")
-    def _needs_folder(self) -> OffloadConfig:
-        if self.device == "nvme" and not self.nvme_path:
-            raise ValueError("device nvme needs nvme_path, a folder on the disk: write it")
-        return self
 
 
 class OffloadOptimizerConfig(OffloadConfig):
@@ -219,50 +204,3 @@ class ZeroConfig(Section):
         if f"stage3_{name}" in type(self).model_fields:
             return getattr(self, f"stage3_{name}")
         return super().__getattr__(name)  # type: ignore[misc]  # pydantic hides it from type checkers
-
-    @model_validator(mode="after")
-    def _check_zeropp(self) -> ZeroConfig:
-        """Refuse keys of ZeRO++ that contradict other keys."""
-        if self.zero_quantized_gradients and not self.reduce_scatter and self.stage:
-            raise ValueError(
-                "zero_quantized_gradients is true and reduce_scatter is false, but quantized gradients are always "
-                "reduce-scattered: change one of them"
-            )
-        if self.zero_hpz_partition_size > 1 and self.stage == 3 and self.offload_param.device != "none":
-            raise ValueError(
-                f"zero_hpz_partition_size is {self.zero_hpz_partition_size}, which keeps a second shard of the weights "
-                "on the device, but offload_param moves the first one off it to save memory: leave one of them out"
-            )
-        return self
-
-    def notes(self) -> list[str]:
-        """Return notes on the keys that have no effect in this stage, with the reason."""
-        notes = []
-        if self.offload_param.device != "none" and self.stage < 3:
-            notes.append(
-                f"offload_param stores shards of the weights, and in stage {self.stage} they are whole: it does "
-                "nothing; set stage 3, or leave it out"
-            )
-        kept = self.stage3_keep_gathered and self.stage3_max_live_parameters is None and self.stage == 3
-        if self.zero_hpz_partition_size > 1 and kept:
-            notes.append(
-                "zero_hpz_partition_size keeps no second shard: stage3_keep_gathered gathers weights once a step"
-            )
-        for key in sorted(self.model_fields_set):
-            stages = _STAGES.get(key, (3,) if key.startswith("stage3") else (0, 1, 2, 3))
-            acts = "x-status" not in extra_of(type(self).model_fields[key])
-            if acts and self.stage not in stages and getattr(self, key) != type(self).model_fields[key].default:
-                notes.append(f"{key} acts in stage {' and '.join(map(str, stages))}, not in stage {self.stage}")
-        return notes + super().notes()
-
-
-_STAGES = {
-    "zero_quantized_weights": (3,),
-    "zero_quantized_nontrainable_weights": (3,),
-    "zero_quantized_gradients": (1, 2, 3),
-    "zero_hpz_partition_size": (3,),
-    "reduce_scatter": (1, 2, 3),
-    "reduce_each_microbatch": (2, 3),
-    "allgather_partitions": (1, 2),
-    "allgather_bucket_size": (1, 2),
-}
