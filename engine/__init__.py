@@ -8,8 +8,9 @@ module_engine.py      ModuleEngine: forward, ``backward`` and ``step`` of any ``
 optimizer_step.py     OptimizerStep: sums loss and norm over ranks, divides once by the weight of the batch, steps
 replica_buffers.py    ReplicaBuffers: batch norm's statistics and other buffers, equal on all replicas
 named_parameters.py   parameters with their whole-model names
+step_observer.py      StepObserver: base class of observers of steps, which may leave a step out
 observer.py           records, prints and traces steps
-instrument.py         autocast, profilers and loggers around an engine's methods
+instrument.py         autocast, profilers and loggers around the parts of a step
 snapshot/             saving and loading: from an engine to a Snapshot and back
 setup/                from options to the parts of an engine: precision, ZeRO's options, recomputation
 accounting/           memory and traffic of a rank, counted beside the formulas; the profile of a step

@@ -20,6 +20,8 @@ from ..agreement.agreement import agreed, totals
 from ..base.checks import check_count, check_kind, check_path
 from ..base.errors import ConfigError
 from ..base.option_error import Note
+from ..base.parts import Parts
+from ..checkpoint.auto import AutoSaver
 from ..checkpoint.protocol import Snapshot
 from ..context.sparse_layers import set_sparse_attention
 from ..data.dataloader import Loader, TokenLoader, make_loader
@@ -28,7 +30,6 @@ from ..grid import Grid
 from ..grid.assemble import Shard, assemble
 from ..grid.comm.traffic import Sent
 from ..moe.auxiliary_steps import AuxiliarySteps
-from ..monitor.method_hooks import hook_method
 from ..monitor.monitor import Monitor
 from ..monitor.trace import comms_logger as comms
 from ..options.compilation import Compile
@@ -37,13 +38,13 @@ from ..pipe.module import PipelineModule
 from ..pipe.program.schedule import Schedule
 from ..zero.data_axis import ZeroDataAxis
 from ..zero.gathered_parameters import gathered
-from ..zero.protocols import MakeOptimizer
+from ..zero.optimizer import OptimizerFactory
 from ..zero.synchronous_replicas import SynchronousReplicas
 from .accounting.memory import MemoryAccounts
 from .accounting.traffic import traffic_formulas
 from .instrument import instrument
 from .named_parameters import named_parameters
-from .observer import StepObserver
+from .observer import RecordingObserver
 from .optimizer_step import OptimizerStep
 from .replica_buffers import ReplicaBuffers
 from .setup.arguments import (
@@ -66,6 +67,7 @@ from .setup.tuning import find_sizes
 from .setup.zero import one_replica_note, unsharded_note, zero_options
 from .snapshot.capture import ReplicaState
 from .snapshot.checkpointer import Checkpointer, check_state
+from .step_observer import StepObserver
 
 if TYPE_CHECKING:
     from ..local_sgd.local_replicas import LocalReplicas
@@ -80,13 +82,13 @@ class TrainingParts(NamedTuple):
     """Optimizer, schedule and data of a new engine.
 
     Attributes:
-        make_optimizer: makes the optimizer from parameter groups. None if the model is only evaluated.
+        optimizer: makes the optimizer from parameter groups. None if the model is only evaluated.
         groups: parameter groups, (options, parameters).
         training_data, collate_fn: arguments of ``Engine``.
         make_scheduler: makes the learning-rate schedule over the optimizer. None without one.
     """
 
-    make_optimizer: MakeOptimizer | None
+    optimizer: OptimizerFactory | None
     groups: Groups
     training_data: Dataset[Any] | TokenData | None = None
     make_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
@@ -118,7 +120,9 @@ class Engine:
         accounts: counts this rank's memory.
         record_memory: set it to True to count the memory of the next steps while they run, for ``memory_report``.
         auxiliary: auxiliary losses and expert loads, if the model has a mixture of experts.
-        observer: records, prints and traces steps.
+        parts: contexts around the named parts of a step, for measurements.
+        observers: observers of steps, which each step calls in order.
+        observer: the first of them; records, prints and traces steps.
         loss_scaler: fp16's loss scale; None without fp16.
         compilation: compiled layers, with counts of their graphs; None without ``compile``.
 
@@ -131,12 +135,14 @@ class Engine:
     optimizer: torch.optim.Optimizer | None
     data_axis: ZeroDataAxis
     auxiliary: AuxiliarySteps
-    observer: StepObserver
+    observer: RecordingObserver
     accounts: MemoryAccounts
     compilation: Compilation | None
     lr_scheduler: LRScheduler | None
     training_dataloader: Loader | TokenLoader | None
     record_memory = False
+    PARTS: tuple[str, ...]  # names of the parts of a step
+    _saver: AutoSaver | None = None  # of automatic checkpoints
     _samples_before = 0  # samples of the steps before the batch got its present size
     _batch_size_since = 0  # the step from which the batch has its present size
 
@@ -180,7 +186,7 @@ class Engine:
         groups = optimizer_groups(model, options.optimizer, parameters)
         if hasattr(model, "lora_options"):
             require_adapters(groups, model)
-        make = choose_optimizer(options, grid, groups)
+        factory = choose_optimizer(options, grid, groups)
         make_scheduler = choose_scheduler(options)
         require_same_model(grid, model, groups, options.optimizer)
         if options.sparse_attention is not None:
@@ -188,7 +194,7 @@ class Engine:
                 model, grid, {"mode": options.sparse_attention.mode, **options.sparse_attention.plain(given=True)}
             )
         data = None if tuned else training_data
-        parts = TrainingParts(make, groups, data, make_scheduler, collate_fn)
+        parts = TrainingParts(factory, groups, data, make_scheduler, collate_fn)
 
         self.module = model
         self.global_steps = 0
@@ -198,7 +204,9 @@ class Engine:
         self._step_grid = grid if self._strategy is None else self._strategy.step_grid(grid)
         self._options = zero_options(options, self._step_grid, model)
         self.loss_scaler = make_loss_scaler(options.precision)
+        self.parts = Parts(*self.PARTS)
         self._build(schedule, parts)
+        self.observers: list[StepObserver] = [self.observer]
         require_fitting(named_compressor(options), self.optimizer)
         self._built()
         kind: Any = self  # of one of the two kinds
@@ -765,17 +773,16 @@ class Engine:
         if options.resume and options.folder is not None:
             with self.all_or_none("resume"):
                 self.checkpointer.resume(options.folder)
-        saver = self.checkpointer.auto_saver()
-        if saver is None:
-            return
+        self._saver = self.checkpointer.auto_saver()
 
-        def step_and_save(take_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            result = take_step(*args, **kwargs)
+    def _save_if_due(self) -> None:
+        """Save an automatic checkpoint if a step was taken and one is due. Collective after a step."""
+        if self._saver is not None:
             with self.all_or_none("checkpoint"):
-                saver.after_call(self.global_steps, self.checkpointer.may_save)
-            return result
+                self._saver.after_call(self.global_steps, self._may_save)
 
-        hook_method(self, "train_batch" if hasattr(self, "train_batch") else "step", step_and_save)
+    def _may_save(self) -> bool:
+        return all(observer.may_save() for observer in self.observers) and self.checkpointer.may_save()
 
     def set_position(self, steps: int, samples: int) -> None:
         """Set the counters of steps and samples, and discard the gradients of an unfinished step."""

@@ -1,19 +1,17 @@
 """Instruments of an engine: autocast, profilers and loggers of its passes.
 
-The engine has no code for instruments. Each instrument replaces methods of an engine whose options enable it, so
-that a disabled instrument costs no time.
+An instrument is a context around parts of a step (``engine.parts``) or around ops of the executor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..base.dtypes import dtype_of
 from ..grid.comm.timeline_recorder import TimelineRecorder
-from ..monitor.method_hooks import Hook, hook_method
 from ..monitor.trace import comms_logger
 from ..pipe.backward import Deferred, SplitBackward
 from ..pipe.program.ops import COMPUTE
@@ -62,30 +60,20 @@ def _install_autocast(engine: PipelineEngine | ModuleEngine, dtype: torch.dtype)
                 engine.executor.wrap(each, lambda op: SplitBackward(Deferred()))
         return
 
-    def under_autocast(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(kind, dtype=dtype):
-            return call(*args, **kwargs)
-
-    hook_method(engine, "forward", under_autocast)
+    engine.parts.watch("forward", lambda: torch.autocast(kind, dtype=dtype))
 
 
 def _record_spans(engine: PipelineEngine | ModuleEngine, recorder: TimelineRecorder) -> None:
     """Record passes and steps as spans of the timeline of ``triax run --timeline``, beside its collectives."""
 
-    def span(kind: str, name: Callable[[], str]) -> Hook:
-        def hook(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            with recorder.span(name(), kind):
-                return call(*args, **kwargs)
+    def step() -> AbstractContextManager[None]:
+        return recorder.span(f"step {engine.global_steps + 1}", "step")
 
-        return hook
-
-    step = span("step", lambda: f"step {engine.global_steps + 1}")
-    hook_method(engine.data_axis, "step", span("optimizer", lambda: "optimizer"))
+    engine.parts.watch("optimizer", lambda: recorder.span("optimizer", "optimizer"))
+    engine.parts.watch("step", step)
     if is_pipelined(engine):
         for kind in COMPUTE:
             engine.executor.wrap(kind, lambda op: recorder.span(str(op), "compute"))
-        hook_method(engine, "train_batch", step)
         return
-    hook_method(engine, "forward", span("compute", lambda: "forward"))
-    hook_method(engine, "backward", span("compute", lambda: "backward"))
-    hook_method(engine, "step", step)
+    engine.parts.watch("forward", lambda: recorder.span("forward", "compute"))
+    engine.parts.watch("backward", lambda: recorder.span("backward", "compute"))

@@ -75,6 +75,7 @@ class ModuleEngine(Engine):
     """
 
     micro_steps = 0
+    PARTS = ("forward", "backward", "step", "reduce", "optimizer")
 
     @classmethod
     def trains(cls, model: Any) -> bool:
@@ -101,18 +102,20 @@ class ModuleEngine(Engine):
         self.auxiliary = AuxiliarySteps(module, grid, self._auxiliary)
         self.compilation = compile_module(module, options, grid)
         self.recompute = recompute_blocks(module, options, grid, self._dropout or DropoutState(options.seed))
-        make, zero = parts.make_optimizer, options.zero
+        factory, zero = parts.optimizer, options.zero
         if self._step_grid is not grid:
             broadcast_weights(module, grid, set())  # the data axis of one replica does not make replicas start equal
-        broadcast_weights(module, self._step_grid, {p for _, group in parts.groups for p in group} if make else set())
+        broadcast_weights(
+            module, self._step_grid, {p for _, group in parts.groups for p in group} if factory else set()
+        )
         layout = (self._step_grid, self._options, zero.bucket_size)
         common: dict[str, Any] = {"module": module, "keep": zero.keep_gathered}
         self.optimizer: ModuleOptimizer | None = None
-        if make is None:
+        if factory is None:
             self.backward_passes = BackwardPasses([], *layout, None, **common)
         else:
             listed = [{**options, "params": group} for options, group in parts.groups]
-            self.optimizer = ModuleOptimizer(make, listed, *layout, **common)
+            self.optimizer = ModuleOptimizer(factory, listed, *layout, **common)
             self.backward_passes = self.optimizer.backward_passes
         self.data_axis = self.backward_passes.data_axis
         self.backward_passes.origin = self._scales.origin
@@ -145,7 +148,7 @@ class ModuleEngine(Engine):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on its device. Under fp16 and bf16, floating-point inputs take the dtype of its weights."""
-        with self.all_or_none("forward"):
+        with self.parts("forward"), self.all_or_none("forward"):
             graph, trains = torch.is_grad_enabled(), self.module.training
             if graph and self._scales.any:  # before the cast: gradients are divided in the inputs' own dtype
                 (args, kwargs), _ = rescaled((args, kwargs), self._missing_scale, True, self._keeps_dtype)
@@ -164,6 +167,8 @@ class ModuleEngine(Engine):
             self._auxiliary.scale = self.optimizer_step.scale
             with counting:
                 y = self.module(*args, **kwargs)
+            if trains:
+                self.observer.count_tokens((*args, *kwargs.values()))
             if graph:
                 self.backward_passes.watch(y)
             if graph and (self._scales.any or not trains):
@@ -196,7 +201,7 @@ class ModuleEngine(Engine):
             RuntimeError: if there is no optimizer, if the loss is not a number or has no graph, if it is the mean over
                 a part of a sequence, or if this is a second backward pass of a step's last microbatch.
         """
-        with self.all_or_none("backward"):
+        with self.parts("backward"), self.all_or_none("backward"):
             if self.optimizer is None:
                 raise AgreedError(NO_OPTIMIZER)
             loss = share_of_mean(loss, self.grid.context, "engine.backward(loss)")
@@ -243,7 +248,7 @@ class ModuleEngine(Engine):
             RuntimeError: if there is no optimizer, if no backward pass was run since the last call, or if called inside
                 ``no_sync``.
         """
-        with self.all_or_none("step"):
+        with self.parts("step"), self.all_or_none("step"):
             if self.optimizer is None:
                 raise AgreedError(NO_OPTIMIZER)
             if self.in_no_sync:
@@ -288,6 +293,7 @@ class ModuleEngine(Engine):
                 self._engine_backwards, self._scaled_by_user = 0, False
                 self._outputs_opaque = self._eval_outputs_opaque = self._outputs_entered = False
                 self._mark_last()
+        self._save_if_due()
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -340,14 +346,16 @@ class ModuleEngine(Engine):
                 problem = self.options.say("under <local_updates> replicas step by themselves: set <clip>")
             if problem is not None:
                 raise AgreedError(f"gradients were read or clipped, but {problem}")
-        passes.reduce()
+        with self.parts("reduce"):
+            passes.reduce()
         weight = self._step_grid.data.size * self.batch.accumulation
         return weight * self._options.divisor * self.optimizer_step.scale
 
     def _step(self, grid: Grid, optimizer: ModuleOptimizer, lr_kwargs: Mapping[str, Any] | None) -> None:
         self.backward_passes.require_unchanged()
         reduced = self.backward_passes.reduced
-        self.backward_passes.reduce()
+        with self.parts("reduce"):
+            self.backward_passes.reduce()
         self.data_axis.access.take_back(look=reduced)
         losses, self._losses = self._losses, []
         # Tensor ranks hold the same loss: the first one counts. On a GPU the sum is a tensor, so that nothing waits.
@@ -358,26 +366,28 @@ class ModuleEngine(Engine):
             *([float(self.replica_buffers.strayed())] if self.replica_buffers else []),
         ]
         unused, total, *strayed = self.optimizer_step.totals(grid, values)
-        known = len(losses) > 0
-        loss = torch.tensor(total / grid.data.size if known else math.nan, dtype=torch.float64)
+        value = total / grid.data.size if losses else None
+        loss = torch.tensor(math.nan if value is None else value, dtype=torch.float64)
         self.backward_passes.stepped = True  # also if the step is left out
         self._scales.steps += 1
-        weight, skipped = grid.data.size * self.batch.accumulation, self.skipped_steps
-        self.optimizer_step.take(
-            grid,
-            total if known else None,
-            weight,
-            unused,
-            lambda: {index: (each,) for index, each in enumerate(losses)},
-            optimizer.update,
-            lambda: advance_schedule(self.lr_scheduler, optimizer, loss if known else None, lr_kwargs),
-        )
+        weight = grid.data.size * self.batch.accumulation
+        own = {index: (each,) for index, each in enumerate(losses)}
+        taken = self.optimizer_step.decide(grid, value, weight, own, self.observers)
+        if taken:
+            factor = self.optimizer_step.factor(grid)
+            # A parameter without a gradient on any rank stands still, as under torch's optimizers. This is rare.
+            optimizer.prepared = factor, self.data_axis.without_gradient() if unused else set()
+            with self.parts("optimizer"):
+                optimizer.step()
+            advance_schedule(self.lr_scheduler, optimizer, None if value is None else loss, lr_kwargs)
+            self.optimizer_step.advance(grid)
         if self.auxiliary:
-            self.auxiliary.end(grid, weight, self.skipped_steps > skipped, self.grid.rank == 0)
+            self.auxiliary.end(grid, weight, not taken, self.grid.rank == 0)
         if strayed:
             self.replica_buffers.synchronize(strayed[0] > 0)
         self.global_steps += 1
-        self.observer.end_step(grid, loss)
+        for observer in self.observers:
+            observer.after_step(grid, loss)
         log_profile(self.recompute)
 
     def _require_one_loss(self, *following: tuple[int | None, int]) -> None:
@@ -506,6 +516,8 @@ class ModuleEngine(Engine):
         """
         if self._sent_before is None:
             self._sent_before = self.grid.traffic.report()
+            for observer in self.observers:
+                observer.before_step()
             if self.record_memory:
                 self.accounts.begin()
         if self.backward_passes.stepped:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from ..base.records import Records, append
 from ..grid import Grid
 from ..grid.comm.clock import Clock, Mark
 from ..monitor.files import RUN, TIMELINE
-from ..monitor.method_hooks import hook_method
 from ..monitor.mfu import MfuMeter, slowest_peak, tokens_in
 from ..monitor.monitor import Monitor
 from ..monitor.protocol import StepMetrics, StepRecord
@@ -27,28 +26,28 @@ from ..monitor.run_record import write_run
 from ..monitor.step_record import time_parts
 from ..monitor.step_timer import StepTimer
 from ..monitor.trace.trace import trace_step
-from ..monitor.wall_clock import PartMeans, deepspeed_times, print_means
+from ..monitor.wall_clock import PartMeans, phase_times, print_means
 from ..monitor.writers import make_writers
 from ..options.monitoring import Monitoring
 from ..pipe.executor import Executor
-from ..pipe.microbatches import MicrobatchFeed
 from ..pipe.program.ops import COMPUTE, Op
 from ..pipe.program.timeline import CollectiveSpan, OpMarks, Span, Timeline
 from ..zero.histograms import parameter_histograms
 from .accounting.run_record import run_record
+from .step_observer import StepObserver
 
-_PRINT_EVERY = 10  # steps between two prints of monitor.breakdown without print_every, as in DeepSpeed
+_PRINT_EVERY = 10  # steps between two prints of monitor.breakdown without print_every
 
 
-class StepObserver:
-    """Base class of ``PipelineObserver`` and ``ModuleObserver``: observes the steps of one engine.
+class RecordingObserver(StepObserver):
+    """Base class of ``PipelineObserver`` and ``ModuleObserver``: records the steps of one engine.
 
-    The engine calls ``begin_step`` and ``end_step``. If nothing is to be observed they return at once.
+    Without anything to record, its methods return at once.
 
     Args:
         engine: the engine.
-        phases: the methods to time in a step: owner, name, kind of the phase.
-        forward: the method that runs forward passes: owner, name.
+        phases: the parts of a step to time.
+        forward: the part that runs the layers.
 
     Attributes:
         monitor: writes the numbers of each step on rank 0; does nothing on other ranks.
@@ -57,14 +56,14 @@ class StepObserver:
         mfu: counts the model's FLOPs; None if nothing is written or the devices' peak is not known.
     """
 
-    def __init__(self, engine: Any, phases: list[tuple[Any, str, str]], forward: tuple[Any, str]) -> None:
+    def __init__(self, engine: Any, phases: tuple[str, ...], forward: str) -> None:
         self._engine: Any = weakref.proxy(engine)  # the engine holds the observer
         self._grid, self._phases, self._forward = engine.grid, phases, forward
         self.monitor, self._records = Monitor(), Records()
         self.report: dict[str, Any] = {}
         self.trace: Path | None = None
         self.mfu: MfuMeter | None = None
-        self._active = False
+        self._active = self._counts_tokens = False
         self._timer, self._means = StepTimer(engine.grid), PartMeans()
         self._began, self._since = 0.0, 0  # time at which the step began; the first step of this process
         self._tokens = 0  # of this step, on this replica
@@ -79,10 +78,9 @@ class StepObserver:
         self.monitor = make_monitor(options, self._grid, engine)
         if options.monitored:
             peak = options.peak_tflops if options.peak_tflops is not None else slowest_peak(self._grid, engine.module)
-            if self._grid.rank == 0:
-                self._hook_batches()
+            self._counts_tokens = self._grid.rank == 0
             if peak is not None:
-                self.mfu = MfuMeter(self._grid, peak, engine.module, *self._forward)
+                self.mfu = MfuMeter(self._grid, peak, engine.module, engine.parts, self._forward)
         if options.breakdown or options.trace.step is not None or options.monitored:
             self._active = True
             self._prepare()
@@ -102,19 +100,13 @@ class StepObserver:
         self._active = True
         self._prepare()
 
-    def begin_step(self) -> None:
-        """Begin a step; record it if its record is wanted."""
-        if self._active:
-            self._began = time.perf_counter()
-            self._timer.begin()
+    def count_tokens(self, inputs: Any) -> None:
+        """Count the tokens of the inputs of one microbatch, if numbers are written."""
+        if self._counts_tokens:
+            self._tokens += tokens_in(inputs)
 
-    def end_step(self, grid: Grid, loss: Tensor) -> None:
-        """End a step: write its loss and other numbers, and prepare for the next step.
-
-        Args:
-            grid: the grid whose ranks took the step.
-            loss: the loss of the step.
-        """
+    def after_step(self, grid: Grid, loss: Tensor) -> None:
+        """Write the step's loss and other numbers, and prepare for the next step."""
         clock = self._timer.clock
         self._since = self._since or self._engine.global_steps
         if clock is None and not self._active:
@@ -142,14 +134,10 @@ class StepObserver:
         # The memory of the second step is known after its end.
         if options.json is not None and (engine.global_steps <= self._since + 2 or self.trace is not None):
             self._write_run(grid)
-        self.trace, self._tokens = None, 0
+        self.trace = None
         self._prepare()
 
     # ---------------------------------------------------------------------------- defined by each kind of observer
-
-    def _hook_batches(self) -> None:
-        """Count the tokens of the microbatches of each step."""
-        raise NotImplementedError
 
     def _ops(self) -> list[OpMarks]:
         """Return the times at which each op of this step's program began and ended. Empty for a plain module."""
@@ -171,8 +159,14 @@ class StepObserver:
 
     # ------------------------------------------------------------------------------------------- before a step
 
+    def _begin(self) -> None:
+        """Begin a step; record it if its record is wanted."""
+        if self._active:
+            self._began, self._tokens = time.perf_counter(), 0
+            self._timer.begin()
+
     def _prepare(self) -> None:
-        """Install the hooks that the next step needs, and remove those it does not need."""
+        """Time the parts of the next step if its record is wanted."""
         options, step = self._engine.options.monitor, self._engine.global_steps + 1
         if options.trace.step == step and self.trace is None:
             self.trace = _trace_file(options)
@@ -180,7 +174,7 @@ class StepObserver:
         if options.json is not None and self._since and step == self._since + 1:
             self._begin_memory()
         if options.breakdown or self.trace is not None:
-            self._timer.install(self._phases)
+            self._timer.install(self._engine.parts, self._phases)
         else:
             self._timer.remove()
 
@@ -218,7 +212,7 @@ class StepObserver:
         if mfu is not None:
             timings["mfu"] = mfu
         if recorded and engine.options.monitor.breakdown:
-            timings |= {f"elapsed_time_ms_{part}": 1e3 * value for part, value in deepspeed_times(recorded).items()}
+            timings |= {f"elapsed_time_ms_{part}": 1e3 * value for part, value in phase_times(recorded).items()}
         return timings
 
     def _show(self, record: StepRecord) -> None:
@@ -242,25 +236,22 @@ class StepObserver:
                 write_run(folder, record)
 
 
-class PipelineObserver(StepObserver):
+class PipelineObserver(RecordingObserver):
     """Observer of a ``PipelineEngine``.
 
     Args:
         engine: the engine.
         executor: runs its programs.
-        feed: fetches its microbatches.
     """
 
-    def __init__(self, engine: Any, executor: Executor, feed: MicrobatchFeed) -> None:
-        phases = [
-            (feed, "fetch", "batch"),
-            (executor, "run", "program"),
-            (engine.data_axis, "finish", "reduce"),
-            (engine.data_axis, "step", "optimizer"),
-        ]
-        super().__init__(engine, phases, (engine.module, "run_stage"))
-        self._executor, self._feed = executor, feed
+    def __init__(self, engine: Any, executor: Executor) -> None:
+        super().__init__(engine, ("batch", "program", "reduce", "optimizer"), "stage")
+        self._executor = executor
         self._record_memory: bool | None = None  # what engine.record_memory was before _begin_memory
+
+    def before_step(self) -> None:
+        """Begin a step; record it if its record is wanted."""
+        self._begin()
 
     def program_clock(self, record_timeline: bool) -> Clock | None:
         """Return the clock that marks the ops of this step's program. None if the ops are not recorded."""
@@ -286,14 +277,6 @@ class PipelineObserver(StepObserver):
             tuple(tuple(Span(Op(*op), begin, end) for op, begin, end in spans) for spans, _ in ranks),
             tuple(tuple(CollectiveSpan(*span) for span in spans) for _, spans in ranks),
         )
-
-    def _hook_batches(self) -> None:
-        def count_tokens(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            microbatches, changed = call(*args, **kwargs)
-            self._tokens = sum(tokens_in(microbatch.inputs) for microbatch in microbatches)
-            return microbatches, changed
-
-        hook_method(self._feed, "fetch", count_tokens)
 
     def _ops(self) -> list[OpMarks]:
         return self._executor.marks
@@ -330,31 +313,15 @@ class PipelineObserver(StepObserver):
             self._engine.record_memory, self._record_memory = self._record_memory, None
 
 
-class ModuleObserver(StepObserver):
+class ModuleObserver(RecordingObserver):
     """Observer of a ``ModuleEngine``. A step begins where the one before ends."""
 
     def __init__(self, engine: Any) -> None:
-        methods = weakref.proxy(engine)
-        phases = [
-            (methods, "forward", "forward"),
-            (methods, "backward", "backward"),
-            (engine.backward_passes, "reduce", "reduce"),
-            (engine.data_axis, "step", "optimizer"),
-        ]
-        super().__init__(engine, phases, (methods, "forward"))
+        super().__init__(engine, ("forward", "backward", "reduce", "optimizer"), "forward")
 
     def _prepare(self) -> None:
         super()._prepare()
-        self.begin_step()
-
-    def _hook_batches(self) -> None:
-        def count_tokens(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            result = call(*args, **kwargs)
-            if self._engine.module.training:
-                self._tokens += tokens_in((*args, *kwargs.values()))
-            return result
-
-        hook_method(self._engine, "forward", count_tokens)
+        self._begin()
 
 
 def make_monitor(options: Monitoring, grid: Grid, engine: Any) -> Monitor:

@@ -1,17 +1,18 @@
 """The end of a training step, on both engines: from the gradients of the batch to the new weights.
 
 sum over all ranks    loss, weight and |gradient|^2, in one all-reduce          ``totals``
-divide                loss, gradients and norm by the batch's weight             ``take``, as all that follows
-skip                  the step, if loss or norm is not finite (``nan_loss``) or gradients overflow in fp16
-exchange              with gradient compression: sum the compressed gradients over the replicas, only now
-clip                  multiply the gradients by clip / norm
-update                the optimizer, the learning-rate schedule, fp16's loss scale
+decide                skip the step if an observer says so, if loss or norm is not finite (``nan_loss``),
+                      or if gradients overflow in fp16                           ``decide``
+scale                 one factor of the gradients: the batch's weight, the loss scale, clip / norm; with gradient
+                      compression, sum the compressed gradients over replicas    ``factor``
+step, publish         the optimizer, over ZeRO's shards                          ``ZeroDataAxis.step``
+end                   the learning-rate schedule, fp16's loss scale              ``advance``
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from ..optim.nonfinite import MicrobatchLosses, NonFinitePolicy
 from ..options.engine import EngineOptions
 from ..zero.data_axis import ZeroDataAxis
 from ..zero.norm import clip_factor
+from .step_observer import StepObserver
 
 
 class OptimizerStep:
@@ -45,6 +47,7 @@ class OptimizerStep:
         self._norm_wanted_late = False  # asked for once when the gradients were gone: from then on each step has it
         self._squares: list[Tensor] = []  # this rank's share of |gradient|^2, if this step computes it
         self._square: list[float] = []  # their sum over all ranks
+        self._divisor = 1.0  # of the summed gradients
 
     @property
     def scale(self) -> float:
@@ -54,8 +57,8 @@ class OptimizerStep:
     def totals(self, grid: Grid, values: Sequence[Tensor | float]) -> list[float]:
         """Sum numbers over all ranks of a grid, and with them the square of the gradient's norm. Collective.
 
-        The square is kept for ``take``. A single process computes it only if clipping, fp16 or compression needs it, or
-        if ``global_norm`` was called too late before.
+        The square is kept for ``decide``. A single process computes it only if clipping, fp16 or compression needs it,
+        or if ``global_norm`` was called too late before.
 
         Args:
             grid: the grid whose ranks take the step together.
@@ -70,48 +73,49 @@ class OptimizerStep:
         self._square = sums[len(values) :]
         return sums[: len(values)]
 
-    def take(
+    def decide(
         self,
         grid: Grid,
         loss: float | None,
         weight: float,
-        unused: float,
-        losses: Callable[[], MicrobatchLosses],
-        update: Callable[[float, Collection[Tensor]], None],
-        schedule: Callable[[], None],
-    ) -> None:
-        """Update the weights with the batch's gradients, unless the step must be skipped. Collective.
+        losses: MicrobatchLosses,
+        observers: Sequence[StepObserver],
+    ) -> bool:
+        """Return True if the step is taken, False if it is left out. Call ``totals`` before it.
 
-        ``totals`` must have been called before.
+        Collective if a value is not finite.
 
         Args:
             grid: the grid whose ranks take the step together.
-            loss: the loss summed over all ranks. None if the engine was not given a loss.
+            loss: the mean loss of the batch. None if the engine was not given a loss.
             weight: the weight of the batch, by which the summed gradients are divided.
-            unused: number of parameters without a gradient, summed over all ranks.
-            losses: function that returns this rank's losses by microbatch, for the error message.
-            update: function that runs the optimizer. It is given the factor by which gradients are multiplied, and the
-                parameters that are not updated.
-            schedule: function that advances the learning-rate schedule.
+            losses: this rank's losses by microbatch, for the error message.
+            observers: the engine's observers, each of which is asked.
 
         Raises:
             AgreedError: on every rank, if the loss or the norm is not finite and ``nan_loss`` is ``raise``.
         """
-        divisor = weight * self._data_axis.options.divisor * self.scale
-        self.norm = math.sqrt(self._square[0]) / divisor if self._square else None
-        skipped = self.nonfinite.skips(grid, loss, self.norm, losses, self._squares)
-        overflow = (
-            not skipped and self._loss_scaler is not None and self.norm is not None and not math.isfinite(self.norm)
-        )
-        if not (skipped or overflow):
-            factor = self._exchange(grid, divisor)
-            if self.clip is not None and self.norm is not None:
-                factor *= clip_factor(self.norm, self.clip)
-            # A parameter without a gradient on any rank stands still, as under torch's optimizers. This is rare.
-            update(factor, self._data_axis.without_gradient() if unused > 0 else ())
-            schedule()
-        if self._loss_scaler is not None and not skipped:
+        self._divisor = weight * self._data_axis.options.divisor * self.scale
+        self.norm = math.sqrt(self._square[0]) / self._divisor if self._square else None
+        overflow = self._loss_scaler is not None and self.norm is not None and not math.isfinite(self.norm)
+        asked = [observer.may_step(loss, None if overflow else self.norm) for observer in observers]
+        if not all(asked):
+            return False
+        if self.nonfinite.skips(grid, loss, self.norm, losses, self._squares):
+            return False
+        if self._loss_scaler is not None and overflow:
             self._loss_scaler.update(overflow, report=grid.rank == 0)
+        return not overflow
+
+    def factor(self, grid: Grid) -> float:
+        """Return the factor by which the optimizer multiplies the gradients. Collective under gradient compression."""
+        factor = self._exchange(grid, self._divisor)
+        return factor if self.clip is None or self.norm is None else factor * clip_factor(self.norm, self.clip)
+
+    def advance(self, grid: Grid) -> None:
+        """Advance fp16's loss scale after a step that was taken."""
+        if self._loss_scaler is not None:
+            self._loss_scaler.update(False, report=grid.rank == 0)
 
     def global_norm(self) -> float | None:
         """Norm of the last step's gradient before clipping.

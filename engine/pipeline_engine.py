@@ -71,6 +71,7 @@ class PipelineEngine(Engine):
 
     module: PipelineModule
     record_timeline = False
+    PARTS = ("step", "batch", "program", "stage", "reduce", "optimizer")
     timeline: Timeline | None = None
 
     @classmethod
@@ -127,7 +128,7 @@ class PipelineEngine(Engine):
             self._options,
             options.zero.bucket_size,
             keep=options.zero.keep_gathered,
-            make=parts.make_optimizer,
+            factory=parts.optimizer,
             groups=[group for group, _ in parts.groups],
         )
         module.fill(self.data_axis.fill)
@@ -139,7 +140,7 @@ class PipelineEngine(Engine):
         if gatherer is not None:
             guard_state_dict(module)
         self.optimizer = self.data_axis.optimizer
-        self.executor = Executor(module, self.data_axis)
+        self.executor = Executor(module, self.data_axis, self.parts)
         self.auxiliary = AuxiliarySteps(module, self.grid, module.auxiliary)
         self.replica_buffers = ReplicaBuffers(module, self._step_grid)
         self._tied_buffers = [
@@ -155,7 +156,7 @@ class PipelineEngine(Engine):
         # A schedule that cannot run raises here, before the first step.
         self.program = self._lower(schedule)
         self.compilation = self._compile(options)
-        self.observer = PipelineObserver(self, self.executor, self.feed)
+        self.observer = PipelineObserver(self, self.executor)
 
     @cached_property
     def _own_data(self) -> Iterator[Any] | None:
@@ -175,9 +176,10 @@ class PipelineEngine(Engine):
             RuntimeError: on every rank. After an ``AgreedError``, for instance because the data failed, training can
                 continue. After another error the failed rank leaves the process group, so that no rank waits for it.
         """
-        with self.all_or_none("train_batch"):
+        with self.parts("step"), self.all_or_none("train_batch"):
             with self.accounts.step() if self.record_memory else nullcontext():
-                self.observer.begin_step()
+                for observer in self.observers:
+                    observer.before_step()
                 if self.optimizer is None:
                     raise AgreedError(NO_OPTIMIZER)
                 self.grid.traffic.clear()
@@ -187,7 +189,8 @@ class PipelineEngine(Engine):
                     self._share_buffers()
                     self._sent = self.grid.traffic.report()
             log_profile(self.module.recompute)
-            return loss
+        self._save_if_due()
+        return loss
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise ``RuntimeError``: a pipeline runs all microbatches of a step at once."""
@@ -223,7 +226,10 @@ class PipelineEngine(Engine):
     def _step(self, grid: Grid, optimizer: torch.optim.Optimizer, data_iter: Iterator[Any] | None) -> Tensor:
         """Take a training step with the ranks of a grid."""
         source = self._own_data if data_iter is None else data_iter
-        microbatches, changed = self.feed.fetch(grid, source, self.batch.accumulation, self._untrainable())
+        with self.parts("batch"):
+            microbatches, changed = self.feed.fetch(grid, source, self.batch.accumulation, self._untrainable())
+        for microbatch in microbatches:
+            self.observer.count_tokens(microbatch.inputs)
         if data_iter is None and self.training_dataloader is not None and not self.feed.reads:
             self.training_dataloader.advance(self.batch.accumulation)
         if changed:
@@ -239,9 +245,11 @@ class PipelineEngine(Engine):
             samples = sum(len(microbatch.samples or ()) for microbatch in microbatches)
             counts = self.module.is_last and grid.tensor.is_first
             self.auxiliary.begin(grid, self.module.loss_fn, labels, samples, counts, self.optimizer_step.scale)
-        result = self.executor.run(self.program, microbatches)
+        with self.parts("program"):
+            result = self.executor.run(self.program, microbatches)
         self._require_tied_buffers()
-        self.data_axis.finish()
+        with self.parts("reduce"):
+            self.data_axis.finish()
         if self.record_timeline:
             self.timeline = self.observer.measure_timeline(grid)
 
@@ -257,24 +265,25 @@ class PipelineEngine(Engine):
             )
         result.require_one_form(weight, len(microbatches) * grid.data.size)
         self.auxiliary.require_weight(weight)
-        value, skipped = mean(grid, loss, weight), self.skipped_steps
-        self.optimizer_step.take(
-            grid,
-            loss,
-            weight,
-            unused,
-            losses=lambda: result.losses,
-            update=self.data_axis.step,
-            schedule=lambda: advance_schedule(self.lr_scheduler, optimizer, value),
-        )
+        value = mean(grid, loss, weight)
+        taken = self.optimizer_step.decide(grid, loss / weight, weight, result.losses, self.observers)
+        if taken:
+            factor = self.optimizer_step.factor(grid)
+            # A parameter without a gradient on any rank stands still, as under torch's optimizers. This is rare.
+            without = self.data_axis.without_gradient() if unused else ()
+            with self.parts("optimizer"):
+                self.data_axis.step(factor, without)
+            advance_schedule(self.lr_scheduler, optimizer, value)
+            self.optimizer_step.advance(grid)
         self.data_axis.access.hide()
         if self.auxiliary:
-            self.auxiliary.end(grid, weight, self.skipped_steps > skipped, self.grid.rank == 0)
+            self.auxiliary.end(grid, weight, not taken, self.grid.rank == 0)
         if strayed:
             self.replica_buffers.synchronize(strayed[0] > 0)
         self.global_steps += 1
         self._sent = self.grid.traffic.report()
-        self.observer.end_step(grid, value)
+        for observer in self.observers:
+            observer.after_step(grid, value)
         return value
 
     def _require_tied_buffers(self) -> None:

@@ -33,12 +33,13 @@ from ..agreement.store_barrier import store_barrier
 from ..base.checks import check_kind, check_positive
 from ..base.errors import ArgumentError
 from .comm.axis import Axis
-from .comm.host_axis import HostAxis
-from .comm.observed_axis import Observer, observe, unobserve
+from .comm.host_transport import HostTransport
+from .comm.observer import Observer
 from .comm.simulated import is_simulated
 from .comm.tcp_store import is_loopback, resolve, serve_store
 from .comm.thread_priority import batch_threads
 from .comm.traffic import Traffic
+from .comm.transport import Transport
 from .environment import (
     Environment,
     absent_processes,
@@ -136,7 +137,7 @@ class Grid:
         self._number, self._barriers = 0, 0
         self.traffic = Traffic()
         self._observers: list[Observer] = []
-        self._axis_type: type[Axis] = Axis
+        self._transport: type[Transport] = Transport
         self.activity = Activity()
         self._watch: HangWatch | None = None
         self.call_orders: dict[Axis, CallOrder] = {}
@@ -151,8 +152,8 @@ class Grid:
         world = dist.group.WORLD if self.size > 1 else None
         self.world: Axis = Axis("world", range(self.size), self.rank, world, self.traffic)
         if self._gpus_are_shared():
-            self._axis_type = HostAxis
-            self.world = HostAxis("world", range(self.size), self.rank, world, self.traffic)
+            self._transport = HostTransport
+            self.world = Axis("world", range(self.size), self.rank, world, self.traffic, HostTransport)
         self._require_same_sizes()
         self.mesh = self._mesh()
         self.pipe, self.data, self.context, self.tensor = (self._axis(name) for name in AXES)
@@ -170,6 +171,22 @@ class Grid:
             outer.made(self)
         if environment is not None and self.size > 1:
             atexit.register(_close, weakref.ref(self))
+
+    def _init_view(self, whole: Grid, topology: Topology, world: Axis, data: Axis) -> None:
+        """Initialize a grid of some ranks of another, in place of ``__init__``: it makes no process group.
+
+        Args:
+            whole: the other grid. A method that makes axes, numbers barriers, watches for hangs or closes the grid must
+                call the one of this grid: their state is not shared.
+            topology, world, data: those of the view.
+        """
+        self.topology, self.world, self.size, self.data, self.mesh = topology, world, world.size, data, None
+        self.pipe, self.context, self.tensor, self.expert = whole.pipe, whole.context, whole.tensor, whole.expert
+        self.data_context = self.expert_data = data if whole.context.size == 1 else whole.context
+        self.rank, self.coordinate, self.local_rank = whole.rank, whole.coordinate, whole.local_rank
+        self.device, self.timeout = whole.device, whole.timeout
+        self.traffic, self.activity, self.call_orders = whole.traffic, whole.activity, whole.call_orders
+        self._observers, self._store, self._store_lost = whole._observers, whole._store, whole._store_lost
 
     @property
     def replica(self) -> int:
@@ -239,14 +256,14 @@ class Grid:
         """Report the operations of all this rank's axes to an observer, also of axes that are made later."""
         self._observers.append(observer)
         for axis in self.axes():
-            observe(axis, observer)
+            axis.observe(observer)
 
     def unobserve(self, observer: Observer) -> None:
         """Report no further operations to an observer. No effect if it observes none."""
         if observer in self._observers:
             self._observers.remove(observer)
         for axis in self.axes():
-            unobserve(axis, observer)
+            axis.unobserve(observer)
 
     def observer(self, kind: type[T]) -> T | None:
         """Return the first observer of a class, e.g. ``CommsLog``; None if there is none."""
@@ -448,7 +465,7 @@ class Grid:
         if self._watch is not None:
             self._watch.end()
         for axis in self.axes():
-            axis.group = None
+            axis.close()
         self.mesh = None
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -504,18 +521,18 @@ class Grid:
             return self._alone(name)
         ranks = next(group for group in self.topology.groups(name) if self.rank in group)
         group = self.mesh.get_group(name) if self.mesh and len(ranks) > 1 else None
-        return self._axis_type(name, ranks, self.rank, group, self.traffic)
+        return Axis(name, ranks, self.rank, group, self.traffic, self._transport)
 
     def _make(self, name: str, groups: list[list[int]]) -> Axis | None:
         mine = None
         for ranks in groups:
             group = _group(ranks, timedelta(seconds=self.timeout)) if len(ranks) > 1 else None
             if self.rank in ranks:
-                mine = self._axis_type(name, ranks, self.rank, group, self.traffic)
+                mine = Axis(name, ranks, self.rank, group, self.traffic, self._transport)
         if mine is not None:
             self._connect(mine)
             for observer in self._observers:
-                observe(mine, observer)
+                mine.observe(observer)
         return mine
 
     def _connect(self, axis: Axis) -> None:

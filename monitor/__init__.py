@@ -7,7 +7,6 @@ monitor.py       Monitor: hands each step's numbers to the writers and prints a 
 writers.py       writers for CSV, metrics.jsonl, TensorBoard and Weights & Biases
 run_record.py    writer of run.json
 files.py         names of the files in a run's folder
-method_hooks.py  removable hooks around a method of one instance
 step_timer.py    StepTimer: records the phases, ops and collectives of a step
 step_record.py   a step's record from its marks, and the time of each part of it
 wall_clock.py    table of monitor.breakdown

@@ -7,15 +7,16 @@ counts as if it were not masked.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..agreement.agreement import totals
+from ..base.parts import Parts
 from ..grid import Grid
-from .method_hooks import hook_method
 from .profiler.flop_counter import FlopCounter
 
 # Dense peak in TFLOP/s from NVIDIA's data sheets: in 16 bits, in TF32, in fp32. A longer name precedes its prefix.
@@ -63,17 +64,17 @@ class MfuMeter:
         grid: the ranks that compute the model.
         peak: TFLOP/s of one device.
         module: only its forward passes in training mode count.
-        owner, method: the method that runs forward passes.
+        parts, name: the part of a step that runs the module.
 
     Attributes:
         flops: FLOPs of the whole model in one step; None before the end of the first step.
     """
 
-    def __init__(self, grid: Grid, peak: float, module: nn.Module, owner: Any, method: str) -> None:
+    def __init__(self, grid: Grid, peak: float, module: nn.Module, parts: Parts, name: str) -> None:
         self._grid, self.peak, self._module = grid, peak, module
         self.flops: float | None = None
         self._forward_flops = 0  # of this rank
-        self._remove = hook_method(owner, method, self._count)
+        self._remove = parts.watch(name, self._counting)
 
     def end_step(self) -> None:
         """After the first step, sum the FLOPs over all ranks and count no more. Collective then."""
@@ -86,13 +87,14 @@ class MfuMeter:
         """Return the MFU of a step that took so long; None if no FLOPs were counted."""
         return self.flops / seconds / (self.peak * 1e12 * self._grid.size) if self.flops else None
 
-    def _count(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
         if not self._module.training:
-            return call(*args, **kwargs)
+            yield
+            return
         with FlopCounter() as counter:
-            result = call(*args, **kwargs)
+            yield
         self._forward_flops += counter.flops
-        return result
 
 
 def tokens_in(inputs: Any) -> int:

@@ -68,7 +68,7 @@ class Monitor:
             self._mailbox.post(json.dumps([step, events]))
 
     def write_events(self, events: Sequence[tuple[str, float, int]]) -> None:
-        """Write numbers under names of the caller's, as DeepSpeed's ``engine.monitor.write_events``.
+        """Write numbers under names of the caller's.
 
         Every rank may call this; the numbers of rank 0 are written.
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
+from ..base.parts import Parts
 from ..grid import Grid
 from ..grid.comm.clock import Clock, Mark
 from ..grid.comm.step_recorder import StepRecorder
 from ..pipe.program.timeline import OpMarks
-from .method_hooks import hook_method
 from .protocol import StepRecord
 from .step_record import step_record
 
 
 class StepTimer:
-    """Times the phases of a step and its collectives, while hooks are installed.
+    """Times phases of a step and its collectives, while it is installed.
 
     Args:
         grid: its axes are observed during a step that is recorded.
@@ -42,19 +42,19 @@ class StepTimer:
             self._grid.observe(self._recorder)
         return self._recorder
 
-    def install(self, methods: Sequence[tuple[Any, str, str]]) -> None:
-        """Hook the methods to time, given as (owner, name, kind of the phase), unless hooks are installed already."""
+    def install(self, parts: Parts, phases: Sequence[str]) -> None:
+        """Time these parts of a step, unless they are timed already."""
         if not self._removers:
-            self._removers = [hook_method(owner, name, partial(self._time, kind)) for owner, name, kind in methods]
+            self._removers = [parts.watch(phase, partial(self._timed, phase)) for phase in phases]
 
     def remove(self) -> None:
-        """Remove the hooks."""
+        """Time no part."""
         for remove in self._removers:
             remove()
         self._removers = []
 
     def begin(self) -> None:
-        """Begin a step. It is recorded if hooks are installed."""
+        """Begin a step. It is recorded if its parts are timed."""
         self._start = None
         if self._removers:
             if self._recorder is not None:  # the last step failed
@@ -79,12 +79,14 @@ class StepTimer:
             return None
         return step_record(step, recorder.clock, (start, end), self._phases, ops, recorder.collectives)
 
-    def _time(self, kind: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def _timed(self, kind: str) -> Iterator[None]:
         clock = self.clock
         if self._start is None or clock is None:
-            return call(*args, **kwargs)
+            yield
+            return
         phases, begin = self._phases, clock.mark()
         try:
-            return call(*args, **kwargs)
+            yield
         finally:
             phases.append((kind, begin, clock.mark()))

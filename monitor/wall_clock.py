@@ -118,8 +118,8 @@ def print_means(grid: Grid, means: PartMeans, step: int) -> None:
             Console(width=70 + 9 * grid.pipe.size).print(table(everyone, stages, step))
 
 
-def deepspeed_times(parts: Parts) -> dict[str, float]:
-    """Return the seconds of a step's parts under the names of DeepSpeed's timers."""
+def phase_times(parts: Parts) -> dict[str, float]:
+    """Return the seconds of a step's phases, as the metrics ``elapsed_time_ms_...`` name them."""
     compute, data = parts.get("compute", {}), parts.get("data", {})
     inner = sum(compute.get(part, 0.0) for part in ("backward", "input gradient", "weight gradient"))
     reduce = data.get("reduce", 0.0)

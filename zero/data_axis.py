@@ -21,12 +21,11 @@ from .bucketing import make_buckets
 from .gradient_access import GradientAccess
 from .gradients import GradientReducer, all_reduce_gradients, with_gradients
 from .layer_gather import ParameterGatherer, gather_axes
-from .managed import ManagedParameter, is_released, mark_as_deepspeed
+from .managed import ManagedParameter, is_released, set_released
 from .norm import square
 from .offload import OffloadMemory, placed_on_all_ranks
-from .optimizer import RangeStepper
+from .optimizer import OptimizerFactory
 from .options import ZeroOptions
-from .protocols import MakeOptimizer
 from .released_parameter import pickle_error
 
 _ATTRIBUTE = "triax_data_axis"
@@ -43,7 +42,7 @@ class ZeroDataAxis:
         options: options of ZeRO.
         capacity: maximum number of elements of a bucket.
         keep: in stage 3, keep weights gathered from a stage's first forward of a step to the step's end.
-        make: makes the optimizer; None means that no parameter is trained.
+        factory: makes the optimizer, and names its stepper; None means that no parameter is trained.
         groups: the options of each parameter group of the optimizer, in the order of ``ManagedParameter.group``.
         names: layer -> its name in messages; None: "layer 3".
 
@@ -72,24 +71,26 @@ class ZeroDataAxis:
         options: ZeroOptions,
         capacity: int,
         keep: bool = False,
-        make: MakeOptimizer | None = None,
+        factory: OptimizerFactory | None = None,
         groups: Sequence[dict[str, Any]] = (),
         names: Mapping[int, str] | None = None,
     ) -> None:
-        stepper_class: type[RangeStepper] = getattr(make, "stepper", RangeStepper)
-        options = stepper_class.adapt(options)
+        steps = factory or OptimizerFactory(_no_optimizer)
+        options = steps.stepper.adapt(options)
         self.options, self.axis, self.device = options, grid.data_context, grid.device
         self._exchanged = False
         self.extra_axis: Axis | None = None
         self._tensor_axis = grid.tensor
-        if options.stage == 3:
-            mark_as_deepspeed(members)
+        for member in members if options.stage == 3 else ():
+            parameter: Any = member.parameter
+            parameter.triax_name = f"{member.layout.name or 'a parameter'} of {tuple(parameter.shape)}"  # for errors
+            set_released(parameter, False)
         with placed_on_all_ranks(grid, options.offload):
             self.memory = OffloadMemory(options.offload, grid.device)
             self.buckets = make_buckets(members, grid, options, capacity, self.memory)
             in_flight = options.allgather_bucket_size if options.overlap_comm else 0
-            self.stepper = stepper_class(make or _no_optimizer, self.buckets, groups, in_flight)
-        self.optimizer = None if make is None else self.stepper.optimizer
+            self.stepper = steps.stepper(steps.make, self.buckets, groups, in_flight)
+        self.optimizer = None if factory is None else self.stepper.optimizer
         self._trained = [bucket for bucket in self.buckets if bucket.trained]
         self._bucket_of = {member.parameter: bucket for bucket in self.buckets for member in bucket.members}
         self.reducer = reducer = GradientReducer(self.buckets, grid, tie_axes, options)

@@ -8,7 +8,7 @@ stage       weights             master weights, optimizer state
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..grid import Grid, Pending
 from ..grid.comm.pending import All, Done
 from .flat import FlatBucket, Slot
-from .managed import BucketKey, ManagedParameter, ZeroParamStatus
+from .managed import BucketKey, ManagedParameter, set_released
 from .offload import OffloadMemory
 from .options import ZeroOptions
 from .protocols import AllGather
@@ -48,6 +48,7 @@ class FlatWeights:
             the parameters are not trained.
         partitioned: True if the weights are gathered where they are used and released after (stage 3).
         released: True while this rank holds the shard only.
+        release_hook: if set, called with a parameter and True when it is released, and False when it is whole again.
         lent: True if a user may hold views of ``weights``, so that ``release`` must not free memory that has others.
     """
 
@@ -73,8 +74,6 @@ class FlatWeights:
         self.owned = flat.owned(self.axis.rank) if stage > 0 else (0, flat.numel)
         self.weights = torch.empty(flat.numel, dtype=dtype, device=grid.device)
         self.released = self.partitioned = stage == 3 and not key.persistent  # nothing is whole until it is gathered
-        for member in self.members if options.stage == 3 else ():
-            setattr(member.parameter, "ds_persist", key.persistent)  # noqa: B010  # DeepSpeed's mark, as ds_id
         if self.released:
             self.weights.untyped_storage().resize_(0)
             self.shard = memory.parameters.zeros(self.owned_numel, dtype)
@@ -87,6 +86,7 @@ class FlatWeights:
             master = self.shard if same else states.zeros(self.owned_numel, self._accumulation_dtype)
             self.master = nn.Parameter(master)
         self.lent = False
+        self.release_hook: Callable[[nn.Parameter, bool], object] | None = None
         self._versions: list[int] = []  # of the parameters, when they were shown
         self._checks = 0
         self._slots: dict[Tensor, Slot] = {
@@ -307,6 +307,7 @@ class FlatWeights:
             if gone and type(parameter) is nn.Parameter:
                 parameter.__class__ = ReleasedParameter
         if self.partitioned:
-            status = ZeroParamStatus.NOT_AVAILABLE if gone else ZeroParamStatus.AVAILABLE
             for member in self.members:
-                setattr(member.parameter, "ds_status", status)  # noqa: B010  # a Parameter does not declare it
+                set_released(member.parameter, gone)
+                if self.release_hook is not None:
+                    self.release_hook(member.parameter, gone)

@@ -12,6 +12,7 @@ from ..base.checks import check_kind
 from ..grid import layout_of
 from .bucket import Bucket
 from .data_axis import ZeroDataAxis, data_axis_of
+from .managed import may_be_released
 from .sharded_init import ShardedParameter, require_none_written, sharded_parameter, shown
 
 
@@ -32,9 +33,9 @@ def gathered(
     Args:
         parameters: of an engine's model or of a ``ShardedOptimizer``, or built in a ``ShardedInit``; a module stands
             for all its parameters.
-        modifier_rank: the replica, by its rank on the data axis, whose values all replicas have afterwards, as in
-            DeepSpeed's ``GatheredParameters``. Masters of another dtype take them too, where the master does not
-            round to them. None: the parameters are read only.
+        modifier_rank: the replica, by its rank on the data axis, whose values all replicas have afterwards. Masters
+            of another dtype take them too, where the master does not round to them. None: the parameters are read
+            only.
 
     Raises:
         ValueError: a parameter that neither an engine nor an optimizer holds, or a rank outside the axis.
@@ -82,7 +83,7 @@ def whole_state_dict(module: nn.Module, keep: bool, without: Collection[str] = (
     for key, value in module.state_dict(keep_vars=True).items():
         if key not in without:
             if value not in copies:
-                with gathered(value) if isinstance(value, nn.Parameter) and hasattr(value, "ds_id") else nullcontext():
+                with gathered(value) if isinstance(value, nn.Parameter) and may_be_released(value) else nullcontext():
                     copies[value] = value.detach().to("cpu", copy=True) if keep else torch.empty(0)
             found[key] = copies[value]
     return found if keep else None

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from enum import Enum
 from typing import NamedTuple
 
 import torch
@@ -24,27 +22,23 @@ class ManagedParameter(NamedTuple):
     group: int | None  # its parameter group in the optimizer; None: it is not trained
 
 
-class ZeroParamStatus(Enum):
-    """DeepSpeed's states of a parameter in stage 3, which scripts find in ``parameter.ds_status``."""
-
-    AVAILABLE = 1  # whole
-    NOT_AVAILABLE = 2  # released: it reads as NaN
-    INFLIGHT = 3  # never found here: a parameter is released until its gather has ended
+_RELEASED = "triax_released"  # attribute of parameters that may be released: True while they are
+SHARD = "triax_shard"  # attribute of parameters that were built in a ``ShardedInit``, until a data axis has them
 
 
 def is_released(parameter: Tensor) -> bool:
     """Return True if this rank holds only its shard of a parameter now, so that the parameter reads as NaN."""
-    return getattr(parameter, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE
+    return getattr(parameter, _RELEASED, False)
 
 
-def mark_as_deepspeed(members: Iterable[ManagedParameter]) -> None:
-    """Set on parameters the attributes by which scripts recognize those of DeepSpeed's stage 3, and gather them."""
-    for number, member in enumerate(members):
-        parameter = member.parameter
-        marks: dict[str, object] = {"ds_id": number, "ds_shape": parameter.shape, "ds_numel": parameter.numel()}
-        marks["triax_name"] = f"{member.layout.name or 'a parameter'} of {tuple(parameter.shape)}"  # for errors
-        for name, value in {**marks, "ds_status": ZeroParamStatus.AVAILABLE}.items():
-            setattr(parameter, name, value)
+def may_be_released(parameter: Tensor) -> bool:
+    """Return True for a parameter of stage 3, or one that was built in a ``ShardedInit``."""
+    return hasattr(parameter, _RELEASED)
+
+
+def set_released(parameter: nn.Parameter, released: bool) -> None:
+    """Record whether this rank holds only its shard of a parameter."""
+    setattr(parameter, _RELEASED, released)
 
 
 class BucketKey(NamedTuple):

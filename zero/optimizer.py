@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -358,3 +359,21 @@ def elementwise_target(state: dict[str, Any], key: str, master: Tensor, dtype: t
         target = state[key] = torch.zeros_like(master, dtype=kind, requires_grad=False)
     assert isinstance(target, Tensor)
     return target.detach()
+
+
+@dataclass(frozen=True)
+class OptimizerFactory:
+    """Function that makes an optimizer, and the class that steps it.
+
+    Attributes:
+        make: makes the optimizer from parameter groups.
+        stepper: ``RangeStepper`` or a subclass.
+    """
+
+    make: MakeOptimizer
+    stepper: type[RangeStepper] = RangeStepper
+
+
+def with_own_stepper(kind: type[torch.optim.Optimizer], make: MakeOptimizer) -> OptimizerFactory:
+    """Return the factory of an optimizer class, which may name its stepper in a class attribute ``stepper``."""
+    return OptimizerFactory(make, getattr(kind, "stepper", RangeStepper))

@@ -21,8 +21,7 @@ from ..grid.comm.pending import Pending
 from .flat import FlatBucket
 from .managed import ManagedParameter
 
-# Makes an optimizer from parameter groups. An attribute ``stepper`` names the class that steps it: ``RangeStepper`` or
-# a subclass; without it, ``RangeStepper``.
+# Makes an optimizer from parameter groups.
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 

@@ -29,7 +29,7 @@ _ADVICE = (
     "stage 3 of ZeRO has released it, as it does outside of the run of its own unit, so that its values would be NaN. "
     "Read it on every rank within triax.zero.gathered(parameters), and write it within "
     "triax.zero.gathered(parameters, modifier_rank=0). If the forward of another module uses it, call "
-    "triax.compat.deepspeed.zero.register_external_parameter(module, parameter) before the engine is made"
+    "triax.zero.register_external_parameter(module, parameter) before the engine is made"
 )
 
 

@@ -1,4 +1,4 @@
-"""Models built with sharded parameters, so that no rank ever holds all of them: DeepSpeed's ``zero.Init``.
+"""Models built with sharded parameters, so that no rank ever holds all of them.
 
     with ShardedInit(axis, device):
         model = Model(config)  # any class; each module's parameters are sharded as soon as its __init__ has ended
@@ -21,10 +21,9 @@ from torch.overrides import TorchFunctionMode
 
 from ..base.nest import visit_tensors
 from ..grid import Axis
-from .managed import ZeroParamStatus, is_released
+from .managed import SHARD, is_released, set_released
 from .state_dict_guard import guard_state_dict
 
-_ATTRIBUTE = "triax_shard"
 # Parameters that stay whole after a constructor has used them: it may hold ``p.data``, which it writes next.
 _RECENT = 4
 # What a function of torch reads of a parameter without its values.
@@ -65,7 +64,7 @@ class ShardedParameter:
     ) -> None:
         self.parameter, self.axis, self.uses = parameter, axis, 0
         self._device, self._store, self._dtype = device, store, dtype
-        setattr(parameter, _ATTRIBUTE, self)
+        setattr(parameter, SHARD, self)
         self.keep()
 
     @torch.no_grad()
@@ -88,7 +87,7 @@ class ShardedParameter:
         parameter = self.parameter
         self._nan = torch.full((), float("nan"), dtype=self.shard.dtype, device=self._device)
         parameter.data = self._nan.expand(parameter.shape)
-        self._mark(ZeroParamStatus.NOT_AVAILABLE)
+        set_released(parameter, True)
 
     def take_assigned(self) -> None:
         """Shard values that ``p.data = values`` gave the released parameter. Collective if there are such values."""
@@ -107,23 +106,16 @@ class ShardedParameter:
         self.take_assigned()
         if is_released(self.parameter):
             self.parameter.data = self.whole()
-            self._mark(ZeroParamStatus.AVAILABLE)
+            set_released(self.parameter, False)
 
     def hand_over(self) -> None:
         """End the parameter's life as a shard of its own: a data axis has its values."""
-        delattr(self.parameter, _ATTRIBUTE)
-        del self.parameter.ds_tensor  # type: ignore[attr-defined]  # a Parameter does not declare it
-
-    def _mark(self, status: ZeroParamStatus) -> None:
-        p = self.parameter
-        marks = {"ds_id": id(p), "ds_shape": p.shape, "ds_numel": p.numel(), "ds_tensor": self.shard}
-        for name, value in {**marks, "ds_status": status}.items():
-            setattr(p, name, value)
+        delattr(self.parameter, SHARD)
 
 
 def sharded_parameter(parameter: Tensor) -> ShardedParameter | None:
     """Return the record of a parameter that was built in a ``ShardedInit`` and that no data axis manages yet."""
-    found = getattr(parameter, _ATTRIBUTE, None)
+    found = getattr(parameter, SHARD, None)
     return found if isinstance(found, ShardedParameter) else None
 
 
@@ -207,7 +199,10 @@ class ShardedInit:
 
     Attributes:
         records: the parameters, in the order in which they were built.
+        record_class: the class of the records.
     """
+
+    record_class = ShardedParameter
 
     def __init__(
         self, axis: Axis, device: torch.device, store: torch.device | None = None, dtype: torch.dtype | None = None
@@ -220,7 +215,7 @@ class ShardedInit:
 
     def __enter__(self) -> ShardedInit:
         """Begin to shard what is built."""
-        if hasattr(nn.Linear.__init__, _ATTRIBUTE):
+        if hasattr(nn.Linear.__init__, SHARD):
             return self
         self._wrap_subclasses(nn.Module)
         initialize_subclass = nn.Module.__init_subclass__
@@ -256,7 +251,9 @@ class ShardedInit:
                         "nn.Parameter(p), and would be NaN: assign p itself, or nn.Parameter(p.data.clone())"
                     )
                 if drawn and not parameter.is_meta and sharded_parameter(parameter) is None:
-                    self.records.append(ShardedParameter(parameter, self._axis, self._device, self._store, self._dtype))
+                    self.records.append(
+                        self.record_class(parameter, self._axis, self._device, self._store, self._dtype)
+                    )
 
     def use(self, arguments: Any) -> list[ShardedParameter]:
         """Gather the released parameters among the arguments of a function. Collective."""
@@ -292,7 +289,7 @@ class ShardedInit:
 
     def _wrap(self, cls: type[nn.Module]) -> None:
         build = vars(cls).get("__init__")
-        if build is None or hasattr(build, _ATTRIBUTE) or cls.__module__.startswith("torch.jit"):
+        if build is None or hasattr(build, SHARD) or cls.__module__.startswith("torch.jit"):
             return
 
         @functools.wraps(build)
@@ -311,7 +308,7 @@ class ShardedInit:
                 if not self._building:
                     guard_state_dict(module)
 
-        setattr(build_and_shard, _ATTRIBUTE, True)
+        setattr(build_and_shard, SHARD, True)
         cls.__init__ = build_and_shard  # type: ignore[assignment, method-assign]
         self._undo.append(lambda: setattr(cls, "__init__", build))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from .managed import is_released
+from .managed import SHARD, is_released
 
 _EMPTY = "_triax_empty_entries"  # attribute of the modules of ``allow_empty_entries``
 
@@ -26,7 +26,7 @@ def guard_state_dict(module: nn.Module) -> None:
 def allow_empty_entries(module: nn.Module) -> None:
     """Make ``state_dict()`` of a guarded module return empty tensors for released parameters, with a warning.
 
-    So DeepSpeed does, whose scripts call it on one rank, and replace the file by one with gathered weights.
+    Some scripts call it on one rank, and replace the file by one with gathered weights.
     """
     for part in module.modules():
         vars(part)[_EMPTY] = True
@@ -37,7 +37,7 @@ def _refuse_read(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """Hook before ``state_dict()``."""
     # transformers reads the names of a model that is built in shards, before an engine has it.
     named = [] if keep_vars else module.named_parameters()
-    released = [name for name, p in named if is_released(p) and not hasattr(p, "ds_tensor")]
+    released = [name for name, p in named if is_released(p) and not hasattr(p, SHARD)]
     if released and vars(module).get(_EMPTY):
         if not prefix:
             logging.getLogger("triax").warning(

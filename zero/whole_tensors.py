@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -100,26 +99,3 @@ class WholeStepper(RangeStepper):
                 self.optimizer.state[view.master][key] = value.to(view.master.device)
                 return True
         return False
-
-
-@dataclass(frozen=True)
-class WholeTensors:
-    """A ``MakeOptimizer`` whose optimizer is stepped on tensors of the parameters' shapes.
-
-    Attributes:
-        make: makes the optimizer.
-        stepper: the class that steps it.
-    """
-
-    make: MakeOptimizer
-    stepper: type[WholeStepper] = WholeStepper
-
-    def __call__(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Make the optimizer from parameter groups."""
-        return self.make(groups)
-
-
-def stepped_by(kind: type[torch.optim.Optimizer], make: MakeOptimizer) -> MakeOptimizer:
-    """Return a function that makes an optimizer of a class, with the stepper that the class names, if it does."""
-    stepper: type[WholeStepper] | None = getattr(kind, "stepper", None)
-    return make if stepper is None else WholeTensors(make, stepper)

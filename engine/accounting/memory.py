@@ -115,5 +115,6 @@ class MemoryAccounts:
 
 def states_kept(optimizer: torch.optim.Optimizer) -> int:
     """Return the number of state tensors per parameter that a torch optimizer keeps with its options (Adam: 2)."""
-    name, options = type(optimizer).__name__.lower(), optimizer.defaults
-    return STATES.get(name, 0) + sum(bool(options.get(key)) for key in ("momentum", "centered", "amsgrad"))
+    names = [cls.__name__.lower() for cls in type(optimizer).__mro__]  # of a subclass of Adam, too
+    tensors = next((STATES[name] for name in names if name in STATES), 0)
+    return tensors + sum(bool(optimizer.defaults.get(key)) for key in ("momentum", "centered", "amsgrad"))

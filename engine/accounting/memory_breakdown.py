@@ -9,9 +9,9 @@ The kinds are those of ``Engine.memory_report``:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -19,7 +19,6 @@ from torch import nn
 from ...base.records import show
 from ...grid import Grid
 from ...monitor import format as units
-from ...monitor.method_hooks import hook_method
 from ...monitor.profiler.memory_meter import MemoryMeter
 from ...pipe.program.ops import COMPUTE, Op
 from ...zero.data_axis import ZeroDataAxis
@@ -105,7 +104,7 @@ def table(step: int, grid: Grid, everyone: list[dict[str, BytesByKind]]) -> str:
 
 
 def install(engine: PipelineEngine | ModuleEngine) -> None:
-    """Install hooks that record the bytes held in each step, and print them every ``monitor.print_every`` steps."""
+    """Record the bytes held in each step of an engine, and print them every ``monitor.print_every`` steps."""
     breakdown = MemoryBreakdown(engine.grid, engine.data_axis, engine.module)
     if is_pipelined(engine):
         _observe_pipeline(engine, breakdown)
@@ -114,7 +113,7 @@ def install(engine: PipelineEngine | ModuleEngine) -> None:
 
 
 def _observe_pipeline(engine: PipelineEngine, breakdown: MemoryBreakdown) -> None:
-    """Install the hooks on ``train_batch`` and on the executor's compute ops.
+    """Observe ``train_batch`` and the executor's compute ops.
 
     The bytes are recorded after each op. Of all forward passes in a step, only the record with the most activations is
     kept.
@@ -126,55 +125,58 @@ def _observe_pipeline(engine: PipelineEngine, breakdown: MemoryBreakdown) -> Non
         if (meter := engine.accounts.meter) is not None:  # None in an evaluation
             breakdown.note("after forward" if op.kind == "F" else "after backward", meter, most=op.kind == "F")
 
-    def train_batch(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def step() -> Iterator[None]:
         breakdown.rows = {}
         breakdown.note("before forward")
         recorded, engine.record_memory = engine.record_memory, True
         try:
-            loss = call(*args, **kwargs)
+            yield
         finally:
             engine.record_memory = recorded
         breakdown.end_step(engine.global_steps, engine.options.monitor.print_every)
-        return loss
 
     for kind in COMPUTE:
         engine.executor.wrap(kind, noted)
-    hook_method(engine, "train_batch", train_batch)
+    engine.parts.watch("step", step)
 
 
 def _observe_module(engine: ModuleEngine, breakdown: MemoryBreakdown) -> None:
-    """Install the hooks on ``forward``, ``backward`` and ``step``.
+    """Observe ``forward``, ``backward`` and ``step``.
 
     Each microbatch replaces the records of the one before. Tensors made outside the engine's calls, such as the loss,
     do not count.
     """
     meters: list[MemoryMeter] = []  # the meter of this step, from its first forward pass on
 
-    def forward(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def forward() -> Iterator[None]:
         if not (torch.is_grad_enabled() and engine.module.training):
-            return call(*args, **kwargs)
+            yield
+            return
         if not meters:
             breakdown.note("before forward")
             meters.append(MemoryMeter(breakdown.weights))
         with meters[0].counting():
-            result = call(*args, **kwargs)
+            yield
         breakdown.note("after forward", meters[0])
-        return result
 
-    def backward(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def backward() -> Iterator[None]:
         with meters[0] if meters else nullcontext():
-            result = call(*args, **kwargs)
+            yield
         if meters:
             breakdown.note("after backward", meters[0])
-        return result
 
-    def step(call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    @contextmanager
+    def step() -> Iterator[None]:
         last = engine.is_last_microbatch()
         with meters[0] if meters else nullcontext():
-            call(*args, **kwargs)
+            yield
         if last and meters:
             meters.clear()
             breakdown.end_step(engine.global_steps, engine.options.monitor.print_every)
 
-    for name, hook in (("forward", forward), ("backward", backward), ("step", step)):
-        hook_method(engine, name, hook)
+    engine.parts.watch("forward", forward)
+    engine.parts.watch("backward", backward)
+    engine.parts.watch("step", step)

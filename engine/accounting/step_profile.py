@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import astuple
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
-from ...monitor.method_hooks import hook_method
 from ...monitor.profiler.module_counter import ModuleCounter
 from ...monitor.profiler.step_report import RankProfile, head, whole_model
 from ...monitor.profiler.tree_report import ModuleNode, publish, report
@@ -114,7 +113,7 @@ class StepProfile:
 
 
 def install(engine: PipelineEngine | ModuleEngine) -> None:
-    """Install hooks on an engine that profile the step ``monitor.profile.step`` and no other step."""
+    """Let an engine profile the step ``monitor.profile.step`` and no other step."""
     if is_pipelined(engine):
         _profile_pipeline(engine)
     else:
@@ -122,28 +121,22 @@ def install(engine: PipelineEngine | ModuleEngine) -> None:
 
 
 def _profile_pipeline(engine: PipelineEngine) -> None:
-    """Install the hooks that profile one call of ``train_batch``."""
+    """Profile one call of ``train_batch``."""
     profile = StepProfile(engine)
 
-    def run_stage(call: Callable[..., Any], *args: Any) -> Any:
-        with profile.modules.within(""):
-            return call(*args)
-
-    def update(call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        with profile.timed(profile.update):
-            call(*args, **kwargs)
-
-    def train_batch(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def step() -> Iterator[None]:
         if not profile.due:
-            return call(*args, **kwargs)
+            yield
+            return
         recorded, engine.record_timeline = engine.record_timeline, True
         removers = [
-            hook_method(engine.module, "run_stage", run_stage),
-            hook_method(engine.data_axis, "step", update),
+            engine.parts.watch("stage", lambda: profile.modules.within("")),
+            engine.parts.watch("optimizer", lambda: profile.timed(profile.update)),
         ]
         profile.start()
         try:
-            loss = call(*args, **kwargs)
+            yield
         except BaseException:
             profile.stop()
             raise
@@ -156,14 +149,13 @@ def _profile_pipeline(engine: PipelineEngine) -> None:
             if profile.times(op.microbatch):
                 (profile.forward if op.kind == "F" else profile.backward).append(end - start)
         profile.finish()
-        return loss
 
     engine.executor.wrap("F", lambda op: profile.microbatch(op.microbatch))
-    hook_method(engine, "train_batch", train_batch)
+    engine.parts.watch("step", step)
 
 
 def _profile_module(engine: ModuleEngine) -> None:
-    """Install the hooks that profile one step, which consists of calls of ``forward``, ``backward`` and ``step``."""
+    """Profile one step, which consists of calls of ``forward``, ``backward`` and ``step``."""
     profile = StepProfile(engine)
 
     def trains() -> bool:
@@ -173,26 +165,25 @@ def _profile_module(engine: ModuleEngine) -> None:
         wanted = profile.active and trains() and profile.times(engine.microbatch)
         return profile.timed(into) if wanted else nullcontext()
 
-    def forward(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def forward() -> Iterator[None]:
         if profile.due and trains():
             profile.start()
         try:
             with timed(profile.forward), profile.microbatch(engine.microbatch) if trains() else nullcontext():
-                return call(*args, **kwargs)
+                yield
         except BaseException:
             profile.stop()
             raise
 
-    def backward(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with timed(profile.backward):
-            return call(*args, **kwargs)
-
-    def step(call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    @contextmanager
+    def step() -> Iterator[None]:
         last = profile.active and engine.is_last_microbatch()
         with profile.timed(profile.update) if last else nullcontext():
-            call(*args, **kwargs)
+            yield
         if last:
             profile.finish()
 
-    for name, hook in (("forward", forward), ("backward", backward), ("step", step)):
-        hook_method(engine, name, hook)
+    engine.parts.watch("forward", forward)
+    engine.parts.watch("backward", lambda: timed(profile.backward))
+    engine.parts.watch("step", step)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,16 +19,16 @@ from ...optim.schedulers import MakeScheduler
 from ...options.engine import EngineOptions
 from ...options.named import LRSchedule, Optimizer
 from ...options.zero import Zero
-from ...zero.optimizer import ELEMENTWISE, needs_whole_tensors
+from ...zero.optimizer import ELEMENTWISE, OptimizerFactory, needs_whole_tensors, with_own_stepper
 from ...zero.protocols import MakeOptimizer
-from ...zero.whole_tensors import WholeTensors, stepped_by
+from ...zero.whole_tensors import WholeStepper
 from .arguments import Groups, parameter_groups
 
 
 def choose_optimizer(
     options: EngineOptions, grid: Grid, groups: Iterable[tuple[dict[str, Any], list[nn.Parameter]]]
-) -> MakeOptimizer | None:
-    """Return a function that makes the optimizer over flat ranges. None if there is no optimizer.
+) -> OptimizerFactory | None:
+    """Return the factory of the optimizer over flat ranges. None if there is no optimizer.
 
     Args:
         options: the options, whose ``optimizer`` is an instance, a function from parameter groups, or a name.
@@ -39,15 +40,22 @@ def choose_optimizer(
     """
     optimizer = options.optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
-        make = _like_instance(optimizer)
+        factory = _like_instance(optimizer)
         require_whole_tensors(type(optimizer), options.zero, grid.tensor.size)
         _require_fitting(type(optimizer), groups)
-        return make
+        return factory
     if optimizer is None:
         return None
-    if not isinstance(optimizer, Optimizer):
+    if isinstance(optimizer, Optimizer):
+        cls, params = optimizers.resolve(optimizer.type, optimizer.arguments)
+    elif (found := _class_of(optimizer)) is None:
         return _from_function(optimizer)
-    cls, params = optimizers.resolve(optimizer.type, optimizer.arguments)
+    else:
+        cls, params = found
+        if cls is torch.optim.Muon:
+            raise refusal("<optimizer> torch.optim.Muon steps matrices alone: write triax.Optimizer('Muon', lr=...)")
+        if cls.__name__ not in optimizers.WHOLE_TENSOR:
+            require_elementwise(cls)
     require_whole_tensors(cls, options.zero, grid.tensor.size)
     optimizers.require_steps_on(grid.device.type, params)
     _require_fitting(cls, groups)
@@ -78,8 +86,18 @@ def choose_scheduler(options: EngineOptions) -> MakeScheduler | None:
     return schedulers.make_scheduler(given.type, given.arguments)
 
 
-def _like_instance(optimizer: torch.optim.Optimizer) -> MakeOptimizer:
-    """Return a function that makes another of the same class, with the same options, from other parameter groups.
+def _class_of(make: MakeOptimizer) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
+    """Return the class and the arguments of ``functools.partial(torch.optim.AdamW, lr=1e-3)``, or of the class itself.
+
+    They are known before there are parameters: the engine then checks them at once, and takes torch's fused kernel, as
+    for an optimizer by name. None for another function.
+    """
+    cls, params = (make.func, make.keywords) if isinstance(make, partial) and not make.args else (make, {})
+    return (cls, params) if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) else None
+
+
+def _like_instance(optimizer: torch.optim.Optimizer) -> OptimizerFactory:
+    """Return the factory of another of the same class, with the same options, from other parameter groups.
 
     Raises:
         ConfigError: if the optimizer needs unsharded tensors, or if it has already made a step.
@@ -95,11 +113,11 @@ def _like_instance(optimizer: torch.optim.Optimizer) -> MakeOptimizer:
     return _with_stepper(cls, lambda groups: cls(groups, **defaults))
 
 
-def _from_function(make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]) -> MakeOptimizer:
-    """Return the user's function, with a check of the optimizer that it makes.
+def _from_function(make: MakeOptimizer) -> OptimizerFactory:
+    """Return the factory of the user's function, with a check of the optimizer that it makes.
 
     Raises:
-        ConfigError: by the returned function, if it made an optimizer that needs unsharded tensors, or that has a
+        ConfigError: by the factory's ``make``, if it made an optimizer that needs unsharded tensors, or that has a
             stepper of its own.
     """
 
@@ -114,7 +132,7 @@ def _from_function(make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
             )
         return optimizer
 
-    return checked
+    return OptimizerFactory(checked)
 
 
 def require_whole_tensors(cls: type[torch.optim.Optimizer], zero: Zero, tensor: int = 1) -> None:
@@ -165,9 +183,10 @@ def require_elementwise(cls: type[torch.optim.Optimizer]) -> None:
         )
 
 
-def _with_stepper(cls: type[torch.optim.Optimizer], make: MakeOptimizer) -> MakeOptimizer:
-    """Return the function, marked with the class that runs the update (the stepper) if it is not the default one.
+def _with_stepper(cls: type[torch.optim.Optimizer], make: MakeOptimizer) -> OptimizerFactory:
+    """Return the factory of an optimizer class, with the stepper that runs its update.
 
     Optimizers on unsharded tensors and 1-bit optimizers have steppers of their own. Others step on ZeRO's flat shards.
     """
-    return WholeTensors(make) if cls.__name__ in optimizers.WHOLE_TENSOR else stepped_by(cls, make)
+    whole = cls.__name__ in optimizers.WHOLE_TENSOR
+    return OptimizerFactory(make, WholeStepper) if whole else with_own_stepper(cls, make)

@@ -187,5 +187,5 @@ class _TrialEndError(AgreedError):
 
 
 class _TrialStep(OptimizerStep):
-    def take(self, *_: Any, **__: Any) -> None:
+    def decide(self, *_: Any, **__: Any) -> bool:
         raise _TrialEndError

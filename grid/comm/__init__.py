@@ -1,10 +1,11 @@
 """Communication of the grid: one ``Axis`` with all collectives, its observers, and pending operations.
 
-- ``axis.py``: ``Axis``, a process group with its collectives and messages
-- ``host_axis.py``: ``HostAxis``, for ranks that share a GPU: by way of host memory
+- ``axis.py``: ``Axis``, the collectives and messages of the ranks along one axis of the grid
+- ``transport.py``: ``Transport``, by which an axis communicates: a process group directly
+- ``host_transport.py``: ``HostTransport``, for ranks that share a GPU: by way of host memory
 - ``pending.py``: handles of asynchronous operations: ``Pending``, ``Done``, ``All``, ``Then``
 - ``traffic.py``: counters of the bytes sent, by axis and collective
-- ``observed_axis.py``: ``ObservedAxis``, which reports each operation to observers
+- ``observer.py``: ``Observer``, which an axis calls when an operation begins and ends
 - ``comms_log.py``: observer: durations of collectives and messages, for ``monitor.communication``
 - ``step_recorder.py``: observer: times of a step's collectives, for time reports and traces
 - ``timeline_recorder.py``: observer: the file of one rank for ``triax run --timeline``

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import observed_axis
-from .observed_axis import ObservedAxis, Observer
+from ...base.uncompiled import uncompiled
+from .axis import Axis
+from .observer import Observer
+
+# Files of the functions between the caller of an axis and its observers.
+_INSIDE = (f"{Path(__file__).parent}{os.sep}", uncompiled.__code__.co_filename)
 
 
 class LoggedCall(NamedTuple):
@@ -58,7 +64,7 @@ class CommsLog(Observer):
         """Delete all recorded durations."""
         self.seconds.clear()
 
-    def begin(self, axis: ObservedAxis, op: str, size: int) -> tuple[LoggedCall, float] | None:
+    def begin(self, axis: Axis, op: str, size: int) -> tuple[LoggedCall, float] | None:
         """Return a call's key and start time. None if calls of this method are not timed."""
         if op not in self.ops:
             return None
@@ -77,8 +83,8 @@ class CommsLog(Observer):
 
 
 def _caller() -> str:
-    """Return the name of the innermost function that belongs neither to this file nor to the observed axis."""
+    """Return the name of the function that called the axis: the innermost one that is not in ``_INSIDE``."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename in (__file__, observed_axis.__file__):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_INSIDE):
         frame = frame.f_back
     return frame.f_code.co_name

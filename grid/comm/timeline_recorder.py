@@ -19,7 +19,7 @@ from typing import Any
 from ...base.records import Records
 from ..environment import read_environment
 from .axis import Axis
-from .observed_axis import ObservedAxis, Observer
+from .observer import Observer
 
 
 class TimelineRecorder(Observer):
@@ -34,7 +34,7 @@ class TimelineRecorder(Observer):
     | ``["span", ...]`` | name, kind, start, end, thread |
 
     A script may make several grids, which all ranks number in the order in which they make them. Axes and operations
-    are numbered within the file. ``label`` is the name of the communicated tensor, and ``phase`` Horovod's name of the
+    are numbered within the file. ``label`` is the name of the communicated tensor, and ``phase`` the name of the
     operation's phase, e.g. ``NEGOTIATE_ALLREDUCE``. Both are set by ``labeled`` and may be empty. Clock, start, end and
     seconds are times of ``time.perf_counter``, which on a CPU is one clock for all processes of a host. On a GPU too
     they are times of the host: when the rank started an operation, and when the host was told of its end.
@@ -95,7 +95,7 @@ class TimelineRecorder(Observer):
         finally:
             self.write("span", name, kind, begin, time.perf_counter(), threading.get_ident())
 
-    def begin(self, axis: ObservedAxis, op: str, size: int) -> tuple[int, float]:
+    def begin(self, axis: Axis, op: str, size: int) -> tuple[int, float]:
         """Write an operation's ``begin`` line; return the operation's number and start time in seconds."""
         called, number = time.perf_counter(), next(self._numbers)
         self.write("begin", number, self._axes[axis], op, size, *axis.label, time.perf_counter())

@@ -150,10 +150,10 @@ def merged(texts: Iterable[str]) -> dict[str, Any]:
             name = call.label or f"{axis[1]} axis"
             args = {"bytes": call.bytes, "axis": axis[1], "ranks": list(axis[2])}
             if call.end is None or call.waited is None:
-                unfinished.append({"rank": part.rank, "name": name, "op": _horovod_name(call), **args})
+                unfinished.append({"rank": part.rank, "name": name, "op": _operation_name(call), **args})
             else:
                 row = rows.setdefault((part.rank, call.thread), len([r for r, _ in rows if r == part.rank]))
-                waiting = f"{call.phase or _horovod_name(call)} {name}"
+                waiting = f"{call.phase or _operation_name(call)} {name}"
                 trace.span(part.rank, row, waiting, "wait", call.waited - begin, call.end - call.waited, args)
             _add_phases(trace, call, part, f"{number}.{at}", name, args, begin)
     for rank, name in sorted(names.items()):
@@ -216,15 +216,15 @@ def _add_phases(
 ) -> None:
     """Add the bars of a collective, nested. Bars of other collectives may overlap them."""
     end = call.end if call.end is not None else max(part.last, call.start)
-    phases = [(call.phase or _horovod_name(call), call.start, end, args)]
+    phases = [(call.phase or _operation_name(call), call.start, end, args)]
     if not call.phase and call.op not in _MESSAGES and len(call.arrived) > 1:
         complete = min(max(call.start, *call.arrived.values()), end)
         last = max(call.arrived, key=lambda rank: call.arrived[rank])
         ticks = {f"rank {rank}": 1e6 * (at - begin) for rank, at in sorted(call.arrived.items())}
         negotiated = {"arrived_us": ticks, "last": f"rank {last}"}
         phases = [
-            (f"NEGOTIATE_{_horovod_name(call)}", call.start, complete, negotiated),
-            (_horovod_name(call), complete, end, args),
+            (f"NEGOTIATE_{_operation_name(call)}", call.start, complete, negotiated),
+            (_operation_name(call), complete, end, args),
         ]
     if call.end is None:
         phases = [(kind, start, stop, {**said, "unfinished": True}) for kind, start, stop, said in phases]
@@ -236,6 +236,6 @@ def _add_phases(
     trace.end(part.rank, 0, name, axis, identifier, end - begin)
 
 
-def _horovod_name(call: TimelineCall) -> str:
-    """Return Horovod's name of an operation: ``ALLREDUCE`` for ``all_reduce``."""
+def _operation_name(call: TimelineCall) -> str:
+    """Return an operation's name in the timeline: ``ALLREDUCE`` for ``all_reduce``."""
     return call.op.replace("all_", "all").replace("to_all", "toall").replace("reduce_scatter", "reducescatter").upper()

@@ -20,6 +20,7 @@ import triax
 from triax import Grid, PipelineModule
 from triax.base.errors import ConfigError
 from triax.compat.deepspeed.config.config import parse_config
+from triax.compat.deepspeed.config.to_options import notes_of
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.models.llama import LlamaConfig, llama_layers
 from triax.models.mixtral import MixtralConfig, mixtral_layers
@@ -260,7 +261,7 @@ def test_the_key_is_on_and_off() -> None:
     assert parse_config({"compile": True}).compile.enabled
     assert not parse_config({"compile": False}).compile.enabled
     assert not parse_config({"compile": {"deepcompile": False}}).compile.enabled
-    assert "without enabled" in "".join(parse_config({"compile": {"backend": "aot_eager"}}).notes())
+    assert "without enabled" in "".join(notes_of(parse_config({"compile": {"backend": "aot_eager"}})))
 
 
 @pytest.mark.parametrize("granularity", ["selective", "matmul"])

@@ -105,8 +105,11 @@ def test_any_batch_size_follows_from_the_others(given: Any, replicas: int, wante
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"train_batch_size": 12, "train_micro_batch_size_per_gpu": 4}, "4 * accumulation steps 1 * 2 replicas = 8"),
-        ({"train_batch_size": 7}, "train_batch_size 7 is not micro batch 3 * accumulation steps 1 * 2 replicas = 6"),
+        (
+            {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 4},
+            "4 * gradient_accumulation_steps 1 * 2 repl",
+        ),
+        ({"train_batch_size": 7}, "train_batch_size 7 is not train_micro_batch_size_per_gpu 3 * gradient_accum"),
         ({}, "no batch size: give train_batch_size or train_micro_batch_size_per_gpu"),
         ({"train_batchsize": 4}, "there is no 'train_batchsize'; did you mean 'train_batch_size'?"),
         ({"zero_optimization": {"stge": 1}}, "zero_optimization: there is no 'stge'; did you mean 'stage'?"),

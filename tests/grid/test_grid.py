@@ -22,10 +22,11 @@ import triax
 from triax import LayerSpec, PipelineModule
 from triax.agreement.store_barrier import store_barrier
 from triax.grid import Grid, Topology
-from triax.grid.comm import host_axis
+from triax.grid.comm import host_transport
 from triax.grid.comm.axis import Axis
-from triax.grid.comm.host_axis import HostAxis
-from triax.grid.comm.observed_axis import Observer, observe, unobserve
+from triax.grid.comm.host_transport import HostTransport
+from triax.grid.comm.observer import Observer
+from triax.grid.comm.transport import Transport
 
 from processes import slowdown
 from toys import error_text
@@ -118,7 +119,7 @@ class Names(Observer):
 
 def copied() -> Any:
     """Context in which tensors of the CPU are taken for tensors of a GPU, to test the copies without one."""
-    return patch.object(host_axis, "is_on_host", lambda tensor: False)
+    return patch.object(host_transport, "is_on_host", lambda tensor: False)
 
 
 def collectives_on_rank(by_host: bool) -> None:
@@ -131,9 +132,9 @@ def collectives(by_host: bool) -> None:
     grid = Grid(data=1, tensor=4)
     axis: Axis = grid.tensor
     if by_host:
-        axis = HostAxis("tensor", axis.ranks, grid.rank, axis.group)
+        axis = Axis("tensor", axis.ranks, grid.rank, axis.group, transport=HostTransport)
         names = Names()
-        observe(axis, names)
+        axis.observe(names)
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int64):
         for async_op in (False, True):
             x = torch.arange(8).to(dtype) + axis.rank
@@ -165,23 +166,23 @@ def collectives(by_host: bool) -> None:
         assert output.tolist() == [10 * source + axis.rank for source in range(4)]
     axis.barrier()
     if by_host:  # observed, it was still an axis by way of the host
-        unobserve(axis, names)
-        assert type(axis) is HostAxis and {"all_reduce", "send", "receive", "all_to_all"} < set(names.seen)
+        axis.unobserve(names)
+        assert {"all_reduce", "send", "receive", "all_to_all"} < set(names.seen)
 
 
 @pytest.mark.parametrize("by_host", [False, True])
 def test_collectives(ranks: Any, by_host: bool) -> None:
-    """``HostAxis`` is what ranks that share a GPU have."""
+    """``HostTransport`` is what ranks that share a GPU have."""
     ranks(4, collectives_on_rank, by_host)
 
 
-def trained_on_rank(by_host: bool) -> tuple[list[float], type[Axis]]:
-    """Losses of three steps on 2 stages x 2 replicas in ZeRO stage 3, and the class of the axes."""
+def trained_on_rank(by_host: bool) -> tuple[list[float], type[Transport]]:
+    """Losses of three steps on 2 stages x 2 replicas in ZeRO stage 3, and the class of the axes' transport."""
     with patch.object(Grid, "_gpus_are_shared", lambda self: by_host), copied() if by_host else nullcontext():
         return trained(Grid(pipe=2, data=2, timeout=60))
 
 
-def trained(grid: Grid) -> tuple[list[float], type[Axis]]:
+def trained(grid: Grid) -> tuple[list[float], type[Transport]]:
     layers: list[Any] = [LayerSpec(nn.Linear, 6, 6), torch.tanh, LayerSpec(nn.Linear, 6, 6), torch.tanh]
     engine = triax.initialize(
         model=PipelineModule(layers, grid=grid, loss_fn=nn.functional.mse_loss, seed=3),
@@ -195,15 +196,15 @@ def trained(grid: Grid) -> tuple[list[float], type[Axis]]:
     made = torch.Generator().manual_seed(grid.data.rank)
     batches = [(torch.randn(2, 6, generator=made), torch.randn(2, 6, generator=made)) for _ in range(6)]
     found = iter(batches)
-    return [engine.train_batch(found).item() for _ in range(3)], type(grid.pipe)
+    return [engine.train_batch(found).item() for _ in range(3)], type(grid.pipe.transport)
 
 
 def test_a_step_by_way_of_the_host_is_the_same_step(ranks: Any) -> None:
     """Bitwise, in a pipeline with ZeRO: only the way of the bytes differs."""
     plain = ranks(4, trained_on_rank, False)
-    assert all(kind is Axis for _, kind in plain)
+    assert all(kind is Transport for _, kind in plain)
     by_host = ranks(4, trained_on_rank, True)
-    assert all(kind is HostAxis for _, kind in by_host)
+    assert all(kind is HostTransport for _, kind in by_host)
     assert [losses for losses, _ in by_host] == [losses for losses, _ in plain]
 
 

@@ -24,10 +24,9 @@ from typer.testing import CliRunner
 
 import triax
 from triax.base.errors import ConfigError
+from triax.base.parts import Parts
 from triax.cli.main import app
-from triax.grid.comm.axis import Axis
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
-from triax.monitor.method_hooks import MethodHook, hook_method
 from triax.monitor.mfu import known_peak, tokens_in
 from triax.monitor.profiler.flop_counter import FlopCounter
 from triax.monitor.protocol import Slice
@@ -92,14 +91,14 @@ def seen(grid: triax.Grid, folder: str, schedule: str, zero: int) -> dict[str, A
         "program": [str(op) for op in made.program.ops[grid.pipe.rank]],
         "memory": made.memory_report(),
         "traffic": made.traffic_report(),
-        "axes": {type(axis) for axis in grid.axes()},
-        "hooks": [name for owner in (plain, plain.executor, plain.data_axis, plain.feed) for name in hooks_of(owner)],
+        "axes": {axis.observers for axis in grid.axes()},
+        "watched": watched(plain),
         "observed": plain.monitor.enabled or plain.observer._active,
     }
 
 
-def hooks_of(owner: Any) -> list[str]:
-    return [name for name, value in vars(owner).items() if isinstance(value, MethodHook)]
+def watched(made: Any) -> list[str]:
+    return [name for name, makes in made.parts._watched.items() if makes]
 
 
 def on_2x2x2(folder: str) -> dict[str, Any]:
@@ -140,7 +139,7 @@ def run(request: pytest.FixtureRequest, folder: Path) -> tuple[list[dict[str, An
 def test_recording_changes_no_loss_and_leaves_nothing_behind(run: tuple[list[dict[str, Any]], Path]) -> None:
     for rank in run[0]:
         assert rank["losses"] == rank["unseen"] and len(set(rank["losses"])) == STEPS
-        assert rank["axes"] == {Axis} and rank["hooks"] == []
+        assert rank["axes"] == {()} and rank["watched"] == []
     assert not any(rank["observed"] for rank in run[0])
 
 
@@ -352,7 +351,7 @@ def loop(grid: triax.Grid, folder: str, zero: int) -> dict[str, Any]:
             made.backward(loss)
             made.step()
             losses.append(loss.item())
-        found.append((losses, made.time_report(), hooks_of(made) + hooks_of(made.data_axis), made.monitor.enabled))
+        found.append((losses, made.time_report(), watched(made), made.monitor.enabled))
     return {"seen": found[0], "unseen": found[1]}
 
 
@@ -389,9 +388,9 @@ def traced_by_hand(folder: str) -> list[Any]:
     before = made.observer._active
     made.record_trace(f"{folder}/hand.json")
     made.train_batch(data)
-    watched = hooks_of(made.executor)
+    after = watched(made)
     made.train_batch(data)
-    return [before, made.observer._active, watched, made.time_report()["step"]]
+    return [before, made.observer._active, after, made.time_report()["step"]]
 
 
 def test_a_trace_by_hand(ranks: Any, tmp_path: Path) -> None:
@@ -493,23 +492,29 @@ def test_peaks_and_tokens() -> None:
     ]
 
 
-def test_taps_go_without_a_trace() -> None:
-    class Owner:
-        def double(self, x: int) -> int:
-            return 2 * x
+def test_a_part_runs_in_the_contexts_of_its_observers() -> None:
+    parts, seen_by = Parts("forward", "step"), []
 
-    owner, seen_by = Owner(), []
-
-    def hook(name: str, call: Any, x: int) -> Any:
+    @contextlib.contextmanager
+    def seen(name: str) -> Any:
         seen_by.append(name)
-        return call(x)
+        yield
 
-    removers = [hook_method(owner, "double", partial(hook, name)) for name in "ab"]
-    assert owner.double(3) == 6 and seen_by == ["b", "a"]
+    def run() -> list[str]:
+        seen_by.clear()
+        with parts("forward"):
+            seen_by.append("forward")
+        return [*seen_by]
+
+    removers = [parts.watch("forward", partial(seen, name)) for name in "ab"]
+    parts.watch("step", partial(seen, "c"))
+    assert run() == ["b", "a", "forward"]  # the last one is outermost
     removers[0]()
-    assert owner.double(4) == 8 and seen_by == ["b", "a", "b"]
+    assert run() == ["b", "forward"]
     removers[1]()
-    assert vars(owner) == {} and owner.double(5) == 10
+    assert run() == ["forward"]
+    with pytest.raises(KeyError, match="backward"):
+        parts.watch("backward", partial(seen, "d"))
 
 
 def test_json_lines_begin_anew_with_step_1_and_go_on_with_any_other(tmp_path: Path) -> None:

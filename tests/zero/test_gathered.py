@@ -349,18 +349,20 @@ def scripts_of_deepspeed(how: str) -> list[dict[str, Tensor]]:
 
     saved = {}
     parameters: dict[str, Any] = dict(module.named_parameters())
+    marked = how != "plain loop"  # an engine of triax.initialize
     for name, parameter in parameters.items():
-        assert hasattr(parameter, "ds_id")
-        assert (parameter.ds_shape, parameter.ds_numel) == (parameter.shape, parameter.numel())
-        assert parameter.ds_persist is False
-        assert parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE
+        assert hasattr(parameter, "ds_id") == marked
+        if marked:
+            assert (parameter.ds_shape, parameter.ds_numel) == (parameter.shape, parameter.numel())
+            assert parameter.ds_persist is False
+            assert parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE
         with deepspeed.zero.GatheredParameters([parameter], enabled=True):
-            assert parameter.ds_status == ZeroParamStatus.AVAILABLE
+            assert not marked or parameter.ds_status == ZeroParamStatus.AVAILABLE
             saved[name] = parameter.data.cpu()  # no copy, of a parameter on a CPU
     with gathered(module):
         state = module.state_dict()
         pickled = pickle.loads(pickle.dumps(dict(module.named_parameters())))
-    assert len({parameter.ds_id for parameter in parameters.values()}) == len(saved)
+    assert not marked or len({parameter.ds_id for parameter in parameters.values()}) == len(saved)
     return [whole, saved, state, pickled]
 
 

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.base.errors import ConfigError
+from triax.compat.deepspeed.config.to_options import notes_of
 from triax.compat.deepspeed.from_config import read_config
 from triax.zero import gathered
 from triax.zero.sub_groups import sub_groups
@@ -371,16 +372,18 @@ def test_keys() -> None:
     def zero(**keys: Any) -> Any:
         return read_config({"train_batch_size": 1, "zero_optimization": keys}).zero_optimization
 
+    def notes_on(**keys: Any) -> list[str]:
+        notes = notes_of(read_config({"train_batch_size": 1, "zero_optimization": keys}))
+        return [note.removeprefix("zero_optimization.") for note in notes]
+
     assert zero(stage=3, sub_group_size=1e9).sub_group_size == 10**9
     assert zero(offload_optimizer={"device": "cpu", "ratio": 1.0, "pipeline_read": False}).offload_optimizer
     assert zero(offload_optimizer=None).offload_optimizer.device == "none"
-    [note] = zero(offload_param={"device": "cpu"}, stage=2).notes()
+    [note] = notes_on(offload_param={"device": "cpu"}, stage=2)
     assert "in stage 2 they are whole: it does nothing; set stage 3" in note
     # DeepSpeed's buffers: accepted, with the reason why they do nothing.
     buffers = {**disk, "pin_memory": True, "buffer_count": 4, "fast_init": False, "ratio": 0.3}
-    notes = zero(
-        offload_optimizer=buffers, offload_param={**disk, "buffer_size": 1e8, "max_in_cpu": 1e9}, stage=3
-    ).notes()
+    notes = notes_on(offload_optimizer=buffers, offload_param={**disk, "buffer_size": 1e8, "max_in_cpu": 1e9}, stage=3)
     for key, reason in {
         "offload_optimizer.buffer_count": "files are memory-mapped",
         "offload_optimizer.pin_memory": "pages of a file cannot be pinned",

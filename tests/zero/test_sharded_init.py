@@ -7,6 +7,7 @@ import json
 import os
 import re
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import triax
 import triax.compat.deepspeed as deepspeed
 from triax import Grid
 from triax.zero.gathered_parameters import gathered
@@ -112,7 +114,8 @@ def compare() -> tuple[int, int, int]:
             model = Model(width=128)
             again = torch.rand(1)
         peak = count.peak
-        bytes_held = sum(p.ds_tensor.nbytes for p in model.parameters() if sharded_parameter(p) is not None)
+        records = [record for p in model.parameters() if (record := sharded_parameter(p)) is not None]
+        bytes_held = sum(record.shard.nbytes for record in records)
     assert grid.rank > 0 or torch.equal(again, drawn)
     assert all(p.shape == q.shape for p, q in zip(model.parameters(), whole.parameters(), strict=True))
     for parameter in model.parameters():
@@ -237,6 +240,21 @@ def test_initialize_takes_the_shards_over_everywhere(
     ranks: Any, tmp_path: Path, size: int, stage: int, built: str
 ) -> None:
     ranks(size, trained, stage, str(tmp_path), built)
+
+
+def given_to_a_native_engine() -> None:
+    with deepspeed.zero.Init():
+        model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    assert hasattr(model[0].weight, "ds_status")
+    sgd, zero = partial(torch.optim.SGD, lr=0.1), triax.Zero(stage=3)
+    engine = triax.Engine(model, optimizer=sgd, zero=zero, batch=triax.Batch(size=2))
+    assert not [name for p in model.parameters() for name in vars(p) if name.startswith("ds_")]
+    with deepspeed.zero.GatheredParameters(model[0].weight):
+        assert torch.equal(model[0].weight, engine.gather()["0.weight"]) and bool(model[1].weight.isnan().all())
+
+
+def test_a_native_engine_keeps_no_marks_of_deepspeed(ranks: Any) -> None:
+    ranks(2, given_to_a_native_engine)
 
 
 class Tied(nn.Module):

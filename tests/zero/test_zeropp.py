@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.base.errors import ConfigError
+from triax.compat.deepspeed.config.to_options import notes_of
 from triax.compat.deepspeed.from_config import read_config
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.zero import ShardedOptimizer, gathered
@@ -572,11 +573,11 @@ def test_what_makes_no_sense_is_refused(caplog: pytest.LogCaptureFixture) -> Non
     ):
         with pytest.raises(ConfigError, match=words):
             config(zero, **more)
-    notes = config({"stage": 3, HPZ: 2, "stage3_keep_gathered": True}).notes()
+    notes = notes_of(config({"stage": 3, HPZ: 2, "stage3_keep_gathered": True}))
     assert "zero_optimization.zero_hpz_partition_size keeps no second shard: stage3_keep_gathered" in " ".join(notes)
-    notes = config({"stage": 2, HPZ: 2, QWZ: True, QGZ: True}).notes()
+    notes = notes_of(config({"stage": 2, HPZ: 2, QWZ: True, QGZ: True}))
     assert [note for note in notes if "acts in stage 3, not in stage 2" in note and QGZ not in note] == notes
-    assert len(notes) == 2 and not config({**ALL, HPZ: 2}).notes()
+    assert len(notes) == 2 and not notes_of(config({**ALL, HPZ: 2}))
     plus = ZeroPlusPlus(gradients=True)
     with pytest.raises(ValueError, match="another dtype or compression"):
         plus.replace_reductions([], Grid(), plain=False)

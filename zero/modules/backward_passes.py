@@ -19,8 +19,8 @@ from ...grid import Grid, layout_of
 from ..bucketing import cast
 from ..data_axis import ZeroDataAxis
 from ..managed import ManagedParameter
+from ..optimizer import OptimizerFactory
 from ..options import ZeroOptions
-from ..protocols import MakeOptimizer
 from ..sharded_init import gather_all, sharded_parameter
 from ..state_dict_guard import guard_state_dict
 from .arguments import broadcast_parameters, managed_parameters, parameter_names
@@ -35,7 +35,7 @@ class BackwardPasses:
         grid: its data axis holds the replicas; they take the first one's parameters.
         options: options of ZeRO.
         capacity: maximum number of elements of a bucket.
-        make: makes the optimizer; None means that no parameter is trained.
+        factory: makes the optimizer, and names its stepper; None means that no parameter is trained.
         module: the model, which stage 3 needs.
         units: in stage 3, the units of the module, as ``find_units`` takes them.
         keep: in stage 3, keep weights gathered from a step's first forward to its last backward pass.
@@ -63,7 +63,7 @@ class BackwardPasses:
         grid: Grid,
         options: ZeroOptions,
         capacity: int,
-        make: MakeOptimizer | None,
+        factory: OptimizerFactory | None,
         *,
         module: nn.Module | None,
         units: Sequence[str | nn.Module] | None = None,
@@ -103,7 +103,7 @@ class BackwardPasses:
             order={0: range(len(cut))},
             options=options,
             capacity=capacity,
-            make=make,
+            factory=factory,
             groups=[group_options(group) for group in groups],
             names=dict(enumerate(unit_names(cut))),
         )

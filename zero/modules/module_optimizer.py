@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ...grid import Grid
 from ..data_axis import ZeroDataAxis
 from ..exchange_state import exchange_state_dict, load_exchange_state_dict
+from ..optimizer import OptimizerFactory
 from ..options import ZeroOptions
-from ..protocols import MakeOptimizer
 from .backward_passes import BackwardPasses, group_options
 
 
@@ -23,7 +23,7 @@ class ZeroModuleOptimizer(torch.optim.Optimizer):
     holds the optimizer state of the ranges that this rank owns.
 
     Args:
-        make: makes torch's optimizer from parameter groups.
+        factory: makes torch's optimizer from parameter groups, and names its stepper.
         params: parameters, parameter groups or named parameters, as torch's optimizers take them.
         grid, options, capacity, arguments: the arguments of ``BackwardPasses``.
 
@@ -33,18 +33,18 @@ class ZeroModuleOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        make: MakeOptimizer,
+        factory: OptimizerFactory,
         params: Iterable[Any],
         grid: Grid,
         options: ZeroOptions,
         capacity: int,
         **arguments: Any,
     ) -> None:
-        template = make(params)  # type: ignore[arg-type]  # torch's own checks, and every group's options in full
+        template = factory.make(params)  # type: ignore[arg-type]  # torch's own checks, and every group's options in full
         super().__init__(template.param_groups, template.defaults)
         del template
         self._grid = grid
-        self.backward_passes = BackwardPasses(self.param_groups, grid, options, capacity, make, **arguments)
+        self.backward_passes = BackwardPasses(self.param_groups, grid, options, capacity, factory, **arguments)
         self.state = self.inner.state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -170,30 +170,25 @@ class ModuleOptimizer(ZeroModuleOptimizer):
 
     Users and learning-rate schedules read and set its parameter groups and state, and call ``zero_grad``. Only the
     engine may call ``step``.
+
+    Attributes:
+        prepared: what the engine sets before each ``step``: the factor of the reduced gradients, and the parameters
+            that are not updated. They are no arguments of ``step``, because learning-rate schedules and other libraries
+            wrap it.
     """
 
-    _next: tuple[float, Collection[Tensor]] | None = None  # arguments of the engine's ``update``
-
-    def update(self, factor: float, without: Collection[Tensor]) -> None:
-        """Run the optimizer with the reduced gradients times ``factor``. Collective.
-
-        The parameters in ``without`` are not updated. This method calls ``step``, because learning-rate schedules and
-        other libraries wrap ``step``.
-        """
-        self._next = factor, without
-        self.step()
+    prepared: tuple[float, set[Tensor]] | None = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Run the optimizer. Only ``update`` calls this method.
+        """Run the optimizer with the reduced gradients. Only the engine calls this method. Collective.
 
         Raises:
             RuntimeError: if other code calls it, because the gradients would be neither reduced nor divided.
         """
-        if self._next is None:
+        if self.prepared is None:
             raise RuntimeError(
                 "the engine has to reduce and clip the gradients before the optimizer steps: call engine.step(), not "
                 "optimizer.step()"
             )
-        factor, without = self._next
-        self._next = None
-        self.apply(factor, set(without))
+        (factor, without), self.prepared = self.prepared, None
+        self.apply(factor, without)

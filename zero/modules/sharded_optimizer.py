@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from ...base.checks import SMALLEST
 from ...grid import Grid
 from ..norm import clip_coefficient
+from ..optimizer import with_own_stepper
 from ..options import ZeroOptions
 from ..protocols import Compressing, MakeExchange
-from ..whole_tensors import stepped_by
 from ..zeropp.options import ZeroPlusPlus
 from .arguments import check_arguments, communication
 from .module_optimizer import ZeroModuleOptimizer
@@ -101,7 +101,7 @@ class ShardedOptimizer(ZeroModuleOptimizer):
         fitting = plus.fitting(stage, grid.data_context.size, communicate, keep_gathered)
         masters = master_dtype or (torch.float32 if weight_dtype is not None else None)
         super().__init__(
-            stepped_by(optimizer_class, lambda groups: optimizer_class(groups, **options)),
+            with_own_stepper(optimizer_class, lambda groups: optimizer_class(groups, **options)),
             params,
             grid,
             ZeroOptions(

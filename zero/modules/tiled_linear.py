@@ -101,7 +101,7 @@ class TiledLinear(nn.Module):
 
 
 class TiledLinearReturnBias(TiledLinear):
-    """``TiledLinear`` of tiles that return ``(y, bias)`` and leave the addition to their caller, as Megatron's may."""
+    """``TiledLinear`` of tiles that return ``(y, bias)`` and leave the addition to their caller."""
 
     def _sum(self, row: Any, parts: Sequence[Tensor]) -> Any:
         y, bias = row[0](parts[0])

@@ -46,7 +46,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
         raise RuntimeError(f"a {type(parameter).__name__} was registered, which is no parameter: give an nn.Parameter")
     if data_axis_of(parameter) is not None:
         raise RuntimeError(
-            "register_external_parameter was called after initialize, which has cut the module into units already: "
+            "register_external_parameter was called after the engine was made, which cut the module into units: "
             "call it before, for instance in the module's __init__"
         )
     vars(module).setdefault(_EXTERNAL, []).append(parameter)

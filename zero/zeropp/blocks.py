@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 # Elements that share a scale. Its 4 bytes are 1.6 % of a block of 8 bits and 3.1 % of one of 4. The largest of 256
-# normal numbers is 2.9 standard deviations, of 8000 (about DeepSpeed's blocks) 3.9: larger blocks would save these few
-# percent, for a third more error, and much more with outliers.
+# normal numbers is 2.9 standard deviations, of 8000 it is 3.9: larger blocks would save these
+# few percent, for a third more error, and much more with outliers.
 BLOCK = 256
 
 

@@ -1,0 +1,62 @@
+"""Observers of an engine's steps: the order of their calls, and a step that one of them leaves out."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import triax
+from triax.engine.step_observer import StepObserver
+
+X, Y = torch.ones(2, 3, dtype=torch.float64), torch.zeros(2, 1, dtype=torch.float64)
+
+
+class Vetoes(StepObserver):
+    """Leaves out the second step, and notes all calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def before_step(self) -> None:
+        self.calls.append("before")
+
+    def may_step(self, loss: float | None, norm: float | None) -> bool:
+        self.calls.append((loss, norm))
+        return self.calls.count("before") != 2
+
+    def after_step(self, grid: triax.Grid, loss: Tensor) -> None:
+        self.calls.append(("after", float(loss)))
+
+
+def take_step(engine: Any) -> None:
+    if isinstance(engine, triax.PipelineEngine):
+        engine.train_batch(iter([(X, Y)] * 2))
+        return
+    for _ in range(2):
+        engine.backward((engine(X) - Y).square().mean())
+        engine.step()
+
+
+@pytest.mark.parametrize("pipelined", [True, False])
+def test_an_observer_leaves_a_step_out(pipelined: bool) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 1).double()
+    model = triax.PipelineModule([layer], grid=triax.Grid(), loss_fn=nn.MSELoss()) if pipelined else layer
+    batch = triax.Batch(size=4, microbatch=2)
+    engine = triax.Engine(model, optimizer=partial(torch.optim.SGD, lr=0.1), batch=batch, clip=1e9)
+    vetoes, others = Vetoes(), Vetoes()
+    engine.observers += [vetoes, others]
+    weights = []
+    for _ in range(3):
+        before = layer.weight.detach().clone()
+        wanted = float((layer(X) - Y).square().mean().detach())
+        take_step(engine)
+        loss, norm = vetoes.calls[-2]
+        assert vetoes.calls[-3:] == ["before", (loss, norm), ("after", loss)] and norm == engine.grad_norm
+        assert loss == pytest.approx(wanted, rel=1e-12)
+        weights.append(torch.equal(before, layer.weight))
+    assert weights == [False, True, False] and engine.global_steps == 3 and others.calls == vetoes.calls
