@@ -8,12 +8,14 @@ nest.py: walks over nests of tensors.
 json_values.py: plain Python values in JSON and back, for checkpoints and between ranks, without pickle.
 json_comments.py: JSON with comments and trailing commas.
 dtypes.py: names of dtypes.
+safetensors_header.py: header of safetensors files, made and read.
 safetensors.py: writer of safetensors files, tensor by tensor.
 source_hashes.py: hashes of the files of Python modules.
 autograd.py: marks in the graph, weak hooks, the casts of autocast.
 uncompiled.py: functions that torch.compile leaves out of its graphs.
 files.py: reading of files from elsewhere: regular ones, and never a FIFO that has no writer.
 formulas.py: bytes of model states and of ZeRO's communication, by the papers.
+parts.py: contexts around the named parts of a step.
 records.py: what a run writes about itself: an error of writing it never ends the run.
 """
 

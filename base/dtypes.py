@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-# DeepSpeed's names, in configurations and reports.
+# Short names, in configurations and reports.
 SHORT_NAMES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # The dtypes that safetensors holds, and its names for them.

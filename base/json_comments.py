@@ -1,4 +1,4 @@
-"""JSON with comments and commas after the last entry, as DeepSpeed's files have them."""
+"""JSON with comments and commas after the last entry."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Errors and notes about options, which each door of the library shows under its own names.
 
 An option has a path, such as ``zero.stage``: the sections that lead to it, and its name. Its name in Python is the
-path, in a training file ``training.zero.stage``, and in DeepSpeed's JSON ``zero_optimization.stage``. A text mentions
-another option as ``<stage>``: the path from the section whose check wrote the text.
+path, in a training file ``training.zero.stage``, and in another library's file its key there. A text mentions another
+option as ``<stage>``: the path from the section whose check wrote the text.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
 """Safetensors files written tensor by tensor: no more than one tensor is in memory.
 
-The format: 8 bytes with the length of a JSON header, the header (name -> dtype, shape, range of bytes), the bytes of
-the tensors. The format's own library takes a dictionary of all tensors, and returns neither ranges nor checksums. It
-reads what is written here.
+The format: the header (safetensors_header.py), the bytes of the tensors. The format's own library takes a dictionary of
+all tensors, and returns neither ranges nor checksums. It reads what is written here.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import zlib
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .dtypes import SAFETENSORS_NAMES
+from .safetensors_header import make_header
 
 Announced = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # name -> shape and dtype, in the order in the file
 CHUNK = 2**22  # bytes that are written, and checksummed, at once
@@ -33,33 +33,27 @@ class ByteRange(NamedTuple):
 
 
 def header(tensors: Announced, metadata: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
-    """Make the head of a safetensors file.
+    """Make the header of a safetensors file.
 
     Args:
         tensors: name -> (shape, dtype) of all tensors, in the order in which the file has them.
         metadata: further entries of the file's metadata.
 
     Returns:
-        The head's bytes, and for each tensor the byte of the file at which it begins.
+        The header's bytes, and for each tensor the byte of the file at which it begins.
 
     Raises:
         ValueError: a dtype that the format does not have.
     """
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
-    starts, at = {}, 0
+    sizes = {}
     for name, (shape, dtype) in tensors.items():
         if dtype not in SAFETENSORS_NAMES:
             raise ValueError(
                 f"{name} has the dtype {dtype}, which the safetensors format does not have: convert it to one of "
                 f"{', '.join(SAFETENSORS_NAMES.values())}"
             )
-        stop = at + math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape), "data_offsets": [at, stop]}
-        starts[name], at = at, stop
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
-    top = len(text).to_bytes(8, "little") + text
-    return top, {name: start + len(top) for name, start in starts.items()}
+        sizes[name] = SAFETENSORS_NAMES[dtype], shape, math.prod(shape) * dtype.itemsize
+    return make_header(sizes, {"format": "pt", **(metadata or {})})
 
 
 def raw(tensor: Tensor) -> Any:
@@ -129,3 +123,15 @@ class TensorStream:
             while len(chunk):
                 chunk = chunk[os.write(self._file.fileno(), chunk) :]
         return ByteRange(start, start + len(data), f"{crc:08x}" if self._checksums else "")
+
+
+def write_file(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors to one file.
+
+    Raises:
+        OSError, ValueError: as ``TensorStream``.
+    """
+    announced = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    with closing(TensorStream(path, announced, checksums=False)) as stream:
+        for name, tensor in tensors.items():
+            stream.write(name, tensor)

@@ -10,7 +10,6 @@ collectives.py      seconds of rings, trees, all-to-alls and messages on the lev
 cost.py             CostModel: seconds of a step on a layout, term by term
 cores.py            seconds of a schedule whose ranks share the cores of one machine
 traffic.py          bytes that each pipe rank sends in a step, by axis
-fit.py              the cost model's two fitted figures, and its errors on published tables
 search.py           Searcher: the fastest layouts that fit, by exact lower bounds
 tuning.py           Tuner: microbatch size and ZeRO stage of a configuration, confirmed by measured steps
 picture.py, page.py bars of memory and time as a picture, and as an HTML section

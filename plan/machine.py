@@ -242,12 +242,13 @@ def _value(kind: str, value: Any, place: str) -> Any:
     return value
 
 
-FITTED = ("product_efficiency", "bandwidth_efficiency")  # the figures that plan/fit.py fits to published runs
+# The figures that are fitted to published runs (tests/support/published_runs.py).
+FITTED = ("product_efficiency", "bandwidth_efficiency")
 _FITTED_IN = ("bf16", "fp16")  # of the runs
 # Figures of which another value makes it another machine than that of the runs. The rest is software and the host.
 _HARDWARE = ("peak", "bandwidth", "links", "units", "tile", "attention_efficiency", *FITTED)
 _NCCL = "busbw of long messages by nccl-tests: about 230 of 300 GB/s over NVLink, 20 of 25 GB/s over InfiniBand"
-_FITTED = "fitted, plan/fit.py"
+_FITTED = "fitted to published runs: docs/plan.md"
 
 
 def _gpu(

@@ -136,7 +136,7 @@ class TrainingRun:
             if job.file.monitor.print_losses:
                 report.say(f"step {step} loss {loss!r}")
             report.step(step, loss, self.clock.speed, self.clock.left(job.steps - step))
-            if self.spikes.after_step():
+            if self.spikes.rewind():
                 last = False
                 continue
             for watch in self._watches:

@@ -227,7 +227,7 @@ class OptimizerSection(Keys):
 
     MAIN: ClassVar = "type"
 
-    type: str = option("AdamW", "Name, as in DeepSpeed or torch.optim; its other arguments stand beside it.")
+    type: str = option("AdamW", "Name of the optimizer; its other arguments stand beside it.")
     decays: Literal["matrices", "all"] = option(
         "matrices", "Weights that decay. matrices: not norms, biases and embeddings; all: every parameter."
     )

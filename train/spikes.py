@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
 from ..base.errors import AgreedError, ConfigError
 from ..checkpoint.format import folder as folders
-from ..monitor.method_hooks import hook_method
+from ..engine.step_observer import StepObserver
 
 _LEAST = 20  # values of the window from which on a value is judged, or as many as it holds if that is less
 _FLOOR = 0.01  # least deviation of the losses, as a share of their median: losses that stand still have none
@@ -117,11 +117,11 @@ class SpikeDetector:
             del values[: -self._window]
 
 
-class SpikeGuard:
-    """Watches the steps of an engine and acts on spikes. Call ``after_step`` after each ``train_batch``.
+class SpikeGuard(StepObserver):
+    """Observes the steps of an engine and acts on spikes. Call ``rewind`` after each ``train_batch``.
 
-    The steps are watched from its construction on. Put ``state`` into the client state of each checkpoint, and give it
-    to ``load`` when a run resumes, so that it decides as if it had not stopped.
+    It is one of the engine's observers from its construction on. Put ``state`` into the client state of each
+    checkpoint, and give it to ``load`` when a run resumes, so that it decides as if it had not stopped.
 
     Args:
         engine: the engine.
@@ -143,7 +143,6 @@ class SpikeGuard:
         self._detector = SpikeDetector(options.loss, options.norm, options.window)
         self.state: dict[str, Any] = {"losses": self._detector.losses, "norms": self._detector.norms, "rewinds": 0}
         self.spikes = 0
-        self._mean: float | None = None
         self._found = ""  # reason of a spike after which the run must go back
         if self._action == "none":
             return
@@ -158,9 +157,7 @@ class SpikeGuard:
                 "every, or skip instead of rewind"
             )
         engine.optimizer_step.global_norm()  # a single process, too, computes the norm of each step from now on
-        hook_method(engine.optimizer_step, "take", self._take)
-        hook_method(engine.optimizer_step.nonfinite, "skips", self._skips)
-        hook_method(engine.checkpointer, "may_save", lambda call: not self._found and call())
+        engine.observers.append(self)
 
     def load(self, client_state: Mapping[str, Any] | None) -> None:
         """Continue from the state in the client state of a loaded checkpoint, whose key is ``spikes``."""
@@ -169,7 +166,25 @@ class SpikeGuard:
         self._detector.norms[:] = saved.get("norms", [])
         self.state["rewinds"] = saved.get("rewinds", 0)
 
-    def after_step(self) -> bool:
+    def may_step(self, loss: float | None, norm: float | None) -> bool:
+        """Return False if the step is a spike that is left out. Otherwise a value that is not finite meets nan_loss."""
+        found = self._detector.judge(loss, norm)
+        if not found:
+            return True
+        self.spikes += 1
+        what = {"warn": "", "skip": ": the step is left out", "rewind": ": the run goes back"}[self._action]
+        self._say("step %d is a spike, because %s%s", self._engine.global_steps + 1, found, what)
+        if self._action == "warn":
+            return True
+        self._found = found if self._action == "rewind" else ""
+        self._engine.optimizer_step.nonfinite.skip(f"step {self._engine.global_steps + 1} is a spike, because {found}")
+        return False
+
+    def may_save(self) -> bool:
+        """Return False after a spike from which the run goes back."""
+        return not self._found
+
+    def rewind(self) -> bool:
         """Go back to the last checkpoint if the step was a spike and the action is rewind. Collective.
 
         The data continue behind the spike. If there is no checkpoint yet, the run goes on: the step was left out.
@@ -207,33 +222,6 @@ class SpikeGuard:
             "the run went back from step %d to step %d, and leaves out the %d batches between (%d of %d rewinds)",
             *(step, engine.global_steps, step - engine.global_steps, rewinds + 1, self._limit),
         )
-        return True
-
-    def _take(
-        self, call: Callable[..., None], grid: Any, loss: float | None, weight: float, *args: Any, **options: Any
-    ) -> None:
-        self._mean = None if loss is None else loss / weight
-        call(grid, loss, weight, *args, **options)
-
-    def _skips(
-        self,
-        call: Callable[..., bool],
-        grid: Any,
-        loss: float | None,
-        norm: float | None,
-        losses: Any,
-        squares: Sequence[Any],
-    ) -> bool:
-        overflow = norm is not None and not math.isfinite(norm) and self._engine.loss_scaler is not None
-        found = self._detector.judge(self._mean, None if overflow else norm)
-        if found:
-            self.spikes += 1
-            what = {"warn": "", "skip": ": the step is left out", "rewind": ": the run goes back"}[self._action]
-            self._say("step %d is a spike, because %s%s", self._engine.global_steps + 1, found, what)
-        if not found or self._action == "warn":
-            return call(grid, loss, norm, losses, squares)  # a value that is not finite meets nan_loss
-        self._found = found if self._action == "rewind" else ""
-        self._engine.optimizer_step.nonfinite.skip(f"step {self._engine.global_steps + 1} is a spike, because {found}")
         return True
 
     def _say(self, text: str, *values: object) -> None:

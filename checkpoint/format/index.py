@@ -290,10 +290,6 @@ def _entry(entry: Mapping[str, Any]) -> StoredTensor:
     return StoredTensor(shape, entry["dtype"], boxes)
 
 
-def _box(slices: list[list[int]]) -> Spans:
-    return tuple((_natural(start), _natural(stop)) for start, stop in slices)
-
-
 def _span(place: list[int], crc32: str) -> ByteRange:
     start, stop = place
     if not isinstance(crc32, str) or _CRC.fullmatch(crc32) is None:

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from triax.plan.cost import CostModel, Work
-from triax.plan.fit import MEGATRON_CORE, NARAYANAN, TABLES, PublishedRun, PublishedTable, errors, fit
 from triax.plan.machine import machine
 from triax.plan.memory import ModelMemory
 from triax.plan.parallel_layout import ParallelLayout
 from triax.plan.search import divisors
+
+from published_runs import MEGATRON_CORE, NARAYANAN, TABLES, PublishedRun, PublishedTable, errors, fit
 
 
 @pytest.mark.parametrize("name", ["a100-80g", "h100-80g"])

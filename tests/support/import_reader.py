@@ -60,6 +60,7 @@ BARE = (
         "base/files.py",
         "base/json_comments.py",
         "base/lazy.py",
+        "base/safetensors_header.py",
     ),
     *("base/option_error.py", "agreement/__init__.py", "agreement/hang_watch.py", "agreement/store_barrier.py"),
     *("grid/__init__.py", "grid/environment.py", "grid/ranges.py", "grid/topology.py", "grid/comm/__init__.py"),

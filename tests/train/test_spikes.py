@@ -115,7 +115,7 @@ def train(
     losses: list[tuple[int, float]] = []
     while engine.global_steps < steps:
         loss = float(engine.train_batch())
-        if guard.after_step():
+        if guard.rewind():
             losses = [each for each in losses if each[0] <= engine.global_steps]
         else:
             losses.append((engine.global_steps, loss))

@@ -10,11 +10,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..models.config import GPTConfig
-from .cost import CostModel, Work
-from .machine import Machine, machine
-from .memory import ModelMemory
-from .parallel_layout import ParallelLayout
+from triax.models.config import GPTConfig
+from triax.plan.cost import CostModel, Work
+from triax.plan.machine import Machine, machine
+from triax.plan.memory import ModelMemory
+from triax.plan.parallel_layout import ParallelLayout
 
 
 @dataclass(frozen=True)
