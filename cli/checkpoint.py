@@ -228,13 +228,13 @@ def import_(
         )
     from ..checkpoint.convert.from_dcp import import_dcp
     from ..checkpoint.convert.from_deepspeed import import_universal
-    from ..optim.schedulers import DEEPSPEED
+    from ..optim.schedulers import OWN
 
     try:
         if is_dcp:
             left = import_dcp(source, folder, tag, weights, optimizer, buffers or [], renames)
         else:
-            left = import_universal(source, folder, tag, buffers or [], renames, schedules=DEEPSPEED)
+            left = import_universal(source, folder, tag, buffers or [], renames, schedules=OWN)
     except (ValueError, RuntimeError) as error:
         raise ConfigError(str(error)) from error
     _written(folder / tag, left)

@@ -38,6 +38,7 @@ def _check(file: Path, data: int) -> None:
     """Check a file and print it resolved. What a Trainer fills in stays "auto", and is explained."""
     from ..base.json_comments import read
     from ..compat.deepspeed.config.config import batch_sizes
+    from ..compat.deepspeed.config.to_options import notes_of
     from ..compat.deepspeed.from_config import read_config, resolve_config  # needs torch
     from ..compat.huggingface.auto_values import trainer_values
 
@@ -63,5 +64,5 @@ def _check(file: Path, data: int) -> None:
     typer.echo(json.dumps(resolved, indent=2))
     if checked.elasticity.enabled:
         notes.append(checked.elasticity.describe())
-    for note in [*notes, *checked.notes()]:
+    for note in [*notes, *notes_of(checked)]:
         echo(f"triax: {note}", err=True)

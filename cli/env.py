@@ -34,7 +34,7 @@ _COMMANDS = {
 
 
 def env() -> None:
-    """Print versions, devices and backends, and what is missing for which feature (DeepSpeed's ds_report)."""
+    """Print versions, devices and backends, and what is missing for which feature."""
     out = Console(soft_wrap=True, highlight=False, markup=False)
     for title, rows in (("Versions", _versions()), ("Devices", _devices()), ("Backends", _backends())):
         table = Table(title=title, title_justify="left", show_header=False)

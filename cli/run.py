@@ -1,4 +1,4 @@
-"""``triax run``: start a script on the processes of one host or many, with torchrun's options or DeepSpeed's."""
+"""``triax run``: start a script on the processes of one host or many."""
 
 from __future__ import annotations
 
@@ -43,9 +43,6 @@ CONTEXT = {
 _HOST_LIST = re.compile(r"[^,\s]+:\d+(,[^,\s]+:\d+)*")
 _PYTHON = re.compile(r"python(\d+(\.\d+)?)?")
 _LOCAL_RANK = re.compile(r"""add_argument\(\s*["'](--local[_-]rank)["']""")
-# DeepSpeed's launchers that start the ranks themselves: what to type.
-_STARTERS = dict.fromkeys(("openmpi", "mpich", "impi", "mvapich"), "start the script with mpirun -np N python SCRIPT")
-_STARTERS["slurm"] = "start the script with srun -n N python SCRIPT"
 _PRELOAD = ("triax.compat.deepspeed.from_config", "triax.pipe", "triax.tensor_parallel")
 
 
@@ -59,25 +56,17 @@ def run(
     nproc: Annotated[
         str | None,
         typer.Option(
-            *("--nproc", "--nproc-per-node", "--num-gpus", "--num-accelerators"),
-            help="Processes per host: a number, gpu, cpu or auto. Default: the slots in the hostfile, the GPUs, or 1.",
+            help="Processes per host: a number, gpu, cpu or auto. Default: the slots in the hostfile, the GPUs, or 1."
         ),
     ] = None,
-    np: Annotated[
-        int | None, typer.Option("-np", "--num-proc", min=1, help="Processes on all hosts, as in horovodrun.")
-    ] = None,
-    nnodes: Annotated[
-        str, typer.Option("--nnodes", "--num-nodes", help="Number of hosts; MIN:MAX lets hosts join and leave.")
-    ] = "",
+    np: Annotated[int | None, typer.Option("-np", min=1, help="Processes on all hosts together.")] = None,
+    nnodes: Annotated[str, typer.Option(help="Number of hosts; MIN:MAX lets hosts join and leave.")] = "",
     hostfile: Annotated[
         str,
-        typer.Option(
-            *("--hostfile", "-hostfile", "--hosts", "-H"),
-            help="Start on all hosts of this file, `host slots=N` per line, or of this list: host1:2,host2:2.",
-        ),
+        typer.Option(help="Start on all hosts of this file, `host slots=N` per line, or this list: host1:2,host2:2."),
     ] = "",
-    include: Annotated[str, typer.Option("--include", "-i", help="Only these slots: host1:0,2@host2.")] = "",
-    exclude: Annotated[str, typer.Option("--exclude", "-e", help="All but these slots: host1:1@host2.")] = "",
+    include: Annotated[str, typer.Option(help="Only these slots: host1:0,2@host2.")] = "",
+    exclude: Annotated[str, typer.Option(help="All but these slots: host1:1@host2.")] = "",
     node_rank: Annotated[int | None, typer.Option(min=0, help="Rank of this host, if you start each by hand.")] = None,
     master_addr: Annotated[
         str, typer.Option(help="Address of the first host. Default: its name in the hostfile.")
@@ -86,28 +75,17 @@ def run(
     launcher: Annotated[
         str, typer.Option(help="How to start commands on hosts: ssh, or a command with {host} and {command} in it.")
     ] = "ssh",
-    launcher_args: Annotated[str, typer.Option(help="Further options of ssh, in quotes.")] = "",
-    ssh_port: Annotated[int | None, typer.Option("--ssh-port", "-p", help="Port of ssh on the hosts.")] = None,
-    no_ssh: Annotated[
-        bool, typer.Option("--no-ssh", help="Start this host of the hostfile only; each has its --node-rank.")
-    ] = False,
+    launcher_args: Annotated[
+        list[str] | None, typer.Option(help="Further options of ssh, in quotes. Repeatable.")
+    ] = None,
     no_local_rank: Annotated[
         bool, typer.Option("--no-local-rank", help="Do not pass --local_rank=N to a script that has this option.")
     ] = False,
-    network_interface: Annotated[
-        str, typer.Option("--network-interface", "--network-interfaces", help="Interface for NCCL and gloo: eth0.")
-    ] = "",
     export: Annotated[
         list[str] | None, typer.Option(help="Environment variable for all ranks, NAME or NAME=VALUE. Repeatable.")
     ] = None,
     max_restarts: Annotated[int, typer.Option(min=0, help="Number of restarts after failures.")] = 0,
-    log_dir: Annotated[
-        str,
-        typer.Option(
-            *("--log-dir", "--output-filename", "--enable-each-rank-log"),
-            help="Folder for rank-0.log, ...; none: print all here.",
-        ),
-    ] = "runs/logs",
+    log_dir: Annotated[str, typer.Option(help="Folder for rank-0.log, ...; none: print all here.")] = "runs/logs",
     tee: Annotated[
         str, typer.Option(help="Ranks whose output is also printed here: 0, or 0,3, or all, or none.")
     ] = "0",
@@ -116,21 +94,15 @@ def run(
     ] = None,
     timeline: Annotated[
         Path | None,
-        typer.Option(
-            *("--timeline", "--timeline-filename"),
-            help="Write a trace of all ranks to this file, for ui.perfetto.dev. Survives crashes.",
-        ),
+        typer.Option(help="Write a trace of all ranks to this file, for ui.perfetto.dev. Survives crashes."),
     ] = None,
     lost_after: Annotated[float, typer.Option(min=3.0, help="Seconds of silence after which a host is lost.")] = 15.0,
     grace: Annotated[float, typer.Option(min=0.0, help="Seconds for ranks to save and exit after SIGTERM.")] = GRACE,
-    wait: Annotated[
-        float, typer.Option("--wait", "--start-timeout", min=1.0, help="Seconds to wait for all hosts at the start.")
-    ] = 600.0,
-    rdzv_backend: Annotated[str, typer.Option(help="Rendezvous backend, as in torchrun: c10d.")] = "",
+    wait: Annotated[float, typer.Option(min=1.0, help="Seconds to wait for all hosts at the start.")] = 600.0,
     rdzv_endpoint: Annotated[str, typer.Option(help="Rendezvous address, as in torchrun: host:29400.")] = "",
-    rdzv_id: Annotated[str, typer.Option(help="Name of the job, as in torchrun.")] = "",
-    rdzv_conf: Annotated[str, typer.Option(help="Rendezvous settings, as in torchrun: key=value,...")] = "",
-    standalone: Annotated[bool, typer.Option("--standalone", help="Run on this host alone, the default.")] = False,
+    rdzv_conf: Annotated[
+        list[str] | None, typer.Option(help="Rendezvous settings, as in torchrun: key=value,... Repeatable.")
+    ] = None,
     dry: Annotated[
         int | None,
         typer.Option(
@@ -157,23 +129,21 @@ def run(
     if dry is not None:
         _dry_run(target, arguments, dry, dry_value, nproc)
     least, most = parse_nodes(nnodes) if nnodes else (1, 1)
-    elastic = least != most or (rdzv_backend or "static") != "static" or bool(rdzv_endpoint or rdzv_id or rdzv_conf)
+    rendezvous = _settings(rdzv_conf or [])
+    elastic = least != most or bool(rdzv_endpoint or rendezvous)
     if master_addr:
         check_host(master_addr, "--master-addr")
     shown = parse_ranks(tee, "--tee")
-    named = [f"{name}_SOCKET_IFNAME={network_interface}" for name in ("GLOO", "NCCL") if network_interface]
-    extra = exported_variables(os.environ, [*named, *(export or [])], ())
+    extra = exported_variables(os.environ, export or [], ())
     slots = _slots(hostfile, include, exclude, nnodes, nproc, np)
     if np is not None and slots is None:
         nproc = str(np)
-    if slots is not None and no_ssh and node_rank is not None and list(slots) != ["localhost"]:
+    if slots is not None and node_rank is not None and list(slots) != ["localhost"]:
         node = _node_rank(node_rank, len(slots), str(len(slots)), _first_address(slots, master_addr))
         master_addr, least, most = _first_address(slots, master_addr), len(slots), len(slots)
         nnodes, nproc, slots = str(len(slots)), str(len(list(slots.values())[node])), None
-    if slots is not None and (elastic or standalone):
-        raise ConfigError(
-            "--hostfile is a fixed list of hosts. Leave out --standalone, --nnodes MIN:MAX and --rdzv-..."
-        )
+    if slots is not None and elastic:
+        raise ConfigError("--hostfile is a fixed list of hosts. Leave out --nnodes MIN:MAX and --rdzv-...")
     if slots is not None and list(slots) == ["localhost"]:
         chosen = slots["localhost"]
         nproc, least, slots = str(len(chosen)), 1, None
@@ -191,7 +161,7 @@ def run(
         ]
         options += [*(["--no-python"] if no_python else []), "--no-local-rank"]  # the arguments have it already
         program = [*(["-m"] if module else []), script, *arguments]
-        template = _template(launcher, launcher_args, ssh_port)
+        template = _template(launcher, launcher_args or [])
         commands = _host_commands(slots, options, program, extra, template, select_gpus=bool(include or exclude))
         outcome = run_on_hosts(commands, max_restarts, lost_after, grace)
         print_outcome(outcome)
@@ -199,7 +169,7 @@ def run(
 
     settings: dict[str, Any] = {"restarts": max_restarts, "environment": extra, "grace": grace}
     if elastic:
-        settings["rendezvous"] = _rendezvous(least, most, rdzv_backend, rdzv_endpoint, rdzv_id, rdzv_conf, master_addr)
+        settings["rendezvous"] = _rendezvous(least, most, rdzv_endpoint or master_addr, rendezvous)
     elif least > 1:
         node = _node_rank(node_rank, least, nnodes, master_addr)
         names = tuple(driven.split(",")) if driven else tuple(f"host {each}" for each in range(least))
@@ -261,20 +231,21 @@ def _local_rank(script: Path) -> list[str]:
     return [] if found is None else [f"{found[1]}={LOCAL_RANK}"]
 
 
-def _template(launcher: str, arguments: str, port: int | None) -> str:
+def _template(launcher: str, arguments: list[str]) -> str:
     """Return the command that starts a command on a host, with ``{host}`` and ``{command}`` in it.
 
     Raises:
         ConfigError: the launcher starts ranks itself, or its options are not known.
     """
-    if launcher.lower() in _STARTERS:
-        raise ConfigError(f"triax run --launcher {launcher}: {_STARTERS[launcher.lower()]}.")
+    from ..compat.launcher_options import STARTERS
+
+    if launcher.lower() in STARTERS:
+        raise ConfigError(f"triax run --launcher {launcher}: {STARTERS[launcher.lower()]}.")
     if launcher.lower() not in ("ssh", "pdsh"):
-        if arguments or port is not None:
+        if arguments:
             raise ConfigError(f"You gave --launcher {launcher!r} and options of ssh. Write them in the command.")
         return launcher
-    more = [*(["-p", str(port)] if port is not None else []), *([arguments] if arguments else [])]
-    return SSH.replace("ssh ", " ".join(["ssh", *more, ""]), 1)
+    return SSH.replace("ssh ", " ".join(["ssh", *arguments, ""]), 1)
 
 
 def _first_address(slots: Slots, master_addr: str) -> str:
@@ -393,26 +364,28 @@ def _processes(nproc: str | None) -> int:
     return found or (cores() if nproc == "auto" else 1)
 
 
-def _rendezvous(
-    least: int, most: int, backend: str, endpoint: str, name: str, settings: str, address: str
-) -> dict[str, Any]:
-    """Return the arguments of torch's rendezvous, through which hosts join and leave an elastic run."""
-    endpoint = endpoint or address
-    if not endpoint:
-        raise ConfigError("--rdzv-endpoint is missing. Give host:port, and the same one on every host.")
-    given = {}
-    for setting in filter(None, settings.split(",")):
+def _settings(conf: list[str]) -> dict[str, str]:
+    """Return the settings of ``--rdzv-conf``, of which ``backend=static`` alone means no rendezvous, as in torchrun."""
+    found = {}
+    for setting in filter(None, ",".join(conf).split(",")):
         key, equals, value = setting.partition("=")
         if not equals:
             raise ConfigError(f"--rdzv-conf has {setting!r}, which has no value. Write key=value,key=value.")
-        given[key.strip()] = value.strip()
+        found[key.strip()] = value.strip()
+    return {} if found == {"backend": "static"} else found
+
+
+def _rendezvous(least: int, most: int, endpoint: str, given: dict[str, str]) -> dict[str, Any]:
+    """Return the arguments of torch's rendezvous, through which hosts join and leave an elastic run."""
+    if not endpoint:
+        raise ConfigError("--rdzv-endpoint is missing. Give host:port, and the same one on every host.")
     host = endpoint.rpartition(":")[0] or endpoint
     if given.get("store_type", "tcp") == "tcp":  # otherwise the endpoint is a file
         check_host(host.removeprefix("[").removesuffix("]"), "--rdzv-endpoint")
     return {
-        "backend": backend or "c10d",
+        "backend": "c10d",
         "endpoint": endpoint,
-        "run_id": name or "triax",
+        "run_id": "triax",
         "min_nodes": least,
         "max_nodes": most,
         "local_addr": own_address(host),

@@ -9,7 +9,7 @@ pair.py: a part of the queries with a part of the keys.
 block.py: kernels of one block, and the merge by log-sum-exp.
 mask.py: the rule by which a query sees a key; dense tiles of plain rules.
 block_sparse.py: other rules, by blocks: documents, windows, sparse attention.
-sparsity.py: block masks of DeepSpeed's ``sparse_attention`` section.
+sparsity.py: block masks of sparse attention: fixed, variable, BigBird, Longformer.
 part_loss.py: loss of a part of the sequences.
 sparse_layers.py: these masks for the attention layers of a model.
 """

@@ -200,7 +200,7 @@ class Loader(DataLoader[Any]):
 
 
 class RepeatingLoader:
-    """Iterator over a loader that starts it again at its end, without end. DeepSpeed's class of this name.
+    """Iterator over a loader that starts it again at its end, without end.
 
     Args:
         loader: an object that can be iterated over repeatedly.

@@ -23,12 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..base.errors import CorruptError
+from ..base.safetensors_header import make_header, read_header
 
 Array = NDArray[Any]
 
 DTYPES: Mapping[str, Any] = {"U8": np.uint8, "U16": np.uint16, "U32": np.uint32, "U64": np.uint64, "I64": np.int64}
 _NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
-_LONGEST_HEADER = 2**30
 
 
 def token_dtype(vocab_size: int) -> str:
@@ -44,24 +44,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Array], sources: list[list[s
         tensors: arrays, those of the widest dtypes first, so that each is aligned.
         sources: name and unit (line or row) of each source, for the metadata.
     """
-    entries: dict[str, Any] = {"__metadata__": {"format": "np", "sources": json.dumps(sources)}}
-    at = 0
-    for name, array in tensors.items():
-        entries[name] = {
-            "dtype": _NAMES[array.dtype],
-            "shape": list(array.shape),
-            "data_offsets": [at, at + array.nbytes],
-        }
-        at += array.nbytes
-    head = json.dumps(entries, separators=(",", ":")).encode()
-    head += b" " * (-len(head) % 8)
-    chunks = [len(head).to_bytes(8, "little"), head]
+    sizes = {name: (_NAMES[array.dtype], array.shape, array.nbytes) for name, array in tensors.items()}
+    chunks = [make_header(sizes, {"format": "np", "sources": json.dumps(sources)})[0]]
     chunks += [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for array in tensors.values()]  # type: ignore[misc]
     digest = hashlib.sha256()
     for chunk in chunks:
         digest.update(chunk)
     write_atomically(path, *chunks)
-    return 8 + len(head) + at, digest.hexdigest()
+    return sum(map(len, chunks)), digest.hexdigest()
 
 
 def write_atomically(path: Path, *chunks: bytes, durable: bool = True) -> None:
@@ -122,17 +112,10 @@ class TokenFile:
         raise self._damaged("its header does not name the sources")
 
     def _header(self) -> tuple[dict[str, Any], int]:
-        size = len(self._map)
-        length = int.from_bytes(self._map[:8], "little") if size >= 8 else size
-        if not 2 <= length <= min(size - 8, _LONGEST_HEADER):
-            raise self._damaged(f"its header would have {length} bytes, but the file has {size}")
         try:
-            entries = json.loads(self._map[8 : 8 + length])
-        except (ValueError, RecursionError) as error:
-            raise self._damaged("its header is not JSON") from error
-        if not isinstance(entries, dict):
-            raise self._damaged("its header is not a JSON object")
-        return entries, 8 + length
+            return read_header(self._map)
+        except ValueError as error:
+            raise self._damaged(str(error)) from error
 
     def _tensor(self, name: str, entries: dict[str, Any], start: int, dtype: str, shape: list[int]) -> Array:
         kind = np.dtype(DTYPES[dtype])

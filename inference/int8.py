@@ -90,7 +90,7 @@ class _QuantizedWeight:
 
 
 def quantize(module: nn.Module, grid: Grid, options: Int8 | None = None) -> list[str]:
-    """Replace the weights of a module's linear layers by int8 numbers, in place. Collective over the tensor axis.
+    """Replace a module's linear layers by layers with int8 weights, in place. Collective over the tensor axis.
 
     Linear layers are triax's column- and row-parallel ones, those of ``parallelize``, ``nn.Linear`` and GPT-2's
     ``Conv1D``. The output layer keeps its weight, and so do embeddings, norms and experts.
@@ -104,7 +104,7 @@ def quantize(module: nn.Module, grid: Grid, options: Int8 | None = None) -> list
         The names of the layers.
 
     Raises:
-        ValueError: a layer is quantized already.
+        ValueError: a layer is quantized already, or the module is itself a linear layer.
     """
     uses = _count_uses(module)
     work = []
@@ -114,8 +114,13 @@ def quantize(module: nn.Module, grid: Grid, options: Int8 | None = None) -> list
         # A weight in several places is that of the embedding too.
         if is_linear(layer) and uses[id(layer.weight)] == 1 and not _is_head(name, layer, module):
             work.append((name, layer))
-    for _, layer in work:
-        _quantize_layer(layer, grid.tensor, options or Int8())
+    if any(layer is module for _, layer in work):
+        raise ValueError("the module is itself a linear layer, which cannot be replaced: pass nn.Sequential(module)")
+    replaced = {layer: _quantized(layer, grid.tensor, options or Int8()) for _, layer in work}
+    for parent in [*module.modules()]:
+        for name, child in [*parent._modules.items()]:
+            if child in replaced:
+                setattr(parent, name, replaced[child])
     return [name for name, _ in work]
 
 
@@ -180,8 +185,8 @@ def quantize_tensor(
 
 
 @torch.no_grad()
-def _quantize_layer(layer: Any, axis: Axis, options: Int8) -> None:
-    """Replace one layer's weight."""
+def _quantized(layer: Any, axis: Axis, options: Int8) -> nn.Module:
+    """Return a layer that takes the place of another: with its members, and an int8 weight. The other loses its own."""
     weight = layer.weight
     layout, transposed = layout_of(weight), bool(getattr(layer, "transposed", type(layer).__name__ == "Conv1D"))
     dim = 0 if transposed else 1  # of the inputs
@@ -200,12 +205,18 @@ def _quantize_layer(layer: Any, axis: Axis, options: Int8) -> None:
     numbers, scale, zero, group = quantize_tensor(matrix, options, places, inputs, share)
     del layer._parameters["weight"]
     cls = type(layer)
-    layer.__class__ = type(f"Int8{cls.__name__}", (_QuantizedWeight, cls), {"__module__": cls.__module__})
-    layer.weight_meta, layer.weight_layout = (weight.dtype, transposed), layout
-    layer.register_buffer("weight_int8", (numbers.t() if transposed else numbers).contiguous())
-    layer.register_buffer("weight_scale", scale)
-    layer.register_buffer("weight_zero", zero)
-    layer.register_buffer("weight_group", group, persistent=False)
+    int8: Any = type(f"Int8{cls.__name__}", (_QuantizedWeight, cls), {"__module__": cls.__module__})
+    new = int8.__new__(int8)
+    new.__setstate__(vars(layer))  # as copy.copy does
+    new.weight_meta, new.weight_layout = (weight.dtype, transposed), layout
+    new.register_buffer("weight_int8", (numbers.t() if transposed else numbers).contiguous())
+    new.register_buffer("weight_scale", scale)
+    new.register_buffer("weight_zero", zero)
+    new.register_buffer("weight_group", group, persistent=False)
+    if getattr(layer, "together", None) is not None:
+        layer.together.replace(layer, new)
+    assert isinstance(new, nn.Module)
+    return new
 
 
 def _count_uses(module: nn.Module) -> dict[int, int]:

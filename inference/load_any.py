@@ -14,6 +14,7 @@ from ..base.files import parse_json, read_text
 from ..engine.snapshot.load_weights import load_weights
 from ..grid import Grid
 from ..models.huggingface.load import load_hf
+from ..models.huggingface.reader import open_weights
 
 Source = str | Path | Sequence[str | Path] | Mapping[str, Any]
 
@@ -67,9 +68,8 @@ def load_any(module: nn.Module, source: Source, grid: Grid, base: str | Path = "
 def read_weights(path: Path) -> dict[str, Tensor]:
     """Read a file of weights, without running code from it."""
     if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        return load_file(path)
+        with open_weights(path) as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is not a mapping
     found = torch.load(path, map_location="cpu", weights_only=True)
     for key in ("module", "model"):  # of DeepSpeed's and Megatron's files
         found = found[key] if isinstance(found.get(key), dict) else found

@@ -32,15 +32,13 @@ class ReplicaGrid(Grid):
                 "local updates train each replica alone, but the experts of a layer are spread over "
                 f"{full_grid.expert.size} ranks of data x context: use a grid with expert=1, or leave local_updates out"
             )
-        # Not by Grid's constructor, which makes process groups: this is a view of an existing grid.
-        self.__dict__.update(full_grid.__dict__)
         self.full_grid = full_grid
-        self.topology = Topology(**{**full_grid.topology.axes, "data": 1})
-        self.world = full_grid.joint("pipe", "context", "tensor")
-        self.size = self.world.size
-        self.data = Axis("data", [full_grid.rank], full_grid.rank, None, full_grid.traffic)
-        self.data_context = self.expert_data = self.data if self.context.size == 1 else self.context
-        self.mesh = None
+        self._init_view(
+            full_grid,
+            topology=Topology(**{**full_grid.topology.axes, "data": 1}),
+            world=full_grid.joint("pipe", "context", "tensor"),
+            data=Axis("data", [full_grid.rank], full_grid.rank, None, full_grid.traffic),
+        )
 
     @property
     def replica(self) -> int:
@@ -80,10 +78,14 @@ class ReplicaGrid(Grid):
         """Call ``Grid.barrier_name`` of the full grid."""
         return self.full_grid.barrier_name()
 
+    def end(self) -> None:
+        """Call ``Grid.end`` of the full grid."""
+        self.full_grid.end()
+
     def close(self) -> None:
         """Leave the process group, and close the full grid."""
         self.full_grid.close()
-        self.world.group = None
+        self.world.close()
 
     def store_set(self, key: str, text: str) -> None:
         """Write a text to the store, for all ranks of the full grid; it replaces an earlier one. Not a collective.

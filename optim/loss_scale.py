@@ -127,24 +127,15 @@ class LossScaler:
         scale: factor of the loss before the backward pass.
         skipped: number of steps that overflowed.
         cur_iter: number of steps so far.
-        dynamic, scale_window: the options, under DeepSpeed's names.
     """
 
     def __init__(self, options: LossScale) -> None:
         self._options = options
-        self.dynamic, self.scale_window = options.fixed is None, options.window
         self.cur_iter = 0
         self.scale = options.first
         self.skipped = 0
         self._good = 0  # steps since the last overflow or doubling
         self._patience = options.hysteresis
-
-    @property
-    def cur_scale(self) -> float:
-        """The scale, under DeepSpeed's name."""
-        return self.scale
-
-    loss_scale = cur_scale
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scale and the counters, for a checkpoint."""
@@ -170,13 +161,13 @@ class LossScaler:
             self._good += 1
             if self._options.consecutive_hysteresis:
                 self._patience = self._options.hysteresis
-            if self.dynamic and self._good % self._options.window == 0:
+            if self._options.fixed is None and self._good % self._options.window == 0:
                 self.scale *= 2
                 self._patience = self._options.hysteresis
             return
         self.skipped += 1
         self._good = 0
-        if self.dynamic:
+        if self._options.fixed is None:
             if self._patience > 1:
                 self._patience -= 1
             else:

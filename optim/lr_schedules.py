@@ -52,7 +52,7 @@ class ClosedFormSchedule(LRScheduler):
         super().step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the index of the last step, under DeepSpeed's name; the configuration has the other values."""
+        """Return the index of the last step; the configuration has the other values."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from torch import Tensor
@@ -41,7 +41,7 @@ class NonFinitePolicy:
         grid: Grid,
         loss: float | None,
         norm: float | None,
-        losses: Callable[[], MicrobatchLosses],
+        losses: MicrobatchLosses,
         squares: Sequence[Tensor],
     ) -> bool:
         """Return True if the optimizer step must be skipped because the loss or the gradient norm is not finite.
@@ -50,9 +50,9 @@ class NonFinitePolicy:
 
         Args:
             grid: the grid whose ranks take the step together.
-            loss: the step's loss, summed over all ranks. None if the engine was not given a loss.
+            loss: the step's loss. None if the engine was not given a loss.
             norm: the norm of the model's gradient over all ranks. None if it was not computed.
-            losses: function that returns this rank's losses. It is called only if something is not finite.
+            losses: this rank's losses.
             squares: the sum of squares of this rank's gradients. Empty if it was not computed.
 
         Raises:
@@ -67,7 +67,7 @@ class NonFinitePolicy:
             what = f"the loss is {loss}"
         else:
             what = f"the norm of the gradient is {norm}"
-        found = [each for each in grid.world.all_gather_json(_describe(grid, losses(), squares)) if each]
+        found = [each for each in grid.world.all_gather_json(_describe(grid, losses, squares)) if each]
         where = f": {'; '.join(found[:4])}" if found else ""
         if self._policy == "raise":
             raise AgreedError(

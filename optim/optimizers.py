@@ -122,7 +122,7 @@ def sharded_form(
         cls, defaults = Muon, {**named, "use_muon": True}
     known = inspect.signature(cls).parameters
     given = {key: value for key, value in defaults.items() if key in known}
-    if "fp32_optimizer_states" in known:  # DeepSpeedCPUAdam's; the masters have the dtype of the state
+    if "fp32_optimizer_states" in known:  # the masters have the dtype of the state
         given["fp32_optimizer_states"] = False
     needed = [
         name for name, p in known.items() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)

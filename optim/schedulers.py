@@ -1,4 +1,4 @@
-"""Learning-rate schedules by DeepSpeed's name or torch's: from a type and its parameters to a torch scheduler."""
+"""Learning-rate schedules by name: from a type and its parameters to a torch scheduler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from .signature import check_arguments, defaults_of
 
 MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
 
-DEEPSPEED: dict[str, type[LRScheduler]] = {
+# Schedules that torch lacks.
+OWN: dict[str, type[LRScheduler]] = {
     cls.__name__: cls for cls in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
 }
 _WITHOUT_JSON = {  # their arguments cannot be written in JSON
@@ -28,9 +29,9 @@ _WITHOUT_JSON = {  # their arguments cannot be written in JSON
 
 
 def known() -> dict[str, type[LRScheduler]]:
-    """Return every schedule that a configuration can name: DeepSpeed's and torch's."""
+    """Return every schedule that a configuration can name: triax's and torch's."""
     found = {name: getattr(lr_scheduler, name) for name in lr_scheduler.__all__ if name != "LRScheduler"}
-    return DEEPSPEED | {name: cls for name, cls in found.items() if name not in _WITHOUT_JSON}
+    return OWN | {name: cls for name, cls in found.items() if name not in _WITHOUT_JSON}
 
 
 def make_scheduler(kind: str, params: Mapping[str, Any], key: str = "lr_scheduler") -> MakeScheduler:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..base.nest import map_tensors
+from ..base.parts import Parts
 from ..grid.comm.clock import Clock, Mark
 from ..grid.loss_pair import is_pair, sum_and_weight
 from .backward import Deferred, SplitBackward
@@ -139,6 +140,7 @@ class Executor:
     Args:
         module: the model.
         data: runs the program's REDUCE, TIED, GATHER and RELEASE ops.
+        parts: contexts of the part ``stage``, the layers of one stage in a forward pass.
 
     Attributes:
         loss_scale: factor of the losses before the backward pass (fp16). Reported losses are not scaled.
@@ -148,8 +150,8 @@ class Executor:
         peak: the largest number of entries that ``held`` had in the last run.
     """
 
-    def __init__(self, module: PipelineModule, data: DataAxis) -> None:
-        self._module, self._data = module, data
+    def __init__(self, module: PipelineModule, data: DataAxis, parts: Parts) -> None:
+        self._module, self._data, self._parts = module, data, parts
         self._grid = module.grid
         self._last_stage = len(module.placement) - 1
         self._outgoing, self._incoming = channels(module, "F"), channels(module, "B")
@@ -280,7 +282,8 @@ class Executor:
             # Values between layers of one stage are checked too, for grids that cut the list there.
             checked = stage, self._kind(index)
             self._module.check_hook = None if checked in self._checked else flatten
-            value = self._module.run_stage(stage, value)
+            with self._parts("stage"):
+                value = self._module.run_stage(stage, value)
             self._module.check_hook = None
             self._checked.add(checked)
             if stage < self._last_stage:

@@ -77,6 +77,10 @@ class Together:
         # For each layer not yet called: the input, True if gradients are recorded, and the output.
         self._ready: dict[nn.Module, tuple[Tensor, bool, Tensor]] = {}
 
+    def replace(self, layer: _Linear, new: _Linear) -> None:
+        """Put another layer in the place of a member."""
+        self.members[self.members.index(layer)] = new
+
     def __call__(self, layer: nn.Module, x: Tensor) -> Tensor:
         """Return one layer's output (..., n) for the input x (..., K).
 

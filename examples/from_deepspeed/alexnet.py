@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import triax.compat.deepspeed as deepspeed  # was: import deepspeed
-from triax import RepeatingLoader  # was: from deepspeed.utils import RepeatingLoader
-from triax.pipe import LayerSpec, PipelineModule  # was: from deepspeed.pipe import LayerSpec, PipelineModule
+from triax import LayerSpec, RepeatingLoader  # was: from deepspeed.pipe, and from deepspeed.utils
+from triax.compat.deepspeed import PipelineModule  # was: from deepspeed.pipe import PipelineModule
 
 CLASSES, SIZE, SAMPLES = 10, 64, 64
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from ...agreement.agreement import agreed
 from ...base.checks import check_path
 from ...base.errors import ConfigError
 from ...base.files import read_object
-from ...base.safetensors import TensorStream
+from ...base.safetensors import write_file
 from ...grid import Grid, layout_of
 from ...tensor_parallel.lora import LoraOptions, add_adapters
 from .merge import is_factor, layer_of
@@ -142,10 +141,7 @@ def write_adapters(
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    announced = {name: (tuple(value.shape), value.dtype) for name, value in written.items()}
-    with closing(TensorStream(folder / _WEIGHTS, announced, checksums=False)) as stream:
-        for name, value in written.items():
-            stream.write(name, value.contiguous())
+    write_file(folder / _WEIGHTS, written)
     return [*written]
 
 

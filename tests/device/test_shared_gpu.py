@@ -9,14 +9,13 @@ import torch
 from jobs import furthest, train_gpt
 
 import triax
-from triax.grid.comm.host_axis import HostAxis
 
 pytestmark = pytest.mark.device
 
 
 def trained(sizes: tuple[int, int, int], where: str, **config: Any) -> Any:
     grid = triax.Grid(*sizes, device=where, timeout=120)
-    return train_gpt(grid, "float64", **config), type(grid.world).__name__
+    return train_gpt(grid, "float64", **config), type(grid.world.transport).__name__
 
 
 CELLS = [
@@ -40,8 +39,8 @@ def test_ranks_of_one_gpu_train_as_one_process(
     wanted = train_gpt(triax.Grid(device="cpu"), "float64")
     where = str(device) if device.type == "cuda" else "cpu"
     processes = sizes[0] * sizes[1] * sizes[2]
-    for found, axis in ranks(processes, trained, sizes, where, timeout=240, **config):
-        assert axis == (HostAxis.__name__ if device.type == "cuda" else "Axis")
+    for found, transport in ranks(processes, trained, sizes, where, timeout=240, **config):
+        assert transport == ("HostTransport" if device.type == "cuda" else "Transport")
         assert found.losses == pytest.approx(wanted.losses, rel=1e-10)
         assert furthest(found.gradients, wanted.gradients) < 1e-10
         assert furthest(found.weights, wanted.weights) < 1e-10

@@ -183,7 +183,7 @@ def messages() -> list[str]:
         lambda: engine("dualpipe-v", chunks=2),
         lambda: model(chunks=3),
         lambda: trained.train_batch(iter([pair])),
-        lambda: trained.train_batch([pair, pair]),  # type: ignore[arg-type]
+        lambda: trained.train_batch([pair, pair]),
         lambda: trained.train_batch(iter([x, x])),
         lambda: detached.train_batch(iter([pair, pair])),
     ]

@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from triax import PipelineModule, Topology
+import triax
+from triax import Topology
+from triax.compat.deepspeed import PipelineModule
 from triax.compat.deepspeed.from_config import read_config
 from triax.data.dataloader import make_loader
 from triax.grid import Grid
@@ -221,14 +223,14 @@ def test_stages_and_topology_make_the_grid(ranks: Any) -> None:
 
 def test_arguments_that_cannot_be() -> None:
     wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({"grid": 2}, TypeError, r"write num_stages=2, or pass grid=triax.Grid\(pipe=2\)"),
+        ({"grid": 2}, TypeError, r"grid is 2, not a triax.Grid: pass grid=triax.Grid\(pipe=2\)"),
         ({"num_stages": 0}, ValueError, "num_stages is 0: give a whole number of at least 1"),
         ({"grid": Grid(), "num_stages": 2}, ValueError, "num_stages is 2, and the grid has 1 ranks on its pipe axis"),
         ({"grid": Grid(), "topology": Topology(pipe=2)}, ValueError, "leave one of them out"),
         ({"topology": {"pipe": 2}}, TypeError, r"a dict: pass topology=triax.Topology\(pipe=2, data=2\)"),
         ({"topology": TheirTopology(pipe=1, expert=1)}, ValueError, "topology has the axes expert"),
         ({"partition": "uniform", "partition_method": "parameters"}, ValueError, "give one of them"),
-        ({"seed": 1, "base_seed": 2}, ValueError, "seed is 1 and base_seed 2: give one of them"),
+        ({"seed": 1, "base_seed": 2}, ValueError, "seed is 1 and base_seed is 2: give one of them"),
         ({"seed_fn": print}, TypeError, r"seed_fn is DeepSpeed's; .* leave it out"),
         ({"activation_checkpoint_func": print}, TypeError, "recomputation is activation_checkpoint_interval="),
         ({"num_stage": 2}, TypeError, "no argument 'num_stage': did you mean num_stages?"),
@@ -237,3 +239,17 @@ def test_arguments_that_cannot_be() -> None:
         with pytest.raises(kind, match=said):
             PipelineModule(layers(), **arguments)
     assert PipelineModule(layers(), base_seed=5).seed == 5 and PipelineModule(layers()).seed == 0
+
+
+def test_deepspeeds_arguments_warn_outside_of_its_api(recwarn: pytest.WarningsRecorder) -> None:
+    assert triax.PipelineModule(layers(), seed=5).seed == 5
+    assert isinstance(PipelineModule(layers(), num_stages=1, seed_layers=True), triax.PipelineModule)
+    assert not [warning for warning in recwarn if "PipelineModule" in str(warning.message)]
+    arguments: dict[str, Any] = {"topology": Topology(pipe=1), "partition_method": "uniform", "base_seed": 5}
+    said = r"until triax 0.3: write grid=triax.Grid\(\), partition='uniform', seed=5, and leave seed_layers out"
+    with pytest.warns(DeprecationWarning, match=said) as caught:
+        module = triax.PipelineModule(layers(), seed_layers=False, **arguments)
+    assert (module.partition, module.seed) == ("uniform", 5)
+    assert [warning.filename for warning in caught] == [__file__]
+    with pytest.raises(TypeError, match=r"no argument 'num_stage': did you mean num_stages?"):
+        triax.PipelineModule(layers(), num_stage=2)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.base.errors import ConfigError
+from triax.compat.deepspeed.config.to_options import notes_of
 from triax.compat.deepspeed.from_config import read_config
 from triax.gradient_compression import OneBitAdam, ZeroOneAdam
 from triax.gradient_compression.onebit.allreduce import OneBitMean, pack, unpack
@@ -716,7 +717,7 @@ def test_refused(given: dict[str, Any], words: str) -> None:
 
 def test_what_is_idle_is_said() -> None:
     params = {"lr": 1e-3, "freeze_step": 5, "cuda_aware": False, "comm_backend_name": "nccl", "eps_inside_sqrt": False}
-    notes = read_config({"train_batch_size": 4, "optimizer": {"type": "onebitadam", "params": params}}).notes()
+    notes = notes_of(read_config({"train_batch_size": 4, "optimizer": {"type": "onebitadam", "params": params}}))
     assert [note.split(":")[0] for note in notes] == [
         "optimizer.params.comm_backend_name does nothing",
         "optimizer.params.cuda_aware does nothing",

@@ -131,6 +131,13 @@ def test_plain_modules_and_shared_weights() -> None:
         quantize(module, Grid())
     with pytest.raises(ValueError, match=r"group is 0. Give at least 1"):
         Int8(0)
+    assert list(module.state_dict()) == [
+        f"{i}.{name}" for i in (0, 2) for name in ("bias", "weight_int8", "weight_scale")
+    ]
+    with pytest.raises(
+        ValueError, match=r"itself a linear layer, which cannot be replaced: pass nn.Sequential\(module"
+    ):
+        quantize(nn.Linear(8, 4), Grid())
     embedding = nn.Embedding(5, 8)
     tied = nn.ModuleDict({"in": embedding, "hidden": nn.Linear(8, 8), "out": nn.Linear(8, 5, bias=False)})
     tied["out"].weight = embedding.weight

@@ -44,6 +44,7 @@ from triax.compat.deepspeed.config.base import extra_of
 from triax.compat.deepspeed.config.config import batch_sizes
 from triax.compat.deepspeed.config.optimizer_names import NAMES as OPTIMIZER_NAMES
 from triax.compat.deepspeed.config.resolved import keys
+from triax.compat.deepspeed.config.to_options import notes_of
 from triax.compat.deepspeed.from_config import read_config, resolve_config
 from triax.optim import optimizers, schedulers
 from triax.pipe.schedules.choose import NAMES
@@ -122,7 +123,7 @@ def draw(choose: random.Random) -> dict[str, Any]:
         params = {"lr": choose.choice((0.1, 1e-3, 0))} | ({"weight_decay": 0.1} if choose.random() < 0.5 else {})
         config["optimizer"] = {"type": choose.choice(OPTIMIZERS), "params": params}
     if friendly and choose.random() < 0.2:
-        config["scheduler"] = {"type": choose.choice([*schedulers.DEEPSPEED]), "params": choose.choice(SCHEDULES)}
+        config["scheduler"] = {"type": choose.choice([*schedulers.OWN]), "params": choose.choice(SCHEDULES)}
     return config
 
 
@@ -260,7 +261,7 @@ def judge(source: Any, engine: bool = False) -> Verdict:
         try:
             config = read_config(source)
             what = "notes"
-            for note in config.notes():
+            for note in notes_of(config):
                 if "\n" in note:
                     return Verdict("unclear", f"a note of several lines: {note!r}")
             what = "batch_sizes"

@@ -528,13 +528,13 @@ def adversaries(stage: int) -> None:
     models = [net(), net()]
     optimizers = [torch.optim.SGD(model.parameters(), **OPTIONS) for model in models]
     logged: list[Any] = []
-    end_step = judges.observer.end_step
+    after_step = judges.observer.after_step
 
     def log(grid: Any, loss: Any) -> None:
         logged.append(float(loss))
-        end_step(grid, loss)
+        after_step(grid, loss)
 
-    judges.observer.end_step = log
+    judges.observer.after_step = log
     for step in range(3):
         judges.module.zero_grad(set_to_none=step != 1)
         x, mine = batch(step, 0, grid.rank), []

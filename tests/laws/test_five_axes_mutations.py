@@ -79,10 +79,8 @@ def not_partial(make: Any) -> Any:
     return lambda *args, partial, **options: make(*args, partial=False, **options)
 
 
-def twice_averaged(take: Any) -> Any:
-    return lambda self, grid, loss, weight, *args, **options: take(
-        self, grid, loss, weight * grid.context.size, *args, **options
-    )
+def twice_averaged(decide: Any) -> Any:
+    return lambda self, grid, loss, weight, *args: decide(self, grid, loss, weight * grid.context.size, *args)
 
 
 # ----------------------------------------------------------------------------------------- norm
@@ -281,7 +279,7 @@ MUTATIONS = {
         replaced(moe_layer, "Router", not_partial), ROUTER, SEQUENCE
     ),
     "gradients are averaged over context once more": Mutation(
-        replaced(OptimizerStep, "take", twice_averaged), NORM, CONTEXT
+        replaced(OptimizerStep, "decide", twice_averaged), NORM, CONTEXT
     ),
     "the norm leaves experts out": Mutation(replaced(*spans, without_experts), NORM, EXPERT),
     "the norm counts each replica": Mutation(replaced(*spans, on_every_rank), NORM, DATA),

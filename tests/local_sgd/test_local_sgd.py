@@ -972,7 +972,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"local_updates": {"type": "diloco", "every": 2, "max_staleness": 1}},
         "max_staleness is an option of type async_diloco",
     ),
-    ({"local_updates": {"type": "async_diloco", "every": 2, "average_optimizer": True}}, "write type diloco"),
+    ({"local_updates": {"type": "async_diloco", "every": 2, "average_optimizer": True}}, "or take diloco"),
     (
         {"local_updates": {"type": "async_diloco", "every": 2, "max_staleness": 0, "meet_early": True}},
         "meet_early with max_staleness 0",

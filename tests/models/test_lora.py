@@ -446,7 +446,7 @@ def parameters_without_adapters(folder: Path) -> str:
 def test_errors_say_what_to_write(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     folder = saved(tmp_path / "model", "llama")
     assert "'c_attn', but no layer has such a name" in ranks(1, unknown_target, folder)[0]
-    assert "call triax.add_lora(model, config['lora']) first" in ranks(1, parameters_without_adapters, folder)[0]
+    assert "call triax.add_lora(model, ...) first" in ranks(1, parameters_without_adapters, folder)[0]
 
 
 def test_the_programs_of_the_page_run(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from triax.base.errors import ConfigError
 from triax.compat.deepspeed.config.config import batch_sizes
 from triax.compat.deepspeed.config.optimizer_names import NAMES, native_optimizer
 from triax.compat.deepspeed.from_config import read_config, resolve_config
+from triax.gradient_compression import OneBitAdam
 from triax.optim.elementwise import Lion, UncorrectedAdam
 from triax.optim.optimizers import names
 
@@ -308,3 +310,42 @@ def test_a_resolved_optimizer_is_accepted_again(name: str) -> None:
     sizes = batch_sizes(config, 1)
     resolved = json.loads(json.dumps(resolve_config(config, sizes)))
     assert json.loads(json.dumps(resolve_config(read_config(resolved), sizes))) == resolved
+
+
+def stepped(optimizer: Any, **options: Any) -> tuple[dict[str, Tensor], Any]:
+    """Weights after three steps of a plain module, and its optimizer."""
+    torch.manual_seed(0)
+    engine = triax.Engine(nn.Linear(WIDTH, WIDTH), optimizer=optimizer, batch=triax.Batch(microbatch=4), **options)
+    for _ in range(3):
+        engine.backward(engine(torch.ones(4, WIDTH)).square().mean())
+        engine.step()
+    return engine.gather(), engine.optimizer
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (partial(torch.optim.AdamW, lr=LR, betas=(0.8, 0.9)), triax.Optimizer("AdamW", lr=LR, betas=(0.8, 0.9))),
+        (torch.optim.Adam, triax.Optimizer("Adam")),
+        (partial(torch.optim.Adafactor, lr=LR), triax.Optimizer("Adafactor", lr=LR)),
+        (partial(OneBitAdam, lr=LR, freeze_step=1), triax.Optimizer("OneBitAdam", lr=LR, freeze_step=1)),
+    ],
+    ids=["partial", "class", "whole tensors", "1-bit"],
+)
+def test_a_class_is_stepped_as_its_name_is(given: Any, named: triax.Optimizer) -> None:
+    (found, optimizer), (wanted, expected) = stepped(given), stepped(named)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert optimizer.param_groups[0].get("fused") == expected.param_groups[0].get("fused")
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        (partial(torch.optim.Muon, lr=LR), {}, r"steps matrices alone: write triax.Optimizer\('Muon', lr=...\)"),
+        (partial(torch.optim.Adafactor, lr=LR), {"zero": 1}, "set stage 0, or use Lion"),
+        (partial(torch.optim.LBFGS, lr=LR), {}, "LBFGS needs whole tensors"),
+    ],
+)
+def test_a_class_is_checked_before_there_is_an_engine(given: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        stepped(given, **options)

@@ -161,9 +161,7 @@ def test_before_its_values_come() -> None:
     assert weight.isnan().all() and weight.untyped_storage().nbytes() == 4
     with pytest.raises(RuntimeError, match="single memory location"):
         nn.init.normal_(weight)
-    with pytest.raises(
-        RuntimeError, match=r"placeholders .*: call model\.fill\(\), or make an engine of the model"
-    ):
+    with pytest.raises(RuntimeError, match=r"placeholders .*: call model\.fill\(\), or make an engine of the model"):
         model(torch.ones(2, WIDTH))
     weight.requires_grad_(False)
     groups = [{"params": [weight]}, {"params": [p for p in model.parameters() if p is not weight]}]
