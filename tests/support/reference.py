@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,15 +12,7 @@ from torch import Tensor
 
 from triax.models.config import LlamaConfig, RopeScaling
 
-
-@dataclass
-class Step:
-    """Values after one optimizer step."""
-
-    loss: float
-    norm: float
-    gradients: dict[str, Tensor]  # divided and clipped
-    weights: dict[str, Tensor]
+from training import Step
 
 
 def gpt_logits(
