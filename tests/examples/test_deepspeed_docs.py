@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from triax.cli.main import app
 from triax.compat.deepspeed.config.resolved import keys
 from triax.compat.deepspeed.ledger import markdown
+from triax.compat.launcher_options import IDLE, REPLACED, SAME
 
 from paths import DOCS
 from readme_blocks import broken_links, commands, programs
@@ -37,6 +38,8 @@ def test_commands_have_these_options(tmp_path: Path, monkeypatch: pytest.MonkeyP
         for name in names:
             command = command.commands[name]  # type: ignore[attr-defined]  # a group
         known = {option for parameter in command.params for option in parameter.opts}
+        if names == ["run"]:
+            known.update(REPLACED, IDLE, *SAME.values())  # names of other launchers
         for option in (word for word in words[:stop] if word.startswith("--")):
             assert option.replace("_", "-") in known, f"triax {' '.join(names)} has no {option}"
     monkeypatch.chdir(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import random
 import runpy
 import signal
 import socket
@@ -22,10 +23,15 @@ def slowdown() -> float:
 
 
 def free_port() -> int:
-    """Return a TCP port that no process uses."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a TCP port that no process uses.
+
+    It lies below the ports that Linux gives to connections, so that no connection takes it before the test does.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def program(arguments: list[str], folder: str) -> str:

@@ -273,7 +273,7 @@ def test_an_unused_parameter_is_an_error_where_it_was_to_be(ranks: Any) -> None:
     assert ranks(REPLICAS, unused, False) == [""] * REPLICAS
     for message in ranks(REPLICAS, unused, True):
         assert "1 parameters got no gradient in this step: layers.1.idle" in message
-        assert "ignore_unused_parameters" in message
+        assert "allow_unused" in message
 
 
 def at_once(size: int | str) -> int:

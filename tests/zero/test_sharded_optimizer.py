@@ -474,7 +474,7 @@ def test_torchs_grad_scaler_is_refused(stage: int) -> None:
         optimizer.zero_grad()
         scaler.scale(model(torch.ones(2, WIDTH)).mean()).backward()
         before = model.weight.detach().clone()
-        with pytest.raises(RuntimeError, match=r"GradScaler unscales \.grad, .* \"fp16\": \{\"enabled\": true\}"):
+        with pytest.raises(RuntimeError, match=r"GradScaler unscales \.grad, .* precision='fp16'"):
             scaler.step(optimizer)
         assert torch.equal(model.weight, before)
 
