@@ -16,4 +16,5 @@ def test_a_moved_name_is_found_with_a_warning(older: str) -> None:
     with pytest.warns(DeprecationWarning, match=rf"^triax\.{older} has moved, .*: write {new}\.{name}$") as warned:
         found = getattr(importlib.import_module(f"triax.{package}"), name)
     assert found is getattr(importlib.import_module(new), name)
-    assert warned[0].filename == __file__
+    places = {each.filename for each in warned if str(each.message).startswith(f"triax.{older} has moved")}
+    assert places == {__file__}  # the first import of a package may warn of other things
