@@ -41,10 +41,17 @@ def totals(grid: AgreeingGrid, values: Sequence[Tensor | float]) -> list[float]:
     """
     if grid.size == 1 and grid.device.type == "cpu":
         return [float(value) for value in values]
-    sums = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=grid.device) for value in values])
+    sums = torch.stack([_on_device(value, grid.device) for value in values])
     grid.world.all_reduce(sums)
     found: list[float] = sums.tolist()
     return found
+
+
+def _on_device(value: Tensor | float, device: torch.device) -> Tensor:
+    """Return a value as a 0-dim float64 tensor of the device, without a copy for which the host would wait."""
+    if isinstance(value, Tensor):
+        return value.to(device, torch.float64)
+    return torch.full((), value, dtype=torch.float64, device=device)
 
 
 def largest(grid: AgreeingGrid, values: Sequence[float]) -> list[float]:
@@ -76,7 +83,7 @@ def mean(grid: AgreeingGrid, total: float, weight: float) -> Tensor:
         grid: gives the device.
         total, weight: sums over all ranks, as ``totals`` returns them, e.g. of losses and of their weights.
     """
-    return torch.tensor(total / weight if weight else math.nan, dtype=torch.float64, device=grid.device)
+    return _on_device(total / weight if weight else math.nan, grid.device)
 
 
 def same(axis: Axis, facts: Any, device: torch.device) -> bool:

@@ -14,6 +14,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
+from ..base.accelerators import is_accelerator
 from ..base.errors import CheckpointError
 from ..grid import Grid
 from ..grid.ranges import Spans, shape_of
@@ -90,7 +91,7 @@ class AsyncWriter:
             for box, load in tensor.boxes:
                 value, held = load(), self.copies.get((name, box))
                 if held is None or held.shape != shape_of(box) or held.dtype != tensor.dtype:
-                    held = torch.empty(shape_of(box), dtype=tensor.dtype, pin_memory=value.is_cuda)
+                    held = torch.empty(shape_of(box), dtype=tensor.dtype, pin_memory=is_accelerator(value.device))
                 copies[name, box] = held.copy_(value, non_blocking=True)
                 tensors[name].boxes.append(TensorBox(box, held.detach))
         self.copies = copies

@@ -28,9 +28,8 @@ from torch import Tensor
 from ..engine.pipeline_engine import PipelineEngine
 from ..grid import Grid
 from ..grid.comm.axis import Axis
-from ..grid.devices import gpu_sizes, wait_for
+from ..grid.devices import accelerators, gpu_sizes, wait_for
 from ..grid.environment import given_threads
-from ..grid.grid import gpus
 from ..launcher.launch import cores as own_cores
 from ..launcher.launch import launch
 from ..models.config import GPTConfig, LlamaConfig, TransformerConfig
@@ -67,7 +66,7 @@ def measure(name: str, say: Say = print) -> Machine:
     Raises:
         RuntimeError: the ranks that time the links failed.
     """
-    on_gpu = gpus() > 0
+    on_gpu = accelerators() > 0
     device = torch.device("cuda" if on_gpu else "cpu")
     before, threads = torch.get_num_threads(), given_threads() or 1
     torch.set_num_threads(threads)
@@ -78,7 +77,7 @@ def measure(name: str, say: Say = print) -> Machine:
         torch.set_num_threads(before)
     cores = 0 if on_gpu else max(1, own_cores() // threads)
     say("links and crowding: starting ranks")
-    together = _together(min(_RANKS, gpus() or 1) if on_gpu else _RANKS, cores, threads)
+    together = _together(min(_RANKS, accelerators() or 1) if on_gpu else _RANKS, cores, threads)
     measured = MeasuredTimes(
         cores=cores,
         threads=threads,

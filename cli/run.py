@@ -356,9 +356,9 @@ def _processes(nproc: str | None) -> int:
         return cores()
     if nproc not in (None, "gpu", "auto"):
         raise ConfigError(f"--nproc is {nproc!r}, but it must be a number of at least 1, or gpu, cpu or auto.")
-    from ..grid.grid import gpus
+    from ..grid.devices import accelerators
 
-    found = gpus()
+    found = accelerators()
     if nproc == "gpu" and not found:
         raise ConfigError("You gave --nproc gpu, but this host has no GPU. Give a number, or cpu.")
     return found or (cores() if nproc == "auto" else 1)

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 from ..agreement.agreement import agreed, totals
+from ..base.accelerators import is_accelerator
 from ..base.checks import check_count, check_kind, check_path
 from ..base.errors import ConfigError
 from ..base.option_error import Note
@@ -549,7 +550,7 @@ class Engine:
             drop_last=self.options.drop_last,
             collate=collate_fn,
             workers=workers,
-            pin_memory=pin_memory and self.device.type == "cuda",
+            pin_memory=pin_memory and is_accelerator(self.device),
         )
 
     @property

@@ -1,14 +1,72 @@
-"""Devices of this machine: GPUs as text, or left alone in a dry run; functions of ``torch.cuda`` for the CPU."""
+"""Devices of this machine: the one that a rank takes, GPUs as text; functions of ``torch.cuda`` for the CPU."""
 
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from ..base.accelerators import functions_of, is_accelerator
+from ..base.errors import ArgumentError
 from .environment import local_place, resident_memory, resident_peak
+
+
+def default_accelerator() -> torch.device | None:
+    """Return the kind of accelerator on which ranks train unless told otherwise; None: they train on the CPU.
+
+    It must be present, and have a backend of its own: a Mac's MPS has none but gloo, which sends from host memory.
+    """
+    found = torch.accelerator.current_accelerator(check_available=True)
+    own = found is not None and dist.Backend.default_device_backend_map.get(found.type, "gloo") != "gloo"
+    return found if own else None
+
+
+def accelerators() -> int:
+    """Return the number of accelerators that this process sees."""
+    return torch.accelerator.device_count() if default_accelerator() is not None else 0
+
+
+def backends_of(device: torch.device) -> str:
+    """Return the backends of a process group that sends tensors of a device, and of the host, as torch names them."""
+    backend = dist.Backend.default_device_backend_map.get(device.type, "gloo")
+    return "gloo" if backend == "gloo" else f"cpu:gloo,{device.type}:{backend}"
+
+
+def take_device(device: torch.device | str | None, number: int) -> torch.device:
+    """Return the device of a rank, and make it the present one of this process.
+
+    Args:
+        device: the device that was asked for; without an index: one for each rank of the host. None: an accelerator if
+            there is one, else the CPU.
+        number: number of the rank among the ranks of its host.
+
+    Raises:
+        ArgumentError: there is no such device.
+    """
+    try:
+        chosen = torch.device("cpu") if device is None else torch.device(device)
+    except (RuntimeError, TypeError, ValueError):
+        raise ArgumentError(f"Grid was given device={device!r:.60}: give one as 'cpu' or 'cuda:0'") from None
+    if device is None:
+        chosen = default_accelerator() or chosen
+    if not is_accelerator(chosen):
+        return chosen
+    count = 0
+    with suppress(RuntimeError):  # this torch has no functions for it
+        functions = functions_of(chosen)
+        count = functions.device_count() if functions.is_available() else 0
+    if (chosen.index or 0) >= count:
+        raise ArgumentError(
+            f"Grid was given device={str(device)!r}, and this process sees {count} devices of the kind {chosen.type}: "
+            "give device='cpu' or a device that triax env lists, or leave it out"
+        )
+    if chosen.index is None:
+        chosen = torch.device(chosen.type, number % count)
+    functions.set_device(chosen)
+    return chosen
 
 
 def gpu_descriptions() -> list[tuple[str, str]]:
@@ -33,8 +91,8 @@ def gpu_sizes(device: torch.device) -> tuple[str, int, int]:
 
 def wait_for(device: torch.device) -> None:
     """Wait until a device has computed what was launched on it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if is_accelerator(device):
+        functions_of(device).synchronize(device)
 
 
 def usable_memory(device: torch.device) -> float:

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import logging
 import math
+import socket
 import sys
 import threading
 import time
@@ -30,8 +31,8 @@ from ..agreement.call_order import CallOrder
 from ..agreement.hang_watch import GONE, Activity, HangWatch, lost_peer, timed_out, with_timeout
 from ..agreement.mailbox import Mailbox
 from ..agreement.store_barrier import store_barrier
+from ..base.accelerators import functions_of, is_accelerator
 from ..base.checks import check_kind, check_positive
-from ..base.errors import ArgumentError
 from .comm.axis import Axis
 from .comm.host_transport import HostTransport
 from .comm.observer import Observer
@@ -40,6 +41,7 @@ from .comm.tcp_store import is_loopback, resolve, serve_store
 from .comm.thread_priority import batch_threads
 from .comm.traffic import Traffic
 from .comm.transport import Transport
+from .devices import backends_of, take_device, wait_for
 from .environment import (
     Environment,
     absent_processes,
@@ -128,7 +130,7 @@ class Grid:
         leave_name(self.rank, self.describe())
         self.local_rank = local_rank()
         outer: Any = dist.group.WORLD if dist.is_initialized() else None
-        self.device = torch.device("meta") if is_simulated(outer) else _device(device, self.local_rank)
+        self.device = torch.device("meta") if is_simulated(outer) else take_device(device, self.local_rank)
         self.timeout = timeout
         self._subgroups: dict[tuple[str, tuple[int, ...]], Axis | None] = {}
         self._store: dist.Store | None = None
@@ -277,25 +279,31 @@ class Grid:
 
     def synchronize(self) -> None:
         """Wait until the device has finished all its work: for measurements."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        wait_for(self.device)
 
     def peak_memory(self) -> int:
         """Return bytes: the peak of the tensors on the GPU; on a CPU, the peak resident memory of the process."""
-        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else resident_peak()
+        if is_accelerator(self.device):
+            return int(functions_of(self.device).max_memory_allocated(self.device))
+        return resident_peak()
 
     def device_name(self) -> str:
         """Return the GPU's name, e.g. ``NVIDIA H100 80GB HBM3``; ``cpu`` on a CPU."""
-        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else self.device.type
+        if is_accelerator(self.device):
+            return str(functions_of(self.device).get_device_name(self.device))
+        return self.device.type
 
     def random_state(self) -> torch.Tensor | None:
         """Return the state of the GPU's random generator; None on a CPU, where torch has one for the process."""
-        return torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        if not is_accelerator(self.device):
+            return None
+        state: torch.Tensor = functions_of(self.device).get_rng_state(self.device)
+        return state
 
     def set_random_state(self, state: torch.Tensor) -> None:
         """Restore the state that ``random_state`` returned."""
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(state, self.device)
+        if is_accelerator(self.device):
+            functions_of(self.device).set_rng_state(state, self.device)
 
     def report_failure(self, message: str) -> None:
         """Write to the store the reason for which this rank stops. The first message of any rank is kept."""
@@ -488,9 +496,11 @@ class Grid:
 
     def _gpus_are_shared(self) -> bool:
         """Return whether any GPU has several ranks, which NCCL refuses. Collective, in host memory."""
-        if self.size == 1 or self.device.type != "cuda":
+        if self.size == 1 or not is_accelerator(self.device):
             return False
-        found = self.world.all_gather_json(str(torch.cuda.get_device_properties(self.device).uuid))
+        properties = functions_of(self.device).get_device_properties(self.device)
+        place = f"{socket.gethostname()} {self.device}"  # of a kind of device whose properties have no UUID
+        found = self.world.all_gather_json(str(getattr(properties, "uuid", place)))
         most = max(map(found.count, found))
         if most > 1 and self.rank == 0:
             logging.getLogger("triax").warning(
@@ -541,7 +551,7 @@ class Grid:
         It runs where the group is made, in the same order on all ranks. In the middle of a schedule two ranks might
         reach two groups in different orders, and hang.
         """
-        if self.device.type == "cuda" and axis.size > 1:
+        if is_accelerator(self.device) and axis.size > 1:
             axis.all_reduce(torch.zeros(1, device=self.device))
 
     def __repr__(self) -> str:
@@ -563,11 +573,6 @@ def _leave(store: dist.Store) -> None:
     """
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def gpus() -> int:
-    """Return the number of GPUs that this process sees."""
-    return torch.cuda.device_count()
 
 
 def _rank_and_size(environment: Environment | None) -> tuple[int, int]:
@@ -600,18 +605,6 @@ def _replicas(sizes: Mapping[str, int | None], processes: int) -> int:
     )
 
 
-def _device(device: torch.device | str | None, local_rank: int) -> torch.device:
-    if device is None and torch.cuda.is_available():
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    try:
-        chosen = torch.device("cpu" if device is None else device)
-    except (RuntimeError, TypeError, ValueError):
-        raise ArgumentError(f"Grid was given device={device!r:.60}: give one as 'cpu' or 'cuda:0'") from None
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
-    return chosen
-
-
 def _initialize(environment: Environment, device: torch.device, timeout: float) -> Any:
     """Initialize the process group; return its store.
 
@@ -633,9 +626,8 @@ def _initialize(environment: Environment, device: torch.device, timeout: float) 
         told.cancel()
     whole = dist.PrefixStore(f"triax/{environment.restarts}", tcp)
     store: dist.Store = dist.PrefixStore(str(whole.add(f"groups of rank {rank}", 1)), whole)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     with batch_threads():
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+        dist.init_process_group(backends_of(device), store=store, rank=rank, world_size=size, timeout=limit)
     atexit.register(_leave, store)
     return store
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..base.accelerators import is_accelerator, move_module
 from ..base.errors import ConfigError
 from ..engine.base import Engine
 from ..grid import Grid
@@ -87,7 +88,7 @@ class ModuleInference(nn.Module):
         elif trainer is None:
             self.module.to(dtype=dtype)
             if not on_host:
-                self.module.to(self.grid.device)
+                move_module(self.module, self.grid.device)
             if self.grid.tensor.size > 1:
                 parallelize(self.module, self.grid, plan)
             if int8 is not None:
@@ -139,7 +140,9 @@ class ModuleInference(nn.Module):
             return
         seed = torch.randint(2**62, (1,), device=self.grid.device)
         axis.broadcast(seed)
-        with torch.random.fork_rng(devices=[self.grid.device] if self.grid.device.type == "cuda" else []):
+        device = self.grid.device
+        devices = [device] if is_accelerator(device) else []
+        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
             torch.manual_seed(int(seed))
             yield
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..base.accelerators import move_module
 from ..base.checks import check_count, check_kind, check_seed
 from ..grid import Axis, Grid, Layout, layout_of
 from ..grid.auxiliary import AuxiliaryLayer, AuxiliaryLosses
@@ -525,7 +526,7 @@ class PipelineModule(nn.Module):
             self.__dict__.pop("loss_fn", None)
             self._modules.pop("loss_fn", None)
             if self.is_last:
-                self.loss_fn = loss_fn.to(device=self.grid.device, dtype=self.dtype)
+                self.loss_fn = move_module(loss_fn, self.grid.device, self.dtype)
                 self._name(len(self._list), loss_fn)
             else:
                 self.__dict__["loss_fn"] = loss_fn
@@ -572,7 +573,7 @@ class PipelineModule(nn.Module):
             with seeded(self.seed, f"layers.{source}"), torch.device(device):
                 entry = entry.build(self.grid)
         assert isinstance(entry, nn.Module)
-        return entry.to(device=self.grid.device, dtype=self.dtype)
+        return move_module(entry, self.grid.device, self.dtype)
 
     def _build_on_meta(self, index: int, otherwise: str) -> nn.Module:
         """Build a layer on the meta device, without values.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 import torch
 from torch import Tensor
 
+from ..base.accelerators import is_accelerator
 from ..grid import Axis, Pending
 from .module import PipelineModule
 from .schema import Flat, Schema, TensorSpec
@@ -216,7 +217,7 @@ def channels(module: PipelineModule, direction: str) -> dict[int, Channel]:
         if ranks[0] == ranks[1]:
             continue
         axis: Axis | None = grid.pipe
-        if grid.device.type == "cuda":
+        if is_accelerator(grid.device):
             axis = grid.subgroup("pipe", sorted(ranks), purpose=f"{direction}{stage}")
         if axis is not None and grid.pipe.rank in ranks:
             other = ranks[0] if grid.pipe.rank == ranks[1] else ranks[1]

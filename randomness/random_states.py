@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ..base.accelerators import functions_of
+
 TENSOR_STATE = "model-parallel-rng"  # Megatron's name
 
 
@@ -77,8 +79,10 @@ class RandomStates:
 
 def _generator() -> torch.Generator:
     """Return the generator of the process's device."""
-    if not torch.cuda.is_available():
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
         return torch.default_generator
-    torch.cuda.init()  # makes the generators
-    generator: torch.Generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    functions = functions_of(device)
+    functions.init()  # makes the generators
+    generator: torch.Generator = functions.default_generators[functions.current_device()]
     return generator

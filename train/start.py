@@ -11,8 +11,8 @@ from ..base.option_error import OptionError
 from ..checkpoint.format.remote import folder_at
 from ..data.tokenizer import open_tokenizer
 from ..engine.setup.check import check_names
+from ..grid.devices import accelerators
 from ..grid.environment import read_environment
-from ..grid.grid import gpus
 from ..launcher.launch import launch
 from ..models.huggingface.config import to_hf
 from .data import check_data
@@ -38,7 +38,7 @@ def make_job(file: TrainingFile, processes: int | None = None) -> Job:
     """
     environment = read_environment()
     processes = processes if environment is None else environment.world_size
-    job = resolve(file, processes, gpus() or 1)
+    job = resolve(file, processes, accelerators() or 1)
     try:
         check_names(job.options)
     except OptionError as error:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..agreement.agreement import agreed
+from ..base.accelerators import is_accelerator
 from ..grid import Grid
 
 _LARGEST = 2**30  # bytes of one mapping at most; each mapping holds a file descriptor
@@ -228,7 +229,7 @@ class OffloadMemory:
                 assert place.path is not None
                 self._made[place] = DiskMemory(place.path, wait=not self.offload.pipeline_write)
             else:
-                pin = place.kind == "cpu" and place.pin and device.type == "cuda"
+                pin = place.kind == "cpu" and place.pin and is_accelerator(device)
                 self._made[place] = Memory(place.kind, device if place.kind == "none" else torch.device("cpu"), pin)
         return self._made[place]
 

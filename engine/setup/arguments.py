@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...base.accelerators import move_module
 from ...base.checks import check_kind
 from ...base.errors import ConfigError, no_such
 from ...base.option_error import refusal
@@ -167,4 +168,4 @@ def to_device(model: nn.Module, grid: Grid) -> None:
             f"{away} is on the meta device, which has no memory for values: build the model on {grid.device}, or list "
             'its layers in a PipelineModule(..., device="meta"), which is built shard by shard'
         )
-    model.to(grid.device)
+    move_module(model, grid.device)

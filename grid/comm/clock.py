@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ...base.accelerators import functions_of, is_accelerator
+
 Mark = Any  # a point in time: a float on a CPU, an event on a GPU; ``Clock.at`` converts both to seconds
 
 
@@ -27,22 +29,21 @@ class Clock:
         self._device = device
         self._zero, self._first = 0.0, None
         self.mark: Callable[[], Mark] = time.perf_counter
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            self._zero, self._first = time.perf_counter(), _event()
-            self.mark = _event
+        if is_accelerator(device):
+            functions_of(device).synchronize(device)
+            self._zero, self._first = time.perf_counter(), self._event()
+            self.mark = self._event
 
     def settle(self) -> None:
         """Wait until every mark has been reached. Required before ``at``."""
         if self._first is not None:
-            torch.cuda.synchronize(self._device)
+            functions_of(self._device).synchronize(self._device)
 
     def at(self, mark: Mark) -> float:
         """Return a mark in seconds, as ``time.perf_counter`` counts them."""
         return float(mark) if self._first is None else self._zero + self._first.elapsed_time(mark) / 1e3
 
-
-def _event() -> Any:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+    def _event(self) -> Any:
+        event = functions_of(self._device).Event(enable_timing=True)
+        event.record()
+        return event

@@ -94,7 +94,7 @@ class Transport:
         On a CPU each rank receives the parts directly in ``output``. Gloo's own all-gather would first fill a buffer of
         that size and then copy it.
         """
-        if tensor.is_cuda or not self._exchanges:
+        if not tensor.is_cpu or not self._exchanges:
             return self._start_renamed(dist.all_gather_into_tensor, async_op, output, tensor)
         parts = output.view(self.size, *tensor.shape)
         mine = parts[self.rank]
@@ -108,7 +108,7 @@ class Transport:
         On a CPU the ranks exchange their parts, and each rank sums them in rank order. Gloo's own reduce-scatter does
         an all-reduce with twice the bytes and keeps a slice.
         """
-        if tensor.is_cuda or not self._exchanges:
+        if not tensor.is_cpu or not self._exchanges:
             return self._start_renamed(dist.reduce_scatter_tensor, async_op, output, tensor)
         parts = list(tensor.view(self.size, -1))
         mine = parts[self.rank]

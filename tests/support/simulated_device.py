@@ -1,0 +1,394 @@
+"""An accelerator of this process, ``sim``: torch's PrivateUse1 backend, on memory in which the CPU computes.
+
+What a CPU forgives and an accelerator does not is an error or on record here:
+
+- an op over tensors of two devices raises an error;
+- where the host waits for the device (``item``, ``nonzero``, a blocking copy), ``DEVICE.waits`` records the line;
+- a non-blocking copy to the host shows NaN until the host has waited; one from pinned memory must find that memory
+  unchanged when the host has waited;
+- new memory is NaN or the largest integer, and memory that is given back too;
+- ``sim.memory_allocated()`` counts every storage.
+
+Importing this module registers the backend, for the rest of the process. ``simulated_nccl.py`` has its collectives.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+import traceback
+import uuid
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import backend_registration
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+NAME = "sim"
+_ATEN = torch.ops.aten
+_CPU = torch.device("cpu")
+_ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+# Ops whose result's shape or value the host needs before it can go on.
+_WAITS = {
+    _ATEN.nonzero.default,
+    _ATEN.masked_select.default,
+    _ATEN.equal.default,
+    _ATEN._unique2.default,
+    _ATEN.unique_dim.default,
+    _ATEN.unique_consecutive.default,
+    _ATEN.bincount.default,
+    _ATEN.repeat_interleave.Tensor,
+}
+_LIBRARY = str(__import__("triax").__path__[0])
+
+
+class SimulatedDevice:
+    """State of the device of this process.
+
+    Attributes:
+        waits: the places at which the host waited for the device, as "op at file:line".
+        faults: what would be wrong on an accelerator, found when the host waited.
+        allocated, peak: bytes of all storages, now and at most.
+    """
+
+    def __init__(self) -> None:
+        self.waits: list[str] = []
+        self.faults: list[str] = []
+        self.allocated = self.peak = 0
+        self._copies: list[Callable[[], None]] = []
+
+    def wait(self, what: str = "") -> None:
+        """End all copies that are under way. ``what`` names the op that makes the host wait, for the record."""
+        if what:
+            self.waits.append(f"{what} at {place()}")
+        copies, self._copies = self._copies, []
+        for finish in copies:
+            finish()
+
+    def later(self, finish: Callable[[], None]) -> None:
+        """Call a function when the host next waits."""
+        self._copies.append(finish)
+
+    def count(self, size: int) -> None:
+        """Count bytes that are taken, or given back."""
+        self.allocated += size
+        self.peak = max(self.peak, self.allocated)
+
+
+DEVICE = SimulatedDevice()
+
+
+def place() -> str:
+    """Return the line of triax, or of a test, that runs now; "the backward pass" in a thread of autograd's."""
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
+        name = frame.f_code.co_filename
+        if name.startswith(_LIBRARY) and "/tests/support/simulated_" not in name and "/.venv/" not in name:
+            return f"{name.removeprefix(_LIBRARY).lstrip('/')}:{line}"
+    return "the backward pass"
+
+
+# ------------------------------------------------------------------------------------------------------------ memory
+
+
+def _words() -> tuple[int, int]:
+    """Return which words of torch's StorageImpl are its pointer and its size."""
+    memory = torch.UntypedStorage(12_345)
+    storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), torch.device(NAME, 0), 12_345)
+    words = list((ctypes.c_uint64 * 12).from_address(storage._cdata))
+    return words.index(memory.data_ptr()), words.index(12_345)
+
+
+def _storage(memory: torch.UntypedStorage) -> Any:
+    """Return a storage of the device over a storage of the CPU, which it owns."""
+    device = torch.device(NAME, 0)
+    storage: Any = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), device, memory.nbytes())
+    _own(storage, memory)
+    return storage
+
+
+def _own(storage: Any, memory: torch.UntypedStorage) -> None:
+    storage._memory = memory
+    DEVICE.count(memory.nbytes())
+    weakref.finalize(memory, DEVICE.count, -memory.nbytes())
+
+
+def _resize(storage: Any, size: int) -> None:
+    """Give a storage other memory, with the old values at its start, as an accelerator's allocator does."""
+    old, new = storage._memory, torch.UntypedStorage(size)
+    poison(torch.empty(0, dtype=torch.uint8).set_(new))
+    kept = min(size, old.nbytes())
+    new[:kept].copy_(old[:kept]) if kept else None
+    poison(torch.empty(0, dtype=torch.uint8).set_(old))
+    _own(storage, new)
+    words = (ctypes.c_uint64 * 12).from_address(storage._cdata)
+    words[POINTER], words[SIZE] = new.data_ptr(), size
+
+
+def poison(tensor: Tensor) -> None:
+    """Fill a tensor of the CPU with what no program counts on: bytes of which every float is NaN."""
+    if tensor.numel():
+        whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+        start = tensor.storage_offset() * tensor.element_size()
+        if tensor.is_contiguous():
+            whole[start : start + tensor.nbytes].fill_(0xFF)
+        else:
+            tensor.fill_(float("nan") if tensor.is_floating_point() or tensor.is_complex() else 1)
+
+
+def on_cpu(tensor: Tensor) -> Tensor:
+    """Return a tensor of the CPU over the memory of one of the device."""
+    storage: Any = tensor.untyped_storage()
+    alias: Tensor = torch.empty(0, dtype=tensor.dtype)
+    return alias.set_(storage._memory, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def _on_device(tensor: Tensor, storage: Any = None) -> Tensor:
+    """Return a tensor of the device over the memory of one of the CPU."""
+    made: Tensor = torch._C._acc.create_empty_tensor([0], tensor.dtype)
+    _describe(made, tensor, _storage(tensor.untyped_storage()) if storage is None else storage)
+    return made
+
+
+def _describe(tensor: Tensor, like: Tensor, storage: Any) -> None:
+    """Give a tensor of the device a storage, and the shape of another tensor."""
+    offset, size, stride = like.storage_offset(), like.size(), like.stride()
+    _ATEN.set_.source_Storage_storage_offset.redispatch(_ON_CPU, tensor, storage, offset, size, stride)
+
+
+# --------------------------------------------------------------------------------------------------------------- ops
+
+
+def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an op on the memory of its arguments: every op of the device comes here."""
+    flat, spec = tree_flatten((args, kwargs))
+    ours: dict[int, Tensor] = {}  # id of a tensor of the CPU -> the tensor of the device whose memory it is
+    storages: dict[int, Any] = {}
+    for i, value in enumerate(flat):
+        if isinstance(value, Tensor):
+            if value.device.type == NAME:
+                alias = flat[i] = on_cpu(value)
+                ours[id(alias)], storages[alias.untyped_storage()._cdata] = value, value.untyped_storage()
+            elif value.dim():
+                raise RuntimeError(f"{op}: tensors of two devices, {_shapes((args, kwargs))}, at {place()}")
+        elif isinstance(value, torch.device):
+            flat[i] = _CPU
+        elif isinstance(value, torch.storage.UntypedStorage):
+            flat[i] = value._memory  # type: ignore[attr-defined]
+            storages[flat[i]._cdata] = value
+    if op in _WAITS or (op is _ATEN.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])):
+        DEVICE.wait(str(op))
+    arguments, named = tree_unflatten(flat, spec)
+    results, form = tree_flatten(op(*arguments, **named))
+
+    def back(result: Any) -> Any:
+        if not isinstance(result, Tensor):
+            return result
+        if (given := ours.get(id(result))) is None:
+            if op in _EMPTY:
+                poison(result)
+            return _on_device(result, storages.get(result.untyped_storage()._cdata))
+        storage: Any = storages.get(result.untyped_storage()._cdata)
+        if storage is None:
+            raise RuntimeError(f"{op} gave a tensor other memory, which the simulated device cannot follow")
+        if (
+            storage.nbytes() != result.untyped_storage().nbytes()
+            or storage.data_ptr() != result.untyped_storage().data_ptr()
+        ):
+            _follow(storage)
+        if (given.size(), given.stride()) != (result.size(), result.stride()):
+            _describe(given, result, storage)
+        return given
+
+    return tree_unflatten([back(result) for result in results], form)
+
+
+_EMPTY = {_ATEN.empty.memory_format, _ATEN.empty_strided.default}
+
+
+def _follow(storage: Any) -> None:
+    """After the CPU's memory was enlarged in place: write its new place and size into the device's storage."""
+    memory = storage._memory
+    DEVICE.count(memory.nbytes() - storage.nbytes())
+    words = (ctypes.c_uint64 * 12).from_address(storage._cdata)
+    words[POINTER], words[SIZE] = memory.data_ptr(), memory.nbytes()
+
+
+def _shapes(arguments: Any) -> str:
+    tensors = [value for value in tree_flatten(arguments)[0] if isinstance(value, Tensor)]
+    return ", ".join(f"{tuple(tensor.shape)} on {tensor.device.type}" for tensor in tensors)
+
+
+def _copy(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
+    """Copy between the device and the host, or on the device."""
+    of, to = source.device.type, target.device.type
+    if of == to:
+        on_cpu(target).copy_(on_cpu(source))
+    elif to == NAME:
+        on_cpu(target).copy_(source)
+        if not non_blocking:
+            DEVICE.wait("a blocking copy to the device")
+        elif _is_pinned(source):
+            before, where = source.detach().clone(), place()
+
+            def check() -> None:
+                if not _equal(before, source):
+                    DEVICE.faults.append(f"pinned memory was changed while it was copied to the device at {where}")
+
+            DEVICE.later(check)
+    elif non_blocking:
+        value = on_cpu(source).to(target.dtype, copy=True)
+        poison(target)
+        DEVICE.later(lambda: target.copy_(value) and None)
+    else:
+        DEVICE.wait("a blocking copy to the host")
+        target.copy_(on_cpu(source))
+    return target
+
+
+def _equal(tensor: Tensor, other: Tensor) -> bool:
+    return torch.equal(tensor.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def _item(tensor: Tensor) -> Any:
+    DEVICE.wait("item")
+    return on_cpu(tensor).item()
+
+
+# ------------------------------------------------------------------------------------------------- the module torch.sim
+
+
+class Event:
+    """A point in the device's stream, which has reached it at once."""
+
+    def __init__(self, enable_timing: bool = False, **_: Any) -> None:
+        self._time = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self._time = time.perf_counter()
+
+    def elapsed_time(self, later: Event) -> float:
+        return 1e3 * (later._time - self._time)
+
+    def synchronize(self) -> None:
+        DEVICE.wait("Event.synchronize")
+
+    def query(self) -> bool:
+        return True
+
+
+class _Properties:
+    name, total_memory, multi_processor_count, uuid = "a simulated device", 2**34, 1, str(uuid.uuid4())
+
+
+class _Functions:
+    """Functions that torch's module of a device has."""
+
+    Event = Event
+
+    @property
+    def default_generators(self) -> list[torch.Generator]:
+        return [torch.default_generator]
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def synchronize(self, device: Any = None) -> None:
+        DEVICE.wait("synchronize")
+
+    def memory_allocated(self, device: Any = None) -> int:
+        return DEVICE.allocated
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        return DEVICE.peak
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        DEVICE.peak = DEVICE.allocated
+
+    def get_rng_state(self, device: Any = None) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
+        torch.set_rng_state(state)
+
+    def get_device_properties(self, device: Any = None) -> _Properties:
+        return _Properties()
+
+    def get_device_name(self, device: Any = None) -> str:
+        return _Properties.name
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def is_bf16_supported(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def init(self) -> None: ...
+
+    def set_device(self, device: Any) -> None: ...
+
+    def manual_seed(self, seed: int) -> None: ...
+
+    def manual_seed_all(self, seed: int) -> None: ...
+
+    def empty_cache(self) -> None: ...
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+
+# -------------------------------------------------------------------------------------------------------- registration
+
+_pinned: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
+
+
+def _is_pinned(tensor: Tensor) -> bool:
+    return tensor.untyped_storage()._cdata in _pinned
+
+
+def _pin(tensor: Tensor) -> Tensor:
+    storage = tensor.untyped_storage()
+    _pinned[storage._cdata] = storage
+    return tensor
+
+
+def _register() -> tuple[torch.library.Library, ...]:
+    backend_registration._setup_privateuseone_for_python_backend(NAME, _Functions())
+    every, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    every.fallback(_run, "PrivateUse1")
+    aten.impl("_copy_from", _copy, "PrivateUse1")
+    aten.impl("_local_scalar_dense", _item, "PrivateUse1")
+    # torch asks a C++ allocator for pinned memory, which a backend in Python cannot give.
+    empty, resize, resizable = torch.empty, torch.UntypedStorage.resize_, torch.UntypedStorage.resizable
+
+    def empty_or_pinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        made = empty(*args, **kwargs)
+        return _pin(made) if pin_memory else made
+
+    def resized(storage: Any, size: int) -> Any:
+        if storage.device.type != NAME:
+            return resize(storage, size)
+        _resize(storage, size)
+        return storage
+
+    torch.empty = empty_or_pinned
+    torch.Tensor.pin_memory = lambda tensor, device=None: _pin(tensor.clone())  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
+    torch.UntypedStorage.resizable = lambda storage: storage.device.type == NAME or resizable(storage)  # type: ignore
+    return every, aten
+
+
+_KEPT = _register()
+POINTER, SIZE = _words()
