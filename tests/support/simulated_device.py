@@ -15,12 +15,14 @@ Importing this module registers the backend, for the rest of the process. ``simu
 from __future__ import annotations
 
 import ctypes
+import importlib
 import sys
 import time
 import traceback
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -53,12 +55,14 @@ class SimulatedDevice:
         waits: the places at which the host waited for the device, as "op at file:line".
         faults: what would be wrong on an accelerator, found when the host waited.
         allocated, peak: bytes of all storages, now and at most.
+        is_there: False: torch finds no such device; see ``simulated``.
     """
 
     def __init__(self) -> None:
         self.waits: list[str] = []
         self.faults: list[str] = []
         self.allocated = self.peak = 0
+        self.is_there = False
         self._copies: list[Callable[[], None]] = []
 
     def wait(self, what: str = "") -> None:
@@ -80,6 +84,21 @@ class SimulatedDevice:
 
 
 DEVICE = SimulatedDevice()
+
+
+@contextmanager
+def simulated() -> Iterator[SimulatedDevice]:
+    """Context in which ranks train on the simulated device unless told otherwise. Its records begin empty.
+
+    A job of the pool needs ``init_group=False``, so that ``Grid`` makes the process group with NCCL's rules.
+    """
+    importlib.import_module("simulated_nccl")
+    DEVICE.waits, DEVICE.faults, DEVICE.is_there = [], [], True
+    try:
+        yield DEVICE
+    finally:
+        DEVICE.wait()
+        DEVICE.is_there = False
 
 
 def place() -> str:
@@ -321,7 +340,7 @@ class _Functions:
         return _Properties.name
 
     def is_available(self) -> bool:
-        return True
+        return DEVICE.is_there
 
     def is_initialized(self) -> bool:
         return True
@@ -330,7 +349,7 @@ class _Functions:
         return True
 
     def device_count(self) -> int:
-        return 1
+        return int(DEVICE.is_there)
 
     def current_device(self) -> int:
         return 0
@@ -349,6 +368,11 @@ class _Functions:
         return False
 
 
+class _Hook(backend_registration._DummyPrivateUse1Hook):
+    def is_available(self) -> bool:
+        return DEVICE.is_there
+
+
 # -------------------------------------------------------------------------------------------------------- registration
 
 _pinned: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
@@ -365,7 +389,7 @@ def _pin(tensor: Tensor) -> Tensor:
 
 
 def _register() -> tuple[torch.library.Library, ...]:
-    backend_registration._setup_privateuseone_for_python_backend(NAME, _Functions())
+    backend_registration._setup_privateuseone_for_python_backend(NAME, _Functions(), _Hook())
     every, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     every.fallback(_run, "PrivateUse1")
     aten.impl("_copy_from", _copy, "PrivateUse1")
