@@ -198,7 +198,7 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
         elif isinstance(value, torch.storage.UntypedStorage):
             flat[i] = value._memory  # type: ignore[attr-defined]
             storages[flat[i]._cdata] = value
-    if op in _WAITS or (op is _ATEN.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])):
+    if _waits(op, args, kwargs):
         DEVICE.wait(str(op))
     arguments, named = tree_unflatten(flat, spec)
     results, form = tree_flatten(op(*arguments, **named))
@@ -223,6 +223,13 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
         return given
 
     return tree_unflatten([back(result) for result in results], form)
+
+
+def _waits(op: Any, args: Any, kwargs: Any) -> bool:
+    """Return True if the host must know values before it goes on."""
+    if op is _ATEN.index.Tensor:
+        return any(index is not None and index.dtype == torch.bool for index in args[1])
+    return op in _WAITS and kwargs.get("output_size") is None
 
 
 _EMPTY = {_ATEN.empty.memory_format, _ATEN.empty_strided.default}
@@ -261,11 +268,32 @@ def _copy(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
     elif non_blocking:
         value = on_cpu(source).to(target.dtype, copy=True)
         poison(target)
-        DEVICE.later(lambda: target.copy_(value) and None)
+        DEVICE.later(lambda: (target.copy_(value), None)[1])
     else:
         DEVICE.wait("a blocking copy to the host")
         target.copy_(on_cpu(source))
     return target
+
+
+def _to(
+    tensor: Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    memory_format: Any = None,
+) -> Tensor:
+    """Run ``tensor.to``: torch's own takes pinned memory for a non-blocking copy to the host."""
+    form = torch.preserve_format if memory_format is None else memory_format
+    if tensor.device.type != NAME:
+        there = _on_device(torch.empty_like(tensor, dtype=dtype, memory_format=form))
+        return _copy(tensor, there, non_blocking)
+    if device is None or device.type == NAME:
+        return _on_device(on_cpu(tensor).to(dtype or tensor.dtype, copy=True, memory_format=form))
+    host = torch.empty_like(on_cpu(tensor), dtype=dtype, memory_format=form)
+    return _copy(tensor, host, non_blocking)
 
 
 def _equal(tensor: Tensor, other: Tensor) -> bool:
@@ -393,6 +421,7 @@ def _register() -> tuple[torch.library.Library, ...]:
     every, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     every.fallback(_run, "PrivateUse1")
     aten.impl("_copy_from", _copy, "PrivateUse1")
+    aten.impl("_to_copy", _to, "PrivateUse1")
     aten.impl("_local_scalar_dense", _item, "PrivateUse1")
     # torch asks a C++ allocator for pinned memory, which a backend in Python cannot give.
     empty, resize, resizable = torch.empty, torch.UntypedStorage.resize_, torch.UntypedStorage.resizable

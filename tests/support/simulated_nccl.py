@@ -184,13 +184,12 @@ class SimulatedNCCL(_Group):
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         if _on_host(tensors):
             return self._gloo.allreduce(tensors, opts)
-        op = opts.reduceOp if opts is not None else dist.ReduceOp.SUM
 
         def run(group: Any, work: Work) -> None:
             for output in work.outputs:
                 group.allreduce([output], opts).wait()
 
-        return self._start(f"all_reduce {op}", [], tensors, run)
+        return self._start(f"all_reduce {_reduction(opts)}", [], tensors, run)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
         if _on_host(tensors):
@@ -224,7 +223,7 @@ class SimulatedNCCL(_Group):
             group.allreduce([whole], dist.AllreduceOptions() if opts is None else _allreduce_options(opts)).wait()
             work.outputs[0].view(-1).copy_(whole.view(group.size(), -1)[self._me])
 
-        return self._start(f"reduce_scatter {opts and opts.reduceOp}", [tensor], [output], run)
+        return self._start(f"reduce_scatter {_reduction(opts)}", [tensor], [output], run)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -253,7 +252,7 @@ class SimulatedNCCL(_Group):
         def run(group: Any, work: Work) -> None:
             group.send([work.inputs[0]], 1 - group.rank(), 0).wait()
 
-        return self._start("message", tensors, [], run, self._pair(to), f"sent to {self._ranks[to]} ")
+        return self._start(self._message(self._me, to), tensors, [], run, self._pair(to))
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Any:
         if _on_host(tensors):
@@ -262,7 +261,10 @@ class SimulatedNCCL(_Group):
         def run(group: Any, work: Work) -> None:
             group.recv([work.outputs[0]], 1 - group.rank(), 0).wait()
 
-        return self._start("message", [], tensors, run, self._pair(source), f"received from {self._ranks[source]} ")
+        return self._start(self._message(source, self._me), [], tensors, run, self._pair(source))
+
+    def _message(self, source: int, to: int) -> str:
+        return f"message {self._ranks[source]} to {self._ranks[to]}"
 
     def _pair(self, other: int) -> Stream:
         if other not in self._pairs:
@@ -279,15 +281,20 @@ class SimulatedNCCL(_Group):
         writes: list[Tensor],
         run: Callable[[Any, Work], None],
         stream: Stream | None = None,
-        role: str = "",
         sized: bool = True,
     ) -> Work:
         for tensor in (*reads, *writes):
             _require(tensor.is_contiguous(), f"{kind} of a tensor that is not contiguous", tensor)
         numel = f" of {sum(t.numel() for t in (reads or writes))} {(*reads, *writes)[0].dtype}" if sized else ""
-        work = Work(f"{kind}{numel} at {role}{place()}", reads, writes, self._limit)
+        work = Work(f"{kind}{numel} at {place()}", reads, writes, self._limit)
         (stream or self._stream).add(work, lambda group: run(group, work))
         return work
+
+
+def _reduction(opts: Any) -> str:
+    """Name of the reduction that options ask for."""
+    kinds = ("SUM", "PRODUCT", "MIN", "MAX", "AVG")
+    return "SUM" if opts is None else next(kind for kind in kinds if opts.reduceOp == getattr(dist.ReduceOp, kind))
 
 
 def _allreduce_options(opts: Any) -> Any:
