@@ -54,6 +54,11 @@ def take_device(device: torch.device | str | None, number: int) -> torch.device:
         chosen = default_accelerator() or chosen
     if not is_accelerator(chosen):
         return chosen
+    if chosen.type == "mps":
+        raise ArgumentError(
+            "Grid was given device='mps', which has no float64: triax sums losses and norms and draws dropout in it. "
+            "Give device='cpu'"
+        )
     count = 0
     with suppress(RuntimeError):  # this torch has no functions for it
         functions = functions_of(chosen)
@@ -70,12 +75,16 @@ def take_device(device: torch.device | str | None, number: int) -> torch.device:
 
 
 def gpu_descriptions() -> list[tuple[str, str]]:
-    """Return a name and a description of each GPU; without any, one entry with the reason."""
+    """Return a name and a description of each accelerator; without any, one entry with the reason."""
     found = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        half = "bfloat16" if torch.cuda.is_bf16_supported() else "no bfloat16: use fp16"
-        found.append((f"GPU {index}", f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB, {half}"))
+    for index in range(accelerators()):
+        kind = default_accelerator()
+        assert kind is not None
+        functions = functions_of(kind)
+        properties = functions.get_device_properties(index)
+        half = "bfloat16" if functions.is_bf16_supported() else "no bfloat16: use fp16"
+        name = f"GPU {index}" if kind.type == "cuda" else f"{kind.type}:{index}"
+        found.append((name, f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB, {half}"))
     if not found:
         built = torch.version.cuda or torch.version.hip
         why = f"torch is built for {built}, but finds no GPU or driver" if built else "this torch is built without CUDA"
@@ -85,7 +94,7 @@ def gpu_descriptions() -> list[tuple[str, str]]:
 
 def gpu_sizes(device: torch.device) -> tuple[str, int, int]:
     """Return a GPU's name, its bytes of memory and its number of multiprocessors."""
-    properties = torch.cuda.get_device_properties(device)
+    properties = functions_of(device).get_device_properties(device)
     return properties.name, properties.total_memory, properties.multi_processor_count
 
 
@@ -98,11 +107,11 @@ def wait_for(device: torch.device) -> None:
 def usable_memory(device: torch.device) -> float:
     """Return the bytes that the tensors of a process may take.
 
-    On a GPU: 95 % of its memory without 1 GiB for CUDA's context, as the allocator loses some to fragments. On a CPU:
-    90 % of the host's memory, shared equally by the ranks of the host.
+    On an accelerator: 95 % of its memory without 1 GiB for its context, as the allocator loses some to fragments. On a
+    CPU: 90 % of the host's memory, shared equally by the ranks of the host.
     """
-    if device.type == "cuda":
-        return 0.95 * float(torch.cuda.get_device_properties(device).total_memory - 2**30)
+    if is_accelerator(device):
+        return 0.95 * float(functions_of(device).get_device_properties(device).total_memory - 2**30)
     _, ranks = local_place() or (0, 1)
     return 0.9 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
 

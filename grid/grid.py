@@ -69,8 +69,8 @@ class Grid:
     """Grid of processes: this process's coordinate and its process groups.
 
     Under torchrun (or mpirun, or srun) every process builds the same ``Grid``. It initializes torch's process group if
-    that has not been done: NCCL with CUDA, otherwise gloo. Without a launcher, ``Grid()`` is one process and needs no
-    process group.
+    that has not been done: gloo for the CPU, and for an accelerator the backend that torch has for it, as NCCL for
+    CUDA. Without a launcher, ``Grid()`` is one process and needs no process group.
 
     Args:
         pipe: size of the pipe axis, along which the list of layers is cut into stages.
@@ -81,7 +81,9 @@ class Grid:
             hold different experts in turn.
         order: names of the axes, outermost first. Groups of the last axis are consecutive ranks. By default pipe, data,
             context, tensor.
-        device: device of this rank; by default its GPU, or the CPU if there is none.
+        device: device of this rank: ``cpu``, or an accelerator that torch knows, such as ``cuda``, ``xpu`` or ``npu``;
+            without an index, each rank of a host takes the next one. By default an accelerator, or the CPU if there is
+            none.
         timeout: seconds after which any wait fails.
 
     Attributes:
