@@ -315,7 +315,7 @@ def test_a_resolved_optimizer_is_accepted_again(name: str) -> None:
 def stepped(optimizer: Any, **options: Any) -> tuple[dict[str, Tensor], Any]:
     """Weights after three steps of a plain module, and its optimizer."""
     torch.manual_seed(0)
-    engine = triax.Engine(nn.Linear(WIDTH, WIDTH), optimizer=optimizer, batch=triax.Batch(microbatch=4), **options)
+    engine: Any = triax.Engine(nn.Linear(WIDTH, WIDTH), optimizer=optimizer, batch=triax.Batch(microbatch=4), **options)
     for _ in range(3):
         engine.backward(engine(torch.ones(4, WIDTH)).square().mean())
         engine.step()

@@ -167,7 +167,7 @@ def on_cpu(tensor: Tensor) -> Tensor:
 
 def _on_device(tensor: Tensor, storage: Any = None) -> Tensor:
     """Return a tensor of the device over the memory of one of the CPU."""
-    made: Tensor = torch._C._acc.create_empty_tensor([0], tensor.dtype)
+    made: Tensor = torch._C._acc.create_empty_tensor((0,), tensor.dtype)
     _describe(made, tensor, _storage(tensor.untyped_storage()) if storage is None else storage)
     return made
 
@@ -183,6 +183,11 @@ def _describe(tensor: Tensor, like: Tensor, storage: Any) -> None:
 
 def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an op on the memory of its arguments: every op of the device comes here."""
+    with torch._C.DisableTorchFunctionSubclass():  # as kernels in C++ do
+        return _run_on_memory(op, args, kwargs)
+
+
+def _run_on_memory(op: Any, args: Any, kwargs: Any) -> Any:
     flat, spec = tree_flatten((args, kwargs))
     ours: dict[int, Tensor] = {}  # id of a tensor of the CPU -> the tensor of the device whose memory it is
     storages: dict[int, Any] = {}
@@ -250,6 +255,11 @@ def _shapes(arguments: Any) -> str:
 
 def _copy(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
     """Copy between the device and the host, or on the device."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return _copied(source, target, non_blocking)
+
+
+def _copied(source: Tensor, target: Tensor, non_blocking: bool) -> Tensor:
     of, to = source.device.type, target.device.type
     if of == to:
         on_cpu(target).copy_(on_cpu(source))
@@ -436,10 +446,11 @@ def _register() -> tuple[torch.library.Library, ...]:
         _resize(storage, size)
         return storage
 
-    torch.empty = empty_or_pinned
-    torch.Tensor.pin_memory = lambda tensor, device=None: _pin(tensor.clone())  # type: ignore[method-assign]
-    torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
-    torch.UntypedStorage.resizable = lambda storage: storage.device.type == NAME or resizable(storage)  # type: ignore
+    patched: Any = torch
+    patched.empty = empty_or_pinned
+    patched.Tensor.pin_memory = lambda tensor, device=None: _pin(tensor.clone())
+    patched.UntypedStorage.resize_ = resized
+    patched.UntypedStorage.resizable = lambda storage: storage.device.type == NAME or resizable(storage)
     return every, aten
 
 

@@ -84,7 +84,7 @@ def train_module(
             engine.step()
         norm = engine.grad_norm
         assert norm is not None
-        found.append(Step(total / engine.batch.microbatches, norm, engine.gather("gradients"), engine.gather()))
+        found.append(Step(total / engine.batch.accumulation, norm, engine.gather("gradients"), engine.gather()))
     return found
 
 
