@@ -35,7 +35,7 @@ def sections(section: type[Section]) -> Iterator[type[Section]]:
             yield from sections(inner)
 
 
-def test_every_number_of_a_training_file_is_finite_and_held_by_float32() -> None:
+def test_numbers_of_a_training_file_are_finite_in_float32() -> None:
     tried = 0
     for path, section, found in walk(TrainingFile):
         if float in (hint := hints_of(section)[found.name], *get_args(hint)):

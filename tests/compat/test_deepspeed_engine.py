@@ -395,7 +395,7 @@ def test_an_assignment_that_acts_is_taken(monkeypatch: pytest.MonkeyPatch) -> No
     assert engine.total_params == 3
 
 
-def test_an_outermost_key_that_nobody_knows_has_no_effect_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unknown_outermost_key_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     """As in DeepSpeed; a key like a known one, or one of another section, is an error."""
     engine, *_ = deepspeed.initialize(model=net(), config={**config(), "my_company": {"run": 3}, "_note": "a comment"})
     assert [record.message for record in caplog.records if "my_company" in record.message] == [
@@ -567,7 +567,7 @@ def mesh_of_the_configuration() -> tuple[int, int]:
     return engine.dp_world_size, dist.get_world_size(engine.seq_parallel_group)
 
 
-def test_the_configuration_chooses_replicas_and_shards_of_the_sequence(ranks: Any) -> None:
+def test_the_configuration_chooses_the_axes(ranks: Any) -> None:
     assert ranks(2, mesh_of_the_configuration) == [(1, 2)] * 2
 
 

@@ -88,7 +88,7 @@ def _from(state: dict[str, int], **options: Any) -> Loader:
     return made
 
 
-def test_an_epoch_that_was_left_begins_anew_and_a_batch_given_in_part_is_given_again() -> None:
+def test_a_batch_that_was_read_in_part_is_given_again() -> None:
     made = loader()
     first = taken(made, 7)  # one global batch and most of another
     assert made.state_dict()["sample"] == TRAIN
@@ -98,7 +98,7 @@ def test_an_epoch_that_was_left_begins_anew_and_a_batch_given_in_part_is_given_a
     assert taken(made, 7) != first
 
 
-def test_who_reads_it_already_goes_along_when_it_is_told_to_go_elsewhere() -> None:
+def test_a_reader_follows_a_loader_that_is_moved() -> None:
     made = loader()
     source = RepeatingLoader(made)
     first = taken(source, 9)

@@ -128,7 +128,7 @@ def test_parts_of_a_file_are_cut_at_lines(tmp_path: Path, piece_bytes: int) -> N
     assert lines == [*enumerate([*TEXTS[:20], "last"], 1)]
 
 
-def test_several_processes_write_the_same_bytes_and_an_interrupted_run_goes_on(tmp_path: Path) -> None:
+def test_several_processes_write_the_same_bytes_as_one(tmp_path: Path) -> None:
     source = write_json_lines(tmp_path / "a.jsonl", TEXTS)
     done: list[int] = []
     tokenize([source], "bytes", tmp_path / "one", piece_bytes=400)

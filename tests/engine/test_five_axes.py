@@ -235,7 +235,7 @@ def groups_are_made_alike(options: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.parametrize("options", [{}, {"zero_hpz_partition_size": 2}])
-def test_a_stage_without_weights_makes_the_groups_that_others_gather_in(ranks: Any, options: dict[str, Any]) -> None:
+def test_a_stage_without_weights_makes_the_same_groups(ranks: Any, options: dict[str, Any]) -> None:
     losses = ranks(4, groups_are_made_alike, options, timeout=60)
     assert losses[1:] == losses[:-1]
 

@@ -230,7 +230,7 @@ OFF: list[Run] = [("", 0, {}), ("", 0, {"enabled": False, "interval": 1, "cpu_ch
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_activation_checkpointing_recomputes_the_blocks_of_a_plain_module(ranks: Any, size: int) -> None:
+def test_blocks_of_a_plain_module_are_recomputed(ranks: Any, size: int) -> None:
     """`enabled: true` recomputed nothing. It holds less, is exact, and runs no block a third time."""
     wanted = walked(size)
     for found in ranks(size, climb, RECOMPUTED + OFF, timeout=60):

@@ -335,7 +335,7 @@ def policies_on_rank() -> tuple[dict[int, int], dict[int, int]]:
     return before, policies()
 
 
-def test_the_pipes_gloo_threads_interrupt_nobody_and_no_other_thread_is_touched(ranks: Any) -> None:
+def test_only_threads_of_gloo_get_a_lower_priority(ranks: Any) -> None:
     for before, after in ranks(2, policies_on_rank):
         assert all(
             after[thread] == policy for thread, policy in before.items() if thread in after

@@ -101,7 +101,7 @@ def test_initialise_takes_one_number_whatever_the_shard() -> None:
     assert len(following) == 1
 
 
-def test_a_constant_fills_every_shard_and_takes_one_number_as_the_others_do() -> None:
+def test_a_constant_fills_every_shard() -> None:
     layout = Layout((7, 5), shard_dim=0, parts=(4, 3))
     following = set()
     for init in (Constant(2.5), Normal(1.0)):
@@ -167,7 +167,7 @@ def test_dropout_does_not_depend_on_how_the_batch_is_cut() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_dropout_of_a_sequence_shard_is_its_part_of_the_whole_sequences(size: int) -> None:
+def test_dropout_of_a_sequence_shard_is_a_part_of_the_whole(size: int) -> None:
     x, state = torch.ones(3, 8, 5), DropoutState(seed=4)
     state.samples = range(6, 9)
 

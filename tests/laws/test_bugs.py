@@ -336,7 +336,7 @@ def mixed_reentrant() -> list[str]:
     return found
 
 
-def test_a_weight_within_and_outside_of_a_reentrant_checkpoint_is_refused(ranks: Any) -> None:
+def test_a_weight_also_used_outside_its_checkpoint_is_refused(ranks: Any) -> None:
     for messages in ranks(2, mixed_reentrant, timeout=60):
         assert all("blocks.0.0." in m and "use_reentrant=False" in m for m in messages), messages
 
@@ -399,7 +399,7 @@ def limits_of_stage_3() -> list[dict[str, Tensor]]:
     return found
 
 
-def test_limits_of_stage_3_are_refused_by_name_and_gathered_lifts_them(ranks: Any) -> None:
+def test_limits_of_stage_3_are_refused_by_name(ranks: Any) -> None:
     """Released weights were NaN without a word, or ended in messages about storages and setup_context."""
     wanted = []
     for loss_of in LIMITS:

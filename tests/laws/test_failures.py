@@ -171,9 +171,7 @@ def left_alone(folder: str, guilty: int, stopped: bool, saves: bool, **config: A
 
 
 @pytest.mark.parametrize(("guilty", "stopped", "saves"), [(0, True, False), (0, True, True), (1, False, False)])
-def test_the_rank_that_is_gone_is_named_and_not_the_one_that_misses_it(
-    ranks: Any, tmp_path: Path, guilty: int, stopped: bool, saves: bool
-) -> None:
+def test_the_rank_that_is_gone_is_named(ranks: Any, tmp_path: Path, guilty: int, stopped: bool, saves: bool) -> None:
     size = 2 if stopped else 3
     said = ranks(size, left_alone, str(tmp_path), guilty, stopped, saves, init_group=False, timeout=60)
     how = "failed at" if saves else "stopped"  # at an op, or where it reduces gradients

@@ -165,7 +165,7 @@ def test_13_the_clipping_norm_covers_every_stage(steps: Any) -> None:
         assert [r["moved"] for r in steps[zero]] == pytest.approx([LR * CLIP] * 4, rel=1e-4)
 
 
-def test_16_tied_or_listed_twice_is_one_module_with_all_its_parameters(steps: Any) -> None:
+def test_16_a_module_listed_twice_is_one_module(steps: Any) -> None:
     """In DeepSpeed a module listed twice became two, and a tied Linear's bias drifted: only `weight` was kept equal."""
     for zero in (0, 1, 2, 3):
         assert steps[zero][0]["tied"].keys() == {"layers.0.weight", "layers.0.bias"}

@@ -118,3 +118,13 @@ def test_the_rule_finds_an_offender(tmp_path: Path, rule: object, text: str, com
     (tmp_path / "zero" / "a.py").write_text(text)
     found = list(rule(tmp_path))
     assert found == [] if complaint is None else complaint in found[0]
+
+
+def test_names_of_tests_have_at_most_60_characters() -> None:
+    """A name is one sentence in plain English; what it does not say, the docstring does."""
+    found = {
+        name
+        for file in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^def test_(\w+)", file.read_text(), re.M)
+    }
+    assert len(found) > 1000 and [name for name in found if len(name) > 60] == []

@@ -145,7 +145,7 @@ def test_models_on_the_context_axis(ranks: Any) -> None:
     )
 
 
-def test_the_ranks_parts_of_the_weight_add_up_to_the_labels_that_count() -> None:
+def test_the_weights_of_all_ranks_add_up_to_the_labels() -> None:
     labels = batch(Job(length=13), 0)[1]
     for count, of in ((GPTLoss, labels), (CausalLMLoss, labels[:, 1:])):
         parts = []

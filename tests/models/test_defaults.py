@@ -226,7 +226,7 @@ def test_old_and_new_keys_of_rotary_positions_together(family: str) -> None:
     assert found.rope_scaling.factor == theirs["factor"] == 2.0 and found.rope_theta == theirs["rope_theta"]
 
 
-def test_rotary_positions_of_gemma3_that_transformers_does_not_read_are_refused() -> None:
+def test_rotary_options_that_transformers_ignores_are_refused() -> None:
     flat = whole("gemma3_text") | {"rope_parameters": {"rope_theta": 5e3}}
     with pytest.raises(
         ValueError, match=r"have 'rope_theta', but those of gemma3_text have full_attention and sliding"

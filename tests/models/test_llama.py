@@ -381,7 +381,7 @@ def run_in(folder: str, source: str, sizes: list[str]) -> str:
     return printed.getvalue()
 
 
-def test_the_docs_gpt_with_replaced_blocks_has_the_gradients_of_one_process(ranks: Any, tmp_path: Path) -> None:
+def test_the_gpt_of_the_docs_has_the_gradients_of_one_process(ranks: Any, tmp_path: Path) -> None:
     """The program compares all gradients, in float64 to 1e-10, with those that one process wrote."""
     source = programs()["replaced.py"]
     (alone,) = ranks(1, run_in, str(tmp_path), source, [], timeout=60)

@@ -216,7 +216,7 @@ def test_every_grid_gives_the_numbers_of_one_process(ranks: Any, alone: list[dic
             equal(got, alone[KINDS.index(options)], (case, options))
 
 
-def test_the_auxiliary_losses_are_means_over_the_batch_in_the_one_division(alone: list[dict[str, Any]]) -> None:
+def test_auxiliary_losses_are_means_over_the_whole_batch(alone: list[dict[str, Any]]) -> None:
     options = KINDS[0]
     torch.set_default_dtype(torch.float64)
     model = triax.PipelineModule(layers(options), seed=3).eval()

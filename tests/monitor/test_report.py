@@ -203,7 +203,7 @@ def test_damaged_values_are_text_and_damaged_parts_are_left_out(tmp_path: Path) 
         assert words in left_out, words
 
 
-def test_numbers_that_no_chart_holds_and_files_without_an_end_are_left_out(tmp_path: Path) -> None:
+def test_infinite_numbers_and_cut_files_are_left_out(tmp_path: Path) -> None:
     """They ended the command with an OverflowError or a RecursionError."""
     folder = write(tmp_path / "run")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -300,7 +300,7 @@ def train(folder: str, steps: int, *axes: int) -> None:
         engine.train_batch(iter([(tokens, tokens)] * 4))
 
 
-def test_a_run_resumed_on_other_grids_says_which_steps_and_ranks_each_panel_is_of(ranks: Any, tmp_path: Path) -> None:
+def test_panels_of_a_resumed_run_name_their_steps_and_ranks(ranks: Any, tmp_path: Path) -> None:
     ranks(2, train, str(tmp_path), 3, 2, 1, 1)
     ranks(2, train, str(tmp_path), 7, 1, 1, 2)
     ranks(4, train, str(tmp_path), 10, 1, 2, 2)

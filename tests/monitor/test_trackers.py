@@ -119,7 +119,7 @@ def test_both_trackers_hold_a_run(ranks: Any, tmp_path: Path) -> None:
     assert not any("histogram" in str(value) for value in rows[0].values())
 
 
-def test_what_other_ranks_logged_last_is_written_before_a_tracker_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_records_of_all_ranks_reach_a_tracker(monkeypatch: pytest.MonkeyPatch) -> None:
     """W&B ends its run at exit, and Python calls what was registered for the exit in the opposite order."""
     order: list[Any] = []
     at_exit: list[Any] = []

@@ -223,7 +223,7 @@ def test_each_option_has_a_key() -> None:
     assert Config.model_fields
 
 
-def test_a_native_engine_has_deepspeeds_members_and_warns_what_to_write() -> None:
+def test_deepspeeds_members_warn_on_a_native_engine() -> None:
     engine = triax.Engine(nn.Linear(2, 2), optimizer=partial(torch.optim.SGD, lr=0.1), batch=triax.Batch(microbatch=3))
     for name, new in older_members.NEW.items():
         with pytest.warns(DeprecationWarning, match=re.escape(f"engine.{name} is DeepSpeed's name")) as warned:

@@ -142,7 +142,7 @@ BEHIND_BEFORE = {("v-half", 8, 16), ("v-min", 8, 16), ("v-half", 8, 64)}
     [pytest.param(x, marks=() if x in BEHIND_BEFORE else pytest.mark.exhaustive) for x in PAPER_MAKESPANS],
     ids=str,
 )
-def test_at_uneven_costs_too_they_are_no_slower_than_their_papers_generator(size: tuple[str, int, int]) -> None:
+def test_schedules_are_no_slower_than_their_papers_generators(size: tuple[str, int, int]) -> None:
     name, pipe, m = size
     schedule = make_schedule(name, pipe, m)
     verify(schedule, (pipe + 2) // 2 if name == "v-half" else (pipe + 4) // 3)

@@ -72,7 +72,7 @@ def test_every_op_runs_when_an_independent_simulator_says(
 
 @settings(max_examples=100, derandomize=True)
 @given(schedules())
-def test_an_activation_is_held_from_the_start_of_its_forward_to_its_last_backward(schedule: Schedule) -> None:
+def test_an_activation_is_held_until_its_last_backward(schedule: Schedule) -> None:
     if schedule.name == "forward":
         assert peak_activations(schedule) == (1 / schedule.chunks,) * schedule.pipe
         return

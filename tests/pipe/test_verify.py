@@ -189,7 +189,7 @@ def of(name: str, *rows: str, placement: tuple[int, ...] | None = None) -> Sched
     return Schedule(name, len(rows), mbs, 1, placement or tuple(range(len(rows))), orders)
 
 
-def test_a_deadlock_names_the_ranks_and_the_ops_that_wait_for_each_other() -> None:
+def test_a_deadlock_names_the_ranks_and_ops_that_wait() -> None:
     circle = of("circle", "0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1")
     message = "rank 0 stands at 0B0 and waits for 1B0 of rank 1; rank 1 stands at 1F1 and waits for 0F1 of rank 0"
     with pytest.raises(ScheduleError, match=message) as caught:

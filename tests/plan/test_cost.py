@@ -131,7 +131,7 @@ def test_a_product_takes_longer_per_operation_the_smaller_it_is() -> None:
     assert model.product(12 * 256 + 1, 4096, 11 * 128) > 1.9 * model.product(12 * 256, 4096, 11 * 128)
 
 
-def test_recomputation_adds_the_forward_pass_of_the_blocks_or_the_core_of_attention() -> None:
+def test_recomputation_adds_forward_passes_to_the_cost() -> None:
     model = CostModel(work(8))
     none, selective, full = (model.step(ParallelLayout(recompute=kind)) for kind in ("none", "selective", "full"))
     block = model.layer(model.types.index(model.work.layers[5]), ParallelLayout())
@@ -195,7 +195,7 @@ def test_the_optimizer_reads_its_states_and_offload_moves_them() -> None:
     assert math.isclose(off["optimizer"], parameters / 8 * ADAM_BYTES / H100.host_memory_bandwidth)
 
 
-def test_ring_attention_hides_behind_the_core_and_long_sequences_are_shared() -> None:
+def test_messages_of_ring_attention_overlap_with_its_core() -> None:
     config = LlamaConfig.preset("llama3-8b", max_position_embeddings=131072)
     model = CostModel(Work(config, H100, 8, 131072))
     alone, ring = (model.step(ParallelLayout(data=8 // c, context=c, zero=3, recompute="full")) for c in (1, 8))

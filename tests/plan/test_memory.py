@@ -253,7 +253,7 @@ def test_microbatches_in_flight_are_the_schedules(schedule: str, chunks: int, pi
         assert [max(map(sum, counts)) / chunks for counts in found] == list(peak_activations(made)), microbatches
 
 
-def test_interleaved_microbatches_in_flight_are_the_schedules_with_stages_of_any_size() -> None:
+def test_interleaved_microbatches_in_flight_are_the_schedules() -> None:
     """The largest sum over stages, each with bytes of its own, of the formula and of the schedule's passes."""
     draw = random.Random(0)
     for pipe, chunks, groups in product((1, 2, 3, 5), (2, 3, 5), (1, 2, 3, 6)):

@@ -140,7 +140,7 @@ def test_why_lists_the_difference_of_each_term() -> None:
     assert "A - B" in text and figure(a["step_s"]) in text
 
 
-def test_the_page_the_picture_and_the_training_file_come_from_the_same_numbers(tmp_path: Path) -> None:
+def test_page_picture_and_training_file_have_the_same_numbers(tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("plan.html", "plan.png", "run.yaml")]
     written = ("--html", str(files[0]), "--plot", str(files[1]), "--write", str(files[2]))
     given = ("--layout", "tensor=2,context=1,offload=true,recompute=full")
@@ -164,7 +164,7 @@ def test_the_page_the_picture_and_the_training_file_come_from_the_same_numbers(t
     assert again["layouts"] == found["layouts"]
 
 
-def test_the_training_file_of_a_folder_trains_its_weights_if_it_has_any(tmp_path: Path) -> None:
+def test_the_training_file_of_a_folder_trains_its_weights(tmp_path: Path) -> None:
     folder, written = tmp_path / "model", tmp_path / "run.yaml"
     folder.mkdir()
     fields: dict[str, object] = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "vocab_size": 256}
@@ -196,7 +196,7 @@ def test_a_wrong_argument_is_refused_with_what_to_type(arguments: list[str], mes
         run("--model", "llama3-8b", "--sequence", "2048", *arguments)
 
 
-def test_a_given_layout_that_does_not_fit_is_evaluated_and_a_change_named() -> None:
+def test_a_given_layout_that_does_not_fit_gets_a_proposal() -> None:
     layout = "pipe=1,data=8,tensor=1,context=1,microbatch=1,zero=0,recompute=none,offload=false"
     arguments = ["plan", "--model", "llama3-8b", "--batch", "8", "--sequence", "2048", "--layout", layout, "--json"]
     done = CliRunner().invoke(app, arguments)

@@ -49,7 +49,7 @@ def test_search_finds_the_largest_sizes_that_fit(wanted: int) -> None:
                 assert len(tried) == 1
 
 
-def test_no_size_that_does_not_fit_is_chosen_whatever_the_formulas_say() -> None:
+def test_a_size_that_does_not_fit_is_never_chosen() -> None:
     draw = random.Random(1)
     for _ in range(300):
         order, limit = sizes(1024), draw.uniform(1, 2000)

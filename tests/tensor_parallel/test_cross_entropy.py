@@ -201,9 +201,7 @@ def cost_on_rank(smoothing: float) -> tuple[list[int], list[int], int]:
 
 
 @pytest.mark.parametrize(("smoothing", "sums"), [(0.0, 2), (0.1, 3)])
-def test_two_all_reduces_forward_none_backward_and_no_copy_of_the_logits(
-    ranks: Any, smoothing: float, sums: int
-) -> None:
+def test_cross_entropy_needs_two_all_reduces_and_no_copy(ranks: Any, smoothing: float, sums: int) -> None:
     for forward, backward, kept in ranks(2, cost_on_rank, smoothing):
         assert forward == [50, sums * 50]
         assert backward == []

@@ -367,7 +367,7 @@ def test_an_id_outside_the_vocabulary_is_an_error_on_every_rank(ranks: Any, wron
         VocabParallelEmbedding(10, 4, grid=Grid())(torch.tensor([wrong]))
 
 
-def test_hidden_states_in_place_of_ids_are_an_error_that_names_the_tied_head() -> None:
+def test_hidden_states_in_place_of_ids_name_the_tied_head() -> None:
     with pytest.raises(
         TypeError, match=r"of torch\.float32: a tied head is .*forward_fn=VocabParallelEmbedding\.attend"
     ):
