@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
 import math
-import os
-import re
-import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,61 +11,36 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 import triax
 from triax import Grid, initialize
 from triax.base.errors import ConfigError
 from triax.compat.deepspeed.from_config import read_config
 from triax.data.dataloader import make_loader
-from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
+from triax.models.gpt import GPTConfig
 
-from pool import RankFailure
+from local_training import (
+    ADAMW,
+    LENGTH,
+    OUTER,
+    SGD,
+    STEPS,
+    VOCABULARY,
+    Case,
+    Weights,
+    dataset,
+    make,
+    microbatch,
+    module_engine,
+    module_step,
+    network,
+    same,
+    settings,
+    weights_of,
+)
 from reference import gpt_logits
 
-VOCABULARY, LENGTH, SAMPLES, STEPS = 13, 5, 48, 7
 SIZES = GPTConfig(VOCABULARY, LENGTH, 8, 2, 2)
-ADAMW: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
-SGD: dict[str, Any] = {"type": "SGD", "params": {"lr": 0.2, "momentum": 0.9}}
-OUTER = {"outer_lr": 0.6, "outer_momentum": 0.8}
-Weights = dict[str, Tensor]
-Case = tuple[tuple[int, int, int], dict[str, Any], dict[str, Any]]  # grid, local_updates, optimizer
-
-
-def dataset() -> TensorDataset:
-    generator = torch.Generator().manual_seed(5)
-    text = torch.randint(VOCABULARY, (SAMPLES, LENGTH + 1), generator=generator)
-    labels = text[:, 1:].clone()
-    labels[torch.rand(labels.shape, generator=generator) < 0.3] = -100  # batches of unlike weight
-    return TensorDataset(text[:, :-1], labels)
-
-
-def settings(local: dict[str, Any] | None, optimizer: dict[str, Any], replicas: int, **more: Any) -> dict[str, Any]:
-    found = {
-        "train_batch_size": 4 * replicas,
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_clipping": 0.5,
-        "optimizer": optimizer,
-        "zero_optimization": {"reduce_bucket_size": 300},
-        **more,
-    }
-    return found if local is None else {**found, "local_updates": local}
-
-
-def make(
-    shape: tuple[int, int, int],
-    local: dict[str, Any] | None,
-    optimizer: dict[str, Any],
-    dropout: float = 0.0,
-    dtype: torch.dtype = torch.float64,
-    **more: Any,
-) -> Any:
-    grid = Grid(*shape, timeout=30)
-    sizes = GPTConfig(VOCABULARY, LENGTH, 8, 2, 2, dropout=dropout)
-    loss = GPTLoss(grid, vocab_size=VOCABULARY)
-    model = triax.PipelineModule(gpt_layers(sizes), grid=grid, loss_fn=loss, seed=3, dtype=dtype)
-    config = settings(local, optimizer, shape[1], **more)
-    return initialize(model=model, config=config, training_data=dataset())[0]
 
 
 def trained(shape: tuple[int, int, int], local: dict[str, Any] | None, optimizer: dict[str, Any], **more: Any) -> Any:
@@ -92,9 +60,6 @@ def trained(shape: tuple[int, int, int], local: dict[str, Any] | None, optimizer
 
 def all_trained(cases: list[Case]) -> list[Any]:
     return [trained(*case) for case in cases]
-
-
-# --------------------------------------------------------------------------------------------------- the references
 
 
 def batches(replicas: int) -> list[list[tuple[Tensor, Tensor]]]:
@@ -157,12 +122,6 @@ def reference(before: Weights, replicas: int, local: dict[str, Any], optimizer: 
     return trace
 
 
-def same(one: Weights, other: Weights) -> None:
-    assert one.keys() == other.keys()
-    for name in one:
-        torch.testing.assert_close(one[name], other[name], rtol=1e-10, atol=1e-10, msg=name)
-
-
 CASES: list[Case] = [
     ((1, 2, 1), {"type": "local_sgd", "every": 2, "average_optimizer": True}, ADAMW),
     ((1, 2, 1), {"type": "async_diloco", "every": 2, "max_staleness": 0, **OUTER}, SGD),
@@ -172,6 +131,8 @@ CASES: list[Case] = [
     ((1, 2, 1), {"type": "diloco", "every": 2, "start_step": 3, **OUTER}, ADAMW),
     ((2, 2, 1), {"type": "async_diloco", "every": 2, "start_step": 2, "max_staleness": 0, **OUTER}, SGD),
 ]
+
+
 MORE: list[Case] = [
     ((1, 2, 1), {"type": "local_sgd", "every": 2}, SGD),
     ((1, 4, 1), {"type": "diloco", "every": 2, **OUTER}, ADAMW),
@@ -223,46 +184,6 @@ def check_bytes(report: dict[str, Any], local: dict[str, Any], replicas: int, st
         assert account["sent"] == pytest.approx(expected, rel=1e-12)
         assert account["formula"] == pytest.approx(account["uncompressed"] / local["every"], rel=1e-12)
     assert ("data" in report["sent"]) == (over == 0)
-
-
-# ----------------------------------------------------------------------------------------------------- plain modules
-
-
-def network() -> nn.Module:
-    torch.manual_seed(4)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3), nn.BatchNorm1d(3)).double()
-
-
-def microbatch(step: int, index: int, replica: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + 10 * index + replica)
-    x, y = torch.randn(2, 5, 4, generator=generator, dtype=torch.float64)
-    return x, y[:, :3]
-
-
-def module_engine(local: dict[str, Any] | None, optimizer: dict[str, Any] = SGD, **more: Any) -> Any:
-    config = {
-        "train_micro_batch_size_per_gpu": 5,
-        "gradient_accumulation_steps": 2,
-        "optimizer": optimizer,
-        **({} if local is None else {"local_updates": local}),
-        **more,
-    }
-    torch.manual_seed(torch.distributed.get_rank())  # weights that differ, until they are made the same
-    model = network()
-    if torch.distributed.get_rank():
-        nn.init.normal_(next(model.parameters()))
-    return initialize(model=model, config=config, grid=Grid(timeout=20))[0]
-
-
-def module_step(engine: Any, step: int, factor: float = 1.0) -> None:
-    for index in range(2):
-        x, y = microbatch(step, index, engine.grid.data.rank)
-        engine.backward(factor * (engine(x) - y).square().mean())
-        engine.step()
-
-
-def weights_of(engine: Any) -> Weights:
-    return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
 
 
 def module_trained(local: dict[str, Any], clip: float) -> Any:
@@ -389,189 +310,6 @@ def test_what_some_replicas_use_is_stepped_by_all_together(ranks: Any) -> None:
         same(before, after)
 
 
-# ------------------------------------------------------------------------------------------------------- checkpoints
-
-
-def resumed(cases: list[tuple[Case, int, dict[str, Any]]], folder: str) -> list[Any]:
-    """Save and continue; then continue from the checkpoint with another engine of other weights."""
-    found = []
-    for number, ((shape, local, optimizer), stop, more) in enumerate(cases):
-        there = f"{folder}/{number}"
-        engine = make(shape, local, optimizer, dropout=0.1, **more)
-        for _ in range(stop):
-            engine.train_batch()
-        at_save = engine.gather()
-        assert engine.save_checkpoint(there)
-        same(engine.gather(), at_save)
-        engine.save_16bit_model(f"{there}-16bit")
-        losses = [engine.train_batch().item() for _ in range(STEPS - stop)]
-        other = make(shape, local, optimizer, dropout=0.1, **more)
-        other.train_batch()
-        other.load_checkpoint(there)
-        theirs = [other.train_batch().item() for _ in range(STEPS - stop)]
-        ends, again = engine.gather(), other.gather()
-        bitwise = losses == theirs and all(torch.equal(ends[name], again[name]) for name in ends)
-        accounts = [each.traffic_report()["local"]["meetings"] for each in (engine, other)]
-        found.append((engine.grid.data.rank, bitwise, accounts, at_save))
-        assert engine.leave() and other.leave()
-    return found
-
-
-HALF: dict[str, Any] = {"bf16": {"enabled": True}, "communication_data_type": "bf16", "dtype": torch.float32}
-RESUMED: list[tuple[Case, int, dict[str, Any]]] = [
-    (((2, 2, 1), {"type": "diloco", "every": 3, **OUTER}, ADAMW), 4, {}),
-    (((1, 2, 2), {"type": "local_sgd", "every": 3, "average_optimizer": True}, SGD), 2, {}),
-    (((1, 4, 1), {"type": "diloco", "every": 2}, {"type": "Adafactor", "params": {"lr": 1e-2}}), 4, {}),
-    (((2, 2, 1), {"type": "diloco", "every": 3}, ADAMW), 4, HALF),
-    (((1, 4, 1), {"type": "async_diloco", "every": 2, "start_step": 3, "max_staleness": 0, **OUTER}, SGD), 1, {}),
-]
-MORE_RESUMED: list[tuple[Case, int, dict[str, Any]]] = [
-    (((1, 2, 2), {"type": "diloco", "every": 3}, ADAMW), 4, {"fp16": {"enabled": True}, "dtype": torch.float32}),
-    (((2, 2, 1), {"type": "async_diloco", "every": 3, "max_staleness": 0, **OUTER}, ADAMW), 3, {}),
-    (((2, 2, 1), {"type": "diloco", "every": 2, "start_step": 3, **OUTER}, ADAMW), 2, {}),
-]
-
-
-def elsewhere(folder: str, number: int, shape: tuple[int, int, int], local: dict[str, Any] | None) -> Any:
-    engine = make(shape, local, RESUMED[number][0][2], train_batch_size=8)
-    engine.load_checkpoint(f"{folder}/{number}", load_lr_scheduler_states=False)
-    weights = engine.gather()
-    engine.train_batch()
-    return weights, engine.traffic_report().get("local", {}).get("meetings")
-
-
-def resumed_bitwise(ranks: Any, folder: Path, cases: list[tuple[Case, int, dict[str, Any]]]) -> list[Any]:
-    everyone: list[Any] = ranks(4, resumed, cases, str(folder), timeout=120)
-    for number, case in enumerate(cases):
-        for _, bitwise, (meetings, again), _ in (each[number] for each in everyone):
-            assert bitwise and meetings == again, case
-    return everyone
-
-
-@pytest.mark.exhaustive
-def test_saved_and_resumed_in_other_ways(ranks: Any, tmp_path: Path) -> None:
-    resumed_bitwise(ranks, tmp_path, MORE_RESUMED)
-
-
-def test_saved_anywhere_and_resumed(ranks: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Bitwise on the same number of replicas, at any step of a round; on another number from the replicas' mean."""
-    everyone = resumed_bitwise(ranks, tmp_path, RESUMED)
-    for number, local in ((0, {"type": "diloco", "every": 3, **OUTER}), (2, {"type": "diloco", "every": 2}), (0, None)):
-        saved = {replica: weights for replica, _, _, weights in (each[number] for each in everyone)}
-        mean = {name: sum(each[name] for each in saved.values()) / len(saved) for name in saved[0]}
-        caplog.clear()
-        weights, meetings = elsewhere(str(tmp_path), number, (1, 1, 1), local)
-        same(weights, mean)
-        if local is None:
-            continue
-        assert meetings == (1 if number == 0 else 2)
-        noted = [record.getMessage() for record in caplog.records if "continue from the mean" in record.getMessage()]
-        assert len(noted) == (number == 0)  # the other was saved at a meeting
-
-
-def becomes_asynchronous(folder: str) -> Any:
-    """Saved within a round of diloco, and continued as async_diloco with max_staleness 0, which is diloco."""
-    more: dict[str, Any] = {"every": 3, **OUTER}
-    engine = make((1, 2, 1), {"type": "diloco", **more}, ADAMW)
-    for _ in range(5):
-        engine.train_batch()
-    assert engine.save_checkpoint(folder)
-    for _ in range(2):
-        engine.train_batch()
-    other = make((1, 2, 1), {"type": "async_diloco", "max_staleness": 0, **more}, ADAMW)
-    other.load_checkpoint(folder)
-    other.train_batch()
-    account = other.traffic_report()["local"]
-    other.train_batch()
-    assert account["sent"] > 0 and account["steps"] == 6
-    assert account["per_step"] == account["sent"]  # of the one step that this run took
-    weights = engine.gather(), other.gather()
-    assert other.leave()
-    return weights
-
-
-def test_a_round_goes_on_asynchronously(ranks: Any, tmp_path: Path) -> None:
-    for wanted, found in ranks(2, becomes_asynchronous, str(tmp_path)):
-        same(found, wanted)
-
-
-def together_again(folder: str, stop: int) -> Any:
-    """A checkpoint of local steps, loaded before ``start_step``, and loaded by a plain engine."""
-    local: dict[str, Any] = {"type": "diloco", "every": 2, **OUTER}
-    engine = make((1, 2, 1), local, ADAMW)
-    for _ in range(stop):
-        engine.train_batch()
-    assert engine.save_checkpoint(folder)
-    found = []
-    for section in ({**local, "start_step": STEPS}, None):
-        engine = make((1, 2, 1), section, ADAMW)
-        engine.load_checkpoint(folder)
-        losses = [engine.train_batch().item() for _ in range(2)]
-        found.append((losses, engine.gather()))
-    return found
-
-
-@pytest.mark.parametrize("stop", [3, 4])  # between two meetings, and at one, where optimizers' states differ still
-def test_steps_together_after_steps_of_their_own(ranks: Any, tmp_path: Path, stop: int) -> None:
-    """Replicas continue from their mean, as a run without local updates does, and stay equal."""
-    everyone = ranks(2, together_again, str(tmp_path), stop)
-    for (losses, weights), (plain_losses, plain) in everyone:
-        assert losses == pytest.approx(plain_losses, rel=1e-10)
-        same(weights, plain)
-        assert all(torch.equal(weights[name], everyone[0][0][1][name]) for name in weights)
-
-
-def unlike_optimizers(folder: str) -> Any:
-    """Saved before ``start_step`` by an engine that takes local steps afterwards, and then loads it."""
-    local: dict[str, Any] = {"type": "local_sgd", "every": 2, "start_step": 2}
-    engine, said = make((1, 2, 1), local, ADAMW), []
-    for _ in range(4):
-        if engine.global_steps == 1:
-            assert engine.save_checkpoint(folder)
-        engine.train_batch()
-    before = engine.gather()
-    for left_out in ("load_optimizer_states", "load_lr_scheduler_states"):
-        with pytest.raises(RuntimeError) as error:
-            engine.load_checkpoint(folder, **{left_out: False})
-        said.append(str(error.value))
-    same(engine.gather(), before)
-    engine.load_checkpoint(folder, load_module_only=True)
-    engine.load_checkpoint(folder)
-    engine.train_batch()
-    return said, engine.gather()
-
-
-def test_replicas_that_are_unlike_do_not_step_together(ranks: Any, tmp_path: Path) -> None:
-    (said, weights), (_, others) = ranks(2, unlike_optimizers, str(tmp_path))
-    assert all("It was saved at step 1, before local updates begin (start_step 2)" in each for each in said)
-    assert all(torch.equal(weights[name], others[name]) for name in weights)
-
-
-def saved_at_the_boundary(folder: str) -> Any:
-    """Saved at step 2, the ``start_step``; the engine that loads it has ``start_step`` 3."""
-    local: dict[str, Any] = {"type": "diloco", "every": 2, **OUTER}
-    engine, other = (make((1, 3, 1), {**local, "start_step": start}, ADAMW) for start in (2, 3))
-    for _ in range(2):
-        engine.train_batch()
-    assert engine.save_checkpoint(folder)
-    told = io.StringIO()
-    handler = logging.StreamHandler(told)
-    logging.getLogger("triax").addHandler(handler)
-    other.load_checkpoint(folder)
-    logging.getLogger("triax").removeHandler(handler)
-    plain = make((1, 3, 1), None, ADAMW)
-    for _ in range(3):
-        plain.train_batch()
-    other.train_batch()
-    same(other.gather(), plain.gather())
-    return told.getvalue()
-
-
-def test_nobody_had_stepped_alone(ranks: Any, tmp_path: Path) -> None:
-    """Without local steps, nothing is averaged and nothing is logged."""
-    assert ranks(3, saved_at_the_boundary, str(tmp_path)) == [""] * 3
-
-
 def spoilt(nan_loss: str, steps: tuple[int, ...]) -> Any:
     """Replica 1 has a nan loss in these steps; the third step taken is the last before ``start_step``."""
     engine, said = module_engine({"type": "diloco", "every": 2, "start_step": 3}, nan_loss=nan_loss), []
@@ -681,285 +419,6 @@ def test_unlike_numbers_of_steps_are_told(ranks: Any, tmp_path: Path, kind: str)
     assert first[-1] == second[-1]
     for said in (*first[:-1], *second[:-1]):
         assert "one replica has taken 1 steps and another 0" in said
-
-
-def by_itself(folder: str) -> Any:
-    """Saved automatically; one rank gets SIGTERM within a round; then resumed."""
-    more: dict[str, Any] = {"checkpoint": {"dir": folder, "every": 2, "resume": "auto"}}
-    engine = make((1, 2, 1), {"type": "local_sgd", "every": 3}, ADAMW, **more)
-    begun = engine.global_steps
-    try:
-        while engine.global_steps < 9:
-            if begun == 0 and engine.global_steps == 6 and engine.grid.rank == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-            engine.train_batch()
-    except SystemExit as left:
-        return begun, engine.global_steps, left.code, engine.gather()
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    return begun, engine.global_steps, 0, engine.gather()
-
-
-def test_saved_by_itself_and_told_to_end(ranks: Any, tmp_path: Path) -> None:
-    """All ranks learn of it at a synchronization or when a checkpoint is due. Then the run is resumed."""
-    assert {each[:3] for each in ranks(2, by_itself, str(tmp_path))} == {(0, 8, 143)}
-    again = ranks(2, by_itself, str(tmp_path))
-    assert {each[:3] for each in again} == {(8, 9, 0)}
-
-
-# ------------------------------------------------------------------------------------------------- who does not wait
-
-
-def wait_for(folder: Path, name: str) -> None:
-    deadline = time.monotonic() + 30
-    while not (folder / name).exists():
-        assert time.monotonic() < deadline, name
-        time.sleep(0.002)
-
-
-ASYNC = {"type": "async_diloco", "every": 2, "max_staleness": 2, "meet_early": False, **OUTER}
-# Who ends which round after which other round was begun, by replica: replica 0 runs ahead by two rounds, and in the
-# end replica 1 does.
-ORDER = [(0, 1), (0, 2), (1, 1), (1, 2), (0, 3), (1, 3), (1, 4), (1, 5), (0, 4), (0, 5)]
-
-
-def in_order(folder: str) -> Any:
-    """Rounds of two replicas in the order of ``ORDER``."""
-    there, engine = Path(folder), module_engine(ASYNC, gradient_clipping=0.1)
-    replica, trace, lags = engine.grid.data.rank, [], []
-    for turn, (who, number) in enumerate(ORDER):
-        if who == replica:
-            if turn:
-                wait_for(there, f"{turn - 1}")
-            for step in (2 * number - 2, 2 * number - 1):
-                module_step(engine, step)
-            trace.append(weights_of(engine))
-            lags.append(engine.traffic_report()["local"]["staleness"])
-            (there / f"{turn}").touch()
-    assert engine.leave()
-    return replica, trace, lags, weights_of(engine)
-
-
-def order_reference() -> tuple[dict[int, list[list[Tensor]]], list[Tensor]]:
-    """Weights of each replica after each of its rounds, and of all at the end, by the definition."""
-    models = [network() for _ in range(2)]
-    optimizers = [torch.optim.SGD(model.parameters(), **SGD["params"]) for model in models]
-    start = [p.detach().clone() for p in models[0].parameters()]
-    differences: dict[tuple[int, int], list[Tensor]] = {}
-    found: dict[int, list[list[Tensor]]] = {0: [], 1: []}
-
-    def after(rounds: int) -> list[Tensor]:
-        """DiLoCo from the start with the differences that have arrived; missing ones are zero."""
-        weights = [w.clone() for w in start]
-        outer = torch.optim.SGD(weights, lr=OUTER["outer_lr"], momentum=OUTER["outer_momentum"], nesterov=True)
-        for number in range(1, rounds + 1):
-            here = [differences[i, number] for i in range(2) if (i, number) in differences]
-            for n, weight in enumerate(weights):
-                weight.grad = sum((each[n] for each in here), torch.zeros_like(weight)) / 2
-            outer.step()
-        return weights
-
-    for replica, number in ORDER:
-        before = [p.detach().clone() for p in models[replica].parameters()]
-        for step in (2 * number - 2, 2 * number - 1):
-            optimizers[replica].zero_grad()
-            for index in range(2):
-                x, y = microbatch(step, index, replica)
-                ((models[replica](x) - y).square().mean() / 2).backward()
-            nn.utils.clip_grad_norm_(models[replica].parameters(), 0.1)
-            optimizers[replica].step()
-        now = [p.detach().clone() for p in models[replica].parameters()]
-        differences[replica, number] = [a - b for a, b in zip(before, now, strict=True)]
-        known = after(max(number for _, number in differences))
-        for parameter, weight in zip(models[replica].parameters(), known, strict=True):
-            parameter.data.copy_(weight)
-        found[replica].append(known)
-    return found, after(max(number for _, number in ORDER))
-
-
-def test_rounds_that_come_late_count_in_their_own(ranks: Any, tmp_path: Path) -> None:
-    """Two replicas, each ahead of the other by up to two rounds, in a fixed order; at the end the same bits."""
-    expected, end = order_reference()
-    last = None
-    for replica, trace, lags, after in ranks(2, in_order, str(tmp_path)):
-        for mine, theirs in zip(trace, expected[replica], strict=True):
-            same(mine, dict(zip(mine, theirs, strict=True)))
-        assert lags == [[1, 2, 1, 0, 0], [0, 0, 0, 1, 2]][replica]
-        same(after, dict(zip(after, end, strict=True)))
-        last = last or after
-        assert all(torch.equal(last[name], after[name]) for name in after)
-
-
-def bounded(staleness: int) -> Any:
-    """Replica 3 sleeps in each step and stops after fewer steps; the others do not."""
-    engine = module_engine({**ASYNC, "every": 2, "max_staleness": staleness})
-    replica, lags = engine.grid.data.rank, []
-    for step in range(6 if replica == 3 else 12):
-        time.sleep(0.03 if replica == 3 else 0.0)
-        module_step(engine, step)
-        lags.append(engine.traffic_report()["local"]["staleness"])
-    present = len(engine.present)
-    complete = engine.leave()
-    with pytest.raises(RuntimeError, match="has left"):
-        module_step(engine, step)
-    return complete, max(lags), present, engine.traffic_report()["local"]["meetings"], weights_of(engine)
-
-
-@pytest.mark.parametrize("staleness", [1, 3])
-def test_the_bound_holds_and_nobody_is_waited_for_who_left(ranks: Any, staleness: int) -> None:
-    """The slow replica leaves first, the others have more rounds to run, and all end with the same weights."""
-    found = ranks(4, bounded, staleness)
-    for complete, lag, present, meetings, weights in found:
-        assert complete and lag <= staleness and 1 <= present <= 4
-        assert meetings == (3 if weights is found[3][-1] else 6)
-        assert all(torch.equal(weights[name], found[0][-1][name]) for name in weights)
-
-
-def ahead(shape: tuple[int, int, int]) -> Any:
-    """A slow replica of several ranks, and one that is ahead of it."""
-    engine = make(shape, {**ASYNC, "max_staleness": 1}, ADAMW)
-    lags = []
-    for _ in range(6):
-        time.sleep(0.03 * engine.grid.data.rank)
-        engine.train_batch()
-        lags.append(engine.traffic_report()["local"]["staleness"])
-    assert engine.leave() and max(lags) <= 1
-    whole = {name: w for name, (layout, w) in engine.shards().items() if not layout.sharded}
-    return engine.gather(), whole, engine.memory_report()["held"]
-
-
-@pytest.mark.parametrize("shape", [(2, 2, 1), (1, 2, 2)])
-def test_the_ranks_of_a_replica_take_the_same(ranks: Any, shape: tuple[int, int, int]) -> None:
-    """Stages and shards of a replica apply the same differences in every round; at the end all replicas are equal."""
-    found = ranks(4, ahead, shape)
-    for weights, whole, held in found:
-        assert all(torch.equal(weights[name], found[0][0][name]) for name in weights)
-        assert all(torch.equal(w, weights[name]) for name, w in whole.items())
-        assert held["common"] == 3 * held["parameters"]  # the common weights, the start of a round, and velocity
-
-
-def early(folder: str) -> Any:
-    """Replica 0 ends its round of four steps while replica 1 has taken one."""
-    there, engine = Path(folder), module_engine({"type": "async_diloco", "every": 4, "max_staleness": 1})
-    meetings = []
-    for step in range(8 if engine.grid.data.rank == 0 else 3):
-        if engine.grid.data.rank == 1 and step == 1:
-            wait_for(there, "0")
-        module_step(engine, step)
-        meetings.append(engine.traffic_report()["local"]["meetings"])
-        if engine.grid.data.rank == 0 and step == 3:
-            (there / "0").touch()
-    return engine.leave(), meetings
-
-
-def test_a_slow_replica_ends_its_round_early(ranks: Any, tmp_path: Path) -> None:
-    fast, slow = ranks(2, early, str(tmp_path))
-    assert fast == (True, [0, 0, 0, 1, 1, 1, 1, 2]) and slow[0]
-    assert slow[1][:2] == [0, 1]  # at the first step after it heard
-
-
-def timed(folder: str) -> bool:
-    """Replica 0 takes four steps, and prints what they took, before replica 1 takes its first."""
-    there, trace = Path(folder), f"{folder}/trace.json"
-    engine = module_engine(ASYNC, wall_clock_breakdown=True, steps_per_print=2, timeline={"step": 3, "file": trace})
-    if engine.grid.data.rank == 1:
-        wait_for(there, "0")
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        for step in range(4):
-            module_step(engine, step)
-    if engine.grid.data.rank == 0:
-        assert Path(trace).exists() and "step 2: wall clock of 2 steps" in printed.getvalue()
-        assert re.search(r"step 4: [\d.]+ ms a step: ", printed.getvalue())
-        (there / "0").touch()
-    return bool(engine.leave())
-
-
-def test_figures_wait_for_nobody(ranks: Any, tmp_path: Path) -> None:
-    assert ranks(2, timed, str(tmp_path)) == [True, True]
-
-
-def one_fails(local: dict[str, Any]) -> Any:
-    engine = module_engine(local)
-    for step in range(6):
-        if step == 3 and engine.grid.data.rank == 1:
-            with engine.all_or_none("step"):
-                raise ValueError("the disk is full")
-        module_step(engine, step)
-
-
-@pytest.mark.parametrize(
-    "kind", [{"type": "local_sgd"}, {"type": "async_diloco", "max_staleness": 1, "meet_early": False}]
-)
-def test_a_replica_that_fails_ends_the_run(ranks: Any, kind: dict[str, Any]) -> None:
-    """The other replicas stop when they would wait for it, with its message."""
-    with pytest.raises(RankFailure) as failure:
-        ranks(2, one_fails, {**kind, "every": 2})
-    assert "the disk is full" in failure.value[0].text and failure.value[0].kind == "raised"
-
-
-def stops_alone(local: dict[str, Any], how: str) -> None:
-    """An error that all ranks of one replica raise, and no rank of the other."""
-    if how == "nan":
-        engine = module_engine(local)
-        for step in range(8):
-            module_step(engine, step, math.nan if step == 2 and engine.grid.data.rank == 1 else 1.0)
-    else:
-        engine = make((1, 2, 1), local, ADAMW)
-        for step in range(8):
-            engine.train_batch(iter([]) if step == 2 and engine.grid.data.rank == 1 else None)
-
-
-@pytest.mark.parametrize("how", ["nan", "no data"])
-@pytest.mark.parametrize(
-    "kind", [{"type": "diloco"}, {"type": "async_diloco", "max_staleness": 1, "meet_early": False}]
-)
-def test_what_one_replica_raises_ends_the_run(ranks: Any, kind: dict[str, Any], how: str) -> None:
-    with pytest.raises(RankFailure) as failure:
-        ranks(2, stops_alone, {**kind, "every": 2}, how)
-    for report in failure.value.reports:
-        assert report.kind == "raised" and report.when < 15  # the grids' time limits are 20 s and 30 s
-        assert "replica 1 of 2 cannot continue" in report.text
-        assert ("the loss is nan" if how == "nan" else "the data ended after 0") in report.text
-
-
-def last_to_leave() -> Any:
-    """Replica 1 reads that the other one has left; then the store, which the other one held, is gone."""
-    engine = module_engine(ASYNC)
-    for step in range(4):
-        module_step(engine, step)
-    heard: list[str] = []
-    if (replica := engine.grid.data.rank) == 1:
-        grid = engine.replicas.grid
-        tell, told = grid.store_set, grid.store_get
-
-        def reaches() -> None:
-            if heard:
-                raise torch.distributed.DistNetworkError("Connection reset by peer")
-
-        def tells(key: str, text: str) -> None:
-            tell(key, text)
-            reaches()
-
-        def hears(key: str) -> str | None:
-            reaches()
-            if (text := told(key)) is None:
-                return None
-            rounds, steps, left, taken, _ = text.split()
-            if left != "0":
-                heard.append(text)
-            return " ".join((rounds, steps, left, taken, "0"))  # it has not said yet that it has this one's rounds
-
-        grid.store_set, grid.store_get = tells, hears
-    assert engine.leave() and len(heard) == replica
-    return weights_of(engine)
-
-
-def test_the_store_is_gone_when_all_have_left(ranks: Any) -> None:
-    first, second = ranks(2, last_to_leave)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-# ------------------------------------------------------------------------------------------------------ the settings
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -1,0 +1,373 @@
+"""Loops of the engine of plain modules: DeepSpeed's, with data, schedules and modes, and calls that are wrong."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import re
+import runpy
+import sys
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import triax
+from triax import Grid, initialize
+from triax.base.errors import ConfigError
+from triax.randomness.random import Dropout
+
+from module_jobs import loss_of, one, weights
+from module_training import MICRO, WIDTH, config, groups, microbatch, net
+from paths import DOCS
+
+GETTING_STARTED = """
+import argparse
+import json
+import sys
+import weakref
+
+import torch
+import triax.compat.deepspeed as deepspeed
+
+class SimpleModel(torch.nn.Module):
+    def __init__(self, hidden_dim):
+        super().__init__()
+        self.linear = torch.nn.Linear(hidden_dim, hidden_dim)
+        self.cross_entropy_loss = torch.nn.CrossEntropyLoss()
+
+    def forward(self, x, y):
+        return self.cross_entropy_loss(self.linear(x), y)
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int, default=-1)
+parser = deepspeed.add_config_arguments(parser)
+cmd_args = parser.parse_args()
+deepspeed.init_distributed()
+rank = torch.distributed.get_rank()
+
+torch.manual_seed(rank)
+net = SimpleModel(16)
+generator = torch.Generator().manual_seed(1)
+x = torch.randn(64, 16, generator=generator)
+dataset = torch.utils.data.TensorDataset(x, x.argmax(1))
+model_engine, optimizer, trainloader, _ = deepspeed.initialize(
+    args=cmd_args, model=net, model_parameters=net.parameters(), training_data=dataset
+)
+losses = []
+for epoch in range(12):
+    for step, (inputs, labels) in enumerate(trainloader):
+        inputs = inputs.to(model_engine.device)
+        if model_engine.fp16_enabled():
+            inputs = inputs.half()
+        loss = model_engine(inputs, labels.to(model_engine.device))
+        model_engine.backward(loss)
+        model_engine.step()
+    losses.append(loss.item())
+result = losses[0], losses[-1], model_engine.loss_scale(), model_engine.zero_optimization_stage()
+"""
+
+
+CONFIG = """{
+  // as the tutorials have it
+  "train_batch_size": 16,
+  "gradient_accumulation_steps": 2, /* of each rank */
+  "steps_per_print": 1000,
+  "optimizer": {"type": "Adam", "params": {"lr": 0.05, "betas": [0.8, 0.999], "eps": 1e-8, "weight_decay": 3e-7}},
+  "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 0.05, "warmup_num_steps": 10}},
+  "gradient_clipping": 1.0,
+  "fp16": {"enabled": true, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1},
+  "zero_optimization": {
+    "stage": 2,
+    "contiguous_gradients": true,
+    "overlap_comm": true,
+    "reduce_scatter": true,
+    "allgather_bucket_size": 5e8,
+    "reduce_bucket_size": 5e8,
+    "offload_optimizer": {"device": "cpu", "pin_memory": false}
+  }
+}"""
+
+
+def run_script(path: str, settings: str) -> Any:
+    sys.argv = [path, "--deepspeed", "--deepspeed_config", settings]
+    return runpy.run_path(path, run_name="__main__")["result"]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_getting_started_loop_but_for_the_import(ranks: Any, size: int, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(GETTING_STARTED)
+    (tmp_path / "ds_config.json").write_text(CONFIG)
+    for first, last, scale, stage in ranks(
+        size, run_script, str(tmp_path / "train.py"), str(tmp_path / "ds_config.json")
+    ):
+        assert last < 0.5 * first and scale >= 2**12 and stage == 2
+
+
+class Noted(nn.Module):
+    """Remembers what it saw, and drops some of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.drop = nn.Linear(1, 1, dtype=torch.float64), Dropout(0.5)
+        self.seen: list[list[float]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x.flatten().tolist())
+        return self.line(self.drop(x))
+
+
+def samples() -> list[tuple[Tensor, Tensor]]:
+    return [(torch.full((1,), float(i), dtype=torch.float64), torch.zeros(1, dtype=torch.float64)) for i in range(40)]
+
+
+def from_data(start: int, stop: int, workers: int = 0) -> tuple[list[list[float]], Tensor]:
+    """Steps start .. stop - 1; what was seen of each global batch, sorted, and the last step's gradient."""
+    settings: dict[str, Any] = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "seed": 3}
+    settings |= {"optimizer": {"type": "SGD", "params": {"lr": 0.0}}}
+    torch.manual_seed(0)
+    engine, _, loader, _ = initialize(model=Noted(), config=settings, training_data=samples())
+    assert loader is not None and len(loader) == 5 * engine.gradient_accumulation_steps()
+    if workers:
+        loader = engine.deepspeed_io(samples(), num_local_io_workers=workers)  # type: ignore[arg-type]
+    loader.seek(start)
+    engine.global_steps = start
+
+    def batches() -> Iterator[Any]:
+        while True:
+            yield from loader
+
+    source = batches()
+    while engine.global_steps < stop:
+        x, y = next(source)
+        engine.backward((engine(x) - y).square().mean())
+        engine.step()
+    everyone = engine.grid.data.all_gather_json(engine.module.seen)
+    each = engine.gradient_accumulation_steps()
+    starts = range(0, len(everyone[0]), each)
+    found = [sorted(i for seen in everyone for part in seen[at : at + each] for i in part) for at in starts]
+    return found, engine.gather("gradients")["line.weight"]
+
+
+def test_training_data_has_one_order_and_resumes_on_another_grid(ranks: Any) -> None:
+    whole, gradient = from_data(0, 8)
+    assert len(whole) == 8 and sorted(i for part in whole[:5] for i in part) == [float(i) for i in range(40)]
+    for seen, g in ranks(2, from_data, 0, 8):
+        assert seen == whole
+        torch.testing.assert_close(g, gradient, rtol=1e-12, atol=0)  # the same elements dropped
+    for seen, _ in ranks(4, from_data, 3, 8):
+        assert seen == whole[3:]
+    assert from_data(6, 8, workers=2)[0] == whole[6:]
+
+
+def test_the_wrong_call_says_which_is_right() -> None:
+    engine = one()
+    with pytest.raises(RuntimeError, match=re.escape("step() without a backward pass: call engine.backward(loss)")):
+        engine.step()
+    loss_of(engine)
+    with pytest.raises(RuntimeError, match="without a backward pass"):
+        engine.step()
+    for wrong, said in ((3.0, "a float"), (torch.ones(()), "without a graph"), (engine(microbatch(0, 0, 0)[0]), "6")):
+        with pytest.raises(RuntimeError, match=f"backward takes a loss.*{said}"):
+            engine.backward(wrong)
+    engine.backward(loss_of(engine))
+    loss = (engine.module(microbatch(0, 0, 0)[0]) - 1.0).square().mean()  # the engine does not see this pass begin
+    with pytest.raises(RuntimeError, match=r"call the model as engine\(\.\.\.\).*add the losses and call backward"):
+        loss.backward()
+    engine.zero_grad()
+    with pytest.raises(RuntimeError, match=re.escape("call engine.step(), not optimizer.step()")):
+        engine.optimizer.step()
+    with (
+        pytest.raises(RuntimeError, match=r"no_sync.. does not work in ZeRO stage 2.*reduce_each_microbatch"),
+        one(config(stage=2)).no_sync(),
+    ):
+        pytest.fail("not reached")
+    with pytest.raises(AttributeError, match="neither ConfiguredModuleEngine nor its Net has 'wieghts'"):
+        engine.wieghts  # noqa: B018
+    untrained = one({"train_batch_size": 4})
+    with pytest.raises(RuntimeError, match="there is no optimizer"):
+        untrained.step()
+    assert untrained(microbatch(0, 0, 0)[0]).shape == (MICRO, WIDTH)
+    late = one()
+    late.module.blocks[0].frozen.requires_grad_()
+    late.backward(loss_of(late))
+    with pytest.raises(RuntimeError, match="1 parameters were frozen when the optimizer was made"):
+        late.step()
+    with pytest.raises(ConfigError, match=r"pass grid=triax\.compat\.megatron\.mpu\.grid_of_mpu"):
+        one(mpu=object())
+    with pytest.raises(ConfigError, match=r"make grid = triax.Grid\(tensor=2\)"):
+        one(config(tensor_parallel={"autotp_size": 2}))
+    with pytest.raises(ConfigError, match="interval 2 groups the layers of a PipelineModule"):
+        one(config(activation_checkpointing={"interval": 2}))
+    with pytest.raises(ConfigError, match="no repeated blocks that can be recomputed"):
+        one(config(activation_checkpointing={"enabled": True}), model=nn.Linear(WIDTH, WIDTH).double())
+    with pytest.raises(ConfigError, match="no layer of the model is a Blok; there are Block"):
+        one(config(activation_checkpointing={"enabled": True, "checkpointable_layers": ["Blok"]}))
+    with pytest.raises(TypeError, match=r"not an nn\.Module"):
+        one({}, model="a name")
+
+
+def staged() -> str:
+    with pytest.raises(ConfigError) as caught:
+        initialize(model=net(), config=config(), grid=Grid(pipe=2))
+    return str(caught.value)
+
+
+def test_a_grid_with_stages(ranks: Any) -> None:
+    assert all("list its layers in a PipelineModule" in said for said in ranks(2, staged))
+
+
+def one_fails() -> str:
+    engine = one(grid=Grid(timeout=30))
+    if engine.grid.rank == 1:
+        engine.module.blocks[1].forward = lambda x: x @ torch.ones(1, 1)
+    try:
+        for _ in range(2):
+            engine.backward(loss_of(engine))
+            engine.step()
+    except RuntimeError as error:
+        return str(error)
+    return "went on"
+
+
+def test_a_rank_that_fails_says_so_and_the_other_stops(ranks: Any) -> None:
+    other, failed = ranks(2, one_fails, timeout=20)
+    assert failed.startswith("rank 1 (pipe 0, data 1, tensor 0) failed at forward of microbatch 0: RuntimeError: ")
+    assert failed in other
+
+
+def test_accumulation_is_counted_as_one_likes() -> None:
+    boundary, counted = one(config(accumulation=2)), one(config(accumulation=2))
+    for step in range(2):
+        boundary.set_gradient_accumulation_boundary(step == 1)
+        boundary.backward(loss_of(boundary, step))
+        counted.backward(loss_of(counted, step))
+        counted.step()
+    boundary.step()
+    first, second = boundary.gather(), counted.gather()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    counted.set_train_batch_size(12)
+    assert counted.get_batch_info() == (12, MICRO, 3)
+    counted.backward(loss_of(counted))
+    counted.step()
+    with pytest.raises(ConfigError, match="after 1 microbatches of a step"):
+        counted.set_train_batch_size(8)
+    assert not counted.is_gradient_accumulation_boundary()
+    assert counted.backward(loss_of(counted), scale_wrt_gas=False) > counted.backward(loss_of(counted))
+
+
+def test_schedules_and_modes() -> None:
+    plateau = {"type": "ReduceLROnPlateau", "params": {"patience": 0, "factor": 0.5, "threshold": 0.5}}
+    engine = one(config(scheduler=plateau))
+    for _ in range(2):
+        engine.backward(loss_of(engine))
+        engine.step()
+    assert engine.get_lr() == [0.025]
+    loss_of(engine).backward()
+    with pytest.raises(RuntimeError, match="ReduceLROnPlateau needs the loss"):
+        engine.step()
+    given = torch.optim.SGD(groups(model := net()), lr=0.1, momentum=0.9)
+    engine, optimizer, loader, scheduler = initialize(
+        model=model,
+        optimizer=given,
+        config={"train_batch_size": MICRO},
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+    )
+    assert optimizer is engine.optimizer and scheduler is engine.lr_scheduler and loader is None
+    engine.backward(loss_of(engine))
+    engine.step()
+    assert engine.get_lr() == [0.05, 0.0015] and engine.get_mom() == [0.9, 0.9]
+    given = torch.optim.SGD(groups(other := net()), lr=0.1)
+    over = torch.optim.lr_scheduler.StepLR(given, 1, 0.5)
+    followed = one({"train_batch_size": MICRO}, model=other, optimizer=given, lr_scheduler=over)
+    for rates in ([0.05, 0.0015], [0.025, 0.00075]):
+        followed.backward(loss_of(followed))
+        before = followed.module.enter.weight.detach().clone()
+        rate = followed.get_lr()[0]
+        followed.step()
+        moved = followed.module.enter.weight - before + rate * 0.2 * before  # with the weight decay
+        torch.testing.assert_close(moved, -rate * followed.gather("gradients")["enter.weight"])
+        assert followed.get_lr() == rates and followed.lr_scheduler is over
+    with pytest.raises(TypeError, match="neither a function nor a schedule of the optimizer that is passed with it"):
+        one(lr_scheduler=over)
+    assert engine.eval() is engine and not engine.module.training and engine.train().module.training
+    assert engine.shift is engine.module.shift and [*engine.parameters()] == [*engine.module.parameters()]
+    plainly = copy.deepcopy(net())
+    plainly.load_state_dict(engine.module_state_dict())
+    x, _ = microbatch(0, 0, 0)
+    assert torch.equal(plainly(x), engine(x))
+
+
+def test_more_microbatches_from_now_on() -> None:
+    engine = one({"train_batch_size": MICRO, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+    engine.backward(loss_of(engine))
+    engine.step()
+    engine.set_train_batch_size(2 * MICRO)
+    before = weights(engine)
+    for index in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(before, weights(engine), strict=True))
+        engine.backward(loss_of(engine, index))
+        engine.step()
+    assert engine.global_steps == 2 and not torch.equal(before[0], weights(engine)[0])
+
+
+@pytest.mark.parametrize("how", ["cast", "assigned"])
+def test_weights_that_went_elsewhere_are_told_of(how: str) -> None:
+    """A step would move what the model does not have any more."""
+    engine = one({"train_batch_size": MICRO, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+    if how == "cast":
+        engine.module.to(torch.float32).to(torch.float64)
+    else:
+        engine.module.load_state_dict({k: v.clone() for k, v in engine.module.state_dict().items()}, assign=True)
+    engine.backward(loss_of(engine))
+    with pytest.raises(RuntimeError, match=r"\S+ is no longer where it is stepped: the model was moved, cast"):
+        engine.step()
+
+
+def run_docs(source: str, folder: str) -> int:
+    os.chdir(folder)
+    space: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(source, "docs/engine.md", "exec"), space)
+    return int(space["actor"].global_steps)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_programs_of_the_docs_run(ranks: Any, size: int, tmp_path: Path) -> None:
+    text = (DOCS / "engine.md").read_text()
+    source = "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
+    assert ranks(size, run_docs, source, str(tmp_path)) == [2] * size
+    assert torch.load(tmp_path / "model.pt")["linear.weight"].shape == (16, 16)
+
+
+def test_a_dropped_engine_is_freed_at_once() -> None:
+    """Without a garbage collection: an engine's members refer to it weakly."""
+    freed = []
+    for _ in range(2):  # torch's imports in the first optimizer step of a process keep frames alive
+        model = triax.PipelineModule([nn.Linear(2, 2)], grid=Grid(), loss_fn=nn.MSELoss())
+        settings = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        pipelined, *_rest = initialize(model=model, config=settings)
+        plain_one, *_rest = initialize(model=nn.Linear(2, 2), config=settings)
+        pipelined.train_batch(iter([(torch.ones(2, 2), torch.ones(2, 2))]))
+        plain_one.backward(plain_one(torch.ones(2, 2)).sum())
+        plain_one.step()
+        watched: list[weakref.ref[Any]] = [weakref.ref(pipelined), weakref.ref(plain_one)]
+        gc.disable()
+        del pipelined, plain_one
+        freed = [each() is None for each in watched]
+        gc.enable()
+    assert freed == [True, True]
+
+
+def local_ranks() -> tuple[int, str]:
+    engine = one({"train_batch_size": MICRO * 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+    return engine.local_rank, os.environ["LOCAL_RANK"]
+
+
+def test_local_rank_is_the_launchers(ranks: Any) -> None:
+    """``local_rank`` was 0 on every rank without a GPU."""
+    assert ranks(2, local_ranks) == [(0, "0"), (1, "1")]
