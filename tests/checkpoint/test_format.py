@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import resource
 import shutil
 import subprocess
 import sys
@@ -22,17 +21,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
-from typer.testing import CliRunner
 
 import triax
-from triax.base.errors import CheckpointError, CorruptError, DamagedError
+from triax.base.errors import CheckpointError
 from triax.base.json_values import decode, encode
 from triax.checkpoint.convert.export import runs
 from triax.checkpoint.format import folder as folders
-from triax.checkpoint.format.index import Index, read_index
+from triax.checkpoint.format.index import read_index
 from triax.checkpoint.protocol import pieces
 from triax.checkpoint.reader import Reader
-from triax.cli.main import app
 from triax.grid import Layout
 from triax.grid.layout import FlatRange
 from triax.grid.ranges import boxes_of_range, everything, overlap
@@ -40,10 +37,9 @@ from triax.models.gpt import gpt_layers
 from triax.optim.schedulers import known
 from triax.zero.state_shards import state_number as number_of
 
-from checkpoint_jobs import SIZES, Cell, Job, begin, command, make
+from checkpoint_jobs import SIZES, Cell, Job, command, make
 from paths import DOCS
-
-# ------------------------------------------------------------------------------------------------ boxes and values
+from small_checkpoints import linear
 
 
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())
@@ -108,17 +104,6 @@ def test_values_come_back_as_they_were() -> None:
         decode({"$code": "import os"})
 
 
-# --------------------------------------------------------------------------------------------- what is on the disk
-
-
-@pytest.fixture(scope="module")
-def saved(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of 2 x 2 x 2."""
-    folder = tmp_path_factory.mktemp("saved")
-    ranks(8, begin, Cell((2, 2, 2), stage=1), Job(), 2, str(folder), "", timeout=120)
-    return folder
-
-
 def test_it_opens_with_safetensors_and_json_alone(saved: Path, tmp_path: Path) -> None:
     """The ten lines of docs/checkpoints.md, in a Python that does not know triax."""
     text = (DOCS / "checkpoints.md").read_text()
@@ -149,121 +134,6 @@ def test_bytes_written_are_the_models_own(saved: Path) -> None:
     assert sum(files.values()) == own + rest + headers
     loads = [size - index.files[name].header.stop - rest / 8 for name, size in files.items()]
     assert max(loads) < 1.35 * sum(loads) / 8  # the first stage has the embedding, which the last one has too
-
-
-def test_every_flipped_byte_is_named(saved: Path, tmp_path: Path) -> None:
-    folder, draw = tmp_path / "there", random.Random(4)
-    shutil.copytree(saved / "there", folder)
-    index = read_index(folder)
-    files = {path: path.stat().st_size for path in sorted(folder.iterdir())}
-    places = [(path, place) for path in files for place in draw.sample(range(files[path]), k=1000 // len(files) + 1)]
-    assert len(places) >= 1000 and folder / "index.json" in files
-    for path, place in places:
-        with path.open("r+b") as file:
-            file.seek(place)
-            before = file.read(1)[0]
-            file.seek(place)
-            file.write(bytes([before ^ draw.randrange(1, 256)]))
-        if path.name == "index.json":
-            with pytest.raises(CorruptError, match=r"index\.json is damaged"):
-                read_index(folder)
-        else:
-            problems = (
-                [*folders.verify(folder, index)] if place % 40 == 0 else _affected(folder, index, path.name, place)
-            )
-            assert len(problems) == 1 and path.name in problems[0] and "is damaged" in problems[0]
-        with path.open("r+b") as file:
-            file.seek(place)
-            file.write(bytes([before]))
-    assert not [*folders.verify(folder, index)]
-
-
-def _affected(folder: Path, index: Index, file: str, place: int) -> list[str]:
-    """``verify`` of what holds one byte of a file."""
-    problems = []
-    for held, span, name in index.byte_ranges():
-        if held == file and span.start <= place < span.stop:
-            try:
-                index.check_range(index.folder(folder), held, span, name)
-            except CorruptError as error:
-                problems.append(str(error))
-    return problems
-
-
-def test_what_is_damaged_is_not_loaded(saved: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "there"
-    shutil.copytree(saved / "there", folder)
-    engine = make(Cell(), Job())
-    before = engine.gather()
-    name, entry = next((n, e) for n, e in read_index(folder).tensors.items() if n.startswith("optimizer/exp_avg/"))
-    with (folder / entry.boxes[0].file).open("r+b") as file:
-        file.seek(entry.boxes[0].span.start)
-        file.write(b"\x00\x01\x02")
-    with pytest.raises(DamagedError, match=f"{entry.boxes[0].file} is damaged: {name}"):
-        engine.load_checkpoint(tmp_path, "there")
-    assert all(torch.equal(before[n], w) for n, w in engine.gather().items()) and engine.global_steps == 0
-    engine.load_checkpoint(tmp_path, "there", load_module_only=True)  # that part is as it was written
-    (folder / entry.boxes[0].file).write_bytes(b"short")
-    with pytest.raises(DamagedError, match="it has 5 bytes"):
-        engine.load_checkpoint(tmp_path, "there")
-    (folder / entry.boxes[0].file).unlink()
-    with pytest.raises(DamagedError, match="No such file"):
-        engine.load_checkpoint(tmp_path, "there")
-
-
-def test_nothing_is_unpickled(saved: Path, tmp_path: Path) -> None:
-    """Each file in turn is one that runs code where it is unpickled."""
-    mark = tmp_path / "ran"
-    evil = b"cos\nsystem\n(S'touch " + str(mark).encode() + b"'\ntR."
-    for path in sorted((saved / "there").iterdir()):
-        shutil.copytree(saved / "there", tmp_path / "there", dirs_exist_ok=True)
-        (tmp_path / "there" / path.name).write_bytes(evil)
-        with pytest.raises(CheckpointError, match="is damaged"):
-            make(Cell(), Job()).load_checkpoint(tmp_path, "there")
-        if path.name == "index.json":
-            assert CliRunner().invoke(app, ["checkpoint", "verify", str(tmp_path / "there")]).exit_code != 0
-    os.system(f"true && touch {tmp_path / 'ran'}-not")  # that a shell could have made it
-    assert not mark.exists() and (tmp_path / "ran-not").exists()
-
-
-# --------------------------------------------------------------------------------------------- names, tags, options
-
-
-def test_names_and_shapes_that_do_not_fit(saved: Path, tmp_path: Path) -> None:
-    class Grown(nn.Module):
-        def __init__(self, extra: bool, width: int) -> None:
-            super().__init__()
-            self.same, self.wide = nn.Linear(4, 4), nn.Linear(4, width)
-            self.new = nn.Linear(4, 2) if extra else None
-            self.old = None if extra else nn.Linear(4, 3)
-            self.register_buffer("count", torch.tensor(7.0 if extra else 3.0))
-
-        def forward(self, x: torch.Tensor) -> Any:
-            last = self.new if self.new is not None else self.old
-            assert last is not None
-            return self.wide(self.same(x)).sum() + last(x).sum()
-
-    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "Adam", "params": {"lr": 0.01}}}
-    first, second = (triax.initialize(model=Grown(*sizes), config=config)[0] for sizes in ((False, 5), (True, 6)))
-    first.backward(first(torch.ones(2, 4)))
-    first.step()
-    assert first.save_checkpoint(tmp_path, "a")
-    before = second.gather()
-    with pytest.raises(CheckpointError) as error:
-        second.load_checkpoint(tmp_path, "a")
-    message = str(error.value)
-    assert "missing in the checkpoint: new.weight, new.bias" in message
-    assert "not in the model: old.bias, old.weight" in message and "strict=False" in message
-    assert "of another shape: wide.weight (5, 4) in the checkpoint, (6, 4) in the model" in message
-    assert second.global_steps == 0 and all(torch.equal(before[n], w) for n, w in second.gather().items())
-    second.load_checkpoint(tmp_path, "a", strict=False)
-    after = second.gather()
-    assert torch.equal(after["same.weight"], first.gather()["same.weight"]) and second.count.item() == 3.0
-    assert torch.equal(after["wide.weight"], before["wide.weight"]) and second.global_steps == 1
-    for _ in range(2):
-        second.backward(second(torch.ones(2, 4)))
-        second.step()
-    assert all(torch.isfinite(w).all() for w in second.gather().values())
 
 
 def test_tags_and_latest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -322,16 +192,6 @@ def test_written_behind_where_the_run_was_then(tmp_path: Path, monkeypatch: pyte
     assert folders.tags(tmp_path / "runs") == ["global_step1"] and not any((tmp_path / "elsewhere").iterdir())
 
 
-def linear(optimizer: dict[str, Any], frozen: bool = False) -> Any:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).double()
-    model[0].requires_grad_(not frozen)
-    engine = triax.initialize(model=model, config={"train_micro_batch_size_per_gpu": 2, "optimizer": optimizer})[0]
-    engine.backward(engine(torch.ones(2, 4, dtype=torch.float64)).square().mean())
-    engine.step()
-    return engine
-
-
 @pytest.mark.parametrize("decoupled", [False, True])
 def test_the_optimizer_says_how_weights_decay(tmp_path: Path, decoupled: bool) -> None:
     """AdamW loads Adam's state and the reverse, as in torch; each keeps its own kind of weight decay."""
@@ -341,16 +201,6 @@ def test_the_optimizer_says_how_weights_decay(tmp_path: Path, decoupled: bool) -
     engine = linear(adamw if decoupled else adam)
     engine.load_checkpoint(tmp_path)
     assert [group["decoupled_weight_decay"] for group in engine.optimizer.param_groups] == [decoupled]
-
-
-@pytest.mark.parametrize("kind", ["Adam", "Lamb"])
-def test_what_had_not_been_trained_is_named(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A parameter without steps has its own step count, except in LAMB, where all of a bucket have one."""
-    optimizer = {"type": kind, "params": {"lr": 0.1}}
-    assert linear(optimizer, frozen=True).save_checkpoint(tmp_path)
-    linear(optimizer).load_checkpoint(tmp_path)
-    warned = "that share a bucket with 0." in caplog.text and "unlike numbers of steps, or none" in caplog.text
-    assert warned == (kind == "Lamb"), caplog.text
 
 
 def test_steps_are_where_fused_kernels_want_them() -> None:
@@ -410,63 +260,6 @@ def test_every_schedule_goes_on(kind: str, tmp_path: Path) -> None:
     assert other.get_lr() == one.get_lr() and steps(other, 5) == steps(one, 5)
 
 
-# ---------------------------------------------------------------------------------------------- what goes wrong
-
-
-def alone(folder: str) -> str:
-    engine = make(Cell((1, 2, 1)), Job(), checkpoint={"patience": 1.0})
-    engine.train_batch()
-    try:
-        if engine.grid.rank == 0:
-            engine.save_checkpoint(folder)
-        else:
-            engine.train_batch()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def test_a_rank_that_saves_alone_hears_of_it(ranks: Any, tmp_path: Path) -> None:
-    first, second = ranks(2, alone, str(tmp_path), timeout=30)
-    assert "save_checkpoint waited 1 s for rank 1 (pipe 0, data 1, tensor 0), which did not call it" in first
-    assert "Call it on every rank" in first and "if rank == 0" in first
-    assert "did not call it" in second  # it stopped at once, and says why
-
-
-def failing(folder: str, how: str) -> Any:
-    policy = "stop" if how == "stop" else "continue"
-    engine = make(Cell((1, 2, 1), stage=1), Job(), checkpoint={"on_failure": policy, "tag_validation": "Fail"})
-    engine.train_batch()
-    assert engine.save_checkpoint(folder, "good")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    said = ""
-    try:
-        if engine.grid.rank == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # a full disk, for this rank
-        done = engine.save_checkpoint(folder, "bad")
-    except CheckpointError as error:
-        done, said = False, str(error)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    nowhere = Path(folder) / "latest" / "inside a file"
-    refused = None
-    if how == "continue":
-        refused = engine.save_checkpoint(nowhere)
-    with pytest.raises(CheckpointError, match="different tags"):
-        engine.save_checkpoint(folder, f"rank{engine.grid.rank}")
-    loss = engine.train_batch().item()  # the run goes on
-    return done, said, refused, loss, engine.load_checkpoint(folder)[0], sorted(os.listdir(folder))
-
-
-@pytest.mark.parametrize("how", ["continue", "stop"])
-def test_what_cannot_be_written_leaves_the_last_one(ranks: Any, tmp_path: Path, how: str) -> None:
-    for done, said, refused, loss, path, names in ranks(2, failing, str(tmp_path), how, timeout=60):
-        assert done is False and not refused and loss > 0
-        assert path == str(tmp_path / "good") and {*names} - {".lock", ".saved.json"} == {"good", "latest"}
-        if how == "stop":
-            assert "rank 1 (pipe 0, data 1, tensor 0): File too large" in said and "MB are free" in said
-
-
 def test_the_example_of_the_format_is_read_by_the_formats_library(saved: Path) -> None:
     index = read_index(saved / "there")
     reader = Reader(saved / "there", index)
@@ -478,9 +271,6 @@ def test_the_example_of_the_format_is_read_by_the_formats_library(saved: Path) -
                     place = tuple(slice(a, b) for a, b in box.box)
                     assert torch.equal(held.pop(box.key), reader.snapshot.tensors[name].read_all()[place])
         assert not held
-
-
-# -------------------------------------------------------------------------------------- one file, the command, docs
 
 
 def in_one_file(folder: str, cell: Cell) -> dict[str, torch.Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,23 +12,26 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_hook
 
-import triax
-from triax import Grid, LayerSpec, PipelineModule
-from triax.base.errors import ConfigError
-from triax.compat.deepspeed.from_config import read_config
-from triax.gradient_compression import PowerSGD, SparseRows, TopK
+from triax import Grid
+from triax.gradient_compression import PowerSGD
 from triax.gradient_compression.compressor import message_bytes, pack_message, unpack_message
-from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.randomness.random import derive
-from triax.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from triax.zero import ShardedOptimizer
 
-WIDTH, STEPS, SAMPLES, LR = 6, 12, 8, 0.2
-Gradients = dict[str, Tensor]
-Reference = Callable[[list[Gradients]], Gradients]
-
-
-# ------------------------------------------------------------------------- the papers, in one process
+from compression_references import (
+    FULL,
+    POWER,
+    STEPS,
+    TOPK,
+    WIDTH,
+    Gradients,
+    Reference,
+    Trace,
+    assert_same,
+    batches,
+    engine,
+    plain,
+)
 
 
 class DeepGradientCompression:
@@ -121,57 +123,6 @@ def gram_schmidt(matrix: Any) -> Tensor:
     return torch.stack(columns, dim=1)
 
 
-# ------------------------------------------------------------------------------ a model, and its data
-
-
-class Part(nn.Module):
-    """Two linear layers around a tanh, sharded over the tensor axis, and a norm, which is not."""
-
-    def __init__(self, *, grid: Grid) -> None:
-        super().__init__()
-        self.up = ColumnParallelLinear(WIDTH, 4 * WIDTH, grid=grid)
-        self.down = RowParallelLinear(4 * WIDTH, WIDTH, grid=grid)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.mix = nn.Linear(WIDTH, WIDTH)  # whole on every tensor rank, and a matrix
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.mix(self.norm(self.down(torch.tanh(self.up(x)))))
-        return y
-
-
-def batches(replica: int, replicas: int) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
-    """Microbatches of 2 samples, each with a weight: replicas have unequal shares of the batch's weight."""
-    generator = torch.Generator().manual_seed(3)
-    share = SAMPLES // replicas
-    while True:
-        x, y = torch.randn(2, SAMPLES, WIDTH, generator=generator, dtype=torch.float64)
-        weight = torch.randint(1, 9, (SAMPLES, 1), generator=generator).double()
-        mine = slice(replica * share, (replica + 1) * share)
-        yield from zip(x[mine].split(2), zip(y[mine].split(2), weight[mine].split(2), strict=True), strict=True)
-
-
-def loss_fn(outputs: Tensor, labels: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    y, weight = labels
-    return ((outputs - y).square() * weight).sum() / WIDTH, weight.sum()
-
-
-def engine(grid: Grid, options: dict[str, Any]) -> triax.PipelineEngine:
-    layers = [LayerSpec(Part) for _ in range(2)]
-    model = PipelineModule(layers, grid=grid, loss_fn=loss_fn, dtype=torch.float64, partition="uniform")
-    config = {
-        "train_batch_size": SAMPLES,
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": LR}},
-        "zero_optimization": {"stage": 0, "reduce_bucket_size": 200},
-        **options,
-    }
-    made, *_ = triax.initialize(model=model, config=config)
-    return made
-
-
-Trace = list[tuple[Gradients, Gradients]]  # of each step: gradients, weights
-
-
 def trained(shape: tuple[int, int, int], options: dict[str, Any], steps: int = STEPS) -> Any:
     return steps_of(Grid(*shape, timeout=60), options, steps)
 
@@ -186,33 +137,6 @@ def steps_of(grid: Grid, options: dict[str, Any], steps: int = STEPS) -> tuple[T
     return trace, made.traffic_report(), made.memory_report()["held"]
 
 
-def plain(start: Gradients, replicas: int, exchange: Reference, steps: int = STEPS) -> Trace:
-    """SGD in one process: each replica's share of the mean gradient, combined by the paper's equations."""
-    model = nn.Sequential(Part(grid=Grid()), Part(grid=Grid())).double()
-    names = [f"layers.{name}" for name, _ in model.named_parameters()]
-    parameters = list(model.parameters())
-    with torch.no_grad():
-        for name, parameter in zip(names, parameters, strict=True):
-            parameter.copy_(start[name])
-    data, trace = batches(0, 1), []
-    for _ in range(steps):
-        batch = [next(data) for _ in range(SAMPLES // 2)]
-        whole = sum(float(weight.sum()) for _, (_, weight) in batch)
-        share = len(batch) // replicas
-        local = []
-        for replica in range(replicas):
-            mine = batch[replica * share : (replica + 1) * share]
-            loss = torch.stack([loss_fn(model(x), labels)[0] for x, labels in mine]).sum()
-            found = torch.autograd.grad(loss / whole, parameters)
-            local.append(dict(zip(names, (g.clone() for g in found), strict=True)))
-        gradients = exchange(local)
-        with torch.no_grad():
-            for name, parameter in zip(names, parameters, strict=True):
-                parameter.sub_(LR * gradients[name])
-        trace.append((gradients, {n: p.detach().clone() for n, p in zip(names, parameters, strict=True)}))
-    return trace
-
-
 def halves(name: str, tensor: Tensor) -> list[Tensor]:
     """Views of the parts of a matrix that each of two tensor ranks holds."""
     if "up.weight" in name:
@@ -220,17 +144,6 @@ def halves(name: str, tensor: Tensor) -> list[Tensor]:
     return list(tensor.chunk(2, dim=1)) if "down.weight" in name else [tensor]
 
 
-def assert_same(found: Trace, wanted: Trace) -> None:
-    for step, ((gradients, weights), (theirs, want)) in enumerate(zip(found, wanted, strict=True)):
-        for mine, other, what in ((gradients, theirs, "gradient"), (weights, want, "weight")):
-            for name, value in other.items():
-                message = f"{what} of {name} after step {step + 1}: {{}}".format
-                torch.testing.assert_close(mine[name], value, rtol=1e-10, atol=1e-12, msg=message)
-
-
-TOPK = {"type": "topk", "ratio": 0.05}
-FULL = {"type": "topk", "ratio": 0.03, "momentum": 0.7, "clip": 0.2, "warmup_steps": 6, "start_step": 2}
-POWER = {"type": "powersgd", "rank": 1, "min_compression": 2.0}
 GRIDS = [((1, 1, 1), 0), ((1, 2, 1), 1), ((1, 4, 1), 0), ((2, 2, 1), 1), ((1, 2, 2), 0)]
 
 
@@ -340,169 +253,6 @@ def test_powersgd_steps_as_torchs_hook_does(ranks: Any) -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
-# ---------------------------------------------------------------------------------- rows of embeddings
-
-
-class Words(nn.Module):
-    """An embedding, sharded over the tensor axis if there is one."""
-
-    def __init__(self, *, grid: Grid) -> None:
-        super().__init__()
-        self.embedding = VocabParallelEmbedding(VOCABULARY, WIDTH, grid=grid)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        y: Tensor = self.embedding(ids)
-        return y
-
-
-VOCABULARY, LENGTH = 64, 3
-
-
-def looked_up(shape: tuple[int, int, int], stage: int, sparse: bool, few: bool) -> Any:
-    grid = Grid(*shape, timeout=60)
-    layers = [LayerSpec(Words), LayerSpec(Part), LayerSpec(Part)]
-    model = PipelineModule(layers, grid=grid, loss_fn=loss_fn, dtype=torch.float64, partition="uniform")
-    config = {
-        "train_batch_size": SAMPLES,
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": LR, "momentum": 0.9}},
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 400},
-        "sparse_gradients": sparse,
-    }
-    made, *_ = triax.initialize(model=model, config=config)
-    generator, trace, counts = torch.Generator().manual_seed(5), [], []
-    for _ in range(3):
-        ids = torch.randint(12 if few else VOCABULARY, (SAMPLES, LENGTH), generator=generator)
-        y = torch.randn(SAMPLES, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
-        weight = torch.randint(1, 9, (SAMPLES, 1, 1), generator=generator).double()
-        share = SAMPLES // grid.data.size
-        mine = slice(grid.data.rank * share, (grid.data.rank + 1) * share)
-        parts = zip(ids[mine].split(2), zip(y[mine].split(2), weight[mine].split(2), strict=True), strict=True)
-        made.train_batch(iter(list(parts)))
-        trace.append((made.gather("gradients"), made.gather()))
-        every = [ids[r * share : (r + 1) * share] for r in range(grid.data.size)]
-        counts.append(max(part.unique().numel() for part in every))
-    return trace, made.traffic_report(), counts
-
-
-@pytest.mark.parametrize(("shape", "stage"), [((1, 2, 1), 0), ((1, 4, 1), 1), ((2, 2, 1), 1), ((1, 2, 2), 0)])
-def test_rows_of_embeddings_sum_exactly(ranks: Any, shape: tuple[int, int, int], stage: int) -> None:
-    size = math.prod(shape)
-    wanted = ranks(size, looked_up, shape, stage, False, True)
-    found = ranks(size, looked_up, shape, stage, True, True)
-    for (trace, report, _), (want, plainly, _) in zip(found, wanted, strict=True):
-        assert_same(trace, want)
-        assert report["uncompressed"] == plainly["uncompressed"] == plainly["formula"]
-        sent = sum(entry["bytes"] for entry in report["sent"]["data"].values())
-        assert sent == pytest.approx(report["formula"]["data"])
-    first, plainly = found[0], wanted[0]
-    if shape == (1, 2, 1):
-        # The replicas exchange rows, with 4 bytes for each index, instead of the table; and the number of rows.
-        kinds = first[1]["sent"]["data"]
-        assert kinds["all_gather"]["bytes"] == message_bytes(first[2][-1], first[2][-1] * WIDTH, torch.float64)
-        assert first[2][-1] * (8 * WIDTH + 4) <= kinds["all_gather"]["bytes"] <= first[2][-1] * (8 * WIDTH + 4) + 8
-        reduced = plainly[1]["sent"]["data"]["all_reduce"]["bytes"] - VOCABULARY * WIDTH * 8
-        assert kinds["all_reduce"]["bytes"] == reduced + 8
-
-
-def test_rows_of_embeddings_give_way_where_there_are_many(ranks: Any) -> None:
-    wanted = ranks(2, looked_up, (1, 2, 1), 0, False, False)
-    (trace, report, counts), _ = ranks(2, looked_up, (1, 2, 1), 0, True, False)
-    assert_same(trace, wanted[0][0])
-    small = counts[-1] * (8 * WIDTH + 4) < VOCABULARY * WIDTH * 8
-    assert ("all_gather" in report["sent"]["data"]) == small
-
-
-def beside_much(options: dict[str, Any]) -> float:
-    """Bytes of a step in stage 1, with an embedding that shares a bucket with many other parameters."""
-    layers = [LayerSpec(Words), LayerSpec(nn.Linear, WIDTH, 200), LayerSpec(nn.Linear, 200, WIDTH)]
-    model = PipelineModule(layers, grid=Grid(timeout=60), loss_fn=loss_fn, dtype=torch.float64, partition="uniform")
-    config = {
-        "train_batch_size": 4,
-        "optimizer": {"type": "SGD", "params": {"lr": LR}},
-        "zero_optimization": {"stage": 1},
-        **options,
-    }
-    made, *_ = triax.initialize(model=model, config=config)
-    ids = torch.arange(2 * LENGTH).view(2, LENGTH) % 3
-    made.train_batch(iter([(ids, (torch.ones(2, LENGTH, WIDTH).double(), torch.ones(2, 1, 1).double()))]))
-    return float(sum(entry["bytes"] for entry in made.traffic_report()["sent"]["data"].values()))
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_rows_of_embeddings_never_send_more_than_the_sum(ranks: Any, dtype: str) -> None:
-    """The other parameters of an embedding's bucket are all-reduced in stage 1, not reduce-scattered."""
-    options = {"communication_data_type": dtype}
-    plain, sparse = ranks(2, beside_much, options), ranks(2, beside_much, {**options, "sparse_gradients": True})
-    for sent, whole in zip(sparse, plain, strict=True):
-        assert whole <= sent <= whole + 8  # and how many rows there are
-
-
-def tied_ends(section: dict[str, Any]) -> Tensor:
-    """A tied weight of the first and the last stage, each with other parameters, on four replicas."""
-    grid = Grid(2, 4, 1, timeout=60)
-    sizes = GPTConfig(
-        vocab_size=33,
-        max_position_embeddings=4,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        tie_word_embeddings=True,
-    )
-    model = PipelineModule(gpt_layers(sizes), grid=grid, loss_fn=GPTLoss(grid, vocab_size=33), seed=2)
-    config = {
-        "train_batch_size": 16,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "gradient_compression": section,
-    }
-    made, *_ = triax.initialize(model=model, config=config)
-    generator = torch.Generator().manual_seed(grid.data.rank)
-    for _ in range(8):
-        ids = torch.randint(33, (4, 5), generator=generator)
-        made.train_batch(iter([*zip(ids[:, :-1].split(2), ids[:, 1:].split(2), strict=True)]))
-    tie = next(bucket for bucket in made.data_axis.buckets if bucket.tie is not None)
-    return tie.weights.clone()
-
-
-@pytest.mark.parametrize("section", [{**POWER, "rank": 2}, {**TOPK, "ratio": 0.9}], ids=["powersgd", "topk, dense"])
-def test_a_tie_stays_one_weight_on_all_its_stages(ranks: Any, section: dict[str, Any]) -> None:
-    """Bit by bit: the order of a ring's sums depends on the rest of the message, which differs between stages."""
-    first, *others = ranks(8, tied_ends, section)
-    for weight in others:
-        assert torch.equal(weight, first)
-
-
-class Tied(nn.Module):
-    """A head tied to its embedding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(8, 4)
-        self.head = nn.Linear(4, 8, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        y: Tensor = self.head(self.embedding(ids))
-        return y
-
-
-@pytest.mark.parametrize(
-    ("model", "words"),
-    [
-        (Tied, "embedding.weight is tied to another layer"),
-        (lambda: nn.Linear(2, 2), "it has no nn.Embedding"),
-    ],
-)
-def test_models_without_sparse_rows_are_refused(model: Callable[[], nn.Module], words: str) -> None:
-    config = {"train_batch_size": 1, "sparse_gradients": True, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
-    with pytest.raises(ConfigError, match=words):
-        triax.initialize(model=model(), config=config)
-
-
-# ------------------------------------------------------------------------------------- bytes and states
-
-
 def counted(replicas: int, options: list[dict[str, Any]]) -> list[Any]:
     grid = Grid(1, replicas, 1, timeout=60)
     return [steps_of(grid, each, 2)[1:] for each in options]
@@ -582,295 +332,3 @@ def test_messages() -> None:
             for sent in torch.cat([message, message]).view(2, -1):
                 back = unpack_message(sent, count, count, dtype)
                 assert torch.equal(back[0], numbers) and torch.equal(back[1], values)
-
-
-# -------------------------------------------------------------------------------- overflow, resumption
-
-
-def overflowing() -> Any:
-    """fp16 with a scale that overflows in the first steps, which must not change the residuals."""
-    grid = Grid(timeout=60)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 1))
-    config = {
-        "train_batch_size": 2 * grid.size,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "fp16": {"enabled": True, "loss_scale": 128.0},
-        "gradient_compression": {"type": "topk", "ratio": 0.1},
-    }
-    made, *_ = triax.initialize(model=model, config=config)
-    generator, seen = torch.Generator().manual_seed(grid.rank), []
-    for step in range(4):
-        x = torch.randn(2, WIDTH, generator=generator)
-        loss = made(x).float().square().mean()
-        made.backward(loss * 1e6 if step == 2 and grid.rank == 1 else loss)
-        made.step()
-        exchange: Any = made.data_axis.exchange
-        seen.append((torch.cat([*exchange.state()["residual"]]).clone(), exchange.steps, made.skipped_steps))
-    return seen
-
-
-def test_an_overflow_leaves_residuals_alone(ranks: Any) -> None:
-    for seen in ranks(2, overflowing):
-        assert [steps for _, steps, _ in seen] == [1, 2, 2, 3] and [skipped for *_, skipped in seen] == [0, 0, 1, 1]
-        residuals = [residual for residual, *_ in seen]
-        assert torch.equal(residuals[1], residuals[2]) and not torch.equal(residuals[0], residuals[1])
-        assert all(residual.isfinite().all() and residual.any() for residual in residuals)
-
-
-def resumed(shape: tuple[int, int, int], section: dict[str, Any], folder: str, load: bool, steps: int) -> Any:
-    grid = Grid(*shape, timeout=60)
-    adam = {"type": "AdamW", "params": {"lr": 0.01}}
-    sgd = {"type": "SGD", "params": {"lr": LR}}
-    made = engine(grid, {"gradient_compression": section, "optimizer": sgd if section.get("momentum") else adam})
-    data = batches(grid.data.rank, grid.data.size)
-    if load:
-        made.load_checkpoint(folder)
-        for _ in range(made.global_steps * SAMPLES // 2 // grid.data.size):
-            next(data)
-    sums = total(made, grid)
-    losses = [float(made.train_batch(data)) for _ in range(steps)]
-    if not load:
-        made.save_checkpoint(folder)
-        sums = total(made, grid)
-        losses += [float(made.train_batch(data)) for _ in range(3)]
-    return losses, made.gather(), sums, made.data_axis.exchange.steps  # type: ignore[union-attr]
-
-
-def total(made: triax.PipelineEngine, grid: Grid) -> dict[str, dict[str, Tensor]]:
-    """Sum of the residuals of all replicas: state -> parameter -> sum."""
-    found: dict[str, dict[str, Tensor]] = {}
-    exchange = made.data_axis.exchange
-    assert exchange is not None
-    for key, flats in exchange.state().items():
-        for bucket, flat in zip([b for b in made.data_axis.buckets if b.trained], flats, strict=True):
-            whole = flat.clone()
-            grid.data.all_reduce(whole)
-            for slot, member in zip(bucket.flat.slots, bucket.members, strict=True):
-                if flat.numel():
-                    found.setdefault(key, {})[member.layout.name] = whole[slot.start : slot.stop]
-    return found
-
-
-@pytest.mark.parametrize("section", [FULL, POWER], ids=["dgc", "powersgd"])
-def test_resumed_in_the_middle(ranks: Any, tmp_path: Path, section: dict[str, Any]) -> None:
-    folder = str(tmp_path)
-    before = ranks(4, resumed, (2, 2, 1), section, folder, False, 4)
-    after = ranks(4, resumed, (2, 2, 1), section, folder, True, 3)
-    for (losses, weights, sums, steps), (again, others, loaded, count) in zip(before, after, strict=True):
-        assert losses[-3:] == again and steps == count == 7
-        assert all(torch.equal(weights[name], others[name]) for name in weights)
-        assert all(torch.equal(sums[key][name], loaded[key][name]) for key in sums for name in sums[key])
-    # On other numbers of replicas, the sum of the residuals is the same.
-    held = {key: {k: v for one in before for k, v in one[2][key].items()} for key in before[0][2]}
-    assert any(value.any() for value in held["residual"].values())
-    for replicas in (1, 4):
-        for losses, _, loaded, count in ranks(replicas, resumed, (1, replicas, 1), section, folder, True, 1):
-            assert count == 5 and losses[0] == pytest.approx(before[0][0][-3], rel=1e-10)
-            assert loaded.keys() == held.keys()
-            for key, values in held.items():
-                for name, value in values.items():
-                    torch.testing.assert_close(loaded[key][name], value, rtol=1e-12, atol=1e-15)
-
-
-def test_what_another_method_kept_is_handed_on(ranks: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = str(tmp_path)
-    ((_, _, sums, _),) = ranks(1, resumed, (1, 1, 1), POWER, folder, False, 4)
-    grid = Grid()
-    made = engine(grid, {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "gradient_compression": TOPK})
-    made.load_checkpoint(folder)
-    assert "the state of PowerSGDExchange (q) is not loaded" in caplog.text
-    for name, value in total(made, grid)["residual"].items():
-        assert torch.equal(value, sums["residual"][name])
-    caplog.clear()
-    engine(grid, {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}).load_checkpoint(folder)
-    assert "the state of PowerSGDExchange (q, residual) is not loaded" in caplog.text
-
-
-# --------------------------------------------------------------------------------- without the engine
-
-
-def alone(compression: Any, stage: int, steps: int = 6, resume: int = 0) -> Any:
-    """A plain loop, in which a layer is used in the first steps only; saved and loaded after ``resume`` steps."""
-    grid = Grid(timeout=60)
-
-    def made() -> tuple[nn.Module, ShardedOptimizer]:
-        torch.manual_seed(0)
-        model = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Embedding(20, WIDTH)]).double()
-        chosen = SparseRows(list(model[2].parameters())) if compression == "rows" else compression
-        return model, ShardedOptimizer(
-            torch.optim.SGD, model.parameters(), grid, stage=stage, compression=chosen, lr=LR
-        )
-
-    model, optimizer = made()
-    generator, trace = torch.Generator().manual_seed(grid.rank), []
-    for step in range(steps):
-        if resume and step == resume:
-            weights, state = {k: v.clone() for k, v in model.state_dict().items()}, optimizer.state_dict()
-            model, optimizer = made()
-            model.load_state_dict(weights)
-            optimizer.load_state_dict(state)
-        ids = torch.randint(20, (2,), generator=generator)
-        x = model[0](model[2](ids))  # type: ignore[index]
-        optimizer.zero_grad()
-        (model[1](x) if step < 2 else x).square().mean().backward()  # type: ignore[index]
-        optimizer.step()
-        trace.append({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
-    return trace
-
-
-@pytest.mark.parametrize(
-    "compression", [TopK(0.1), PowerSGD(1), "rows", "fp16"], ids=["topk", "powersgd", "rows", "fp16"]
-)
-def test_plain_loops(ranks: Any, compression: Any) -> None:
-    found, whole = ranks(2, alone, compression, 1), ranks(2, alone, None, 1)
-    again = ranks(2, alone, compression, 1, resume=3)
-    for trace, more, plainly in zip(found, again, whole, strict=True):
-        for step, first, other, want in zip(trace, found[0], more, plainly, strict=True):
-            for name, value in step.items():
-                assert torch.equal(value, first[name]) and torch.equal(value, other[name])
-                if compression == "rows":
-                    torch.testing.assert_close(value, want[name], rtol=1e-12, atol=1e-15)
-    last, before = found[0][-1], found[0][2]
-    if compression in (TopK(0.1), PowerSGD(1)):
-        # A layer's residual still changes it in steps in which no replica used it.
-        assert not torch.equal(last["1.weight"], before["1.weight"])
-        assert not torch.allclose(last["0.weight"], whole[0][-1]["0.weight"], rtol=1e-3)
-    else:
-        assert torch.equal(last["1.weight"], before["1.weight"])
-
-
-def test_a_plain_loop_sends_everything_in_the_end(ranks: Any) -> None:
-    """Error feedback: the steps and the residuals add up to the sum of all gradients."""
-    for values in (None, torch.float16, torch.bfloat16):  # what rounding loses is not lost
-        for missing, steps in ranks(2, fed_back, values):
-            assert missing < 1e-12 and steps == 10
-
-
-def fed_back(values: torch.dtype | None) -> Any:
-    grid = Grid()
-    weight = nn.Parameter(torch.zeros(5, 8, dtype=torch.float64))
-    optimizer = ShardedOptimizer(torch.optim.SGD, [weight], grid, stage=0, compression=TopK(0.3, values=values), lr=1.0)
-    gradient = torch.randn(5, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for _ in range(10):
-        optimizer.zero_grad()
-        (weight * gradient).sum().backward()
-        optimizer.step()
-    exchange: Any = optimizer.backward_passes.data_axis.exchange
-    (residual,) = exchange.state()["residual"]
-    held = residual.clone()
-    grid.data.all_reduce(held)
-    missing = weight.detach() + 10 * gradient - held[:40].view(5, 8)
-    return float(missing.abs().max()), exchange.steps
-
-
-def not_finite(compression: Any) -> Any:
-    """Steps of a plain loop that skips a step whose gradient is not finite on one replica."""
-    grid = Grid(timeout=60)
-    weight = nn.Parameter(torch.randn(6, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
-    optimizer = ShardedOptimizer(torch.optim.SGD, [weight], grid, stage=0, compression=compression, lr=0.1)
-    exchange: Any = optimizer.backward_passes.data_axis.exchange
-    norms = []
-    for step in range(4):
-        optimizer.zero_grad()
-        factor = torch.inf if step == 2 and grid.rank == 1 else 1.0 + grid.rank
-        (weight.square().sum() * factor).backward()
-        before = [t.clone() for each in exchange.state().values() for t in each]
-        norm = optimizer.clip_grad_norm_(1.0)
-        norms.append(bool(norm.isfinite()))
-        if norms[-1]:
-            optimizer.step()
-            continue
-        after = [t for each in exchange.state().values() for t in each]
-        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    return norms, bool(weight.isfinite().all())
-
-
-@pytest.mark.parametrize("compression", [TopK(0.2), PowerSGD(1, min_compression=1.0)], ids=["topk", "powersgd"])
-def test_what_is_not_finite_is_not_kept(ranks: Any, compression: Any) -> None:
-    assert ranks(2, not_finite, compression) == [([True, True, False, True], True)] * 2
-
-
-# ---------------------------------------------------------------------------------------- what is refused
-
-BASE = {"train_batch_size": 1}
-SGD_M = {"type": "SGD", "params": {"lr": 1.0, "momentum": 0.9}}
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"gradient_compression": {"type": "topk", "rank": 2}}, "rank is an option of type powersgd"),
-        ({"gradient_compression": {"start_step": 2}}, "start_step is an option of type topk and powersgd"),
-        ({"gradient_compression": {"type": "topk", "ratio": 0.0}}, "ratio"),
-        ({"gradient_compression": {"type": "top"}}, "'topk'"),
-        ({"gradient_compression": TOPK, "zero_optimization": {"stage": 2}}, "set stage 1"),
-        ({"gradient_compression": POWER, "zero_optimization": {"stage": 3}}, "set stage 1"),
-        ({"sparse_gradients": True, "zero_optimization": {"stage": 2}}, "sparse_gradients needs"),
-        ({"sparse_gradients": True, "gradient_compression": TOPK}, "give one of them"),
-        (
-            {"gradient_compression": {"type": "fp16"}, "communication_data_type": "bf16"},
-            "both set the dtype",
-        ),
-        ({"gradient_compression": POWER, "communication_data_type": "bf16"}, "leave it out"),
-        ({"gradient_compression": FULL, "optimizer": SGD_M}, "SGD without momentum"),
-        (
-            {"sparse_gradients": True, "communication_data_type": "fp16"},
-            "sparse_rows sums .* communication_data_type to bf16",
-        ),
-        (
-            {"gradient_compression": {"type": "fp16"}, "optimizer": {"type": "OneBitAdam", "params": {"lr": 1.0}}},
-            "OneBitAdam sums gradients that are means already.* communication_data_type to bf16",
-        ),
-        (
-            {"gradient_compression": FULL, "optimizer": {"type": "Adam", "params": {"lr": 1.0}}},
-            "the optimizer is Adam",
-        ),
-        (
-            {
-                "gradient_compression": {"type": "bf16"},
-                "torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["torch.nn.Linear"]},
-            },
-            "give one of them",
-        ),
-    ],
-)
-def test_refused(config: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        read_config({**BASE, **config})
-
-
-def test_refused_where_it_is_made() -> None:
-    model = nn.Linear(4, 4)
-    section = {"gradient_compression": {"type": "topk", "momentum": 0.9}}
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
-    with pytest.raises(ConfigError, match="without momentum"):
-        triax.initialize(model=model, optimizer=optimizer, config={**BASE, **section})
-    grid = Grid()
-    refused: list[tuple[dict[str, Any], str]] = [
-        ({"compression": "int8"}, "'fp16' or 'bf16'"),
-        ({"compression": TopK(), "stage": 2}, "use stage 1"),
-        ({"compression": "fp16", "communication_dtype": torch.float32}, "differ"),
-        ({"compression": 4}, "compression=4 is unknown: pass 'fp16'"),
-        ({"compression": TopK(momentum=0.9), "momentum": 0.9}, "SGD with momentum 0.9: use torch.optim.SGD without"),
-        ({"compression": PowerSGD(), "communication_dtype": torch.bfloat16}, "PowerSGD sends something else: leave"),
-        ({"compression": SparseRows([model.weight]), "communication_dtype": torch.float16}, "use bf16"),
-    ]
-    for arguments, words in refused:
-        with pytest.raises(ValueError, match=words):
-            ShardedOptimizer(torch.optim.SGD, model.parameters(), grid, **{"lr": 1.0, **arguments})
-    with pytest.raises(ValueError, match="the optimizer is Adam: use"):
-        ShardedOptimizer(torch.optim.Adam, model.parameters(), grid, lr=1.0, compression=TopK(momentum=0.9))
-    for make in (
-        lambda: TopK(0.0),
-        lambda: TopK(momentum=1.0),
-        lambda: TopK(clip=-1.0),
-        lambda: TopK(warmup_steps=-1),
-        lambda: TopK(values=torch.int8),
-        lambda: PowerSGD(0),
-        lambda: PowerSGD(start_step=-1),
-        lambda: PowerSGD(min_compression=0.5),
-        lambda: SparseRows([torch.zeros(3)]),
-    ):
-        with pytest.raises(ValueError, match=r"\bis\b|\bare\b"):
-            make()

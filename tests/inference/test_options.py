@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from varied_llama import varied_llama
 
 import triax
 from triax.grid import Grid
@@ -17,6 +16,8 @@ from triax.inference.sampling import Sampling, Vocabulary, keep
 from triax.inference.text import BYTES, ends_with
 from triax.models.huggingface.load import load_hf
 from triax.models.llama import LlamaConfig, llama_layers
+
+from varied_llama import varied_llama
 
 PROMPTS = [[5, 6, 7], [1], [9, 8, 7, 6, 5, 4, 3], [2, 2]]
 NEW = 9

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from exact_norms import exact
 from torch import Tensor, nn
 
 import triax
@@ -27,6 +26,7 @@ from triax.models.layers import NextTokenLoss
 from triax.tensor_parallel import gather_logits
 from triax.tensor_parallel.plans import Column, Row
 
+from exact_norms import exact
 from paths import DOCS
 
 Sizes = tuple[int, int, int]  # pipe, data, tensor

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from exact_norms import exact
 from torch import Tensor
 
 import triax
 from triax.grid import Grid
 from triax.models.layers import NextTokenLoss
 
+from exact_norms import exact
 from paths import DOCS
 from readme_blocks import programs
 

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from exact_norms import exact
 from torch import Tensor
 
 import triax
@@ -30,6 +29,7 @@ from triax.models.layers import NextTokenLoss
 from triax.models.mixtral import mixtral_layers
 from triax.tensor_parallel import gather_logits
 
+from exact_norms import exact
 from paths import DOCS
 
 ROWS, LENGTH, VOCABULARY = 4, 14, 61

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from moe_reference import reference
 from torch import Tensor
 
 from triax.context.order import positions, shard
@@ -14,6 +13,7 @@ from triax.grid import Grid, layout_of
 from triax.moe import MoE, grouped
 from triax.randomness.random import seeded
 
+from moe_reference import reference
 from paths import ROOT
 from readme_blocks import programs
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from moe_reference import reference
 from torch import Tensor, nn
 
 import triax
@@ -26,6 +25,8 @@ from triax.pipe.backward import Deferred, SplitBackward
 from triax.pipe.spec import LayerSpec
 from triax.randomness.random import Normal, sharded_parameter
 from triax.tensor_parallel.regions import gather_split
+
+from moe_reference import reference
 
 D, E, K, W, ROWS, T = 6, 4, 2, 4, 8, 4
 OPTIONS: dict[str, Any] = {"z_loss": 0.01, "balance_coefficient": 0.1, "bias_rate": 0.05}

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from measured_machine import HERE
 
 from triax.cli.measure import _Alone, op_seconds, small_engine
 from triax.models.config import GPTConfig
@@ -21,6 +20,8 @@ from triax.plan.machine import machine
 from triax.plan.measured import interpolated
 from triax.plan.parallel_layout import ParallelLayout
 from triax.plan.search import Searcher, Space
+
+from measured_machine import HERE
 
 WORK = Work(
     GPTConfig(vocab_size=512, hidden_size=256, num_hidden_layers=8, num_attention_heads=4, dropout=0.0),

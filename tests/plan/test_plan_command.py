@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import yaml
-from measured_machine import HERE
 from typer.testing import CliRunner
 
 from triax.base.errors import ConfigError
@@ -24,6 +23,7 @@ from triax.plan.machine import MACHINES, machine
 from triax.plan.page import figure
 from triax.train.file import read_training_file
 
+from measured_machine import HERE
 from paths import DOCS
 from readme_blocks import blocks, broken_links, commands
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from moe_reference import reference as moe
 from torch import Tensor, nn
 
 import triax
@@ -30,6 +29,7 @@ from triax.randomness.random import Normal
 from triax.tensor_parallel.embedding import VocabParallelHead
 from triax.tensor_parallel.norm import RMSNorm
 
+from moe_reference import reference as moe
 from reference import attention, rms_norm, rotate, visible
 
 VOCABULARY, WIDTH, HEADS, KV_HEADS, DIM = 37, 16, 8, 2, 2

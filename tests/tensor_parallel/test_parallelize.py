@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import Any
 
@@ -13,9 +12,11 @@ from torch import Tensor, nn
 import triax
 from triax.grid import Grid
 from triax.grid.layout import layout_of
-from triax.models.huggingface.parallelize import find_plan, parallelize
+from triax.models.huggingface.parallelize import parallelize
 from triax.tensor_parallel.plans import Column, KeyValue, Local, Row
 from triax.zero import ShardedOptimizer, gathered
+
+from sharding_plans import PLAN, Model, worst
 
 # An odd vocabulary, an MLP whose width 2 and 4 do not divide, 6 heads: uneven over 4 ranks.
 SMALL: dict[str, dict[str, Any]] = {
@@ -25,6 +26,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "qwen3": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6},
     "bert": {"num_attention_heads": 4, "intermediate_size": 37},
 }
+
+
 _COMMON = {
     "vocab_size": 43,
     "hidden_size": 24,
@@ -33,7 +36,11 @@ _COMMON = {
     "num_attention_heads": 6,
     "max_position_embeddings": 16,
 }
+
+
 _NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
+
+
 _NO_DROPOUT = {
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "pad_token_id": 3},
@@ -84,11 +91,6 @@ def run(model: nn.Module, ids: Tensor, labels: Tensor) -> Tensor:
     logits: Tensor = model(input_ids=ids).logits
     nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
     return logits.detach()
-
-
-def worst(a: Tensor, b: Tensor) -> float:
-    assert a.shape == b.shape, (a.shape, b.shape)
-    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-3))
 
 
 def compare(grid: Grid, family: str, train: bool, changes: dict[str, Any]) -> dict[str, float]:
@@ -180,9 +182,6 @@ def test_a_layer_costs_four_all_reduces(ranks: Any, family: str) -> None:
         assert sent == (4 * layers + vocabulary) * 2 * hidden // 2
 
 
-# ---------------------------------------------------------------------------------------- in a training loop
-
-
 def train(sizes: tuple[int, int, int], family: str, stage: int) -> list[float]:
     """Three steps of AdamW over replicas and tensor shards; how far weights are from one process's, relative."""
     grid = Grid(*sizes)
@@ -247,118 +246,6 @@ def one_step_of_the_engine(sizes: tuple[int, int, int]) -> dict[str, float]:
 def test_under_the_engine(ranks: Any) -> None:
     for found in ranks(4, one_step_of_the_engine, (1, 2, 2), timeout=60):
         assert max(found.values()) < 1e-9
-
-
-# ------------------------------------------------------------------------------------------ plans of one's own
-
-
-class Attention(nn.Module):
-    """Self-attention of 6 heads, in no library's words."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads, self.inner = 6, 24
-        self.project = nn.Linear(16, 3 * 24)
-        self.merge = nn.Linear(24, 16, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.project(x).split(self.inner, -1)
-        )
-        y: Tensor = self.merge(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-        return y
-
-
-class Model(nn.Module):
-    """Everything a plan can name, once; `twice` hangs in two places, the head is tied."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(19, 16, padding_idx=17)
-        self.attention = Attention()
-        self.up, self.down = nn.Linear(16, 21), nn.Linear(21, 16)
-        self.twice = self.down
-        self.whole = nn.Linear(16, 16)
-        self.head = nn.Linear(16, 19)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.attention(self.embedding(ids))
-        x = self.whole(x + self.down(torch.tanh(self.up(x))) + self.twice(torch.relu(self.up(x))))
-        y: Tensor = self.head(x)
-        return y
-
-
-PLAN: dict[str, Any] = {
-    "embedding": "vocab",
-    "attention": Local({"heads": 1, "inner": 4}),
-    "*.project": Column(parts=3, unit=4),
-    "*.merge": Row(unit=4),
-    "up": "column",
-    "down": "row",
-    "twice": "row",
-    "head": "column_gather",
-}
-
-
-def compare_mine(size: int, plan: dict[str, Any]) -> dict[str, float]:
-    grid = Grid(tensor=size)
-    torch.manual_seed(0)
-    whole = Model().double()
-    torch.manual_seed(grid.rank)  # as if no two processes drew alike
-    model = Model().double()
-    if grid.rank == 0:
-        model.load_state_dict(whole.state_dict())
-    parallelize(model, grid, plan)
-    assert model.twice is model.down and model.head.weight is model.embedding.weight
-    ids = torch.arange(36).view(3, 12) % 19
-    outputs = [m(ids) for m in (model, whole)]
-    for output in outputs:
-        output.square().sum().backward()
-    found = {"output": worst(*outputs)}
-    for (name, parameter), reference in zip(model.named_parameters(), whole.parameters(), strict=True):
-        assert parameter.grad is not None and reference.grad is not None
-        part = layout_of(parameter).shard(reference.grad, grid.tensor.rank, size)
-        found[name] = worst(parameter.grad, part)
-    return found
-
-
-def test_a_plan_of_ones_own(ranks: Any) -> None:
-    """Rank 0's values, on 3 ranks that divide neither vocabulary nor hidden width; a padding row has no gradient."""
-    for found in ranks(3, compare_mine, 3, PLAN):
-        assert max(found.values()) < 1e-9, found
-        assert len(found) == 12
-
-
-def changed_in_place(size: int) -> dict[str, float]:
-    """A plain module that changes its linears' outputs, against itself."""
-    torch.manual_seed(0)
-    whole = nn.Sequential(
-        nn.Embedding(19, 8), nn.Linear(8, 21), nn.ReLU(inplace=True), nn.Linear(21, 16), nn.Hardtanh(inplace=True)
-    ).double()
-    model = copy.deepcopy(whole)
-    parallelize(model, Grid(tensor=size), {"0": "vocab", "1": "column", "3": "row"})
-    ids = torch.arange(12).view(3, 4)
-    outputs = [m(ids) for m in (model, whole)]
-    for output in outputs:
-        output.square().sum().backward()
-    found = {"output": worst(*outputs)}
-    for (name, parameter), reference in zip(model.named_parameters(), whole.parameters(), strict=True):
-        assert parameter.grad is not None and reference.grad is not None
-        layout = layout_of(parameter)
-        found[name] = worst(parameter.grad, layout.shard(reference.grad, Grid(tensor=size).tensor.rank, size))
-    return found
-
-
-def test_outputs_may_be_changed_in_place(ranks: Any) -> None:
-    for found in ranks(2, changed_in_place, 2):
-        assert max(found.values()) < 1e-10, found
-
-
-def test_one_rank_is_left_alone() -> None:
-    model = Model()
-    assert parallelize(model, Grid(), PLAN) is model
-    assert type(model.up) is nn.Linear
 
 
 def messages(size: int) -> list[str]:
@@ -439,128 +326,3 @@ def over_adapters() -> str:
 def test_layers_of_peft_are_refused_with_what_to_write(ranks: Any) -> None:
     for message in ranks(2, over_adapters):
         assert "self_attn.q_proj is a layer of PEFT" in message and "write the section lora" in message
-
-
-class Scaled(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * 3.0
-
-
-class ScaledWords(nn.Embedding):
-    def forward(self, ids: Tensor) -> Tensor:
-        return super().forward(ids) * 5.0
-
-
-class Adapted(nn.Linear):
-    """Has a parameter beside torch's."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs)
-        self.low = nn.Parameter(torch.zeros(2, inputs))
-
-
-class Renamed(nn.Linear):
-    """Computes as any linear does."""
-
-
-def beyond_plain(kind: str) -> nn.Module:
-    """Two layers, one of which is or has more than torch's."""
-    up, down = nn.Linear(8, 16), nn.Linear(16, 8)
-    match kind:
-        case "linear":
-            up = Scaled(8, 16)
-        case "embedding":
-            return nn.Sequential(ScaledWords(16, 16), down)
-        case "parameter":
-            up = Adapted(8, 16)
-        case "buffer":
-            up.register_buffer("calls", torch.zeros(()))
-        case "instance":
-            up.forward = functools.partial(nn.Linear.forward, down)  # type: ignore[method-assign]
-        case "hook":
-            up.register_forward_hook(lambda module, inputs, output: output * 2)
-        case "pre-hook":
-            up.register_forward_pre_hook(lambda module, inputs: None)
-        case "backward hook":
-            up.register_full_backward_hook(lambda module, inputs, outputs: None)
-        case "weight_norm":
-            nn.utils.parametrizations.weight_norm(up)
-        case "spectral_norm":
-            nn.utils.spectral_norm(up)
-    return nn.Sequential(up, down)
-
-
-BEYOND_PLAIN = {
-    "linear": "0, a Scaled, has its own forward method",
-    "embedding": "0, a ScaledWords, has its own forward method",
-    "parameter": "0, a Adapted, has the additional tensors low",
-    "buffer": "0, a Linear, has the additional tensors calls",
-    "instance": "0, a Linear, has its own forward method",
-    "hook": "0, a Linear, has forward hooks",
-    "pre-hook": "0, a Linear, has forward pre hooks",
-    "backward hook": "0, a Linear, has backward hooks",
-    "weight_norm": "0, a ParametrizedLinear, is parametrized",
-    "spectral_norm": "0, a Linear, has the additional tensors weight_orig, weight_u, weight_v",
-}
-
-
-def refused(kind: str, grid: Grid) -> str:
-    model = beyond_plain(kind)
-    names = set(model.state_dict())
-    with pytest.raises(TypeError) as error:
-        parallelize(model, grid, {"0": "vocab" if kind == "embedding" else "column", "1": "row"})
-    assert set(model.state_dict()) == names and type(model[1]) is nn.Linear  # type: ignore[index]
-    return str(error.value)
-
-
-def all_refused(size: int) -> list[str]:
-    grid = Grid(tensor=size)
-    found = [refused(kind, grid) for kind in BEYOND_PLAIN]
-    one = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
-    if grid.rank == 1:  # a hook on one rank alone: the others do not wait for it
-        one[1].register_forward_hook(lambda module, inputs, output: None)
-    with pytest.raises(TypeError, match=r"^1, a Linear, has forward hooks"):
-        parallelize(one, grid, {"0": "column", "1": "row"})
-    return found
-
-
-@pytest.mark.filterwarnings("ignore:.*_norm. is deprecated")
-@pytest.mark.parametrize("kind", BEYOND_PLAIN)
-def test_what_a_sharded_layer_would_drop_is_refused_on_one_rank_too(kind: str) -> None:
-    said = refused(kind, Grid())
-    assert said.startswith(BEYOND_PLAIN[kind])
-    assert said.endswith("parallelize before the layer is changed in this way, or leave the layer out of the plan.")
-
-
-def test_what_a_sharded_layer_would_drop_is_refused_on_every_rank(ranks: Any) -> None:
-    for found in ranks(2, all_refused, 2):
-        for said, expected in zip(found, BEYOND_PLAIN.values(), strict=True):
-            assert said.startswith(expected)
-
-
-def harmless(size: int) -> tuple[float, str]:
-    """A subclass that computes as torch's does, beside a hooked layer that the plan leaves out."""
-    torch.manual_seed(0)
-    whole = nn.Sequential(Renamed(8, 16), nn.ReLU(), nn.Linear(16, 8), Scaled(8, 8)).double()
-    model = copy.deepcopy(whole)
-    model[3].register_forward_hook(lambda module, inputs, output: output)
-    parallelize(model, Grid(tensor=size), {"0": "column", "2": "row"})
-    x = torch.randn(3, 8, dtype=torch.float64)
-    return worst(model(x).detach(), whole(x).detach()), type(model[0]).__name__
-
-
-def test_a_subclass_that_computes_alike_is_sharded(ranks: Any) -> None:
-    assert harmless(1) == (0.0, "Renamed")
-    for error, kind in ranks(2, harmless, 2):
-        assert error < 1e-10 and kind == "ColumnSharded"
-
-
-def test_a_plan_is_found_without_its_library() -> None:
-    class Config:
-        model_type = "bert"
-        hidden_size, num_attention_heads = 16, 2
-
-    model = Model()
-    model.config = Config()  # type: ignore[assignment]
-    with pytest.raises(ValueError, match=r"has the model_type 'bert', but none of the layers of that family"):
-        find_plan(model)

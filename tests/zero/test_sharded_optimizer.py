@@ -4,65 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import io
-import re
-import subprocess
-import sys
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from triax import Grid, Layout, PipelineModule, initialize
+from triax import Grid, Layout
 from triax.grid.layout import layout_of, set_layout
 from triax.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from triax.zero import ShardedOptimizer, gathered
 
-from paths import DOCS
-from processes import program
-
-WIDTH, SAMPLES, STEPS = 6, 4, 4  # samples of a backward pass of one replica
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.rare = nn.Linear(WIDTH, WIDTH)
-        self.never = nn.Linear(WIDTH, WIDTH)
-        self.empty = nn.Parameter(torch.zeros(0, WIDTH))
-        self.frozen = nn.Parameter(torch.full((WIDTH,), 1.5), requires_grad=False)
-
-    def forward(self, x: Tensor, rare: bool) -> Tensor:
-        y: Tensor = x + self.down(torch.tanh(self.up(x * self.frozen)))
-        y = y + self.down(torch.tanh(self.up(y)))  # both a second time
-        return y + self.rare(y) if rare else y
-
-
-class Net(nn.Module):
-    """A model with parameters that are used twice, sometimes or never, and with empty and frozen ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(5))
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor, rare: int) -> Tensor:
-        x = self.enter(x)
-        for number, block in enumerate(self.blocks):
-            x = block(x, rare=bool(rare >> number & 1))
-        return self.norm(x) @ self.enter.weight.T  # a tied head
-
-
-def net(seed: int = 0) -> Net:
-    torch.manual_seed(seed)
-    return Net().double()
+from sharded_loops import STEPS, WIDTH, Net, backward, loss_of, microbatch, net
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -73,25 +28,15 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def microbatch(step: int, index: int, replica: int) -> tuple[Tensor, Tensor, int]:
-    """Inputs, labels, and the blocks that use their rare parameters: on some replicas, in the last step on none."""
-    generator = torch.Generator().manual_seed(1000 * step + 10 * index + replica)
-    x, y = torch.randn(2, SAMPLES, WIDTH, generator=generator, dtype=torch.float64)
-    rare = (0, 0b11110, 0b10001, 0b01010)[replica % 4] if step < STEPS - 1 else 0
-    return x, y, rare
-
-
-def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor, int]) -> Tensor:
-    x, y, rare = batch
-    loss: Tensor = (model(x, rare) - y).square().mean()
-    return loss
-
-
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
     "adamw": (torch.optim.AdamW, {"lr": 0.01}),
 }
+
+
 CLIP = 0.3
+
+
 Trace = list[tuple[dict[str, Tensor], dict[str, Tensor], float]]  # of each step: gradients, weights, norm
 
 
@@ -260,12 +205,6 @@ def odd_passes(stage: int) -> list[dict[str, Tensor]]:
     return found
 
 
-def backward(model: nn.Module, batch: tuple[Tensor, Tensor, int]) -> Tensor:
-    loss = loss_of(model, batch)
-    loss.backward()
-    return loss
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_replicas_may_have_unlike_numbers_of_backward_passes(ranks: Any, stage: int) -> None:
     model = net()
@@ -409,122 +348,6 @@ def test_its_state_is_saved_and_loaded(ranks: Any, half: bool) -> None:
         assert all(ranks(2, resumed, stage, half))
 
 
-def test_a_modules_zero_grad_counts_too() -> None:
-    """``module.zero_grad()`` replaces the gradients' tensors; nothing is lost, and nothing old is kept."""
-    for stage in (0, 1):
-        model, wanted = net(), net()
-        optimizer = ShardedOptimizer(
-            torch.optim.SGD, model.parameters(), Grid(), stage=stage, lr=0.1, backward_passes_per_step=2
-        )
-        optimizer.zero_grad()
-        backward(model, microbatch(0, 0, 1))
-        model.zero_grad()
-        backward(model, microbatch(0, 1, 1))
-        backward(wanted, microbatch(0, 1, 1))
-        gradients = dict(optimizer.gradients())
-        for a, b in zip(model.parameters(), wanted.parameters()):
-            if b.grad is not None:
-                torch.testing.assert_close(gradients[a], b.grad, rtol=1e-12, atol=0)
-
-
-def make(**changes: Any) -> ShardedOptimizer:
-    model = changes.pop("model", None) or net()
-    arguments: dict[str, Any] = {
-        "optimizer_class": torch.optim.SGD,
-        "params": model.parameters(),
-        "grid": Grid(),
-        "lr": 0.1,
-        **changes,
-    }
-    return ShardedOptimizer(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"grid": "data"}, "'data' is not a grid: pass grid = triax.Grid"),
-        ({"optimizer_class": torch.optim.LBFGS}, "LBFGS needs whole tensors"),
-        ({"optimizer_class": "SGD"}, "pass the class itself"),
-        ({"stage": 4}, "stage=4 is no stage of ZeRO: give 0, 1, 2 or 3"),
-        ({"stage": 3}, "pass module=model"),
-        ({"stage": 3, "module": nn.Linear(2, 2)}, "parameter 0 of group 0 is not one of module's parameters"),
-        ({"backward_passes_per_step": 0}, "backward_passes_per_step=0 is too small: give at least 1"),
-        ({"reduction": "avg"}, "'mean' or 'sum', not 'avg'"),
-        ({"params": []}, "empty parameter list"),
-        ({"params": [nn.Parameter(torch.zeros(2, device="meta"))]}, "is on meta, and the grid on cpu"),
-        ({"bucket_size": 0}, "a bucket of 0 elements holds nothing"),
-    ],
-)
-def test_arguments_refused(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(words)):
-        make(**changes)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_torchs_grad_scaler_is_refused(stage: int) -> None:
-    """The scaler unscales `.grad`, which is not what the step reads."""
-    model = nn.Linear(WIDTH, 1)
-    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-    for kind in ("plain loop", "engine"):
-        if kind == "engine":
-            optimizer: Any = initialize(model=model, config={**config, "zero_optimization": {"stage": stage}})[1]
-        else:
-            optimizer = ShardedOptimizer(torch.optim.SGD, model.parameters(), Grid(), stage=stage, module=model, lr=0.1)
-        scaler = torch.amp.GradScaler("cpu")
-        optimizer.zero_grad()
-        scaler.scale(model(torch.ones(2, WIDTH)).mean()).backward()
-        before = model.weight.detach().clone()
-        with pytest.raises(RuntimeError, match=r"GradScaler unscales \.grad, .* precision='fp16'"):
-            scaler.step(optimizer)
-        assert torch.equal(model.weight, before)
-
-
-def test_orders_of_calls_refused() -> None:
-    model = net()
-    optimizer = make(model=model)
-    batch = microbatch(0, 0, 1)
-    backward(model, batch)
-    with pytest.raises(RuntimeError, match="backward pass 2 of a step that has backward_passes_per_step=1"):
-        backward(model, batch)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match=r"call optimizer\.zero_grad\(\) before"):
-        backward(model, batch)
-    optimizer.zero_grad()
-
-    def broken(gradient: Tensor) -> Tensor:
-        raise ArithmeticError("planted")
-
-    handle = model.enter.bias.register_hook(broken)
-    with pytest.raises(ArithmeticError):
-        backward(model, batch)
-    handle.remove()
-    with pytest.raises(RuntimeError, match=r"failed half way.*zero_grad\(\)"):
-        optimizer.step()
-    with pytest.raises(RuntimeError, match=r"failed half way.*zero_grad\(\)"):
-        backward(model, batch)
-    optimizer.zero_grad()
-    backward(model, batch)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="make it with all groups"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
-    model.blocks[0].frozen.requires_grad_()
-    with pytest.raises(RuntimeError, match="1 parameters were frozen when the optimizer was made"):
-        optimizer.step()
-
-
-def unlike() -> str:
-    grid = Grid(timeout=60)
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3 + grid.rank))
-    with pytest.raises(ValueError, match="replicas must have the same model") as error:
-        ShardedOptimizer(torch.optim.SGD, model.named_parameters(), grid, lr=0.1)
-    return str(error.value)
-
-
-def test_models_that_differ_are_refused_on_every_rank(ranks: Any) -> None:
-    first, second = ranks(2, unlike)
-    assert first == second and "('1.weight', (3, 2)" in first and "('1.weight', (4, 2)" in first
-
-
 def half_precision(stage: int) -> list[float]:
     """Steps too small for a bf16 weight near 1: master weights add them up, on every replica."""
     grid = Grid(timeout=60)
@@ -557,37 +380,6 @@ def test_masters_in_fp32(ranks: Any) -> None:
             assert values[0] == 1.0 and values[-1] == pytest.approx(1 - 10 * 1e-3, rel=2**-8) and values[-1] < 1
 
 
-def schedulers(optimizer: torch.optim.Optimizer) -> list[torch.optim.lr_scheduler.LRScheduler]:
-    return [
-        torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10),  # also turns momentum
-        torch.optim.lr_scheduler.SequentialLR(
-            optimizer,
-            [
-                torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=2),
-                torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4),
-            ],
-            milestones=[2],
-        ),
-    ]
-
-
-@pytest.mark.parametrize("which", [0, 1])
-def test_learning_rate_schedulers(which: int) -> None:
-    def train(model: Net, optimizer: Callable[[Net], torch.optim.Optimizer]) -> list[Tensor]:
-        made = optimizer(model)
-        scheduler = schedulers(made)[which]
-        for step in range(6):
-            made.zero_grad()
-            backward(model, microbatch(step, 0, 1))
-            made.step()
-            scheduler.step()
-        return [p.detach() for p in model.parameters()]
-
-    wanted = train(net(), lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9))
-    found = train(net(), lambda m: make(model=m, momentum=0.9))
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
-
-
 def overlapped(stage: int) -> list[str]:
     """Events of the second of two backward passes, in order."""
     grid = Grid(timeout=60)
@@ -618,53 +410,3 @@ def test_reduction_overlaps_the_backward_pass(ranks: Any, stage: int) -> None:
         first, last = (" ".join(calls).split("pass")[1:]) if calls else ("", "")
         assert first.count("reduce") == (3 if stage == 2 else 0) and last.count("reduce") == 3
         assert last.index("reduce") < last.index("backward 0")
-
-
-# ------------------------------------------------------------------------------------------------- docs/zero.md
-
-
-def documented(start: str) -> str:
-    """Code block of docs/zero.md that starts with this line."""
-    text = (DOCS / "zero.md").read_text()
-    return next(block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if block.startswith(start))
-
-
-def test_the_documented_loop(ranks: Any, tmp_path: Path) -> None:
-    """Under torchrun's environment, in processes that have torch already; torchrun itself is in the sweep."""
-    (tmp_path / "plain.py").write_text(documented("# plain.py"))
-    said = ranks(2, program, ["plain.py"], str(tmp_path), init_group=False)
-    check_documented("".join(said), 2, tmp_path)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("processes", [1, 2])
-def test_the_documented_loop_as_launched(processes: int, tmp_path: Path) -> None:
-    (tmp_path / "plain.py").write_text(documented("# plain.py"))
-    python = [sys.executable] if processes == 1 else [str(Path(sys.executable).parent / "torchrun")]
-    options = [] if processes == 1 else ["--standalone", "--nproc-per-node", str(processes)]
-    done = subprocess.run(
-        [*python, *options, "plain.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    check_documented(done.stdout, processes, tmp_path)
-
-
-def check_documented(said: str, processes: int, tmp_path: Path) -> None:
-    losses = [float(line.split()[2]) for line in said.splitlines() if line.startswith("step ")]
-    assert len(losses) == 20 and losses[-1] < losses[0] - 1.5
-    saved = load_file(tmp_path / "model.safetensors")
-    assert not any(tensor.isnan().any() for tensor in saved.values())
-    assert len(list(tmp_path.glob("optimizer-*.pt"))) == processes
-
-
-def test_the_documented_lending() -> None:
-    grid = Grid()
-    layers = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
-    made = PipelineModule(layers, grid=grid, loss_fn=lambda o, y: (o - y).square().mean())
-    config = {"train_batch_size": 1, "optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 3}}
-    engine, *_ = initialize(model=made, config=config)
-    before = engine.gather()
-    exec(documented("from triax.zero import gathered"), {"engine": engine, "grid": grid, "torch": torch})
-    after = engine.gather()
-    assert torch.equal(after["layers.0.weight"], 0.5 * before["layers.0.weight"])
-    assert torch.equal(after["layers.1.weight"], before["layers.1.weight"])

@@ -1,0 +1,347 @@
+"""Runs of the Trainer: evaluation, generators, streams, workers, optimizers of one's own, resumed schedules."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from triax.base.errors import ConfigError
+
+from paths import ROOT
+from trainer_jobs import (
+    Text,
+    model_of,
+    replicas_here,
+    told,
+    trainer_of,
+    weights,
+    zero,
+)
+
+
+class Classes(Text):
+    """Rows with one label each."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = super().__getitem__(index)
+        return {"input_ids": row["input_ids"], "labels": row["input_ids"][0] % 2}
+
+
+def classified(out: str, replicas: int, accumulation: int, config: Any) -> dict[str, list[float]]:
+    """An encoder whose loss is a mean over its samples, whatever ``num_items_in_batch`` is."""
+    import transformers
+
+    sizes: dict[str, Any] = {"vocab_size": 53, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    torch.manual_seed(0)
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**sizes))  # 2 classes
+    options: dict[str, Any] = {"per_device_train_batch_size": 8 // replicas // accumulation, "max_steps": 4}
+    options |= {"gradient_accumulation_steps": accumulation, "eval_steps": 2, "save_strategy": "no"}
+    trainer = trainer_of("gpt2", out, replicas, config, model=model, data=(Classes(32), Classes(8, 100)), **options)
+    trainer.train()
+    return told(trainer)
+
+
+def test_a_loss_that_ignores_the_number_of_items(ranks: Any, tmp_path: Path) -> None:
+    """transformers' DDP multiplies such a loss by the replicas, and does not divide it by the microbatches."""
+    (wanted,) = ranks(1, classified, str(tmp_path), 1, 1, None)
+    for count, accumulation, stage in ((2, 2, 3), (1, 4, 0)):
+        for found in ranks(count, classified, str(tmp_path), count, accumulation, zero(stage)):
+            for key in ("loss", "grad_norm", "eval_loss"):
+                assert found[key] == pytest.approx(wanted[key], abs=1e-4, rel=0), key
+
+
+def twice(out: str, replicas: int, config: Any) -> Any:
+    """Result of a second train(), which continues with weights and moments, and a new schedule."""
+    trainer = trainer_of("llama", out, replicas, config, max_steps=6, save_strategy="no", eval_strategy="no")
+    trainer.train()
+    first = told(trainer)["loss"]
+    trainer.train()
+    return first, told(trainer)["loss"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", [0, 3])
+def test_training_twice(ranks: Any, tmp_path: Path, stage: int) -> None:
+    (wanted,) = ranks(1, twice, str(tmp_path), 1, None)
+    for found in ranks(2, twice, str(tmp_path), 2, zero(stage)):
+        assert found[0] == pytest.approx(wanted[0], abs=1e-4) and found[1] == pytest.approx(wanted[1], abs=1e-4)
+
+
+def ones_own(out: str, replicas: int, config: Any, resume: str | None = None) -> Any:
+    """An optimizer with two groups, and a schedule of schedules over it."""
+    trainer = trainer_of("gpt2", out, replicas, config, max_steps=10, eval_strategy="no")
+    named = list(trainer.model.named_parameters())
+    matrices = [p for _, p in named if p.dim() > 1]
+    others = [p for _, p in named if p.dim() <= 1]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "lr": 1e-3}]
+    trainer.optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.9))
+    kinds = torch.optim.lr_scheduler
+    parts: list[Any] = [
+        kinds.LinearLR(trainer.optimizer, 0.1, total_iters=4),
+        kinds.ExponentialLR(trainer.optimizer, 0.8),
+    ]
+    trainer.lr_scheduler = kinds.SequentialLR(trainer.optimizer, parts, [4])
+    trainer.train(resume_from_checkpoint=resume)
+    return told(trainer)
+
+
+@pytest.mark.exhaustive
+def test_an_optimizer_and_a_schedule_of_ones_own(ranks: Any, tmp_path: Path) -> None:
+    (wanted,) = ranks(1, ones_own, str(tmp_path / "plain"), 1, None)
+    where = f"{tmp_path}/2/checkpoint-5"
+    for count, resume in ((2, None), (1, where)):
+        for found in ranks(count, ones_own, str(tmp_path / str(count)), count, zero(2), resume):
+            for key in ("loss", "learning_rate", "grad_norm"):
+                assert found[key] == pytest.approx(wanted[key], abs=1e-4, rel=0), key
+
+
+class Stream(torch.utils.data.IterableDataset[dict[str, Tensor]]):
+    def __iter__(self) -> Any:
+        text = Text(44)
+        return (text[index] for index in range(44))
+
+
+def streamed(out: str, replicas: int, config: Any, **options: Any) -> Any:
+    trainer = trainer_of("gpt2", out, replicas, config, max_steps=8, eval_strategy="no", save_strategy="no", **options)
+    trainer.train_dataset = Stream()
+    if options.get("accelerator_config") is None and config is not None and trainer.grid.tensor.size > 1:
+        with pytest.raises(ConfigError, match="dispatch_batches"):
+            trainer.train()
+        return None
+    trainer.train()
+    return told(trainer)["loss"]
+
+
+@pytest.mark.exhaustive
+def test_a_stream(ranks: Any, tmp_path: Path) -> None:
+    (wanted,) = ranks(1, streamed, str(tmp_path), 1, None)
+    assert ranks(2, streamed, str(tmp_path), 1, zero(1, 2)) == [None, None]
+    shared = {"dispatch_batches": False}
+    for data, tensor, options in ((2, 1, None), (2, 1, shared), (1, 2, shared), (2, 2, shared)):
+        config = zero(1, tensor)
+        for found in ranks(data * tensor, streamed, str(tmp_path), data, config, accelerator_config=options):
+            assert found == pytest.approx(wanted, abs=1e-4)
+
+
+def test_another_trainers_checkpoint_is_refused(tmp_path: Path) -> None:
+    model_of("gpt2").save_pretrained(tmp_path / "checkpoint-5")
+    (tmp_path / "checkpoint-5" / "trainer_state.json").write_text("{}")
+    trainer = trainer_of("gpt2", str(tmp_path / "out"), 1, {})
+    with pytest.raises(ConfigError, match="has no checkpoint of triax"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+
+
+def evaluated(out: str, config: Any) -> tuple[float, Any]:
+    trainer = trainer_of("llama", out, replicas_here(), config)
+    loss = trainer.evaluate()["eval_loss"]
+    return loss, trainer.predict(Text(6, 300)).predictions
+
+
+def speeds(out: str, tensor: int) -> list[float]:
+    trainer = trainer_of("gpt2", out, 1, zero(0, tensor))
+    found, predicted = trainer.evaluate(), trainer.predict(Text(6, 300)).metrics
+    metrics = ((found, "eval"), (predicted, "test"))
+    return [each[f"{name}_steps_per_second"] * each[f"{name}_runtime"] for each, name in metrics]
+
+
+def test_steps_per_second_of_an_evaluation_count_once(ranks: Any, tmp_path: Path) -> None:
+    """Tensor ranks counted as replicas: two of them halved the number."""
+    (wanted,) = ranks(1, speeds, str(tmp_path), 1)
+    for found in ranks(2, speeds, str(tmp_path), 2):
+        assert [round(steps) for steps in found] == [round(steps) for steps in wanted]
+
+
+@pytest.mark.exhaustive
+def test_evaluation_without_training(ranks: Any, tmp_path: Path) -> None:
+    ((loss, logits),) = ranks(1, evaluated, str(tmp_path), None)
+    for stage in (0, 3):
+        for mine, theirs in ranks(2, evaluated, str(tmp_path), zero(stage)):
+            assert mine == pytest.approx(loss, abs=1e-5) and abs(theirs - logits).max() < 1e-4
+
+
+def evaluated_first(out: str, replicas: int, config: Any, first: bool) -> list[float]:
+    """Losses of training, behind an evaluation and an export or not."""
+    trainer = trainer_of("gpt2", out, replicas, config, max_steps=3, eval_strategy="no", save_strategy="no")
+    if first:
+        trainer.evaluate()
+        trainer.save_model(f"{out}/before")
+    trainer.train()
+    trainer.save_model(f"{out}/after")
+    return told(trainer)["loss"]
+
+
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in range(3)), 3])
+def test_evaluation_first_changes_nothing(ranks: Any, tmp_path: Path, stage: int) -> None:
+    """Neither the weights, which are whole in what is saved behind it, nor the training that follows."""
+    (wanted,) = ranks(1, evaluated_first, str(tmp_path / "plain"), 1, None, False)
+    for found in ranks(2, evaluated_first, str(tmp_path), 2, zero(stage), True):
+        assert found == pytest.approx(wanted, abs=1e-4)
+    start, saved = model_of("gpt2").state_dict(), weights(f"{tmp_path}/before")
+    assert start.keys() == saved.keys() and all(torch.equal(saved[name], value) for name, value in start.items())
+    after = weights(f"{tmp_path}/after")
+    for name, value in weights(f"{tmp_path}/plain/after").items():
+        assert torch.allclose(after[name], value, atol=2e-4), name
+
+
+def generators(out: str, replicas: int, config: Any, resume: str | None = None) -> tuple[int, list[str]]:
+    """Return the generator's seed at the first step, and the warnings; each rank seeds its generator differently."""
+    import transformers
+
+    seeds: list[int] = []
+    heard: list[str] = []
+
+    class Watch(transformers.TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            seeds.append(torch.initial_seed())
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            torch.manual_seed(100 + trainer.grid.rank)
+
+    class Ear(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
+
+    trainer = trainer_of("gpt2", out, replicas, config, max_steps=3, save_steps=2, eval_strategy="no")
+    trainer.add_callback(Watch())
+    ear, logger = Ear(logging.WARNING), logging.getLogger("triax")
+    logger.addHandler(ear)
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+    finally:
+        logger.removeHandler(ear)
+    return seeds[0], [text for text in heard if "generators" in text]
+
+
+def test_generators_come_back_on_the_same_grid_alone(ranks: Any, tmp_path: Path) -> None:
+    """On as many ranks that mean something else, those of one replica would drop what they hold alike unlike."""
+    first = str(tmp_path / "first")
+    ranks(2, generators, first, 2, zero(1))
+    where = f"{first}/checkpoint-2"
+    assert ranks(2, generators, str(tmp_path / "same"), 2, zero(1), where) == [(100, []), (101, [])]
+    (seed, heard), (other, silent) = ranks(2, generators, str(tmp_path / "other"), 1, zero(1, 2), where)
+    assert seed == other == 42 and not silent  # TrainingArguments' own
+    assert len(heard) == 1 and "'data': 2" in heard[0] and "'tensor': 2" in heard[0] and "seed=42" in heard[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "said"),
+    [("cosine", "WarmupLR", True), ("cosine", "WarmupCosineLR", False), ("linear", "WarmupLR", False)],
+)
+def test_a_schedule_that_the_file_replaces_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, asked: str, kind: str, said: bool
+) -> None:
+    params = {"warmup_num_steps": "auto"} | ({} if kind == "WarmupLR" else {"total_num_steps": "auto"})
+    config = {**zero(0), "scheduler": {"type": kind, "params": params}}
+    trainer = trainer_of("gpt2", str(tmp_path), 1, config, lr_scheduler_type=asked, max_steps=1, save_strategy="no")
+    trainer.train()
+    texts = [record.getMessage() for record in caplog.records if "lr_scheduler_type" in record.getMessage()]
+    assert len(texts) == said
+    assert all(f"lr_scheduler_type={asked}" in text and kind in text for text in texts)
+
+
+def seed_of_a_worker(out: str, config: Any) -> tuple[int, int]:
+    """Index of this rank's replica, and the seed that a worker of its loader gets."""
+    trainer = trainer_of("gpt2", out, 2, config, dataloader_num_workers=2)
+    start = trainer.get_train_dataloader().worker_init_fn
+    torch.manual_seed(7)  # as torch would, alike on every rank
+    start(0)
+    return trainer.grid.data.rank, torch.initial_seed()
+
+
+def test_workers_of_tensor_ranks_are_seeded_alike(ranks: Any, tmp_path: Path) -> None:
+    """Equal seeds let a collator that draws masks make the same batch on all ranks of a replica."""
+    found = ranks(4, seed_of_a_worker, str(tmp_path), zero(1, 2))
+    assert sorted(found) == [(0, 7), (0, 7), (1, 7 + 2), (1, 7 + 2)]
+
+
+def noisy(out: str, config: Any, alpha: float | None, fresh: bool) -> tuple[list[float], list[int]]:
+    """Losses, and how many hooks the embedding has in each step."""
+    import transformers
+
+    hooks: list[int] = []
+
+    class Watch(transformers.TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            hooks.append(len(trainer.model.get_input_embeddings()._forward_hooks))
+
+    options: dict[str, Any] = {"eval_strategy": "no", "save_strategy": "no", "neftune_noise_alpha": alpha}
+    trainer = trainer_of("gpt2", out, 1, config, max_steps=2, **options)
+    trainer.add_callback(Watch())
+    if fresh:
+        trainer.model_init = lambda: model_of("gpt2")
+    trainer.train()
+    return told(trainer)["loss"], hooks
+
+
+def test_noise_on_embeddings_reaches_tensor_ranks(ranks: Any, tmp_path: Path) -> None:
+    """NEFTune's hook is on the module that runs, which is the sharded one; with ``model_init`` too."""
+    (quiet, none), _ = ranks(2, noisy, str(tmp_path), zero(0, 2), None, False)
+    assert none == [0, 0]
+    for fresh in (False, True):
+        (losses, hooks), (others, _) = ranks(2, noisy, str(tmp_path), zero(0, 2), 50.0, fresh)
+        assert hooks == [1, 1] and losses == pytest.approx(others, abs=1e-6)
+        assert all(abs(loud - still) > 1e-3 for loud, still in zip(losses, quiet, strict=True))
+
+
+def cycled(out: str, resume: str | None = None) -> list[tuple[float, float]]:
+    """Rates and first betas of each step, of a schedule that writes both into an optimizer of one's own."""
+    import transformers
+
+    found: list[tuple[float, float]] = []
+
+    class Watch(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:  # the engine has stepped
+            group = trainer.engine.optimizer.param_groups[0]
+            found.append((group["lr"], group["betas"][0]))
+
+    trainer = trainer_of("gpt2", out, 1, zero(1), max_steps=5, save_steps=3, eval_strategy="no")
+    trainer.optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-3)
+    trainer.lr_scheduler = torch.optim.lr_scheduler.OneCycleLR(trainer.optimizer, 1e-2, total_steps=8)
+    trainer.add_callback(Watch())
+    trainer.train(resume_from_checkpoint=resume)
+    return found
+
+
+def test_a_resumed_schedule_has_its_betas(ranks: Any, tmp_path: Path) -> None:
+    (wanted,) = ranks(1, cycled, str(tmp_path / "whole"))
+    (found,) = ranks(1, cycled, str(tmp_path / "again"), f"{tmp_path}/whole/checkpoint-3")
+    assert wanted[3][1] < 0.9 < wanted[0][1]  # not those that it begins with
+    assert found == [pytest.approx(pair, rel=1e-12) for pair in wanted[3:]]
+
+
+def run_example(out: str) -> str:
+    sys.path.insert(0, str(ROOT / "examples"))
+    options = {"output_dir": out, "text": ROOT / "grid", "max_steps": 6, "save_steps": 3, "logging_steps": 2}
+    options |= {"layers": 1, "width": 16, "heads": 2, "disable_tqdm": True}
+    said = io.StringIO()
+    for more in ([], ["--resume", "--max_steps", "8"]):
+        sys.argv = [
+            "hf_trainer.py",
+            *(str(word) for key, value in options.items() for word in (f"--{key}", value)),
+            *more,
+        ]
+        with contextlib.redirect_stdout(said):
+            runpy.run_path(str(ROOT / "examples" / "hf_trainer.py"), run_name="__main__")
+    return said.getvalue()
+
+
+def test_the_example_runs(ranks: Any, tmp_path: Path) -> None:
+    """The example runs on one process and on two, and each run continues from its last checkpoint."""
+    for count in (1, 2):
+        out = str(tmp_path / str(count))
+        first, *others = ranks(count, run_example, out, timeout=120)
+        found = [float(loss) for loss in re.findall(r"held-out loss ([\d.]+) nats", first)]
+        assert len(found) == 2 and 3 < found[1] < found[0] < 5.6
+        assert not any("held-out" in said for said in others)
+        assert weights(f"{out}/model").keys() and (Path(out) / "checkpoint-6" / "latest").is_file()

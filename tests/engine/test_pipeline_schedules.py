@@ -1,0 +1,221 @@
+"""Schedules of a pipeline's engine: given, searched for, refused; stages that move; weights that nothing reaches."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import triax
+from triax import Grid, LayerSpec, PipelineModule, TiedLayerSpec
+from triax.base.errors import ConfigError
+
+from pipeline_jobs import BASE, WIDTH, engine, given, layers, microbatches
+from pool import RankFailure
+from toys import mean_loss
+
+
+class OwnList(PipelineModule):
+    """Keeps its list under a name of its own before ``__init__``, as Megatron-DeepSpeed's models do."""
+
+    def __init__(self, grid: Grid) -> None:
+        self.specs = [LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(4)]
+        super().__init__(layers=self.specs, grid=grid, loss_fn=mean_loss, dtype=torch.float64)
+
+
+def all_or_some(given: str) -> dict[str, Tensor]:
+    """Weights after a step of a schedule that moves stages, where parameters were given for the first cut."""
+    grid = Grid(pipe=2)
+    model = OwnList(grid)
+    some = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    parameters = {"none": None, "all": model.parameters(), "some": some}[given]
+    made, *_ = triax.initialize(model=model, model_parameters=parameters, config=BASE, schedule="zb-v")
+    made.train_batch(microbatches(grid))
+    return dict(made.gather())
+
+
+def test_all_parameters_are_all_after_stages_have_moved(ranks: Any) -> None:
+    """DeepSpeed's scripts pass ``model_parameters=model.parameters()``; zb-v moves stages afterwards."""
+    for one, other in zip(ranks(2, all_or_some, "none"), ranks(2, all_or_some, "all"), strict=True):
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    with pytest.raises(RankFailure, match=r"the schedule moved stages"):
+        ranks(2, all_or_some, "some")
+
+
+def moved(change: bool) -> Any:
+    """Stages on the ranks that the schedule does not want: they move, unless weights would be lost."""
+    grid = Grid(pipe=2, timeout=60)
+    model = PipelineModule(
+        layers(), grid=grid, loss_fn=mean_loss, partition="uniform", placement=[1, 0], dtype=torch.float64
+    )
+    if change and grid.pipe.rank == 0:
+        with torch.no_grad():
+            next(model.parameters()).add_(1)
+    try:
+        made, *_ = triax.initialize(model=model, config=BASE)
+    except RuntimeError as error:
+        return str(error)
+    return made.gather(), made.train_batch(microbatches(grid, batch=8)).item()
+
+
+def test_stages_move_to_where_the_schedule_wants_them(ranks: Any) -> None:
+    wanted = ranks(1, straight)[0]
+    for weights, loss in ranks(2, moved, False):
+        assert all(torch.equal(weights[name], tensor) for name, tensor in wanted[0].items())
+        assert loss == pytest.approx(wanted[1], rel=1e-12)
+    for message in ranks(2, moved, True):
+        assert "places the stages on ranks [0, 1], but layers.4.weight was changed since it was built" in message
+
+
+def straight() -> Any:
+    made = engine(Grid())
+    return made.gather(), made.train_batch(microbatches(made.grid, batch=8)).item()
+
+
+def scheduled(name: str, chunks: int, folder: Path) -> float:
+    """Result of one step under a schedule from a file or from the search."""
+    grid = Grid(pipe=2, timeout=60)
+    path = folder / "mine.csv"
+    if grid.rank == 0:
+        path.write_text("0F0,0F1,0F2,0F3,0B3,0B2,0B1,0B0\n1F0,1F1,1F2,1F3,1B3,1B2,1B1,1B0\n")
+    grid.world.barrier()
+    model = PipelineModule(
+        layers(), grid=grid, loss_fn=mean_loss, dtype=torch.float64, partition="uniform", chunks=chunks
+    )
+    pipeline = {"schedule": str(path) if name == "file" else name, "costs": [1, 1.2, 0.7, 0.1], "memory": 2}
+    made, *_ = triax.initialize(model=model, config={**BASE, "pipeline": pipeline})
+    return made.train_batch(microbatches(grid, batch=8)).item()
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("file", 1), ("auto", 2)])
+def test_schedules_of_your_own_and_searched_for(ranks: Any, tmp_path: Path, name: str, chunks: int) -> None:
+    wanted = engine(Grid()).train_batch(microbatches(Grid(), batch=8)).item()
+    assert ranks(2, scheduled, name, chunks, tmp_path) == pytest.approx([wanted] * 2, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "words"),
+    [
+        ({"schedule": "no/such.csv"}, "cannot be read"),
+        ({"schedule": "zbv"}, "did you mean 'zb-v'?"),
+        ({"schedule": "auto", "costs": [1, 2]}, "pipeline.costs"),
+    ],
+)
+def test_schedules_refused(pipeline: Any, words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        engine(Grid(), pipeline=pipeline)
+    assert words in str(error.value)
+
+
+def test_chunks_follow_from_the_schedule_and_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    made = given("zb-v")
+    assert made.module.chunks == 2 and made.config.pipeline.schedule == "zb-v"
+    wanted = "the schedule zb-v has 2 stages on each rank, so the model is cut into 2 stages"
+    assert [wanted in record.getMessage() for record in caplog.records] == [True]
+    assert given(triax.make_schedule("interleaved", 1, 4, 3)).module.boundaries == [0, 2, 4, 5]
+    assert given("1f1b", partition=[0, 5]).module.chunks == 1
+    with pytest.raises(ConfigError, match=r"1f1b does not run 2 chunks .*PipelineModule\(..., chunks=\) sets"):
+        given("1f1b", partition=[0, 2, 5])  # the boundaries say how many
+    with pytest.raises(ConfigError, match="wave has 6 stages on each of 1 ranks, but 5 layers cannot fill 6 stages"):
+        given(triax.make_schedule("wave", 1, 4, 6))
+    assert given("auto", placement="v").module.chunks in (1, 2)
+
+
+def test_schedules_given_to_initialize_are_checked() -> None:
+    with pytest.raises(ConfigError, match=r"schedule: there is no 'zbv'; did you mean 'zb-v'\?"):
+        given("zbv")
+    with pytest.raises(ConfigError, match=r"zb-v is .* 2; this run has pipe 1, microbatches 4, chunks 2"):
+        given(triax.make_schedule("zb-v", 2, 4))
+    model, config = PipelineModule(layers(), loss_fn=mean_loss), {**BASE, "pipeline": {"schedule": "1f1b"}}
+    with pytest.raises(ConfigError, match=r"schedule is zb-v, but the configuration's pipeline\.schedule is 1f1b"):
+        triax.initialize(model=model, config=config, schedule="zb-v")
+    with pytest.raises(ConfigError, match="but a Linear runs as one stage"):
+        triax.initialize(model=nn.Linear(2, 2), config=BASE, schedule="zb-v")  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="schedule is a int"):
+        given(3)  # type: ignore[arg-type]
+    made = given(triax.make_schedule("1f1b", 1, 4))
+    with pytest.raises(ConfigError, match=r"1f1b is .* 1; this run has pipe 1, microbatches 8, chunks 1"):
+        made.set_train_batch_size(16)
+
+
+def test_the_loop_of_a_plain_module_is_refused() -> None:
+    made = engine(Grid())
+    for call, name in ((made, "engine(...)"), (made.backward, "engine.backward(...)"), (made.step, "engine.step()")):
+        with pytest.raises(RuntimeError, match=r"^Only train_batch\(\) is accessible in pipeline mode\.") as error:
+            call()
+        assert f"{name} was called" in str(error.value) and "loss = engine.train_batch(batches)" in str(error.value)
+
+
+def by_value(name: str) -> Any:
+    grid = Grid(pipe=2, timeout=60)
+    model = PipelineModule(layers(), grid=grid, loss_fn=mean_loss, dtype=torch.float64, partition="uniform")
+    made, *_ = triax.initialize(model=model, config=BASE, schedule=triax.make_schedule(name, 2, 4))
+    return made.gather(), made.train_batch(microbatches(grid, batch=8)).item()
+
+
+def test_a_schedule_is_trained_with_as_a_value(ranks: Any) -> None:
+    weights, loss = straight()
+    for found, trained in ranks(2, by_value, "zb-v"):
+        assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+        assert trained == pytest.approx(loss, rel=1e-12)
+
+
+class Detached(nn.Module):
+    """Layer through which no gradient passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x.detach())
+        return y
+
+
+def behind_a_detach(pipe: int, schedule: str, chunks: int) -> dict[str, Tensor]:
+    grid = Grid(pipe=pipe)
+    layers = [LayerSpec(nn.Linear, 4, 4), LayerSpec(nn.Linear, 4, 4), LayerSpec(Detached), LayerSpec(nn.Linear, 4, 4)]
+    module = PipelineModule(layers, grid=grid, loss_fn=nn.MSELoss(), seed=3, chunks=chunks, dtype=torch.float64)
+    engine, *_ = triax.initialize(
+        model=module,
+        config={
+            "train_batch_size": 4,
+            "gradient_accumulation_steps": 4,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.5}},
+            "pipeline": {"schedule": schedule},
+        },
+    )
+    x = torch.arange(16, dtype=torch.float64).view(4, 1, 4)
+    for _ in range(2):
+        engine.train_batch(iter([(each, each) for each in x]))
+    return engine.gather()
+
+
+@pytest.mark.parametrize(("pipe", "schedule", "chunks"), [(1, "wave", 4), (2, "1f1b", 1), (2, "zb-v", 2)])
+def test_what_no_gradient_reaches_stands_still(ranks: Any, pipe: int, schedule: str, chunks: int) -> None:
+    """Stages before a ``detach`` got gradients of zero, and AdamW decayed their weights. On one process it does not."""
+    alone = behind_a_detach(1, "1f1b", 1)
+    found = ranks(pipe, behind_a_detach, pipe, schedule, chunks)[0]
+    for name, weight in alone.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-12, atol=0, msg=name)
+
+
+def partly_tied() -> str:
+    """Give the optimizer a tied weight on the first of its two stages alone."""
+    grid = Grid(pipe=2, timeout=20)
+    linear = TiedLayerSpec("tied", nn.Linear, WIDTH, WIDTH)
+    listed = [linear, LayerSpec(nn.Linear, WIDTH, WIDTH), LayerSpec(nn.Linear, WIDTH, WIDTH), linear]
+    model = PipelineModule(listed, grid=grid, loss_fn=mean_loss, dtype=torch.float64)
+    some = [each.parameter for each in model.local_parameters() if grid.rank == 0 or each.tie is None]
+    with pytest.raises(ConfigError) as caught:
+        triax.initialize(model=model, model_parameters=some, config=BASE)
+    return str(caught.value)
+
+
+def test_a_tied_weight_is_given_to_the_optimizer_on_all_stages(ranks: Any) -> None:
+    for message in ranks(2, partly_tied):
+        assert re.search(r"layers\.0\.\w+ is .*group 0 on pipe rank 0 and .* on pipe rank 1: give model_par", message)

@@ -1,0 +1,292 @@
+"""Hugging Face's folders and models that cannot be read or written, and the docs' programs."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import triax
+from triax.grid import Grid
+from triax.models.config import GPTConfig, LlamaConfig
+from triax.models.gpt import gpt_layers
+from triax.models.huggingface import folder_writer as hf_write
+from triax.models.huggingface.config import to_hf
+from triax.models.huggingface.load import config_from_hf, load_hf
+from triax.models.huggingface.names import Names, Transposed, expand
+from triax.models.huggingface.save import save_hf
+from triax.models.llama import llama_layers
+
+from huggingface_models import _GPT2, _LLAMA, CASES, assert_bitwise, ids_of, logits_of, make, saved
+from paths import DOCS
+
+MISTRAL: Names = {
+    "layers.0.weight": "model.embed_tokens.weight",
+    "layers.{i+1}.norm1.weight": "model.layers.{i}.input_layernorm.weight",
+    "layers.{i+1}.attention.q.weight": "model.layers.{i}.self_attn.q_proj.weight",
+    "layers.{i+1}.attention.kv.weight": (
+        "model.layers.{i}.self_attn.k_proj.weight",
+        "model.layers.{i}.self_attn.v_proj.weight",
+    ),
+    "layers.{i+1}.attention.out.weight": "model.layers.{i}.self_attn.o_proj.weight",
+    "layers.{i+1}.norm2.weight": "model.layers.{i}.post_attention_layernorm.weight",
+    "layers.{i+1}.mlp.gate_up.weight": (
+        "model.layers.{i}.mlp.gate_proj.weight",
+        "model.layers.{i}.mlp.up_proj.weight",
+    ),
+    "layers.{i+1}.mlp.down.weight": "model.layers.{i}.mlp.down_proj.weight",
+    "layers.{n+1}.weight": "model.norm.weight",
+    "layers.{n+2}.weight": "lm_head.weight",
+}
+
+
+def test_a_family_that_the_user_names(tmp_path: Path) -> None:
+    options = _LLAMA | {"vocab_size": 43, "num_key_value_heads": 4, "head_dim": 4, "attention_bias": False}
+    model = make("SeedOss", options)
+    model.save_pretrained(tmp_path / "theirs")
+    with pytest.raises(ValueError, match="model_type is 'seed_oss', but the known ones are gpt2, llama"):
+        load_hf(tmp_path / "theirs")
+    config = LlamaConfig(
+        vocab_size=43,
+        hidden_size=32,
+        intermediate_size=44,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=32,
+    )
+    mine = triax.PipelineModule(load_hf(tmp_path / "theirs", llama_layers(config), names=MISTRAL), grid=Grid()).eval()
+    assert (mine(ids_of(model)) - logits_of(model)).abs().max() <= 1e-5
+    save_hf(mine, tmp_path / "mine", names=MISTRAL, config=model.config.to_dict())
+    again = type(model).from_pretrained(tmp_path / "mine")
+    assert_bitwise(dict(again.state_dict()), dict(model.state_dict()))
+
+
+def test_errors_of_folders(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"config.json does not exist, or is no file \(no such folder\)"):
+        load_hf(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(FileNotFoundError, match=r"no \*.safetensors \(config.json\)"):
+        load_hf(tmp_path)
+    with pytest.raises(TypeError, match="got a Linear"):
+        load_hf(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="the model is a int"):
+        load_hf(make(*CASES["gpt2"]), 3)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "complaint"),
+    [
+        ("GPT2", {"activation_function": "relu"}, "gpt2 with activation_function='relu' is not implemented"),
+        ("GPT2", {"n_inner": 50}, "n_inner=50 is not a multiple of n_embd=32"),
+        ("GPT2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+        ("Llama", {"hidden_act": "gelu", "num_key_value_heads": 2}, "llama with hidden_act='gelu'"),
+        (
+            "Llama",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "rope_type='dynamic' is not implemented for llama, only 'default', 'llama3', 'yarn', 'linear'",
+        ),
+    ],
+)
+def test_errors_of_configurations(family: str, change: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        config_from_hf(make(family, (_GPT2 if family == "GPT2" else _LLAMA) | {"vocab_size": 41} | change))
+
+
+class _Fake:
+    """Weights of some names and shapes, under a configuration."""
+
+    def __init__(self, config: dict[str, Any], weights: dict[str, Tensor]) -> None:
+        self.config, self._weights = self, weights
+        self.to_dict = lambda: config
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self._weights
+
+
+def test_errors_of_weights() -> None:
+    model = make(*CASES["gpt2"])
+    config, weights = model.config.to_dict(), dict(model.state_dict())
+
+    def build(changed: dict[str, Tensor], **options: Any) -> None:
+        triax.PipelineModule(load_hf(_Fake(config, changed), **options), grid=Grid())
+
+    few = {name: tensor for name, tensor in weights.items() if name != "transformer.h.1.mlp.c_fc.bias"}
+    with pytest.raises(ValueError, match=r"layers.3.mlp.up.bias is loaded from transformer.h.1.mlp.c_fc.bias, but the"):
+        build(few)
+    with pytest.raises(ValueError, match=r"no parameter takes transformer.extra of the _Fake. Add them"):
+        build(weights | {"transformer.extra": torch.ones(2)})
+    with pytest.raises(
+        ValueError, match=r"layers.0.weight is \(53, 32\) here, but transformer.wte.weight \(52, 32\) in"
+    ):
+        build(weights | {"transformer.wte.weight": torch.ones(52, 32)})
+    with pytest.raises(ValueError, match=r"\{j\}. Write \{i\} for a block's index"):
+        build(weights, names={"layers.{j}.weight": "a"})
+    with pytest.raises(ValueError, match=r"layer_norm_epsilon is 0\.01 here, 1e-05 there"):
+        load_hf(model, gpt_layers(GPTConfig(53, 16, 32, 3, 8, layer_norm_epsilon=0.01)))
+    with pytest.raises(ValueError, match="is a LlamaConfig here, a GPTConfig there"):
+        load_hf(model, llama_layers(LlamaConfig(53, 16, 32, 3, 8)))
+    with pytest.raises(ValueError, match=r"Write load_hf\(path, module, grid=grid\)"):
+        load_hf(model, nn.Linear(2, 2))
+    hollow = triax.PipelineModule(gpt_layers(GPTConfig(53, 16, 32, 3, 8)), grid=Grid(), device="meta")
+    with pytest.raises(RuntimeError, match=r"layers.0.weight has no values"):
+        load_hf(model, hollow)
+
+
+def test_errors_of_saving(tmp_path: Path) -> None:
+    plain = triax.PipelineModule([nn.Linear(2, 3)], grid=Grid())
+    with pytest.raises(
+        ValueError, match=r"has no configuration that can be written. Pass save_hf\(model, path, config="
+    ):
+        save_hf(plain, tmp_path)
+    with pytest.raises(ValueError, match=r"names have no entry for layers.0.bias"):
+        save_hf(plain, tmp_path, config={"model_type": "mine"}, names={"layers.0.weight": "w"})
+    with pytest.raises(ValueError, match="no table of names for model_type 'mine'"):
+        save_hf(plain, tmp_path, config={"model_type": "mine"})
+    with pytest.raises(ValueError, match=r"Write save_hf\(module, path, grid=grid\)"):
+        save_hf(nn.Linear(2, 3), tmp_path)
+    assert not list(tmp_path.iterdir())  # nothing is touched before all is known
+    (tmp_path / "file").touch()
+    model = triax.PipelineModule(gpt_layers(GPTConfig(53, 16, 32, 3, 8)), grid=Grid())
+    with pytest.raises(OSError, match="file"):
+        save_hf(model, tmp_path / "file")
+    with pytest.raises(ValueError, match="Qwen2 has no qk_norm=True; Qwen3 has no qkv_bias=True"):
+        to_hf(LlamaConfig(53, 16, 32, 3, 8, qkv_bias=True, qk_norm=True))
+
+
+def test_a_bias_that_has_no_place() -> None:
+    """Error for a bias without a parameter, in an unknown family."""
+    model = make(*CASES["llama"])
+    weights = dict(model.state_dict()) | {"model.layers.1.self_attn.q_proj.bias": torch.ones(32)}
+    names = MISTRAL | {"layers.{i+1}.attention.q.*": "model.layers.{i}.self_attn.q_proj.*"}  # type: ignore[operator]
+    layers = llama_layers(LlamaConfig(61, 32, 32, 3, 8, 2, intermediate_size=44, rms_norm_eps=1e-6))
+    fake = _Fake({"model_type": "mine", "num_hidden_layers": 3}, weights)
+    complaint = r"q_proj.bias, but the model has no layers.2.attention.q.bias to take it"
+    with pytest.raises(ValueError, match=complaint):
+        triax.PipelineModule(load_hf(fake, layers, names=names), grid=Grid())
+    module = triax.PipelineModule(layers, grid=Grid())
+    before = [parameter.clone() for parameter in module.parameters()]
+    with pytest.raises(ValueError, match=complaint):
+        load_hf(fake, module, names=names)
+    assert all(torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+
+
+def failures(folder: str, out: str) -> list[str]:
+    """Errors that this rank raises when only one rank fails."""
+    grid = Grid(pipe=2)
+    config = config_from_hf(folder)
+    assert isinstance(config, GPTConfig)
+    model = triax.PipelineModule(gpt_layers(config), grid=grid)
+    said = []
+
+    def hear(call: Any) -> None:
+        with pytest.raises((OSError, RuntimeError, ValueError)) as error:
+            call()
+        said.append(f"{error.type.__name__}: {error.value}")
+
+    hear(lambda: save_hf(model, Path(folder) / "config.json"))  # a file, where rank 0 wants a folder
+
+    def full(self: Any, name: str, tensor: Tensor) -> None:
+        if name == "transformer.h.1.mlp.c_fc.weight":
+            raise OSError("no space left")
+
+    plain, hf_write.FolderWriter.write = hf_write.FolderWriter.write, full  # type: ignore[method-assign]
+    try:
+        hear(lambda: save_hf(model, out))
+    finally:
+        hf_write.FolderWriter.write = plain  # type: ignore[method-assign]
+    if grid.rank == 1:
+        model.layers.register_parameter("stray", nn.Parameter(torch.ones(2)))
+    hear(lambda: load_hf(folder, model))
+    return said
+
+
+def test_what_fails_on_one_rank_fails_on_all(ranks: Any, tmp_path: Path) -> None:
+    folder, *_ = saved(tmp_path, "gpt2")
+    first, second = ranks(2, failures, str(folder), str(tmp_path / "out"), timeout=60)
+    assert first[0].startswith("FileExistsError") and second[0].startswith("RuntimeError: on another rank: FileExists")
+    for said in (first[1], second[1]):
+        assert "rank 0 could not write" in said and "no space left" in said
+    assert second[2].startswith("ValueError: names have no entry for layers.stray (of a PipelineModule)")
+    assert first[2] == f"RuntimeError: on another rank: {second[2]}"
+
+
+def test_patterns() -> None:
+    entries = expand({"a.{i+2}.*": Transposed("b.{i}.c.*"), "d.{n-1}": ("e", "f.{n}")}, 2)
+    assert {ours: entry.theirs for ours, entry in entries.items()} == {
+        "a.2.weight": ("b.0.c.weight",),
+        "a.2.bias": ("b.0.c.bias",),
+        "a.3.weight": ("b.1.c.weight",),
+        "a.3.bias": ("b.1.c.bias",),
+        "d.1": ("e", "f.2"),
+    }
+    assert [entry.transposed for entry in entries.values()] == [True] * 4 + [False]
+
+
+def programs() -> dict[str, str]:
+    """Name -> source of each of its programs; a block without a name continues the one before."""
+    text = (DOCS / "huggingface.md").read_text()
+    found: dict[str, str] = {}
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        name = re.match(r"# (\w+\.py)\n", block)
+        found[name[1] if name else list(found)[-1]] = found.get(name[1] if name else list(found)[-1], "") + block
+    return found
+
+
+def run_program(source: str, sizes: list[str], folder: str) -> None:
+    os.chdir(folder)
+    sys.argv = ["program.py", *sizes]
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = module = types.ModuleType("__main__")  # classes that are pickled are found there
+    try:
+        exec(compile(source, "docs/huggingface.md", "exec"), vars(module))
+    finally:
+        sys.modules["__main__"] = main
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("finetune.py", ["2", "2", "2"]),
+        ("finetune.py", []),
+        ("trainer.py", ["1", "2", "1"]),
+        ("tensor_trainer.py", ["2"]),
+        ("stages_trainer.py", ["2"]),
+        pytest.param("sft.py", ["2"], marks=pytest.mark.exhaustive),  # importing trl takes seconds
+        ("experts.py", ["1", "1", "2", "2"]),
+        ("hf_stages.py", ["2", "2"]),
+        ("seed_oss.py", []),
+        ("shard.py", ["1", "2", "2"]),
+        ("plan.py", ["1", "1", "4"]),
+        ("plan.py", []),
+    ],
+)
+def test_the_docs_programs_run(ranks: Any, tmp_path: Path, name: str, sizes: list[str]) -> None:
+    count = math.prod(map(int, sizes))
+    ranks(count, run_program, programs()[name], sizes, str(tmp_path), timeout=60)
+
+
+def test_the_docs_programs_are_all_run() -> None:
+    assert list(programs()) == [
+        *(
+            "trainer.py",
+            "tensor_trainer.py",
+            "stages_trainer.py",
+            "sft.py",
+            "finetune.py",
+            "experts.py",
+            "hf_stages.py",
+            "seed_oss.py",
+            "shard.py",
+            "plan.py",
+        ),
+    ]
