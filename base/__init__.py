@@ -16,6 +16,7 @@ uncompiled.py: functions that torch.compile leaves out of its graphs.
 files.py: reading of files from elsewhere: regular ones, and never a FIFO that has no writer.
 formulas.py: bytes of model states and of ZeRO's communication, by the papers.
 parts.py: contexts around the named parts of a step.
+tables.py: tables of figures, in a terminal and as text.
 records.py: what a run writes about itself: an error of writing it never ends the run.
 """
 

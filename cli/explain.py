@@ -12,6 +12,7 @@ from typing import Any
 
 from ..base.errors import ConfigError
 from ..base.formulas import STATES
+from ..base.tables import as_text, table
 from ..options.batch import BatchSizes
 from ..pipe.program.simulate import Costs, simulate
 from ..plan.layers import LayerShape
@@ -121,38 +122,36 @@ def text(found: dict[str, Any]) -> str:
     model, schedule, training = found["model"], found["schedule"], found["training"]
     grid = " x ".join(f"{axis} {size}" for axis, size in found["grid"].items() if size > 1) or "one process"
     batch = training["batch"]
-    lines = [
-        f"{found['name']}: {model['kind']} with {model['parameters']:,} parameters in {model['layers']} layers",
-        f"grid        {grid}: {found['processes']} processes",
-        f"schedule    {schedule['name']}, {schedule['microbatches']} microbatches: bubble {schedule['bubble']:.1%}",
-        f"microbatch  {batch['microbatch']} x {training['sequence']:,} tokens",
-        f"step        {batch['sequences']:,} x {training['sequence']:,} = {training['tokens_per_step']:,} tokens",
-        f"run         {training['steps']:,} steps: {training['tokens']:,} tokens",
-        f"training    {training['precision']}, {training['optimizer']}, ZeRO stage {training['zero']}",
-        f"recompute   {training['recompute']}",
-        "",
-        *_table(
-            ("stage", "pipe rank", "layers", "", "parameters"),
-            (
-                (
-                    str(stage["stage"]),
-                    str(stage["pipe"]),
-                    "{} to {}".format(*stage["layers"]),
-                    ", ".join(f"{count} {name}" if count > 1 else name for name, count in stage["kinds"].items()),
-                    f"{stage['parameters']:,}",
-                )
-                for stage in found["stages"]
-            ),
-        ),
-        "",
+    facts = {
+        "grid": f"{grid}: {found['processes']} processes",
+        "schedule": f"{schedule['name']}, {schedule['microbatches']} microbatches: bubble {schedule['bubble']:.1%}",
+        "microbatch": f"{batch['microbatch']} x {training['sequence']:,} tokens",
+        "step": f"{batch['sequences']:,} x {training['sequence']:,} = {training['tokens_per_step']:,} tokens",
+        "run": f"{training['steps']:,} steps: {training['tokens']:,} tokens",
+        "training": f"{training['precision']}, {training['optimizer']}, ZeRO stage {training['zero']}",
+        "recompute": training["recompute"],
+    }
+    title = f"{found['name']}: {model['kind']} with {model['parameters']:,} parameters in {model['layers']} layers"
+    stages = (
+        (
+            stage["stage"],
+            stage["pipe"],
+            "{} to {}".format(*stage["layers"]),
+            ", ".join(f"{count} {name}" if count > 1 else name for name, count in stage["kinds"].items()),
+            f"{stage['parameters']:,}",
+        )
+        for stage in found["stages"]
+    )
+    shown = [kind for kind in (*RankMemory._fields, "total") if any(row[kind] for row in found["memory"])]
+    memory = ((row["pipe"], *(f"{row[kind] / 2**30:.2f}" for kind in shown)) for row in found["memory"])
+    return as_text(
+        title,
+        table(("", ""), facts.items(), left=2, show_header=False),
+        table(("stage", "pipe rank", "layers", "", "parameters"), stages, left=0),
         "bytes of a rank, in GiB",
-    ]
-    kinds = [*RankMemory._fields, "total"]
-    shown = [kind for kind in kinds if any(row[kind] for row in found["memory"])]
-    rows = ((str(row["pipe"]), *(f"{row[kind] / 2**30:.2f}" for kind in shown)) for row in found["memory"])
-    lines += _table(("pipe rank", *shown), rows)
-    lines += ["", *(f"note: {note}" for note in found["notes"])] if found["notes"] else []
-    return "\n".join(lines)
+        table(("pipe rank", *shown), memory, left=0),
+        *(f"note: {note}" for note in found["notes"]),
+    )
 
 
 def _bubble(job: Job, memory: ModelMemory, cuts: Sequence[int], layout: ParallelLayout) -> float:
@@ -209,10 +208,3 @@ def _notes(job: Job, processes: int | None) -> Iterable[str]:
 
 def _sizes(batch: BatchSizes) -> dict[str, int]:
     return {"sequences": batch.train, "microbatch": batch.micro, "microbatches": batch.accumulation}
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a table, whose columns are aligned to the right."""
-    cells = [heads, *rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(heads))]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
