@@ -147,7 +147,7 @@ def test_the_page_the_picture_and_the_training_file_come_from_the_same_numbers(t
     found = ask("--model", "llama3-8b", "--gpus", "8", "--batch", "16", "--sequence", "4096", *given, *written)
     best = found["layouts"][0]
     html = files[0].read_text()
-    body = re.sub(r"<style>.*?</style>|<[^>]*>", " ", html)
+    body = re.sub(r"(?s:<style>.*?</style>)|<[^>]*>", " ", html)
     known = {figure(value) for each in found["layouts"] for value in (each["step_s"], each["tflops_per_gpu"])}
     known |= {figure(100 * each["mfu"]) for each in found["layouts"]}
     known |= {figure(sum(each["memory_gib"].values())) for each in found["layouts"]} | {figure(best["step_s"])}
