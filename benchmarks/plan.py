@@ -7,8 +7,7 @@
     python benchmarks/plan.py here.json --processes --results times.jsonl       # prints the file
 
 A layout's time is the median of its steps on the slowest rank. The machine file comes from ``--measure`` alone: nothing
-in it or in the model is fitted to these times. Bytes held and sent are those that the ranks counted: ``=`` stands for
-those of ``plan/``.
+in it or in the model is fitted to these times.
 """
 
 from __future__ import annotations
@@ -39,13 +38,10 @@ from triax.models.llama import llama_layers
 from triax.pipe.schedules.registry import RECIPES
 from triax.plan.cost import CostModel, Work
 from triax.plan.machine import machine
-from triax.plan.memory import ModelMemory
 from triax.plan.parallel_layout import ParallelLayout
 from triax.plan.picture import name_of
-from triax.plan.traffic import sent_bytes
 
 BATCH, WARM_UP = 8, 2
-KINDS = ("parameters", "gradients", "masters", "optimizer", "buffers")
 SMALL: dict[str, Any] = {"vocab_size": 512, "num_hidden_layers": 8}
 MODELS: dict[str, tuple[TransformerConfig, Any, int]] = {  # configuration, maker of its layers, tokens of a sequence
     "gpt": (
@@ -146,14 +142,8 @@ def measure(processes: int, steps: int) -> list[dict[str, Any]]:
         engine, batch = build(name, layout)
         step = partial(engine.train_batch, itertools.repeat(batch))
         times = [slowest(engine.grid, step) for _ in range(WARM_UP + steps)][WARM_UP:]
-        held = {kind: engine.memory_report()["held"][kind] for kind in KINDS}
-        sent = {
-            axis: sum(each["bytes"] for each in kinds.values())
-            for axis, kinds in engine.traffic_report()["sent"].items()
-        }
-        mine = {"pipe": engine.grid.pipe.rank, "tensor": engine.grid.tensor.rank, "held": held, "sent": sent}
         about = {"model": name, "processes": processes, "layout": str(layout), "fields": asdict(layout)}
-        rows.append({**about, "times": times, "ranks": engine.grid.world.all_gather_json(mine)})
+        rows.append({**about, "times": times})
         del engine, step
         gc.collect()
     return rows
@@ -186,7 +176,7 @@ def build(name: str, layout: ParallelLayout) -> tuple[Any, tuple[torch.Tensor, t
 
 
 def predict(row: dict[str, Any], file: str) -> None:
-    """Add the prediction, its ratio to the measured median, and whether the bytes are equal to a row."""
+    """Add the prediction, and its ratio to the measured median, to a row."""
     config, _, sequence = MODELS[row["model"]]
     layout = ParallelLayout(**row["fields"])
     model = CostModel(Work(config, machine(file), BATCH, sequence, "fp32"))
@@ -194,13 +184,6 @@ def predict(row: dict[str, Any], file: str) -> None:
     row["predicted"], row["kinds"] = step.seconds, {kind: value for kind, value in step.kinds.items() if value}
     row["median"] = median(row["times"])
     row["ratio"] = row["predicted"] / row["median"]
-    memory = ModelMemory(config, "fp32")
-    row["held_equal"] = row["sent_equal"] = True
-    for each in row["ranks"]:
-        held = memory.states(layout, each["tensor"])[each["pipe"]]._asdict()
-        row["held_equal"] &= each["held"] == {kind: held[kind] for kind in KINDS}
-        sent = sent_bytes(config, layout, BATCH, sequence, "fp32", each["tensor"])[each["pipe"]]
-        row["sent_equal"] &= all(each["sent"].get(axis, 0.0) == size for axis, size in sent.items())
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -220,11 +203,11 @@ def show(rows: list[dict[str, Any]]) -> None:
         (
             f"{row['processes']}  {row['model']} {name_of(row['fields'])}",
             *(f"{1e3 * row['predicted']:.0f}", spread([1e3 * each for each in row["times"]], ".0f")),
-            *(f"{row['ratio']:.2f}", *("=" if row[key] else "differs" for key in ("held_equal", "sent_equal"))),
+            f"{row['ratio']:.2f}",
         )
         for row in sorted(rows, key=lambda row: row["processes"])
     )
-    heads = ("layout", "predicted, ms", "measured, ms", "ratio", "held", "sent")
+    heads = ("layout", "predicted, ms", "measured, ms", "ratio")
     terminal().print(table(heads, cells, f"a step of {BATCH} sequences, fp32"))
     for name, value in summary(rows).items():
         print(f"{name}: {value:.3f}")

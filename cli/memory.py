@@ -68,11 +68,14 @@ def memory(
     as_json: Annotated[bool, typer.Option("--json", help="Of a model: print one JSON object, with bytes.")] = False,
 ) -> None:
     """Print the memory of each pipe rank of a model on a grid, activations included; or of a number of parameters."""
+    from ..compat.deepspeed.config.optimizer_names import native_optimizer
     from ..plan.machine import machine as machine_of
 
     if (model is None) == (parameters is None):
         raise ConfigError("Give one of a MODEL, such as llama3-8b, and --parameters, such as 7.5e9.")
     try:
+        if optimizer is not None:
+            optimizer = native_optimizer(optimizer, {}).type  # FusedAdam is AdamW
         if parameters is not None:
             if layout or batch or sequence or machine or processes or as_json:
                 raise ValueError(
