@@ -18,6 +18,7 @@ from ..pipe.program.simulate import Costs, simulate
 from ..plan.layers import LayerShape
 from ..plan.memory import ModelMemory, RankMemory, StateOptions
 from ..plan.parallel_layout import ParallelLayout
+from ..plan.tuning import optimizer_states
 from ..train.job import Job
 
 
@@ -85,35 +86,19 @@ def explain(job: Job, processes: int | None = None) -> dict[str, Any]:
 
 def layout_of_job(job: Job) -> ParallelLayout:
     """Return the layout of a run. Its schedule and chunks are those of 1F1B: ``job.schedule`` has the run's own."""
-    zero, size = job.options.zero, job.topology.size
-    return ParallelLayout(
-        pipe=size("pipe"),
-        data=size("data"),
-        context=size("context"),
-        tensor=size("tensor"),
-        expert=size("expert"),
+    return ParallelLayout.of(
+        *(job.options, job.topology.sizes),
         microbatch=job.batch.micro,
-        zero=zero.known_stage,
-        recompute=_recompute(job),
-        offload=zero.offload_optimizer.device != "none",
+        zero=job.options.zero.known_stage,
         sequence_parallel=job.file.grid.sequence_parallel,
     )
 
 
 def memory_of_job(job: Job) -> ModelMemory:
     """Return the formulas for the memory of a run's model, with the options of its training."""
-    zero = job.options.zero
-    options = StateOptions(
-        precision=job.precision,
-        low_precision_masters=not job.options.precision.master_weights,
-        optimizer=_states(job),
-        bucket=zero.bucket_size,
-        persistent=zero.persistence_threshold,
-        keep_gathered=zero.keep_gathered,
-        reduce_each_microbatch=zero.reduce_each_microbatch,
-        decays=job.file.training.optimizer.decays,
-        frozen=job.options.lora is not None,
-    )
+    section = job.options.optimizer
+    states = optimizer_states(section.type, section.arguments)
+    options = StateOptions.of(job.options, job.precision, states, job.file.training.optimizer.decays)
     return ModelMemory(job.model, options=options, shard_tensor=bool(job.file.model.experts.shard_tensor))
 
 
@@ -175,20 +160,6 @@ def _flops(layer: LayerShape, sequence: int) -> float:
         return products
     seen = (sequence + 1) / 2 if sizes.window is None else min(sizes.window, (sequence + 1) / 2)
     return products + seen * sizes.heads * (sizes.query_dim + sizes.value_dim)
-
-
-def _recompute(job: Job) -> str:
-    section = job.options.recompute
-    if not section.asked:
-        return "none"
-    return "selective" if section.granularity == "selective" else "full"
-
-
-def _states(job: Job) -> int:
-    """Return the number of state tensors of the optimizer."""
-    section = job.options.optimizer
-    options = sum(bool(section.arguments.get(key)) for key in ("momentum", "centered", "amsgrad"))
-    return STATES.get(section.type.lower(), STATES["adamw"]) + options
 
 
 def _notes(job: Job, processes: int | None) -> Iterable[str]:

@@ -64,10 +64,7 @@ class TrainingRun:
 
     def __init__(self, job: Job, watches: Sequence[Watch] = (), baseline: Baseline | None = None) -> None:
         self.job, self._watches, self._baseline = job, list(watches), baseline
-        size = job.topology.size
-        self.grid = Grid(
-            pipe=size("pipe"), data=size("data"), context=size("context"), tensor=size("tensor"), expert=size("expert")
-        )
+        self.grid = Grid(**job.topology.sizes)
         training, held_out, self.tokenizer = check_data(job.file, job.sequence, job.tokenizer, job.model.vocab_size)
         # Opened now: its file may be gone when a sample is due.
         sampled = job.file.sample is not None and self.tokenizer is not None
