@@ -116,15 +116,18 @@ def main() -> None:
         results[clip] = rows = measure(shape, options)
         if not options.json:
             title = f"Linear({shape.inputs}, {shape.outputs}), {shape.microbatches} x {shape.batch} samples, "
-            title += f"clipping {clip}, {torch.get_num_threads()} threads"
-            bare_times = rows[0].times
-            columns = {
-                "step, ms": lambda row: f"{1e3 * row.step:.2f}",
-                "ratio to the bare loop": lambda row, bare=bare_times: beside(row.times, bare),
-            }
-            show(title, rows, columns)
+            show_loops(f"{title}clipping {clip}, {torch.get_num_threads()} threads", rows)
     if options.json:
         print_json(results, threads=torch.get_num_threads())
+
+
+def show_loops(title: str, rows: list[Row]) -> None:
+    """Print a table."""
+    columns: dict[str, Callable[[Row], str]] = {
+        "step, ms": lambda row: f"{1e3 * row.step:.2f}",
+        "ratio to the bare loop": lambda row: beside(row.times, rows[0].times),
+    }
+    show(title, rows, columns)
 
 
 def parse() -> argparse.Namespace:

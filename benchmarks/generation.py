@@ -153,14 +153,20 @@ def report(options: argparse.Namespace, found: dict[str, list[Row]]) -> None:
         print_json(found, preset=options.preset)
         return
     what = f"{options.preset}, {options.pipe} pipe x {options.tensor} tensor, {os.cpu_count()} cores, "
+    what += "greedy" if options.greedy else "drawn"
     for (title, rows), batch in zip(found.items(), options.batches, strict=True):
-        theirs = next((row.times for row in rows if row.name == "transformers"), [])
-        columns = {
-            "ms a step": lambda row: spread([1e3 * each for each in row.times], ".1f"),
-            "tokens a second": lambda row, batch=batch: f"{batch / row.step:,.0f}",
-            "of transformers' time": lambda row, theirs=theirs: beside(row.times, theirs),
-        }
-        show(f"{what}{'greedy' if options.greedy else 'drawn'}, {title}", rows, columns)
+        show_batch(f"{what}, {title}", rows, batch)
+
+
+def show_batch(title: str, rows: list[Row], batch: int) -> None:
+    """Print the table of one number of sequences."""
+    theirs = next((row.times for row in rows if row.name == "transformers"), [])
+    columns: dict[str, Callable[[Row], str]] = {
+        "ms a step": lambda row: spread([1e3 * each for each in row.times], ".1f"),
+        "tokens a second": lambda row: f"{batch / row.step:,.0f}",
+        "of transformers' time": lambda row: beside(row.times, theirs),
+    }
+    show(title, rows, columns)
 
 
 if __name__ == "__main__":

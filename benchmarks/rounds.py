@@ -113,7 +113,7 @@ def _kept(folder: str, function: Callable[..., Any], *arguments: Any) -> None:
 
 
 def prepared(
-    makers: Makers[C], only: Sequence[str] = (), expected: Mapping[str, Tensor] | None = None
+    makers: Makers[C], only: Sequence[str] = (), expected: dict[str, Tensor] | None = None
 ) -> tuple[list[Row], list[tuple[Row, C]]]:
     """Make the contenders, and compare their gradients.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from statistics import median
+from typing import Any
 
 import torch.distributed as dist
 from counting import counted
@@ -66,7 +67,8 @@ def measure(
     if not dist.is_initialized():
         dist.init_process_group("gloo")  # by torch, for the peers: triax makes groups of its own beside it
     size = dist.get_world_size()
-    grid = triax.Grid(**({"data": size, "expert": size} if axis == "expert" else {axis: size}))
+    sizes: dict[str, Any] = {"data": size, "expert": size} if axis == "expert" else {axis: size}
+    grid = triax.Grid(**sizes)
     rows, running = prepared(makers(model, grid), options.only)
     apart, parts = (Everywhere(running[0][1]), size) if silent is None else (silent(model), 1)
     least = Row("")

@@ -32,7 +32,8 @@ class JobSteps:
     def __call__(self) -> None:
         """Train on rows of zeros."""
         job = self._without_weights()
-        grid = Grid(**job.topology.sizes)
+        sizes: dict[str, Any] = job.topology.sizes
+        grid = Grid(**sizes)
         module = build_module(job, grid)
         # Nothing is written, and no checkpoint is read.
         options = job.options.changed(checkpoint=Checkpoints(), monitor=Monitoring())

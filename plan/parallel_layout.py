@@ -77,7 +77,7 @@ class ParallelLayout:
         object.__setattr__(self, "sequence_parallel", sharded)
 
     @classmethod
-    def of(cls, options: EngineOptions, axes: Mapping[str, int], **others: Any) -> ParallelLayout:
+    def of(cls, options: EngineOptions, axes: Mapping[str, Any], **others: Any) -> ParallelLayout:
         """Return the layout of axes with an engine's recomputation and offload; ``others`` are further fields."""
         section = options.recompute
         kind = "selective" if section.granularity == "selective" else "full"
