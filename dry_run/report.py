@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..base.tables import as_text, table
-from ..monitor.format import size
 from .dry_run import DryRun
 
 _KINDS = ("parameters", "gradients", "masters", "optimizer", "buffers", "activations", "working")
@@ -54,15 +53,15 @@ def _stages(run: DryRun) -> list[str]:
     heads, rows = ["pipe", "layers", *kinds, "total", *(f"sent {axis}" for axis in axes), "checkpoint"], []
     for pipe, record in sorted(most.items()):
         layers = " ".join(f"{start}-{stop - 1}" for start, stop in record.get("layers", []))
-        memory = [size(record["memory"].get(kind, 0)) for kind in kinds]
-        sent = [size(record.get("sent", {}).get(axis, 0)) for axis in axes]
-        rows.append([pipe, layers, *memory, size(_total(record)), *sent, size(record["checkpoint"][1])])
+        memory = [_size(record["memory"].get(kind, 0)) for kind in kinds]
+        sent = [_size(record.get("sent", {}).get(axis, 0)) for axis in axes]
+        rows.append([pipe, layers, *memory, _size(_total(record)), *sent, _size(record["checkpoint"][1])])
     lines = [as_text(table(heads, rows, left=0))]
     places: dict[str, float] = {}
     for record in most.values():
         for place, held in record["offloaded"].items() if isinstance(record.get("offloaded"), dict) else ():
             places[place] = max(places.get(place, 0), sum(held.values()) if isinstance(held, dict) else held)
-    lines += [f"offloaded to {place}: at most {size(most)} a rank" for place, most in places.items() if most]
+    lines += [f"offloaded to {place}: at most {_size(most)} a rank" for place, most in places.items() if most]
     fewer = next((record["microbatches"] for record in most.values() if record["microbatches"]), None)
     if fewer is not None:
         lines.append(
@@ -118,3 +117,10 @@ def _end(run: DryRun) -> list[str]:
             *("  " + line for line in run.logs[failed].splitlines()[-12:]),
         ]
     return [*lines, f"{len(run.problems)} problem{'' if len(run.problems) == 1 else 's'} ({run.seconds:.1f} s)"]
+
+
+def _size(size: float) -> str:
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size >= 2**power:
+            return f"{size / 2**power:.1f} {unit}"
+    return f"{size:.0f} B"
