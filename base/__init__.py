@@ -17,6 +17,7 @@ files.py: reading of files from elsewhere: regular ones, and never a FIFO that h
 accelerators.py: torch's functions for each kind of accelerator.
 formulas.py: bytes of model states and of ZeRO's communication, by the papers.
 parts.py: contexts around the named parts of a step.
+tables.py: tables of figures, in a terminal and as text.
 records.py: what a run writes about itself: an error of writing it never ends the run.
 """
 

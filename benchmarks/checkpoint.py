@@ -22,14 +22,16 @@ import json
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from limits import ratios
+from measuring import slowest
+from rounds import NotRunning, on_ranks
 from savers import MICRO, Saver, batch, engine, savers, step
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -37,31 +39,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import train_gpt
 
 import triax
-from triax.launcher.launch import launch
 from triax.train.job import resolve
 from triax.train.model import build_module, parameter_groups
 
 
-def timed(call: Callable[[], object]) -> float:
-    """Seconds of the slowest rank."""
-    dist.barrier()
-    start = time.perf_counter()
-    call()
-    took = torch.tensor([time.perf_counter() - start])
-    dist.all_reduce(took, op=dist.ReduceOp.MAX)
-    return float(took)
-
-
-def measure(options: Any, folder: str) -> None:
-    """Time and bytes of all: what each rank does; the first one prints."""
+def measure(options: Any, folder: str) -> dict[str, Any]:
+    """Return time and bytes of all. On each rank."""
     grid, running, missing = triax.Grid(), dict[str, Saver](), []
     for name, make in savers(options):
         if options.only and name not in options.only:
             continue
         try:
             running[name] = make()
-        except ImportError as error:
-            missing.append(f"{name}: {error}: pip install -e '.[bench]'")
+        except NotRunning as error:
+            missing.append(f"{name}: {error}")
     found: dict[str, list[float]] = {}
     for turn in range(options.rounds + 1):
         if grid.rank == 0:
@@ -70,24 +61,23 @@ def measure(options: Any, folder: str) -> None:
         names = [*running]
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             for what in ("save", "load"):
-                took = timed(lambda one=running[name], call=what, to=f"{folder}/{name}": getattr(one, call)(to))  # type: ignore[misc]
+                took = slowest(grid, partial(getattr(running[name], what), f"{folder}/{name}"))
                 if turn:  # the first one warms up
                     found.setdefault(f"{name} {what}", []).append(took)
     for saver in running.values():
         saver.check()
-    if grid.rank == 0:
-        parameters = options.layers * (8 * options.width**2 + 5 * options.width)
-        sizes = {name: sum(p.stat().st_size for p in Path(folder, name).rglob("*")) for name in running}
-        report = {
-            "parameters": parameters,
-            "ranks": grid.size,
-            "median seconds": {name: round(median(times), 4) for name, times in found.items()},
-            "bytes a parameter": {name: round(size / parameters, 3) for name, size in sizes.items()},
-            "rounds": {name: [round(each, 4) for each in times] for name, times in found.items()},
-            "not there": missing,
-        }
-        print(json.dumps(report, indent=1))
+    parameters = options.layers * (8 * options.width**2 + 5 * options.width)
+    sizes = {name: sum(p.stat().st_size for p in Path(folder, name).rglob("*")) for name in running}
+    ranks = grid.size
     grid.close()
+    return {
+        "parameters": parameters,
+        "ranks": ranks,
+        "median seconds": {name: round(median(times), 4) for name, times in found.items()},
+        "bytes a parameter": {name: round(size / parameters, 3) for name, size in sizes.items()},
+        "rounds": {name: [round(each, 4) for each in times] for name, times in found.items()},
+        "not there": missing,
+    }
 
 
 def blocks(options: Any) -> tuple[triax.Grid, Any, int, Callable[[], None]]:
@@ -114,8 +104,8 @@ def main_job(_: Any) -> tuple[triax.Grid, Any, int, Callable[[], None]]:
     return grid, trained, job.model.parameter_count, one
 
 
-def behind(options: Any, folder: str) -> None:
-    """Measure on each rank what an asynchronous save costs the steps beside it; rank 0 prints."""
+def behind(options: Any, folder: str) -> dict[str, Any]:
+    """Return what an asynchronous save costs the steps beside it. On each rank."""
     grid, trained, parameters, one = main_job(options) if options.main_job else blocks(options)
 
     def steps(count: int) -> None:
@@ -144,30 +134,29 @@ def behind(options: Any, folder: str) -> None:
     found: dict[str, list[float]] = {"alone": [], "saving": [], "copy": [], "left": []}
 
     def alone() -> None:
-        found["alone"].append(timed(lambda: steps(count)))
+        found["alone"].append(slowest(grid, partial(steps, count)))
 
     def saving() -> None:
-        found["copy"].append(timed(save))
-        found["saving"].append(timed(lambda: steps(count)))
-        found["left"].append(timed(trained.wait_for_checkpoint))
+        found["copy"].append(slowest(grid, save))
+        found["saving"].append(slowest(grid, partial(steps, count)))
+        found["left"].append(slowest(grid, trained.wait_for_checkpoint))
 
     for turn in range(options.rounds):
         for block in (alone, saving) if turn % 2 else (saving, alone):
             block()
-    if grid.rank == 0:
-        ratios = [one / other for one, other in zip(found["saving"], found["alone"], strict=True)]
-        report = {
-            "parameters": parameters,
-            "ranks": grid.size,
-            "steps a block": count,
-            "a step, in ms": round(1e3 * median(found["alone"]) / count, 3),
-            "the copy, in ms": round(1e3 * median(found["copy"]), 3),
-            "cost of a step": round(median(ratios), 4),
-            "left at the end of a block, in ms": round(1e3 * median(found["left"]), 3),
-            "rounds": {"cost of a step": [round(each, 4) for each in ratios]},
-        }
-        print(json.dumps(report, indent=1))
+    ranks = grid.size
     grid.close()
+    costs = ratios(found["saving"], found["alone"])
+    return {
+        "parameters": parameters,
+        "ranks": ranks,
+        "steps a block": count,
+        "a step, in ms": round(1e3 * median(found["alone"]) / count, 3),
+        "the copy, in ms": round(1e3 * median(found["copy"]), 3),
+        "cost of a step": round(median(costs), 4),
+        "left at the end of a block, in ms": round(1e3 * median(found["left"]), 3),
+        "rounds": {"cost of a step": [round(each, 4) for each in costs]},
+    }
 
 
 def main() -> None:
@@ -187,7 +176,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         job = behind if options.behind or options.main_job else measure
         ranks = 8 if options.main_job else options.ranks
-        sys.exit(launch(job, options, folder, ranks=ranks, threads=1))
+        print(json.dumps(on_ranks(job, options, folder, ranks=ranks)[0], indent=1))
 
 
 if __name__ == "__main__":

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import itertools
-import logging
-from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from limits import seconds_per_message, stage_costs
 from measuring import slowest
+from rounds import ALONE, Contender, Makers, deepspeed_engine, load_deepspeed, quiet
 from stacks import Entry, Stack
 from torch import Tensor, nn
 
 import triax
 
 LEARNING_RATE = 1e-3
-ALONE = "one process"
 
 
-class Contender(Protocol):
-    """One rank's part of a pipeline.
+class PipelineContender(Contender, Protocol):
+    """One rank's part of a pipeline. Its gradients are those of its entries, by ``entry.parameter``.
 
     Attributes:
         ops: forwards and backwards (whole, or both halves) that the busiest rank runs in a step.
@@ -33,12 +30,6 @@ class Contender(Protocol):
     ops: int
     schedule: triax.Schedule | None
 
-    def step(self) -> None:
-        """Forward and backward of every microbatch, then the optimizer."""
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Gradients of a step, of this rank's entries, by ``entry.parameter``. Steps are not timed from then on."""
-
 
 class OneProcess:
     """The first rank alone, with the whole stack and no pipeline: what the others are measured against."""
@@ -46,7 +37,7 @@ class OneProcess:
     def __init__(self, stack: Stack, pipe: int, microbatches: int) -> None:
         self._stack, self._batch, self._count = stack, stack.batch(microbatches), microbatches
         self._model = stack.whole()
-        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=LEARNING_RATE)
+        self._optimizer = _sgd(self._model.parameters())
         self.ops = 2 * microbatches * pipe
         self.schedule: triax.Schedule | None = None
 
@@ -135,7 +126,7 @@ class Torch:
             self.schedule = triax.Schedule.from_csv("\n".join(split), schedule)
             self.ops = max(map(len, orders))
         parameters = [parameter for entry in self._entries.values() for parameter in entry.parameters()]
-        self._optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE)
+        self._optimizer = _sgd(parameters)
         inputs, labels = (torch.cat(tensors) for tensors in zip(*stack.batch(microbatches), strict=True))
         self._inputs = (inputs,) if 0 in mine else ()
         self._labels = {"target": labels, "losses": []} if stages - 1 in mine else {}
@@ -157,30 +148,18 @@ class DeepSpeed:
     """DeepSpeed's PipelineEngine: 1F1B, the one schedule it has."""
 
     def __init__(self, stack: Stack, pipe: int, microbatches: int) -> None:
-        # It reports through a logger of its own and through print.
-        with contextlib.redirect_stdout(io.StringIO()):
-            import deepspeed
+        load_deepspeed()
+        with quiet(), torch.random.fork_rng(devices=[]):  # it seeds torch
             from deepspeed.pipe import LayerSpec, PipelineModule
-            from deepspeed.utils.logging import logger
 
-            logger.setLevel(logging.ERROR)
-            deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-            with torch.random.fork_rng(devices=[]):  # it seeds torch
-                module = PipelineModule(
-                    [LayerSpec(Entry, index, stack) for index in range(stack.entries)],
-                    num_stages=pipe,
-                    loss_fn=stack.loss,
-                    partition_method="uniform",
-                )
-            self._engine, *_ = deepspeed.initialize(
-                model=module,
-                optimizer=torch.optim.SGD(module.parameters(), lr=LEARNING_RATE),
-                config={
-                    "train_micro_batch_size_per_gpu": stack.microbatch,
-                    "gradient_accumulation_steps": microbatches,
-                    "steps_per_print": 10**9,
-                },
+            module = PipelineModule(
+                [LayerSpec(Entry, index, stack) for index in range(stack.entries)],
+                num_stages=pipe,
+                loss_fn=stack.loss,
+                partition_method="uniform",
             )
+        optimizer = _sgd(module.parameters())
+        self._engine = deepspeed_engine(module, optimizer, stack.microbatch, gradient_accumulation_steps=microbatches)
         start = module._local_start
         self._entries = {start + i: layer for i, layer in enumerate(module.forward_funcs)}
         self._data = itertools.cycle(stack.batch(microbatches))
@@ -216,7 +195,7 @@ class Silent:
             for stage in range(grid.rank, stages, grid.size)
         }
         self._parameters = [p for stage in self._stages.values() for p in stage.parameters()]
-        self._optimizer = torch.optim.SGD(self._parameters, lr=LEARNING_RATE)
+        self._optimizer = _sgd(self._parameters)
         ((self._inputs, self._labels),) = stack.batch(1)
         with torch.no_grad():
             self._hidden = stack.build(0)(self._inputs)
@@ -241,17 +220,17 @@ class Silent:
         return triax.Costs(F=forwards, I=inputs, W=weights, COMM=self._message), step
 
 
-def contenders(stack: Stack, pipe: int, microbatches: int) -> Iterator[tuple[str, Callable[[], Contender]]]:
-    """Names, and how to make them; triax's first, then its peers, the one process last."""
+def contenders(stack: Stack, pipe: int, microbatches: int) -> Makers[PipelineContender]:
+    """Names, and how to make them; the one process first."""
+    yield ALONE, partial(OneProcess, stack, pipe, microbatches)
     for schedule, chunks in (("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("zb-v", 2)):
-        yield f"triax {schedule}", lambda s=schedule, c=chunks: Triax(stack, pipe, microbatches, s, c)  # type: ignore[misc]
+        yield f"triax {schedule}", partial(Triax, stack, pipe, microbatches, schedule, chunks)
     for schedule, chunks in (("Schedule1F1B", 1), ("ScheduleInterleavedZeroBubble", 2), ("ScheduleZBVZeroBubble", 2)):
-        yield f"torch {schedule}", lambda s=schedule, c=chunks: Torch(stack, pipe, microbatches, s, c)  # type: ignore[misc]
-    yield "DeepSpeed PipelineEngine", lambda: DeepSpeed(stack, pipe, microbatches)
-    yield ALONE, lambda: OneProcess(stack, pipe, microbatches)
+        yield f"torch {schedule}", partial(Torch, stack, pipe, microbatches, schedule, chunks)
+    yield "DeepSpeed PipelineEngine", partial(DeepSpeed, stack, pipe, microbatches)
 
 
-def _sgd(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def _sgd(groups: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=LEARNING_RATE)
 
 

@@ -15,8 +15,9 @@ autograd in one process. docs/benchmarks.md says more.
 from __future__ import annotations
 
 from context_contenders import contenders
-from rounds import Makers, options, run
-from sharers import Shape
+from rounds import Makers
+from sharers import Alone, Shape
+from sharing import run
 
 import triax
 
@@ -26,16 +27,10 @@ SHAPES = {
 }
 
 
-def makers(model: str, grid: triax.Grid) -> Makers:
-    """The contenders."""
+def makers(model: str, grid: triax.Grid) -> Makers[Alone]:
+    """Return the contenders."""
     return contenders(SHAPES[model], grid)
 
 
-def title(model: str, ranks: int) -> str:
-    """A table's title."""
-    shape = SHAPES[model]
-    return f"{model}: {shape.layers} blocks of width {shape.width}, {shape.length:,} tokens, {ranks} context ranks"
-
-
 if __name__ == "__main__":
-    run(options(__doc__ or "", SHAPES), makers, "context", title)
+    run(__doc__, {name: str(shape) for name, shape in SHAPES.items()}, "context", makers)

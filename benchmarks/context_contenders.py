@@ -5,16 +5,15 @@ All start from the weights of the same plain module (sharers.py). Each rank has 
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from einops import rearrange
-from rounds import NotRunning
-from sharers import ALONE, Alone, Block, Shape, Shared, Triax, attend, plain
+from rounds import ALONE, Makers, NotRunning, load_deepspeed
+from sharers import Alone, Block, Shape, Shared, Triax, attend, plain
 from torch import Tensor, nn
 
 import triax
@@ -232,31 +231,11 @@ def _attend_tokens_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return attend(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
 
 
-def load_deepspeed() -> None:
-    """Make DeepSpeed ready.
-
-    Raises:
-        NotRunning: it is not installed.
-    """
-    if importlib.util.find_spec("deepspeed") is None:
-        raise NotRunning("not installed: pip install -e '.[bench]'")
-    import contextlib
-    import io
-    import logging
-
-    with contextlib.redirect_stdout(io.StringIO()):
-        import deepspeed
-        from deepspeed.utils.logging import logger
-
-        logger.setLevel(logging.ERROR)
-        deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-
-
-def contenders(shape: Shape, grid: triax.Grid) -> Iterator[tuple[str, Callable[[], Alone]]]:
+def contenders(shape: Shape, grid: triax.Grid) -> Makers[Alone]:
     """Names, and how to make them; the one process first."""
     yield ALONE, lambda: Alone(shape)
     for kind in ("ring", "ulysses", "gather"):
-        yield f"triax, {kind}", lambda kind=kind: TriaxPart(shape, grid, kind)  # type: ignore[misc]
+        yield f"triax, {kind}", partial(TriaxPart, shape, grid, kind)
     yield "keys gathered, by hand", lambda: Gathered(shape)
     yield "Ulysses, by hand", lambda: Ulysses(shape)
     yield "torch's ring, called directly", lambda: TorchRing(shape)

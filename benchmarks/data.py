@@ -19,7 +19,6 @@ and core". The ratio is to the best of the contenders of `datasets` in the same 
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -27,19 +26,20 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
+from limits import ratios, spread
 from measuring import in_turn
-from rich.console import Console
-from rich.table import Table
+from rounds import parser
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 import corpus
 
+from triax.base.tables import table, terminal
 from triax.data import TokenData, TokenFolder, tokenize, train_tokenizer
 from triax.data.sources import Reading, find_sources
 
@@ -144,30 +144,21 @@ def show(length: int, rates: dict[str, list[float]]) -> None:
     """Print a table."""
     peers = [name for name in rates if name.startswith("datasets")] or [*rates]
     best = max(peers, key=lambda name: median(rates[name]))
-    table = Table(title=f"rows of {length:,} tokens, {ROWS} a microbatch", title_justify="left")
-    for head in ("", "million tokens a second and core", f"ratio to {best}"):
-        table.add_column(head, justify="left" if not head else "right")
-    for name, mine in rates.items():
-        ratios = [a / b for a, b in zip(mine, rates[best], strict=True)]
-        table.add_row(name, spread([each / 1e6 for each in mine]), spread(ratios))
-    Console(width=110).print(table)
-
-
-def spread(values: list[float]) -> str:
-    """Median, and the middle half."""
-    low, _, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
-    return f"{median(values):.3g} ({low:.3g} to {high:.3g})"
+    heads = ("", "million tokens a second and core", f"ratio to {best}")
+    rows = (
+        (name, spread([each / 1e6 for each in mine], ".3g"), spread(ratios(mine, rates[best]), ".3g"))
+        for name, mine in rates.items()
+    )
+    terminal(width=110).print(table(heads, rows, f"rows of {length:,} tokens, {ROWS} a microbatch"))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--tokens", type=int, default=2_000_000, help="that each contender makes in a round")
-    parser.add_argument("--files", type=int, default=2000, help="of the standard library")
-    parser.add_argument("--vocab-size", type=int, default=8192)
-    parser.add_argument("--json", action="store_true", help="one object instead of tables")
-    options = parser.parse_args()
+    arguments = parser(__doc__, rounds=15, ranks=False)
+    arguments.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096])
+    arguments.add_argument("--tokens", type=int, default=2_000_000, help="that each contender makes in a round")
+    arguments.add_argument("--files", type=int, default=2000, help="of the standard library")
+    arguments.add_argument("--vocab-size", type=int, default=8192)
+    options = arguments.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as path:

@@ -14,21 +14,16 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
-import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
-from limits import ratios, spread
 from measuring import in_turn
-from rich.console import Console
-from rich.table import Table
+from rounds import Row, beside, load_deepspeed, parser, print_json, show, trained_alike
 from stacks import Batch, Stack
 from torch import Tensor, nn
 
@@ -47,17 +42,6 @@ CHECKED, TOLERANCE = 3, 2e-2  # steps, and how far weights in bf16 may be apart 
 
 Step = Callable[[], object]
 Made = tuple[Step, Callable[[], dict[str, Tensor]]]  # a step, and the weights in fp32
-
-
-@dataclass
-class Row:
-    """Figures of one contender."""
-
-    name: str
-    problem: str = ""  # why it did not run
-    times: list[float] = field(default_factory=list)  # of each round: seconds a step
-    held: int = 0  # bytes between steps
-    peak: int = 0  # bytes that a step takes beyond them
 
 
 @dataclass
@@ -156,15 +140,11 @@ def deepspeed(job: Job, stage: int) -> Made:
     """DeepSpeed's engine of a plain module.
 
     Raises:
-        ImportError: it is not installed.
+        NotRunning: it is not installed.
     """
-    if importlib.util.find_spec("deepspeed") is None:
-        raise ImportError("not installed")
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "RANK": "0", "WORLD_SIZE": "1"})
     os.environ.setdefault("LOCAL_RANK", "0")
-    import deepspeed as ds
-
-    ds.init_distributed("nccl" if job.device.type == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False)
+    ds = load_deepspeed("nccl" if job.device.type == "cuda" else "gloo")
     made = job.model()
     config = {**job.config(stage=stage), "train_batch_size": job.stack.microbatch * job.microbatches}
     engine = ds.initialize(model=made, model_parameters=made.parameters(), config=config)[0]
@@ -201,27 +181,24 @@ def main() -> None:
     job = Job(stack, options.microbatches, device, options.compile)
     rate = product_rate(device, options.products)
     rows = measure(job, options)
-    about = {"torch": torch.__version__, "device": name_of(device), "product_flops": rate, "flops": job.flops()}
     if options.json:
-        print(json.dumps({**about, "rows": [vars(row) for row in rows]}, indent=1))
+        print_json(rows, device=name_of(device), product_flops=rate, flops=job.flops())
     else:
-        show(rows, job, rate, options)
+        show_device(rows, job, rate, options)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--size", choices=list(SIZES), default="1.3b", help="parameters of the model")
-    parser.add_argument("--microbatch", type=int, help="samples; by default the size's own")
-    parser.add_argument("--microbatches", type=int, default=1, help="of a step")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--compile", action="store_true", help="compile each block with torch.compile")
-    parser.add_argument("--overhead", action="store_true", help="a model that costs next to nothing")
-    parser.add_argument("--only", nargs="+", help="contenders whose name begins with, or holds, one of these")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=5, help="of each contender in a round")
-    parser.add_argument("--products", type=int, nargs="+", help="sizes of the square products of the rate")
-    parser.add_argument("--json", action="store_true", help="one object instead of a table")
-    return parser.parse_args()
+    arguments = parser(__doc__, ranks=False)
+    arguments.add_argument("--size", choices=list(SIZES), default="1.3b", help="parameters of the model")
+    arguments.add_argument("--microbatch", type=int, help="samples; by default the size's own")
+    arguments.add_argument("--microbatches", type=int, default=1, help="of a step")
+    arguments.add_argument("--device", default="cuda")
+    arguments.add_argument("--compile", action="store_true", help="compile each block with torch.compile")
+    arguments.add_argument("--overhead", action="store_true", help="a model that costs next to nothing")
+    arguments.add_argument("--only", nargs="+", help="contenders whose name begins with, or holds, one of these")
+    arguments.add_argument("--steps", type=int, default=5, help="of each contender in a round")
+    arguments.add_argument("--products", type=int, nargs="+", help="sizes of the square products of the rate")
+    return arguments.parse_args()
 
 
 def product_rate(device: torch.device, sizes: list[int] | None) -> float:
@@ -262,36 +239,24 @@ def allocated(device: torch.device, peak: bool = False) -> int:
 
 def measure(job: Job, options: argparse.Namespace) -> list[Row]:
     """Build every contender, compare what they learn, and time them in turn."""
+    asked = ((name, partial(make, job)) for name, make in CONTENDERS.items())
+    makers = (pair for pair in asked if not options.only or any(wanted in pair[0] for wanted in options.only))
     rows: list[Row] = []
     running: list[tuple[Row, Step]] = []
-    expected: dict[str, Tensor] = {}
-    for name, make in CONTENDERS.items():
-        if options.only and not any(wanted in name for wanted in options.only):
-            continue
-        row, before = Row(name), allocated(job.device)
+    before = allocated(job.device)
+    for row, step in trained_alike(makers, CHECKED, rtol=TOLERANCE, atol=CHECKED * 2 * LR):
         rows.append(row)
-        try:
-            step, weights = make(job)
-        except ImportError as error:
-            row.problem = str(error)
+        if row.problem:
             continue
-        for _ in range(CHECKED):
-            step()
-        found = {key: value.detach().float().cpu() for key, value in weights().items()}
-        expected = expected or found
-        for key, value in found.items():
-            torch.testing.assert_close(
-                value, expected[key], rtol=TOLERANCE, atol=CHECKED * 2 * LR, msg=f"{name}: {key} differs"
-            )
-        del found
         gc.collect()
-        row.held = allocated(job.device) - before
+        now = allocated(job.device)
+        row.held = [now - before]
         if job.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(job.device)
-        now = allocated(job.device)
         step()
         synchronize(job.device)
-        row.peak = allocated(job.device, peak=True) - now
+        row.peak = [allocated(job.device, peak=True) - now]
+        before = allocated(job.device)
         running.append((row, step))
     for row, step in in_turn(running, options.rounds):
         step()
@@ -299,32 +264,23 @@ def measure(job: Job, options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-def show(rows: list[Row], job: Job, rate: float, options: argparse.Namespace) -> None:
+def show_device(rows: list[Row], job: Job, rate: float, options: argparse.Namespace) -> None:
     """Print a table."""
     parameters = sum(parameter.numel() for parameter in job.stack.build(1).parameters()) * job.stack.entries
     title = f"{parameters / 1e9:.2f} billion parameters in blocks, {job.microbatches} x {job.stack.microbatch} samples"
     title += f" of {job.stack.length} tokens, bf16{', compiled' if job.compiled else ''}; {name_of(job.device)}, "
-    table = Table(title=title + f"torch {torch.__version__}; plain product {rate / 1e12:.0f} TFLOP/s")
+    title += f"torch {torch.__version__}; plain product {rate / 1e12:.0f} TFLOP/s"
     unit, factor = ("us", 1e6) if options.overhead else ("ms", 1e3)
-    table.add_column("contender")
-    for column in (f"step, {unit}", "of bare", "TFLOP/s", "of product", "held, GiB", "step, GiB"):
-        table.add_column(column, justify="right")
-    first = next((row for row in rows if row.times), None)
-    for row in rows:
-        if not row.times or first is None:
-            table.add_row(row.name, row.problem)
-            continue
-        achieved = job.flops() / median(row.times)
-        table.add_row(
-            row.name,
-            f"{median(row.times) * factor:.1f}",
-            spread(ratios(first.times, row.times)),
-            f"{achieved / 1e12:.1f}",
-            f"{achieved / rate:.3f}",
-            f"{row.held / 2**30:.1f}",
-            f"{row.peak / 2**30:.1f}",
-        )
-    Console().print(table)
+    first = next((row.times for row in rows if row.times), [])
+    columns = {
+        f"step, {unit}": lambda row: f"{row.step * factor:.1f}",
+        "of bare": lambda row: beside(first, row.times),
+        "TFLOP/s": lambda row: f"{job.flops() / row.step / 1e12:.1f}",
+        "of product": lambda row: f"{job.flops() / row.step / rate:.3f}",
+        "held, GiB": lambda row: f"{row.held[0] / 2**30:.1f}",
+        "step, GiB": lambda row: f"{row.peak[0] / 2**30:.1f}",
+    }
+    show(title, rows, columns)
 
 
 if __name__ == "__main__":

@@ -12,19 +12,16 @@ trained the same weights.
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
-import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from measuring import in_turn
+from rounds import Row, beside, parser, print_json, show, trained_alike
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -34,15 +31,6 @@ BARE = "bare loop"
 OPTIONS: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01}
 LIMIT = 0.01  # the gradient's norm is above it: clipping acts
 CHECKED = 3  # steps after which the weights are compared
-
-
-@dataclass
-class Row:
-    """Time of one loop."""
-
-    name: str
-    times: list[float] = field(default_factory=list)  # of each round: seconds a step
-    ratios: list[float] = field(default_factory=list)  # to the bare loop's of the same round
 
 
 @dataclass
@@ -125,29 +113,35 @@ def main() -> None:
     results = {}
     for clip in options.clip:
         shape = Shape(options.inputs, options.outputs, options.batch, options.microbatches, clip == "on")
-        rows = measure(shape, options)
-        results[clip] = [vars(row) for row in rows]
+        results[clip] = rows = measure(shape, options)
         if not options.json:
-            show(rows, shape)
+            title = f"Linear({shape.inputs}, {shape.outputs}), {shape.microbatches} x {shape.batch} samples, "
+            show_loops(f"{title}clipping {clip}, {torch.get_num_threads()} threads", rows)
     if options.json:
-        about = {"torch": torch.__version__, "threads": torch.get_num_threads()}
-        print(json.dumps({**about, "results": results}, indent=1))
+        print_json(results, threads=torch.get_num_threads())
+
+
+def show_loops(title: str, rows: list[Row]) -> None:
+    """Print a table."""
+    columns: dict[str, Callable[[Row], str]] = {
+        "step, ms": lambda row: f"{1e3 * row.step:.2f}",
+        "ratio to the bare loop": lambda row: beside(row.times, rows[0].times),
+    }
+    show(title, rows, columns)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3], help="of ZeRO")
-    parser.add_argument("--inputs", type=int, default=1024)
-    parser.add_argument("--outputs", type=int, default=2048)
-    parser.add_argument("--batch", type=int, default=64, help="samples of a microbatch")
-    parser.add_argument("--microbatches", type=int, default=1, help="of a step")
-    parser.add_argument("--clip", nargs="+", choices=("off", "on"), default=["off", "on"])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=10, help="of each loop in a round")
-    parser.add_argument("--threads", type=int, help="of torch's; by default its own choice")
-    parser.add_argument("--cpu", action="store_true", help="seconds of this process, where others compute too")
-    parser.add_argument("--json", action="store_true", help="one object instead of tables")
-    return parser.parse_args()
+    arguments = parser(__doc__, rounds=15, ranks=False)
+    arguments.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3], help="of ZeRO")
+    arguments.add_argument("--inputs", type=int, default=1024)
+    arguments.add_argument("--outputs", type=int, default=2048)
+    arguments.add_argument("--batch", type=int, default=64, help="samples of a microbatch")
+    arguments.add_argument("--microbatches", type=int, default=1, help="of a step")
+    arguments.add_argument("--clip", nargs="+", choices=("off", "on"), default=["off", "on"])
+    arguments.add_argument("--steps", type=int, default=10, help="of each loop in a round")
+    arguments.add_argument("--threads", type=int, help="of torch's; by default its own choice")
+    arguments.add_argument("--cpu", action="store_true", help="seconds of this process, where others compute too")
+    return arguments.parse_args()
 
 
 def measure(shape: Shape, options: argparse.Namespace) -> list[Row]:
@@ -156,45 +150,15 @@ def measure(shape: Shape, options: argparse.Namespace) -> list[Row]:
     for stage in options.stages:
         makers[f"train_batch, stage {stage}"] = partial(train_batch, shape, stage)
         makers[f"plain module, stage {stage}"] = partial(loop, shape, stage)
-    expected: dict[str, Tensor] = {}
-    running = []
-    for name, make in makers.items():
-        step, weights = make()
-        for _ in range(CHECKED):
-            step()
-        expected = expected or {key: value.clone() for key, value in weights().items()}
-        for key, value in weights().items():
-            torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-6, msg=f"{name}: {key} differs")
-        running.append((Row(name), step))
-    gc.collect()
-    gc.freeze()  # what exists by now is no garbage: let no loop pay for looking through the others
+    running = [*trained_alike(makers.items(), CHECKED, rtol=1e-5, atol=1e-6)]
     clock = time.process_time if options.cpu else time.perf_counter
-    for round_ in range(options.rounds):
-        for i in range(len(running)):
-            row, step = running[(round_ + i) % len(running)]
-            step()  # its weights come back into the caches
-            begin = clock()
-            for _ in range(options.steps):
-                step()
-            row.times.append((clock() - begin) / options.steps)
-    base = running[0][0].times
-    for row, _ in running:
-        row.ratios = [mine / its for mine, its in zip(row.times, base, strict=True)]
+    for row, step in in_turn(running, options.rounds):
+        step()  # its weights come back into the caches
+        begin = clock()
+        for _ in range(options.steps):
+            step()
+        row.times.append((clock() - begin) / options.steps)
     return [row for row, _ in running]
-
-
-def show(rows: list[Row], shape: Shape) -> None:
-    """Print a table."""
-    clipping = "clipping" if shape.clip else "no clipping"
-    title = f"Linear({shape.inputs}, {shape.outputs}), {shape.microbatches} x {shape.batch} samples, {clipping}"
-    title += f", {torch.get_num_threads()} threads"
-    table = Table(title=title)
-    table.add_column("loop")
-    table.add_column("step, ms", justify="right")
-    table.add_column("ratio to the bare loop", justify="right")
-    for row in rows:
-        table.add_row(row.name, f"{median(row.times) * 1e3:.2f}", f"{median(row.ratios):.3f}")
-    Console().print(table)
 
 
 if __name__ == "__main__":

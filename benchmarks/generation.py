@@ -12,14 +12,16 @@ process it is the processor's time, on one thread. All draw from the whole vocab
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
+
+from limits import spread
+from measuring import in_turn
+from rounds import Row, beside, parser, print_json, show
 
 CONTENDERS = ("triax", "transformers", "without a cache")
 SHAPE: dict[str, Any] = {
@@ -36,17 +38,15 @@ def main() -> None:
     from triax.grid.environment import read_environment
     from triax.launcher.launch import launch
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", default="gpt-42m", help="gpt-42m, llama-42m, or a preset of GPTConfig (gpt-42m)")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="sequences at once (1 8 32)")
-    parser.add_argument("--new", type=int, default=32, help="new tokens of each sequence (32)")
-    parser.add_argument("--greedy", action="store_true", help="take the most likely token instead of drawing")
-    parser.add_argument("--pipe", type=int, default=1, help="stages (1)")
-    parser.add_argument("--tensor", type=int, default=1, help="shards (1)")
-    parser.add_argument("--rounds", type=int, default=7, help="of which the median counts (7)")
-    parser.add_argument("--only", nargs="+", default=CONTENDERS[:2], choices=CONTENDERS, help="the contenders")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options = parser.parse_args()
+    arguments = parser(__doc__, rounds=7, ranks=False)
+    arguments.add_argument("--preset", default="gpt-42m", help="gpt-42m, llama-42m, or a preset of GPTConfig (gpt-42m)")
+    arguments.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], help="sequences at once (1 8 32)")
+    arguments.add_argument("--new", type=int, default=32, help="new tokens of each sequence (32)")
+    arguments.add_argument("--greedy", action="store_true", help="take the most likely token instead of drawing")
+    arguments.add_argument("--pipe", type=int, default=1, help="stages (1)")
+    arguments.add_argument("--tensor", type=int, default=1, help="shards (1)")
+    arguments.add_argument("--only", nargs="+", default=CONTENDERS[:2], choices=CONTENDERS, help="the contenders")
+    options = arguments.parse_args()
     processes = options.pipe * options.tensor
     if processes > 1 and read_environment() is None:
         sys.exit(launch(measure, options, ranks=processes))
@@ -100,23 +100,17 @@ def measure(options: argparse.Namespace) -> None:
     engines.clear()
 
     clock = time.process_time if grid.size == 1 else time.perf_counter
-    rows = []
+    found: dict[str, list[Row]] = {}
     for batch in options.batches:
-        seconds: dict[str, list[float]] = {name: [] for name in contenders}
-        for turn in range(options.rounds + 1):
-            for name, run in contenders.items():
-                begin = clock()
-                run(prompts(batch), options.greedy)
-                if turn:  # the first is not measured
-                    seconds[name].append(clock() - begin)
-        for name, took in seconds.items():
-            row: dict[str, Any] = {"name": name, "batch": batch, "milliseconds": [1e3 * s / options.new for s in took]}
-            row["tokens_per_second"] = batch * options.new / statistics.median(took)
-            if "transformers" in seconds:
-                row["of_transformers"] = [ours / theirs for ours, theirs in zip(took, seconds["transformers"])]
-            rows.append(row)
+        found[f"batch {batch}"] = rows = [Row(name) for name in contenders]
+        for run in contenders.values():  # the first call is not measured
+            run(prompts(batch), options.greedy)
+        for row in in_turn(rows, options.rounds):
+            begin = clock()
+            contenders[row.name](prompts(batch), options.greedy)
+            row.times.append((clock() - begin) / options.new)
     if grid.rank == 0:
-        report(options, rows)
+        report(options, found)
     grid.close()
 
 
@@ -153,21 +147,26 @@ def prompts(batch: int) -> list[list[int]]:
     return [[(17 * row + place) % 256 for place in range(8 + 7 * row % 25)] for row in range(batch)]
 
 
-def report(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    """On the terminal, or as JSON."""
+def report(options: argparse.Namespace, found: dict[str, list[Row]]) -> None:
+    """Print tables, or one object."""
     if options.json:
-        print(json.dumps({"preset": options.preset, "rows": rows}))
+        print_json(found, preset=options.preset)
         return
-    what = "greedy" if options.greedy else "drawn"
-    print(f"{options.preset}, {options.pipe} pipe x {options.tensor} tensor, {os.cpu_count()} cores, {what}")
-    for row in rows:
-        low, *_, high = sorted(row["milliseconds"] * 2)
-        median = statistics.median(row["milliseconds"])
-        line = f"{row['name']:>16}  batch {row['batch']:>3}  {median:7.1f} ms a step ({low:.1f} to {high:.1f})"
-        line += f"  {row['tokens_per_second']:>7,.0f} tokens a second"
-        if row["name"] != "transformers" and (ratios := row.get("of_transformers")):
-            line += f"  {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}) of transformers' time"
-        print(line)
+    what = f"{options.preset}, {options.pipe} pipe x {options.tensor} tensor, {os.cpu_count()} cores, "
+    what += "greedy" if options.greedy else "drawn"
+    for (title, rows), batch in zip(found.items(), options.batches, strict=True):
+        show_batch(f"{what}, {title}", rows, batch)
+
+
+def show_batch(title: str, rows: list[Row], batch: int) -> None:
+    """Print the table of one number of sequences."""
+    theirs = next((row.times for row in rows if row.name == "transformers"), [])
+    columns: dict[str, Callable[[Row], str]] = {
+        "ms a step": lambda row: spread([1e3 * each for each in row.times], ".1f"),
+        "tokens a second": lambda row: f"{batch / row.step:,.0f}",
+        "of transformers' time": lambda row: beside(row.times, theirs),
+    }
+    show(title, rows, columns)
 
 
 if __name__ == "__main__":

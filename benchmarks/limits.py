@@ -27,10 +27,10 @@ def ratios(mine: Sequence[float], theirs: Sequence[float]) -> list[float]:
     return [a / b for a, b in zip(mine, theirs, strict=True)]
 
 
-def spread(values: Sequence[float]) -> str:
-    """The median, and in brackets the middle half: ``0.97 (0.96 to 0.98)``."""
+def spread(values: Sequence[float], form: str = ".2f") -> str:
+    """Return the median, and in brackets the middle half: ``0.97 (0.96 to 0.98)``."""
     low, _, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
-    return f"{median(values):.2f} ({low:.2f} to {high:.2f})"
+    return f"{median(values):{form}} ({low:{form}} to {high:{form}})"
 
 
 def seconds_per_byte(grid: triax.Grid, axis: Axis | None = None, message: int = MESSAGE, repeats: int = 15) -> float:

@@ -10,20 +10,15 @@ What is quoted: steps of all replicas a second, and of each replica.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from rounds import on_ranks, print_json
 from torch import nn
 
 import triax
-from triax.launcher.launch import launch
+from triax.base.tables import table, terminal
 
 ASYNC, WAITS = "async_diloco", "diloco"
 
@@ -44,32 +39,31 @@ def main() -> None:
     for row in rows:
         row["share"] = row["total"] / rows[0]["total"]
     if options.json:
-        print(json.dumps({"options": vars(options), "rows": rows}, indent=1))
+        print_json(rows, options=vars(options))
         return
-    table = Table(title=f"every {options.every}, max_staleness {options.staleness}, a step of {options.step:g} s")
-    for title in ("type", "replicas", "the last one", "steps/s", "of the fast", "each", "rounds", "at the bound"):
-        table.add_column(title)
-    for row in rows:
-        each = " ".join(f"{rate:.1f}" for rate in row["each"])
-        slow = f"{row['slower']:g} times slower" if row["slower"] > 1 else "as the others"
-        figures = (f"{row['total']:.1f}", f"{row['share']:.0%}", each, " ".join(map(str, row["rounds"])))
-        table.add_row(row["type"], str(row["replicas"]), slow, *figures, f"{max(row['waited']):.1f} s")
-    Console(width=140).print(table)
+    heads = ("type", "replicas", "the last one", "steps/s", "of the fast", "each", "rounds", "at the bound")
+    cells = (
+        (
+            *(row["type"], row["replicas"]),
+            f"{row['slower']:g} times slower" if row["slower"] > 1 else "as the others",
+            *(f"{row['total']:.1f}", f"{row['share']:.0%}", " ".join(f"{rate:.1f}" for rate in row["each"])),
+            *(" ".join(map(str, row["rounds"])), f"{max(row['waited']):.1f} s"),
+        )
+        for row in rows
+    )
+    title = f"every {options.every}, max_staleness {options.staleness}, a step of {options.step:g} s"
+    terminal(width=140).print(table(heads, cells, title))
 
 
 def case(kind: str, replicas: int, slower: float, options: argparse.Namespace) -> dict[str, Any]:
     """Run one in processes of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        code = launch(replica, kind, slower, vars(options), folder, ranks=replicas, threads=1)
-        if code:
-            sys.exit(code)
-        told = [json.loads((Path(folder) / f"{rank}").read_text()) for rank in range(replicas)]
+    told = on_ranks(replica, kind, slower, vars(options), ranks=replicas)
     each = [one["steps"] / one["seconds"] for one in told]
     found = {"type": kind, "replicas": replicas, "slower": slower, "total": sum(each), "each": each}
     return {**found, "rounds": [one["meetings"] for one in told], "waited": [one["waited"] for one in told]}
 
 
-def replica(kind: str, slower: float, options: dict[str, Any], folder: str) -> None:
+def replica(kind: str, slower: float, options: dict[str, Any]) -> dict[str, Any]:
     """One replica's training."""
     grid = triax.Grid()
     torch.manual_seed(0)
@@ -95,8 +89,7 @@ def replica(kind: str, slower: float, options: dict[str, Any], folder: str) -> N
     seconds = time.monotonic() - began
     account = engine.traffic_report()["local"]
     engine.leave()
-    told = {"steps": steps, "seconds": seconds, "meetings": account["meetings"], "waited": account.get("waited_s", 0.0)}
-    (Path(folder) / f"{grid.rank}").write_text(json.dumps(told))
+    return {"steps": steps, "seconds": seconds, "meetings": account["meetings"], "waited": account.get("waited_s", 0.0)}
 
 
 if __name__ == "__main__":

@@ -11,7 +11,9 @@ also the most tokens arrive.
 from __future__ import annotations
 
 from moe_contenders import MoEShape, contenders
-from rounds import Makers, options, run
+from rounds import Makers
+from sharers import Alone
+from sharing import run
 
 import triax
 
@@ -21,17 +23,10 @@ SHAPES = {
 }
 
 
-def makers(model: str, grid: triax.Grid) -> Makers:
-    """The contenders."""
+def makers(model: str, grid: triax.Grid) -> Makers[Alone]:
+    """Return the contenders."""
     return contenders(SHAPES[model], grid)
 
 
-def title(model: str, ranks: int) -> str:
-    """A table's title."""
-    shape = SHAPES[model]
-    sizes = f"{shape.layers} layers of {shape.experts} experts, width {shape.width}, hidden {shape.hidden}"
-    return f"{model}: {sizes}, {shape.sequences * shape.length:,} tokens, {ranks} ranks"
-
-
 if __name__ == "__main__":
-    run(options(__doc__ or "", SHAPES), makers, "expert", title)
+    run(__doc__, {name: str(shape) for name, shape in SHAPES.items()}, "expert", makers)

@@ -6,15 +6,14 @@ no token dropped, no balancing loss. Each rank has its own sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from context_contenders import load_deepspeed
-from sharers import ALONE, Alone, Shape, Shared, mine
+from rounds import ALONE, Makers, load_deepspeed, quiet
+from sharers import Alone, Shape, Shared, mine
 from torch import Tensor, nn
 
 import triax
@@ -28,6 +27,9 @@ class MoEShape(Shape):
     experts: int = 8
     hidden: int = 512
     top_k: int = 2
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, {self.experts} experts of width {self.hidden}"
 
 
 # ------------------------------------------------------------------------------------------- one process
@@ -215,16 +217,13 @@ class DeepSpeedMoE(SharedMoE):
         super().__init__(shape)
 
     def make(self) -> nn.Module:
-        import contextlib
-        import io
-
         from deepspeed.moe.layer import MoE as Theirs
 
         shape, expert = self.shape, Expert(self.shape.width, self.shape.hidden)
         size = dist.get_world_size()
         options = {"drop_tokens": False, "min_capacity": 0, "top2_2nd_expert_sampling": False}
         layer = Theirs(shape.width, expert, shape.experts, ep_size=size, k=shape.top_k, **options)
-        with contextlib.redirect_stdout(io.StringIO()):
+        with quiet():
             layer.set_deepspeed_parallelism()
         return _First(layer)
 
@@ -245,7 +244,7 @@ class _First(nn.Module):
         return y
 
 
-def contenders(shape: MoEShape, grid: triax.Grid) -> Iterator[tuple[str, Callable[[], Alone]]]:
+def contenders(shape: MoEShape, grid: triax.Grid) -> Makers[Alone]:
     """Names, and how to make them; the one process first."""
     yield ALONE, lambda: WholeMoE(shape)
     yield "triax", lambda: TriaxMoE(shape, grid)

@@ -14,121 +14,80 @@ of it, each must have computed the gradients of plain autograd. docs/benchmarks.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
-import tempfile
 import time
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from contenders import ALONE, Contender, OneProcess, Silent, Triax, contenders
-from limits import ratios, spread
-from measuring import DISTURBED, compare, growth, in_turn, timed
-from rich.console import Console
-from rich.table import Table
+from contenders import PipelineContender, Silent, Triax, contenders
+from limits import ratios
+from measuring import DISTURBED, growth, in_turn, timed
+from rounds import WARM_UP, Row, beside, on_ranks, parser, prepared, print_json, show
 from stacks import GPT, SMOKE, TINY
 
 import triax
-from triax.launcher.launch import launch
 
-WARM_UP = 2
 MORE = 4  # times the microbatches: by how much longer that takes, an op's overhead is told from a step's
 STACKS = {"gpt": GPT, "tiny": TINY, "smoke": SMOKE}
 
 
 @dataclass
-class Row:
+class PipelineRow(Row):
     """Times of one contender on one stack and number of stages."""
 
-    name: str
-    problem: str = ""  # why it did not run
     ops: int = 0  # that the busiest rank runs in a step
-    times: list[float] = field(default_factory=list)  # of each round's step, in seconds: the slowest rank's
-    limits: list[float] = field(default_factory=list)  # of each round: the schedule's makespan, and the optimizer
     more_ops: int = 0  # of a step of MORE times the microbatches, on the tiny stack
     more_times: list[float] = field(default_factory=list)
     others: list[float] = field(default_factory=list)  # of each round: the share of the machine that others took
     memory: list[float] = field(default_factory=list)  # per rank: growth of the process in a step, in MiB
-    activations: list[tuple[float, float]] = field(default_factory=list)  # per rank: held at once; as simulated
-
-    @property
-    def step(self) -> float:
-        return median(self.times)
-
-    @property
-    def is_peer(self) -> bool:
-        return self.name.startswith(("torch", "DeepSpeed"))
+    activations: list[float] = field(default_factory=list)  # per rank: held at once, as simulated
 
 
 def main() -> None:
     options = parse()
-    results: dict[str, dict[str, Any]] = {}
+    results = {}
     for stages in options.stages:
         for name in options.stacks:
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / "rows.json"
-                code = launch(measure, name, stages, options, str(path), ranks=stages, threads=1)
-                if code:
-                    sys.exit(code)
-                rows = [Row(**row) for row in json.loads(path.read_text())]
-            result = summary(rows, name, stages, options.microbatches)
-            results[f"{name}, {stages} stages"] = result
+            rows = [PipelineRow(**row) for row in on_ranks(measure, name, stages, options, ranks=stages)[0]]
+            title = f"{name} stack, {stages} stages, {options.microbatches} microbatches"
+            results[f"{name}, {stages} stages"] = rows
             if not options.json:
-                show(result)
+                show_pipeline(rows, title, stages)
     if options.json:
-        print(json.dumps({"torch": torch.__version__, "rounds": options.rounds, "results": results}, indent=1))
+        print_json(results, rounds=options.rounds)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--stages", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--stacks", choices=STACKS, nargs="+", default=["gpt", "tiny"])
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--only", nargs="+", default=[], help="contenders whose names contain one of these")
-    parser.add_argument(
-        "--patience", type=float, default=0.0, help="seconds, in all, to repeat turns that other programs disturbed"
-    )
-    parser.add_argument("--json", action="store_true", help="one object, with every round's times, instead of tables")
-    return parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--stages", type=int, nargs="+", default=[2, 4])
+    arguments.add_argument("--stacks", choices=STACKS, nargs="+", default=["gpt", "tiny"])
+    arguments.add_argument("--microbatches", type=int, default=8)
+    return arguments.parse_args()
 
 
 # ---------------------------------------------------------------------------------------- on each rank
 
 
-def measure(stack_name: str, stages: int, options: argparse.Namespace, path: str) -> None:
-    """Time every contender, or those that ``options.only`` names in part; rank 0 writes the rows to ``path``."""
+def measure(stack_name: str, stages: int, options: argparse.Namespace) -> list[PipelineRow]:
+    """Time every contender, or those that ``options.only`` names in part."""
     stack, microbatches = STACKS[stack_name], options.microbatches
     if not stack.heads:
         stack = replace(stack, entries=2 * stages)
     dist.init_process_group("gloo")  # by torch, for the peers: triax makes groups of its own beside it
     grid = triax.Grid(pipe=stages)
-    expected = OneProcess(stack, stages, microbatches).gradients()
+    found, ran = prepared(contenders(stack, stages, microbatches), options.only)
     more = {} if stack.heads else dict(contenders(stack, stages, MORE * microbatches))
-    rows: list[Row] = []
-    running: list[tuple[Row, Contender, Contender | None]] = []
-    for name, make in contenders(stack, stages, microbatches):
-        if options.only and name != ALONE and not any(part in name for part in options.only):
-            continue
-        row = Row(name)
-        rows.append(row)
-        try:
-            contender, longer = make(), more[name]() if name in more else None
-        except ImportError as error:
-            row.problem = f"{error}: pip install -e '.[bench]'"
-            continue
-        row.ops = contender.ops
-        compare(name, contender.gradients(), expected)
-        row.more_ops = longer.ops if longer is not None else 0
-        for _ in range(WARM_UP):
-            contender.step()
-            if longer is not None:
-                longer.step()
+    rows = [PipelineRow(row.name, row.problem) for row in found]
+    running: list[tuple[PipelineRow, PipelineContender, PipelineContender | None]] = []
+    for plain, contender in ran:
+        row = next(each for each in rows if each.name == plain.name)
+        longer = more[row.name]() if more else None
+        row.ops, row.more_ops = contender.ops, longer.ops if longer is not None else 0
+        for each in (contender, longer) * WARM_UP:
+            if each is not None:
+                each.step()
         running.append((row, contender, longer))
     cores = len(os.sched_getaffinity(0))
     chunks = {c.schedule.chunks for _, c, _ in running if c.schedule is not None} if stages <= cores else set()
@@ -150,87 +109,49 @@ def measure(stack_name: str, stages: int, options: argparse.Namespace, path: str
     for row, contender, _ in running:
         row.memory = [float(grown) for grown in grid.world.all_gather_json(growth(grid, contender.step))]
         if isinstance(contender, Triax):
-            row.activations = grid.world.all_gather_json(contender.activations())
-            for rank, (held, simulated) in enumerate(row.activations):
+            for rank, (held, simulated) in enumerate(grid.world.all_gather_json(contender.activations())):
+                row.activations.append(held)
                 if held != simulated:
                     raise AssertionError(f"{row.name}: rank {rank} held {held} activations, simulated {simulated}")
-    if grid.rank == 0:
-        Path(path).write_text(json.dumps([vars(row) for row in rows]))
+    return rows
 
 
 # ------------------------------------------------------------------------------------- in this process
 
 
-def summary(rows: list[Row], stack: str, stages: int, microbatches: int) -> dict[str, Any]:
-    """The figures of one table, as plain data."""
-    ran = [row for row in rows if row.times]
-    fastest = min([row for row in ran if row.is_peer] or ran, key=lambda row: row.step)
-    alone = next(row for row in ran if row.name == ALONE)
-    made: list[dict[str, Any]] = []
-    for row in rows:
-        if not row.times:
-            made.append({"name": row.name, "problem": row.problem})
-            continue
-        figures = {
-            "name": row.name,
-            "step": row.step,
-            "ratio": median(ratios(row.times, fastest.times)),
-            "to_fastest": spread(ratios(row.times, fastest.times)),
-            "of_limit": spread(ratios(row.limits, row.times)) if row.limits else "",
-            "speedup": median(ratios(alone.times, row.times)),
-            "ops": row.ops,
-            **(overhead(row, alone, stages) if row.more_times and row is not alone else {}),
-            "memory": row.memory,
-            "activations": [held for held, _ in row.activations],
-            "times": row.times,
-            "limits": row.limits,
-            "others": row.others,
-        }
-        made.append(figures)
-    return {"stack": stack, "stages": stages, "microbatches": microbatches, "fastest": fastest.name, "rows": made}
-
-
-def overhead(row: Row, alone: Row, stages: int) -> dict[str, float]:
-    """Seconds beyond a rank's share of the work, which one process does without a pipeline.
+def overhead(row: PipelineRow, alone: PipelineRow, stages: int) -> tuple[float, float]:
+    """Return seconds beyond a rank's share of the work, which one process does without a pipeline.
 
     Of an op: by how much longer a step of more microbatches takes. Of a step: what is left.
     """
     work = (median(alone.more_times) - alone.step) / stages
     each = (median(row.more_times) - row.step - work) / (row.more_ops - row.ops)
-    return {"overhead_op": each, "overhead_step": row.step - alone.step / stages - each * row.ops}
+    return each, row.step - alone.step / stages - each * row.ops
 
 
-def show(result: dict[str, Any]) -> None:
+def show_pipeline(rows: list[PipelineRow], title: str, stages: int) -> None:
     """Print a table."""
-    title = f"{result['stack']} stack, {result['stages']} stages, {result['microbatches']} microbatches"
-    shares = [share for row in result["rows"] for share in row.get("others", ())]
-    if median(shares) > DISTURBED:
-        title += f" (others took {median(shares):.0%} of the machine meanwhile: wait, or give --patience)"
-    table = Table(title=title, title_justify="left", caption=f"ratio to {result['fastest']}", caption_justify="left")
-    table.add_column("")
-    tiny = any("overhead_op" in row for row in result["rows"])
-    last = ("overhead, us/op", "and us/step") if tiny else ("memory, MiB", "activations held")
-    for head in ("step, ms", "ratio", "of the limit", "speedup", *last):
-        table.add_column(head, justify="right")
-    for row in result["rows"]:
-        if "problem" in row:
-            table.add_row(row["name"], row["problem"])
-            continue
-        cells = {
-            "op": f"{1e6 * row['overhead_op']:.0f}" if "overhead_op" in row else "",
-            "step": f"{1e6 * row['overhead_step']:.0f}" if "overhead_op" in row else "",
-            "memory": " ".join(f"{grown:.0f}" for grown in row["memory"]),
-            "activations": " ".join(f"{held:g}" for held in row["activations"]),
-        }
-        table.add_row(
-            row["name"],
-            f"{1e3 * row['step']:.2f}",
-            row["to_fastest"],
-            row["of_limit"],
-            f"{row['speedup']:.2f}",
-            *(cells[key] for key in (("op", "step") if tiny else ("memory", "activations"))),
-        )
-    Console(width=160).print(table)
+    if (taken := median(share for row in rows for share in row.others)) > DISTURBED:
+        title += f" (others took {taken:.0%} of the machine meanwhile: wait, or give --patience)"
+    alone, *others = (row for row in rows if row.times)
+    peers = [row for row in others if not row.name.startswith("triax")]
+    best = min(peers or others, key=lambda row: row.step)
+
+    def microseconds(which: int) -> Any:
+        return lambda row: "" if row is alone else f"{1e6 * overhead(row, alone, stages)[which]:.0f}"
+
+    columns = {
+        "step, ms": lambda row: f"{1e3 * row.step:.2f}",
+        "ratio": lambda row: beside(row.times, best.times),
+        "of the limit": lambda row: beside(row.limits, row.times),
+        "speedup": lambda row: f"{median(ratios(alone.times, row.times)):.2f}",
+    }
+    if alone.more_times:
+        columns |= {"overhead, us/op": microseconds(0), "and us/step": microseconds(1)}
+    else:
+        columns["memory, MiB"] = lambda row: " ".join(f"{grown:.0f}" for grown in row.memory)
+        columns["activations held"] = lambda row: " ".join(f"{held:g}" for held in row.activations)
+    show(title, rows, columns, f"ratio to {best.name}")
 
 
 if __name__ == "__main__":

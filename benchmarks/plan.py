@@ -7,8 +7,7 @@
     python benchmarks/plan.py here.json --processes --results times.jsonl       # prints the file
 
 A layout's time is the median of its steps on the slowest rank. The machine file comes from ``--measure`` alone: nothing
-in it or in the model is fitted to these times. Bytes held and sent are those that the ranks counted: ``=`` stands for
-those of ``plan/``.
+in it or in the model is fitted to these times.
 """
 
 from __future__ import annotations
@@ -17,21 +16,21 @@ import argparse
 import gc
 import itertools
 import json
-import sys
 import tempfile
-import time
-from collections.abc import Iterable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import correlation, median
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from limits import spread
+from measuring import slowest
+from rounds import on_ranks, print_json
+from torch import Tensor
 
 import triax
-from triax.launcher.launch import launch
+from triax.base.tables import table, terminal
 from triax.models.config import GPTConfig, LlamaConfig, TransformerConfig
 from triax.models.gpt import gpt_layers
 from triax.models.layers import NextTokenLoss
@@ -39,13 +38,10 @@ from triax.models.llama import llama_layers
 from triax.pipe.schedules.registry import RECIPES
 from triax.plan.cost import CostModel, Work
 from triax.plan.machine import machine
-from triax.plan.memory import ModelMemory
 from triax.plan.parallel_layout import ParallelLayout
 from triax.plan.picture import name_of
-from triax.plan.traffic import sent_bytes
 
 BATCH, WARM_UP = 8, 2
-KINDS = ("parameters", "gradients", "masters", "optimizer", "buffers")
 SMALL: dict[str, Any] = {"vocab_size": 512, "num_hidden_layers": 8}
 MODELS: dict[str, tuple[TransformerConfig, Any, int]] = {  # configuration, maker of its layers, tokens of a sequence
     "gpt": (
@@ -112,15 +108,15 @@ def main() -> None:
     options = parse()
     path = options.results or Path(tempfile.mkdtemp()) / "times.jsonl"
     for processes in options.processes:
-        code = launch(measure, processes, options.steps, str(path), ranks=processes, threads=1)
-        if code:
-            sys.exit(code)
+        measured = on_ranks(measure, processes, options.steps, ranks=processes)[0]
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(f"{json.dumps(row)}\n" for row in measured)
     # The last measurement of each layout.
     rows = list({(row["model"], row["layout"]): row for row in map(json.loads, path.read_text().splitlines())}.values())
     for row in rows:
         predict(row, options.machine)
     if options.json:
-        print(json.dumps({"torch": torch.__version__, "rows": rows, **summary(rows)}, indent=1))
+        print_json(rows, **summary(rows))
     else:
         show(rows)
 
@@ -138,32 +134,19 @@ def parse() -> argparse.Namespace:
 # ---------------------------------------------------------------------------------------- on each rank
 
 
-def measure(processes: int, steps: int, path: str) -> None:
-    """Time every layout of this number of processes; rank 0 adds a line for each to the file."""
+def measure(processes: int, steps: int) -> list[dict[str, Any]]:
+    """Time every layout of this number of processes."""
+    rows = []
     for name, fields in LAYOUTS[processes]:
         layout = ParallelLayout(**fields)
         engine, batch = build(name, layout)
-        times = []
-        for number in range(WARM_UP + steps):
-            engine.grid.world.barrier()
-            begin = time.perf_counter()
-            engine.train_batch(itertools.repeat(batch))
-            elapsed = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
-            engine.grid.world.all_reduce(elapsed, op="max")
-            times += [float(elapsed)] * (number >= WARM_UP)
-        held = {kind: engine.memory_report()["held"][kind] for kind in KINDS}
-        sent = {
-            axis: sum(each["bytes"] for each in kinds.values())
-            for axis, kinds in engine.traffic_report()["sent"].items()
-        }
-        mine = {"pipe": engine.grid.pipe.rank, "tensor": engine.grid.tensor.rank, "held": held, "sent": sent}
-        everyone = engine.grid.world.all_gather_json(mine)
-        if engine.grid.rank == 0:
-            row = {"model": name, "processes": processes, "layout": str(layout), "fields": asdict(layout)}
-            with open(path, "a", encoding="utf-8") as file:
-                file.write(json.dumps({**row, "times": times, "ranks": everyone}) + "\n")
-        del engine
+        step = partial(engine.train_batch, itertools.repeat(batch))
+        times = [slowest(engine.grid, step) for _ in range(WARM_UP + steps)][WARM_UP:]
+        about = {"model": name, "processes": processes, "layout": str(layout), "fields": asdict(layout)}
+        rows.append({**about, "times": times})
+        del engine, step
         gc.collect()
+    return rows
 
 
 def build(name: str, layout: ParallelLayout) -> tuple[Any, tuple[torch.Tensor, torch.Tensor]]:
@@ -193,7 +176,7 @@ def build(name: str, layout: ParallelLayout) -> tuple[Any, tuple[torch.Tensor, t
 
 
 def predict(row: dict[str, Any], file: str) -> None:
-    """Add the prediction, its ratio to the measured median, and whether the bytes are equal to a row."""
+    """Add the prediction, and its ratio to the measured median, to a row."""
     config, _, sequence = MODELS[row["model"]]
     layout = ParallelLayout(**row["fields"])
     model = CostModel(Work(config, machine(file), BATCH, sequence, "fp32"))
@@ -201,13 +184,6 @@ def predict(row: dict[str, Any], file: str) -> None:
     row["predicted"], row["kinds"] = step.seconds, {kind: value for kind, value in step.kinds.items() if value}
     row["median"] = median(row["times"])
     row["ratio"] = row["predicted"] / row["median"]
-    memory = ModelMemory(config, "fp32")
-    row["held_equal"] = row["sent_equal"] = True
-    for each in row["ranks"]:
-        held = memory.states(layout, each["tensor"])[each["pipe"]]._asdict()
-        row["held_equal"] &= each["held"] == {kind: held[kind] for kind in KINDS}
-        sent = sent_bytes(config, layout, BATCH, sequence, "fp32", each["tensor"])[each["pipe"]]
-        row["sent_equal"] &= all(each["sent"].get(axis, 0.0) == size for axis, size in sent.items())
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -217,36 +193,24 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
         errors = [abs(row["ratio"] - 1) for row in rows if row["processes"] == processes]
         found[f"{processes} processes, mean error"] = sum(errors) / len(errors)
         found[f"{processes} processes, worst error"] = max(errors)
-    orders = [ranks([row[key] for row in rows]) for key in ("predicted", "median")]
-    squares = sum((a - b) ** 2 for a, b in zip(*orders, strict=True))
-    n = len(rows)
-    return {**found, "rank correlation": 1 - 6 * squares / (n * (n * n - 1)) if n > 1 else 1.0}
-
-
-def ranks(values: Iterable[float]) -> list[int]:
-    """Return the place of each value in their order."""
-    found = list(values)
-    places = {index: place for place, index in enumerate(sorted(range(len(found)), key=found.__getitem__))}
-    return [places[index] for index in range(len(found))]
+    places = [torch.tensor([row[key] for row in rows]).argsort().argsort() for key in ("predicted", "median")]
+    return {**found, "rank correlation": correlation(*map(Tensor.tolist, places)) if len(rows) > 1 else 1.0}
 
 
 def show(rows: list[dict[str, Any]]) -> None:
     """Print the table."""
-    table = Table(title=f"a step of {BATCH} sequences, fp32")
-    table.add_column("layout", overflow="fold")
-    for head in ("predicted, ms", "median, ms", "quartiles", "ratio", "held", "sent"):
-        table.add_column(head, justify="right")
-    for row in sorted(rows, key=lambda row: row["processes"]):
-        low, _, high = (1e3 * each for each in quantiles(row["times"], n=4))
-        table.add_row(
+    cells = (
+        (
             f"{row['processes']}  {row['model']} {name_of(row['fields'])}",
-            *(f"{1e3 * row['predicted']:.0f}", f"{1e3 * row['median']:.0f}", f"{low:.0f} to {high:.0f}"),
-            *(f"{row['ratio']:.2f}", *("=" if row[key] else "differs" for key in ("held_equal", "sent_equal"))),
+            *(f"{1e3 * row['predicted']:.0f}", spread([1e3 * each for each in row["times"]], ".0f")),
+            f"{row['ratio']:.2f}",
         )
-    console = Console()
-    console.print(table)
+        for row in sorted(rows, key=lambda row: row["processes"])
+    )
+    heads = ("layout", "predicted, ms", "measured, ms", "ratio")
+    terminal().print(table(heads, cells, f"a step of {BATCH} sequences, fp32"))
     for name, value in summary(rows).items():
-        console.print(f"{name}: {value:.3f}", highlight=False)
+        print(f"{name}: {value:.3f}")
 
 
 if __name__ == "__main__":

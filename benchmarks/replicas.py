@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import itertools
-import logging
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from rounds import Contender, deepspeed_engine
 from stacks import Batch, Stack
 from torch import Tensor, nn
 
@@ -20,16 +19,6 @@ import triax
 LEARNING_RATE = 1e-4
 BUCKET = 2**20  # elements: of this many gradients a collective is made, whoever makes it
 DDP = "DDP"
-
-
-class Replica(Protocol):
-    """One rank of a data axis."""
-
-    def step(self) -> None:
-        """Forward and backward of every microbatch, then the optimizer."""
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Whole gradients of a step, averaged over all microbatches and ranks. Steps are not timed from then on."""
 
 
 def share(stack: Stack, microbatches: int) -> Batch:
@@ -191,32 +180,15 @@ class DeepSpeed:
     """DeepSpeed's engine."""
 
     def __init__(self, stack: Stack, microbatches: int, stage: int) -> None:
-        # It reports through a logger of its own and through print.
-        with contextlib.redirect_stdout(io.StringIO()):
-            import deepspeed
-            from deepspeed.utils.logging import logger
-
-            logger.setLevel(logging.ERROR)
-            deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-            model = stack.whole()
-            self._engine, *_ = deepspeed.initialize(
-                model=model,
-                optimizer=adamw(model.parameters()),
-                config={
-                    "train_micro_batch_size_per_gpu": stack.microbatch,
-                    "gradient_accumulation_steps": microbatches,
-                    "steps_per_print": 10**9,
-                    "zero_allow_untested_optimizer": True,
-                    "zero_optimization": {
-                        "stage": stage,
-                        "reduce_bucket_size": BUCKET,
-                        "allgather_bucket_size": BUCKET,
-                        "stage3_prefetch_bucket_size": BUCKET,
-                        "stage3_param_persistence_threshold": 0,
-                        "stage3_max_reuse_distance": 0,
-                    },
-                },
-            )
+        model = stack.whole()
+        sizes = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")
+        zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
+        self._engine = deepspeed_engine(
+            *(model, adamw(model.parameters()), stack.microbatch),
+            gradient_accumulation_steps=microbatches,
+            zero_allow_untested_optimizer=True,
+            zero_optimization=zero | dict.fromkeys(sizes, BUCKET),
+        )
         self._stack, self._batch = stack, share(stack, microbatches)
 
     def step(self) -> None:
@@ -246,7 +218,7 @@ class Maker(NamedTuple):
     """
 
     name: str
-    make: Callable[[], Replica]
+    make: Callable[[], Contender]
     collectives: int
     sharded: bool = True
 

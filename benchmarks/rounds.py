@@ -1,199 +1,258 @@
-"""Contenders that share one step: measured in rounds, counted, and printed beside the best peer.
-
-For contenders that are subclasses of ``sharers.Alone``: benchmarks/context.py, benchmarks/moe.py.
-"""
+"""What the benchmarks share: arguments, ranks, contenders that take turns, peers that may be missing, and tables."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
+import io
 import json
+import logging
+import os
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
-from counting import counted
-from limits import ratios, seconds_per_byte, spread
-from measuring import compare, in_turn, slowest, timed_and_carried
-from rich.console import Console
-from rich.table import Table
-from sharers import ALONE, Alone, held
+from limits import ratios, spread
+from measuring import compare, in_turn, timed_and_carried
+from torch import Tensor
 
 import triax
+from triax.base.tables import table, terminal
 from triax.launcher.launch import launch
 
 WARM_UP = 2
-Makers = Iterable[tuple[str, Callable[[], Alone]]]
+ALONE = "one process"
 
 
 class NotRunning(Exception):
     """A contender does not run here; the message says why."""
 
 
+class Contender(Protocol):
+    """One rank of a contender."""
+
+    def step(self) -> None:
+        """Everything that is timed."""
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Gradients of a step, by the names of plain autograd's."""
+
+
+C = TypeVar("C", bound=Contender)
+Makers = Iterable[tuple[str, Callable[[], C]]]  # names of contenders, and how to make them
+
+
 @dataclass
 class Row:
-    """Figures of one contender."""
+    """Figures of one contender; a list is empty in a benchmark that does not measure it."""
 
     name: str
     problem: str = ""  # why it did not run
     times: list[float] = field(default_factory=list)  # of each round's step, in seconds: the slowest rank's
+    limits: list[float] = field(default_factory=list)  # of each round: the least time of a step of this method
     sent: list[float] = field(default_factory=list)  # of each round: bytes per rank that the loopback carried
-    held: list[int] = field(default_factory=list)  # per rank: bytes that autograd holds for the backward
-    peak: list[int] = field(default_factory=list)  # per rank: the most bytes that a step has allocated at once
+    counted: float = 0.0  # bytes per rank and step, by triax's own count
+    held: list[int] = field(default_factory=list)  # per rank: bytes that are held between two passes or steps
+    peak: list[float] = field(default_factory=list)  # per rank: the most bytes that a step takes at once
     scores: list[int] = field(default_factory=list)  # per rank: computed by the attention of a forward pass
-    limits: list[float] = field(default_factory=list)  # of each round: the least time of a step that sends as much
 
     @property
-    def is_peer(self) -> bool:
-        return not self.name.startswith("triax") and self.name != ALONE
-
-    @property
-    def balance(self) -> float:
-        """The busiest rank's scores over the mean."""
-        return max(self.scores) * len(self.scores) / sum(self.scores)
+    def step(self) -> float:
+        """Median of the times, in seconds."""
+        return median(self.times)
 
 
-def options(document: str, shapes: Iterable[str]) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=document.split("\n")[0])
-    parser.add_argument("--models", choices=list(shapes), nargs="+", default=[next(iter(shapes))])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument(
-        "--only", nargs="+", default=[], help=f"contenders whose names contain one of these; and {ALONE}"
-    )
-    parser.add_argument("--patience", type=float, default=0.0, help="seconds, in all, to repeat disturbed turns")
-    parser.add_argument("--json", action="store_true", help="one object instead of tables")
-    return parser.parse_args()
+# ---------------------------------------------------------------------------------------------- arguments
 
 
-def run(
-    given: argparse.Namespace, makers: Callable[[str, triax.Grid], Makers], grid: str, title: Callable[[str, int], str]
-) -> None:
-    """Measure each model on each number of ranks, in processes of their own, and print tables or one object.
+def parser(document: str | None, rounds: int = 9, ranks: bool = True) -> argparse.ArgumentParser:
+    """Return a parser with the arguments that benchmarks share.
 
     Args:
-        given: from ``options``.
-        makers: names of the contenders, and how to make them; the one process first. Called on each rank.
-        grid: ``context``, or ``expert`` (over as many replicas).
-        title: a table's title.
+        document: the benchmark's docstring, whose first line describes it.
+        rounds: default of ``--rounds``.
+        ranks: several contenders are measured on several ranks: ``--only`` and ``--patience`` too.
     """
-    results: dict[str, list[dict[str, Any]]] = {}
-    for model in given.models:
-        for ranks in given.ranks:
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / "rows.json"
-                code = launch(measure, model, makers, grid, given, str(path), ranks=ranks, threads=1)
-                if code:
-                    sys.exit(code)
-                rows = [Row(**row) for row in json.loads(path.read_text())]
-            results[f"{model}, {ranks} ranks"] = [vars(row) for row in rows]
-            if not given.json:
-                show(rows, title(model, ranks))
-    if given.json:
-        print(json.dumps({"torch": torch.__version__, "results": results}, indent=1))
+    made = argparse.ArgumentParser(description=(document or "").split("\n")[0])
+    made.add_argument("--rounds", type=int, default=rounds)
+    made.add_argument("--json", action="store_true", help="one object, with every round's times, instead of tables")
+    if ranks:
+        made.add_argument(
+            "--only", nargs="+", default=[], help="contenders whose names contain one of these; and the first one"
+        )
+        made.add_argument("--patience", type=float, default=0.0, help="seconds, in all, to repeat disturbed turns")
+    return made
 
 
-# ---------------------------------------------------------------------------------------- on each rank
+# -------------------------------------------------------------------------------------------------- ranks
 
 
-def measure(
-    model: str, makers: Callable[[str, triax.Grid], Makers], axis: str, given: argparse.Namespace, path: str
-) -> None:
-    """Time every contender, and count; rank 0 writes the rows to ``path``."""
-    warnings.simplefilter("ignore")  # torch's own, of collectives that it has renamed
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")  # by torch, for the peers: triax makes groups of its own beside it
-    size = dist.get_world_size()
-    grid = triax.Grid(context=size) if axis == "context" else triax.Grid(data=size, expert=size)
+def on_ranks(function: Callable[..., Any], *arguments: Any, ranks: int) -> list[Any]:
+    """Run a function on ranks of one thread each, and return what each of them returned. Ends if one fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        if code := launch(_kept, folder, function, *arguments, ranks=ranks, threads=1):
+            sys.exit(code)
+        return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(ranks)]
+
+
+def _kept(folder: str, function: Callable[..., Any], *arguments: Any) -> None:
+    warnings.simplefilter("ignore")  # torch's own, of what its newer parts call
+    found = function(*arguments)
+    Path(folder, os.environ["RANK"]).write_text(json.dumps(found, default=vars))
+
+
+# --------------------------------------------------------------------------------------------- contenders
+
+
+def prepared(
+    makers: Makers[C], only: Sequence[str] = (), expected: dict[str, Tensor] | None = None
+) -> tuple[list[Row], list[tuple[Row, C]]]:
+    """Make the contenders, and compare their gradients.
+
+    Args:
+        makers: the contenders.
+        only: parts of the names of those that are asked for, beside the first; all if there are none.
+        expected: plain autograd's gradients. None: the first one's.
+
+    Returns:
+        A row of each contender, and those that run.
+    """
     rows: list[Row] = []
-    running: list[tuple[Row, Alone]] = []
-    expected: dict[str, torch.Tensor] = {}
-    for name, make in makers(model, grid):
-        if given.only and name != ALONE and not any(part in name for part in given.only):
+    running: list[tuple[Row, C]] = []
+    for name, make in makers:
+        if only and rows and not any(part in name for part in only):
             continue
-        row = Row(name)
-        rows.append(row)
+        rows.append(Row(name))
         try:
             contender = make()
             found = contender.gradients()
         except NotRunning as error:
-            row.problem = str(error)
+            rows[-1].problem = str(error)
             continue
         expected = expected or {parameter: gradient.clone() for parameter, gradient in found.items()}
         compare(name, found, expected)
+        running.append((rows[-1], contender))
+    return rows, running
+
+
+def time_in_turn(grid: triax.Grid, running: Sequence[tuple[Row, Contender]], options: argparse.Namespace) -> None:
+    """Warm up the contenders, and add to each row the times of its steps and the bytes that they sent. Collective."""
+    for _, contender in running:
         for _ in range(WARM_UP):
             contender.step()
-        running.append((row, contender))
-
-    per_byte, silent = seconds_per_byte(grid), []
-    deadline = time.monotonic() + given.patience
-    for row, contender in in_turn(running, given.rounds):
+    deadline = time.monotonic() + options.patience
+    for row, contender in in_turn(running, options.rounds):
         elapsed, sent = timed_and_carried(grid, contender.step, deadline)
         row.times.append(elapsed)
         row.sent.append(sent)
-        if row.name == ALONE:  # on every rank at once: the work of as many steps, and nothing sent
-            silent.append(slowest(grid, contender.run) / size)
-    for row, _ in running:
-        row.limits = [least + median(row.sent) * per_byte for least in silent]
-    for row, contender in running:
-        contender.inputs.grad = None
-        contender.model.zero_grad()
-        counts = counted(contender.step)
-        row.held, row.peak, row.scores = (
-            list(grid.world.all_gather_json(count)) for count in (held(contender), counts.peak, counts.scores)
-        )
-    if grid.rank == 0:
-        Path(path).write_text(json.dumps([vars(row) for row in rows]))
 
 
-# ------------------------------------------------------------------------------------- in this process
+def trained_alike(
+    makers: Iterable[tuple[str, Callable[[], tuple[Callable[[], object], Callable[[], dict[str, Tensor]]]]]],
+    steps: int,
+    rtol: float,
+    atol: float,
+) -> Iterator[tuple[Row, Callable[[], object]]]:
+    """Make contenders of one process that are a step and a reading of weights, and compare the weights after steps.
+
+    Yields:
+        A row of each contender, and its step. The row of one that does not run has a problem.
+
+    Raises:
+        AssertionError: the weights are not the first one's.
+    """
+    expected: dict[str, Tensor] = {}
+    for name, make in makers:
+        try:
+            step, weights = make()
+        except NotRunning as error:
+            yield Row(name, str(error)), lambda: None
+            continue
+        for _ in range(steps):
+            step()
+        found = {key: value.detach().float().cpu().clone() for key, value in weights().items()}
+        expected = expected or found
+        for key, value in found.items():
+            torch.testing.assert_close(value, expected[key], rtol=rtol, atol=atol, msg=f"{name}: {key} differs")
+        yield Row(name), step
 
 
-def show(rows: list[Row], title: str) -> None:
-    """Print a table."""
-    ran = [row for row in rows if row.times]
-    alone = next(row for row in ran if row.name == ALONE)
-    best = min([row for row in ran if row.is_peer] or [alone], key=lambda row: median(row.times))
-    caption = (
-        f"ratio to {best.name}, and of the limit, in the same round: the median, and the middle half of the rounds"
-    )
-    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
-    table.add_column("")
-    with_scores = any(sum(row.scores) for row in ran)
-    for head in (
-        "step, ms",
-        "ratio",
-        "of the limit",
-        "speed-up",
-        "sent, MB",
-        "held, MB",
-        "peak, MB",
-        *["balance"] * with_scores,
-    ):
-        table.add_column(head, justify="right")
-    for row in ran:
-        speedup = median([a / b for a, b in zip(alone.times, row.times, strict=True)])
-        table.add_row(
-            row.name,
-            f"{1e3 * median(row.times):.0f}",
-            spread(ratios(row.times, best.times)),
-            spread(ratios(row.limits, row.times)) if row is not alone else "",
-            f"{speedup:.2f}",
-            f"{median(row.sent) / 1e6:.1f}",
-            f"{max(row.held) / 1e6:.1f}",
-            f"{max(row.peak) / 1e6:.1f}",
-            *([f"{row.balance:.2f}" if row is not alone else ""] if with_scores else []),
-        )
-    console = Console(width=130)
-    console.print(table)
+# -------------------------------------------------------------------------------------------- peers
+
+
+def quiet() -> contextlib.AbstractContextManager[Any]:
+    """Context without a standard output."""
+    return contextlib.redirect_stdout(io.StringIO())
+
+
+def load_deepspeed(backend: str = "gloo") -> Any:
+    """Return the module ``deepspeed``, made ready. It reports through a logger of its own and through print.
+
+    Raises:
+        NotRunning: it is not installed.
+    """
+    if importlib.util.find_spec("deepspeed") is None:
+        raise NotRunning("not installed: pip install -e '.[bench]'")
+    with quiet():
+        import deepspeed
+        from deepspeed.utils.logging import logger
+
+        logger.setLevel(logging.ERROR)
+        deepspeed.init_distributed(backend, auto_mpi_discovery=False, verbose=False)
+    return deepspeed
+
+
+def deepspeed_engine(model: Any, optimizer: Any, microbatch: int, **config: Any) -> Any:
+    """Return DeepSpeed's engine of a model.
+
+    Raises:
+        NotRunning: DeepSpeed is not installed.
+    """
+    config |= {"train_micro_batch_size_per_gpu": microbatch, "steps_per_print": 10**9}
+    deepspeed = load_deepspeed()
+    with quiet():
+        return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+# --------------------------------------------------------------------------------------------------- tables
+
+
+def show(
+    title: str,
+    rows: Sequence[Row],
+    columns: Mapping[str, Callable[[Row], str]],
+    caption: str | None = None,
+    width: int = 160,
+) -> None:
+    """Print a table: a line of each contender that ran, then why the others did not.
+
+    Args:
+        title, caption: lines above and below.
+        rows: the contenders.
+        columns: head of a column -> its cell of a row.
+        width: columns of the output.
+    """
+    console = terminal(width=width)
+    cells = ((row.name, *(cell(row) for cell in columns.values())) for row in rows if not row.problem)
+    console.print(table(("", *columns), cells, title, caption=caption))
     for row in rows:
         if row.problem:
-            console.print(f"{row.name}: {row.problem}", highlight=False)
+            console.print(f"{row.name}: {row.problem}")
+
+
+def beside(values: Sequence[float], others: Sequence[float]) -> str:
+    """Return the median of the ratios of two contenders' rounds with the middle half, as a cell."""
+    return spread(ratios(values, others)) if values and others else ""
+
+
+def print_json(results: Any, **about: Any) -> None:
+    """Print one object."""
+    print(json.dumps({"torch": torch.__version__, **about, "results": results}, indent=1, default=vars))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +10,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from rounds import deepspeed_engine, quiet
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -135,28 +133,17 @@ class DeepSpeed:
 
     @staticmethod
     def _made(options: Any, seed: int) -> Any:
-        with contextlib.redirect_stdout(io.StringIO()):  # it reports through a logger of its own and through print
-            import deepspeed
-            from deepspeed.utils.logging import logger
-
-            logger.setLevel(logging.ERROR)
-            deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-            made = model(options, seed)
-            found, *_ = deepspeed.initialize(
-                model=made,
-                optimizer=torch.optim.AdamW(made.parameters(), lr=1e-3),
-                config={
-                    "train_micro_batch_size_per_gpu": options.samples,
-                    "steps_per_print": 10**9,
-                    "zero_allow_untested_optimizer": True,
-                    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-                },
-            )
+        made = model(options, seed)
+        found = deepspeed_engine(
+            *(made, torch.optim.AdamW(made.parameters(), lr=1e-3), options.samples),
+            zero_allow_untested_optimizer=True,
+            zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 0},
+        )
         step(found, batch(options))
         return found
 
     def save(self, folder: str) -> object:
-        with contextlib.redirect_stdout(io.StringIO()):
+        with quiet():
             self.one.save_checkpoint(folder, "a")
         for path in Path(folder, "a").glob(f"*_rank_{dist.get_rank()}_*"):
             file = os.open(path, os.O_RDONLY)
@@ -165,7 +152,7 @@ class DeepSpeed:
         return dist.barrier()
 
     def load(self, folder: str) -> object:
-        with contextlib.redirect_stdout(io.StringIO()):
+        with quiet():
             return self.other.load_checkpoint(folder, "a")
 
     def check(self) -> None:

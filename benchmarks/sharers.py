@@ -23,8 +23,6 @@ from triax.grid.layout import layout_of
 from triax.models.gpt import GPTConfig, gpt_layers
 from triax.tensor_parallel import vocab_parallel_cross_entropy
 
-ALONE = "one process"
-
 
 @dataclass(frozen=True)
 class Shape:
@@ -51,6 +49,9 @@ class Shape:
             "max_position_embeddings": self.length,
         }
         return GPTConfig(vocab_size=vocabulary, tie_word_embeddings=False, **sizes)
+
+    def __str__(self) -> str:
+        return f"{self.layers} layers of width {self.width}, {self.sequences * self.length:,} tokens"
 
     def batch(self) -> tuple[Tensor, Tensor]:
         """Ids and labels (B, T); of one layer hidden states and weights (B, T, D)."""

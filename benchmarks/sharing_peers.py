@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from sharers import ALONE, Alone, Block, Positions, Shape, Shared, Triax, mine, plain
+from rounds import ALONE, Makers
+from sharers import Alone, Block, Positions, Shape, Shared, Triax, mine, plain
 from torch import Tensor, nn
 
 import triax
@@ -209,7 +209,7 @@ class Distributed(Shared):
         return found
 
 
-def sharers(shape: Shape, grid: triax.Grid) -> Iterator[tuple[str, Callable[[], Alone]]]:
+def sharers(shape: Shape, grid: triax.Grid) -> Makers[Alone]:
     """Names, and how to make them; the one process first."""
     yield ALONE, lambda: Alone(shape)
     yield "triax", lambda: Triax(shape, grid, False)

@@ -14,18 +14,16 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from rounds import on_ranks
 from stacks import Stack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import triax
-from triax.launcher.launch import launch
 from triax.pipe.program.draw import picture
 from triax.pipe.program.measured_costs import costs_of
 from triax.pipe.program.simulate import simulate
@@ -59,13 +57,8 @@ def main() -> None:
     shown: list[Timeline] = []
     titles: list[str] = []
     for schedule in options.schedules:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "timelines"
-            args = (schedule, options.stages, options.microbatches, options.steps, options.milliseconds, str(path))
-            code = launch(record, *args, ranks=options.stages, threads=1)
-            if code:
-                sys.exit(code)
-            steps = [Timeline.from_json(line) for line in path.read_text().splitlines()]
+        args = (schedule, options.stages, options.microbatches, options.steps, options.milliseconds)
+        steps = [*map(Timeline.from_json, on_ranks(record, *args, ranks=options.stages)[0])]
         made = triax.make_schedule(schedule, options.stages, options.microbatches, chunks(schedule))
         costs = costs_of(steps, made.placement)
         expected = simulate(made, costs).timeline
@@ -91,8 +84,8 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def record(schedule: str, stages: int, microbatches: int, steps: int, ms: float, path: str) -> None:
-    """On each rank: train; rank 0 writes each step's timeline, a line each."""
+def record(schedule: str, stages: int, microbatches: int, steps: int, ms: float) -> list[str]:
+    """Train on each rank, and return each step's timeline."""
     module = triax.PipelineModule(
         [triax.LayerSpec(STACK.build, index) for index in range(STACK.entries)],
         grid=triax.Grid(pipe=stages),
@@ -113,8 +106,7 @@ def record(schedule: str, stages: int, microbatches: int, steps: int, ms: float,
             engine.train_batch(data)
         assert engine.timeline is not None
         lines.append(engine.timeline.to_json())
-    if engine.grid.rank == 0:
-        Path(path).write_text("\n".join(lines[2:]))
+    return lines[2:]
 
 
 def chunks(schedule: str) -> int:

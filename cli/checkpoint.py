@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -30,42 +29,33 @@ Where = Annotated[
 @checkpoint.command()
 def show(path: Where, tensors: Annotated[bool, typer.Option(help="Print a line for each tensor.")] = True) -> None:
     """Show a checkpoint: its step, grid and versions, and its tensors with their sizes."""
-    from rich.console import Console
-    from rich.table import Table
+    from ..base.tables import as_text, table
 
     reader = _open(path)
-    # A file has lines of any length; a terminal gets long names in several lines.
-    width = None if sys.stdout.isatty() else 10_000
-    index, out = reader.index, Console(soft_wrap=True, highlight=False, markup=False, width=width)
-
-    def tell(text: str) -> None:
-        out.print(escaped(text))
-
+    index = reader.index
     grid = " x ".join(f"{size} {axis}" for axis, size in index.head["grid"].items())
-    tell(f"{reader.path}: step {index.head['step']}, {f'saved on {grid}' if grid else 'imported'}")
-    tell(", ".join(f"{name} {version}" for name, version in index.head["versions"].items()))
+    echo(f"{reader.path}: step {index.head['step']}, {f'saved on {grid}' if grid else 'imported'}")
+    echo(", ".join(f"{name} {version}" for name, version in index.head["versions"].items()))
     identity = index.head.get("identity")
     if identity is not None:
         parent = identity["parent"]
         came = f", after step {parent['step']} of run {parent['run'] or '(unknown)'}" if parent else ""
-        tell(f"run {identity['run']}, number {identity['order']} of its folder{came}")
+        echo(f"run {identity['run']}, number {identity['order']} of its folder{came}")
     totals: dict[str, int] = {}
-    table = Table(title_justify="left")
-    for name, side in (("tensor", "left"), ("dtype", "left"), ("shape", "left"), ("MB", "right"), ("boxes", "right")):
-        table.add_column(name, justify=side, overflow="fold")  # type: ignore[arg-type]
+    rows = []
     for name, entry in index.tensors.items():
         kind = name.rpartition("/")[0] or name
         kind = "random" if kind.startswith("random") else kind
         totals[kind] = totals.get(kind, 0) + entry.bytes
         shape = " x ".join(map(str, entry.shape)) or "1"
-        table.add_row(escaped(name), entry.dtype, shape, f"{entry.bytes / 1e6:.3f}", str(len(entry.boxes)))
+        rows.append((escaped(name), entry.dtype, shape, f"{entry.bytes / 1e6:.3f}", len(entry.boxes)))
     if tensors:
-        out.print(table)
+        echo(as_text(table(("tensor", "dtype", "shape", "MB", "boxes"), rows, left=3)))
     for kind, size in totals.items():
-        tell(f"{kind}: {size / 1e6:.3f} MB")
+        echo(f"{kind}: {size / 1e6:.3f} MB")
     files = sum(file.size for file in index.files.values())
     elements = sum(math.prod(each.shape) for name, each in index.tensors.items() if name.startswith("weights/"))
-    tell(f"{len(index.files)} files of {files / 1e6:.3f} MB; {elements:,} parameters")
+    echo(f"{len(index.files)} files of {files / 1e6:.3f} MB; {elements:,} parameters")
 
 
 @checkpoint.command()

@@ -9,10 +9,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from ..base.errors import to_install
+from ..base.tables import table, terminal
 
 # Package -> what needs it, and how to install it.
 _OPTIONAL = {
@@ -35,16 +33,10 @@ _COMMANDS = {
 
 def env() -> None:
     """Print versions, devices and backends, and what is missing for which feature."""
-    out = Console(soft_wrap=True, highlight=False, markup=False)
+    out = terminal()
     for title, rows in (("Versions", _versions()), ("Devices", _devices()), ("Backends", _backends())):
-        table = Table(title=title, title_justify="left", show_header=False)
-        for row in rows:
-            table.add_row(*row)
-        out.print(table)
-    table = Table("part", "here", "needed for", "to install", title="Optional parts", title_justify="left")
-    for part in _optional():
-        table.add_row(*part)
-    out.print(table)
+        out.print(table(("", ""), rows, title, left=2, show_header=False))
+    out.print(table(("part", "here", "needed for", "to install"), _optional(), "Optional parts", left=4))
 
 
 def _versions() -> Iterator[tuple[str, str]]:

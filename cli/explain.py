@@ -12,11 +12,13 @@ from typing import Any
 
 from ..base.errors import ConfigError
 from ..base.formulas import STATES
+from ..base.tables import as_text, table
 from ..options.batch import BatchSizes
 from ..pipe.program.simulate import Costs, simulate
 from ..plan.layers import LayerShape
 from ..plan.memory import ModelMemory, RankMemory, StateOptions
 from ..plan.parallel_layout import ParallelLayout
+from ..plan.tuning import optimizer_states
 from ..train.job import Job
 
 
@@ -84,35 +86,19 @@ def explain(job: Job, processes: int | None = None) -> dict[str, Any]:
 
 def layout_of_job(job: Job) -> ParallelLayout:
     """Return the layout of a run. Its schedule and chunks are those of 1F1B: ``job.schedule`` has the run's own."""
-    zero, size = job.options.zero, job.topology.size
-    return ParallelLayout(
-        pipe=size("pipe"),
-        data=size("data"),
-        context=size("context"),
-        tensor=size("tensor"),
-        expert=size("expert"),
+    return ParallelLayout.of(
+        *(job.options, job.topology.sizes),
         microbatch=job.batch.micro,
-        zero=zero.known_stage,
-        recompute=_recompute(job),
-        offload=zero.offload_optimizer.device != "none",
+        zero=job.options.zero.known_stage,
         sequence_parallel=job.file.grid.sequence_parallel,
     )
 
 
 def memory_of_job(job: Job) -> ModelMemory:
     """Return the formulas for the memory of a run's model, with the options of its training."""
-    zero = job.options.zero
-    options = StateOptions(
-        precision=job.precision,
-        low_precision_masters=not job.options.precision.master_weights,
-        optimizer=_states(job),
-        bucket=zero.bucket_size,
-        persistent=zero.persistence_threshold,
-        keep_gathered=zero.keep_gathered,
-        reduce_each_microbatch=zero.reduce_each_microbatch,
-        decays=job.file.training.optimizer.decays,
-        frozen=job.options.lora is not None,
-    )
+    section = job.options.optimizer
+    states = optimizer_states(section.type, section.arguments)
+    options = StateOptions.of(job.options, job.precision, states, job.file.training.optimizer.decays)
     return ModelMemory(job.model, options=options, shard_tensor=bool(job.file.model.experts.shard_tensor))
 
 
@@ -121,38 +107,36 @@ def text(found: dict[str, Any]) -> str:
     model, schedule, training = found["model"], found["schedule"], found["training"]
     grid = " x ".join(f"{axis} {size}" for axis, size in found["grid"].items() if size > 1) or "one process"
     batch = training["batch"]
-    lines = [
-        f"{found['name']}: {model['kind']} with {model['parameters']:,} parameters in {model['layers']} layers",
-        f"grid        {grid}: {found['processes']} processes",
-        f"schedule    {schedule['name']}, {schedule['microbatches']} microbatches: bubble {schedule['bubble']:.1%}",
-        f"microbatch  {batch['microbatch']} x {training['sequence']:,} tokens",
-        f"step        {batch['sequences']:,} x {training['sequence']:,} = {training['tokens_per_step']:,} tokens",
-        f"run         {training['steps']:,} steps: {training['tokens']:,} tokens",
-        f"training    {training['precision']}, {training['optimizer']}, ZeRO stage {training['zero']}",
-        f"recompute   {training['recompute']}",
-        "",
-        *_table(
-            ("stage", "pipe rank", "layers", "", "parameters"),
-            (
-                (
-                    str(stage["stage"]),
-                    str(stage["pipe"]),
-                    "{} to {}".format(*stage["layers"]),
-                    ", ".join(f"{count} {name}" if count > 1 else name for name, count in stage["kinds"].items()),
-                    f"{stage['parameters']:,}",
-                )
-                for stage in found["stages"]
-            ),
-        ),
-        "",
+    facts = {
+        "grid": f"{grid}: {found['processes']} processes",
+        "schedule": f"{schedule['name']}, {schedule['microbatches']} microbatches: bubble {schedule['bubble']:.1%}",
+        "microbatch": f"{batch['microbatch']} x {training['sequence']:,} tokens",
+        "step": f"{batch['sequences']:,} x {training['sequence']:,} = {training['tokens_per_step']:,} tokens",
+        "run": f"{training['steps']:,} steps: {training['tokens']:,} tokens",
+        "training": f"{training['precision']}, {training['optimizer']}, ZeRO stage {training['zero']}",
+        "recompute": training["recompute"],
+    }
+    title = f"{found['name']}: {model['kind']} with {model['parameters']:,} parameters in {model['layers']} layers"
+    stages = (
+        (
+            stage["stage"],
+            stage["pipe"],
+            "{} to {}".format(*stage["layers"]),
+            ", ".join(f"{count} {name}" if count > 1 else name for name, count in stage["kinds"].items()),
+            f"{stage['parameters']:,}",
+        )
+        for stage in found["stages"]
+    )
+    shown = [kind for kind in (*RankMemory._fields, "total") if any(row[kind] for row in found["memory"])]
+    memory = ((row["pipe"], *(f"{row[kind] / 2**30:.2f}" for kind in shown)) for row in found["memory"])
+    return as_text(
+        title,
+        table(("", ""), facts.items(), left=2, show_header=False),
+        table(("stage", "pipe rank", "layers", "", "parameters"), stages, left=0),
         "bytes of a rank, in GiB",
-    ]
-    kinds = [*RankMemory._fields, "total"]
-    shown = [kind for kind in kinds if any(row[kind] for row in found["memory"])]
-    rows = ((str(row["pipe"]), *(f"{row[kind] / 2**30:.2f}" for kind in shown)) for row in found["memory"])
-    lines += _table(("pipe rank", *shown), rows)
-    lines += ["", *(f"note: {note}" for note in found["notes"])] if found["notes"] else []
-    return "\n".join(lines)
+        table(("pipe rank", *shown), memory, left=0),
+        *(f"note: {note}" for note in found["notes"]),
+    )
 
 
 def _bubble(job: Job, memory: ModelMemory, cuts: Sequence[int], layout: ParallelLayout) -> float:
@@ -178,20 +162,6 @@ def _flops(layer: LayerShape, sequence: int) -> float:
     return products + seen * sizes.heads * (sizes.query_dim + sizes.value_dim)
 
 
-def _recompute(job: Job) -> str:
-    section = job.options.recompute
-    if not section.asked:
-        return "none"
-    return "selective" if section.granularity == "selective" else "full"
-
-
-def _states(job: Job) -> int:
-    """Return the number of state tensors of the optimizer."""
-    section = job.options.optimizer
-    options = sum(bool(section.arguments.get(key)) for key in ("momentum", "centered", "amsgrad"))
-    return STATES.get(section.type.lower(), STATES["adamw"]) + options
-
-
 def _notes(job: Job, processes: int | None) -> Iterable[str]:
     section, optimizer = job.options.recompute, job.options.optimizer
     if job.options.lora is not None:
@@ -209,10 +179,3 @@ def _notes(job: Job, processes: int | None) -> Iterable[str]:
 
 def _sizes(batch: BatchSizes) -> dict[str, int]:
     return {"sequences": batch.train, "microbatch": batch.micro, "microbatches": batch.accumulation}
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a table, whose columns are aligned to the right."""
-    cells = [heads, *rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(heads))]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

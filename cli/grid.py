@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from ..base.errors import ConfigError, to_install
+from ..base.tables import table, terminal
 from ..grid.topology import Topology
 from ..pipe.partition import uniform
 
@@ -88,21 +87,19 @@ def _held(topology: Topology, rank: int, cuts: list[int]) -> GridRank:
 def _print(topology: Topology, ranks: list[GridRank], zero: int) -> None:
     size, copies = topology.size, topology.size("data") * topology.size("context")
     shown = [name for name in topology.names if size(name) > 1] or ["data"]
-    table = Table(title=f"{topology.world_size:,} ranks", title_justify="left")
     heads = ["rank", *shown, "layers"]
     heads += ["sequence parts"] if size("context") > 1 else []
     heads += ["experts"] if topology.expert > 1 else []
     heads += ["ZeRO shard"] if zero else []
-    for head in heads:
-        table.add_column(head, justify="right")
+    rows = []
     for rank, place, (start, stop), tokens, expert, replica in ranks[:LISTED]:
         row = [rank, *(place[name] for name in shown), _span(start, stop)]
         row += [f"{tokens[0] + 1}, {tokens[1] + 1} of {2 * size('context')}"] if size("context") > 1 else []
         row += [f"{expert + 1} of {topology.expert}"] if topology.expert > 1 else []
         row += [f"{replica + 1} of {copies}"] if zero else []
-        table.add_row(*map(str, row))
-    console = Console()
-    console.print(table)
+        rows.append(row)
+    console = terminal()
+    console.print(table(heads, rows, f"{topology.world_size:,} ranks", left=0))
     if zero:
         console.print(f"A ZeRO shard has {_listed(STATES[3 - zero :])}.")
     if len(ranks) > LISTED:

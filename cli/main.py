@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from ..base import VERSION
 from ..base.errors import ConfigError
+from ..base.tables import terminal
 from .checkpoint import checkpoint
 from .config import config
 from .data import data
@@ -66,7 +66,7 @@ def main() -> None:
     try:
         app()
     except ConfigError as error:
-        Console(stderr=True).print(f"triax: {error}", style="red", soft_wrap=True, highlight=False, markup=False)
+        terminal(stderr=True).print(f"triax: {error}", style="red")
         raise SystemExit(2) from None
 
 

@@ -40,7 +40,7 @@ from ..models.rope import Rope
 from ..options.batch import Batch
 from ..options.zero import Zero
 from ..pipe.module import PipelineModule
-from ..plan.cost import StepTime, Work, step_time
+from ..plan.cost import CostModel, StepTime, Work
 from ..plan.machine import Machine, NetworkLink
 from ..plan.measured import MeasuredTimes, Row, Table
 from ..plan.parallel_layout import ParallelLayout
@@ -421,7 +421,7 @@ class _Alone:
         engine, batch = small_engine(name, self.device, 4, width, sequence)
         taken = self.seconds(partial(engine.train_batch, itertools.repeat(batch)), 0.05, 5)
         work = Work(_config(name, 4, width, sequence), machine, 4, sequence, "fp32")
-        return taken, step_time(work, ParallelLayout())
+        return taken, CostModel(work).step(ParallelLayout())
 
     def host_bandwidth(self) -> float:
         """Return the bytes a second between the device and the CPU's memory."""

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from ..base.errors import ConfigError
 from ..base.formulas import BYTES, STATES, ModelStates, model_states
+from ..base.tables import table, terminal
+from .output import bar
 from .plan import TRAINING_FILES, model_of, parse_layout
 
 if TYPE_CHECKING:
@@ -68,11 +68,14 @@ def memory(
     as_json: Annotated[bool, typer.Option("--json", help="Of a model: print one JSON object, with bytes.")] = False,
 ) -> None:
     """Print the memory of each pipe rank of a model on a grid, activations included; or of a number of parameters."""
+    from ..compat.deepspeed.config.optimizer_names import native_optimizer
     from ..plan.machine import machine as machine_of
 
     if (model is None) == (parameters is None):
         raise ConfigError("Give one of a MODEL, such as llama3-8b, and --parameters, such as 7.5e9.")
     try:
+        if optimizer is not None:
+            optimizer = native_optimizer(optimizer, {}).type  # FusedAdam is AdamW
         if parameters is not None:
             if layout or batch or sequence or machine or processes or as_json:
                 raise ValueError(
@@ -137,35 +140,23 @@ def _print(model: str, run: _Counted, ranks: Sequence[RankMemory], limit: float 
     from ..plan.page import figure
     from ..plan.picture import COLORS
 
-    console = Console()
+    console = terminal()
     kinds = [kind for kind in RankMemory._fields if any(getattr(each, kind) for each in ranks)]
     layout, counted = str(run.layout), ""
     if run.schedule is not None:  # of a file; its layout has 1F1B in the schedule's place
         counted = f"{run.layout.gpus} processes, "
         layout = layout.replace("schedule=1f1b", f"schedule={run.schedule.name},chunks={run.schedule.chunks}")
-    title = f"{model} on {counted}{layout}, batch {run.batch:,} of {run.sequence:,} tokens: GiB of a rank"
-    console.print(title, highlight=False, soft_wrap=True)
-    key = Text()
-    for kind in kinds:
-        key.append(f"{_letter(kind)}={kind}  ", style=COLORS[kind])
-    console.print(key)
-    table = Table()
-    for head in ("pipe", *map(_letter, kinds), "total"):
-        table.add_column(head, justify="right")
-    for pipe, each in enumerate(ranks):
-        table.add_row(str(pipe), *(figure(getattr(each, kind) / 2**30) for kind in kinds), figure(each.total / 2**30))
-    console.print(table)
+    console.print(f"{model} on {counted}{layout}, batch {run.batch:,} of {run.sequence:,} tokens: GiB of a rank")
+    console.print(*(Text(f"{_letter(kind)}={kind}", COLORS[kind]) for kind in kinds), sep="  ")
+    rows = (
+        (pipe, *(figure(getattr(each, kind) / 2**30) for kind in kinds), figure(each.total / 2**30))
+        for pipe, each in enumerate(ranks)
+    )
+    console.print(table(("pipe", *map(_letter, kinds), "total"), rows, left=0))
     most = max(each.total for each in ranks)
-    whole, width = max(most, limit or 0.0), min(console.width, 100) - 6
     for pipe, each in enumerate(ranks):
-        bar, end, used = Text(f"{pipe:>4}  "), 0.0, 0
-        for kind in kinds:
-            end += getattr(each, kind)
-            cells = round(end / whole * width) - used
-            bar.append(_letter(kind) * cells, style=COLORS[kind])
-            used += cells
-        bar.append("·" * (width - used))
-        console.print(bar, no_wrap=True)
+        parts = {kind: getattr(each, kind) for kind in kinds}
+        console.print(Text(f"{pipe:>4}  ") + bar(parts, max(most, limit or 0.0), console.width - 6, _letter))
     if limit is not None:
         left, fullest = limit - most, max(range(len(ranks)), key=lambda pipe: ranks[pipe].total)
         what = f"{figure(left / 2**30)} GiB left" if left >= 0 else f"{figure(-left / 2**30)} GiB too much"
@@ -183,11 +174,9 @@ def _states(parameters: float, data: int, precision: str, optimizer: str) -> Non
     paper = [model_states(parameters, data, stage, precision, optimizer, precision) for stage in range(4)]
     half = BYTES[precision] == 2
     title = f"{parameters:g} parameters, {data} replicas, {precision}, {optimizer}: GB on each rank"
-    table = Table(title=title, title_justify="left")
     heads = ["stage", *ModelStates._fields, "all", *([f"with gradients in {precision}"] if half else [])]
-    for head in heads:
-        table.add_column(head, justify="right")
-    for stage, (row, narrow) in enumerate(zip(rows, paper, strict=True)):
-        figures = [*row, row.total, *([narrow.total] if half else [])]
-        table.add_row(str(stage), *(f"{each / 1e9:.4g}" for each in figures))
-    Console().print(table)
+    cells = (
+        (stage, *(f"{each / 1e9:.4g}" for each in (*row, row.total, *([narrow.total] if half else []))))
+        for stage, (row, narrow) in enumerate(zip(rows, paper, strict=True))
+    )
+    terminal().print(table(heads, cells, title, left=0))

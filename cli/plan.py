@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
+from rich.columns import Columns
 from rich.text import Text
 
 from ..base.errors import ConfigError, nearest, no_such
 from ..base.files import read_object
+from ..base.tables import table, terminal
+from .output import bar
 
 # All else is imported where it is used: `triax --help` needs none of it.
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from ..models.config import TransformerConfig
     from ..plan.cost import Work
     from ..plan.parallel_layout import ParallelLayout
@@ -318,52 +321,30 @@ def _why(work: Work, gpus: int | None, limit: float, pair: tuple[str, str], as_j
             json.dumps({**_unfitted(work), "layouts": found, "difference": {"time_s": times, "memory_gib": sizes}})
         )
         return
-    console = Console()
-    for line in _unfitted(work).values():
-        console.print(line, highlight=False, soft_wrap=True)
-    console.print(f"A: {name_of(a)}\nB: {name_of(b)}", highlight=False, soft_wrap=True)
+    console = terminal()
+    console.print(*_unfitted(work).values(), f"A: {name_of(a)}", f"B: {name_of(b)}", sep="\n")
     for key, unit in (("time_s", "seconds a step"), ("memory_gib", "GiB on the fullest GPU")):
-        table = Table(title=unit, title_justify="left")
-        for head in ("", "A", "B", "A - B"):
-            table.add_column(head, justify="left" if not head else "right")
         kinds = sorted(a[key], key=lambda kind: -abs(a[key][kind] - b[key][kind]))
-        for kind in kinds:
-            if a[key][kind] or b[key][kind]:
-                difference = a[key][kind] - b[key][kind]
-                table.add_row(kind, figure(a[key][kind]), figure(b[key][kind]), f"{difference:+.4g}")
-        totals = sum(a[key].values()), sum(b[key].values())
-        table.add_row("all", *map(figure, totals), f"{totals[0] - totals[1]:+.4g}", style="bold")
-        console.print(table)
+        pairs = {kind: (a[key][kind], b[key][kind]) for kind in kinds if a[key][kind] or b[key][kind]}
+        pairs["all"] = sum(a[key].values()), sum(b[key].values())
+        rows = ((kind, figure(x), figure(y), f"{x - y:+.4g}") for kind, (x, y) in pairs.items())
+        console.print(table(("", "A", "B", "A - B"), rows, unit))
 
 
 def _print(result: dict[str, Any], limit: float, lines: list[str]) -> None:
     """Print the table, and the bars of the best layout."""
-    from ..plan.page import figure
-    from ..plan.picture import name_of
+    from ..plan.page import HEADS, cells
 
-    console = Console()
+    console = terminal()
     if "unfitted" in result:
-        console.print(result["unfitted"], highlight=False, soft_wrap=True)
-    table = Table()
-    table.add_column("layout", overflow="fold")
-    for head in ("seconds", "TFLOP/s", "MFU %", "GiB"):
-        table.add_column(head, justify="right")
-    for layout in result["layouts"]:
-        total = sum(layout["memory_gib"].values())
-        numbers = (layout["step_s"], layout["tflops_per_gpu"], 100 * layout["mfu"], total)
-        table.add_row(name_of(layout), *map(figure, numbers))
-    console.print(table)
+        console.print(result["unfitted"])
+    console.print(table(HEADS, map(cells, result["layouts"])))
     best = result["layouts"][0]
     _bar(console, "memory of the first, GiB", best["memory_gib"], limit / 2**30)
     _bar(console, "time of the first, seconds", best["time_s"], None)
-    for line in lines:
-        console.print(line, highlight=False)
     excluded = ", ".join(f"{number:,} {_plural(reason, number)}" for reason, number in result["excluded"].items())
-    console.print(
-        f"{result['considered']:,} layouts in {result['seconds']:.2f} s: {excluded or 'none excluded'}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    searched = f"{result['considered']:,} layouts in {result['seconds']:.2f} s: {excluded or 'none excluded'}"
+    console.print(*lines, searched, sep="\n")
 
 
 def _plural(reason: str, number: int) -> str:
@@ -375,21 +356,11 @@ def _bar(console: Console, title: str, kinds: dict[str, float], limit: float | N
     from ..plan.page import figure
     from ..plan.picture import COLORS
 
-    width, total = min(console.width, 100) - 2, sum(kinds.values())
-    whole = total if limit is None else max(total, limit)
-    bar, key, end, used = Text(), Text(), 0.0, 0
-    for kind, value in kinds.items():
-        if value <= 0:
-            continue
-        end += value
-        cells = round(end / whole * width) - used
-        used += cells
-        bar.append("█" * cells, style=COLORS[kind])
-        key.append("█ ", style=COLORS[kind])
-        key.append(f"{kind} {figure(value)}  ")
-    bar.append("·" * (width - used))
+    shown, total = {kind: value for kind, value in kinds.items() if value > 0}, sum(kinds.values())
+    key = Columns([Text("█", COLORS[kind]) + Text(f" {kind} {figure(value)}") for kind, value in shown.items()])
     of = "" if limit is None else f" of {figure(limit)}"
-    console.print(Text(f"{title}: {figure(total)}{of}"), bar, key, sep="\n")
+    parts = bar(shown, max(total, limit or 0.0), console.width - 2)
+    console.print(f"{title}: {figure(total)}{of}", parts, key, sep="\n", soft_wrap=False)
 
 
 def _write(path: Path, model: str, source: ReadFile | None, work: Work, layout: ParallelLayout) -> None:

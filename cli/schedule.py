@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from ..base.errors import escaped
+from ..base.tables import table, terminal
 from ..pipe.program.draw import chrome_trace, picture, text
 from ..pipe.program.schedule import Schedule
 from ..pipe.program.simulate import Costs, Simulation, simulate
@@ -100,8 +99,7 @@ def schedule(
         else:
             _print(chosen, result, parsed)
     except (ValueError, OSError, ImportError) as error:
-        console = Console(stderr=True)
-        console.print(escaped(f"triax schedule: {error}"), style="red", soft_wrap=True, highlight=False, markup=False)
+        terminal(stderr=True).print(escaped(f"triax schedule: {error}"), style="red")
         raise typer.Exit(2) from None
 
 
@@ -158,19 +156,17 @@ def _tuned(chosen: Schedule, costs: Costs) -> Schedule:
 
 
 def _print(chosen: Schedule, result: Simulation, costs: Costs) -> None:
-    console = Console()
-    console.print(title(chosen, costs), style="bold", highlight=False, soft_wrap=True)
+    console = terminal()
+    console.print(title(chosen, costs), style="bold")
     if chosen.pipe <= MOST_ROWS:
-        console.print(text(result.timeline, console.width - len(f"rank {chosen.pipe - 1} ")), soft_wrap=True)
+        console.print(text(result.timeline, console.width - len(f"rank {chosen.pipe - 1} ")))
     peaks = " ".join(f"{peak:g}" for peak in result.peak_activations)
     console.print(
         f"makespan {result.makespan:g}   bubble {result.bubble:.2%}   sends {sends(chosen)}\n"
-        f"peak activations per rank, microbatches: {peaks}",
-        highlight=False,
-        soft_wrap=True,
+        f"peak activations per rank, microbatches: {peaks}"
     )
     if isinstance(chosen, Found):
-        console.print(chosen.summary(), highlight=False, soft_wrap=True)
+        console.print(chosen.summary())
 
 
 def _compare(
@@ -214,20 +210,15 @@ def _compare(
         ]
         typer.echo(json.dumps({"pipe": pipe, "microbatches": microbatches, "schedules": entries}))
         return
-    table = Table(title=f"pipe {pipe}, microbatches {microbatches}, {_in_words(costs)}", title_justify="left")
-    table.add_column("schedule")
-    for column in ("chunks", "makespan", "bubble", "peak", "sends"):
-        table.add_column(column, justify="right")
-    for chosen, result in rows:
-        table.add_row(
-            chosen.name,
-            str(chosen.chunks),
-            f"{result.makespan:.5g}",
-            f"{result.bubble:.2%}",
-            f"{max(result.peak_activations):.4g}",
-            str(sends(chosen)),
+    cells = (
+        (
+            *(chosen.name, chosen.chunks, f"{result.makespan:.5g}", f"{result.bubble:.2%}"),
+            *(f"{max(result.peak_activations):.4g}", sends(chosen)),
         )
-    Console().print(table)
+        for chosen, result in rows
+    )
+    heads = ("schedule", "chunks", "makespan", "bubble", "peak", "sends")
+    terminal().print(table(heads, cells, f"pipe {pipe}, microbatches {microbatches}, {_in_words(costs)}"))
 
 
 def _plot(path: Path, results: list[Simulation], names: list[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..base.tables import as_text, table
 from .dry_run import DryRun
 
 _KINDS = ("parameters", "gradients", "masters", "optimizer", "buffers", "activations", "working")
@@ -49,19 +50,18 @@ def _stages(run: DryRun) -> list[str]:
         return []
     kinds = [kind for kind in _KINDS if any(record["memory"].get(kind) for record in most.values())]
     axes = sorted({axis for record in most.values() for axis in record.get("sent", {})})
-    rows = [["pipe", "layers", *kinds, "total", *(f"sent {axis}" for axis in axes), "checkpoint"]]
+    heads, rows = ["pipe", "layers", *kinds, "total", *(f"sent {axis}" for axis in axes), "checkpoint"], []
     for pipe, record in sorted(most.items()):
         layers = " ".join(f"{start}-{stop - 1}" for start, stop in record.get("layers", []))
         memory = [_size(record["memory"].get(kind, 0)) for kind in kinds]
         sent = [_size(record.get("sent", {}).get(axis, 0)) for axis in axes]
-        rows.append([str(pipe), layers, *memory, _size(_total(record)), *sent, _size(record["checkpoint"][1])])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        rows.append([pipe, layers, *memory, _size(_total(record)), *sent, _size(record["checkpoint"][1])])
+    lines = [as_text(table(heads, rows, left=0))]
     places: dict[str, float] = {}
     for record in most.values():
-        for place, size in record["offloaded"].items() if isinstance(record.get("offloaded"), dict) else ():
-            places[place] = max(places.get(place, 0), sum(size.values()) if isinstance(size, dict) else size)
-    lines += [f"offloaded to {place}: at most {_size(size)} a rank" for place, size in places.items() if size]
+        for place, held in record["offloaded"].items() if isinstance(record.get("offloaded"), dict) else ():
+            places[place] = max(places.get(place, 0), sum(held.values()) if isinstance(held, dict) else held)
+    lines += [f"offloaded to {place}: at most {_size(most)} a rank" for place, most in places.items() if most]
     fewer = next((record["microbatches"] for record in most.values() if record["microbatches"]), None)
     if fewer is not None:
         lines.append(

@@ -6,6 +6,7 @@ The data and a folder's weights are not read, so that a file can be tried out wh
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,10 +32,8 @@ class JobSteps:
     def __call__(self) -> None:
         """Train on rows of zeros."""
         job = self._without_weights()
-        size = job.topology.size
-        grid = Grid(
-            pipe=size("pipe"), data=size("data"), context=size("context"), tensor=size("tensor"), expert=size("expert")
-        )
+        sizes: dict[str, Any] = job.topology.sizes
+        grid = Grid(**sizes)
         module = build_module(job, grid)
         # Nothing is written, and no checkpoint is read.
         options = job.options.changed(checkpoint=Checkpoints(), monitor=Monitoring())
@@ -48,9 +47,7 @@ class JobSteps:
         if not section.has_weights:
             return self._job
         shape = section.changed(weights=False)
-        changed = object.__new__(Job)  # as it is resolved already
-        vars(changed).update(vars(self._job) | {"file": file.changed(model=shape)})
-        return changed
+        return replace(self._job, file=file.changed(model=shape))
 
     def _rows(self) -> Iterator[tuple[Any, torch.Tensor]]:
         """Yield microbatches in the format of ``TokenData``."""

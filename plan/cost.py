@@ -306,9 +306,7 @@ class CostModel:
         if sizes.rotated:
             rotated = time("rotated", tokens * (sizes.heads + sizes.kv_heads) / t * sizes.rotated)
             forward, backward = forward + rotated[0], backward + rotated[1]
-        split = "mlp" in {product.weight.partition(".")[0] for product in shape.products if product.sharding != "none"}
-        each = tokens / t if split else held
-        width = each * (mlp.width * (mlp.per_token or 1) + mlp.shared)
+        each, width = _mlp_sizes(shape, mlp, tokens / t, held)
         activation = time("gated" if mlp.gated else "gelu", width)
         forward, backward = forward + activation[0], backward + activation[1]
         if mlp.experts:  # tokens are put in the order of their experts and back
@@ -384,9 +382,7 @@ class CostModel:
         rotated = (1 + bool(sizes.rotated) + sizes.norms) * size * tokens * heads  # rotated, normalized, transposed
         forward, backward = forward + rotated, backward + rotated
         mlp: Feedforward = shape.feedforward
-        split = "mlp" in {product.weight.partition(".")[0] for product in shape.products if product.sharding != "none"}
-        each = tokens / t if split else held
-        width = each * (mlp.width * (mlp.per_token or 1) + mlp.shared)
+        each, width = _mlp_sizes(shape, mlp, tokens / t, held)
         forward += (3 if mlp.gated else 2) * size * width
         backward += (4.5 if mlp.gated else 3) * size * width
         if mlp.experts:  # tokens are put in the order of their experts and back
@@ -415,12 +411,8 @@ class CostModel:
 
     # ------------------------------------------------------------------------------------------------- a step
 
-    def step(self, layout: ParallelLayout, simulated: bool = False) -> StepTime:
+    def step(self, layout: ParallelLayout) -> StepTime:
         """Return the time of a step.
-
-        Args:
-            layout: the layout.
-            simulated: take the makespan from ``simulate``, not from the schedule's closed form.
 
         Raises:
             ValueError: data x microbatch does not divide the batch, or the schedule does not exist for the layout.
@@ -428,7 +420,7 @@ class CostModel:
         if self.on_cores:
             kinds = self._step_on_cores(layout)
         else:
-            ranks, kinds = self._pipeline(layout, simulated)
+            ranks, kinds = self._pipeline(layout)
             self._finish(layout, ranks, kinds)
             if self.measured is not None:
                 kinds["overhead"] += self.measured.step
@@ -450,7 +442,7 @@ class CostModel:
             self._speeds[processes] = max(count * self.measured.speed(count) for count in range(1, processes + 1))
         return self._speeds[processes]
 
-    def _pipeline(self, layout: ParallelLayout, simulated: bool = False) -> tuple[list[_RankTime], dict[str, float]]:
+    def _pipeline(self, layout: ParallelLayout) -> tuple[list[_RankTime], dict[str, float]]:
         """Return the times of the pipe ranks, and the busiest one's seconds by kind up to the last backward pass."""
         m, p, v = layout.microbatches(self.work.batch), layout.pipe, layout.chunks
         zigzag = v > 1 and RECIPES[layout.schedule].place(2, 2) == (0, 1, 1, 0)
@@ -458,15 +450,16 @@ class CostModel:
         busiest = max(ranks, key=lambda rank: rank.busy)
         kinds = {kind: m * value for kind, value in busiest.kinds.items()}
         if p > 1:
-            if simulated or layout.schedule not in CLOSED_FORMS or not self._closed(layout, m, busiest):
-                kinds["bubble"] = max(0.0, self._makespan(layout, m, busiest) - m * busiest.busy)
+            if self._closed(layout, m, busiest):
+                kinds["bubble"] = sum(rank.idle(layout) * rank.count for rank in ranks) - busiest.idle(layout)
             else:
-                others = sum(rank.idle(layout) * rank.count for rank in ranks) - busiest.idle(layout)
-                kinds["bubble"] = others
+                kinds["bubble"] = max(0.0, self._makespan(layout, m, busiest) - m * busiest.busy)
         return ranks, kinds
 
     def _closed(self, layout: ParallelLayout, m: int, busiest: _RankTime) -> bool:
-        """Return True if the schedule's closed form holds."""
+        """Return True if the schedule has a closed form, and it holds."""
+        if layout.schedule not in CLOSED_FORMS:
+            return False
         if layout.schedule in ("zb-h1", "zb-h2", "zb-v"):
             enough = m >= (layout.pipe if layout.schedule == "zb-h1" else 2 * layout.pipe)
             return enough and busiest.weights <= min(busiest.forward, busiest.inputs)
@@ -746,9 +739,17 @@ def idle(schedule: str, chunks: int, forward: float, inputs: float, weights: flo
     return (forward + inputs + weights) / chunks
 
 
-def step_time(work: Work, layout: ParallelLayout) -> StepTime:
-    """Return the time of a step of one layout."""
-    return CostModel(work).step(layout)
+def _mlp_sizes(shape: LayerShape, mlp: Feedforward, sharded: float, held: float) -> tuple[float, float]:
+    """Return the tokens of a rank's MLP, and the elements of its activation.
+
+    Args:
+        shape, mlp: the block, and its MLP.
+        sharded: tokens if the tensor axis shards the MLP's width.
+        held: tokens otherwise.
+    """
+    split = any(each.weight.startswith("mlp.") and each.sharding != "none" for each in shape.products)
+    tokens = sharded if split else held
+    return tokens, tokens * (mlp.width * (mlp.per_token or 1) + mlp.shared)
 
 
 def utilization(work: Work, layout: ParallelLayout, seconds: float) -> Mapping[str, float]:

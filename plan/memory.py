@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from ..base.formulas import BYTES, STATES
 from ..models.config import TransformerConfig
+from ..options.engine import EngineOptions
 from ..pipe.partition import boundaries
 from ..pipe.program.schedule import Schedule
 from ..pipe.schedules.registry import RECIPES, named_schedule
@@ -122,6 +123,22 @@ class StateOptions:
             )
         if self.decays not in ("all", "matrices"):
             raise ValueError(f"decays is {self.decays!r}. Give 'matrices' or 'all'.")
+
+    @classmethod
+    def of(cls, options: EngineOptions, precision: str, optimizer: str | int, decays: str = "all") -> StateOptions:
+        """Return the options of an engine's options; the other arguments are fields."""
+        zero = options.zero
+        return cls(
+            precision=precision,
+            low_precision_masters=not options.precision.master_weights,
+            optimizer=optimizer,
+            bucket=zero.bucket_size,
+            persistent=zero.persistence_threshold,
+            keep_gathered=zero.keep_gathered,
+            reduce_each_microbatch=zero.reduce_each_microbatch,
+            decays=decays,
+            frozen=options.lora is not None,
+        )
 
     @property
     def size(self) -> int:

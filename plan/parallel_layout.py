@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..base.errors import nearest
 from ..grid.topology import Topology
+from ..options.engine import EngineOptions
 from ..pipe.schedules.registry import RECIPES
 
 RECOMPUTATION = ("none", "selective", "full")
@@ -72,6 +75,14 @@ class ParallelLayout:
             raise ValueError(f"recompute is {self.recompute!r}. Give one of {', '.join(RECOMPUTATION)}.")
         sharded = self.tensor > 1 and self.sequence_parallel is not False
         object.__setattr__(self, "sequence_parallel", sharded)
+
+    @classmethod
+    def of(cls, options: EngineOptions, axes: Mapping[str, Any], **others: Any) -> ParallelLayout:
+        """Return the layout of axes with an engine's recomputation and offload; ``others`` are further fields."""
+        section = options.recompute
+        kind = "selective" if section.granularity == "selective" else "full"
+        offload = options.zero.offload_optimizer.device != "none"
+        return cls(**axes, recompute=kind if section.asked else "none", offload=offload, **others)
 
     @property
     def gpus(self) -> int:

@@ -353,25 +353,10 @@ def estimate_of(options: EngineOptions, run: RunToTune) -> Estimate | None:
     machine = MACHINES[known[0] if known else "a100-80g"]
     if model is None or options.batch.size is None or run.precision not in machine.peak:
         return None
-    zero, section = options.zero, options.recompute
-    states = StateOptions(
-        precision=run.precision,
-        low_precision_masters=not options.precision.master_weights,
-        optimizer=run.states,
-        bucket=zero.bucket_size,
-        persistent=zero.persistence_threshold,
-        keep_gathered=zero.keep_gathered,
-        reduce_each_microbatch=zero.reduce_each_microbatch,
-        frozen=options.lora is not None,
-    )
+    states = StateOptions.of(options, run.precision, run.states)
     memory = ModelMemory(model, options=states, partition=run.partition, device=run.device)
-    axes: dict[str, Any] = run.axes
-    layout = ParallelLayout(
-        **axes,
-        recompute="none" if not section.asked else "selective" if section.granularity == "selective" else "full",
-        offload=zero.offload_optimizer.device != "none",
-        sequence_parallel=any(getattr(layer, "kwargs", {}).get("sequence_parallel") for layer in run.layers),
-    )
+    shards_sequence = any(getattr(layer, "kwargs", {}).get("sequence_parallel") for layer in run.layers)
+    layout = ParallelLayout.of(options, run.axes, sequence_parallel=shards_sequence)
     length = run.sequence or model.max_position_embeddings
     work = Work(model, machine, options.batch.size, length, run.precision)
     return Estimate(memory, work, layout, run.schedule)

@@ -64,10 +64,8 @@ class TrainingRun:
 
     def __init__(self, job: Job, watches: Sequence[Watch] = (), baseline: Baseline | None = None) -> None:
         self.job, self._watches, self._baseline = job, list(watches), baseline
-        size = job.topology.size
-        self.grid = Grid(
-            pipe=size("pipe"), data=size("data"), context=size("context"), tensor=size("tensor"), expert=size("expert")
-        )
+        sizes: dict[str, Any] = job.topology.sizes
+        self.grid = Grid(**sizes)
         training, held_out, self.tokenizer = check_data(job.file, job.sequence, job.tokenizer, job.model.vocab_size)
         # Opened now: its file may be gone when a sample is due.
         sampled = job.file.sample is not None and self.tokenizer is not None

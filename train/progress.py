@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,8 +16,9 @@ from ..base.errors import ConfigError, to_install
 from ..base.records import Records
 from ..monitor.report.run_folder import Run, read_run
 from ..monitor.report.write import write_report
+from ..pipe.program.measured_costs import costs_of
 from ..pipe.program.schedule import Schedule
-from ..pipe.program.simulate import Costs, timeline_of
+from ..pipe.program.simulate import timeline_of
 from ..pipe.program.timeline import Timeline
 
 
@@ -140,12 +141,12 @@ def draw_losses(path: Path, run: Run, baselines: Mapping[str, float], unit: str)
 
 
 def draw_schedule(path: Path, schedule: Schedule, measured: Timeline, name: str) -> None:
-    """Draw the pipeline as it ran, and simulated with each op at the mean time of its stage, without messages."""
+    """Draw the pipeline as it ran, and simulated with each op at the median time of its stage, without messages."""
     from ..pipe.program.draw import picture
 
     measured = from_zero(measured)
-    simulated = timeline_of(schedule, mean_costs(schedule, measured))
-    titles = [f"{name} as measured, in seconds", "simulated: every op takes the mean time of its stage, no messages"]
+    simulated = timeline_of(schedule, replace(costs_of([measured], schedule.placement), COMM=0.0))
+    titles = [f"{name} as measured, in seconds", "simulated: every op takes the median time of its stage, no messages"]
     picture([measured, simulated], path, titles=titles)
 
 
@@ -155,18 +156,3 @@ def from_zero(times: Timeline) -> Timeline:
     return Timeline(
         tuple(tuple(s._replace(start=s.start - first, end=s.end - first) for s in row) for row in times.rows)
     )
-
-
-def mean_costs(schedule: Schedule, measured: Timeline) -> Costs:
-    """Return the mean time of each stage's ops."""
-    seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
-    for row in measured.rows:
-        for op, start, end in row:
-            seconds[op.kind, op.stage].append(end - start)
-
-    def means(*kinds: str) -> list[float]:
-        every = range(len(schedule.placement))
-        return [sum(sum(t) / len(t) for kind in kinds if (t := seconds.get((kind, stage)))) for stage in every]
-
-    # A whole backward is I and W in one: its time counts as I.
-    return Costs(F=means("F"), I=means("I", "B"), W=means("W"))

@@ -18,31 +18,17 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 from ..base.errors import AgreedError, ConfigError
 from ..checkpoint.format import folder as folders
 from ..engine.step_observer import StepObserver
+from .schema import SpikesSection
 
 _LEAST = 20  # values of the window from which on a value is judged, or as many as it holds if that is less
 _FLOOR = 0.01  # least deviation of the losses, as a share of their median: losses that stand still have none
 _NORMAL = 1.4826  # standard deviation of normal values whose median absolute deviation is 1
 _LOG = logging.getLogger("triax")
-
-
-class SpikeOptions(Protocol):
-    """Protocol: the keys of ``training.spikes``."""
-
-    @property
-    def action(self) -> str: ...
-    @property
-    def loss(self) -> float: ...
-    @property
-    def norm(self) -> float: ...
-    @property
-    def window(self) -> int: ...
-    @property
-    def limit(self) -> int: ...
 
 
 class SpikeDetector:
@@ -137,7 +123,7 @@ class SpikeGuard(StepObserver):
             it is rewind without checkpoints.
     """
 
-    def __init__(self, engine: Any, options: SpikeOptions, folder: str | Path | None) -> None:
+    def __init__(self, engine: Any, options: SpikesSection, folder: str | Path | None) -> None:
         self._engine, self._folder = engine, None if folder is None else folders.folder_at(folder)
         self._action, self._limit = options.action, options.limit
         self._detector = SpikeDetector(options.loss, options.norm, options.window)

@@ -23,20 +23,19 @@ def run(script: str, *args: str) -> str:
 def test_pipeline_compares_and_prints(capsys: Any, monkeypatch: Any) -> None:
     args = ("--stages", "2", "--stacks", "smoke", "--rounds", "2", "--microbatches", "4", "--only", "triax", "1F1B")
     # Gradients were those of plain autograd, and activations those of the simulation, or it would have failed.
-    (result,) = json.loads(run("pipeline.py", *args, "--json"))["results"].values()
-    rows = {row["name"]: row for row in result["rows"]}
+    (found,) = json.loads(run("pipeline.py", *args, "--json"))["results"].values()
+    rows = {row["name"]: row for row in found}
     triax = {"triax 1f1b", "triax zb-h1", "triax interleaved", "triax zb-v"}
     assert rows.keys() == triax | {"torch Schedule1F1B", "one process"}
     assert rows["triax zb-v"]["activations"] == [2, 2]
-    assert all(len(row["times"]) == 2 and row["step"] > 0 for row in rows.values())
-    assert rows["torch Schedule1F1B"]["ratio"] == 1
+    assert all(len(row["times"]) == 2 and min(row["times"]) > 0 for row in rows.values())
 
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    from pipeline import show
+    from pipeline import PipelineRow, show_pipeline
 
-    show(result)
+    show_pipeline([PipelineRow(**row) for row in found], "smoke", 2)
     table = capsys.readouterr().out
-    assert all(name in table for name in rows)
+    assert all(name in table for name in rows) and "ratio to torch Schedule1F1B" in table
 
 
 @pytest.mark.exhaustive
@@ -82,13 +81,13 @@ def test_tensor_compares_and_counts() -> None:
     found = {row["name"]: row for row in rows}
     assert len(found) == 6 and all(len(row["times"]) == len(row["sent"]) == 2 for row in rows)
     # On sequence shards half of what one process holds, but for each token's two integers and the loss's few numbers.
-    alone, shards = (found[name]["activations"][0] for name in ("one process", "triax, sequence parallel"))
+    alone, shards = (found[name]["held"][0] for name in ("one process", "triax, sequence parallel"))
     assert 0.5 <= shards / alone < 0.55
     assert found["triax"]["counted"] > 0
 
 
 @pytest.mark.exhaustive
-def test_context_compares_and_counts(capsys: Any, monkeypatch: Any) -> None:
+def test_context_compares_and_counts() -> None:
     args = ("--models", "smoke", "--ranks", "2", "--rounds", "2", "--json")
     # Gradients were those of one process, or it would have failed.
     (rows,) = json.loads(run("context.py", *args))["results"].values()
@@ -104,13 +103,8 @@ def test_context_compares_and_counts(capsys: Any, monkeypatch: Any) -> None:
         found[name]["peak"][0] >= found[name]["held"][0] > 0 for name in ran
     )
     assert found["triax, ring"]["held"][0] < 0.6 * alone["held"][0]
-
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    from rounds import Row, show
-
-    show([Row(**row) for row in rows], "smoke")
-    table = capsys.readouterr().out
-    assert all(name in table for name in found)
+    table = run("context.py", *args[:-1])
+    assert all(name in table for name in found) and "balance" in table
 
 
 @pytest.mark.exhaustive
@@ -126,7 +120,7 @@ def test_moe_compares_and_counts() -> None:
 @pytest.mark.exhaustive
 def test_local_updates_counts_who_steps() -> None:
     args = ("--every", "2", "--step", "0.002", "--seconds", "0.3", "--fast", "1", "--types", "async_diloco", "--json")
-    alone, beside = json.loads(run("local_updates.py", *args))["rows"]
+    alone, beside = json.loads(run("local_updates.py", *args))["results"]
     assert len(alone["each"]) == 1 and len(beside["each"]) == 2 and alone["share"] == 1
     assert min(alone["rounds"] + beside["rounds"]) >= 1 and beside["total"] == sum(beside["each"])
 
@@ -164,7 +158,7 @@ def test_compression_makes_its_table(tmp_path: Path) -> None:
 def test_device_compares(options: tuple[str, ...]) -> None:
     """On the CPU. Weights were those of the bare loop within bf16's rounding, or it would have failed."""
     report = json.loads(run("device.py", "--device", "cpu", *options, "--rounds", "2", "--steps", "2", "--json"))
-    rows = {row["name"]: row for row in report["rows"]}
+    rows = {row["name"]: row for row in report["results"]}
     assert report["flops"] > 0 and report["product_flops"] > 0
     assert all(len(row["times"]) == 2 for row in rows.values() if not row["problem"])
     assert {name for name, row in rows.items() if row["problem"]} <= {"DeepSpeed, stage 1"}

@@ -2,16 +2,14 @@
 
 - A command `python x.py ...` or `torchrun --nproc-per-node N x.py ...` runs a program of the page.
 - A ```text block right after commands is what each of them prints.
-- A command `triax ...` has these options.
 - Messages that a page quotes are those that triax prints; keys and functions that it names are there.
 
-test_site.py follows the links of all pages.
+test_site.py follows the links of all pages; tests/laws/test_references.py looks up the options of each `triax ...`.
 """
 
 from __future__ import annotations
 
 import ast
-import functools
 import os
 import re
 import runpy
@@ -29,7 +27,6 @@ import torch
 import torch.distributed.pipelining.schedules as torch_schedules
 import yaml
 from torch import nn
-from typer.main import get_command
 from typer.testing import CliRunner
 
 import triax
@@ -118,10 +115,7 @@ def test_a_page_names_what_is_there(page: Path) -> None:
     run = {word for words in typed for word in words if words[0] in ("python", "torchrun")}
     assert [name for name in to_run(page) if name not in run] == [], "no command of the page runs it"
     for words in typed:
-        if words[0] == "triax":
-            check_options(words)
-        else:
-            assert words[0] in {"python", "torchrun"} | FOREIGN, f"teach this test to check {words[0]}"
+        assert words[0] in {"triax", "python", "torchrun"} | FOREIGN, f"teach this test to check {words[0]}"
     for block in blocks(text):
         if block.language == "yaml":
             values = yaml.safe_load(block.text)
@@ -129,25 +123,6 @@ def test_a_page_names_what_is_there(page: Path) -> None:
                 TrainingFile.of(values)
         else:
             assert block.language in ("python", "sh", "console", "text", "toml"), block.language
-
-
-@functools.cache
-def whole_command() -> Any:
-    return get_command(app)
-
-
-def check_options(words: list[str]) -> None:
-    """Every option is one of this command of `triax`."""
-    command: Any = whole_command()
-    at = 1
-    while hasattr(command, "commands"):
-        command, at = command.commands[words[at]], at + 1
-    known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
-    for word in words[at:]:
-        if word.endswith(".py"):
-            break  # the script's own options follow
-        if word.startswith("--"):
-            assert word.partition("=")[0] in known, f"{shlex.join(words[:at])} has no {word}"
 
 
 # ------------------------------------------------------------------------------------------ the messages of pipeline.md
@@ -329,7 +304,7 @@ def test_megatrons_table_names_keys_that_are_there() -> None:
 def test_megatrons_run_is_explained_as_the_page_shows(tmp_path: Path) -> None:
     text = (DOCS / "moving-from" / "megatron.md").read_text()
     run, _ = [block.text for block in blocks(text) if block.language == "yaml"]
-    (shown,) = [block.text for block in blocks(text) if block.text.startswith("grid ")]
+    (shown,) = [block.text for block in blocks(text) if "bytes of a rank, in GiB" in block.text]
     file = tmp_path / "llama.yaml"  # with the shape of the folder
     file.write_text(re.sub(r"folder: Llama-3-70B.*", "preset: llama3-70b", run))
     done = CliRunner().invoke(app, ["train", str(file), "--explain", "--processes", "64"], env={"COLUMNS": "200"})

@@ -31,7 +31,7 @@ from readme_blocks import blocks, commands
 
 PAGES = sorted(DOCS.rglob("*.md"))
 NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
-DOCUMENTS = [ROOT / "README.md", *PAGES, *sorted((ROOT / "examples").rglob("*.md"))]
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *PAGES, *sorted((ROOT / "examples").rglob("*.md"))]
 LISTED = re.compile(r"^class (triax[\w.]+)|^(triax[\w.]+)[(:= ]", re.MULTILINE)
 
 

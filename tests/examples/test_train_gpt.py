@@ -11,12 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from triax.pipe.program.ops import Op
 from triax.pipe.program.timeline import Span, Timeline
-from triax.pipe.schedules.choose import make_schedule
 from triax.train import progress as report
 
 from paths import EXAMPLES
@@ -182,22 +180,9 @@ def test_a_run_goes_on_elsewhere(tmp_path: Path) -> None:
     assert losses(tmp_path, "rest") == pytest.approx(losses(tmp_path, "whole")[3:], abs=1e-9, rel=0)
 
 
-def test_ideal_schedule_has_the_measured_means() -> None:
-    schedule = make_schedule("gpipe", 2, 2)
-    took = {"F": [1.0, 2.0], "B": [3.0, 5.0]}
-    rows, now = [], 100.0
-    for order in schedule.orders:
-        spans = []
-        for op in order:  # one after the other, with idle times, and microbatch 1 slower by a half
-            seconds = took[op.kind][op.stage] * (1 + op.microbatch / 2)
-            spans.append(Span(op, now, now + seconds))
-            now += seconds + 0.25
-        rows.append(tuple(spans))
-    measured = report.from_zero(Timeline(tuple(rows)))
-    assert measured.rows[0][0] == Span(Op("F", 0, 0), 0.0, 1.0)
-    costs = report.mean_costs(schedule, measured)
-    assert np.allclose(costs.F, (1.25, 2.5)) and np.allclose(costs.I, (3.75, 6.25))
-    assert costs.W == (0.0, 0.0)
+def test_a_timeline_is_drawn_from_its_first_op() -> None:
+    late = Timeline(((Span(Op("F", 0, 0), 100.0, 101.0),), (Span(Op("F", 1, 0), 101.25, 103.0),)))
+    assert report.from_zero(late).rows == ((Span(Op("F", 0, 0), 0.0, 1.0),), (Span(Op("F", 1, 0), 1.25, 3.0),))
 
 
 def test_minutes() -> None:

@@ -24,7 +24,7 @@ from import_reader import (
 )
 from paths import ROOT
 
-DRAWS = ("pipe/program/draw.py", "plan/picture.py")  # may use rich and matplotlib, in the functions that draw
+DRAWS = ("pipe/program/draw.py", "plan/picture.py", "plan/page.py")  # use rich, matplotlib, jinja2 where they draw
 
 CORE = {"torch", "numpy", "einops", "pydantic", "safetensors", "typer", "rich", "jinja2", "yaml"}
 # Imported where they are used, not before.

@@ -81,7 +81,7 @@ def test_wheel_holds_the_library_and_nothing_else(wheel: Path) -> None:
     info = f"triax-{triax.__version__}.dist-info"
     ours = {name for name in names if not name.startswith(f"{info}/")}
     stubs = {str(file.relative_to(ROOT)) for file in STUBS}
-    data = {"py.typed", "monitor/report/page.html"}
+    data = {"py.typed", "monitor/report/page.html", "plan/page.html"}
     assert ours == {f"triax/{file}" for file in {*library(ROOT), *stubs, *data}}
     assert f"{info}/licenses/LICENSE" in names
 

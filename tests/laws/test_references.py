@@ -13,6 +13,7 @@ import pytest
 from typer.main import get_command
 
 from triax.cli.main import app
+from triax.compat.launcher_options import IDLE, REPLACED, SAME
 
 from import_reader import library
 from paths import ROOT
@@ -98,8 +99,11 @@ def missing_commands(root: Path) -> Iterator[str]:
                 yield f"{place}, and there is no {words[0]}"
                 continue
             options = {option for each in command.params for option in (*each.opts, *each.secondary_opts)}
-            for word in words if command.name != "run" else []:  # behind the script they are the script's
-                option = word.partition("=")[0]
+            if command.name == "run":  # it takes other launchers' options, and behind the script they are the script's
+                options |= {*IDLE, *REPLACED, *(other for others in SAME.values() for other in others)}
+                words = words[: next((at for at, word in enumerate(words) if "." in word and word[0] != "-"), 0)]
+            for word in words:
+                option = word.partition("=")[0].replace("_", "-")
                 if option.startswith("--") and option not in (*options, "--help"):
                     yield f"{place}, which has no {option}"
 
@@ -129,6 +133,7 @@ def test_every_command_exists() -> None:
         (missing_commands, '"""Call `triax grids`."""', "there is no grids"),
         (missing_commands, '"""Call `triax checkpoint shows x`."""', "there is no shows"),
         (missing_commands, '"""Call `triax grid --pipes 2`."""', "has no --pipes"),
+        (missing_commands, '"""Call `triax run --num_gpus 2 --nprocs 2 x.py --mine`."""', "has no --nprocs"),
         (missing_commands, '"""Call `triax grid --pipe 2`, `triax run x.py --mine` or `triax --version`."""', None),
     ],
 )

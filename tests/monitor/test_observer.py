@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import random
 import re
-import subprocess
-import sys
 import time
 from collections import Counter
 from functools import partial
@@ -535,7 +532,7 @@ def test_json_lines_begin_anew_with_step_1_and_go_on_with_any_other(tmp_path: Pa
 
 
 def test_the_docs_program_and_commands_work(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As typed, but in processes that have torch already; the next test starts them."""
+    """As typed, but in processes that have torch already."""
     text = (DOCS / "monitoring.md").read_text()
     for name, source in programs(text).items():
         (tmp_path / name).write_text(source)
@@ -551,25 +548,6 @@ def test_the_docs_program_and_commands_work(ranks: Any, tmp_path: Path, monkeypa
             done = CliRunner().invoke(app, words)
             assert done.exit_code == 0, done.output
             said += done.stdout
-    check_docs(said, tmp_path)
-
-
-@pytest.mark.exhaustive
-def test_the_docs_commands_work_as_typed(tmp_path: Path) -> None:
-    text = (DOCS / "monitoring.md").read_text()
-    for name, source in programs(text).items():
-        (tmp_path / name).write_text(source)
-    inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    inherited["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{inherited['PATH']}"
-    said = ""
-    for _, command in commands(text):
-        done = subprocess.run(command.split(), cwd=tmp_path, env=inherited, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-        said += done.stdout
-    check_docs(said, tmp_path)
-
-
-def check_docs(said: str, tmp_path: Path) -> None:
     assert "step 10: wall clock of 10 steps" in said and re.search(r"step 20: [\d.]+ ms a step, rank \d", said)
     assert "runs/seen/report.html\npage.html\n" in said
     assert {path.name for path in (tmp_path / "runs" / "seen").iterdir()} == {

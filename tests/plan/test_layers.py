@@ -108,20 +108,11 @@ def test_parameters_are_the_modules(name: str, tensor: int) -> None:
                 assert layer.buffers == sum(buffer.nbytes for buffer in module.buffers())
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_count_is_the_configurations(name: str) -> None:
-    config = CONFIGS[name]
-    layers = layers_of(config)
-    counted = {layer.tie or i: layer.parameters for i, layer in enumerate(layers)}
-    assert sum(counted.values()) == config.parameter_count
-
-
-@pytest.mark.parametrize("cls", _MAKERS)
-def test_the_presets_have_their_counts(cls: type[TransformerConfig]) -> None:
-    for name in cls.presets():
-        config = cls.preset(name)
+def test_the_count_is_the_configurations() -> None:
+    presets = (cls.preset(name) for cls in _MAKERS for name in cls.presets())
+    for config in (*CONFIGS.values(), *presets):
         counted = {layer.tie or i: layer.parameters for i, layer in enumerate(layers_of(config))}
-        assert sum(counted.values()) == config.parameter_count, name
+        assert sum(counted.values()) == config.parameter_count, config
 
 
 def test_products_are_the_parameters_that_a_token_meets() -> None:

@@ -71,6 +71,14 @@ def test_a_folder_and_a_file_of_fields(tmp_path: Path) -> None:
     assert folder["ranks"] == file["ranks"] and folder["sequence"] == 64
 
 
+def test_deepspeeds_optimizers_are_known() -> None:
+    for name, same in (("fusedadam", "adamw"), ("DeepSpeedCPUAdagrad", "adagrad"), ("FusedLamb", "lamb")):
+        asked = [run("memory", "--parameters", "1e9", "--optimizer", each).splitlines()[1:] for each in (name, same)]
+        assert asked[0] == asked[1]
+        ranks = [ask("llama3-8b", "--optimizer", each)["ranks"] for each in (name, same)]
+        assert ranks[0] == ranks[1]
+
+
 def words_of(text: str) -> list[str]:
     """The words of a table, without its lines."""
     return sorted(re.sub(r"[\u2500-\u257f]", " ", text).split())
@@ -99,6 +107,7 @@ def test_the_docs_print_what_the_command_does() -> None:
         (["llama3-8b", "--layout", "pipe=64"], "64"),
         (["llama3-8b", "--layout", "data=2", "--batch", "3"], "does not divide batch=3"),
         (["llama3-8b", "--optimizer", "adamx"], "whose number of state tensors is unknown"),
+        (["llama3-8b", "--optimizer", "MuAdam"], "parameter groups of their own rates"),
     ],
 )
 def test_what_cannot_be_counted_is_refused(arguments: list[str], words: str) -> None:

@@ -25,7 +25,7 @@ from triax.train.file import read_training_file
 
 from measured_machine import HERE
 from paths import DOCS
-from readme_blocks import blocks, broken_links, commands
+from readme_blocks import blocks, commands
 
 TEXT = (DOCS / "plan.md").read_text()
 GPT = {"hidden_size": 12288, "num_hidden_layers": 80, "num_attention_heads": 96, "vocab_size": 51200}
@@ -63,8 +63,7 @@ def test_the_commands_of_the_docs(command: str, tmp_path: Path, monkeypatch: pyt
     assert machine("here.json").measured is not None
 
 
-def test_the_docs_links_and_machine_file(tmp_path: Path) -> None:
-    assert broken_links(TEXT, DOCS) == []
+def test_the_docs_machine_file_and_programs(tmp_path: Path) -> None:
     (text,) = [block.text for block in blocks(TEXT) if block.language == "json"]
     (tmp_path / "mine.json").write_text(text)
     assert machine(str(tmp_path / "mine.json")).overlap_pipelined_gradients
@@ -120,16 +119,6 @@ def test_a_file_of_fields_is_a_gpt_or_a_llama(
     assert config.parameter_count / 1e9 == pytest.approx(billions, abs=0.1)
 
 
-def test_layouts_are_ordered_and_what_is_left_out_is_counted() -> None:
-    found = ask("--model", "llama3-8b", "--gpus", "8", "--batch", "16", "--sequence", "4096", "--top", "4")
-    times = [each["step_s"] for each in found["layouts"]]
-    assert len(times) == 4 and times == sorted(times)
-    assert found["considered"] == 4 + sum(found["excluded"].values())
-    for each in found["layouts"]:
-        assert each["pipe"] * each["data"] * each["context"] * each["tensor"] == 8
-        assert sum(each["memory_gib"].values()) < 80e9 / 2**30
-
-
 def test_why_lists_the_difference_of_each_term() -> None:
     pair = ("--why", "tensor=8,zero=1,context=1", "tensor=2,zero=1,context=1")
     base = ("--model", "llama3-8b", "--gpus", "8", "--batch", "16", "--sequence", "4096")
@@ -147,7 +136,7 @@ def test_page_picture_and_training_file_have_the_same_numbers(tmp_path: Path) ->
     found = ask("--model", "llama3-8b", "--gpus", "8", "--batch", "16", "--sequence", "4096", *given, *written)
     best = found["layouts"][0]
     html = files[0].read_text()
-    body = re.sub(r"<style>.*?</style>|<[^>]*>", " ", html)
+    body = re.sub(r"(?s:<style>.*?</style>)|<[^>]*>", " ", html)
     known = {figure(value) for each in found["layouts"] for value in (each["step_s"], each["tflops_per_gpu"])}
     known |= {figure(100 * each["mfu"]) for each in found["layouts"]}
     known |= {figure(sum(each["memory_gib"].values())) for each in found["layouts"]} | {figure(best["step_s"])}

@@ -11,7 +11,7 @@ import pytest
 from triax.models.config import GPTConfig, LlamaConfig, MixtralConfig, TransformerConfig
 from triax.plan.cost import Work
 from triax.plan.machine import MACHINES
-from triax.plan.search import Planned, Search, Searcher, Space, divisors, preference
+from triax.plan.search import Planned, Search, Searcher, Space, preference
 
 H100 = MACHINES["h100-80g"]
 
@@ -128,7 +128,3 @@ def test_an_empty_space_says_why() -> None:
     searcher = Searcher(work, Space(8, {"data": [8], "microbatch": [4]}))
     assert not searcher.run().layouts and "data x microbatch = 32" in searcher.impossible()
     assert "tensor=3, which does not divide 8 GPUs" in Searcher(work, Space(8, {"tensor": [3]})).impossible()
-
-
-def test_divisors() -> None:
-    assert divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36] and divisors(1) == [1] and divisors(7) == [1, 7]

@@ -1,12 +1,9 @@
-"""Reader of the fenced code blocks and the links of a Markdown document."""
+"""Reader of the fenced code blocks of a Markdown document."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
-
-from paths import ROOT
 
 
 @dataclass(frozen=True)
@@ -63,10 +60,3 @@ def commands(text: str) -> list[tuple[int, str]]:
             if command and not command.startswith("#"):
                 found += [(block.line, part.strip()) for part in re.split(r"&&|;", command)]
     return found
-
-
-def broken_links(text: str, folder: Path = ROOT) -> list[str]:
-    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-    links = re.findall(r"\]\(([^)\s]+)[^)]*\)", prose) + re.findall(r"(?:src|href)=\"([^\"]+)\"", prose)
-    paths = [link.partition("#")[0] for link in links if not re.match(r"[a-z]+:", link)]
-    return [path for path in paths if path and not (folder / path).exists()]

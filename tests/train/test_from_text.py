@@ -31,14 +31,14 @@ from triax.train.start import make_job
 
 from paths import DOCS
 from processes import started
-from readme_blocks import blocks, broken_links, commands, programs
+from readme_blocks import blocks, commands, programs
 
 pytest.importorskip("transformers")
 
 TEXT = (DOCS / "from-text.md").read_text()
 TYPED = [command for _, command in commands(TEXT)]
 EXPLAIN, FIRST, SECOND = (command for command in TYPED if command.startswith("triax train "))
-WORDS = (
+WORDS = [
     "the",
     "a",
     "cat",
@@ -55,7 +55,7 @@ WORDS = (
     "came",
     "old",
     "red",
-)
+]
 STEPS, BATCH, LENGTH, VOCABULARY = 20, 8, 32, 300  # of run.yaml, as are the numbers in ``one_process``
 LOSS = {torch.float64: torch.float64, torch.bfloat16: torch.float32}  # dtype of the cross entropy
 
@@ -348,4 +348,3 @@ def test_all_of_it_is_run() -> None:
         "python check.py",
     ]
     assert list(programs(TEXT)) == ["make_model.py", "check.py"]
-    assert not [link for link in broken_links(TEXT) if not (DOCS / link).exists()]

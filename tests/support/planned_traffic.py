@@ -17,12 +17,12 @@ from __future__ import annotations
 from collections import Counter
 from itertools import pairwise
 
-from ..base.formulas import zero_traffic
-from ..models.config import TransformerConfig
-from ..pipe.schedules.registry import RECIPES, named_schedule
-from .layers import LayerShape
-from .memory import ModelMemory, StateOptions
-from .parallel_layout import ParallelLayout
+from triax.base.formulas import zero_traffic
+from triax.models.config import TransformerConfig
+from triax.pipe.schedules.registry import RECIPES, named_schedule
+from triax.plan.layers import LayerShape
+from triax.plan.memory import ModelMemory, StateOptions
+from triax.plan.parallel_layout import ParallelLayout
 
 _ALIGN = 16  # elements; as ``zero.flat`` pads each replica's shard
 
