@@ -11,12 +11,14 @@ from numbers import Integral, Real
 from pathlib import PurePath
 from typing import Any
 
-from .errors import ArgumentError
+from .errors import ArgumentError, describe
 
 SMALLEST = 2.0**-126  # normal number of float32: between it and 0, products lose digits, and their inverses overflow
 LARGEST = 2.0**126  # its inverse is a normal number too
 LIMIT = (2 - 2.0**-23) * 2.0**127  # largest number of float32
 SEEDS = 2**63  # torch's generators take seeds below it
+
+_LONGEST_NAME = 255  # bytes, of file systems
 
 
 def check_number(value: float) -> None:
@@ -44,6 +46,20 @@ def check_seed(seed: int, name: str = "seed") -> int:
     return seed
 
 
+def path_text(path: Any) -> Any:
+    """Return the text of a path, if a file system can have it. What is no text is returned as it is.
+
+    Raises:
+        ValueError: it is empty, or the name of a folder or file in it is longer than file systems allow.
+    """
+    if path == "":
+        raise ValueError("give a text that is not empty")
+    for part in PurePath(path).parts if isinstance(path, str) else ():
+        if (size := len(part.encode("utf-8", "surrogatepass"))) > _LONGEST_NAME:
+            raise ValueError(f"{part:.20}... has {size} bytes: a name of at most {_LONGEST_NAME} bytes is possible")
+    return path
+
+
 def check_folder_name(name: str) -> str:
     """Return the name of a folder that is made within another one, if it stays there.
 
@@ -52,6 +68,7 @@ def check_folder_name(name: str) -> str:
     """
     parts = PurePath(name.replace("\\", "/")).parts
     leaves = name.startswith(("/", "\\")) or any(not part.strip(". ") for part in parts)
+    path_text(name)
     if not parts or leaves or not name.isprintable():
         raise ValueError("it names a folder within another one: give a name without .., which does not begin with /")
     return name
@@ -66,6 +83,11 @@ def check_path(call: str, **arguments: Any) -> None:
     for name, value in arguments.items():
         text = os.fspath(value) if isinstance(value, os.PathLike) else value
         is_path = isinstance(text, str) and text and "\0" not in text
+        if is_path:
+            try:
+                path_text(text)
+            except ValueError as error:
+                raise ArgumentError(f"{call} was given {name}={describe(value)}: {error}") from None
         _require(bool(is_path), call, name, value, f"the path of a {_kind(name)}, as a text or Path")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -134,13 +135,13 @@ def read_index(folder: Path) -> TokenIndex:
         if not isinstance(values, dict):
             raise ValueError("it is not a JSON object")
     except OSError as error:
-        if folder.is_file():
+        if os.path.isfile(folder):
             raise ConfigError(
                 f"{folder} is a file, but tokens are a folder, which triax data tokenize writes."
             ) from error
-        reason = "it does not exist" if not folder.exists() else f"it has no {NAME}"
+        reason = "it does not exist" if not os.path.exists(folder) else f"it has no {NAME}"
         advice = "Give a folder that triax data tokenize wrote"
-        if (folder / "plan.json").is_file():
+        if os.path.isfile(folder / "plan.json"):
             advice = "triax data tokenize has not finished there: give that command again"
         raise ConfigError(f"{folder} has no tokens: {reason}. {advice}.") from error
     except (ValueError, RecursionError) as error:

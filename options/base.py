@@ -176,7 +176,12 @@ class Options:
             return made
         if cls.MAIN is None or isinstance(value, Options):
             raise refusal(f"give triax.{cls.__name__}(...), not {describe(value)}")
-        return cls(**{cls.MAIN: value})
+        read = next(each for each in declared(cls) if each.name == cls.MAIN).metadata["read"]
+        try:
+            main = value if read is None else read(value)
+        except ValueError as error:
+            raise OptionError(cls.MAIN, value, str(error)) from error
+        return cls(**{cls.MAIN: main})
 
 
 def declared(section: type[Options]) -> list[Field[Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ..base.checks import path_text
 from ..base.option_error import Note, refusal
 from .base import Options, option
 
@@ -14,7 +15,9 @@ class Checkpoints(Options):
     """How checkpoints are written and read, and when automatically."""
 
     folder: str | None = option(
-        None, "Folder in which checkpoints are written and found automatically: a path, or a URI as s3://bucket/run."
+        None,
+        "Folder in which checkpoints are written and found automatically: a path, or a URI as s3://bucket/run.",
+        read=path_text,
     )
     every: int | None = option(
         None,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from ..base.checks import SEEDS, check_folder_name
+from ..base.checks import SEEDS, check_folder_name, path_text
 from ..base.errors import describe
 from ..base.option_error import refusal
 from ..options.base import REQUIRED, Options, option
@@ -83,10 +83,19 @@ def _folders(value: Any) -> Any:
     parts: Any = [value] if isinstance(value, str) else value
     if not isinstance(value, (str, list, tuple, Mapping)) or not parts or not all(isinstance(p, str) for p in parts):
         raise ValueError("give a folder, a list of folders, or {folder: weight}")
+    for part in parts:
+        path_text(part)
     for folder, weight in value.items() if isinstance(value, Mapping) else ():
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
             raise ValueError(f"the weight of {folder} is {describe(weight)}: give a number above 0")
     return list(value) if isinstance(value, tuple) else value
+
+
+def _some_folders(value: Any) -> Any:
+    """Return a folder, several, or a mixture."""
+    if value is None:
+        raise ValueError("give a folder, a list of folders, or {folder: weight}")
+    return _folders(value)
 
 
 def _names(value: Any) -> Any:
@@ -139,7 +148,9 @@ class ModelSection(Keys):
     """``model``: a preset, or a Hugging Face folder."""
 
     preset: str | None = option(None, "Name of a configuration, such as llama3-8b, gpt2 or bytes-small.")
-    folder: str | None = option(None, "Hugging Face folder: config.json and, unless weights is false, *.safetensors.")
+    folder: str | None = option(
+        None, "Hugging Face folder: config.json and, unless weights is false, *.safetensors.", read=path_text
+    )
     weights: bool = option(True, "false: take the folder's shape alone, with random weights from the seed.")
     overrides: dict[str, Any] = option(dict, "Fields of the configuration to change; not with weights.", read=_names)
     attention: Literal["ring", "ulysses", "gather"] = option("ring", "Attention over the context axis.")
@@ -173,7 +184,9 @@ class DataSection(Keys):
 
     MAIN: ClassVar = "training"
 
-    training: Any = option(REQUIRED, "Folder of tokens, a list of them, or a mixture {folder: weight}.", read=_folders)
+    training: Any = option(
+        REQUIRED, "Folder of tokens, a list of them, or a mixture {folder: weight}.", read=_some_folders
+    )
     held_out: float | None = option(
         None, "Share of the documents that is held out for evaluation.", above=0.0, below=1.0
     )
@@ -357,7 +370,9 @@ class CheckpointSection(Keys):
     """``checkpoint``: what a run goes on from."""
 
     folder: str | None = option(
-        None, "Folder of the checkpoints, or its URI as s3://bucket/run; null: checkpoints in the run's folder."
+        None,
+        "Folder of the checkpoints, or its URI as s3://bucket/run; null: checkpoints in the run's folder.",
+        read=path_text,
     )
     every: int = option(500, "Save every so many steps; also at the end and when the run is stopped.", least=1)
     keep: int | None = option(2, "Number of checkpoints to keep; null: all.", least=1)
@@ -398,7 +413,7 @@ class MonitorSection(Keys):
 class ExportSection(Keys):
     """``export``: the model as a Hugging Face folder."""
 
-    folder: str | None = option(None, "Folder; null: model in the run's folder.")
+    folder: str | None = option(None, "Folder; null: model in the run's folder.", read=path_text)
     dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = option(
         None, "Dtype of the written weights; null: that of the training."
     )
@@ -411,7 +426,7 @@ class TrainingFile(Keys):
     TITLE: ClassVar[str] = "the training file"
 
     name: str = option("run", "Name of the run: its folder in runs.", read=_run_name)
-    runs: str = option("runs", "Folder of all runs.", read=_not_empty)
+    runs: str = option("runs", "Folder of all runs.", read=path_text)
     seed: int = option(0, "Seed of weights, dropout, the order of data and the sample.", least=0, below=SEEDS)
     model: ModelSection = option(REQUIRED, "The model.")
     tokenizer: str | None = option(

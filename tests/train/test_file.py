@@ -11,6 +11,7 @@ from triax.base.errors import ConfigError
 from triax.train.file import read_training_file
 from triax.train.schema import TrainingFile
 
+LONG = "é" * 300  # a name that no file system can have
 RUN = """\
 name: small
 model: {preset: bytes-tiny}
@@ -65,6 +66,11 @@ def test_the_three_formats_are_equal(tmp_path: Path) -> None:
         ("name: small", "nme: small", "line 1: the training file: there is no 'nme'; did you mean 'name'?"),
         ("name: small", "name: a/b", "line 1: name = 'a/b'"),
         ("data: tokens", "", "run.yaml: data is missing: write it"),
+        ("data: tokens", "data: {training: null}", "data.training = null: give a folder, a list of folders"),
+        ("data: tokens", f"data: {LONG}", "has 600 bytes: a name of at most 255 bytes is possible"),
+        ("name: small", f"runs: a/{LONG}", "runs = "),
+        ("name: small", f"checkpoint: {{every: 5, folder: {LONG}}}", "a name of at most 255 bytes is possible"),
+        ("export: false", f"export: {{folder: {LONG}}}", "a name of at most 255 bytes is possible"),
         ("name: small", "name: small\nname: big", "line 2 is not YAML: 'name' stands here twice"),
         ("name: small", "name: [", "is not YAML"),
         ("name: small", "on: small", "the key true is no text: write it in quotes"),
