@@ -56,7 +56,7 @@ def on_an_accelerator() -> dict[str, Any]:
 
 
 def test_any_accelerator_of_torchs_is_taken(ranks: Any) -> None:
-    (found,) = ranks(1, on_an_accelerator, init_group=False)
+    (found,) = ranks(1, on_an_accelerator, init_group=False, new_processes=True)
     assert found == {
         "default": "sim:0",
         "without an index": "sim:0",

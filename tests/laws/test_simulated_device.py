@@ -53,7 +53,7 @@ CELLS = [
 @pytest.mark.parametrize("count", [2, 4])
 def test_five_axes_on_the_device_are_one_process(ranks: Any, count: int) -> None:
     cells = [cell for cell in CELLS if cell[1].ranks == count]
-    everyone = ranks(count, on_device, cells, init_group=False, timeout=200)
+    everyone = ranks(count, on_device, cells, init_group=False, new_processes=True, timeout=200)
     lines = [
         line for index, cell in enumerate(cells) for line in differences([found[index] for found, *_ in everyone], cell)
     ]
@@ -123,7 +123,7 @@ def waits_of_steps(stage: Literal[0, 1, 2, 3]) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (0, 1, 2)), 3])
 def test_the_host_waits_once_a_step(ranks: Any, stage: int) -> None:
-    for found in ranks(2, waits_of_steps, stage, init_group=False, timeout=200):
+    for found in ranks(2, waits_of_steps, stage, init_group=False, new_processes=True, timeout=200):
         for kind, waits in found.items():
             reasons = ALWAYS | {"experts": EXPERTS, "module": MODULE}.get(kind, {})
             files = [wait.rpartition(" at ")[2].partition(":")[0] for wait in waits]

@@ -273,4 +273,4 @@ def test_the_benchmark_compares_and_prints() -> None:
         assert [row["name"] for row in rows] == ["bare loop"] + [
             f"{loop}, stage {stage}" for stage in (0, 3) for loop in ("train_batch", "plain module")
         ]
-        assert all(len(row["times"]) == len(row["ratios"]) == 2 for row in rows) and rows[0]["ratios"] == [1.0, 1.0]
+        assert all(len(row["times"]) == 2 and min(row["times"]) > 0 for row in rows)

@@ -90,7 +90,8 @@ DEVICE = SimulatedDevice()
 def simulated() -> Iterator[SimulatedDevice]:
     """Context in which ranks train on the simulated device unless told otherwise. Its records begin empty.
 
-    A job of the pool needs ``init_group=False``, so that ``Grid`` makes the process group with NCCL's rules.
+    A job of the pool needs ``init_group=False``, so that ``Grid`` makes the process group with NCCL's rules, and
+    ``new_processes=True``: autograd counts the devices at the first backward pass of a process.
     """
     importlib.import_module("simulated_nccl")
     DEVICE.waits, DEVICE.faults, DEVICE.is_there = [], [], True

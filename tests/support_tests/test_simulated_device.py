@@ -52,7 +52,7 @@ def alone() -> tuple[list[str], list[str]]:
 
 
 def test_waits_and_copies_are_on_record(ranks: Any) -> None:
-    ((waits, faults),) = ranks(1, alone, init_group=False)
+    ((waits, faults),) = ranks(1, alone, init_group=False, new_processes=True)
     kinds = [wait.partition(f" at {HERE}:")[0] for wait in waits]
     assert kinds[:4] == ["item", "aten.nonzero.default", "synchronize", "a blocking copy to the host"]
     assert len(faults) == 1 and faults[0].startswith("pinned memory was changed") and HERE in faults[0]
@@ -109,9 +109,9 @@ def together(what: str) -> tuple[list[str], list[float]]:
 
 
 def test_results_are_seen_after_wait_alone(ranks: Any) -> None:
-    for faults, values in ranks(2, together, "right", init_group=False):
+    for faults, values in ranks(2, together, "right", init_group=False, new_processes=True):
         assert not faults and values == [3.0] * 4
-    for faults, values in ranks(2, together, "no wait", init_group=False):
+    for faults, values in ranks(2, together, "no wait", init_group=False, new_processes=True):
         assert all(value != value for value in values)
         assert len(faults) == 1 and faults[0].startswith("never waited for: all_reduce")
 
@@ -124,7 +124,7 @@ def test_results_are_seen_after_wait_alone(ranks: Any) -> None:
     ],
 )
 def test_memory_that_is_in_use_stays_unchanged(ranks: Any, what: str, words: str) -> None:
-    for faults, _ in ranks(2, together, what, init_group=False):
+    for faults, _ in ranks(2, together, what, init_group=False, new_processes=True):
         assert len(faults) == 1 and faults[0].startswith(words)
 
 
@@ -143,7 +143,7 @@ def test_memory_that_is_in_use_stays_unchanged(ranks: Any, what: str, words: str
 )
 def test_what_nccl_cannot_do_is_an_error(ranks: Any, what: str, words: str) -> None:
     with pytest.raises(RankFailure, match=words):
-        ranks(2, together, what, init_group=False)
+        ranks(2, together, what, init_group=False, new_processes=True)
 
 
 def engine_without(what: str) -> None:
@@ -173,7 +173,7 @@ def engine_without(what: str) -> None:
 )
 def test_an_engine_that_does_not_wait_fails(ranks: Any, what: str, words: str) -> None:
     with pytest.raises(RankFailure, match=words):
-        ranks(2, engine_without, what, init_group=False)
+        ranks(2, engine_without, what, init_group=False, new_processes=True)
 
 
 def sizes() -> list[int]:
@@ -195,4 +195,4 @@ def sizes() -> list[int]:
 
 
 def test_storages_are_real(ranks: Any) -> None:
-    assert ranks(1, sizes, init_group=False) == [[24, 40, 4, 16]]
+    assert ranks(1, sizes, init_group=False, new_processes=True) == [[24, 40, 4, 16]]
