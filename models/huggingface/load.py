@@ -134,7 +134,7 @@ class _Loaded:
     @torch.no_grad()
     def __call__(self, *args: Any, grid: Grid, **kwargs: Any) -> nn.Module:
         spec = LayerSpec(self.cls, *args, **kwargs)
-        wanted: torch.device = torch.empty(0).device
+        wanted = torch.get_default_device()
         # triax's layers hold only parameters. Built on the meta device, they draw no initial values, which the loaded
         # weights would replace.
         here = getattr(self.cls, "__module__", "").partition(".")[0] == __name__.partition(".")[0]

@@ -226,7 +226,8 @@ class Pool:
         """`fn(*args, **kwargs)` on ranks 0..n-1 of a fresh group; their results, in order of rank.
 
         `init_group=False`: the environment alone, as torchrun hands it over, with a free MASTER_PORT.
-        `new_processes=True`: for what is measured of a process, whose heap depends on the jobs that it had before.
+        `new_processes=True`: these processes had no job before and get none after. For what is measured of a process,
+        whose heap depends on earlier jobs, and for what changes a process for good.
         """
         if not 1 <= n <= SIZE:
             raise ValueError(f"the pool has {SIZE} ranks, and {n} were asked for: give 1 to {SIZE}")
@@ -254,13 +255,16 @@ class Pool:
             worker.end()
         workers = self._workers(n)
         try:
-            return self._collect(workers, job, f"{qualname} on {n} rank{'s' * (n > 1)}", timeout)
+            results = self._collect(workers, job, f"{qualname} on {n} rank{'s' * (n > 1)}", timeout)
         except BaseException:
             # Whoever is not ready by now is in the middle of something: an interrupt, or a rank that hangs.
             for worker in workers:
-                if not worker.wait_ready(0):
+                if new_processes or not worker.wait_ready(0):
                     worker.end()
             raise
+        for worker in workers if new_processes else ():
+            worker.end()
+        return results
 
     def _address(self, fn: Any) -> tuple[tuple[str, str | None, int, str], str]:
         """Address at which a rank finds `fn`: its module's name, file, date and code, and its name in the module."""

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import backend_registration
+from torch.utils import _device, backend_registration
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 NAME = "sim"
@@ -91,7 +91,8 @@ def simulated() -> Iterator[SimulatedDevice]:
     """Context in which ranks train on the simulated device unless told otherwise. Its records begin empty.
 
     A job of the pool needs ``init_group=False``, so that ``Grid`` makes the process group with NCCL's rules, and
-    ``new_processes=True``: autograd counts the devices at the first backward pass of a process.
+    ``new_processes=True``: autograd counts the devices at the first backward pass of a process, and the backend stays
+    in a process.
     """
     importlib.import_module("simulated_nccl")
     DEVICE.waits, DEVICE.faults, DEVICE.is_there = [], [], True
@@ -434,6 +435,8 @@ def _register() -> tuple[torch.library.Library, ...]:
     aten.impl("_copy_from", _copy, "PrivateUse1")
     aten.impl("_to_copy", _to, "PrivateUse1")
     aten.impl("_local_scalar_dense", _item, "PrivateUse1")
+    # Before torch.empty is replaced, torch must list it among the functions that `with torch.device(...)` redirects.
+    _device._device_constructors()
     # torch asks a C++ allocator for pinned memory, which a backend in Python cannot give.
     empty, resize, resizable = torch.empty, torch.UntypedStorage.resize_, torch.UntypedStorage.resizable
 
