@@ -174,7 +174,7 @@ def _from_fields(values: dict[str, Any], path: Path) -> TransformerConfig:
     else:
         kind = DecoderConfig
         values |= {"norm": "layer", "gated": False, "learned_positions": True, "hidden_act": "gelu"}
-    known = {each.name for each in fields(kind)} - {"rope_scaling"}
+    known = {*kind.settings()} - {"rope_scaling"}
     return kind(**{key: value for key, value in values.items() if key in known and value is not None})
 
 

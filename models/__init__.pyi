@@ -2,11 +2,8 @@ from .attention import SelfAttention as SelfAttention
 from .config import DecoderConfig as DecoderConfig
 from .config import DeepseekConfig as DeepseekConfig
 from .config import GPTConfig as GPTConfig
-from .config import LinearScaling as LinearScaling
 from .config import LlamaConfig as LlamaConfig
 from .config import MixtralConfig as MixtralConfig
-from .config import RopeScaling as RopeScaling
-from .config import YarnScaling as YarnScaling
 from .decoder import decoder_layers as decoder_layers
 from .deepseek import deepseek_layers as deepseek_layers
 from .gpt import GPTLoss as GPTLoss
@@ -16,3 +13,6 @@ from .layers import NextTokenLoss as NextTokenLoss
 from .llama import LlamaLoss as LlamaLoss
 from .mixtral import mixtral_layers as mixtral_layers
 from .packed import pack as pack
+from .rope_scaling import LinearScaling as LinearScaling
+from .rope_scaling import RopeScaling as RopeScaling
+from .rope_scaling import YarnScaling as YarnScaling

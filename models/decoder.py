@@ -1,7 +1,10 @@
-"""Decoder-only transformers of many families as lists of layers: Gemma, Phi, OPT, GPT-NeoX, Falcon, OLMo-2 and more.
+"""Decoder-only transformers as lists of layers: GPT, Llama, Mixtral, Gemma, Phi, OPT, GPT-NeoX, Falcon and more.
 
-``DecoderConfig`` says in which settings a model differs from Llama. ``models/huggingface/families.py`` has the settings
-of each family. Attention and MLP are sharded over the tensor axis as in ``gpt.py``.
+One configuration, ``DecoderConfig``, and one block for all of them. Its settings say in what a model differs from a
+Llama (Touvron et al. 2023, arXiv:2302.13971, section 2.2); ``models/huggingface/families.py`` has those of each family.
+Attention and MLP are each a column-parallel and a row-parallel layer over the tensor axis (Shoeybi et al. 2019,
+arXiv:1909.08053, section 3), so a block costs two all-reduces forward and two backward. Dropout acts on the embeddings
+and on the output of each residual branch, and not, as in GPT-2, on the attention probabilities.
 
 Shapes: B sequences of T tokens, D the width, V the vocabulary, t the tensor axis's size.
 """
@@ -18,10 +21,9 @@ from ..grid import Grid
 from ..pipe.spec import LayerSpec
 from ..tensor_parallel.norm import LayerNorm, OffsetRMSNorm, RMSNorm
 from .config import DecoderConfig
-from .gpt import MLP, PositionEmbedding
-from .layers import FinalLayerNorm, FinalOffsetRMSNorm, FinalRMSNorm, first_and_last
-from .llama import GatedMLP, LlamaBlock
-from .packed import attach, detach
+from .layers import FinalLayerNorm, FinalOffsetRMSNorm, FinalRMSNorm, ResidualBlock, first_and_last
+from .mlp import MLP, GatedMLP, check_moe_options, make_moe
+from .positions import PositionEmbedding
 from .rope import Rope
 
 # Norms by their names in ``DecoderConfig``: of blocks, and before the head.
@@ -32,15 +34,35 @@ _NORMS: dict[str, tuple[Callable[..., nn.Module], Callable[..., nn.Module]]] = {
 }
 
 
-def decoder_layers(config: DecoderConfig, sequence_parallel: bool = False, attention: str = "ring") -> list[LayerSpec]:
+def decoder_layers(
+    config: DecoderConfig, sequence_parallel: bool = False, attention: str = "ring", **moe: Any
+) -> list[LayerSpec]:
     """List the specs of a decoder's layers in order, for a ``PipelineModule``: ids (B, T) -> logits (B, T, V / t).
 
-    The list is that of ``llama_layers``; learned positions are a layer behind the embedding.
+    The list is ``[embedding, block 0, ..., block L - 1, norm, head]``, with learned positions, if the model has any,
+    behind the embedding. The layers are built later, by the ``PipelineModule``, and the list does not depend on the
+    grid. The input may be ``(ids, documents)`` for packed rows (see ``packed.py``).
+
+    ``gpt_layers``, ``llama_layers`` and ``mixtral_layers`` are other names of this function.
 
     Args:
         config: the model's configuration.
-        sequence_parallel, attention: as for ``llama_layers``.
+        sequence_parallel: keep on each tensor-parallel rank, between the layers, only its shard (B, T / t, D) of the
+            sequence. The tensor axis's size t must divide T (Korthikanti et al. 2022, arXiv:2205.05198).
+        attention: how the ranks of the context axis compute attention: ``ring``, ``ulysses`` or ``gather``. It has no
+            effect on a grid with context=1.
+        moe: options of ``triax.moe.MoE`` for every block with experts: ``balance``, ``bias_rate``, ``z_loss``,
+            ``capacity``, ``shard_tensor``. The coefficient of the load-balancing loss is the configuration's.
+
+    Returns:
+        The specs. With ``tie_word_embeddings`` the first and the last spec are tied with the key ``"embed"``.
+
+    Raises:
+        TypeError: an option of ``moe`` has another name, or the configuration has no experts.
     """
+    check_moe_options("decoder_layers", moe)
+    if moe and not config.moe_layers:
+        raise TypeError(f"{next(iter(moe))} is an option of experts, but {config!r} has none. Leave it out.")
     first, head = first_and_last(
         config,
         sequence_parallel,
@@ -49,65 +71,77 @@ def decoder_layers(config: DecoderConfig, sequence_parallel: bool = False, atten
         bias=config.head_bias,
     )
     common: dict[str, Any] = {"sequence_parallel": sequence_parallel}
+    block = _BLOCKS[config.BLOCK]
     return [
         first,
         *([LayerSpec(PositionEmbedding, config, config.position_offset, **common)] * config.learned_positions),
-        *(LayerSpec(DecoderBlock, config, i, attention=attention, **common) for i in range(config.num_hidden_layers)),
+        *(LayerSpec(block, config, i, attention=attention, **common, **moe) for i in range(config.num_hidden_layers)),
         LayerSpec(_NORMS[config.norm][1], config.hidden_size, config.norm_epsilon, **common),
         head,
     ]
 
 
-class DecoderBlock(LlamaBlock):
-    """``LlamaBlock`` with the norms, the residual branches, the MLP and the attention that a ``DecoderConfig`` names.
+class DecoderBlock(ResidualBlock):
+    """``ResidualBlock`` with the norms, the branches, the MLP and the attention that a ``DecoderConfig`` names.
 
     Args:
-        config, layer, grid, sequence_parallel, others: as for ``LlamaBlock``.
-
-    Attributes:
-        norm1, norm2: norms before the branches; with ``shared_norm`` there is no ``norm2``, and with ``norm_place`` set
-            to ``after`` there are neither.
-        post_norm1, post_norm2: norms behind the branches, with ``norm_place`` set to ``after`` or ``both``.
+        config: the model's configuration.
+        layer: number of the block, counted from 0.
+        grid, sequence_parallel, attention: as for ``ResidualBlock``.
+        moe: further arguments of ``MoE``, of a block with experts.
     """
 
-    norm2: nn.Module | None  # type: ignore[assignment]
-    post_norm1: nn.Module
-    post_norm2: nn.Module
-
     def __init__(
-        self, config: DecoderConfig, layer: int, *, grid: Grid, sequence_parallel: bool = False, **others: Any
+        self,
+        config: DecoderConfig,
+        layer: int = 0,
+        *,
+        grid: Grid,
+        sequence_parallel: bool = False,
+        attention: str = "ring",
+        **moe: Any,
     ) -> None:
-        norm, scalar = _NORMS[config.norm][0], config.query_pre_attn_scalar
-        common: dict[str, Any] = {"grid": grid, "sequence_parallel": sequence_parallel}
-        options: dict[str, Any] = {"activation": config.hidden_act, "bias": config.mlp_bias}
-        settings: dict[str, Any] = {
-            "make_norm": norm,
-            "make_mlp": partial(GatedMLP if config.gated else MLP, **options),
-            "scale": None if scalar is None else scalar**-0.5,
-            "softcap": config.attn_logit_softcapping,
-            "norm": OffsetRMSNorm if config.norm == "rms_offset" else RMSNorm,
-        }
-        if config.has_rope(layer):
-            settings["rope"] = Rope(config.rotary_dim, *config.rope_of(layer), leading=True)
-        super().__init__(config, layer, **common, **(settings | others))
-        self.parallel, self.post_norm1, self.post_norm2 = config.parallel_residual, nn.Identity(), nn.Identity()
-        if config.shared_norm:
-            self.norm2 = None
-        if config.norm_place != "before":
-            self.post_norm1, self.post_norm2 = (norm(config.hidden_size, config.norm_epsilon, **common) for _ in "12")
-        if config.norm_place == "after":
-            self.norm1, self.norm2 = nn.Identity(), nn.Identity()
-        if config.learned_positions:
-            del self.max_position_embeddings  # the layer of positions says it
+        mlp = partial(GatedMLP if config.gated else MLP, activation=config.hidden_act, bias=config.mlp_bias)
+        rope = Rope(config.rotary_dim, *config.rope_of(layer), leading=True) if config.has_rope(layer) else None
+        scalar = config.query_pre_attn_scalar
+        super().__init__(
+            config,
+            grid=grid,
+            sequence_parallel=sequence_parallel,
+            attention=attention,
+            make_norm=_NORMS[config.norm][0],
+            make_mlp=partial(make_moe, **moe) if layer in config.moe_layers else mlp,
+            norm_place=config.norm_place,
+            parallel=config.parallel_residual,
+            shared_norm=config.shared_norm,
+            head_dim=config.head_dim,
+            kv_heads=None if config.fused_qkv else config.num_key_value_heads,
+            rope=rope,
+            window=config.window_of(layer),
+            bias=config.qkv_bias,
+            out_bias=config.out_bias,
+            qk_norm=config.norm_epsilon if config.qk_norm or config.qk_norm_all_heads else None,
+            norm_all_heads=config.qk_norm_all_heads,
+            norm=OffsetRMSNorm if config.norm == "rms_offset" else RMSNorm,
+            clip=config.clip_qkv,
+            scale=None if scalar is None else scalar**-0.5,
+            softcap=config.attn_logit_softcapping,
+        )
+        if not config.learned_positions:  # else the layer of positions has it
+            self.max_position_embeddings = config.max_position_embeddings  # the most that generation asks for
 
-    def forward(self, x: Any) -> Any:
-        """Run the layer on x, or on ``(x, documents)`` for packed rows."""
-        x, documents = detach(x)
-        normal = self.norm1(x)
-        added = self.dropout1(self.post_norm1(self.attention(normal, documents)))
-        if not self.parallel:
-            x = x + added
-        if self.norm2 is not None:
-            normal = self.norm2(x)
-        y = self.dropout2(self.post_norm2(self.mlp(normal)))
-        return attach(x + added + y if self.parallel else x + y, documents)
+
+class GPTBlock(DecoderBlock):
+    """Block of a ``GPTConfig``."""
+
+
+class LlamaBlock(DecoderBlock):
+    """Block of a ``LlamaConfig``."""
+
+
+class MixtralBlock(DecoderBlock):
+    """Block of a ``MixtralConfig``."""
+
+
+# The classes differ in name only, by which pictures, reports and recomputation call them.
+_BLOCKS = {cls.__name__: cls for cls in (DecoderBlock, GPTBlock, LlamaBlock, MixtralBlock)}

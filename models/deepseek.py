@@ -24,11 +24,11 @@ from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, up
 from ..tensor_parallel.norm import RMSNorm
 from ..tensor_parallel.regions import copy_all_reduce, gather_reduce_scatter
 from .attention import CausalAttention
-from .config import DeepseekConfig, YarnScaling
+from .config import DeepseekConfig
 from .layers import FinalRMSNorm, ResidualBlock, first_and_last
-from .llama import GatedMLP
-from .mixtral import check_moe_options, make_moe
+from .mlp import GatedMLP, check_moe_options, make_moe
 from .rope import Rope
+from .rope_scaling import YarnScaling
 
 _LATENT_EPSILON = 1e-6  # of the norms of latent vectors, whatever the configuration says of the others
 
@@ -38,12 +38,12 @@ def deepseek_layers(
 ) -> list[LayerSpec]:
     """List the specs of a DeepSeek's layers in order, for a ``PipelineModule``: ids (B, T) -> logits (B, T, V / t).
 
-    The list is ``[embedding, block 0, ..., block L - 1, norm, head]``, as that of ``llama_layers``.
+    The list is ``[embedding, block 0, ..., block L - 1, norm, head]``, as that of ``decoder_layers``.
 
     Args:
         config: the model's configuration.
-        sequence_parallel, attention: as for ``llama_layers``.
-        moe: options of ``triax.moe.MoE`` for every block with experts, as for ``mixtral_layers``. By default
+        sequence_parallel, attention: as for ``decoder_layers``.
+        moe: options of ``triax.moe.MoE`` for every block with experts, as for ``decoder_layers``. By default
             ``balance`` is ``"bias"`` with ``scoring_func="sigmoid"``, and ``"sequence"`` with a positive
             ``aux_loss_alpha``.
 
@@ -181,10 +181,6 @@ class DeepseekBlock(ResidualBlock):
         moe: further arguments of ``MoE``.
     """
 
-    norm = RMSNorm
-    make_mlp = GatedMLP
-    make_attention = LatentAttention
-
     def __init__(
         self,
         config: DeepseekConfig,
@@ -203,7 +199,9 @@ class DeepseekBlock(ResidualBlock):
             grid=grid,
             sequence_parallel=sequence_parallel,
             attention=attention,
-            make_mlp=partial(make_moe, **moe) if layer in config.moe_layers else None,
+            make_norm=RMSNorm,
+            make_attention=LatentAttention,
+            make_mlp=partial(make_moe, **moe) if layer in config.moe_layers else GatedMLP,
             q_rank=config.q_lora_rank,
             kv_rank=config.kv_lora_rank,
             nope_dim=config.qk_nope_head_dim,

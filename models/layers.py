@@ -133,26 +133,28 @@ def first_and_last(
 class ResidualBlock(nn.Module):
     """One transformer layer: x = x + attention(norm1(x)), then x = x + mlp(norm2(x)): (B, T, D) -> (B, T, D).
 
-    Dropout acts on the output of attention and of MLP. Each model subclasses this block and sets the classes of its
-    norm and its MLP. The MLP may be a mixture of experts, ``MoE``.
+    Dropout acts on the output of attention and of MLP. The MLP may be a mixture of experts, ``MoE``.
 
     Args:
         config: the model's configuration.
         grid: grid whose tensor axis shards the heads and the MLP's width.
         sequence_parallel: input and output are this rank's shards of the sequence, (B, T / t, D).
         attention: how the ranks of the context axis compute attention: ``ring``, ``ulysses`` or ``gather``.
-        make_mlp: the MLP's maker, called as ``make_mlp(config, grid=..., sequence_parallel=...)``; None: the class's.
-        make_norm: the norms' maker, called as ``make_norm(width, epsilon, grid=..., sequence_parallel=...)``; None: the
-            class's.
-        others: further arguments of the attention, by default ``SelfAttention``.
+        make_norm: the norms' maker, called as ``make_norm(width, epsilon, grid=..., sequence_parallel=...)``.
+        make_attention: maker of the attention, called with width, heads, these arguments and ``others``.
+        make_mlp: the MLP's maker, called as ``make_mlp(config, grid=..., sequence_parallel=...)``.
+        norm_place: the norms are ``before`` the branches, ``after`` them, or ``both``.
+        parallel: attention and MLP both take the block's input, and both are added to it.
+        shared_norm: one norm for attention and MLP, with ``parallel``.
+        others: further arguments of the attention.
+
+    Attributes:
+        norm1, norm2: norms before the branches, or None.
+        post_norm1, post_norm2: norms behind the branches, or None.
 
     Raises:
         ValueError: the tensor axis is larger than the number of heads.
     """
-
-    norm: Callable[..., nn.Module]
-    make_attention: Callable[..., CausalAttention] = SelfAttention
-    make_mlp: Callable[..., nn.Module]
 
     def __init__(
         self,
@@ -161,31 +163,41 @@ class ResidualBlock(nn.Module):
         grid: Grid,
         sequence_parallel: bool = False,
         attention: str = "ring",
-        make_mlp: Callable[..., nn.Module] | None = None,
-        make_norm: Callable[..., nn.Module] | None = None,
+        make_norm: Callable[..., nn.Module],
+        make_attention: Callable[..., CausalAttention] = SelfAttention,
+        make_mlp: Callable[..., nn.Module],
+        norm_place: str = "before",
+        parallel: bool = False,
+        shared_norm: bool = False,
         **others: Any,
     ) -> None:
         super().__init__()
-        self.context = grid.context
         config.check_tensor(grid.tensor.size)
-        width = config.hidden_size
+        self.context, self.parallel = grid.context, parallel
         common: dict[str, Any] = {"grid": grid, "sequence_parallel": sequence_parallel}
         inits: dict[str, Any] = {"init": Normal(config.initializer_range), "out_init": Normal(config.residual_std)}
-        make_norm = make_norm or self.norm
-        self.norm1 = make_norm(width, config.norm_epsilon, **common)
+        norm = partial(make_norm, config.hidden_size, config.norm_epsilon, **common)
+        before, after = norm_place != "after", norm_place != "before"
+        self.norm1 = norm() if before else None
         arguments = {"kind": attention, "window": config.sliding_window, **common, **inits, **others}
-        self.attention = self.make_attention(width, config.num_attention_heads, **arguments)
+        self.attention = make_attention(config.hidden_size, config.num_attention_heads, **arguments)
         self.dropout1 = dropout(config.dropout, grid, sequence_parallel)
-        self.norm2 = make_norm(width, config.norm_epsilon, **common)
-        self.mlp = (make_mlp or self.make_mlp)(config, **common)
+        self.norm2 = norm() if before and not shared_norm else None
+        self.mlp = make_mlp(config, **common)
         self.dropout2 = dropout(config.dropout, grid, sequence_parallel)
+        self.post_norm1 = norm() if after else None
+        self.post_norm2 = norm() if after else None
 
     def forward(self, x: Any) -> Any:
         """Run the layer on x, or on ``(x, documents)`` for packed rows."""
         x, documents = detach(x)
-        x = x + self.dropout1(self.attention(self.norm1(x), documents))
-        x = x + self.dropout2(self._run_mlp(self.norm2(x), documents))
-        return attach(x, documents)
+        first = normalized(x, self.norm1)
+        added = self.dropout1(normalized(self.attention(first, documents), self.post_norm1))
+        if not self.parallel:
+            x = first = x + added
+        second = first if self.norm2 is None else self.norm2(x)
+        y = self.dropout2(normalized(self._run_mlp(second, documents), self.post_norm2))
+        return attach(x + added + y if self.parallel else x + y, documents)
 
     def _run_mlp(self, x: Tensor, documents: Tensor | None) -> Tensor:
         y: Tensor
@@ -195,6 +207,12 @@ class ResidualBlock(nn.Module):
         else:
             y = self.mlp(x)
         return y
+
+
+def normalized(x: Tensor, norm: nn.Module | None) -> Tensor:
+    """Return x normalized; x itself without a norm."""
+    y: Tensor = x if norm is None else norm(x)
+    return y
 
 
 class FinalLayerNorm(LayerNorm):

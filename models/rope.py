@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from .config import LinearScaling, Scaling, YarnScaling
+from .rope_scaling import LinearScaling, Scaling, YarnScaling
 
 _ATTRIBUTE = "triax_rotations"
 

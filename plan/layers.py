@@ -1,8 +1,7 @@
 """Shapes of a model's layers: parameters, matrix products and attention of each, from its configuration. No torch.
 
-``layers_of`` lists the layers of the functions that make a model (``gpt_layers``, ``llama_layers``, ``decoder_layers``,
-``mixtral_layers``, ``deepseek_layers``), in their order. The formulas for memory, time and traffic read these shapes
-only.
+``layers_of`` lists the layers of the functions that make a model (``decoder_layers``, ``deepseek_layers``), in their
+order. The formulas for memory, time and traffic read these shapes only.
 
 >>> from triax.models.config import LlamaConfig
 >>> layers = layers_of(LlamaConfig.preset("llama3-8b"))
@@ -13,19 +12,12 @@ only.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..grid.ranges import shard_shape
-from ..models.config import (
-    DecoderConfig,
-    DeepseekConfig,
-    GPTConfig,
-    LlamaConfig,
-    MixtralConfig,
-    TransformerConfig,
-)
+from ..models.config import CONFIGS, DecoderConfig, DeepseekConfig, TransformerConfig
 
 
 @dataclass(frozen=True)
@@ -179,18 +171,16 @@ def layers_of(config: TransformerConfig, shard_tensor: bool = False) -> list[Lay
 
     Args:
         config: the model's configuration.
-        shard_tensor: the tensor axis shards the hidden width of experts, as the option of ``mixtral_layers`` does.
+        shard_tensor: the tensor axis shards the hidden width of experts, as the option of ``decoder_layers`` does.
 
     Raises:
         TypeError: the configuration's class is not one of ``models/config.CONFIGS``.
     """
-    maker = _MAKERS.get(type(config))
-    if maker is None:
-        raise TypeError(
-            f"the layers of a {type(config).__name__} are unknown. Give one of "
-            f"{', '.join(sorted(cls.__name__ for cls in _MAKERS))}."
-        )
-    return maker(config, shard_tensor)
+    if isinstance(config, DecoderConfig):
+        return _decoder(config, shard_tensor)
+    if isinstance(config, DeepseekConfig):
+        return _deepseek(config, shard_tensor)
+    raise TypeError(f"the layers of a {type(config).__name__} are unknown. Give one of {', '.join(sorted(CONFIGS))}.")
 
 
 # ------------------------------------------------------------------------------------------------ parts of layers
@@ -274,36 +264,51 @@ def _final_norm(width: int, kind: str) -> LayerShape:
 # ------------------------------------------------------------------------------------------------------ families
 
 
-def _gpt(config: GPTConfig, shard_tensor: bool) -> list[LayerShape]:
-    d, heads, dim = config.hidden_size, config.num_attention_heads, config.head_dim
-    linear = (
-        *_linear("attention.qkv", 3 * d, d, True, "column", parts=(d, d, d), unit=dim),
-        *_linear("attention.out", d, d, True, "row", unit=dim),
-        *_mlp(d, config.intermediate_size, False, True),
-    )
-    weights = (*_norm("norm1", d, "layer"), *linear[:4], *_norm("norm2", d, "layer"), *linear[4:])
-    block = LayerShape(
-        *("block", "GPTBlock", d, weights, _products(linear)),
-        attention=Attention(heads, heads, dim, dim, config.sliding_window),
-        feedforward=Feedforward(config.intermediate_size, gated=False),
-        norms=2,
-        inputs=2,
-        branches=2,
-        norm="layer",
-        dropout=config.dropout > 0,
-    )
-    first, head = _ends(config)
-    return [first, _positions(config), *[block] * config.num_hidden_layers, _final_norm(d, "layer"), head]
+def _decoder(config: DecoderConfig, shard_tensor: bool) -> list[LayerShape]:
+    d, hidden, kind = config.hidden_size, config.intermediate_size, config.norm
+    attention, mlp = _attention(config), _mlp(d, hidden, config.gated, config.mlp_bias)
+    dense, sparse = Feedforward(hidden, config.gated), set(config.moe_layers)
+    experts = Feedforward(config.moe_intermediate_size, True, config.num_experts, config.num_experts_per_tok)
+    mixture = _experts(d, experts, shard_tensor) if sparse else ()
+    before, behind = config.norm_place != "after", config.norm_place != "before"
+    norms = 1 if config.shared_norm else 4 if before and behind else 2
+    blocks = []
+    for layer in range(config.num_hidden_layers):
+        branch, sizes = (mixture, experts) if layer in sparse else (mlp, dense)
+        weights = (
+            *(_norm("norm1", d, kind) if before else ()),
+            *attention,
+            *(_norm("norm2", d, kind) if before and not config.shared_norm else ()),
+            *branch,
+            *((*_norm("post_norm1", d, kind), *_norm("post_norm2", d, kind)) if behind else ()),
+        )
+        blocks.append(
+            LayerShape(
+                *("block", config.BLOCK, d, weights, (*_products(attention), *_products(branch, sizes.per_token))),
+                attention=_attention_sizes(config, layer),
+                feedforward=sizes,
+                norms=norms,
+                inputs=1 if config.parallel_residual else norms,
+                branches=1 if config.shared_norm else 2,
+                norm=kind,
+                dropout=config.dropout > 0,
+            )
+        )
+    first, head = _ends(config, config.final_logit_softcapping is not None, config.head_bias)
+    learned = [_positions(config, config.position_offset)] * config.learned_positions
+    return [first, *learned, *blocks, _final_norm(d, kind), head]
 
 
-def _llama_attention(config: LlamaConfig) -> tuple[Weight, ...]:
-    """Return the weights of grouped-query attention."""
+def _attention(config: DecoderConfig) -> tuple[Weight, ...]:
+    """Return the weights of the attention of a block."""
     d, heads, keys, dim = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    pair: dict[str, Any] = {"parts": (keys * dim, keys * dim), "unit": dim, "heads": keys}
-    weights = [
-        *_linear("attention.q", heads * dim, d, config.qkv_bias, "column", unit=dim),
-        *_linear("attention.kv", 2 * keys * dim, d, config.qkv_bias, "column", **pair),
-    ]
+    queries, pair = heads * dim, {"parts": (keys * dim, keys * dim), "unit": dim, "heads": keys}
+    weights: list[Weight] = []
+    if config.fused_qkv:
+        weights += _linear("attention.qkv", 3 * queries, d, config.qkv_bias, "column", parts=(queries,) * 3, unit=dim)
+    else:
+        weights += _linear("attention.q", queries, d, config.qkv_bias, "column", unit=dim)
+        weights += _linear("attention.kv", 2 * keys * dim, d, config.qkv_bias, "column", **pair)
     if config.qk_norm_all_heads:
         weights += [
             Weight(f"attention.{name}_norm.weight", (count * dim,), 0, unit=dim)
@@ -311,74 +316,14 @@ def _llama_attention(config: LlamaConfig) -> tuple[Weight, ...]:
         ]
     elif config.qk_norm:
         weights += [Weight(f"attention.{name}_norm.weight", (dim,)) for name in "qk"]
-    return (*weights, *_linear("attention.out", d, heads * dim, config.out_bias, "row", unit=dim))
+    return (*weights, *_linear("attention.out", d, queries, config.out_bias, "row", unit=dim))
 
 
-def _llama_sizes(config: LlamaConfig, layer: int) -> Attention:
+def _attention_sizes(config: DecoderConfig, layer: int) -> Attention:
     normed = config.qk_norm or config.qk_norm_all_heads
     heads, keys, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    rotated = (config.rotary_dim if isinstance(config, DecoderConfig) else dim) if config.has_rope(layer) else 0
+    rotated = config.rotary_dim if config.has_rope(layer) else 0
     return Attention(heads, keys, dim, dim, config.window_of(layer), rotated, normed)
-
-
-def _llama_block(config: LlamaConfig, layer: int, name: str, mlp: tuple[Weight, ...], sizes: Feedforward) -> LayerShape:
-    d, attention = config.hidden_size, _llama_attention(config)
-    return LayerShape(
-        *("block", name, d, (*_norm("norm1", d, "rms"), *attention, *_norm("norm2", d, "rms"), *mlp)),
-        products=(*_products(attention), *_products(mlp, sizes.per_token)),
-        attention=_llama_sizes(config, layer),
-        feedforward=sizes,
-        norms=2,
-        inputs=2,
-        branches=2,
-        dropout=config.dropout > 0,
-    )
-
-
-def _llama(config: LlamaConfig, shard_tensor: bool) -> list[LayerShape]:
-    d, hidden = config.hidden_size, config.intermediate_size
-    mlp, sizes = _mlp(d, hidden, True, config.mlp_bias), Feedforward(hidden, gated=True)
-    first, head = _ends(config)
-    blocks = [_llama_block(config, i, "LlamaBlock", mlp, sizes) for i in range(config.num_hidden_layers)]
-    return [first, *blocks, _final_norm(d, "rms"), head]
-
-
-def _decoder(config: DecoderConfig, shard_tensor: bool) -> list[LayerShape]:
-    d, hidden, kind = config.hidden_size, config.intermediate_size, config.norm
-    attention, mlp = _llama_attention(config), _mlp(d, hidden, config.gated, config.mlp_bias)
-    before, behind = config.norm_place != "after", config.norm_place != "before"
-    ahead = (_norm("norm1", d, kind) if before else (), _norm("norm2", d, kind) if before else ())
-    weights = (*ahead[0], *attention, *(() if config.shared_norm else ahead[1]), *mlp)
-    if behind:
-        weights = (*weights, *_norm("post_norm1", d, kind), *_norm("post_norm2", d, kind))
-    norms = 1 if config.shared_norm else 4 if before and behind else 2
-    blocks = [
-        LayerShape(
-            *("block", "DecoderBlock", d, weights, _products((*attention, *mlp))),
-            attention=_llama_sizes(config, layer),
-            feedforward=Feedforward(hidden, config.gated),
-            norms=norms,
-            inputs=1 if config.parallel_residual else norms,
-            branches=1 if config.shared_norm else 2,
-            norm=kind,
-            dropout=config.dropout > 0,
-        )
-        for layer in range(config.num_hidden_layers)
-    ]
-    first, head = _ends(config, config.final_logit_softcapping is not None, config.head_bias)
-    learned = [_positions(config, config.position_offset)] * config.learned_positions
-    return [first, *learned, *blocks, _final_norm(d, kind), head]
-
-
-def _mixtral(config: MixtralConfig, shard_tensor: bool) -> list[LayerShape]:
-    d, hidden, sparse = config.hidden_size, config.intermediate_size, set(config.moe_layers)
-    experts = Feedforward(config.moe_intermediate_size, True, config.num_experts, config.num_experts_per_tok)
-    dense = _mlp(d, hidden, True, config.mlp_bias), Feedforward(hidden, gated=True)
-    mixture = _experts(d, experts, shard_tensor), experts
-    first, head = _ends(config)
-    mlps = [mixture if i in sparse else dense for i in range(config.num_hidden_layers)]
-    blocks = [_llama_block(config, i, "MixtralBlock", *mlp) for i, mlp in enumerate(mlps)]
-    return [first, *blocks, _final_norm(d, "rms"), head]
 
 
 def _deepseek(config: DeepseekConfig, shard_tensor: bool) -> list[LayerShape]:
@@ -431,12 +376,3 @@ def _deepseek(config: DeepseekConfig, shard_tensor: bool) -> list[LayerShape]:
         )
     first, head = _ends(config)
     return [first, *blocks, _final_norm(d, "rms"), head]
-
-
-_MAKERS: dict[type[TransformerConfig], Callable[[Any, bool], list[LayerShape]]] = {
-    GPTConfig: _gpt,
-    LlamaConfig: _llama,
-    DecoderConfig: _decoder,
-    MixtralConfig: _mixtral,
-    DeepseekConfig: _deepseek,
-}

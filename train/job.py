@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -184,8 +184,8 @@ def model_config(section: ModelSection) -> TransformerConfig:
     hints = get_type_hints(type(found))
     changes = dict(section.overrides)
     for key, value in changes.items():
-        if key not in {field.name for field in fields(found)}:
-            raise ConfigError(no_such("model.overrides", key, [field.name for field in fields(found)]))
+        if key not in found.settings():
+            raise ConfigError(no_such("model.overrides", key, found.settings()))
         values: tuple[Any, ...] = get_args(hints[key]) or (hints[key],)
         try:
             if all(kind in (int, float, str, bool, type(None)) for kind in values):

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from ..grid import Grid
-from ..models.gpt import PositionEmbedding
 from ..models.huggingface.load import LAYERS, load_hf
 from ..models.layers import NextTokenLoss
+from ..models.positions import PositionEmbedding
 from ..pipe.module import PipelineModule
 from ..tensor_parallel.embedding import VocabParallelEmbedding
 from .job import Job

@@ -10,18 +10,11 @@ from typing import Any
 
 from ...base.errors import ConfigError
 from ...base.files import read_object
-from ..config import (
-    DecoderConfig,
-    DeepseekConfig,
-    GPTConfig,
-    LinearScaling,
-    RopeScaling,
-    TransformerConfig,
-    YarnScaling,
-)
+from ..config import DecoderConfig, DeepseekConfig, TransformerConfig
+from ..rope_scaling import LinearScaling, RopeScaling, YarnScaling
 from .families import FAMILIES, Config, Family
 from .folder_settings import Settings
-from .names import Entry, Names, expand
+from .names import Entry, Fused, Names, expand
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of the number of experts
 _SCALINGS = {"llama3": RopeScaling, "yarn": YarnScaling, "linear": LinearScaling}  # by rope_type
@@ -103,13 +96,13 @@ def names_of(config: Config) -> Names:
 
 def entries(names: Names | None, config: Config) -> dict[str, Entry]:
     """Expand a table of names, or that of the family, to the full names of the model of a ``config.json``."""
-    heads = None
-    family = FAMILIES.get(str(config.get("model_type")))
-    if family is not None and family.config is not None and issubclass(family.config, DecoderConfig):
+    table, heads = names_of(config) if names is None else names, None
+    forms = [form for theirs in table.values() for form in (theirs if isinstance(theirs, list) else [theirs])]
+    if any(isinstance(form, Fused) for form in forms) and config.get("model_type") in FAMILIES:
         ours = _from_hf(config)
         assert isinstance(ours, DecoderConfig)
         heads = ours.num_attention_heads, ours.num_key_value_heads, ours.head_dim
-    return expand(names_of(config) if names is None else names, layer_count(config), expert_count(config), heads)
+    return expand(table, layer_count(config), expert_count(config), heads)
 
 
 def from_hf(config: Config, file: Path | str = "config.json") -> TransformerConfig:
@@ -241,9 +234,9 @@ def to_hf(config: TransformerConfig, settings: Settings | None = None) -> dict[s
         except ValueError:
             continue
         lacking[family.prefix] = [
-            f"{field.name}={getattr(config, field.name)!r}"
-            for field in fields(config)
-            if getattr(again, field.name) != getattr(config, field.name)
+            f"{each}={getattr(config, each)!r}"
+            for each in config.settings()
+            if getattr(again, each) != getattr(config, each)
         ]
         if not lacking[family.prefix]:
             return written | tokens
@@ -279,12 +272,12 @@ def same_model(ours: TransformerConfig, theirs: TransformerConfig) -> str | None
         return f"it is a {type(ours).__name__} here, a {type(theirs).__name__} there"
     # Fields that do not change the function that a model computes from its weights.
     free = {"dropout", "initializer_range", "router_aux_loss_coef", "aux_loss_alpha"}
-    if not isinstance(ours, GPTConfig):
-        free.add("max_position_embeddings")  # GPT-2 has a weight for each position
+    if not getattr(ours, "learned_positions", False):
+        free.add("max_position_embeddings")  # else there is a weight for each position
     differing = [
-        f"{field.name} is {getattr(ours, field.name)} here, {getattr(theirs, field.name)} there"
-        for field in fields(ours)
-        if field.name not in free and getattr(ours, field.name) != getattr(theirs, field.name)
+        f"{name} is {getattr(ours, name)} here, {getattr(theirs, name)} there"
+        for name in ours.settings()
+        if name not in free and getattr(ours, name) != getattr(theirs, name)
     ]
     return ", ".join(differing) or None
 

@@ -282,7 +282,7 @@ def _gpt2_read(config: Config) -> dict[str, Any]:
     return {"mlp_ratio": hidden // width}
 
 
-def _gpt2_write(config: GPTConfig) -> dict[str, Any]:
+def _gpt2_write(config: DecoderConfig) -> dict[str, Any]:
     return {"n_inner": config.intermediate_size, "embd_pdrop": config.dropout, "attn_pdrop": 0.0}
 
 
@@ -292,7 +292,7 @@ def _smollm3_read(config: Config) -> dict[str, Any]:
     return {"no_rope_layers": (kept or [int((i + 1) % interval != 0) for i in range(depth)])[:depth]}
 
 
-def _smollm3_write(config: LlamaConfig) -> dict[str, Any]:
+def _smollm3_write(config: DecoderConfig) -> dict[str, Any]:
     return {"no_rope_layers": list(config.no_rope_layers) or [1] * config.num_hidden_layers}
 
 
@@ -350,7 +350,7 @@ def _mixtral_read(config: Config) -> dict[str, Any]:
     return {"mlp_only_layers": tuple(config.get("mlp_only_layers") or ())}
 
 
-def _qwen3_moe_write(config: MixtralConfig) -> dict[str, Any]:
+def _qwen3_moe_write(config: DecoderConfig) -> dict[str, Any]:
     return {"mlp_only_layers": list(config.mlp_only_layers)}
 
 

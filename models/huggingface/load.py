@@ -18,12 +18,9 @@ from torch import Tensor, nn
 from ...agreement.agreement import agreed
 from ...grid import Grid, layout_of
 from ...pipe.spec import LayerSpec, TiedLayerSpec
-from ..config import DecoderConfig, DeepseekConfig, GPTConfig, LlamaConfig, MixtralConfig, TransformerConfig
+from ..config import CONFIGS, DeepseekConfig, TransformerConfig
 from ..decoder import decoder_layers
 from ..deepseek import deepseek_layers
-from ..gpt import gpt_layers
-from ..llama import llama_layers
-from ..mixtral import mixtral_layers
 from .config import entries as expanded
 from .config import from_hf, same_model
 from .families import FAMILIES
@@ -35,10 +32,7 @@ M = TypeVar("M")
 
 # The function that makes the layers of a configuration, by its class.
 LAYERS: dict[type[TransformerConfig], Callable[..., list[LayerSpec]]] = {
-    GPTConfig: gpt_layers,
-    LlamaConfig: llama_layers,
-    DecoderConfig: decoder_layers,
-    MixtralConfig: mixtral_layers,
+    **dict.fromkeys(CONFIGS.values(), decoder_layers),
     DeepseekConfig: deepseek_layers,
 }
 
@@ -78,7 +72,7 @@ def load_hf(
     Args:
         path_or_model: a folder with ``config.json`` and ``*.safetensors``, or a live ``transformers`` model.
         into: the model that receives the weights. It is one of:
-            None, which makes the layers of the model that ``config.json`` describes, with ``gpt_layers`` for example;
+            None, which makes the layers of the model that ``config.json`` describes;
             a list of ``LayerSpec`` s, which is returned with layers that load these weights when they are built;
             a module whose parameters have layouts (a ``PipelineModule`` before its engine, or a module
             that ``parallelize`` sharded), or an ``Engine``, including its fp32 master copy. The values of such a

@@ -66,7 +66,15 @@ BARE = (
     *("grid/__init__.py", "grid/environment.py", "grid/ranges.py", "grid/topology.py", "grid/comm/__init__.py"),
     *("grid/comm/thread_priority.py", "grid/comm/traffic.py", "options"),
     *("pipe/__init__.py", "pipe/partition.py", "pipe/program", "pipe/schedules"),
-    *("zero/__init__.py", "zero/flat.py", "models/__init__.py", "models/config.py", "plan"),
+    *(
+        "zero/__init__.py",
+        "zero/flat.py",
+        "models/__init__.py",
+        "models/config.py",
+        "models/presets.py",
+        "models/rope_scaling.py",
+        "plan",
+    ),
 )
 # Files that run without torch, though not without other packages.
 TORCH_FREE = (

@@ -1,0 +1,109 @@
+"""What a block computes for each token alone: an MLP, a gated MLP, or a mixture of experts.
+
+All are sharded over the tensor axis (Shoeybi et al. 2019, arXiv:1909.08053, section 3): the first layer by columns, the
+second by rows. Experts are sharded over the expert axis (``moe/``).
+
+Shapes: B sequences of T tokens, D the width, t the tensor axis's size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..grid import Grid
+from ..moe.layer import MoE
+from ..randomness.random import Constant, Normal
+from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from .config import DecoderConfig, DeepseekConfig
+from .layers import ACTIVATIONS
+
+_ZERO = Constant(0.0)
+# Options of ``MoE`` that are no part of a configuration, because they belong to the training.
+MOE_OPTIONS = ("balance", "bias_rate", "z_loss", "capacity", "shard_tensor")
+
+
+class MLP(nn.Module):
+    """MLP ``down(gelu(up(x)))``, its hidden width sharded over the tensor axis: (B, T, D) -> (B, T, D).
+
+    Args:
+        config: the model's configuration.
+        grid, sequence_parallel: as for ``ResidualBlock``.
+        activation: name in ``ACTIVATIONS``.
+        bias: add biases, with initial value 0.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        grid: Grid,
+        sequence_parallel: bool = False,
+        activation: str = "gelu_new",
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        width, hidden, self.activation = config.hidden_size, config.intermediate_size, ACTIVATIONS[activation]
+        common: dict[str, Any] = {"grid": grid, "unit": 1, "sequence_parallel": sequence_parallel, "bias": bias}
+        common["bias_init"] = _ZERO
+        self.up = ColumnParallelLinear(width, hidden, init=Normal(config.initializer_range), **common)
+        self.down = RowParallelLinear(hidden, width, init=Normal(config.residual_std), **common)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the MLP: (B, T, D) -> (B, T, D)."""
+        y: Tensor = self.down(self.activation(self.up(x)))
+        return y
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU MLP ``down(silu(gate(x)) * up(x))``, sharded over the tensor axis: (B, T, D) -> (B, T, D).
+
+    Shazeer 2020, arXiv:2002.05202. ``gate_up`` is (2 hidden, D), the rows of gate followed by the rows of up. Gate and
+    up are sharded by the same channels, so that a rank multiplies only channels that it holds.
+
+    Args:
+        config: the model's configuration.
+        grid, sequence_parallel: as for ``ResidualBlock``.
+        activation: name in ``ACTIVATIONS`` of the function of the gate.
+        bias: add biases, with initial value 0.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig | DeepseekConfig,
+        *,
+        grid: Grid,
+        sequence_parallel: bool = False,
+        activation: str = "silu",
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        width, hidden, self.activation = config.hidden_size, config.intermediate_size, ACTIVATIONS[activation]
+        common: dict[str, Any] = {"grid": grid, "bias": bias, "unit": 1, "sequence_parallel": sequence_parallel}
+        common["bias_init"] = _ZERO
+        self.gate_up = ColumnParallelLinear(
+            width, 2 * hidden, parts=(hidden, hidden), init=Normal(config.initializer_range), **common
+        )
+        self.down = RowParallelLinear(hidden, width, init=Normal(config.residual_std), **common)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the MLP: (B, T, D) -> (B, T, D)."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)  # (B, T, hidden / t) each
+        y: Tensor = self.down(self.activation(gate) * up)
+        return y
+
+
+def make_moe(config: Any, *, grid: Grid, sequence_parallel: bool = False, **options: Any) -> nn.Module:
+    """Make the mixture of experts of a configuration with ``moe_arguments``, such as a ``MixtralConfig``.
+
+    ``options`` are those of ``MOE_OPTIONS``.
+    """
+    arguments = {"init": Normal(config.initializer_range), **config.moe_arguments(), **options}
+    return MoE(config.hidden_size, grid=grid, sequence_parallel=sequence_parallel, **arguments)
+
+
+def check_moe_options(function: str, options: dict[str, Any]) -> None:
+    """Raise TypeError if an option is none of ``MOE_OPTIONS``."""
+    if unknown := [name for name in options if name not in MOE_OPTIONS]:
+        raise TypeError(f"{function} has no option {unknown[0]}. Its options are {', '.join(MOE_OPTIONS)}.")

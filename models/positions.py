@@ -1,0 +1,74 @@
+"""Learned positions, which are added to the embeddings (``rope.py`` has rotary ones)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import nn
+
+from ..grid import Grid
+from ..grid.layout import Layout
+from ..randomness.random import Normal, sharded_parameter
+from .config import DecoderConfig
+from .layers import dropout
+from .packed import attach, detach, positions_within, token_positions
+
+
+class PositionEmbedding(nn.Module):
+    """Layer that adds a learned vector for each position and applies dropout: (B, T, D) -> (B, T, D).
+
+    Args:
+        config: the model's configuration.
+        offset: number of rows before that of the first position.
+        grid: grid whose tensor axis shards the sequence if ``sequence_parallel``.
+        sequence_parallel: the input is this rank's shard of the sequence, (B, T / t, D), and gets the positions that
+            the shard has in the whole sequence.
+
+    Attributes:
+        weight: (offset + max_position_embeddings, D), replicated on every tensor-parallel rank.
+        cache: KV cache with the positions of the new tokens during generation, else None.
+
+    Raises:
+        ValueError: in forward, the sequence is longer than ``config.max_position_embeddings``.
+    """
+
+    cache: Any = None
+
+    def __init__(self, config: DecoderConfig, offset: int = 0, *, grid: Grid, sequence_parallel: bool = False) -> None:
+        super().__init__()
+        self.axis, self.context = grid.tensor, grid.context
+        self.sequence_parallel, self.offset = sequence_parallel, offset
+        self.max_position_embeddings = config.max_position_embeddings  # the most that generation asks for
+        partial = sequence_parallel and grid.tensor.size > 1
+        layout = Layout((offset + config.max_position_embeddings, config.hidden_size), partial=partial)
+        # Whole on every tensor rank, and drawn from (seed, name) like every parallel layer's: the same on each.
+        self.weight = sharded_parameter(layout, Normal(config.initializer_range), rank=0, size=1)
+        self.dropout = dropout(config.dropout, grid, sequence_parallel)
+
+    def forward(self, x: Any) -> Any:
+        """Add the position vectors and apply dropout. In packed rows ``(x, documents)`` each document starts at 0."""
+        x, documents = detach(x)
+        here = x.shape[1]
+        start = self.axis.rank * here if self.sequence_parallel else 0
+        if self.cache is not None:
+            y = x + F.embedding(self.cache.positions + self.offset, self.weight)
+        else:
+            local = here * self.axis.size if self.sequence_parallel else here
+            positions = token_positions(local, self.context, documents, x.device)
+            if documents is None:
+                self._check(local * self.context.size)
+            elif documents.device.type == "cpu":  # elsewhere the lookup asserts: to read it back would stop the device
+                self._check(int(positions_within(documents).max()) + 1)
+            if positions is None:
+                y = x + self.weight[self.offset + start : self.offset + start + here]
+            else:
+                y = x + F.embedding(positions[:, start : start + here] + self.offset, self.weight)
+        return attach(self.dropout(y), documents)
+
+    def _check(self, length: int) -> None:
+        if length > self.max_position_embeddings:
+            raise ValueError(
+                f"the sequence has {length} tokens, but the model has {self.max_position_embeddings} positions. Cut "
+                f"the sequence, or build the model with max_position_embeddings={length}."
+            )

@@ -1,0 +1,117 @@
+"""Scalings of the rotary positions as plain data, without torch: Llama 3.1's, YaRN's and a linear one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's scaling of the rotary frequencies to contexts longer than those of pretraining.
+
+    With L = ``original_max_position_embeddings``, wavelengths below L / ``high_freq_factor`` stay, those above
+    L / ``low_freq_factor`` grow by ``factor``, and between the two the frequency is interpolated linearly
+    (Grattafiori et al. 2024, arXiv:2407.21783, section 3.4.1, and the code released with it).
+
+    Attributes:
+        factor: factor by which the longest wavelengths grow.
+        low_freq_factor, high_freq_factor: bounds of the interpolation: it covers the wavelengths between
+            L / ``high_freq_factor`` and L / ``low_freq_factor``.
+        original_max_position_embeddings: L, the context length of pretraining, in tokens.
+
+    Raises:
+        ValueError: ``factor`` is below 1, or the interval of the interpolation is empty.
+    """
+
+    factor: float = 8.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.factor < 1.0 or self.original_max_position_embeddings < 1:
+            raise ValueError(
+                f"rope_scaling: factor is {self.factor} and original_max_position_embeddings is "
+                f"{self.original_max_position_embeddings}. Give at least 1 for each."
+            )
+        if not 0.0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor is {self.low_freq_factor} and high_freq_factor is {self.high_freq_factor}. Give "
+                "0 < low_freq_factor < high_freq_factor, such as 1 and 4."
+            )
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Linear scaling of the rotary positions: every position is divided by ``factor`` (arXiv:2306.15595).
+
+    Raises:
+        ValueError: ``factor`` is below 1.
+    """
+
+    factor: float = 8.0
+
+    def __post_init__(self) -> None:
+        if self.factor < 1.0:
+            raise ValueError(f"rope_scaling: factor is {self.factor}. Give at least 1.")
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN's scaling of the rotary frequencies, and of the attention, to contexts longer than those of pretraining.
+
+    Peng et al. 2023, arXiv:2309.00071; with DeepSeek's factors of the attention (arXiv:2405.04434, section 3.1.4).
+
+    Attributes:
+        factor: ratio of the longest context to that of pretraining.
+        original_max_position_embeddings: context length of pretraining, in tokens.
+        beta_fast, beta_slow: pairs with at least ``beta_fast`` rotations over that length keep their frequency, those
+            with at most ``beta_slow`` get 1 / ``factor`` of it, and those between are interpolated.
+        mscale, mscale_all_dim: coefficients of ln ``factor`` in the factors of the rotated channels, and of the scores;
+            0: not given.
+        attention_factor: factor of the rotated channels; None: computed from the other fields.
+        truncate: round the bounds of the interpolation to whole pairs.
+
+    Raises:
+        ValueError: ``factor`` is below 1, or the interval of the interpolation is empty.
+    """
+
+    factor: float = 40.0
+    original_max_position_embeddings: int = 4096
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        if self.factor < 1.0 or self.original_max_position_embeddings < 1:
+            raise ValueError(
+                f"rope_scaling: factor is {self.factor} and original_max_position_embeddings is "
+                f"{self.original_max_position_embeddings}. Give at least 1 for each."
+            )
+        if not 0.0 < self.beta_slow <= self.beta_fast:
+            raise ValueError(
+                f"beta_slow is {self.beta_slow} and beta_fast is {self.beta_fast}. Give 0 < beta_slow <= beta_fast, "
+                "such as 1 and 32."
+            )
+
+    def magnitude(self) -> float:
+        """Return the factor of the rotated channels of queries and keys."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._grown(self.mscale) / self._grown(self.mscale_all_dim)
+        return self._grown(1.0)
+
+    def score_factor(self) -> float:
+        """Return the factor of the attention's scores."""
+        return self._grown(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+    def _grown(self, coefficient: float) -> float:
+        return 0.1 * coefficient * math.log(self.factor) + 1.0
+
+
+Scaling = RopeScaling | YarnScaling | LinearScaling

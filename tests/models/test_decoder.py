@@ -1,0 +1,103 @@
+"""One block for all decoders: settings of several families in one model, which no family of Hugging Face's has."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import triax
+from triax import Grid, PipelineModule
+from triax.models import DecoderConfig, decoder_layers
+from triax.models.config import CONFIGS, GPTConfig, LlamaConfig, config_from_fields
+from triax.models.layers import NextTokenLoss
+from triax.plan.layers import layers_of
+
+from training import Step, assert_steps_equal, microbatches, text_batches, train
+
+VOCABULARY, STEPS = 37, 2
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 8,
+    "hidden_size": 16,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_intermediate_size": 12, "mlp_only_layers": (1,)}
+MODELS: dict[str, DecoderConfig] = {
+    "a GPT with experts and a window": GPTConfig(**_SIZES, **_EXPERTS, gated=True, hidden_act="silu", sliding_window=3),
+    "norms on both sides of experts": DecoderConfig(
+        **_SIZES, **_EXPERTS, intermediate_size=24, norm="rms_offset", norm_place="both", scale_embedding=True
+    ),
+    "parallel branches with experts": DecoderConfig(
+        **_SIZES, **_EXPERTS, intermediate_size=24, norm="layer", parallel_residual=True, shared_norm=True, qk_norm=True
+    ),
+    "one weight of queries, keys and values, rotated": DecoderConfig(
+        **_SIZES, intermediate_size=24, fused_qkv=True, qkv_bias=True, norm_place="after", partial_rotary_factor=0.5
+    ),
+}
+GRIDS = ({"pipe": 2, "tensor": 2}, {"data": 4, "expert": 2}, {"data": 2, "context": 2}, {"pipe": 4})
+
+
+def trained(sizes: dict[str, int], names: list[str]) -> list[list[Step]]:
+    grid = Grid(**sizes)
+    found = []
+    for name in names:
+        config = MODELS[name]
+        layers = decoder_layers(config, sequence_parallel="tensor" in sizes)
+        loss = NextTokenLoss(grid, VOCABULARY)
+        model = PipelineModule(layers, grid=grid, loss_fn=loss, dtype=torch.float64, seed=7)
+        optimizer = partial(torch.optim.SGD, lr=0.5)
+        engine = triax.PipelineEngine(model, optimizer=optimizer, batch=triax.Batch(size=8, microbatch=1), clip=1.0)
+        found.append(train(engine, microbatches(grid, text_batches(VOCABULARY, 8, 8, STEPS)), STEPS))
+    return found
+
+
+def test_mixed_settings_equal_one_process(ranks: Any) -> None:
+    names = list(MODELS)
+    (alone,) = ranks(1, trained, {}, names)
+    for sizes in GRIDS:
+        for found in ranks(4, trained, sizes, names, timeout=120):
+            for steps, wanted in zip(found, alone, strict=True):
+                assert_steps_equal(steps, wanted)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_counts_and_shapes_are_those_of_the_layers(name: str) -> None:
+    config, grid = MODELS[name], Grid()
+    built = [spec.build(grid) for spec in decoder_layers(config)]
+    assert len(built) == config.layer_count
+    shapes = layers_of(config)
+    for layer, shape in zip(built, shapes, strict=True):
+        assert type(layer).__name__ == shape.name
+        assert {n: tuple(p.shape) for n, p in layer.named_parameters()} == {w.name: w.shape for w in shape.weights}
+    tied = shapes[-1].parameters if config.tie_word_embeddings else 0
+    assert config.parameter_count == sum(shape.parameters for shape in shapes) - tied
+
+
+def test_a_configuration_is_made_again_from_text_and_fields() -> None:
+    scope = {cls.__name__: cls for cls in (*CONFIGS.values(), triax.models.RopeScaling, triax.models.YarnScaling)}
+    presets = [cls.preset(name) for cls in CONFIGS.values() for name in cls.PRESETS]
+    for config in [*MODELS.values(), *presets]:
+        assert eval(repr(config), scope) == config
+        assert type(config)(**vars(config)) == config
+        assert config_from_fields(type(config).__name__, asdict(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("make", "facts"),
+    [
+        (lambda: LlamaConfig(fused_qkv=True, num_key_value_heads=8), ("num_key_value_heads is 8", "32")),
+        (lambda: GPTConfig(num_experts=4), ("num_experts is 4", "gated=False", "'gelu_new'")),
+        (lambda: GPTConfig(num_key_value_heads=4), ("num_key_value_heads",)),  # type: ignore[call-arg]
+        (lambda: LlamaConfig(num_experts=2, num_experts_per_tok=3), ("num_experts_per_tok is 3", "2 experts")),
+        (lambda: decoder_layers(LlamaConfig(), capacity=1.0), ("capacity", "experts")),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(make: Any, facts: tuple[str, ...]) -> None:
+    with pytest.raises((ValueError, TypeError)) as caught:
+        make()
+    assert all(fact in str(caught.value) for fact in facts)
