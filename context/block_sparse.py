@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from . import block
@@ -116,7 +117,7 @@ class BlockSparse:
             there = group.queries.flatten()
             there_k, there_v = _side(rows_k, group.keys), _side(rows_v, group.keys)
             o, s = block.forward(_side(rows_q, group.queries), there_k, there_v, scale, mask=bias)
-            out[there], lse[there] = (x.unflatten(2, (-1, self.q_cut.size)).flatten(0, 2) for x in (o, s))
+            out[there], lse[there] = (self._as_rows(self.q_cut, x) for x in (o, s))
         return self._local(out), self._local(lse)
 
     def backward(
@@ -134,10 +135,9 @@ class BlockSparse:
             do, mine, o, s = (_side(x, group.queries) for x in (rows_do, rows_q, rows_o, rows_l))
             there_k, there_v = _side(rows_k, group.keys), _side(rows_v, group.keys)
             grads = block.backward(do, mine, there_k, there_v, o, s, scale, mask=_bias(group.mask, q.dtype))
-            dq[group.queries.flatten()] = grads[0].to(wide).unflatten(2, (-1, self.q_cut.size)).flatten(0, 2)
+            dq[group.queries.flatten()] = self._as_rows(self.q_cut, grads[0].to(wide))
             for total, part in ((dk, grads[1]), (dv, grads[2])):
-                parts = part.to(wide).unflatten(2, (-1, self.k_cut.size)).flatten(0, 2)
-                total.index_add_(0, group.keys.flatten(), parts)
+                total.index_add_(0, group.keys.flatten(), self._as_rows(self.k_cut, part.to(wide)))
         return self._local(dq), self._local(dk, keys=True), self._local(dv, keys=True)
 
     def work(self) -> int:
@@ -147,7 +147,13 @@ class BlockSparse:
 
     def _rows(self, cut: Cut, x: Tensor) -> Tensor:
         """Return blocks as rows: (B heads n, size, d)."""
-        return cut.blocks(x).flatten(0, 2)
+        rows: Tensor = rearrange(cut.blocks(x), "b heads n size dim -> (b heads n) size dim")
+        return rows
+
+    def _as_rows(self, cut: Cut, x: Tensor) -> Tensor:
+        """Return the blocks of a group, which lie behind one another, as rows: (R heads n, size, ...)."""
+        rows: Tensor = rearrange(x, "r heads (n size) ... -> (r heads n) size ...", size=cut.size)
+        return rows
 
     def _local(self, rows: Tensor, keys: bool = False) -> Tensor:
         heads = self.key_heads if keys else self.heads

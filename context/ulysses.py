@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -84,8 +85,8 @@ class _ToSequence(torch.autograd.Function):
 
 
 def _to_heads(tensors: Sequence[Tensor], axis: Axis, length: int) -> tuple[Tensor, ...]:
-    # To each rank its heads of this rank's tokens, (c, B, heads / c, T_local, dim).
-    parts = [x.unflatten(1, (axis.size, -1)).movedim(1, 0) for x in tensors]
+    # To each rank its heads of this rank's tokens.
+    parts = [rearrange(x, "b (ranks heads) t dim -> ranks b heads t dim", ranks=axis.size) for x in tensors]
     outgoing, places = _message(tensors[0], [x.shape for x in parts])
     for place, x in zip(places, parts, strict=True):
         place.copy_(x)
@@ -98,7 +99,8 @@ def _to_sequence(tensors: Sequence[Tensor], axis: Axis, local: int) -> tuple[Ten
     outgoing, places = _message(tensors[0], shapes)
     for place, x in zip(places, tensors, strict=True):
         reshard(x, axis.size, local, dim=2, out=place)
-    return tuple(x.movedim(0, 1).flatten(1, 2) for x in _exchange(outgoing, places, axis))
+    arrived = _exchange(outgoing, places, axis)
+    return tuple(rearrange(x, "ranks b heads t dim -> b (ranks heads) t dim") for x in arrived)
 
 
 def _message(like: Tensor, shapes: Sequence[Sequence[int]]) -> tuple[Tensor, list[Tensor]]:

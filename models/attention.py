@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from ..context.context_attention import attention
@@ -139,7 +140,7 @@ class CausalAttention(nn.Module):
         )
 
     def _project_out(self, y: Tensor) -> Tensor:
-        out: Tensor = self.out(y.transpose(1, 2).flatten(2))  # (B, T, heads x dim)
+        out: Tensor = self.out(rearrange(y, "b heads t dim -> b t (heads dim)"))
         return out
 
     def _of_own_heads(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -341,7 +342,9 @@ class SelfAttention(CausalAttention):
 
     def _by_heads(self, y: Tensor, parts: int) -> tuple[Tensor, ...]:
         """Return the parts of a fused projection by heads: (B, T, parts x heads x dim) -> (B, heads, T, dim) each."""
-        return y.reshape(*y.shape[:2], parts, -1, self.head_dim).permute(2, 0, 3, 1, 4).unbind()
+        form = "b t (parts heads dim) -> parts b heads t dim"
+        found: Tensor = rearrange(y, form, parts=parts, dim=self.head_dim)
+        return found.unbind()
 
 
 class AllHeadsRMSNorm(nn.Module):
@@ -415,4 +418,5 @@ class WholeKV(nn.Module):
 
     def selected(self, x: Tensor) -> Tensor:
         """Return the rows of this rank's heads, of the keys and then of the values, of a tensor (2 K dim, ...)."""
-        return x.unflatten(0, (2, -1, self.head_dim))[:, self.heads].flatten(0, 2)
+        by_heads = rearrange(x, "(two heads dim) ... -> two heads dim ...", two=2, dim=self.head_dim)
+        return rearrange(by_heads[:, self.heads], "two heads dim ... -> (two heads dim) ...")

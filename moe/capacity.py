@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from ..grid.comm.axis import Axis
@@ -37,7 +38,7 @@ def within_capacity(
             gathered = parts.new_empty(axis.size * parts.shape[0], *parts.shape[1:])
             axis.all_gather(gathered, parts.contiguous())
             parts = gathered
-    whole = parts.transpose(0, 1).flatten(1, 2)  # (B, ranks * T, k + 1)
+    whole = rearrange(parts, "ranks b t columns -> b (ranks t) columns")
     chosen, places = whole[..., :k], whole[..., k]
     order = places.argsort(dim=1, stable=True)  # positions of padding are beyond the sequence's end
     taken = F.one_hot(chosen.gather(1, order[..., None].expand(-1, -1, k)), count + 1).sum(2)  # (B, all T, E + 1)
