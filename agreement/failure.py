@@ -1,4 +1,7 @@
-"""Failure of one rank: it reports the reason and leaves the process group, so that waiting ranks stop at once."""
+"""The context of each step on several ranks, ``all_or_none``: it starts the hang watch, and ends all ranks with one.
+
+A rank that fails reports the reason and leaves the process group, so that waiting ranks stop at once.
+"""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Shape:
     def config(self) -> GPTConfig:
         """triax's words for it."""
         vocabulary = self.vocabulary or 256  # of one layer any
-        sizes = {
+        sizes: dict[str, Any] = {
             "hidden_size": self.width,
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,

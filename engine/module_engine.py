@@ -41,7 +41,7 @@ from ..zero.modules.backward_passes import BackwardPasses
 from ..zero.modules.broadcast import broadcast_weights
 from ..zero.modules.leaf_modules import set_listed_leaf_modules
 from ..zero.modules.module_optimizer import ModuleOptimizer
-from ..zero.norm import clip_factor
+from ..zero.norm import clip_factor, global_norm
 from .accounting.memory import MemoryAccounts
 from .base import NO_OPTIMIZER, Engine, TrainingParts
 from .named_parameters import named_parameters
@@ -319,7 +319,7 @@ class ModuleEngine(Engine):
             divisor = self._gradient_divisor()
             self.data_axis.access.take_back()
             (square,) = totals(self._step_grid, [self.data_axis.squares()])
-            norm = math.sqrt(square) / divisor if square >= 0 else math.nan
+            norm = global_norm(square, divisor)
             if math.isfinite(norm):
                 self.data_axis.access.multiply(clip_factor(norm, max_norm))
             return torch.tensor(norm, dtype=torch.float64, device=self.device)

@@ -22,7 +22,7 @@ from ..optim.loss_scale import LossScaler
 from ..optim.nonfinite import MicrobatchLosses, NonFinitePolicy
 from ..options.engine import EngineOptions
 from ..zero.data_axis import ZeroDataAxis
-from ..zero.norm import clip_factor
+from ..zero.norm import clip_factor, global_norm
 from .step_observer import StepObserver
 
 
@@ -96,7 +96,7 @@ class OptimizerStep:
             AgreedError: on every rank, if the loss or the norm is not finite and ``nan_loss`` is ``raise``.
         """
         self._divisor = weight * self._data_axis.options.divisor * self.scale
-        self.norm = math.sqrt(self._square[0]) / self._divisor if self._square else None
+        self.norm = global_norm(self._square[0], self._divisor) if self._square else None
         overflow = self._loss_scaler is not None and self.norm is not None and not math.isfinite(self.norm)
         asked = [observer.may_step(loss, None if overflow else self.norm) for observer in observers]
         if not all(asked):
@@ -124,7 +124,7 @@ class OptimizerStep:
         """
         if self.norm is None:
             if self._data_axis.stepped:
-                self.norm = math.sqrt(float(self._data_axis.squares()))  # gradients are divided already
+                self.norm = global_norm(float(self._data_axis.squares()))  # gradients are divided already
             else:
                 self._norm_wanted_late = True
         return self.norm
@@ -139,5 +139,5 @@ class OptimizerStep:
             return 1.0 / divisor
         self._data_axis.exchange_gradients(1.0 / divisor)
         (square,) = agreement.totals(grid, [self._data_axis.squares()])
-        self.norm = math.sqrt(square)
+        self.norm = global_norm(square)
         return 1.0

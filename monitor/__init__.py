@@ -1,5 +1,7 @@
 """Records of a run: numbers of each step, times, traces, reports and FLOPs profiles. It imports no engine.
 
+The watch for ranks that hang is ``agreement/hang_watch.py``.
+
 An engine fills in the records of ``protocol.py``; the files here write, print and draw them. In reading order:
 
 protocol.py      StepMetrics, StepRecord, RunRecord: the numbers and the timeline of a step, the description of a run

@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules by name; checks of a step.
+"""Optimizers and learning-rate schedules by name; checks of a step. The norm for clipping is in zero/norm.py.
 
 optimizers.py: ``resolve``, from a type and its arguments to a class and its own arguments; names that are refused.
 elementwise.py: Lion, and Adam without bias correction.

@@ -82,6 +82,7 @@ class Zero(Options):
         "Tuning.",
     )
     bucket_size: int = option(2**22, "Gradient elements per collective.", least=1)
+    # Acts in zero/gradients.py, and in stage 3 in zero/layer_gather.py.
     overlap_comm: bool = option(True, "Overlap collectives with computation; False: wait for each collective.")
     reduce_scatter: bool = option(True, "Reduce-scatter gradients; False: all-reduce them, with twice the bytes.")
     reduce_each_microbatch: bool = option(

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from ..grid import Axis, Grid
 from ..grid.comm.pending import Done, Pending, Then
+from .axis_options import ZeroOptions
 from .flat import PARTIAL, RUNS, SHARDED, FlatBucket
 from .flat_weights import FlatWeights
 from .gradient_access import GradientAccess, GuardedGradient, HiddenGradient, guard
 from .managed import BucketKey, ManagedParameter
 from .norm import square
 from .offload import OffloadMemory
-from .options import ZeroOptions
 from .protocols import ReduceScatter
 
 # Elements of a gradient on disk that are squared at once: their pages are evicted after each piece.

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor, nn
 
 from ..grid import Grid
+from .axis_options import ZeroOptions
 from .bucket import Bucket
 from .flat import LARGE, PARTIAL, REPLICATED, SHARDED, Item, plan
 from .managed import BucketKey, ManagedParameter
 from .offload import OffloadMemory
-from .options import ZeroOptions
 
 # Ends of the names of buffers that are not cast.
 _KEPT = ("inv_freq", "correction_bias")

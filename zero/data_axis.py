@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..grid import Axis
 from ..grid.grid import Grid
+from .axis_options import ZeroOptions
 from .bucket import Bucket
 from .bucketing import make_buckets
 from .gradient_access import GradientAccess
@@ -25,7 +26,6 @@ from .managed import ManagedParameter, is_released, set_released
 from .norm import square
 from .offload import OffloadMemory, placed_on_all_ranks
 from .optimizer import OptimizerFactory
-from .options import ZeroOptions
 from .released_parameter import pickle_error
 
 _ATTRIBUTE = "triax_data_axis"

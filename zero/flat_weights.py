@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from ..grid import Grid, Pending
 from ..grid.comm.pending import All, Done
+from .axis_options import ZeroOptions
 from .flat import FlatBucket, Slot
 from .managed import BucketKey, ManagedParameter, set_released
 from .offload import OffloadMemory
-from .options import ZeroOptions
 from .protocols import AllGather
 from .released_parameter import ReleasedParameter
 

@@ -14,9 +14,9 @@ from ..agreement.failure import wait_for
 from ..base.autograd import weak
 from ..grid import Axis, Grid
 from ..grid.comm.pending import Pending, Then
+from .axis_options import ZeroOptions
 from .bucket import Bucket
 from .managed import ManagedParameter
-from .options import ZeroOptions
 from .protocols import GradientBucket
 
 # Reductions in flight at once: one is sent while the next bucket fills. More would hold memory without a gain.

@@ -14,9 +14,9 @@ from ..agreement.call_order import CallOrder, NewCall
 from ..agreement.failure import wait_for
 from ..base.autograd import mark
 from ..grid import Axis, Grid, Pending
+from .axis_options import ZeroOptions
 from .bucket import Bucket
 from .gradients import GradientReducer
-from .options import ZeroOptions
 from .protocols import AllGather, GatherRoute
 
 _ADVICE = (

@@ -1,6 +1,14 @@
-"""The gradient norm over all three axes, each element counted once."""
+"""The norm of all gradients, by which they are clipped: each element of the model counts once, on one rank.
+
+    norm = sqrt(sum over all ranks of counted_squares) / divisor        factor = min(1, limit / (norm + 1e-6))
+
+``DataAxis.squares`` adds up this rank's squares, and ``engine/optimizer_step.py`` those of all ranks, in the one sum of
+a step.
+"""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -50,6 +58,11 @@ def counted_squares(bucket: GradientBucket, gradients: Tensor, first_tensor_rank
     """
     runs = [run for run in RUNS if bucket.counted and (run == SHARDED or first_tensor_rank)]
     return [square(gradients[slice(*bucket.flat.runs[run])]) for run in runs]
+
+
+def global_norm(square: float, divisor: float = 1.0) -> float:
+    """Return the norm of the gradients divided by ``divisor``, from the sum of their squares over all ranks."""
+    return math.sqrt(square) / divisor if square >= 0 else math.nan
 
 
 def clip_coefficient(norm: Tensor, limit: float) -> Tensor:

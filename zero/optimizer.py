@@ -15,10 +15,10 @@ from torch import Tensor
 from ..base.errors import CheckpointError
 from ..grid import Grid, Pending
 from ..grid.layout import FlatRange
+from .axis_options import ZeroOptions
 from .bucket import Bucket
 from .late_parameters import LateParameters
 from .layerwise import ShardedLayers
-from .options import ZeroOptions
 from .protocols import Exchange, MakeOptimizer
 from .shard_ranges import DtypeOf, KeyedRanges, ShardRanges
 from .sub_groups import SubGroups, is_elementwise, is_number

@@ -11,9 +11,9 @@ from ...grid.grid import Grid
 from ...options.engine import EngineOptions
 from ...options.reduction import GradientReduction
 from ...options.zero import Offload, Zero
+from ...zero.axis_options import ZeroOptions
 from ...zero.data_axis import ZeroDataAxis
 from ...zero.offload import OffloadPlan, OffloadTarget
-from ...zero.options import ZeroOptions
 from ...zero.zeropp.options import ZeroPlusPlus
 from .compression import make_exchange
 from .precision import communication_dtype, low_precision_parameters

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ...grid import Grid
 from ...grid.layout import FlatRange
+from ...zero.axis_options import ZeroOptions
 from ...zero.bucket import Bucket
-from ...zero.options import ZeroOptions
 from ...zero.protocols import Exchange
 from ...zero.shard_ranges import DtypeOf, KeyedRanges, ShardRanges
 from ...zero.whole_tensors import MasterView, WholeStepper

@@ -15,7 +15,7 @@ import triax
 from triax import Grid, PipelineModule
 from triax.engine import base
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
-from triax.zero.options import ZeroOptions
+from triax.zero.axis_options import ZeroOptions
 from triax.zero.protocols import GradientBucket
 
 VOCABULARY, LENGTH, SAMPLES = 20, 6, 8

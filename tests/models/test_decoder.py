@@ -39,10 +39,15 @@ MODELS: dict[str, DecoderConfig] = {
         **_SIZES, intermediate_size=24, fused_qkv=True, qkv_bias=True, norm_place="after", partial_rotary_factor=0.5
     ),
 }
-GRIDS = ({"pipe": 2, "tensor": 2}, {"data": 4, "expert": 2}, {"data": 2, "context": 2}, {"pipe": 4})
+GRIDS: tuple[dict[str, Any], ...] = (
+    {"pipe": 2, "tensor": 2},
+    {"data": 4, "expert": 2},
+    {"data": 2, "context": 2},
+    {"pipe": 4},
+)
 
 
-def trained(sizes: dict[str, int], names: list[str]) -> list[list[Step]]:
+def trained(sizes: dict[str, Any], names: list[str]) -> list[list[Step]]:
     grid = Grid(**sizes)
     found = []
     for name in names:
@@ -92,7 +97,7 @@ def test_a_configuration_is_made_again_from_text_and_fields() -> None:
     [
         (lambda: LlamaConfig(fused_qkv=True, num_key_value_heads=8), ("num_key_value_heads is 8", "32")),
         (lambda: GPTConfig(num_experts=4), ("num_experts is 4", "gated=False", "'gelu_new'")),
-        (lambda: GPTConfig(num_key_value_heads=4), ("num_key_value_heads",)),  # type: ignore[call-arg]
+        (lambda: GPTConfig(num_key_value_heads=4), ("num_key_value_heads",)),
         (lambda: LlamaConfig(num_experts=2, num_experts_per_tok=3), ("num_experts_per_tok is 3", "2 experts")),
         (lambda: decoder_layers(LlamaConfig(), capacity=1.0), ("capacity", "experts")),
     ],

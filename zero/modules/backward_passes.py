@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from ...base.autograd import OutermostBackward, weak
 from ...base.nest import visit_tensors
 from ...grid import Grid, layout_of
+from ..axis_options import ZeroOptions
 from ..bucketing import cast
 from ..data_axis import ZeroDataAxis
 from ..managed import ManagedParameter
 from ..optimizer import OptimizerFactory
-from ..options import ZeroOptions
 from ..sharded_init import gather_all, sharded_parameter
 from ..state_dict_guard import guard_state_dict
 from .arguments import broadcast_parameters, managed_parameters, parameter_names

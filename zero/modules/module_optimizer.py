@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ...grid import Grid
+from ..axis_options import ZeroOptions
 from ..data_axis import ZeroDataAxis
 from ..exchange_state import exchange_state_dict, load_exchange_state_dict
 from ..optimizer import OptimizerFactory
-from ..options import ZeroOptions
 from .backward_passes import BackwardPasses, group_options
 
 

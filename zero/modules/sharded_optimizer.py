@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from ...base.checks import SMALLEST
 from ...grid import Grid
+from ..axis_options import ZeroOptions
 from ..norm import clip_coefficient
 from ..optimizer import with_own_stepper
-from ..options import ZeroOptions
 from ..protocols import Compressing, MakeExchange
 from ..zeropp.options import ZeroPlusPlus
 from .arguments import check_arguments, communication
