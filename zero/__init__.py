@@ -15,10 +15,11 @@ Buckets:
 A step:
     axis_options.py: options of the data axis: stage, dtypes, prefetch, offload, as engine/setup/zero.py makes them
     data_axis.py: all of ZeRO on one rank, behind the ops GATHER, RELEASE, REDUCE and TIED of a program
-    gradients.py: when buckets are reduced: during the backward pass (overlap) or at the end of a step
+    gradients.py: when buckets are reduced: during the backward pass (``overlap_comm``) or at the end of a step
     layer_gather.py: stage 3's all-gather of a layer's weights before it runs, prefetch, and release after
     norm.py: the norm of all gradients, and the factor by which they are clipped
-    optimizer.py: the optimizer's step on the ranges that a rank owns, and the all-gather of the new weights
+    optimizer.py: gradients times 1 / divisor and clip factor, the optimizer's step on the ranges that a rank owns, and
+        the all-gather of the new weights
     sub_groups.py: the step in sub-groups, for offloaded state
     late_parameters.py: step counts of parameters that stood still in some steps
     whole_tensors.py: the step of optimizers that need whole tensors (Adafactor), in stage 0
