@@ -4,6 +4,9 @@ A rank that hangs prints nothing, and the ranks that wait for it only know that 
 limit expires, it asks all ranks through the store. The thread of each rank answers with the line that its rank executes
 and whether that line waits for another rank. The rank that does not wait, or does not answer, is reported. Without a
 question the thread only looks into the store, once a second.
+
+``Grid.start_hang_watch`` starts it: when an engine compares the ranks' options (engine/setup/rank_consistency.py), at
+each step (agreement/failure.py) and with the first check of the order of calls.
 """
 
 from __future__ import annotations

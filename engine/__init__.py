@@ -5,7 +5,8 @@ engines.py            Engine with both of its kinds
 kinds.py              which of the two kinds a model needs
 pipeline_engine.py    PipelineEngine: ``train_batch`` and ``eval_batch`` of a ``PipelineModule``
 module_engine.py      ModuleEngine: forward, ``backward`` and ``step`` of any ``nn.Module``
-optimizer_step.py     OptimizerStep: sums loss and squares over ranks, the norm (zero/norm.py), divides once, steps
+optimizer_step.py     OptimizerStep: sums loss and squares over ranks, the norm (zero/norm.py), computes the one divisor
+                      of the gradients, by which zero/optimizer.py divides them in its step
 replica_buffers.py    ReplicaBuffers: batch norm's statistics and other buffers, equal on all replicas
 named_parameters.py   parameters with their whole-model names
 step_observer.py      StepObserver: base class of observers of steps, which may leave a step out

@@ -13,10 +13,10 @@ Buckets:
     offload.py: offload of shards, masters, gradients and optimizer state to host memory or disk
 
 A step:
-    axis_options.py: options of the data axis: stage, dtypes, prefetch, offload, as engine/setup/zero.py makes them
+    axis_options.py: options of the data axis, which engine/setup/zero.py makes from ``triax.Zero`` (options/zero.py)
     data_axis.py: all of ZeRO on one rank, behind the ops GATHER, RELEASE, REDUCE and TIED of a program
     gradients.py: when buckets are reduced: during the backward pass (``overlap_comm``) or at the end of a step
-    layer_gather.py: stage 3's all-gather of a layer's weights before it runs, prefetch, and release after
+    layer_gather.py: stage 3's all-gather of a layer's weights before it runs, prefetch (``overlap_comm``), release
     norm.py: the norm of all gradients, and the factor by which they are clipped
     optimizer.py: gradients times 1 / divisor and clip factor, the optimizer's step on the ranges that a rank owns, and
         the all-gather of the new weights
