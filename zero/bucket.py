@@ -101,7 +101,7 @@ class Bucket(FlatWeights):
                 self.gradients = torch.zeros_like(self.weights, dtype=dtype)
                 self.owned_gradient = self.gradients[slice(*self.owned)]
                 self._make_targets(self.gradients)
-            self.master.grad = self.owned_gradient
+            self._set_owned_gradient(self.owned_gradient)
 
     @property
     def is_copied(self) -> bool:

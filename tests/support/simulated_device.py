@@ -15,6 +15,7 @@ Importing this module registers the backend, for the rest of the process. ``simu
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import sys
 import time
@@ -208,6 +209,8 @@ def _run_on_memory(op: Any, args: Any, kwargs: Any) -> Any:
     if _waits(op, args, kwargs):
         DEVICE.wait(str(op))
     arguments, named = tree_unflatten(flat, spec)
+    if op._schema.name.startswith("aten::bitwise_"):  # which take no number for a tensor, as other operators do
+        arguments = [torch.tensor(x, dtype=arguments[0].dtype) if type(x) in (int, bool) else x for x in arguments]
     results, form = tree_flatten(op(*arguments, **named))
 
     def back(result: Any) -> Any:
@@ -435,14 +438,17 @@ def _register() -> tuple[torch.library.Library, ...]:
     aten.impl("_copy_from", _copy, "PrivateUse1")
     aten.impl("_to_copy", _to, "PrivateUse1")
     aten.impl("_local_scalar_dense", _item, "PrivateUse1")
-    # Before torch.empty is replaced, torch must list it among the functions that `with torch.device(...)` redirects.
+    # Before they are replaced, torch must list the functions that `with torch.device(...)` redirects.
     _device._device_constructors()
     # torch asks a C++ allocator for pinned memory, which a backend in Python cannot give.
-    empty, resize, resizable = torch.empty, torch.UntypedStorage.resize_, torch.UntypedStorage.resizable
+    resize, resizable = torch.UntypedStorage.resize_, torch.UntypedStorage.resizable
 
-    def empty_or_pinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
-        made = empty(*args, **kwargs)
-        return _pin(made) if pin_memory else made
+    def pinning(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(make)
+        def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+            return _pin(make(*args, **kwargs)) if pin_memory else make(*args, **kwargs)
+
+        return made
 
     def resized(storage: Any, size: int) -> Any:
         if storage.device.type != NAME:
@@ -451,7 +457,8 @@ def _register() -> tuple[torch.library.Library, ...]:
         return storage
 
     patched: Any = torch
-    patched.empty = empty_or_pinned
+    for name in ("empty", "zeros", "empty_like"):
+        setattr(patched, name, pinning(getattr(torch, name)))
     patched.Tensor.pin_memory = lambda tensor, device=None: _pin(tensor.clone())
     patched.UntypedStorage.resize_ = resized
     patched.UntypedStorage.resizable = lambda storage: storage.device.type == NAME or resizable(storage)

@@ -89,8 +89,9 @@ class Work:
         self._ended = False
         for tensor in writes:
             poison(on_cpu(tensor))
-        self._before = [on_cpu(tensor).clone() for tensor in reads]  # an input may share memory with the output
-        self._poisoned = [on_cpu(tensor).clone() for tensor in writes]
+        # As bytes: a copy of a boolean may have others. An input may share memory with the output.
+        self._before = [_bytes(on_cpu(tensor)).clone() for tensor in reads]
+        self._poisoned = [_bytes(on_cpu(tensor)).clone() for tensor in writes]
 
     error: Exception | None
 
@@ -108,7 +109,7 @@ class Work:
             ("the output was written to", self._writes, self._poisoned),
         ):
             for tensor, seen in zip(tensors, before, strict=True):
-                if not torch.equal(_bytes(on_cpu(tensor)), _bytes(seen)):
+                if not torch.equal(_bytes(on_cpu(tensor)), seen):
                     DEVICE.faults.append(f"{what} before wait: {self.text}")
         for tensor, value in zip(self._writes, self.outputs, strict=True):
             on_cpu(tensor).copy_(value)
