@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -25,7 +24,7 @@ def _gpt(device: str, *, pipe: int = 1, tensor: int = 1, model: Any = None, **op
     """Return an engine for a GPT in float64."""
     grid = Grid(pipe=pipe, tensor=tensor, device=device, timeout=60)
     given = {"optimizer": ADAMW, "batch": triax.Batch(size=8, microbatch=2), "clip": 0.5, **options}
-    engine = triax.Engine(tiny_gpt(grid, **(model or {})), **given)
+    engine = triax.Engine(tiny_gpt(grid, num_hidden_layers=2, **(model or {})), **given)
     assert isinstance(engine, triax.PipelineEngine)
     return engine
 
@@ -35,7 +34,7 @@ def _data(engine: triax.PipelineEngine, steps: int) -> Any:
     return microbatches(engine.grid, [tuple(x.to(engine.grid.device) for x in batch) for batch in batches], 2)
 
 
-def _trained(device: str, steps: int = 3, **options: Any) -> Found:
+def _trained(device: str, steps: int = 2, **options: Any) -> Found:
     """Return losses, norms, gradients and weights of all steps."""
     engine = _gpt(device, **options)
     found: Found = {}
@@ -56,11 +55,11 @@ def _offloaded(device: str, stage: Any, *, parameters: bool = False, **options: 
 def _saved_behind(device: str, folder: str) -> Found:
     """Save in the background, step on while it is written, and return what a new engine loads."""
     engine = _gpt(device, zero=triax.Zero(stage=2), checkpoint=triax.Checkpoints(background=True))
-    data = _data(engine, 4)
+    data = _data(engine, 3)
     engine.train_batch(data)
     wanted = {name: value.clone() for name, value in engine.gather().items()}
     engine.save_checkpoint(Path(folder) / device)
-    for _ in range(3):
+    for _ in range(2):
         engine.train_batch(data)
     engine.wait_for_checkpoint()
     resumed = _gpt(device, pipe=2, zero=triax.Zero(stage=1))
@@ -92,8 +91,8 @@ def _module(device: str, **options: Any) -> Found:
     grid = Grid(device=device, timeout=60)
     batch = triax.Batch(size=8, microbatch=2)
     engine: Any = triax.Engine(net().to(grid.device), optimizer=ADAMW, batch=batch, grid=grid, **options)
-    x = torch.randn(4, 2, 2, 6, generator=torch.Generator().manual_seed(grid.data.rank), dtype=torch.float64)
-    for number in range(8):
+    x = torch.randn(2, 2, 2, 6, generator=torch.Generator().manual_seed(grid.data.rank), dtype=torch.float64)
+    for number in range(4):
         engine.backward(engine(x[number // 2, number % 2].to(grid.device)).square().mean())
         engine.step()
     return dict(engine.gather())
@@ -121,7 +120,7 @@ FEATURES: dict[str, Callable[..., Found]] = {
     "LoRA": partial(_trained, lora=triax.Lora(rank=2, targets=("c_attn", "c_fc")), zero=triax.Zero(stage=3)),
     "PowerSGD": partial(_trained, compression=triax.gradient_compression.PowerSGD(rank=1, min_compression=1.0)),
     "TopK": partial(_trained, compression=triax.gradient_compression.TopK(ratio=0.1)),
-    "DiLoCo": partial(_trained, local_updates=triax.DiLoCo(every=2), steps=4),
+    "DiLoCo": partial(_trained, local_updates=triax.DiLoCo(every=2), steps=3),
     "dropout and recomputation": partial(_trained, model={"dropout": 0.1}, recompute={"interval": 1}),
     "no overlap of collectives": partial(_trained, zero=triax.Zero(stage=3, overlap_comm=False)),
     "a checkpoint written in the background": _saved_behind,
