@@ -28,6 +28,7 @@ import time
 import traceback
 import types
 import uuid
+import warnings
 from collections.abc import Iterator
 from multiprocessing import connection, parent_process
 from pathlib import Path
@@ -148,6 +149,8 @@ def serve(rank: int, pipe: connection.Connection, dump_path: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     os.environ.pop("PYTHONPATH", None)  # set for the fork server alone, see pool.py
     _leave_with_parent()
+    for kind in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):  # as [tool.pytest.ini_options] says
+        warnings.filterwarnings("error", category=kind, module="triax")
     torch.set_num_threads(1)
     stand = open(dump_path, "w")  # noqa: SIM115 (open as long as the process lives)
     faulthandler.enable(stand)
