@@ -37,7 +37,7 @@ WORKERS := -n 2 --dist worksteal
 # In order even under `make -j`: these share one machine, and one of them makes what the others need.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help install train check test test-all test-device fuzz lint docs release-check
+.PHONY: help install train check test test-all test-versions test-device fuzz lint docs release-check
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -67,6 +67,15 @@ test: $(STAMP) ## the tests, without the exhaustive sweeps
 test-all: $(STAMP) ## every test, the exhaustive sweeps too
 	@echo "== testing, exhaustive sweeps too"
 	$(BIN)/python -m pytest -m "exhaustive or not exhaustive" $(ARGS)
+
+# Python:torch, each in an environment of its own. "oldest" in place of torch's version: the oldest release of each package
+# that pyproject.toml allows. The other packages are those of constraints.txt, save setuptools, which torch limits.
+VERSIONS ?= 3.11:oldest 3.12:2.11.0 3.13:2.12.0 3.14:2.14.1
+test-versions: ## the tests on other versions of Python and torch: make test-versions VERSIONS="3.13:2.12.0 3.14:2.14.1"
+	@failed=0; for each in $(VERSIONS); do \
+		echo "== testing, Python and torch $$each"; \
+		$(PYTHON) tests/laws/run_versions.py $$each $(WORKERS) $(ARGS) || failed=1; \
+	done; exit $$failed
 
 # A machine with a GPU may have its own Python and torch, and no registry: then nothing is installed.
 GIVEN := $(filter environment command,$(firstword $(origin PYTHON)))

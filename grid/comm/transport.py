@@ -1,11 +1,7 @@
-"""Transport of an axis: its collectives and messages by a process group directly. Host memory: ``HostTransport``.
-
-Warnings about the two collectives that torch 2.13 renamed are silenced here.
-"""
+"""Transport of an axis: its collectives and messages by a process group directly. Host memory: ``HostTransport``."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...base.torch_versions import all_gather_single, reduce_scatter_single
 from .pending import All, Done, Pending, Then, started
 from .simulated import is_simulated
 
@@ -95,7 +92,7 @@ class Transport:
         that size and then copy it.
         """
         if not tensor.is_cpu or not self._exchanges:
-            return self._start_renamed(dist.all_gather_into_tensor, async_op, output, tensor)
+            return self._start(all_gather_single, async_op, output, tensor)
         parts = output.view(self.size, *tensor.shape)
         mine = parts[self.rank]
         copy(mine, tensor)
@@ -109,7 +106,7 @@ class Transport:
         an all-reduce with twice the bytes and keeps a slice.
         """
         if not tensor.is_cpu or not self._exchanges:
-            return self._start_renamed(dist.reduce_scatter_tensor, async_op, output, tensor)
+            return self._start(reduce_scatter_single, async_op, output, tensor)
         parts = list(tensor.view(self.size, -1))
         mine = parts[self.rank]
         received = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
@@ -214,12 +211,6 @@ class Transport:
     def _start(self, collective: Callable[..., Any], async_op: bool, *args: Any, **kwargs: Any) -> Pending:
         work: Pending | None = collective(*args, group=self._open(), async_op=async_op, **kwargs)
         return work if work is not None else Done()
-
-    def _start_renamed(self, collective: Callable[..., Any], async_op: bool, *args: Any) -> Pending:
-        """Start a collective that torch 2.13 has renamed, without the warning about its old name."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            return self._start(collective, async_op, *args)
 
 
 def copy(output: Tensor, tensor: Tensor) -> Pending:
