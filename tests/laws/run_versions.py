@@ -1,7 +1,7 @@
 """Run the tests on another Python and torch than those of `make test`, in an environment of its own.
 
     python tests/laws/run_versions.py 3.13:2.12.0             Python 3.13 (python3.13 on the path) with torch 2.12.0
-    python tests/laws/run_versions.py 3.11:oldest -k zero     the oldest releases that pyproject.toml allows; for pytest: -k
+    python tests/laws/run_versions.py 3.11:oldest -k zero     the oldest releases that pyproject.toml allows
 
 The environment is build/versions/<Python>-<torch> and is made once. `make test-versions` runs this for all versions of
 docs/versions.md.
