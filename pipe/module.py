@@ -93,7 +93,7 @@ class PipelineModule(nn.Module):
             ``partition`` give; without them, ``triax.Engine`` cuts the list as the schedule needs.
         placement: the rank of each stage: ``"loop"`` (0 1 2 0 1 2), ``"v"`` (0 1 2 2 1 0), or a list. The engine moves
             stages to the ranks that its schedule asks for; the right placement here only saves building them twice.
-        seed: seed of the initial weights; by default 0. (The configuration's ``seed`` is for data order and dropout.)
+        seed: seed of the initial weights; by default 0. (``EngineOptions.seed`` is for data order and dropout.)
         dtype: dtype of the parameters; None leaves what the layers make.
         device: ``"meta"`` builds placeholders (NaN). ``triax.Engine``, or ``fill``, then builds one layer after
             the other, bitwise the same, so that in stage 3 of ZeRO no rank holds more than its shard and one layer.

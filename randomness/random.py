@@ -7,9 +7,9 @@
 | dropout masks | (seed, step, sample, layer, element) |
 | others, e.g. the order of data | a seed that ``derive`` makes from the numbers and names on which it should depend |
 
-The seed is ``PipelineModule(seed=...)``, or ``EngineOptions.seed``, which engine/module_engine.py hands to
-``bind_dropout``. The values of a whole weight are drawn in blocks of rows. A rank draws only the blocks that its shard
-needs.
+The seed of weights is ``PipelineModule(seed=...)``. That of dropout is ``EngineOptions.seed``, which
+engine/pipeline_engine.py and engine/module_engine.py set. The values of a whole weight are drawn in blocks of rows. A
+rank draws only the blocks that its shard needs.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ Buckets:
 A step:
     axis_options.py: options of the data axis, which engine/setup/zero.py makes from ``triax.Zero`` (options/zero.py)
     data_axis.py: all of ZeRO on one rank, behind the ops GATHER, RELEASE, REDUCE and TIED of a program
-    gradients.py: when buckets are reduced: during the backward pass (``overlap_comm``) or at the end of a step
+    gradients.py: when buckets are reduced: during the backward pass or at the end of a step, and if each reduction is
+        waited for at once (``overlap_comm``)
     layer_gather.py: stage 3's all-gather of a layer's weights before it runs, prefetch (``overlap_comm``), release
     norm.py: the norm of all gradients, and the factor by which they are clipped
     optimizer.py: gradients times 1 / divisor and clip factor, the optimizer's step on the ranges that a rank owns, and

@@ -1,16 +1,15 @@
-"""``triax run``, mpirun and srun: scripts on many processes, restarts, two hosts, and environment variables."""
+"""``triax run``, mpirun and srun: scripts on many processes, restarts, and environment variables."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +24,10 @@ from triax.launcher.launch import launch
 from triax.launcher.log_tail import LogTail
 
 import processes
+from launched_scripts import ELSEWHERE, SCRIPT, written
 from paths import DOCS
 from processes import TRIAX, as_mpich, as_mpirun, as_srun, free_port, last_line, started
 
-SCRIPT = """
-import os, signal, sys, time
-import torch
-from triax.grid import Grid
-
-attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-grid = Grid(timeout=60)
-x = torch.ones(1)
-grid.world.all_reduce(x)
-print(f"rank {grid.rank} of {int(x)}, attempt {attempt}, {sys.argv[1:]}", flush=True)
-"""
 # Rank 1 is killed in the middle of work, so many times.
 FALLS = """
 for number in range(20):
@@ -48,25 +37,6 @@ for number in range(20):
     x.fill_(1.0)
 print(f"rank {grid.rank} is at the end", flush=True)
 """
-# Until somebody ends it.
-GOES_ON = """
-for number in range(int(sys.argv[1])):
-    grid.world.all_reduce(x)
-    x.fill_(1.0)
-    if grid.rank == 0 and number % 20 == 0:
-        print(f"step {number} of attempt {attempt}", flush=True)
-    time.sleep(0.05)
-print(f"rank {grid.rank} is at the end", flush=True)
-"""
-
-
-def written(folder: Path, body: str) -> Path:
-    path = folder / "script.py"
-    path.write_text(SCRIPT + body)
-    return path
-
-
-# ----------------------------------------------------------------------------------------------------- one host
 
 
 def test_a_module_its_arguments_logs_and_the_cause_of_a_failure_last(tmp_path: Path) -> None:
@@ -177,9 +147,6 @@ def test_what_cannot_be_is_refused_before_a_process_starts(
     assert said in str(result.exception)
 
 
-# ------------------------------------------------------------------------------ deepspeed's and horovodrun's options
-
-ELSEWHERE = "env HOST={host} sh -c {command}"  # a host that is this one
 TOLD = """
 import argparse, os, sys
 parser = argparse.ArgumentParser()
@@ -259,9 +226,6 @@ def test_environment_report() -> None:
         assert word in result.output
 
 
-# ---------------------------------------------------------------------------------------------------- two hosts
-
-
 def test_two_hosts_start_again_together_and_name_the_dead_rank(tmp_path: Path) -> None:
     """A job of two launchers from a hostfile survives the first killed rank and ends at the second."""
     (tmp_path / "hosts").write_text("one slots=1\ntwo slots=2\n")
@@ -276,150 +240,6 @@ def test_two_hosts_start_again_together_and_name_the_dead_rank(tmp_path: Path) -
     assert run.stdout.splitlines() == [f"rank 0 of 3, attempt {number}, ['2']" for number in (0, 1)] or (
         "attempt 1" in run.stdout and run.stdout.count("rank 0 of 3") == 2
     )
-
-
-class Loopback:
-    """Two simulated hosts on this machine, for use without network namespaces: a lost host is a stopped process."""
-
-    hosts = ("127.0.0.2", "127.0.0.3")
-    template = ELSEWHERE
-
-    def down(self) -> None:
-        self.signal(signal.SIGSTOP)
-
-    def up(self) -> None:
-        self.signal(signal.SIGCONT)
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the second launcher and its ranks, found by their environment."""
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if b"\0HOST=127.0.0.3\0" in b"\0" + (folder / "environ").read_bytes() + b"\0":
-                    os.kill(int(folder.name), number)
-
-    def close(self) -> None:
-        pass
-
-
-class Namespaces:
-    """Two hosts in network namespaces, with a cable between them that can be pulled."""
-
-    template = "ip netns exec {host} sh -c {command}"
-
-    def __init__(self) -> None:
-        net = f"10.{os.getpid() // 250 % 250}.{os.getpid() % 250}"
-        self.hosts = (f"{net}.1", f"{net}.2")
-        self._cable = f"v{os.getpid()}"
-        for host in self.hosts:
-            self.ip("netns", "add", host)
-        a, b = self.hosts
-        ends = {a: f"{self._cable}a", b: f"{self._cable}b"}
-        self.ip("link", "add", ends[a], "netns", a, "type", "veth", "peer", "name", ends[b], "netns", b)
-        for host in self.hosts:
-            self.ip("-n", host, "addr", "add", f"{host}/24", "dev", ends[host])
-            self.ip("-n", host, "link", "set", ends[host], "up")
-            self.ip("-n", host, "link", "set", "lo", "up")
-
-    @staticmethod
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
-
-    def down(self) -> None:
-        self.ip("-n", self.hosts[1], "link", "set", f"{self._cable}b", "down")
-
-    def up(self) -> None:
-        self.ip("-n", self.hosts[1], "link", "set", f"{self._cable}b", "up")
-
-    def close(self) -> None:
-        for host in self.hosts:
-            with contextlib.suppress(subprocess.CalledProcessError):
-                self.ip("netns", "del", host)
-
-
-def network() -> Namespaces | Loopback:
-    """Namespaces where one may make them, else the loopback."""
-    if os.geteuid() == 0 and shutil.which("ip"):
-        made = Namespaces.__new__(Namespaces)
-        try:
-            made.__init__()  # type: ignore[misc]
-            return made
-        except subprocess.CalledProcessError:
-            made.close()
-    return Loopback()
-
-
-@pytest.fixture(params=["best", "loopback"])
-def two_hosts(request: pytest.FixtureRequest) -> Iterator[Namespaces | Loopback]:
-    hosts = network() if request.param == "best" else Loopback()
-    print(f"two hosts: {type(hosts).__name__}")
-    try:
-        yield hosts
-    finally:
-        hosts.close()
-
-
-def job_on(hosts: Namespaces | Loopback, folder: Path, *options: object, steps: int) -> list[object]:
-    (folder / "hosts").write_text("".join(f"{host} slots=2\n" for host in hosts.hosts))
-    written(folder, GOES_ON)
-    words: list[object] = [*TRIAX, "run", "--hostfile", "hosts", "--launcher", hosts.template, "--lost-after", 5]
-    return [*words, "--master-port", free_port(), "--log-dir", "logs", *options, "script.py", steps]
-
-
-def wait_for(path: Path, words: str, seconds: float = 90) -> None:
-    deadline = time.monotonic() + seconds
-    while not (path.exists() and words in path.read_text()):
-        assert time.monotonic() < deadline, path.read_text() if path.exists() else f"no {path}"
-        time.sleep(0.1)
-
-
-@pytest.mark.exhaustive
-def test_a_pulled_cable_ends_the_job_on_both_hosts(two_hosts: Namespaces | Loopback, tmp_path: Path) -> None:
-    with started(*job_on(two_hosts, tmp_path, steps=100_000), cwd=tmp_path) as process:
-        wait_for(tmp_path / "logs" / "rank-0.log", "step 20 ")
-        two_hosts.down()
-        pulled = time.monotonic()
-        out, err = process.communicate(timeout=120)
-        took = time.monotonic() - pulled
-        assert process.returncode == 1, err
-        a, b = two_hosts.hosts
-        lost = f"({b} has sent no heartbeat|{a}, the first host, has not answered {b}) for \\d+ s: it, its launcher or"
-        assert re.match(lost, last_line(err)), err
-        assert took < 100  # no wait without end
-        assert "is at the end" not in out
-
-
-@pytest.mark.exhaustive
-def test_with_restarts_it_goes_on_when_the_cable_is_back(two_hosts: Namespaces | Loopback, tmp_path: Path) -> None:
-    with started(*job_on(two_hosts, tmp_path, "--max-restarts", 2, steps=150), cwd=tmp_path) as process:
-        wait_for(tmp_path / "logs" / "rank-0.log", "step 20 ")
-        two_hosts.down()
-        time.sleep(12)  # longer than the limit of 5 s
-        two_hosts.up()
-        out, err = process.communicate(timeout=150)
-        assert process.returncode == 0, err
-        assert "step 140 of attempt 1" in out or "step 140 of attempt 2" in out
-        assert "restarting all ranks (1 of 2)" in err
-        for rank in range(4):
-            assert f"rank {rank} is at the end" in (tmp_path / "logs" / f"rank-{rank}.log").read_text()
-
-
-@pytest.mark.exhaustive
-def test_hosts_that_come_and_go(tmp_path: Path) -> None:
-    """torchrun's MIN:MAX and its own rendezvous: the second host's ranks join a job that runs already."""
-    written(tmp_path, GOES_ON)
-    words = [*TRIAX, "run", "--nnodes", "1:2", "--nproc", "1", "--rdzv-endpoint", f"localhost:{free_port()}"]
-    words += ["--rdzv-id", "job", "--max-restarts", "3", "--rdzv-conf", "last_call_timeout=1"]
-    with started(*words, "--log-dir", "one", "script.py", 400, cwd=tmp_path) as one:
-        wait_for(tmp_path / "one" / "rank-0.log", "rank 0 of 1, attempt 0")
-        with started(*words, "--log-dir", "two", "script.py", 60, cwd=tmp_path) as two:
-            deadline = time.monotonic() + 90
-            while "of 2, attempt 1" not in "".join(path.read_text() for path in tmp_path.glob("*/rank-*.log")):
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
-            assert two.poll() is None and one.poll() is None
-
-
-# ------------------------------------------------------------------------------------------- mpirun and srun
 
 
 @pytest.mark.exhaustive
@@ -454,8 +274,6 @@ def test_what_other_launchers_say() -> None:
     ports = {read_environment(as_mpirun(0, 2) | {"PMIX_NAMESPACE": name}).master_port for name in "abc"}  # type: ignore[union-attr]
     assert len(ports) == 3 and all(20000 <= port < 30000 for port in ports)
 
-
-# ------------------------------------------------------------------------------------------------------- the docs
 
 LAUNCH_DOCS = DOCS / "launch.md"
 

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import re
-import subprocess
-import sys
-import tomllib
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,17 +15,16 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid, LayerSpec, Layout, PipelineModule, TiedLayerSpec, make_schedule
-from triax.base.errors import ConfigError
-from triax.compat.deepspeed.from_config import read_config
 from triax.grid.layout import set_layout
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.pipe.partition import balanced
 from triax.pipe.program.passes import lower
 
-from paths import ROOT
 from toys import mean_loss, random_pair, same
 
 WIDTH, LR, CLIP = 5, 0.5, 0.1
+
+
 Pairs = list[tuple[Any, Tensor]]
 
 
@@ -83,9 +76,6 @@ def plain(layers: list[Any]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return {n: p.detach().clone() for n, p in weights.items()}, {
         n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in weights.items()
     }
-
-
-# ------------------------------------------------------ gradients on 2 stages x 2 replicas, one tie over both stages
 
 
 def ends_tied() -> list[Any]:
@@ -176,9 +166,6 @@ def test_16_a_module_listed_twice_is_one_module(steps: Any) -> None:
     assert [tie.stages for tie in module.ties] == [(0, 2)]
 
 
-# ---------------------------------------------------------------------------------------------- the tensor axis
-
-
 class PartialScale(nn.Module):
     """Layer like a norm on sequence shards: replicated, with a partial gradient on each tensor rank."""
 
@@ -224,9 +211,6 @@ def test_08_the_tensor_degree_does_not_change_the_run(tensor_ranks: Any) -> None
         assert numbers == pytest.approx(wanted, rel=1e-10)
         same(gathered, weights)
         assert gathered["layers.0.weight"].shape[0] == 37
-
-
-# -------------------------------------------------------------------------------- three stages, and what they hold
 
 
 def three_stages() -> dict[str, Any]:
@@ -277,9 +261,6 @@ def test_14_every_layer_starts_from_its_own_random_numbers(stages: Any) -> None:
         assert all(torch.equal(found[n], w) for n, w in wanted.items())
     weights = [w for n, w in wanted.items() if n.endswith("weight")]
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(weights, 2))
-
-
-# ------------------------------------------------------------------------------------------- two stages: messages
 
 
 class Fork(nn.Module):
@@ -398,9 +379,6 @@ def test_23_data_that_ends_early_stops_every_rank_with_one_message(two_stages: A
     assert two_stages[0]["data"][1] == two_stages[1]["data"][1]  # and the next step runs
 
 
-# ------------------------------------------------------------------------------------------ stages of any kind
-
-
 class Frozen(nn.Linear):
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
@@ -439,80 +417,3 @@ def test_20_the_balanced_partition_is_optimal_and_one_may_choose() -> None:
         ]
         assert max(sum(costs[a:b]) for a, b in itertools.pairwise(balanced(costs, 3))) == min(largest)
     assert model([linear() for _ in range(6)], chunks=3, partition=[0, 1, 5, 6]).boundaries == [0, 1, 5, 6]
-
-
-# ------------------------------------------------------------------------------------- one grid, one config, one wheel
-
-
-def two_grids() -> Any:
-    pipe, data = Grid(pipe=2, data=2, timeout=60), Grid(pipe=1, data=4, timeout=60)
-    sums = []
-    for axis in (pipe.pipe, pipe.data, data.data):
-        sums.append(x := torch.tensor([2.0**pipe.rank]))
-        axis.all_reduce(x)
-    pipe.close()
-    with pytest.raises(RuntimeError, match="the pipe axis's process group is closed"):
-        pipe.pipe.all_reduce(torch.ones(1))
-    return [int(x) for x in sums]
-
-
-def test_11_a_grid_is_an_argument_and_never_another_ones(ranks: Any) -> None:
-    """In Megatron-LM a global group could be another grid's, and nothing raised."""
-    found = ranks(4, two_grids)
-    assert found == [[1 + 4, 1 + 2, 15], [2 + 8, 1 + 2, 15], [1 + 4, 4 + 8, 15], [2 + 8, 4 + 8, 15]]
-
-
-def test_12_installing_needs_no_compiler() -> None:
-    """Megatron-LM could not be installed without a compiler and extra kernel packages."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    assert all(re.match(r"setuptools\b", need) for need in project["build-system"]["requires"])
-    assert "ext-modules" not in project["tool"]["setuptools"] and not (ROOT / "setup.py").exists()
-    needs = {re.match(r"[\w-]+", need)[0] for need in project["project"]["dependencies"]}  # type: ignore[index]
-    # all of these have wheels
-    wheels = {"torch", "numpy", "einops", "jinja2", "pydantic", "PyYAML", "safetensors", "typer", "rich"}
-    assert needs == wheels
-    for package in project["tool"]["setuptools"]["packages"]:
-        folder = ROOT.joinpath(*package.split(".")[1:])
-        assert not [file for file in folder.iterdir() if file.suffix in (".c", ".cc", ".cpp", ".cu", ".pyx")]
-
-
-@pytest.mark.parametrize("section", [(), ("optimizer",), ("zero_optimization",), ("pipeline",)])
-def test_24_unknown_keys_are_refused(section: tuple[str, ...]) -> None:
-    """DeepSpeed took a misspelt key of its configuration without a word."""
-    config: dict[str, Any] = {"train_batch_size": 4}
-    inner = config
-    for name in section:
-        inner[name] = {"type": "SGD"} if name == "optimizer" else {}
-        inner = inner[name]
-    read_config(config)
-    inner["no_such_key"] = 1
-    with pytest.raises(ConfigError, match="there is no 'no_such_key'"):
-        read_config(config)
-
-
-FIRST_STEP = """
-import json, sys
-import torch
-seen = []
-WATCHED = ("subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.spawn", "ctypes.dlopen")
-sys.addaudithook(lambda event, args: seen.append([event, repr(args)[:200]]) if event.startswith(WATCHED) else None)
-import triax
-from torch import nn
-layers = [triax.LayerSpec(nn.Linear, 4, 4), triax.LayerSpec(nn.Linear, 4, 4)]
-model = triax.PipelineModule(layers, loss_fn=lambda out, labels: (out - labels).square().mean())
-config = {"train_batch_size": 4, "gradient_clipping": 1.0, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
-engine, *_ = triax.initialize(model=model, config=config)
-x = torch.randn(4, 4)
-engine.train_batch(iter([(x, x)]))
-print(json.dumps(seen))
-"""
-
-
-def test_25_nothing_is_compiled_at_import_or_first_use(tmp_path: Path) -> None:
-    """DeepSpeed compiles an operator at first use, for about a minute; interrupted, it leaves a lock that hangs."""
-    done = subprocess.run(
-        [sys.executable, "-c", FIRST_STEP], capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == []
-    assert list(tmp_path.iterdir()) == []

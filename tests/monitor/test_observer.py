@@ -1,13 +1,11 @@
-"""Observer of steps: slices, breakdown, trace, monitors, MFU; on real runs, and against arithmetic."""
+"""Observer of steps: slices, breakdown, trace, monitors, MFU, on real runs."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import json
-import random
 import re
-import time
 from collections import Counter
 from functools import partial
 from itertools import cycle, pairwise
@@ -24,12 +22,6 @@ from triax.base.errors import ConfigError
 from triax.base.parts import Parts
 from triax.cli.main import app
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
-from triax.monitor.mfu import known_peak, tokens_in
-from triax.monitor.profiler.flop_counter import FlopCounter
-from triax.monitor.protocol import Slice
-from triax.monitor.step_record import self_times
-from triax.monitor.trace.clock_offsets import Offset, clock_offsets
-from triax.monitor.writers import json_writer
 from triax.pipe.program.ops import SENDS, Op
 
 from paths import DOCS
@@ -37,6 +29,8 @@ from processes import program
 from readme_blocks import commands, programs
 
 MODEL = GPTConfig(vocab_size=32, max_position_embeddings=16, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+
+
 MICRO, STEPS, TRACED = 4, 4, 3
 
 
@@ -128,9 +122,6 @@ def run(request: pytest.FixtureRequest, folder: Path) -> tuple[list[dict[str, An
     """Results of the ranks of a run, and its folder."""
     found = request.getfixturevalue(request.param)
     return found, folder / ("1f1b" if request.param == "whole" else "zb-v")
-
-
-# ------------------------------------------------------------------------------------------------- the step
 
 
 def test_recording_changes_no_loss_and_leaves_nothing_behind(run: tuple[list[dict[str, Any]], Path]) -> None:
@@ -258,9 +249,6 @@ def test_a_rank_that_fails_while_it_is_recorded_stops_the_others(ranks: Any) -> 
     words = "rank 3 (pipe 1, data 1, tensor 0) failed at 1F1: ArithmeticError: boom"
     messages = ranks(4, failing, timeout=30)
     assert messages[3] == words and all(words in message for message in messages)
-
-
-# --------------------------------------------------------------------------------------------- what is written
 
 
 def test_monitors_are_told_the_same_names(run: tuple[list[dict[str, Any]], Path]) -> None:
@@ -408,61 +396,6 @@ def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> Non
     assert file.parent.is_dir() and not file.exists()  # it is written in the step that is profiled
 
 
-# ----------------------------------------------------------------------------------------------- arithmetic
-
-
-def test_self_times_of_random_nests() -> None:
-    """Against the definition: what lies in a slice and in none that begins later within it."""
-    draw = random.Random(0)
-
-    def nest(start: int, end: int, depth: int) -> list[Slice]:
-        found = [Slice("s", "step", float(start), float(end), {})]
-        at = start
-        while depth and at < end:
-            at += draw.randint(0, 4)
-            to = min(end, at + draw.randint(1, 20))
-            if at < to:
-                found += nest(at, to, depth - 1)
-            at = to
-        return found
-
-    for _ in range(50):
-        slices = sorted(nest(0, 100, 3), key=lambda s: (s.start, -s.end))
-        innermost = Counter(
-            max((i for i, s in enumerate(slices) if s.start <= tick < s.end), default=None) for tick in range(100)
-        )
-        # (Slices of the same times: the one that comes later is the inner one.)
-        assert self_times(slices) == [float(innermost.get(i, 0)) for i in range(len(slices))]
-
-
-def skewed(skews: list[float], names: list[str]) -> tuple[list[Offset], list[Offset]]:
-    grid = triax.Grid(1, len(skews), 1)
-    skew = skews[grid.rank]
-    found = clock_offsets(grid, names[grid.rank], lambda: time.perf_counter() + skew)
-    return found, clock_offsets(grid)
-
-
-def test_clocks_that_differ_are_found_within_the_error_that_is_said(ranks: Any) -> None:
-    skews, names = [0.0, 3.7, -120.25, 3.7], ["a", "b", "c", "b"]
-    told = ranks(4, skewed, skews, names)
-    assert all(each == told[0] for each in told)
-    found, own = told[0]
-    assert found[0] == Offset(0.0, 0.0) and found[1] == found[3]
-    for skew, offset in zip(skews, found, strict=True):
-        assert abs(offset.ahead - skew) <= offset.error < 1.0
-    assert own == [Offset(0.0, 0.0)] * 4  # these ranks are on one host
-
-
-def test_flops_are_counted_by_the_textbook() -> None:
-    linear, image = nn.Linear(8, 16), nn.Conv2d(3, 4, 3, padding=1)
-    with FlopCounter() as count:
-        linear(torch.randn(5, 8))
-        image(torch.randn(2, 3, 10, 10))
-        q, k, v = torch.randn(3, 2, 3, 7, 4)
-        nn.functional.scaled_dot_product_attention(q, k, v)
-    assert count.flops == 2 * 5 * 8 * 16 + 2 * 2 * 100 * 4 * 27 + 2 * 2 * (2 * 3 * 7 * 7 * 4)
-
-
 def counted(folder: str, interval: int) -> float:
     monitor = {"enabled": True, "output_path": folder}
     config = {"peak_tflops": 1.0, "activation_checkpointing": {"interval": interval}, "csv_monitor": monitor}
@@ -475,18 +408,6 @@ def counted(folder: str, interval: int) -> float:
 def test_what_is_recomputed_does_not_count(ranks: Any, tmp_path: Path) -> None:
     (plain,), (again,) = (ranks(1, counted, str(tmp_path), interval) for interval in (0, 1))
     assert plain == again > 0
-
-
-def test_peaks_and_tokens() -> None:
-    half, single = torch.bfloat16, torch.float32
-    assert known_peak("NVIDIA H100 80GB HBM3", half) == 989.4 and known_peak("NVIDIA H100 PCIe", half) == 756.0
-    assert known_peak("NVIDIA A100-SXM4-80GB", single) == 19.5 and known_peak("NVIDIA L4", half) == 121.0
-    assert known_peak("NVIDIA L40S", half) == 362.0 and known_peak("cpu", half) is None
-    assert known_peak("NVIDIA A100-SXM4-80GB", torch.float64) is None and known_peak("Some GPU", half) is None
-    ids, image = torch.zeros(4, 16, dtype=torch.int64), torch.zeros(4, 3, 8, 8)
-    assert [tokens_in(x) for x in (ids, image, (image, ids), {"ids": ids}, ids[:, 0], ids > 0, None)] == [
-        *(64, 0, 64, 64, 0, 0, 0)
-    ]
 
 
 def test_a_part_runs_in_the_contexts_of_its_observers() -> None:
@@ -512,23 +433,6 @@ def test_a_part_runs_in_the_contexts_of_its_observers() -> None:
     assert run() == ["forward"]
     with pytest.raises(KeyError, match="backward"):
         parts.watch("backward", partial(seen, "d"))
-
-
-def test_json_lines_begin_anew_with_step_1_and_go_on_with_any_other(tmp_path: Path) -> None:
-    def rows() -> list[Any]:
-        return [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-
-    write = json_writer(tmp_path)
-    write([("a", 1.0, 8), ("b", float("nan"), 8)], 1)
-    write([("a", 2.0, 16)], 2)
-    assert [(r["step"], r["samples"], r["a"]) for r in rows()] == [(1, 8, 1.0), (2, 16, 2.0)] and rows()[0]["b"] is None
-    json_writer(tmp_path)([("a", 3.0, 24)], 3)
-    assert [r["step"] for r in rows()] == [1, 2, 3]
-    json_writer(tmp_path)([("a", 4.0, 8)], 1)
-    assert [r["a"] for r in rows()] == [4.0]
-
-
-# ---------------------------------------------------------------------------------------------------- docs
 
 
 def test_the_docs_program_and_commands_work(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
