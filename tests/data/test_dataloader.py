@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -46,10 +47,14 @@ class Stream(IterableDataset[int]):
     def __init__(self, told: bool) -> None:
         self.start = 0
         if told:
-            self.set_epoch = lambda epoch: setattr(self, "start", 100 * epoch)
+            self.set_epoch = partial(start_of_epoch, self)  # workers get a pickled copy
 
     def __iter__(self) -> Iterator[int]:
         yield from range(self.start, self.start + SAMPLES)
+
+
+def start_of_epoch(stream: Stream, epoch: int) -> None:
+    stream.start = 100 * epoch
 
 
 @pytest.mark.parametrize("workers", [0, 2])

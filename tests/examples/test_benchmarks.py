@@ -139,12 +139,12 @@ def test_data_compares() -> None:
 @pytest.mark.exhaustive
 def test_compression_makes_its_table(tmp_path: Path) -> None:
     table, text = tmp_path / "table.md", tmp_path / "text.py"
-    table.write_text("before\n<!-- benchmarks/compression.py -->\nold\n<!-- end -->\nafter\n")
+    table.write_text("before\n<!-- benchmarks/gradient_compression.py -->\nold\n<!-- end -->\nafter\n")
     text.write_text("def f(x):\n    return x + 1\n" * 99)
     (tmp_path / "other.py").write_text(text.read_text())
     sizes = ("--layers", "1", "--width", "16", "--heads", "2", "--sequence", "16", "--batch", "2", "--microbatch", "1")
     rest = ("--steps", "2", "--data", "2", "--validation", "2", "--runs", str(tmp_path), "--table", str(table))
-    command = ("compression.py", *sizes, *rest, "--text", str(tmp_path), "--methods", "none,bf16")
+    command = ("gradient_compression.py", *sizes, *rest, "--text", str(tmp_path), "--methods", "none,bf16")
     first, second = run(*command), run(*command)  # the second time, the results are there already
     assert "bf16: step 2" in first and "step 2" not in second
     lines = table.read_text().splitlines()

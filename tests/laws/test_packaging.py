@@ -342,7 +342,7 @@ def test_options_reach_the_command(clone: Path) -> None:
 
 def test_every_target_is_explained(clone: Path) -> None:
     listed = re.findall(r"^make (\S+)", make(clone).stdout, re.MULTILINE)
-    tests = ["check", "test", "test-all", "test-device", "fuzz"]
+    tests = ["check", "test", "test-all", "test-versions", "test-device", "fuzz"]
     assert listed == ["help", "install", "train", *tests, "docs", "release-check", "lint"]
 
 
@@ -438,8 +438,11 @@ LOOKED_FOR = (
 
 def test_no_folder_is_taken_for_another_package() -> None:
     folders = {path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")}
-    assert not folders & {*LOOKED_FOR, *sys.stdlib_module_names}
+    # A script's folder comes first where Python looks for modules. Python 3.14 has `compression`.
+    scripts = {path.stem for folder in ("examples", "benchmarks") for path in (ROOT / folder).glob("*.py")}
+    assert not (folders | scripts) & {*LOOKED_FOR, *sys.stdlib_module_names, "compression"}
     # Every top-level module of the installed packages. The examples and benchmarks folders of other packages' wheels
     # are no modules that a dependency imports.
-    installed = {name for name in packages_distributions() if name not in ("tests", "examples", "benchmarks", "docs")}
+    no_modules = {"tests", "examples", "benchmarks", "docs", "__pycache__"}
+    installed = set(packages_distributions()) - no_modules
     assert not folders & installed

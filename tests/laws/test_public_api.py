@@ -15,7 +15,7 @@ import inspect
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ForwardRef, cast
 
 import pytest
 
@@ -144,6 +144,8 @@ def _lines(head: str, parts: list[str], tail: str) -> str:
 
 
 def _annotation(annotation: Any) -> str:
+    if isinstance(annotation, ForwardRef):  # of a NamedTuple, before Python 3.14
+        return annotation.__forward_arg__
     return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
 
 

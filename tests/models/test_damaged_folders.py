@@ -240,7 +240,7 @@ def test_a_pattern_that_would_never_end_is_refused(tmp_path: Path, pattern: str)
 def test_a_call_that_does_not_end_is_given_up() -> None:
     with pytest.raises(ConfigError, match=r"small/tokenizer.json needs more than 0.05 s for a line of text"):
         within_limit(Path("small/tokenizer.json"), Event().wait, 0.05)
-    with pytest.raises(ConfigError, match=r"small fails on a text: integer division"):
+    with pytest.raises(ConfigError, match=r"small fails on a text: .*division"):
         within_limit(Path("small"), lambda: 1 // 0)
 
 

@@ -1,8 +1,8 @@
 """Loss and bytes of compressed gradients and local updates: one GPT, trained by each method.
 
-    python benchmarks/compression.py                             # every method that is not in the file of results yet
-    python benchmarks/compression.py --methods none,topk         # these
-    python benchmarks/compression.py --table docs/compression.md # and put the table there
+    python benchmarks/gradient_compression.py                             # every method without a result yet
+    python benchmarks/gradient_compression.py --methods none,topk         # these
+    python benchmarks/gradient_compression.py --table docs/compression.md # and put the table there
 
 The model, text and training are those of examples/train_gpt.py, on replicas alone, in stage 0 of ZeRO but for "zero-3"
 and "zero++". Each method's result is kept in a file as soon as it is there, so that a run that ended goes on; results
@@ -36,7 +36,7 @@ from triax.launcher.launch import launch
 from triax.train.job import Job, resolve
 from triax.train.loop import TrainingRun
 
-BEGIN, END = "<!-- benchmarks/compression.py -->", "<!-- end -->"
+BEGIN, END = "<!-- benchmarks/gradient_compression.py -->", "<!-- end -->"
 
 
 def changed(adam: Optimizer, name: str = "AdamW", **arguments: Any) -> Optimizer:
