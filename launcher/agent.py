@@ -64,7 +64,7 @@ class Agent(LocalElasticAgent):
             local_addr=local_address,
         )
         stop, self._grace = limits
-        super().__init__(spec, logs_specs=logs, start_method="forkserver", shutdown_timeout=stop)
+        super().__init__(spec, logs_specs=logs, start_method="forkserver")
         self._job, self._again, self._handler = job, again, handler
         self._hosts = handler if isinstance(handler, HostRendezvous) else None
         self._restarts, self._stop_limit = restarts, stop
@@ -100,11 +100,13 @@ class Agent(LocalElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
         stopped = isinstance(sys.exception(), SignalException)
-        super()._shutdown(death_sig, self._grace if stopped else timeout)  # type: ignore[arg-type]
+        if self._pcontext is not None:  # before torch's own call, whose limit is fixed in torch 2.11
+            self._pcontext.close(death_sig, self._grace if stopped else self._stop_limit)  # type: ignore[arg-type]
+        super()._shutdown(death_sig)
         self._kill_what_ranks_left()
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self._shutdown(timeout=self._stop_limit)
+        self._shutdown()
 
     @property
     def ranks(self) -> list[int]:

@@ -138,17 +138,18 @@ class SubGroups:
                 whole = is_elementwise(value, bucket.master)
                 # A step counter is copied: it must not count the pieces of one step.
                 state[part][key] = value[start:stop] if whole else copied(value)
+            chosen[bucket.group].append(part)
+            parts.append(part)
+        groups = [{**g, "params": some} for g, some in zip(self.optimizer.param_groups, chosen, strict=True)]
+        if not state:
+            state.update(self._make(groups).state)  # state that some optimizers make at once
+        for (bucket, start, stop), part in zip(pieces, parts, strict=True):
             elements = [part.detach(), *(v for v in state[part].values() if is_elementwise(v, part))]
             for a, b in frozen[bucket]:
                 low, high = max(a, start) - start, min(b, stop) - start
                 kept += [(tensor[low:high], tensor[low:high].clone()) for tensor in elements if low < high]
                 if low < high:
                     part.detach()[low:high].zero_()  # so that decay makes nothing of state that this step makes
-            chosen[bucket.group].append(part)
-            parts.append(part)
-        groups = [{**g, "params": some} for g, some in zip(self.optimizer.param_groups, chosen, strict=True)]
-        if not state:
-            state.update(self._make(groups).state)  # state that some optimizers make at once
         worker = worker_of(self.optimizer, groups, state)
         worker.step()
         for tensor, before in kept:

@@ -85,7 +85,6 @@ MISUSES: dict[str, Callable[[Any], Any]] = {
     "a greatest value": lambda model: model[3].weight.amax(0),
     "a broadcast product": lambda model: (X[:, None] * model[3].weight).sum(-1),
     # by functions that no list names
-    "a fused loss of torch": lambda model: F.linear_cross_entropy(X, model[3].weight, IDS % 6),
     "a convolution": lambda model: F.conv1d(X[None].mT, model[3].weight[:, :, None]),
     "an array": lambda model: X.numpy() @ model[3].weight.detach().numpy().T,
     "a vector": lambda model: nn.utils.parameters_to_vector([model[3].weight]).norm(),
@@ -103,6 +102,10 @@ MISUSES: dict[str, Callable[[Any], Any]] = {
     "a written row": lambda model: model[0].weight.data[5:6].fill_(0.0),
     "an assigned row": lambda model: model[0].weight.data.__setitem__(5, 0.0),
 }
+
+
+if hasattr(F, "linear_cross_entropy"):  # from torch 2.13 on
+    MISUSES["a fused loss of torch"] = lambda model: F.linear_cross_entropy(X, model[3].weight, IDS % 6)
 
 
 def tied_by_hand(weight: Any) -> nn.Linear:

@@ -6,6 +6,7 @@ import math
 import os
 import resource
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from triax import Grid, LayerSpec, PipelineModule
 from triax.base.errors import ConfigError
 from triax.compat.deepspeed.config.to_options import notes_of
 from triax.compat.deepspeed.from_config import read_config
+from triax.options.zero import OffloadOptimizer
 from triax.zero import gathered
 from triax.zero.sub_groups import sub_groups
 
@@ -54,11 +56,15 @@ def batches(grid: Grid, dtype: torch.dtype = torch.float64) -> Iterator[tuple[Te
             yield x[sample : sample + 2], x[sample : sample + 2].roll(1, -1)
 
 
+def squares(y: Tensor, labels: Tensor) -> Tensor:
+    return F.mse_loss(y, labels.to(y.dtype))  # torch 2.11 differentiates no mse_loss of two dtypes
+
+
 def engine_of(grid: Grid, zero: dict[str, Any], optimizer: Any = "AdamW", **options: Any) -> triax.PipelineEngine:
     """Two parameter groups, one frozen parameter, clipping, and a learning rate that changes every step."""
     dtype = None if {"bf16", "fp16"} & options.keys() else torch.float64
     layers = [LayerSpec(Layer, WIDTH) for _ in range(4)]
-    model = PipelineModule(layers, grid=grid, loss_fn=F.mse_loss, dtype=dtype, partition="uniform")
+    model = PipelineModule(layers, grid=grid, loss_fn=squares, dtype=dtype, partition="uniform")
     named = dict(model.named_parameters())
     for name, parameter in named.items():
         parameter.requires_grad_(not name.endswith("2.linear.bias"))
@@ -405,3 +411,35 @@ def test_keys() -> None:
         with pytest.raises(ConfigError) as caught:
             zero(**keys)
         assert message in str(caught.value)
+
+
+class Eager(torch.optim.Optimizer):
+    """Momentum whose state is made with the optimizer, as torch's Adagrad did until 2.12."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            self.state[parameter]["sum"] = torch.full_like(parameter, 0.5)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                total = self.state[parameter]["sum"].add_(parameter.grad)
+                parameter.sub_(total, alpha=group["lr"])
+
+
+def test_an_optimizer_that_makes_its_state_at_once() -> None:
+    made = []
+    for offload in ({}, {"offload_optimizer": OffloadOptimizer(device="cpu"), "sub_group_size": 17}):
+        grid = Grid()
+        torch.manual_seed(0)
+        model = PipelineModule([LayerSpec(Layer, WIDTH)] * 2, grid=grid, loss_fn=squares, dtype=torch.float64)
+        batch = triax.Batch(size=SAMPLES, microbatch=2)
+        engine = triax.Engine(model, optimizer=partial(Eager, lr=0.1), batch=batch, zero=triax.Zero(stage=1, **offload))
+        assert isinstance(engine, triax.PipelineEngine)
+        data = batches(grid)
+        for _ in range(3):
+            engine.train_batch(data)
+        made.append(engine.gather())
+    torch.testing.assert_close(*made, rtol=1e-10, atol=1e-13)
