@@ -54,7 +54,8 @@ def check_arguments(args: Any, stages: int, tensor: int) -> None:
         "use_liger_kernel": (args.use_liger_kernel, "its loss needs the hidden states and the head on one rank"),
         "debug": (args.debug, "its hooks are on the unsplit model"),
         "activation_checkpointing_kwargs": (
-            args.activation_checkpointing_kwargs or args.gradient_checkpointing_kwargs,
+            # The first name is that of transformers 5.23 and newer.
+            getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs,
             "the section activation_checkpointing of the configuration says how stages recompute",
         ),
         "average_tokens_across_devices=False": (

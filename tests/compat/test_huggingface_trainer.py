@@ -188,7 +188,8 @@ def recomputed(case: str, stage: int, section: dict[str, Any], itself: bool) -> 
     """Gradients of a model in a plain loop, elements that its forward pass saves, and calls of its first block."""
     model = model_of(case).double()
     if itself:
-        model.activation_checkpointing_enable()
+        # The older of the two names is that of transformers until 5.22.
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     calls, saved = 0, 0
     block = (model.transformer.h if case == "gpt2" else model.model.layers)[0]
     inner = block.mlp.forward
