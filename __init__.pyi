@@ -22,6 +22,7 @@ from .engine.setup.lora import add_lora as add_lora
 from .engine.snapshot.load_weights import load_weights as load_weights
 from .grid.grid import Grid as Grid
 from .grid.layout import Layout as Layout
+from .grid.loss_terms import Loss as Loss
 from .grid.topology import Topology as Topology
 from .inference.engine import InferenceEngine as InferenceEngine
 from .inference.engine import init_inference as init_inference

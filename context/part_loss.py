@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..base.errors import AgreedError
 from ..grid.comm.axis import Axis
 from ..grid.loss_pair import sum_and_weight
+from ..grid.loss_terms import NamedLosses, Term, named_losses
+
+
+def share_of_terms(loss: Any, axis: Axis, call: str) -> tuple[Tensor, NamedLosses]:
+    """Return this rank's share of the mean of named losses, and the shares of each term, as means. Collective.
+
+    Args:
+        loss: a ``triax.Loss``, or a dict of terms, of this rank's tokens.
+        axis, call: as for ``share_of_mean``.
+
+    Raises:
+        AgreedError, ValueError: as ``share_of_mean`` and ``named_losses``.
+    """
+    named = named_losses(loss, f"{call} was given", "pass")
+    terms = {}
+    for name, term in named.terms.items():
+        share = share_of_mean(term.total if term.is_mean else (term.total, term.weight), axis, call)
+        terms[name] = Term(share, 1.0 / axis.size, term.factor, True)
+    total = sum(term.total * term.factor for term in terms.values())
+    assert isinstance(total, Tensor)
+    return total, named._replace(terms=terms).detached()
 
 
 def share_of_mean(loss: Tensor | tuple[Tensor, Tensor | float], axis: Axis, call: str) -> Tensor:

@@ -44,6 +44,7 @@ from ..zero.synchronous_replicas import SynchronousReplicas
 from .accounting.memory import MemoryAccounts
 from .accounting.traffic import traffic_formulas
 from .instrument import instrument
+from .named_losses import NamedLossSteps
 from .named_parameters import named_parameters
 from .observer import RecordingObserver
 from .optimizer_step import OptimizerStep
@@ -121,6 +122,7 @@ class Engine:
         accounts: counts this rank's memory.
         record_memory: set it to True to count the memory of the next steps while they run, for ``memory_report``.
         auxiliary: auxiliary losses and expert loads, if the model has a mixture of experts.
+        named_losses: terms and metrics of the loss, if it names them.
         parts: contexts around the named parts of a step, for measurements.
         observers: observers of steps, which each step calls in order.
         observer: the first of them; records, prints and traces steps.
@@ -136,6 +138,7 @@ class Engine:
     optimizer: torch.optim.Optimizer | None
     data_axis: ZeroDataAxis
     auxiliary: AuxiliarySteps
+    named_losses: NamedLossSteps
     observer: RecordingObserver
     accounts: MemoryAccounts
     compilation: Compilation | None
@@ -578,6 +581,15 @@ class Engine:
         They are equal on every rank, and {} if the model has none. The loss that a step returns does not include them.
         """
         return dict(self.auxiliary.losses)
+
+    @property
+    def metrics(self) -> dict[str, float | list[float]]:
+        """Terms and metrics of the last batch, if the loss names them (``triax.Loss``, a dict): name -> value.
+
+        Each is the sum over the whole batch, divided by its weight of the whole batch; NaN without a weight. They are
+        equal on every rank, and those of the last ``train_batch``, ``eval_batch`` or ``step``.
+        """
+        return dict(self.named_losses.values)
 
     def expert_loads(self) -> dict[str, list[int]]:
         """Return the tokens that each expert was given in the last step, over all ranks: layer -> loads.

@@ -26,9 +26,10 @@ from ..base.checks import check_flag, check_positive
 from ..base.errors import AgreedError, ConfigError
 from ..base.nest import map_tensors
 from ..base.option_error import Note
-from ..context.part_loss import share_of_mean
+from ..context.part_loss import share_of_mean, share_of_terms
 from ..grid import Grid
 from ..grid.comm.traffic import Sent
+from ..grid.loss_terms import Loss, NamedLosses, described_form, is_named
 from ..moe.auxiliary_steps import AuxiliarySteps, bind_auxiliary
 from ..optim.loss_scale import process_scales, rescaled
 from ..optim.schedulers import advance_schedule
@@ -44,6 +45,7 @@ from ..zero.modules.module_optimizer import ModuleOptimizer
 from ..zero.norm import clip_factor, global_norm
 from .accounting.memory import MemoryAccounts
 from .base import NO_OPTIMIZER, Engine, TrainingParts
+from .named_losses import NamedLossSteps
 from .named_parameters import named_parameters
 from .observer import ModuleObserver
 from .replica_buffers import ReplicaBuffers
@@ -100,6 +102,7 @@ class ModuleEngine(Engine):
         self._dropout = bind_dropout(module, options.seed)
         self._auxiliary = bind_auxiliary(module)
         self.auxiliary = AuxiliarySteps(module, grid, self._auxiliary)
+        self.named_losses = NamedLossSteps(computes=True)
         self.compilation = compile_module(module, options, grid)
         self.recompute = recompute_blocks(module, options, grid, self._dropout or DropoutState(options.seed))
         factory, zero = parts.optimizer, options.zero
@@ -139,6 +142,7 @@ class ModuleEngine(Engine):
         self._eval_outputs_opaque = False  # in eval mode, where no backward pass needs to follow
         self._outputs_entered = False  # a backward pass entered through outputs of this microbatch
         self._losses: list[Tensor | float] = []  # of this step's microbatches
+        self._named: list[NamedLosses] = []  # those of them that have names
         self._mark_last()
         self._set_plain()
 
@@ -182,7 +186,7 @@ class ModuleEngine(Engine):
 
     def backward(
         self,
-        loss: Tensor | tuple[Tensor, Tensor | float],
+        loss: Tensor | tuple[Tensor, Tensor | float] | Loss | Mapping[str, Any],
         retain_graph: bool = False,
         scale_wrt_gas: bool = True,
     ) -> Tensor:
@@ -190,7 +194,8 @@ class ModuleEngine(Engine):
 
         Args:
             loss: 0-dim; or a pair (sum of losses, number of labels), which is divided here. With a context axis it must
-                be a pair, of this rank's part of the sequences: the number is then summed over the axis.
+                be a pair, of this rank's part of the sequences: the number is then summed over the axis. Or a
+                ``triax.Loss`` or a dict of such terms, which are added; ``metrics`` has them after the step.
             retain_graph: as in ``torch.Tensor.backward``.
             scale_wrt_gas: divide the gradient by the microbatches of a step.
 
@@ -204,7 +209,12 @@ class ModuleEngine(Engine):
         with self.parts("backward"), self.all_or_none("backward"):
             if self.optimizer is None:
                 raise AgreedError(NO_OPTIMIZER)
-            loss = share_of_mean(loss, self.grid.context, "engine.backward(loss)")
+            named = is_named(loss)
+            if named:
+                loss, terms = share_of_terms(loss, self.grid.context, "engine.backward(loss)")
+                self._require_form(terms)
+            else:
+                loss = share_of_mean(loss, self.grid.context, "engine.backward(loss)")  # type: ignore[arg-type]
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
                 raise AgreedError(
                     "backward takes a loss, which is a tensor of one element that depends on parameters, not "
@@ -216,7 +226,7 @@ class ModuleEngine(Engine):
             self._require_one_loss((id(self), self._scales.steps))
             before, accumulation = self.backward_passes.count, self.batch.accumulation
             if not before:
-                self._losses = []  # of a step that optimizer.zero_grad() has discarded
+                self._losses, self._named = [], []  # of a step that optimizer.zero_grad() has discarded
             scale = self.optimizer_step.scale
             # The step divides by the number of microbatches; not here.
             factor = scale if scale_wrt_gas else scale * accumulation
@@ -231,7 +241,16 @@ class ModuleEngine(Engine):
             self._engine_backwards += self.backward_passes.count - before
             loss = loss.detach() / accumulation if scale_wrt_gas else loss.detach()
             self._losses.append(number(loss))
+            self._named += [terms] if named else []
             return loss
+
+    def _require_form(self, terms: NamedLosses) -> None:
+        """Check that the microbatches of a step have the same terms and metrics."""
+        if self._named and terms.form() != self._named[0].form():
+            raise AgreedError(
+                f"engine.backward(loss) was given {described_form(terms.form())}, and before, in the same step, "
+                f"{described_form(self._named[0].form())}: give the same names in every microbatch"
+            )
 
     def scale(self, loss: Tensor) -> Tensor:
         """Multiply the loss by fp16's scale, to call ``backward()`` on it: ``engine.scale(loss).backward()``."""
@@ -358,6 +377,7 @@ class ModuleEngine(Engine):
             self.backward_passes.reduce()
         self.data_axis.access.take_back(look=reduced)
         losses, self._losses = self._losses, []
+        named, self._named = self._named, []
         # Tensor ranks hold the same loss: the first one counts. On a GPU the sum is a tensor, so that nothing waits.
         mine = functools.reduce(operator.add, losses, 0.0) * float(grid.tensor.is_first)
         values = [
@@ -365,7 +385,8 @@ class ModuleEngine(Engine):
             mine,
             *([float(self.replica_buffers.strayed())] if self.replica_buffers else []),
         ]
-        unused, total, *strayed = self.optimizer_step.totals(grid, values)
+        sums, _ = self.named_losses.totals(grid, named, values, self.optimizer_step.totals, training=False)
+        unused, total, *strayed = sums
         value = total / grid.data.size if losses else None
         loss = torch.tensor(math.nan if value is None else value, dtype=torch.float64)
         self.backward_passes.stepped = True  # also if the step is left out
@@ -467,7 +488,7 @@ class ModuleEngine(Engine):
 
     def _forget_losses(self) -> None:
         self.auxiliary.clear()
-        self._losses = []
+        self._losses, self._named = [], []
 
     def train(self, mode: bool = True) -> ModuleEngine:
         """Set the module's training mode, as ``nn.Module.train``."""

@@ -193,6 +193,7 @@ class RecordingObserver(StepObserver):
                 skipped_steps=engine.skipped_steps,
                 timings=timings,
                 auxiliary=engine.auxiliary_losses(),
+                metrics=engine.metrics,
                 loads=engine.expert_loads(),
                 histograms=histograms,
             )

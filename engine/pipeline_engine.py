@@ -42,6 +42,7 @@ from ..zero.managed import ManagedParameter
 from ..zero.state_dict_guard import guard_state_dict
 from .accounting.memory import MemoryAccounts
 from .base import NO_OPTIMIZER, Engine, TrainingParts
+from .named_losses import NamedLossSteps
 from .observer import PipelineObserver
 from .replica_buffers import ReplicaBuffers
 from .setup.compilation import Compilation, compile_pipeline
@@ -141,6 +142,7 @@ class PipelineEngine(Engine):
             guard_state_dict(module)
         self.optimizer = self.data_axis.optimizer
         self.executor = Executor(module, self.data_axis, self.parts)
+        self.named_losses = NamedLossSteps(module.is_last)
         self.auxiliary = AuxiliarySteps(module, self.grid, module.auxiliary)
         self.replica_buffers = ReplicaBuffers(module, self._step_grid)
         self._tied_buffers = [
@@ -240,6 +242,7 @@ class PipelineEngine(Engine):
         self.executor.clock = self.observer.program_clock(self.record_timeline)
         self.data_axis.begin()
         self.executor.loss_scale = self.optimizer_step.scale
+        self.named_losses.weigh(grid, self.module, self.executor, microbatches)
         if self.auxiliary:
             labels = [microbatch.labels for microbatch in microbatches]
             samples = sum(len(microbatch.samples or ()) for microbatch in microbatches)
@@ -255,7 +258,9 @@ class PipelineEngine(Engine):
 
         mine = [*_own_sums(grid, result), self.data_axis.unused() + sum(not each for each in result.reached.values())]
         mine += [float(self.replica_buffers.strayed())] if self.replica_buffers else []
-        loss, weight, unused, *strayed = self.optimizer_step.totals(grid, mine)
+        losses = [*result.named.values()]
+        sums, named = self.named_losses.totals(grid, losses, mine, self.optimizer_step.totals, training=True)
+        loss, weight, unused, *strayed = sums
         if unused and not self.auxiliary:
             self._leave_out_unreached(grid, result.reached)
         if not weight > 0:
@@ -265,7 +270,7 @@ class PipelineEngine(Engine):
             )
         result.require_one_form(weight, len(microbatches) * grid.data.size)
         self.auxiliary.require_weight(weight)
-        value = mean(grid, loss, weight)
+        value = mean(grid, loss, weight) if named is None else mean(grid, named, 1.0)
         taken = self.optimizer_step.decide(grid, loss / weight, weight, result.losses, self.observers)
         if taken:
             factor = self.optimizer_step.factor(grid)
@@ -347,9 +352,11 @@ class PipelineEngine(Engine):
                 self.module.train(training)
             loss = None
             if compute_loss:
-                total, weight = totals(grid, _own_sums(grid, result))
+                mine = _own_sums(grid, result)
+                losses = [*result.named.values()]
+                (total, weight), named = self.named_losses.totals(grid, losses, mine, totals, training=False)
                 result.require_one_form(weight, count * grid.data.size)
-                loss = mean(grid, total, weight)
+                loss = mean(grid, total, weight) if named is None else mean(grid, named, 1.0)
             if not return_logits:
                 return loss
             return loss, self._share_outputs([result.outputs.get(index) for index in range(count)])

@@ -10,7 +10,7 @@ A model without such layers costs nothing here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,6 +68,8 @@ class AuxiliarySteps:
         """
         weigh = getattr(loss_fn, "weight", None)  # of a torch loss it may be a tensor, the weights of the classes
         weights = [weigh(each) if callable(weigh) else 1.0 for each in labels] if counts else []
+        # A microbatch of named losses weighs 1.
+        weights = [1.0 / grid.context.size if isinstance(each, Mapping) else each for each in weights]
         counted = samples if counts and grid.context.is_first else 0
         self._weight, number = totals(grid, [sum(weights, 0.0), float(counted)])
         self._state.weight, self._state.scale = self._weight / max(number, 1.0), scale

@@ -6,6 +6,7 @@ from pathlib import Path
 
 METRICS, RUN, TIMELINE = "metrics.jsonl", "run.json", "timeline.json"
 HISTOGRAMS = "histograms.jsonl"
+TERMS = "Train/Metrics/"  # in front of the name of a term or metric of the loss
 EXPERTS = "Train/Experts/"  # in METRICS, in front of a layer's name: the loads of its experts
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ..agreement.mailbox import Mailbox
 from ..base.records import Records, show
-from .files import EXPERTS
+from .files import EXPERTS, TERMS
 from .protocol import Histogram, StepMetrics
 from .writers import Event, Write
 
@@ -20,6 +20,7 @@ class Monitor:
 
     The names are DeepSpeed's: ``Train/Samples/train_loss``, ``lr`` and, under fp16, ``loss_scale``. ``grad_norm`` and
     the ``timings`` of ``StepMetrics`` are written too. The x value of each number is the number of samples so far.
+    Terms and metrics of the loss are ``Train/Metrics/...``; those of several numbers are in the JSON file alone.
     Of the loads of a layer's experts, the largest and the smallest are written, over their mean. The JSON file has all
     of them.
 
@@ -132,5 +133,6 @@ def _events(metrics: StepMetrics) -> list[Event]:
         mean = max(sum(loads) / len(loads), 1.0)
         figures |= {f"{layer}.largest_load": max(loads) / mean, f"{layer}.smallest_load": min(loads) / mean}
     events: list[Event] = [(f"Train/Samples/{name}", value, metrics.samples) for name, value in figures.items()]
+    events += [(f"{TERMS}{name}", value, metrics.samples) for name, value in metrics.metrics.items()]
     events += [(f"{EXPERTS}{layer}", list(loads), metrics.samples) for layer, loads in metrics.loads.items()]
     return events + [(name, Histogram(*each), metrics.samples) for name, each in metrics.histograms.items()]

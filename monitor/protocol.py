@@ -85,6 +85,7 @@ class StepMetrics:
         skipped_steps: steps skipped so far, because of an overflow or a loss that is not finite.
         timings: further numbers by name: step time, throughput, memory, bubble, MFU.
         auxiliary: auxiliary losses by name.
+        metrics: terms and metrics of the loss by name, a number each, or numbers.
         loads: layer -> tokens that each of its experts was given in the step.
         histograms: name -> histogram of a parameter's weights or gradients, as the fields of ``Histogram``.
     """
@@ -98,6 +99,7 @@ class StepMetrics:
     skipped_steps: int
     timings: Mapping[str, float]
     auxiliary: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float | list[float]] = field(default_factory=dict)
     loads: Mapping[str, Sequence[int]] = field(default_factory=dict)
     histograms: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 

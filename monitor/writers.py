@@ -20,7 +20,7 @@ from .files import HISTOGRAMS, METRICS
 from .protocol import Histogram
 
 # A name, a number (or the loads of a layer's experts, or a histogram), and the samples trained on so far.
-Event = tuple[str, float | list[int] | Histogram, int]
+Event = tuple[str, float | list[int] | list[float] | Histogram, int]
 Write = Callable[[Sequence[Event], int], None]  # write(events, step)
 
 

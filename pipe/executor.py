@@ -7,7 +7,7 @@ whole batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -19,6 +19,7 @@ from ..base.nest import map_tensors
 from ..base.parts import Parts
 from ..grid.comm.clock import Clock, Mark
 from ..grid.loss_pair import is_pair, sum_and_weight
+from ..grid.loss_terms import NamedLosses, described_form, is_named, named_losses
 from .backward import Deferred, SplitBackward
 from .module import PipelineModule
 from .p2p import Receive, channels, receive_gradients, receive_value, received_gradients, send_gradients
@@ -88,7 +89,8 @@ class Result:
     """Result of a run. Losses and outputs are those of the ranks that hold the last stage; empty on the others.
 
     Attributes:
-        losses: microbatch -> (loss, weight).
+        losses: microbatch -> (loss, weight). Of named losses: their share of the batch's loss, and 1.
+        named: microbatch -> its named losses, if ``loss_fn`` returned such.
         outputs: microbatch -> the last layer's output, if asked for.
         pairs: True if ``loss_fn`` returned pairs (sum, weight), False if it returned means; None without a loss.
         reached: stage of this rank -> True if a backward pass gave its inputs a gradient, in any microbatch.
@@ -96,6 +98,7 @@ class Result:
 
     def __init__(self) -> None:
         self.losses: dict[int, tuple[Tensor, Tensor | float]] = {}
+        self.named: dict[int, NamedLosses] = {}
         self.outputs: dict[int, Any] = {}
         self.pairs: bool | None = None
         self.reached: dict[int, bool] = {}
@@ -144,6 +147,9 @@ class Executor:
 
     Attributes:
         loss_scale: factor of the losses before the backward pass (fp16). Reported losses are not scaled.
+        term_weights: weights of named losses over the whole batch, before it runs; none of means.
+        count: microbatches of the whole batch.
+        forms: form of the losses of earlier batches, which each microbatch must have: of training (True), of others.
         clock: if set, each run records the times of its ops; ``marks`` has those of the last run.
         origin: time at which that run started, after a barrier over the ranks of this pipeline.
         held: state of each (stage, microbatch) between forward and backward.
@@ -173,6 +179,9 @@ class Executor:
         self._program: Program | None = None  # of the last run
         self.clock: Clock | None = None
         self.loss_scale = 1.0
+        self.term_weights: Mapping[str, float] = {}
+        self.count = 1
+        self.forms: dict[bool, Any] = {}
         self.marks: list[OpMarks] = []
         self.origin: Mark = 0.0
         self._checked: set[tuple[int, Hashable]] = set()  # stages and kinds of microbatches that have run
@@ -402,13 +411,12 @@ class Executor:
         except TypeError:
             require_arguments(module.loss_fn or _do_nothing, (outputs, microbatch.labels), "loss_fn", _LOSS)
             raise
+        if is_named(value):
+            return self._named(named_losses(value, "loss_fn returned", "return"), index)
+        self._require_form(None)
         pair = is_pair(value)
-        if not pair and module.grid.context.size > 1:
-            raise ValueError(
-                f"the grid has context={module.grid.context.size}, so each rank computes the loss of its part of a "
-                "sequence, and a mean over it would weigh the parts alike: let loss_fn return a pair (sum of the "
-                "losses, number of labels), as triax.NextTokenLoss does"
-            )
+        if not pair:
+            self._refuse_mean("")
         loss, weight = sum_and_weight(value, "loss_fn returned", "return")
         if self._result.pairs not in (None, pair):
             raise ValueError(_MIXED_FORMS)
@@ -420,6 +428,65 @@ class Executor:
             )
         self._result.losses[index] = loss.detach(), weight
         return [loss] if self.loss_scale == 1.0 else [loss.float() * self.loss_scale]
+
+    def _named(self, named: NamedLosses, index: int) -> list[Tensor]:
+        """Add the named losses of one microbatch to the result; return the roots of the backward pass.
+
+        A batch of N microbatches has the weight N. So that the sum of all roots, divided by N, is the sum of the terms,
+        a term of the weight W over the batch enters a root as ``factor * sum * N / W``; a mean, of which W is N, as it
+        is. With a context axis each rank has its part of the sum.
+        """
+        self._require_form(named.form())
+        count = self.count
+        root: Tensor | None = None
+        for name, term in named.terms.items():
+            if term.is_mean:
+                self._refuse_mean(f" of {name!r}")
+            if not self._training:
+                continue
+            whole = count if term.is_mean else self.term_weights.get(name)
+            if whole is None:
+                raise ValueError(
+                    f"loss_fn returned the pair (sum, weight) for {name!r}, one of several terms. Its gradients are "
+                    "divided by its weight over the whole batch, which must be known before the first backward pass: "
+                    f"give loss_fn a method weight(labels) that returns {{{name!r}: weight}} for a microbatch, or "
+                    "return a mean, of which every microbatch weighs 1"
+                )
+            if whole and term.factor:
+                part = term.total * (term.factor * count / whole)
+                root = part if root is None else root + part
+        if root is None:
+            root = torch.zeros((), device=self._grid.device)
+        elif not root.requires_grad:
+            raise ValueError(
+                f"none of the terms {', '.join(named.terms)} depends on a parameter that requires a gradient: remove a "
+                "detach() or no_grad() before the loss, or train at least one parameter"
+            )
+        self._result.losses[index] = root.detach(), 1.0 / self._grid.context.size
+        self._result.named[index] = named.detached()
+        return [root] if self.loss_scale == 1.0 else [root.float() * self.loss_scale]
+
+    def _refuse_mean(self, whose: str) -> None:
+        """Refuse a mean of a part of a sequence."""
+        if (parts := self._grid.context.size) > 1:
+            raise ValueError(
+                f"the grid has context={parts}, so each rank computes the loss of its part of a sequence, and a "
+                f"mean{whose} over it would weigh the parts alike: let loss_fn return a pair (sum of the losses, "
+                "number of labels), as triax.NextTokenLoss does"
+            )
+
+    def _require_form(self, form: Any) -> None:
+        """Check that each microbatch has named losses of one form: the same names, means or pairs, and sizes.
+
+        Args:
+            form: that of this microbatch; None if its loss has no names.
+        """
+        before = self.forms.setdefault(self._training, form)
+        if form != before:
+            raise ValueError(
+                f"loss_fn returned {described_form(form)}, and before {described_form(before)}: return the same "
+                "names in the same form for every microbatch, a term that does not occur with the weight 0"
+            )
 
     def _kind(self, index: int) -> Hashable:
         # Without gradients the schema differs: no tensor requires a gradient.

@@ -19,6 +19,7 @@ from ..base.checks import check_count, check_kind, check_seed
 from ..grid import Axis, Grid, Layout, layout_of
 from ..grid.auxiliary import AuxiliaryLayer, AuxiliaryLosses
 from ..grid.layout import rename
+from ..grid.loss_terms import is_named, named_losses
 from ..randomness.random import DropoutState, SampleRandom, seeded
 from .partition import boundaries
 from .placeholders import Placeholders, Put
@@ -294,7 +295,7 @@ class PipelineModule(nn.Module):
         if self.run_hook is None or not self.has_loss_module:
             return self.loss_fn(outputs, labels)
         stage, loss_fn = len(self.placement) - 1, self.loss_fn
-        return self.run_hook(stage, len(self._list), lambda outputs: loss_fn(outputs, labels), outputs)
+        return self.run_hook(stage, len(self._list), lambda outputs: _as_nest(loss_fn(outputs, labels)), outputs)
 
     @property
     def has_loss_module(self) -> bool:
@@ -640,3 +641,8 @@ def checksum(parameter: Tensor) -> int:
     """Sum the elements' bits, read as integers: a number that changes when the parameter does."""
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(parameter.element_size(), torch.uint8)
     return int(parameter.detach().reshape(-1).view(words).sum(dtype=torch.int64))
+
+
+def _as_nest(loss: Any) -> Any:
+    """Return a loss as a nest of tensors."""
+    return named_losses(loss, "loss_fn returned", "return") if is_named(loss) else loss
