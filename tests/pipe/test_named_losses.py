@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from functools import partial
 from typing import Any
 
@@ -48,36 +49,30 @@ class Terms:
         return {name: self.loss.weight(each) for name, each in labels_of(labels).items()}
 
 
-class Means:
-    """Two means, in a dict."""
-
-    def __init__(self, grid: Grid) -> None:
-        self.grid = grid
-
-    def __call__(self, logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return {"square": logits.square().mean(), "next": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+def means(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Return two means, in a dict."""
+    return {"square": logits.square().mean(), "next": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
     return text_batches(VOCABULARY, SAMPLES, LENGTH, STEPS)
 
 
-def plain(loss_fn: Any) -> list[tuple[float, dict[str, float], dict[str, Tensor]]]:
+def plain(weighted: bool) -> list[tuple[float, dict[str, float], dict[str, Tensor]]]:
     """Return loss, terms and gradients of each step by plain autograd over the whole batch, with SGD."""
-    grid = Grid()
-    module = tiny_gpt(grid)
+    module = tiny_gpt(Grid())
     names = {parameter: name for name, parameter in module.named_parameters()}
     found = []
     for ids, labels in batches():
         logits = module.run_stage(0, ids)
-        if loss_fn is Terms:
+        if weighted:
             terms = {}
             for name, counted in labels_of(labels).items():
                 total = F.cross_entropy(logits.flatten(0, 1), counted.flatten(), ignore_index=-100, reduction="sum")
                 terms[name] = total / (counted != -100).sum()
             loss = sum(FACTORS.get(name, 1.0) * term for name, term in terms.items())
         else:
-            terms = Means(grid)(logits, labels)  # microbatches are of one size
+            terms = means(logits, labels)  # microbatches are of one size
             loss = terms["square"] + terms["next"]
         assert isinstance(loss, Tensor)
         gradients = torch.autograd.grad(loss, list(names))
@@ -90,25 +85,23 @@ def plain(loss_fn: Any) -> list[tuple[float, dict[str, float], dict[str, Tensor]
 
 
 def trained(
-    axes: dict[str, int], schedule: str, stage: Any, loss_fn: Any, **options: Any
+    axes: dict[str, int], schedule: str, stage: Any, weighted: bool
 ) -> list[tuple[float, Any, Any, dict[str, Tensor]]]:
     """Return for each step the loss, the metrics, the evaluation of the batch before it, and the gradients."""
     grid = Grid(**axes, timeout=60)
-    module = tiny_gpt(grid, loss_fn=loss_fn(grid))
+    module = tiny_gpt(grid, loss_fn=Terms(grid) if weighted else means)
     engine = triax.Engine(
         module,
         optimizer=partial(torch.optim.SGD, lr=0.1),
         batch=triax.Batch(size=SAMPLES, microbatch=1),
         schedule=schedule,
         zero=triax.Zero(stage=stage),
-        **options,
     )
     assert isinstance(engine, triax.PipelineEngine)
     data, same = microbatches(grid, batches()), microbatches(grid, batches())
     found = []
     for _ in range(STEPS):
-        assert (before := engine.eval_batch(same)) is not None
-        evaluated = before.item(), engine.metrics
+        evaluated = engine.eval_batch(same).item(), engine.metrics
         loss = engine.train_batch(data).item()
         found.append((loss, engine.metrics, evaluated, engine.gather("gradients")))
     return found
@@ -130,8 +123,8 @@ CASES = [
 
 @pytest.mark.parametrize(("axes", "schedule", "stage"), CASES)
 def test_terms_are_those_of_one_process(ranks: Any, axes: dict[str, int], schedule: str, stage: int) -> None:
-    wanted = plain(Terms)
-    for steps in ranks(math.prod(axes.values()), trained, axes, schedule, stage, Terms):
+    wanted = plain(True)
+    for steps in ranks(math.prod(axes.values()), trained, axes, schedule, stage, True):
         for (loss, metrics, evaluated, gradients), (own, terms, own_gradients) in zip(steps, wanted, strict=True):
             assert loss == pytest.approx(own, rel=1e-10) == evaluated[0]
             assert {name: metrics[name] for name in terms} == pytest.approx(terms, rel=1e-10)
@@ -145,9 +138,164 @@ def test_terms_are_those_of_one_process(ranks: Any, axes: dict[str, int], schedu
 
 @pytest.mark.parametrize(("axes", "stage"), [({"pipe": 2}, 0), ({"data": 2}, 3)])
 def test_means_in_a_dict_need_no_weight(ranks: Any, axes: dict[str, int], stage: int) -> None:
-    wanted = plain(Means)
-    for steps in ranks(2, trained, axes, "1f1b", stage, Means):
+    wanted = plain(False)
+    for steps in ranks(2, trained, axes, "1f1b", stage, False):
         for (loss, metrics, evaluated, gradients), (own, terms, own_gradients) in zip(steps, wanted, strict=True):
             assert loss == pytest.approx(own, rel=1e-10) == evaluated[0]
             assert metrics == pytest.approx(terms, rel=1e-10) == evaluated[1]
             torch.testing.assert_close(gradients, own_gradients, rtol=1e-10, atol=1e-13)
+
+
+class Uncertain(nn.Module):
+    """Two terms with trained factors, as a module, whose parameters are the model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_sigma = nn.Parameter(torch.tensor([0.1, -0.2], dtype=torch.float64))
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Loss:
+        bare = means(logits, labels)
+        terms = {n: m * torch.exp(-s) + s for (n, m), s in zip(bare.items(), self.log_sigma, strict=True)}
+        return Loss(terms, metrics={f"bare {name}": mean for name, mean in bare.items()})
+
+
+def with_a_module(pipe: int, stage: Any) -> tuple[list[float], dict[str, Tensor]]:
+    grid = Grid(pipe=pipe, timeout=60)
+    module = tiny_gpt(grid, loss_fn=Uncertain())
+    optimizer, batch = partial(torch.optim.SGD, lr=0.1), triax.Batch(size=SAMPLES, microbatch=2)
+    engine = triax.Engine(module, optimizer=optimizer, batch=batch, zero=triax.Zero(stage=stage))
+    assert isinstance(engine, triax.PipelineEngine)
+    data = microbatches(grid, batches(), 2)
+    found = []
+    for _ in range(STEPS):
+        loss = engine.train_batch(data).item()
+        assert loss == pytest.approx(engine.metrics["square"] + engine.metrics["next"], rel=1e-12)  # type: ignore[operator]
+        found += [loss, engine.metrics["bare next"]]
+    return found, engine.gather()  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("pipe", "stage"), [(2, 0), (1, 3)])
+def test_a_module_as_loss_names_its_terms(ranks: Any, pipe: int, stage: int) -> None:
+    wanted, weights = with_a_module(1, 0)
+    for found, own in ranks(2, with_a_module, pipe, stage):
+        assert found == pytest.approx(wanted, rel=1e-10)
+        torch.testing.assert_close(own, weights, rtol=1e-10, atol=1e-13)
+    assert weights["loss_fn.log_sigma"].tolist() != [0.1, -0.2]
+
+
+def module_steps(stage: Any, pairs: bool) -> Any:
+    """Train a plain module by a dict of terms, and return losses, metrics and gradients."""
+    grid = Grid(timeout=60)
+    batch = triax.Batch(size=4 * grid.data.size, microbatch=2)
+    engine: Any = triax.Engine(
+        net(), optimizer=partial(torch.optim.SGD, lr=0.1), batch=batch, grid=grid, zero=triax.Zero(stage=stage)
+    )
+    x = torch.randn(2, 2, 2, 2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    share = 2 // grid.data.size
+    found = []
+    for step in x:
+        for microbatch in step.view(grid.data.size, 2 * share, 2, 6)[grid.data.rank]:
+            y = engine(microbatch)
+            square = (y.square().sum(), y.numel()) if pairs else y.square().mean()
+            terms = {"square": square, "sum": y.sum()}
+            engine.backward(Loss(terms, {"sum": 0.25}, {"largest": (y.detach().max(), 1)}))
+            engine.step()
+        found.append((engine.metrics, engine.gather("gradients")))
+    return found
+
+
+def plain_module_steps() -> Any:
+    model = net()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(2, 2, 2, 2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = []
+    for step in x:
+        optimizer.zero_grad()
+        outputs = [model(part) for part in step.flatten(0, 1)]
+        square = torch.stack([y.square().mean() for y in outputs]).mean()
+        added = torch.stack([y.sum() for y in outputs]).mean()
+        (square + 0.25 * added).backward()
+        largest = torch.stack([y.max() for y in outputs]).mean()
+        values = {"square": square.item(), "sum": added.item(), "largest": largest.item()}
+        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trained.items()}
+        found.append((values, gradients))
+        optimizer.step()
+    return found
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_plain_module_takes_named_terms(ranks: Any, stage: int, pairs: bool) -> None:
+    for found in ranks(2, module_steps, stage, pairs):
+        for (metrics, gradients), (values, own) in zip(found, plain_module_steps(), strict=True):
+            assert metrics == pytest.approx(values, rel=1e-10) and list(metrics) == list(values)
+            torch.testing.assert_close(gradients, own, rtol=1e-10, atol=1e-13)
+
+
+class Wrong:
+    """A loss with a mistake."""
+
+    def __init__(self, grid: Grid, mistake: str) -> None:
+        self.grid, self.mistake, self.calls = grid, mistake, 0
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> Any:
+        self.calls += 1
+        mean, total, count = logits.square().mean(), logits.square().sum(), labels.numel()
+        match self.mistake:
+            case "empty":
+                return {}
+            case "vector":
+                return {"a": mean, "b": logits}
+            case "weight":
+                return {"a": (total, logits.sum())}
+            case "no weight":
+                return {"a": (total, count), "b": mean}
+            case "other weight" | "no labels":
+                return {"a": (total, count * (self.mistake == "other weight")), "b": (total, 0)}
+            case "microbatch":
+                return {"a": mean} if self.calls == 1 else {"a": mean, "b": mean}
+            case "replica":
+                return {"a": mean} if self.grid.data.rank else {"b": mean}
+            case "factor":
+                return Loss({"a": mean}, {"c": 1.0})
+            case "metric":
+                return Loss({"a": mean}, metrics={"m": logits.detach()})
+            case "graph":
+                return {"a": mean.detach()}
+        raise AssertionError(self.mistake)
+
+    def weight(self, labels: Tensor) -> dict[str, float]:
+        return {"other weight": {"a": 1.0, "b": 0.0}, "no labels": {"a": 0.0, "b": 0.0}}.get(self.mistake, {})
+
+
+def mistaken(mistake: str) -> None:
+    grid = Grid(pipe=1 if mistake == "replica" else 2, timeout=30)
+    module = tiny_gpt(grid, loss_fn=Wrong(grid, mistake))
+    optimizer, batch = partial(torch.optim.SGD, lr=0.1), triax.Batch(size=SAMPLES, microbatch=2)
+    engine = triax.Engine(module, optimizer=optimizer, batch=batch)
+    assert isinstance(engine, triax.PipelineEngine)
+    engine.train_batch(microbatches(grid, batches(), 2))
+
+
+MISTAKES = {
+    "empty": "has no terms: return a dict or triax.Loss of terms",
+    "vector": r"for 'b' is a tensor of shape \(2, 8, 37\)",
+    "weight": "for 'a' requires a gradient",
+    "no weight": r"method weight\(labels\) that returns \{'a': weight\}",
+    "other weight": "gave the weight 4 of 'a' .* have the weight 64",
+    "no labels": r"all its terms \(a, b\) have the weight 0",
+    "microbatch": r"returned the terms a \(a mean\), b \(a mean\), and before the terms a \(a mean\)",
+    "replica": r"the terms b \(a mean\) on one replica, and the terms a \(a mean\) on another",
+    "factor": "a factor for 'c', but its terms are a",
+    "metric": r"metric 'm' that loss_fn returned is a tensor of shape \(2, 8, 37\)",
+    "graph": "none of the terms a depends on a parameter",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_refused_on_every_rank(ranks: Any, mistake: str) -> None:
+    with pytest.raises(RankFailure, match=MISTAKES[mistake]) as failure:
+        ranks(2, mistaken, mistake)
+    for rank in range(2):
+        assert failure.value[rank].kind == "raised" and re.search(MISTAKES[mistake], failure.value[rank].text)
