@@ -76,13 +76,18 @@ def json_writer(folder: Path) -> Write:
 
     def write(events: Sequence[Event], step: int) -> None:
         nonlocal replaces
-        row: dict[str, float | list[int] | None] = {
+        row: dict[str, Any] = {
             "step": step,
             "samples": events[0][2],
             "time": round(time.time(), 3),
         }
         row |= {name: value for name, value, _ in events if not isinstance(value, Histogram)}
         row |= {name: None for name, value, _ in _numbers(events) if not math.isfinite(value)}
+        row |= {
+            name: [each if math.isfinite(each) else None for each in value]
+            for name, value, _ in events
+            if isinstance(value, list)
+        }
         replaces = step <= 1 if replaces is None else replaces
         anew, replaces = replaces, False
         append(path, json.dumps(row) + "\n", anew)

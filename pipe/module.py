@@ -84,7 +84,8 @@ class PipelineModule(nn.Module):
             take rank 0's weights, as in DDP.
         grid: the grid of ranks; by default ``Grid()``: every process a replica.
         loss_fn: ``loss_fn(outputs, labels)`` returns a mean (all microbatches then have the same weight), or a pair
-            ``(sum, weight)`` that the engine divides once, over the whole batch. None: the last layer returns the loss.
+            ``(sum, weight)`` that the engine divides once, over the whole batch; or several named ones, as a
+            ``triax.Loss`` or a dict. None: the last layer returns the loss.
             For a model with auxiliary losses (``triax.moe``), a loss function that returns pairs needs a method
             ``weight(labels)``, which returns the weight before the loss is computed. If it is an ``nn.Module``, it
             belongs to the last stage, and its parameters (``loss_fn.log_sigma``) are trained with the layers'.

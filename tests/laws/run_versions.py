@@ -29,7 +29,7 @@ def constraints(torch: str) -> list[str]:
         return [f"torch=={torch}", *(line for line in lines if not line.startswith(("torch==", "setuptools==")))]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *(each for part in PARTS for each in project["optional-dependencies"][part])]
-    oldest = dict(re.match(r"([\w.-]+).*?>=([\w.]+)", each).groups() for each in wanted)  # type: ignore[union-attr]
+    oldest = dict(pair for each in wanted for pair in re.findall(r"^([\w.-]+).*?>=([\w.]+)", each))
     return [f"{name}=={version if '.' in version else version + '.0'}.*" for name, version in oldest.items()]
 
 

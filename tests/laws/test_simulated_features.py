@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid
+from triax.options.zero import Offload, OffloadOptimizer
 
 from module_training import net
 from training import microbatches, text_batches, tiny_gpt, train
@@ -46,9 +47,9 @@ def _trained(device: str, steps: int = 2, **options: Any) -> Found:
 
 
 def _offloaded(device: str, stage: Any, *, parameters: bool = False, **options: Any) -> Found:
-    place = triax.options.zero.Offload(device="cpu", pin_memory=parameters) if parameters else None
-    more = {} if place is None else {"offload_parameters": place}
-    optimizer = triax.options.zero.OffloadOptimizer(device="cpu", pin_memory=True)
+    place = Offload(device="cpu", pin_memory=parameters) if parameters else None
+    more: dict[str, Any] = {} if place is None else {"offload_parameters": place}
+    optimizer = OffloadOptimizer(device="cpu", pin_memory=True)
     return _trained(device, zero=triax.Zero(stage=stage, offload_optimizer=optimizer, **more), **options)
 
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 
 import triax
 from triax import Grid, Loss, NextTokenLoss
 
+import five_axes
+from five_axes import Job, Place
 from module_training import net
 from pool import RankFailure
 from training import microbatches, text_batches, tiny_gpt
@@ -78,14 +83,14 @@ def plain(weighted: bool) -> list[tuple[float, dict[str, float], dict[str, Tenso
         gradients = torch.autograd.grad(loss, list(names))
         with torch.no_grad():
             for parameter, gradient in zip(names, gradients, strict=True):
-                parameter -= 0.1 * gradient
+                parameter.sub_(0.1 * gradient)
         own = dict(zip(names.values(), gradients, strict=True))
         found.append((loss.item(), {name: term.item() for name, term in terms.items()}, own))
     return found
 
 
 def trained(
-    axes: dict[str, int], schedule: str, stage: Any, weighted: bool
+    axes: dict[str, Any], schedule: str, stage: Any, weighted: bool
 ) -> list[tuple[float, Any, Any, dict[str, Tensor]]]:
     """Return for each step the loss, the metrics, the evaluation of the batch before it, and the gradients."""
     grid = Grid(**axes, timeout=60)
@@ -299,3 +304,62 @@ def test_a_mistake_is_refused_on_every_rank(ranks: Any, mistake: str) -> None:
         ranks(2, mistaken, mistake)
     for rank in range(2):
         assert failure.value[rank].kind == "raised" and re.search(MISTAKES[mistake], failure.value[rank].text)
+
+
+def with_experts(named: bool) -> tuple[list[float], dict[str, Tensor]]:
+    """Train experts with an auxiliary loss by one pair, without a name or as a term of its own name."""
+    grid = Grid(expert=2, timeout=60)
+    pair = NextTokenLoss(grid, vocab_size=five_axes.VOCABULARY)
+    loss_fn = One(pair) if named else pair
+    module = triax.PipelineModule(five_axes.layers(Job(), Place()), grid=grid, loss_fn=loss_fn, dtype=torch.float64)
+    optimizer, batch = partial(torch.optim.SGD, lr=0.1), triax.Batch(size=SAMPLES, microbatch=2)
+    engine = triax.Engine(module, optimizer=optimizer, batch=batch, zero=triax.Zero(stage=1))
+    assert isinstance(engine, triax.PipelineEngine)
+    data = microbatches(grid, text_batches(five_axes.VOCABULARY, SAMPLES, LENGTH, STEPS), 2)
+    losses = [engine.train_batch(data).item() for _ in range(STEPS)]
+    assert engine.auxiliary_losses()
+    return losses, engine.gather("gradients")
+
+
+class One:
+    """One pair as a term."""
+
+    def __init__(self, loss: NextTokenLoss) -> None:
+        self.loss = loss
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> dict[str, Any]:
+        return {"next": self.loss(logits, labels)}
+
+    def weight(self, labels: Tensor) -> dict[str, Tensor]:
+        return {"next": self.loss.weight(labels)}
+
+
+def test_auxiliary_losses_weigh_the_same_beside_named_ones(ranks: Any) -> None:
+    for (losses, gradients), (own, wanted) in zip(
+        ranks(2, with_experts, True), ranks(2, with_experts, False), strict=True
+    ):
+        assert losses == pytest.approx(own, rel=1e-10)
+        torch.testing.assert_close(gradients, wanted, rtol=1e-10, atol=1e-13)
+
+
+def test_monitors_write_terms_and_metrics(tmp_path: Path) -> None:
+    grid = Grid()
+    monitor = triax.Monitoring(json=str(tmp_path / "json"), tensorboard=str(tmp_path / "board"))
+    batch = triax.Batch(size=SAMPLES, microbatch=2)
+    module, optimizer = tiny_gpt(grid, loss_fn=Terms(grid)), partial(torch.optim.SGD, lr=0.1)
+    engine = triax.Engine(module, optimizer=optimizer, batch=batch, monitor=monitor)
+    assert isinstance(engine, triax.PipelineEngine)
+    data = microbatches(grid, batches(), 2)
+    wanted = []
+    for _ in range(STEPS):
+        engine.train_batch(data)
+        wanted.append(engine.metrics)
+    (file,) = (tmp_path / "json").rglob("metrics.jsonl")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [{name: line[f"Train/Metrics/{name}"] for name in wanted[0]} for line in lines] == wanted
+    (folder,) = {each.parent for each in (tmp_path / "board").rglob("events*")}
+    reader = EventAccumulator(str(folder)).Reload()
+    for name in ("next", "rare", "labels"):
+        found = [event.value for event in reader.Scalars(f"Train/Metrics/{name}")]
+        assert found == pytest.approx([values[name] for values in wanted], rel=1e-6)
+    assert "Train/Metrics/pairs" not in reader.Tags()["scalars"]

@@ -422,7 +422,7 @@ class Eager(torch.optim.Optimizer):
             self.state[parameter]["sum"] = torch.full_like(parameter, 0.5)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in (p for p in group["params"] if p.grad is not None):
                 total = self.state[parameter]["sum"].add_(parameter.grad)
@@ -431,12 +431,13 @@ class Eager(torch.optim.Optimizer):
 
 def test_an_optimizer_that_makes_its_state_at_once() -> None:
     made = []
-    for offload in ({}, {"offload_optimizer": OffloadOptimizer(device="cpu"), "sub_group_size": 17}):
+    offload: dict[str, Any] = {"offload_optimizer": OffloadOptimizer(device="cpu"), "sub_group_size": 17}
+    for zero in (triax.Zero(stage=1), triax.Zero(stage=1, **offload)):
         grid = Grid()
         torch.manual_seed(0)
         model = PipelineModule([LayerSpec(Layer, WIDTH)] * 2, grid=grid, loss_fn=squares, dtype=torch.float64)
         batch = triax.Batch(size=SAMPLES, microbatch=2)
-        engine = triax.Engine(model, optimizer=partial(Eager, lr=0.1), batch=batch, zero=triax.Zero(stage=1, **offload))
+        engine = triax.Engine(model, optimizer=partial(Eager, lr=0.1), batch=batch, zero=zero)
         assert isinstance(engine, triax.PipelineEngine)
         data = batches(grid)
         for _ in range(3):
