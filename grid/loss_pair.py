@@ -38,7 +38,8 @@ def sum_and_weight(value: Any, given: str, give: str) -> tuple[Tensor, Tensor | 
         raise ValueError(
             f"the second value of the pair that {given} requires a gradient. A pair is (sum of the losses, weight), "
             "which the engine divides, so that two losses would be trained as their quotient: "
-            f"{give} one loss, such as the sum of both, or {_FORMS}, whose weight is a count without a gradient"
+            f"{give} one loss, such as the sum of both, a dict of both, or {_FORMS}, whose weight is a count without a "
+            "gradient"
         )
     # A weight on a GPU is not read here, because the read would wait: see ``Result.sums``.
     there = isinstance(weight, Tensor) and weight.device.type != "cpu"

@@ -61,7 +61,7 @@ BAD_PAIRS = [
     (as_two, "two losses would be trained as their quotient: return one loss"),
     (lambda outputs, labels: [*as_two(outputs, labels)], "two losses would be trained as their quotient"),
     (lambda outputs, labels: (*as_two(outputs, labels), 1.0), "is a tuple of 3: return a mean"),
-    (lambda outputs, labels: {"loss": outputs.mean()}, "is a dict: return a mean"),
+    (lambda outputs, labels: {1, 2}, "is a set: return a mean"),
     (lambda outputs, labels: (outputs.sum(dim=(0, 1)), 3), r"is a tensor of shape \(6,\): return a mean"),
     (of_weight(-2), "is -2, but it must be a count, finite and not negative"),
     (of_weight(torch.tensor(float("nan"))), "is nan, but it must be a count"),
