@@ -1,4 +1,4 @@
-"""What differs between the versions of torch that pyproject.toml allows."""
+"""Differences between the versions of torch that pyproject.toml allows."""
 
 from __future__ import annotations
 

@@ -48,12 +48,14 @@ class NamedLossSteps:
         pairs = form == "unknown" or (form is not None and not all(is_mean for _, is_mean in form[0]))
         if not (self._computes and callable(weigh) and pairs):
             return
+        sums: dict[str, Any] = {}
         for microbatch in microbatches:
             weights = weigh(microbatch.labels)
             if not isinstance(weights, Mapping):
                 return
             for name, weight in weights.items():
-                self._told[name] = self._told.get(name, 0.0) + float(weight)
+                sums[name] = sums.get(name, 0.0) + weight
+        self._told = {name: float(weight) for name, weight in sums.items()}  # on a GPU the host waits here
         axis = grid.axis("data_context")
         with axis.traffic.uncounted():
             found = axis.all_gather_json(self._told)
@@ -83,17 +85,19 @@ class NamedLossSteps:
             The sums of ``values``, and the loss: the sum of the terms; None if the losses have no names.
 
         Raises:
-            AgreedError: ranks return other terms, no term has a weight, or not the one that ``loss_fn.weight`` gave.
+            AgreedError: ranks return other terms; or, in training, all terms have the weight 0, or the weight of a pair
+                differs from the one that ``loss_fn.weight`` returned.
+            ValueError: the names or forms are not those of the first batch.
         """
         known = training in self._forms
         if not known:
             *sums, some = total(grid, [*values, float(bool(named))])
             self._forms[training] = self._agree(grid, named) if some else None
         form = self._forms[training]
-        if named and form is None:
+        if known and named and named[0].form() != form:
             raise ValueError(
-                f"the loss is {described_form(named[0].form())}, but the loss of the first step had no names: name the "
-                "losses of every step"
+                f"the loss has {described_form(named[0].form())}, but in the first batch it was "
+                f"{described_form(form)}: give the same names in the same form in every batch"
             )
         losses = None if form is None else LossSums(form)
         # Tensor ranks hold the same loss: the first one counts.

@@ -19,7 +19,7 @@ _FORMS = "a dict or triax.Loss of terms, each a mean (a 0-dim tensor) or a pair 
 
 @dataclass(frozen=True)
 class Loss:
-    """What a ``loss_fn`` may return: several named losses, and metrics.
+    """Several named losses of one microbatch, and metrics, which a ``loss_fn`` may return.
 
     The loss of a batch is the sum over the terms of ``factor * sum / weight``. The sums and the weights of a term go
     over all microbatches, replicas and parts of sequences, so that each term is divided once, by its own weight of the
@@ -28,7 +28,7 @@ class Loss:
     A dict is a ``Loss`` whose values are the terms.
 
     Args:
-        terms: name -> a mean, () (every microbatch weighs 1), or a pair (sum, weight) of 0-dim tensors.
+        terms: name -> a mean, () (each microbatch then has the weight 1), or a pair (sum, weight) of 0-dim tensors.
         factors: name -> factor of the term, a number; 1 for those that are left out.
         metrics: name -> a number that is only reported: a mean, or a pair (sum, weight). The sum may be a tensor (K,),
             such as a histogram; it is then reported as K numbers.
@@ -145,11 +145,9 @@ def _metric(name: str, value: Any, given: str, give: str) -> Metric:
             f"the metric {name!r} that {given} is {shape}: {give} a mean, or a pair (sum, weight) whose sum has the "
             "shape () or (K,)"
         )
-    if total.dim() == 0:
-        total, weight = sum_and_weight((total, weight), f"{given} for {name!r}", give)
-    elif isinstance(weight, Tensor):
-        weight = weight.detach()
-    return Metric(total.detach(), weight)
+    total = total.detach()
+    _, weight = sum_and_weight((total.sum(), weight), f"{given} for {name!r}", give)
+    return Metric(total, weight)
 
 
 class LossSums:
@@ -184,8 +182,8 @@ class LossSums:
             found += [counts * told.get(name, 0.0)]
         for name, size, _ in self._metrics:
             metrics = [each.metrics[name] for each in microbatches]
-            rows = [metric.total.reshape(-1).double() for metric in metrics]
-            found += [counts * sum((_number(row[i]) for row in rows), 0.0) for i in range(size)]
+            row = counts * torch.stack([metric.total.reshape(size).double() for metric in metrics]).sum(0)
+            found += row.tolist() if row.device.type == "cpu" else row.unbind()
             found += [sum((counts * _number(metric.weight) for metric in metrics), 0.0)]
         return found
 
@@ -195,7 +193,8 @@ class LossSums:
         A term or metric of weight 0 is NaN, and such a term adds nothing to the loss.
 
         Raises:
-            AgreedError: in training, no term has a weight, or that of a pair is not what ``loss_fn.weight`` gave.
+            AgreedError: in training, all terms have the weight 0, or the weight of a pair differs from the one that
+                ``loss_fn.weight`` returned.
         """
         loss, weights, place = 0.0, dict[str, float](), iter(sums)
         values: dict[str, float | list[float]] = {}

@@ -99,6 +99,7 @@ class Agent(LocalElasticAgent):
         attempt_file(self._job.folder).write_text(str(attempt))
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
+        # ``timeout`` is torch's (from 2.12 on). The launcher has two limits of its own, which count here.
         stopped = isinstance(sys.exception(), SignalException)
         if self._pcontext is not None:  # before torch's own call, whose limit is fixed in torch 2.11
             self._pcontext.close(death_sig, self._grace if stopped else self._stop_limit)  # type: ignore[arg-type]

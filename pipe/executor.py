@@ -433,31 +433,30 @@ class Executor:
         """Add the named losses of one microbatch to the result; return the roots of the backward pass.
 
         A batch of N microbatches has the weight N. So that the sum of all roots, divided by N, is the sum of the terms,
-        a term of the weight W over the batch enters a root as ``factor * sum * N / W``; a mean, of which W is N, as it
-        is. With a context axis each rank has its part of the sum.
+        a term of the weight W over the batch enters a root as ``factor * sum * N / W``. The W of a mean is N. With a
+        context axis each rank has its part of the sum.
         """
         self._require_form(named.form())
-        count = self.count
         root: Tensor | None = None
         for name, term in named.terms.items():
             if term.is_mean:
                 self._refuse_mean(f" of {name!r}")
             if not self._training:
                 continue
-            whole = count if term.is_mean else self.term_weights.get(name)
+            whole = self.count if term.is_mean else self.term_weights.get(name)
             if whole is None:
                 raise ValueError(
                     f"loss_fn returned the pair (sum, weight) for {name!r}, one of several terms. Its gradients are "
                     "divided by its weight over the whole batch, which must be known before the first backward pass: "
                     f"give loss_fn a method weight(labels) that returns {{{name!r}: weight}} for a microbatch, or "
-                    "return a mean, of which every microbatch weighs 1"
+                    "return a mean, which has the weight 1 in each microbatch"
                 )
             if whole and term.factor:
-                part = term.total * (term.factor * count / whole)
+                part = term.total * (term.factor * self.count / whole)
                 root = part if root is None else root + part
         if root is None:
             root = torch.zeros((), device=self._grid.device)
-        elif not root.requires_grad:
+        elif not root.requires_grad and any(float(term.weight) for term in named.terms.values()):
             raise ValueError(
                 f"none of the terms {', '.join(named.terms)} depends on a parameter that requires a gradient: remove a "
                 "detach() or no_grad() before the loss, or train at least one parameter"
@@ -470,9 +469,9 @@ class Executor:
         """Refuse a mean of a part of a sequence."""
         if (parts := self._grid.context.size) > 1:
             raise ValueError(
-                f"the grid has context={parts}, so each rank computes the loss of its part of a sequence, and a "
-                f"mean{whose} over it would weigh the parts alike: let loss_fn return a pair (sum of the losses, "
-                "number of labels), as triax.NextTokenLoss does"
+                f"the grid has context={parts}, so each rank computes the loss of its part of a sequence, and with "
+                f"a mean{whose} all parts would have the same weight, however many labels they have: let loss_fn "
+                "return a pair (sum of the losses, number of labels), as triax.NextTokenLoss does"
             )
 
     def _require_form(self, form: Any) -> None:

@@ -17,7 +17,7 @@ import pytest
 from launched_scripts import ELSEWHERE, written
 from processes import TRIAX, free_port, last_line, started
 
-# Until somebody ends it.
+# A script that runs until the test ends it.
 GOES_ON = """
 for number in range(int(sys.argv[1])):
     grid.world.all_reduce(x)

@@ -16,8 +16,8 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# Extras of which the oldest releases are asked for, as of the core. Packages that only the tests need may be new, and
-# these (trl) need newer ones of the other extras.
+# "oldest" asks for the oldest releases of the core's packages and of the packages of these extras. It does not for the
+# other extras: trl, which only the tests need, needs newer ones.
 PARTS = ("plot", "tensorboard", "wandb", "hf")
 
 

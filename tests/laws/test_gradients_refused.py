@@ -83,7 +83,7 @@ def replicas_differ(stage: int, how: str) -> None:
 
 
 def shards() -> None:
-    """Tensor ranks: a norm over what this rank holds would be that of a part."""
+    """Tensor ranks: the norm over the shards of this rank would be the norm of a part of the gradients."""
     grid, found = Grid(tensor=2, timeout=60), []
     for way in ("config", "call"):
         torch.manual_seed(0)

@@ -46,7 +46,7 @@ class Terms:
     def __call__(self, logits: Tensor, labels: Tensor) -> Loss:
         terms = {name: self.loss(logits, each) for name, each in labels_of(labels).items()}
         count = terms["next"][1]
-        sizes = logits.detach().square().sum() * count, count  # a tensor rank's own, of which the first one counts
+        sizes = logits.detach().square().sum() * count, count  # each tensor rank has another; the first rank counts
         metrics = {"labels": count, "pairs": (torch.stack([count, 2 * count]), 1.0), "size": sizes}
         return Loss(terms, FACTORS, metrics)
 
@@ -363,3 +363,51 @@ def test_monitors_write_terms_and_metrics(tmp_path: Path) -> None:
         found = [event.value for event in reader.Scalars(f"Train/Metrics/{name}")]
         assert found == pytest.approx([values[name] for values in wanted], rel=1e-6)
     assert "Train/Metrics/pairs" not in reader.Tags()["scalars"]
+
+
+def rare(logits: Tensor, labels: Tensor) -> Loss:
+    """Return one term of the labels below 2, which is a constant without them, and, in evaluation, a metric."""
+    counts = labels < 2
+    sums = F.cross_entropy(logits[counts], labels[counts], reduction="sum") if counts.any() else torch.zeros(())
+    metrics = {} if torch.is_grad_enabled() else {"labels": (counts.sum(), 1)}
+    return Loss({"rare": (sums, counts.sum())}, metrics=metrics)
+
+
+class Rare:
+    """The same with its weight."""
+
+    __call__ = staticmethod(rare)
+
+    def weight(self, labels: Tensor) -> dict[str, Tensor]:
+        return {"rare": (labels < 2).sum()}
+
+
+def test_a_term_may_be_absent_and_an_evaluation_have_more_metrics() -> None:
+    grid = Grid()
+    (ids, labels), *_ = batches()
+    empty = [not (each < 2).any() for each in labels]
+    assert any(empty) and not all(empty)
+    module = tiny_gpt(grid, loss_fn=Rare())
+    wanted = F.cross_entropy(module.run_stage(0, ids)[labels < 2], labels[labels < 2])
+    gradients = torch.autograd.grad(wanted, [*module.parameters()], allow_unused=True)
+    own = {name: gradient for (name, _), gradient in zip(module.named_parameters(), gradients, strict=True)}
+    optimizer, batch = partial(torch.optim.SGD, lr=0.1), triax.Batch(size=SAMPLES, microbatch=1)
+    engine = triax.Engine(module, optimizer=optimizer, batch=batch)
+    assert isinstance(engine, triax.PipelineEngine)
+    assert engine.eval_batch(microbatches(grid, batches())).item() == pytest.approx(wanted.item(), rel=1e-10)
+    assert engine.metrics["labels"] == (labels < 2).sum() / SAMPLES
+    assert engine.train_batch(microbatches(grid, batches())).item() == pytest.approx(wanted.item(), rel=1e-10)
+    assert list(engine.metrics) == ["rare"]
+    torch.testing.assert_close(engine.gather("gradients"), own, rtol=1e-10, atol=1e-13)
+
+
+def test_a_plain_modules_losses_keep_their_names() -> None:
+    engine: Any = triax.Engine(
+        nn.Linear(2, 2), optimizer=partial(torch.optim.SGD, lr=0.1), batch=triax.Batch(size=2), grid=Grid()
+    )
+    for names in (["a"], ["b"]):
+        engine.backward(dict.fromkeys(names, engine(torch.ones(2, 2)).square().mean()))
+        if names == ["a"]:
+            engine.step()
+    with pytest.raises(ValueError, match=r"terms b \(a mean\), but in the first batch it was the terms a \(a mean\)"):
+        engine.step()
