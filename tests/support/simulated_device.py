@@ -7,6 +7,8 @@ What a CPU forgives and an accelerator does not is an error or on record here:
 - a non-blocking copy to the host shows NaN until the host has waited; one from pinned memory must find that memory
   unchanged when the host has waited;
 - new memory is NaN or the largest integer, and memory that is given back too;
+- streams: what another stream uses before it has waited, and memory that is released while a stream may use it, are
+  faults on record (simulated_order.py);
 - ``sim.memory_allocated()`` counts every storage.
 
 Importing this module registers the backend, for the rest of the process. ``simulated_nccl.py`` has its collectives.
@@ -17,19 +19,22 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+import itertools
 import sys
 import time
 import traceback
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _device, backend_registration
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from simulated_order import Clock, Order, Uses
 
 NAME = "sim"
 _ATEN = torch.ops.aten
@@ -57,6 +62,7 @@ class SimulatedDevice:
         faults: what would be wrong on an accelerator, found when the host waited.
         allocated, peak: bytes of all storages, now and at most.
         is_there: False: torch finds no such device; see ``simulated``.
+        order: what its streams and the host have waited for.
     """
 
     def __init__(self) -> None:
@@ -64,19 +70,46 @@ class SimulatedDevice:
         self.faults: list[str] = []
         self.allocated = self.peak = 0
         self.is_there = False
-        self._copies: list[Callable[[], None]] = []
+        self.order = Order()
+        self._copies: list[tuple[int, int, Callable[[], None]]] = []
 
-    def wait(self, what: str = "") -> None:
-        """End all copies that are under way. ``what`` names the op that makes the host wait, for the record."""
+    def wait(self, what: str = "", until: Clock | None = None) -> None:
+        """Let the host wait for the current stream, or until a clock, and end the copies that are then done.
+
+        ``what`` names the op that makes the host wait, for the record.
+        """
         if what:
             self.waits.append(f"{what} at {place()}")
+        order = self.order
+        order.host |= order.clocks[order.current] if until is None else until
         copies, self._copies = self._copies, []
-        for finish in copies:
-            finish()
+        for stream, count, finish in copies:
+            if count <= order.host[stream]:
+                finish()
+            else:
+                self._copies.append((stream, count, finish))
 
     def later(self, finish: Callable[[], None]) -> None:
-        """Call a function when the host next waits."""
-        self._copies.append(finish)
+        """Call a function when the host has waited for the last operation of the current stream."""
+        stream = self.order.current
+        self._copies.append((stream, self.order.clocks[stream][stream], finish))
+
+    def access(self, tensor: Tensor, write: bool) -> None:
+        """Let the current stream read or write a tensor of the device."""
+        if tensor.numel():
+            last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+            first, width = tensor.storage_offset(), tensor.element_size()
+            storage: Any = tensor.untyped_storage()
+            self._note(self.order.access(storage._uses, first * width, (first + last + 1) * width, write, place()))
+
+    def release(self, size: int, uses: Uses) -> None:
+        """Take memory back."""
+        self.count(-size)
+        self._note(self.order.release(uses, place()))
+
+    def _note(self, fault: str) -> None:
+        if fault:
+            self.faults.append(fault)
 
     def count(self, size: int) -> None:
         """Count bytes that are taken, or given back."""
@@ -100,7 +133,8 @@ def simulated() -> Iterator[SimulatedDevice]:
     try:
         yield DEVICE
     finally:
-        DEVICE.wait()
+        DEVICE.wait(until=DEVICE.order.everything())
+        DEVICE.order.current = 0
         DEVICE.is_there = False
 
 
@@ -133,9 +167,9 @@ def _storage(memory: torch.UntypedStorage) -> Any:
 
 
 def _own(storage: Any, memory: torch.UntypedStorage) -> None:
-    storage._memory = memory
+    storage._memory, storage._uses = memory, Uses(DEVICE.order.current)
     DEVICE.count(memory.nbytes())
-    weakref.finalize(memory, DEVICE.count, -memory.nbytes())
+    weakref.finalize(memory, DEVICE.release, memory.nbytes(), storage._uses)
 
 
 def _resize(storage: Any, size: int) -> None:
@@ -206,6 +240,11 @@ def _run_on_memory(op: Any, args: Any, kwargs: Any) -> Any:
         elif isinstance(value, torch.storage.UntypedStorage):
             flat[i] = value._memory  # type: ignore[attr-defined]
             storages[flat[i]._cdata] = value
+    writes = _accesses(op)
+    for name, value in (*zip((each.name for each in op._schema.arguments), args), *kwargs.items()):  # noqa: B905
+        for tensor in tree_leaves(value) if writes is not None else ():
+            if isinstance(tensor, Tensor) and tensor.device.type == NAME:
+                DEVICE.access(tensor, name in writes)
     if _waits(op, args, kwargs):
         DEVICE.wait(str(op))
     arguments, named = tree_unflatten(flat, spec)
@@ -219,7 +258,10 @@ def _run_on_memory(op: Any, args: Any, kwargs: Any) -> Any:
         if (given := ours.get(id(result))) is None:
             if op in _EMPTY:
                 poison(result)
-            return _on_device(result, storages.get(result.untyped_storage()._cdata))
+            made = _on_device(result, storages.get(result.untyped_storage()._cdata))
+            if writes is not None:
+                DEVICE.access(made, True)
+            return made
         storage: Any = storages.get(result.untyped_storage()._cdata)
         if storage is None:
             raise RuntimeError(f"{op} gave a tensor other memory, which the simulated device cannot follow")
@@ -233,6 +275,15 @@ def _run_on_memory(op: Any, args: Any, kwargs: Any) -> Any:
         return given
 
     return tree_unflatten([back(result) for result in results], form)
+
+
+@functools.cache
+def _accesses(op: Any) -> frozenset[str] | None:
+    """Return the names of the arguments whose memory an op writes; None if it reads and writes no memory."""
+    if op.is_view or op in _EMPTY or torch.Tag.inplace_view in op.tags:
+        return None
+    arguments = op._schema.arguments
+    return frozenset(each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write)
 
 
 def _waits(op: Any, args: Any, kwargs: Any) -> bool:
@@ -266,6 +317,9 @@ def _copy(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
 
 def _copied(source: Tensor, target: Tensor, non_blocking: bool) -> Tensor:
     of, to = source.device.type, target.device.type
+    for tensor, write in ((source, False), (target, True)):
+        if tensor.device.type == NAME:
+            DEVICE.access(tensor, write)
     if of == to:
         on_cpu(target).copy_(on_cpu(source))
     elif to == NAME:
@@ -306,7 +360,7 @@ def _to(
         there = _on_device(torch.empty_like(tensor, dtype=dtype, memory_format=form))
         return _copy(tensor, there, non_blocking)
     if device is None or device.type == NAME:
-        return _on_device(on_cpu(tensor).to(dtype or tensor.dtype, copy=True, memory_format=form))
+        return _copy(tensor, _on_device(torch.empty_like(on_cpu(tensor), dtype=dtype, memory_format=form)))
     host = torch.empty_like(on_cpu(tensor), dtype=dtype, memory_format=form)
     return _copy(tensor, host, non_blocking)
 
@@ -316,6 +370,7 @@ def _equal(tensor: Tensor, other: Tensor) -> bool:
 
 
 def _item(tensor: Tensor) -> Any:
+    DEVICE.access(tensor, False)
     DEVICE.wait("item")
     return on_cpu(tensor).item()
 
@@ -323,23 +378,98 @@ def _item(tensor: Tensor) -> Any:
 # ------------------------------------------------------------------------------------------------- the module torch.sim
 
 
-class Event:
-    """A point in the device's stream, which has reached it at once."""
+class Stream(torch.Stream):
+    """A queue of operations of the device. Streams of other devices are torch's own."""
 
-    def __init__(self, enable_timing: bool = False, **_: Any) -> None:
-        self._time = 0.0
+    _numbers = itertools.count(1)
+
+    def __new__(cls, device: Any = None, *, number: int | None = None, **options: Any) -> Any:
+        if device is not None and torch.device(device).type != NAME:
+            return torch._C.Stream(device, **options)
+        number = next(cls._numbers) if number is None else number
+        kind = torch._C._autograd.DeviceType.PrivateUse1.value
+        return super().__new__(cls, stream_id=number, device_index=0, device_type=kind)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._outer: list[int] = []
+
+    def __enter__(self) -> Stream:
+        self._outer.append(DEVICE.order.current)
+        DEVICE.order.current = self.stream_id
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        DEVICE.order.current = self._outer.pop()
+
+    def record_event(self, event: Any = None) -> Event:
+        made = Event() if event is None else event
+        made.record(self)
+        return made
+
+    def wait_event(self, event: Any) -> None:
+        DEVICE.order.clocks[self.stream_id] |= event.clock
+
+    def wait_stream(self, stream: Any) -> None:
+        self.wait_event(stream.record_event())
+
+    def synchronize(self) -> None:
+        DEVICE.wait("Stream.synchronize", DEVICE.order.clocks[self.stream_id])
+
+    def query(self) -> bool:
+        DEVICE.wait(until=DEVICE.order.clocks[self.stream_id])
+        return True
+
+
+class Event:
+    """A point in a stream, which has reached it at once. Events of other devices are torch's own."""
+
+    def __new__(cls, device: Any = None, **options: Any) -> Any:
+        if device is not None and torch.device(device).type != NAME:
+            return _TorchEvent(device, **options)
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._time, self.clock = 0.0, Clock()
 
     def record(self, stream: Any = None) -> None:
-        self._time = time.perf_counter()
+        number = DEVICE.order.current if stream is None else stream.stream_id
+        self._time, self.clock = time.perf_counter(), DEVICE.order.clocks[number].copy()
+
+    def wait(self, stream: Any = None) -> None:
+        (current_stream() if stream is None else stream).wait_event(self)
 
     def elapsed_time(self, later: Event) -> float:
         return 1e3 * (later._time - self._time)
 
     def synchronize(self) -> None:
-        DEVICE.wait("Event.synchronize")
+        DEVICE.wait("Event.synchronize", self.clock)
 
     def query(self) -> bool:
+        DEVICE.wait(until=self.clock)
         return True
+
+
+_TorchEvent = torch.Event
+
+
+def current_stream(device: Any = None) -> Stream:
+    """Return the current stream. It is one of the process: torch's is one of the thread."""
+    return Stream(number=DEVICE.order.current)
+
+
+def set_stream(stream: Any) -> None:
+    """Make a stream the current one."""
+    DEVICE.order.current = stream.stream_id
+
+
+def synchronize(device: Any = None) -> None:
+    """Let the host wait for all streams."""
+    DEVICE.wait("synchronize", DEVICE.order.everything())
+
+
+def _record_stream(tensor: Tensor, stream: Any) -> None:
+    storage: Any = tensor.untyped_storage()
+    storage._uses.recorded.add(stream.stream_id)
 
 
 class _Properties:
@@ -349,7 +479,14 @@ class _Properties:
 class _Functions:
     """Functions that torch's module of a device has."""
 
-    Event = Event
+    Stream, Event = Stream, Event
+    current_stream, set_stream, synchronize = map(staticmethod, (current_stream, set_stream, synchronize))
+
+    def default_stream(self, device: Any = None) -> Stream:
+        return Stream(number=0)
+
+    def stream(self, stream: Stream | None) -> AbstractContextManager[Any]:
+        return nullcontext() if stream is None else stream
 
     @property
     def default_generators(self) -> list[torch.Generator]:
@@ -357,9 +494,6 @@ class _Functions:
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
-
-    def synchronize(self, device: Any = None) -> None:
-        DEVICE.wait("synchronize")
 
     def memory_allocated(self, device: Any = None) -> int:
         return DEVICE.allocated
@@ -438,6 +572,7 @@ def _register() -> tuple[torch.library.Library, ...]:
     aten.impl("_copy_from", _copy, "PrivateUse1")
     aten.impl("_to_copy", _to, "PrivateUse1")
     aten.impl("_local_scalar_dense", _item, "PrivateUse1")
+    aten.impl("record_stream", _record_stream, "PrivateUse1")
     # Before they are replaced, torch must list the functions that `with torch.device(...)` redirects.
     _device._device_constructors()
     # torch asks a C++ allocator for pinned memory, which a backend in Python cannot give.
@@ -457,6 +592,10 @@ def _register() -> tuple[torch.library.Library, ...]:
         return storage
 
     patched: Any = torch
+    # The streams of torch's guard for backends in Python are all the default stream.
+    patched.Stream, patched.Event = Stream, Event
+    for function in (current_stream, set_stream, synchronize):
+        setattr(torch.accelerator, function.__name__, function)
     for name in ("empty", "zeros", "empty_like"):
         setattr(patched, name, pinning(getattr(torch, name)))
     patched.Tensor.pin_memory = lambda tensor, device=None: _pin(tensor.clone())

@@ -87,6 +87,10 @@ class Work:
         self.inputs = [on_cpu(tensor).clone() for tensor in reads]
         self.outputs = [on_cpu(tensor).clone() for tensor in writes]
         self._ended = False
+        for write, tensors in enumerate((reads, writes)):
+            for tensor in tensors:
+                DEVICE.access(tensor, bool(write))
+        self._started = DEVICE.order.clocks[DEVICE.order.current].copy()
         for tensor in writes:
             poison(on_cpu(tensor))
         # As bytes: a copy of a boolean may have others. An input may share memory with the output.
@@ -111,7 +115,9 @@ class Work:
             for tensor, seen in zip(tensors, before, strict=True):
                 if not torch.equal(_bytes(on_cpu(tensor)), seen):
                     DEVICE.faults.append(f"{what} before wait: {self.text}")
+        DEVICE.order.clocks[DEVICE.order.current] |= self._started
         for tensor, value in zip(self._writes, self.outputs, strict=True):
+            DEVICE.access(tensor, True)
             on_cpu(tensor).copy_(value)
         self._reads.clear()
         return True
