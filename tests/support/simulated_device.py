@@ -241,7 +241,7 @@ def _run_on_memory(op: Any, args: Any, kwargs: Any) -> Any:
             flat[i] = value._memory  # type: ignore[attr-defined]
             storages[flat[i]._cdata] = value
     writes = _accesses(op)
-    for name, value in (*zip((each.name for each in op._schema.arguments), args), *kwargs.items()):  # noqa: B905
+    for name, value in (*zip((each.name for each in op._schema.arguments), args), *kwargs.items()):
         for tensor in tree_leaves(value) if writes is not None else ():
             if isinstance(tensor, Tensor) and tensor.device.type == NAME:
                 DEVICE.access(tensor, name in writes)
