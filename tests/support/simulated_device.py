@@ -97,10 +97,11 @@ class SimulatedDevice:
     def access(self, tensor: Tensor, write: bool) -> None:
         """Let the current stream read or write a tensor of the device."""
         if tensor.numel():
-            last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
-            first, width = tensor.storage_offset(), tensor.element_size()
+            pairs = zip(tensor.size(), tensor.stride(), strict=True)
+            first, last = int(tensor.storage_offset()), sum((size - 1) * stride for size, stride in pairs)
             storage: Any = tensor.untyped_storage()
-            self._note(self.order.access(storage._uses, first * width, (first + last + 1) * width, write, place()))
+            start, stop = (byte * tensor.element_size() for byte in (first, first + last + 1))
+            self._note(self.order.access(storage._uses, start, stop, write, place()))
 
     def release(self, size: int, uses: Uses) -> None:
         """Take memory back."""
@@ -242,8 +243,8 @@ def _run_on_memory(op: Any, args: Any, kwargs: Any) -> Any:
             storages[flat[i]._cdata] = value
     writes = _accesses(op)
     for name, value in (*zip((each.name for each in op._schema.arguments), args), *kwargs.items()):
-        for tensor in tree_leaves(value) if writes is not None else ():
-            if isinstance(tensor, Tensor) and tensor.device.type == NAME:
+        for tensor in tree_leaves(value):
+            if writes is not None and isinstance(tensor, Tensor) and tensor.device.type == NAME:
                 DEVICE.access(tensor, name in writes)
     if _waits(op, args, kwargs):
         DEVICE.wait(str(op))
@@ -401,7 +402,7 @@ class Stream(torch.Stream):
     def __exit__(self, *_: Any) -> None:
         DEVICE.order.current = self._outer.pop()
 
-    def record_event(self, event: Any = None) -> Event:
+    def record_event(self, event: Any = None) -> Any:
         made = Event() if event is None else event
         made.record(self)
         return made
@@ -480,12 +481,14 @@ class _Functions:
     """Functions that torch's module of a device has."""
 
     Stream, Event = Stream, Event
-    current_stream, set_stream, synchronize = map(staticmethod, (current_stream, set_stream, synchronize))
+    current_stream, set_stream = staticmethod(current_stream), staticmethod(set_stream)
+    synchronize = staticmethod(synchronize)
 
-    def default_stream(self, device: Any = None) -> Stream:
-        return Stream(number=0)
+    def default_stream(self, device: Any = None) -> torch.Stream:
+        made: torch.Stream = Stream(number=0)
+        return made
 
-    def stream(self, stream: Stream | None) -> AbstractContextManager[Any]:
+    def stream(self, stream: torch.Stream | None) -> AbstractContextManager[Any]:
         return nullcontext() if stream is None else stream
 
     @property
