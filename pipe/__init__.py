@@ -17,6 +17,7 @@ Running a step:
     p2p.py                  sends and receives between stages
     schema.py               nested tuples, lists and dicts of tensors <-> a flat list of tensors to send
     stage_boundary.py       the start of a stage's autograd graph: collects the gradients of its inputs
+    chunked_loss.py         output layer and loss in chunks of tokens: the logits are never whole
     backward.py             split backward (zero bubble): the input gradient now, the weight gradient later
     recompute/              activation checkpointing
 """

@@ -258,15 +258,18 @@ class PipelineModule(nn.Module):
                 "call model.fill() before you change weights, or leave out device='meta'"
             )
 
-    def run_stage(self, stage: int, x: Any) -> Any:
-        """Run the layers of one of this rank's stages."""
+    def run_stage(self, stage: int, x: Any, without_head: bool = False) -> Any:
+        """Run the layers of one of this rank's stages; ``without_head``: all but the last one."""
         if self._placeholders:
             raise RuntimeError(
                 "the model's weights are placeholders without values, because it was built with device='meta': call "
                 "model.fill(), or make an engine of the model"
             )
+        count = len(self._calls[stage]) - without_head
         for group in self.recompute.groups(self, stage):
-            run = partial(self._run_layers, stage, group.start, group.stop)
+            if group.start >= count:
+                continue
+            run = partial(self._run_layers, stage, group.start, min(group.stop, count))
             prefetch = partial(self.prefetch_hook, group.layers) if self.prefetch_hook is not None else None
             x = self.recompute.run(group, run, x, prefetch=prefetch) if group.recomputed else run(x)
         return x
@@ -289,13 +292,34 @@ class PipelineModule(nn.Module):
                 raise
         return x
 
-    def loss(self, outputs: Any, labels: Any) -> Any:
-        """Return what ``loss_fn`` returns for a microbatch; without a ``loss_fn`` the outputs, which are the loss."""
+    @property
+    def loss_takes_head(self) -> bool:
+        """True if the loss function runs the last layer, in chunks of tokens (``chunked_loss.py``)."""
+        takes = getattr(self.loss_fn, "takes_head", None)
+        if takes is None or self.has_loss_module:
+            return False
+        _, key, function = self._calls[len(self.placement) - 1][-1]
+        return bool(takes(None if key is None else self.layers[key], function))
+
+    def loss(self, outputs: Any, labels: Any, with_head: bool = False) -> Any:
+        """Return what ``loss_fn`` returns for a microbatch; without a ``loss_fn`` the outputs, which are the loss.
+
+        Args:
+            outputs: the last layer's output; ``with_head``: its input.
+            labels: the microbatch's labels.
+            with_head: let the loss function run the last layer.
+        """
         if self.loss_fn is None:
             return outputs
-        if self.run_hook is None or not self.has_loss_module:
-            return self.loss_fn(outputs, labels)
         stage, loss_fn = len(self.placement) - 1, self.loss_fn
+        if with_head:
+            index, key, function = self._calls[stage][-1]
+            layer = None if key is None else self.layers[key]
+            head = layer if function is None else function if layer is None else partial(function, layer)
+            run = lambda x: _as_nest(loss_fn.of_head(head, layer, x, labels))  # noqa: E731
+            return run(outputs) if layer is None or self.run_hook is None else self.run_hook(stage, index, run, outputs)
+        if self.run_hook is None or not self.has_loss_module:
+            return loss_fn(outputs, labels)
         return self.run_hook(stage, len(self._list), lambda outputs: _as_nest(loss_fn(outputs, labels)), outputs)
 
     @property

@@ -22,7 +22,7 @@ from itertools import pairwise
 from operator import mul
 from typing import NamedTuple
 
-from ..base.formulas import BYTES, STATES
+from ..base.formulas import BYTES, CHUNK_TOKENS, STATES
 from ..models.config import TransformerConfig
 from ..options.engine import EngineOptions
 from ..pipe.partition import boundaries
@@ -319,7 +319,7 @@ class ModelMemory:
         """
         if layer.kind == "block":
             return self._block(layer, tokens, sequence, layout)
-        size, wide, full = self.options.size, max(self.options.size, 4), layout.recompute == "full"
+        size, full = self.options.size, layout.recompute == "full"
         apart = layout.tensor if layout.sequence_parallel else 1
         hidden = tokens * layer.hidden / apart
         if layer.kind == "embedding":
@@ -329,8 +329,21 @@ class ModelMemory:
         if layer.kind == "norm":
             taken, numbers = self._of_norms(layer)
             return size * hidden if full else size * (taken * hidden + numbers * tokens / apart)
-        # The head's input and its logits; the loss's logarithms and mask.
-        return size * (hidden + tokens * self._vocabulary(layout)) + (wide + 1) * tokens
+        if tokens > CHUNK_TOKENS:
+            return size * hidden
+        return size * hidden + self._logits(tokens, layout)
+
+    def _logits(self, tokens: float, layout: ParallelLayout) -> float:
+        """Return the bytes that the loss of some tokens keeps: logits, and of each token a logarithm and a mask."""
+        return (self.options.size * self._vocabulary(layout) + max(self.options.size, 4) + 1) * tokens
+
+    def _chunk(self, tokens: float, sequence: int, layout: ParallelLayout) -> int:
+        """Return the tokens of a chunk of head and loss, as ``pipe/chunked_loss.py`` cuts them; 0 if nothing is cut."""
+        if tokens <= CHUNK_TOKENS:
+            return 0
+        row = sequence // layout.context
+        apart = layout.tensor if layout.sequence_parallel else 1
+        return CHUNK_TOKENS // row * row if row <= CHUNK_TOKENS else CHUNK_TOKENS // apart * apart
 
     def _of_norms(self, layer: LayerShape) -> tuple[float, float]:
         """Return what the norms of a layer keep: tensors of the hidden width, and numbers per token, in elements."""
@@ -525,7 +538,13 @@ class ModelMemory:
             kinds = rank.placed.counts
             of = {kind: self.layer_activations(self._kinds[kind], tokens, sequence, layout) for kind in kinds}
             kept = [sum(of[kind] for kind in stage) for stage in rank.placed.kinds]
-            rank.activations[key] = max(sum(map(mul, count, kept)) for count in rank.counts)
+            # A chunk's logits exist in the backward pass alone.
+            chunk = max(
+                (self._chunk(tokens, sequence, layout) for k in kinds if self._kinds[k].kind == "head"), default=0
+            )
+            rank.activations[key] = max(sum(map(mul, count, kept)) for count in rank.counts) + self._logits(
+                chunk, layout
+            )
         return rank.activations[key]
 
     def _temporaries(self, placed: _Placed, tokens: float, sequence: int, layout: ParallelLayout) -> float:
@@ -574,7 +593,11 @@ class ModelMemory:
             return self._backward[key]
         layer, size = self._kinds[kind], self.options.size
         needed = 2 * size * tokens * layer.hidden / (layout.tensor if layout.sequence_parallel else 1)
-        if layer.kind == "head":
+        if layer.kind == "head" and tokens > CHUNK_TOKENS:
+            # The gradients of a chunk's logits, and of the weight, which adds up in fp32 at least.
+            weights = sum(each.numel for each in self._local(kind, layout, layout.tensor - 1))
+            needed += size * self._chunk(tokens, sequence, layout) * self._vocabulary(layout) + max(size, 4) * weights
+        elif layer.kind == "head":
             needed += size * tokens * self._vocabulary(layout)  # the gradient of the logits
         elif layer.kind == "block":
             sizes = local_sizes(layer, layout, self.shard_tensor)
