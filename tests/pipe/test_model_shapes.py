@@ -44,8 +44,9 @@ class Tasks(nn.Module):
 
     def terms(self, ids: Tensor, labels: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         (logits, topics), (words, topic) = self(ids), labels
-        terms = {"next": F.cross_entropy(logits.flatten(0, 1), words.flatten()), "topic": F.cross_entropy(topics, topic)}
-        return terms["next"] + 0.5 * terms["topic"], {**terms, "accuracy": (logits.argmax(-1) == words).double().mean()}
+        word, kind = F.cross_entropy(logits.flatten(0, 1), words.flatten()), F.cross_entropy(topics, topic)
+        hits = (logits.argmax(-1) == words).double().mean()
+        return word + 0.5 * kind, {"next": word, "topic": kind, "accuracy": hits}
 
 
 class Translator(nn.Module):
@@ -95,7 +96,7 @@ class Unet(nn.Module):
 
 
 def in_plain_order(model: str, names: list[str]) -> list[str]:
-    """Sort the pipeline's names as the plain model lists its own: by layers, and U-Net's convolutions before its norms."""
+    """Sort the pipeline's names by layers, and U-Net's convolutions before its norms, as the plain model lists its own."""
     names = sorted(names, key=lambda name: int(name.split(".")[1]))  # stable: a layer's names stay in their order
     return sorted(names[:-2], key=lambda name: ".norm." in name) + names[-2:] if model == "unet" else names
 
