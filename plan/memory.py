@@ -101,6 +101,7 @@ class StateOptions:
         decays: ``matrices``: matrices and the other parameters are two parameter groups, which share no bucket;
             ``all``: one group.
         frozen: no weight is trained, as under LoRA, whose factors do not count here.
+        mlp_tile: ``recompute.mlp_tile``, in tokens of a sequence.
     """
 
     precision: str = "bf16"
@@ -112,6 +113,7 @@ class StateOptions:
     reduce_each_microbatch: bool = True
     decays: str = "all"
     frozen: bool = False
+    mlp_tile: int | None = None
 
     def __post_init__(self) -> None:
         if self.precision not in BYTES:
@@ -138,6 +140,7 @@ class StateOptions:
             reduce_each_microbatch=zero.reduce_each_microbatch,
             decays=decays,
             frozen=options.lora is not None,
+            mlp_tile=options.recompute.mlp_tile,
         )
 
     @property
@@ -367,6 +370,7 @@ class ModelMemory:
         assert attention is not None and feedforward is not None
         taken, numbers = self._of_norms(layer)
         own = sizes.attention
+        tiled = self._tile(layer, sequence, layout) < 1.0
         # The output is laid out as the rotated queries, head by head, so the last product's input is a copy of it.
         if attention.rotated and layout.recompute == "none":
             own += sizes.heads * attention.value_dim
@@ -375,8 +379,8 @@ class ModelMemory:
             layer.hidden,
             attention=own,
             heads=sizes.heads if self.fused_attention else 0.0,
-            product=sizes.product,
-            activation=sizes.activation + sizes.routed,
+            product=0.0 if tiled else sizes.product,
+            activation=0.0 if tiled else sizes.activation + sizes.routed,
             hidden=taken + layer.branches,
             statistics=numbers,
             tensor=layout.tensor,
@@ -397,6 +401,13 @@ class ModelMemory:
             each = wide * feedforward.experts + (16 + wide + size) * feedforward.per_token + wide
             kept += tokens * (each + (wide * layer.hidden if wide != size else 0)) / apart
         return kept
+
+    def _tile(self, layer: LayerShape, sequence: int, layout: ParallelLayout) -> float:
+        """Return the part of its tokens that the MLP of a block runs on at a time; experts run on all."""
+        if self.options.mlp_tile is None or layer.feedforward is None or layer.feedforward.experts:
+            return 1.0
+        apart = layout.context * (layout.tensor if layout.sequence_parallel else 1)
+        return min(1.0, self.options.mlp_tile * apart / sequence)
 
     # ---------------------------------------------------------------------------------------------------- internal
 
@@ -601,7 +612,9 @@ class ModelMemory:
             needed += size * tokens * self._vocabulary(layout)  # the gradient of the logits
         elif layer.kind == "block":
             sizes = local_sizes(layer, layout, self.shard_tensor)
-            needed += size * tokens * (sizes.product + sizes.activation + sizes.routed)
+            part, wide = self._tile(layer, sequence, layout), sizes.product + sizes.activation + sizes.routed
+            # Gradients; in tiles also what the tile keeps.
+            needed += size * tokens * part * wide * (1 if part == 1.0 else 2)
             if layout.recompute == "full":
                 whole = replace(layout, recompute="none")
                 needed += self.layer_activations(layer, tokens, sequence, whole)
