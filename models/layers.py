@@ -354,8 +354,8 @@ class NextTokenLoss:
         """Return the loss of the output layer's input, (B, T, D), or (B, T / t, D) under sequence parallelism."""
         assert self.chunk_tokens is not None
         loss: Any = self
-        if (cap := getattr(layer, "softcap", None)) is not None:  # the loss caps: its blocks are smaller than a chunk
-            loss = partial(self, softcap=cap)
+        if isinstance(layer, (CappedHead, TokenEmbedding)) and layer.softcap is not None:
+            loss = partial(self, softcap=layer.softcap)  # it caps in blocks that are smaller than a chunk
             head = partial(_uncapped, layer)
         length = x.shape[1]
         if getattr(layer, "sequence_parallel", False):

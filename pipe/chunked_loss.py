@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ..base.checks import check_count
 from ..base.formulas import CHUNK_TOKENS
 from ..base.nest import map_tensors, tensors_of
+from ..grid import Axis
 from ..grid.loss_pair import is_pair, sum_and_weight
 from ..grid.loss_terms import Loss, Metric, NamedLosses, Term, is_named, named_losses
 from .backward import Deferred, SplitBackward, unsplit
@@ -99,7 +100,9 @@ def loss_in_chunks(
         ValueError: the shapes do not fit each other, or ``loss_fn`` returns a mean, or other terms for another chunk.
         TypeError: ``loss_fn`` uses parameters that are not the layer's.
     """
-    spread = layer.axis.size if layer is not None and getattr(layer, "sequence_parallel", False) else 1  # type: ignore
+    spread = 1
+    if layer is not None and getattr(layer, "sequence_parallel", False):
+        spread = cast("Axis", layer.axis).size
     _check(x, labels, spread)
     if x.shape[0] * x.shape[1] * spread <= tokens:
         return loss_fn(head(x), labels)
@@ -172,9 +175,8 @@ class _Form:
         named = named_losses(value, "loss_fn returned", "return")
         if named.form() != self.named.form():
             raise ValueError("loss_fn returned other names for another chunk of tokens: return the same for each chunk")
-        terms, metrics = [*named.terms.values()], [*named.metrics.values()]
-        weights = [_as_tensor(each.weight, each.total) for each in [*terms, *metrics]]
-        return [*(term.total for term in terms), *(metric.total for metric in metrics), *weights]
+        parts: list[Term | Metric] = [*named.terms.values(), *named.metrics.values()]
+        return [*(part.total for part in parts), *(_as_tensor(part.weight, part.total) for part in parts)]
 
     def unfilled(self, device: torch.device) -> list[Tensor]:
         """Return numbers that the backward pass will fill. Until then sums of terms are NaN, and the others are 0."""

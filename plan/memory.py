@@ -606,8 +606,8 @@ class ModelMemory:
         needed = 2 * size * tokens * layer.hidden / (layout.tensor if layout.sequence_parallel else 1)
         if layer.kind == "head" and tokens > CHUNK_TOKENS:
             # The gradients of a chunk's logits, and of the weight, which adds up in fp32 at least.
-            weights = sum(each.numel for each in self._local(kind, layout, layout.tensor - 1))
-            needed += size * self._chunk(tokens, sequence, layout) * self._vocabulary(layout) + max(size, 4) * weights
+            own = sum(each.numel for each in self._local(kind, layout, layout.tensor - 1))
+            needed += size * self._chunk(tokens, sequence, layout) * self._vocabulary(layout) + max(size, 4) * own
         elif layer.kind == "head":
             needed += size * tokens * self._vocabulary(layout)  # the gradient of the logits
         elif layer.kind == "block":

@@ -33,14 +33,14 @@ def install_tiles(module: nn.Module, recompute: Recompute, tokens: int) -> int:
     asking = [(name, part) for name, part in module.named_modules() if getattr(type(part), "in_tiles", part) is None]
     for name, part in asking:
         group = Group(0, 0, True, f"a tile of {name}", (), ())
-        part.in_tiles = partial(_run_in_tiles, recompute, group, tokens)  # type: ignore[assignment]
+        part.in_tiles = partial(_run_in_tiles, recompute, group, tokens)
     return len(asking)
 
 
 def dropout_in_tiles(module: nn.Module) -> str | None:
     """Return the name of a dropout in a module that may run in tiles: its masks would be others than without them."""
     for name, part in module.named_modules():
-        if isinstance(part, (SampleRandom, nn.modules.dropout._DropoutNd)) and getattr(part, "p", 1.0):
+        if isinstance(part, (SampleRandom, nn.modules.dropout._DropoutNd)) and getattr(part, "p", True):
             owners = (module.get_submodule(name.rsplit(".", i)[0]) for i in range(1, name.count(".") + 1))
             if any(hasattr(type(owner), "in_tiles") for owner in owners):
                 return name

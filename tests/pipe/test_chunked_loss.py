@@ -134,7 +134,7 @@ class Scores:
 def own_losses(axes: dict[str, Any], schedule: str) -> list[tuple[Found, Any]]:
     grid, found = Grid(**axes, timeout=60), []
     for loss_fn in (Scores(), triax.chunked(Scores(), tokens=CHUNK)):
-        layers = [
+        layers: list[Any] = [
             LayerSpec(nn.Embedding, VOCABULARY, 12),
             LayerSpec(nn.Linear, 12, 12),
             torch.tanh,
