@@ -41,7 +41,8 @@ def dropout_in_tiles(module: nn.Module) -> str | None:
     """Return the name of a dropout in a module that may run in tiles: its masks would be others than without them."""
     for name, part in module.named_modules():
         if isinstance(part, (SampleRandom, nn.modules.dropout._DropoutNd)) and getattr(part, "p", True):
-            owners = (module.get_submodule(name.rsplit(".", i)[0]) for i in range(1, name.count(".") + 1))
+            parts = name.split(".")
+            owners = (module.get_submodule(".".join(parts[:i])) for i in range(len(parts)))
             if any(hasattr(type(owner), "in_tiles") for owner in owners):
                 return name
     return None
