@@ -96,7 +96,7 @@ class Unet(nn.Module):
 
 
 def in_plain_order(model: str, names: list[str]) -> list[str]:
-    """Sort the pipeline's names by layers, and U-Net's convolutions before its norms, as the plain model has them."""
+    """Sort the pipeline's names as the plain model's: by layers, and U-Net's convolutions before its norms."""
     names = sorted(names, key=lambda name: int(name.split(".")[1]))  # stable: a layer's names stay in their order
     return sorted(names[:-2], key=lambda name: ".norm." in name) + names[-2:] if model == "unet" else names
 

@@ -180,6 +180,13 @@ def on_a_full_disk(root: str) -> tuple[int, str, str]:
     return code, said.getvalue(), log.getvalue()
 
 
+def test_a_line_of_progress_has_terms_and_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = Reporter(tmp_path, True, steps=10, every=5)
+    report.step(5, 2.0, 1234.0, 75.0, {"main": 1.5, "mtp_1": 1.25, "histogram": [1.0, 2.0]})
+    wanted = "step  5/10  loss 2.0000  main 1.5000  mtp_1 1.2500  1,234 tokens/s  1:15 left"
+    assert capsys.readouterr().out.splitlines() == [wanted]
+
+
 def test_a_disk_that_fills_up_ends_no_training(ranks: Any, place: Path) -> None:
     """Metrics, checkpoints, trace, pictures and page have no room; all steps are taken, and the model is missed."""
     ((code, said, log),) = ranks(1, on_a_full_disk, str(place))
