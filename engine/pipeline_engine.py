@@ -112,7 +112,7 @@ class PipelineEngine(Engine):
     def _build(self, schedule: Schedule, parts: TrainingParts) -> None:
         module, options = self.module, self.options
         self._evaluations: dict[int, Program] = {}
-        self.feed = MicrobatchFeed(module, self._options.weight_dtype)
+        self.feed = MicrobatchFeed(module, self._options.weight_dtype, options.batch.labels == "sent")
         module.dropout_state.seed = options.seed
 
         module.training_started = True
@@ -169,7 +169,8 @@ class PipelineEngine(Engine):
 
         Args:
             data_iter: iterator over microbatches ``(inputs, labels)``, read on ranks of the first and the last stage
-                only. None: the engine's own loader over ``training_data``.
+                only, or of the first alone if ``batch.labels`` is ``sent``. None: the engine's own loader over
+                ``training_data``.
 
         Returns:
             The loss, 0-dim float64, equal on every rank: the sum over the whole batch, divided by the batch's weight.
@@ -455,6 +456,7 @@ class PipelineEngine(Engine):
 
     def _abandon(self) -> None:
         self.executor.abandon()
+        self.feed.abandon()
         self.data_axis.abandon()
 
 
