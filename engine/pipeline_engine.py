@@ -251,6 +251,7 @@ class PipelineEngine(Engine):
             self.auxiliary.begin(grid, self.module.loss_fn, labels, samples, counts, self.optimizer_step.scale)
         with self.parts("program"):
             result = self.executor.run(self.program, microbatches)
+        self.feed.wait_sent()
         self._require_tied_buffers()
         with self.parts("reduce"):
             self.data_axis.finish()
@@ -351,6 +352,7 @@ class PipelineEngine(Engine):
                 result = self.executor.run(program, microbatches, outputs=return_logits, loss=compute_loss)
             finally:
                 self.module.train(training)
+            self.feed.wait_sent()
             loss = None
             if compute_loss:
                 mine = _own_sums(grid, result)

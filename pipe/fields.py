@@ -60,6 +60,11 @@ class FieldMessages:
         for channel in self._channels.values():
             channel.schemas.clear()
 
+    def wait_sent(self) -> None:
+        """Wait for this rank's sends, and free their tensors. After a program it is short: all messages are there."""
+        for channel in self._channels.values():
+            channel.limit(0)
+
     def abandon(self) -> None:
         """After a failure: drop every message, so that the connections to the other ranks can close."""
         for channel in self._channels.values():
@@ -81,7 +86,6 @@ class FieldMessages:
             tensors = [receive.wait() for receive in receives]
             return [unflatten(channel.schemas[kind], each) for kind, each in zip(kinds, tensors, strict=True)]
         for rank, channel in self._channels.items():
-            channel.limit(0)  # the messages of the batch before have arrived
             for index, (own, kind) in enumerate(zip(fields, kinds, strict=True)):
                 channel.send(flatten({name: own[name] for name in self._needs[rank]}), kind, index)
         return fields

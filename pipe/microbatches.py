@@ -60,6 +60,10 @@ class MicrobatchFeed:
         """True if this rank reads data."""
         return self._module.is_first or self._reads_labels
 
+    def wait_sent(self) -> None:
+        """Wait for this rank's sends of the last ``fetch``; call it when the microbatches have run."""
+        self._messages.wait_sent()
+
     def abandon(self) -> None:
         """Drop all messages after a failure."""
         self._messages.abandon()
