@@ -1,8 +1,9 @@
-"""Microbatches of one step: read on the first and the last stage, agreed on by all ranks before anything runs."""
+"""Microbatches of one step: read on the first stage, and for labels on the last one; agreed on before anything runs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count as numbers
 from typing import Any
 
 import torch
@@ -12,11 +13,14 @@ from ..base.errors import AgreedError
 from ..base.nest import map_tensors
 from ..grid import Grid
 from .executor import Microbatch
+from .fields import FieldMessages, Fields, field
 from .module import PipelineModule
 from .schema import flatten
 
 Pair = tuple[Any, Any]  # inputs, labels
-Format = list[int]  # of a microbatch: the number of its inputs' schema, and its samples
+Format = list[int]  # of a microbatch: the number of its inputs' schema, its samples, the number of its fields' schema
+
+_MAX_FIELD_SCHEMAS = 256  # that are kept; a text or a number in the labels makes a new one
 
 _SAME_SAMPLES = "the ranks of a tensor or context group share each sample, so they must take the same samples"
 
@@ -24,19 +28,28 @@ _SAME_SAMPLES = "the ranks of a tensor or context group share each sample, so th
 class MicrobatchFeed:
     """Reader of microbatches on the ranks that need data. It sends the schemas and sizes to the other ranks.
 
-    Only the first stage reads inputs and only the last one labels: iterators of other ranks are not touched.
-    Floating-point inputs are cast to ``dtype``; labels stay as they are.
+    Only the first stage reads inputs and only the last one labels: iterators of other ranks are not touched. With
+    ``sends_labels`` the last stage does not read, and the first one sends it the labels. Floating-point inputs are cast
+    to ``dtype``; labels stay as they are.
 
     Schemas and sizes are sent only when they change. A step like the last one costs one small collective.
 
     Args:
         module: the model, whose stages say which ranks read.
         dtype: dtype of the model's computation. If None, inputs are not cast.
+        sends_labels: the ranks of the first stage send the labels to those of the last stage.
     """
 
-    def __init__(self, module: PipelineModule, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, module: PipelineModule, dtype: torch.dtype | None = None, sends_labels: bool = False) -> None:
         self._module, self._dtype = module, dtype
+        last = module.placement[-1]
+        self._receives_labels = sends_labels and module.is_last and not module.is_first
+        self._messages = FieldMessages(module, {last: ["labels"]} if sends_labels and last != module.placement[0] else {})
+        self._reads_labels = module.is_last and not self._receives_labels
+        self._uses_labels = self._reads_labels or (module.is_first and "labels" in self._messages.names)
         self._schemas: dict[Any, int] = {}  # number of each schema that was read here
+        self._field_schemas: dict[Any, int] = {}  # the same of the fields that are sent
+        self._field_numbers = numbers()
         self._formats: list[Format] = []  # of the last microbatches
         self._first_sample = 0  # number of this replica's first sample in the global batch
         self._parameters = list(module.parameters())
@@ -45,7 +58,15 @@ class MicrobatchFeed:
     @property
     def reads(self) -> bool:
         """True if this rank reads data."""
-        return self._module.is_first or self._module.is_last
+        return self._module.is_first or self._reads_labels
+
+    def wait_sent(self) -> None:
+        """Wait for this rank's sends of the last ``fetch``; call it when the microbatches have run."""
+        self._messages.wait_sent()
+
+    def abandon(self) -> None:
+        """Drop all messages after a failure."""
+        self._messages.abandon()
 
     def fetch(
         self, grid: Grid, data_iter: Iterator[Any] | None, count: int, problem: str | None = None
@@ -65,7 +86,7 @@ class MicrobatchFeed:
                 something else than a pair.
         """
         pairs: list[Pair] = []
-        formats = [[0, 0]] * count
+        formats = [[0, 0, 0]] * count
         if problem is None and self.reads:
             try:
                 pairs, formats = self._read(data_iter, count)
@@ -111,13 +132,28 @@ class MicrobatchFeed:
                 raise _BadData(f"the inputs of microbatch {index}: {error}") from error
             pairs.append((item[0], item[1]))
             samples = tensors[0].shape[0] if tensors and tensors[0].dim() else 1
-            formats.append([self._schemas.setdefault(schema, len(self._schemas)), samples])
+            fields = self._number_of_fields(index, item[0], item[1]) if self._module.is_first else 0
+            formats.append([self._schemas.setdefault(schema, len(self._schemas)), samples, fields])
         return pairs, formats
+
+    def _number_of_fields(self, index: int, inputs: Any, labels: Any) -> int:
+        """Return the number of the schema of the fields that a microbatch sends.
+
+        Raises:
+            _BadData: the microbatch does not have a field, or it cannot be sent.
+        """
+        try:
+            _, schema = flatten({name: field(name, inputs, labels) for name in self._messages.names})
+        except (KeyError, TypeError) as error:
+            raise _BadData(f"the fields of microbatch {index} for other ranks: {error.args[0]}") from error
+        if len(self._field_schemas) > _MAX_FIELD_SCHEMAS:
+            self._field_schemas.clear()  # their numbers are not used again
+        if schema not in self._field_schemas:
+            self._field_schemas[schema] = next(self._field_numbers)
+        return self._field_schemas[schema]
 
     def _agree(self, grid: Grid, formats: list[Format], problem: str | None) -> tuple[bool, bool]:
         """Find out whether formats, or the set of trained parameters, changed since the last step. Collective.
-
-        A format is (number of the inputs' schema, number of samples) of one microbatch.
 
         Args:
             grid: grid whose ranks run the microbatches.
@@ -155,7 +191,7 @@ class MicrobatchFeed:
             facts = {
                 f"the shape of the {what} of microbatch {index}": shapes(value)
                 for index, pair in enumerate(pairs)
-                for what, value, read in zip(("inputs", "labels"), pair, (module.is_first, module.is_last))
+                for what, value, read in zip(("inputs", "labels"), pair, (module.is_first, self._uses_labels))
                 if read
             }
             for axis in (grid.tensor, grid.context):
@@ -164,6 +200,7 @@ class MicrobatchFeed:
                     raise AgreedError(f"{reason}: {_SAME_SAMPLES}")
         grid.pipe.broadcast(table, source=module.placement[0])
         self._formats = table.tolist()
+        self._messages.forget_schemas()
         # Replicas may have different numbers of samples: count those of the replicas before this one.
         samples = torch.zeros(grid.data.size, dtype=torch.int64)
         samples[grid.data.rank] = table[:, 1].sum()
@@ -173,18 +210,19 @@ class MicrobatchFeed:
         self._first_sample = before + (grid.replica - grid.data.rank) * int(samples.sum())
 
     def _microbatches(self, pairs: list[Pair]) -> list[Microbatch]:
-        """Return the microbatches, on this rank's device."""
+        """Return the microbatches, on this rank's device. Sends the fields that other ranks need, or receives them."""
+        moved, read = [], list[Fields]()
+        for inputs, labels in pairs or [(None, None)] * len(self._formats):
+            inputs = self._move(inputs, self._dtype) if self._module.is_first else None
+            labels = self._move(labels) if self._uses_labels else None
+            moved.append((inputs, labels if self._reads_labels else None))
+            names = self._messages.names if self._module.is_first else ()
+            read.append(map_tensors(torch.Tensor.detach, {name: field(name, inputs, labels) for name in names}))
+        fields = self._messages.exchange(read, [number for _, _, number in self._formats])
         microbatches, first = [], self._first_sample
-        for index, (schema, samples) in enumerate(self._formats):
-            inputs, labels = pairs[index] if pairs else (None, None)
-            microbatches.append(
-                Microbatch(
-                    self._move(inputs, self._dtype) if self._module.is_first else None,
-                    self._move(labels) if self._module.is_last else None,
-                    schema,
-                    range(first, first + samples),
-                )
-            )
+        for (kind, samples, _), (inputs, labels), own in zip(self._formats, moved, fields, strict=True):
+            labels = own["labels"] if self._receives_labels else labels
+            microbatches.append(Microbatch(inputs, labels, kind, range(first, first + samples)))
             first += samples
         return microbatches
 
