@@ -44,7 +44,9 @@ class MicrobatchFeed:
         self._module, self._dtype = module, dtype
         last = module.placement[-1]
         self._receives_labels = sends_labels and module.is_last and not module.is_first
-        self._messages = FieldMessages(module, {last: ["labels"]} if sends_labels and last != module.placement[0] else {})
+        self._messages = FieldMessages(
+            module, {last: ["labels"]} if sends_labels and last != module.placement[0] else {}
+        )
         self._reads_labels = module.is_last and not self._receives_labels
         self._uses_labels = self._reads_labels or (module.is_first and "labels" in self._messages.names)
         self._schemas: dict[Any, int] = {}  # number of each schema that was read here
