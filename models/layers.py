@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -273,6 +273,7 @@ class NextTokenLoss:
     vocab_size: int
     ignore_index: int = -100
     label_smoothing: float = 0.0
+    next_tokens: ClassVar[bool] = True  # the labels are shifted: batches whose labels are the ids are refused
 
     def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sum of the losses and the number of labels that count.
