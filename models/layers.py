@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -292,6 +292,7 @@ class NextTokenLoss:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     chunk_tokens: int | None = CHUNK_TOKENS
+    next_tokens: ClassVar[bool] = True  # the labels are shifted: batches whose labels are the ids are refused
 
     def __post_init__(self) -> None:
         if self.chunk_tokens is not None:

@@ -49,8 +49,8 @@ class Batch(Options):
     )
     labels: Literal["read", "sent"] = option(
         "read",
-        "Labels of a PipelineModule's last stage. read: its ranks read the data too. sent: only the first stage's "
-        "ranks read data, and send the labels to those of the last stage.",
+        "Labels of a PipelineModule's last stage. read: its ranks read the data too. sent: only the ranks of the first "
+        "stage read data, and they send the labels to those of the last stage.",
     )
 
     def check(self) -> None:

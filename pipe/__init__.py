@@ -13,7 +13,7 @@ Scheduling, without torch:
 
 Running a step:
     microbatches.py         reads a batch's microbatches on the first and last stage; numbers their shapes
-    fields.py               sends labels and parts of the inputs to ranks that do not read the data
+    fields.py               pairs and dicts of the data; sends labels and parts of the inputs to ranks that do not read
     executor.py             one loop over a program's ops: F, B, I, W, sends and receives, and the data axis's ops
     p2p.py                  sends and receives between stages
     schema.py               nested tuples, lists and dicts of tensors <-> a flat list of tensors to send

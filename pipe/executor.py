@@ -79,10 +79,19 @@ class Microbatch:
         labels: labels for the last stage; None on ranks without it.
         kind: equal for microbatches whose inputs have the same structure, shapes and dtypes.
         samples: indices of its samples in the global batch, which key dropout; None if unknown.
+        fields: name -> value of each field that layers of this rank take.
     """
 
-    def __init__(self, inputs: Any, labels: Any, kind: Hashable, samples: range | None = None) -> None:
+    def __init__(
+        self,
+        inputs: Any,
+        labels: Any,
+        kind: Hashable,
+        samples: range | None = None,
+        fields: Mapping[str, Any] | None = None,
+    ) -> None:
         self.inputs, self.labels, self.kind, self.samples = inputs, labels, kind, samples
+        self.fields = fields or {}
 
 
 class Result:
@@ -295,7 +304,7 @@ class Executor:
             checked = stage, self._kind(index)
             self._module.check_hook = None if checked in self._checked else flatten
             with self._parts("stage"):
-                value = self._module.run_stage(stage, value, with_head)
+                value = self._module.run_stage(stage, value, microbatch.fields, with_head)
             self._module.check_hook = None
             self._checked.add(checked)
             if not last:

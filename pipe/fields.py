@@ -6,8 +6,8 @@ rank needs, in one message for each microbatch, and not by way of the stages bet
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from .module import PipelineModule
 from .p2p import Channel, channel_between, receive_value
@@ -18,17 +18,62 @@ _TAG = 1  # the channels between stages have the tags from 2 on
 Fields = Mapping[str, Any]  # name -> value
 
 
-def field(name: str, inputs: Any, labels: Any) -> Any:
-    """Return a field of a microbatch: ``labels``, ``inputs``, or an entry of inputs that are a dict.
+class Item(NamedTuple):
+    """One microbatch as it was read.
+
+    Attributes:
+        inputs: input of the first layer.
+        labels: labels of the loss.
+        entries: further fields by name: the entries of inputs that are a dict, or of a batch that is a dict.
+    """
+
+    inputs: Any
+    labels: Any
+    entries: Mapping[str, Any] = {}
+
+    def field(self, name: str) -> Any:
+        """Return a field: ``labels``, ``inputs``, or an entry.
+
+        Raises:
+            KeyError: the microbatch has no such field; the message lists those that it has.
+        """
+        known = {**self.entries, "inputs": self.inputs, "labels": self.labels}
+        if name not in known:
+            raise KeyError(f"it has no field {name!r}, but {', '.join(known)}")
+        return known[name]
+
+
+def item_of(value: Any, taken: Collection[str]) -> Item:
+    """Return a microbatch of the data as an item.
+
+    Of a dict, as transformers' data collators return it, the entry ``labels`` are the labels, and the inputs are
+    ``input_ids`` and the entries that no layer takes by their names: a dict, or the tensor if ``input_ids`` is alone.
+
+    Args:
+        value: a pair ``(inputs, labels)``, or a dict.
+        taken: names of the fields that layers take.
 
     Raises:
-        KeyError: the microbatch has no such field; the message lists those that it has.
+        TypeError: it is something else, or a dict without labels or inputs.
     """
-    entries = inputs if isinstance(inputs, Mapping) else {}
-    known = {**entries, "inputs": inputs, "labels": labels}
-    if name not in known:
-        raise KeyError(f"it has no field {name!r}, but only {', '.join(known)}")
-    return known[name]
+    if isinstance(value, Mapping):
+        names = ", ".join(map(str, value)) or "nothing"
+        if "labels" not in value:
+            raise TypeError(f"is a dict of {names}, without 'labels': add them, as 'labels': None if there are none")
+        entries = {name: entry for name, entry in value.items() if name != "labels"}
+        inputs = {name: entry for name, entry in entries.items() if name == "input_ids" or name not in taken}
+        if not inputs:
+            raise TypeError(f"is a dict of {names}, of which nothing is left for the first layer: add 'input_ids'")
+        lone = list(inputs) == ["input_ids"]
+        return Item(inputs["input_ids"] if lone else inputs, value["labels"], entries)
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        length = f" of {len(value)}" if isinstance(value, (tuple, list)) else ""
+        raise TypeError(
+            f"is a {type(value).__name__}{length}, not a pair (inputs, labels): let the iterator return pairs, or "
+            "dicts with 'labels'"
+        )
+    inputs, labels = value
+    return Item(inputs, labels, inputs if isinstance(inputs, Mapping) else {})
 
 
 class FieldMessages:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import triax
-from triax import Grid, PipelineEngine
+from triax import Grid, LayerSpec, PipelineEngine, TiedLayerSpec
 from triax.base.errors import AgreedError
 
 from pool import RankFailure
@@ -176,3 +176,198 @@ def test_labels_that_cannot_be_sent_are_refused_on_every_rank(ranks: Any, what: 
 def test_a_plain_module_refuses_sent_labels() -> None:
     with pytest.raises(triax.ConfigError, match=r"batch.labels is sent, but a Linear has no stages"):
         triax.Engine(torch.nn.Linear(2, 2), optimizer=SGD, batch=triax.Batch(size=2, labels="sent"), grid=Grid())
+
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    """A residual layer, masked where the batch is padded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        y: Tensor = x + self.down(torch.tanh(self.up(x))) * attention_mask[..., None]
+        return y
+
+
+class Mix(nn.Module):
+    """A layer that mixes in the embedding of the next word, and counts labels, as multi-token prediction does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.mix = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, input_ids: Tensor, labels: Tensor) -> Tensor:
+        y: Tensor = self.mix(torch.cat([x, self.words(input_ids.roll(-1, 1))], -1)) * (labels >= 0).double().mean()
+        return y
+
+
+def head(words: nn.Embedding, x: Tensor, attention_mask: Tensor) -> Tensor:
+    return x @ words.weight.T * attention_mask[..., None]
+
+
+def listed() -> list[Any]:
+    return [
+        TiedLayerSpec("words", nn.Embedding, VOCABULARY, WIDTH),
+        *[LayerSpec(Block, takes="attention_mask") for _ in range(4)],
+        LayerSpec(Mix, takes=("input_ids", "labels")),
+        LayerSpec(nn.LayerNorm, WIDTH),
+        TiedLayerSpec("words", nn.Embedding, VOCABULARY, WIDTH, forward_fn=head, takes=("attention_mask",)),
+    ]
+
+
+class CountedLoss:
+    """A loss of labels that are the ids' successors, with -100 for padding."""
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+        return total, (labels != -100).sum()
+
+
+def padded(step: int) -> dict[str, Tensor]:
+    """Return one step's batch as a collator does, with padding on the right."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(VOCABULARY, (SAMPLES, LENGTH), generator=generator)
+    lengths = torch.randint(2, LENGTH + 1, (SAMPLES, 1), generator=generator)
+    mask = (torch.arange(LENGTH) < lengths).long()
+    labels = torch.where(mask.bool(), ids.roll(-1, 1), -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def parts(grid: Grid, size: int) -> Iterator[dict[str, Tensor]]:
+    for step in range(STEPS):
+        share = SAMPLES // grid.data.size
+        for first in range(grid.data.rank * share, (grid.data.rank + 1) * share, size):
+            yield {name: value[first : first + size] for name, value in padded(step).items()}
+
+
+def plain_dicts() -> list[tuple[float, dict[str, Tensor]]]:
+    module = triax.PipelineModule(listed(), grid=Grid(), dtype=torch.float64, seed=3)
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    found = []
+    for step in range(STEPS):
+        total, weight = torch.zeros((), dtype=torch.float64), 0.0
+        for index in range(SAMPLES):
+            batch = {name: value[index : index + 1] for name, value in padded(step).items()}
+            x, layers = batch["input_ids"], module.layers
+            x = layers["0"](x)
+            for key in "1234":
+                x = layers[key](x, batch["attention_mask"])
+            x = layers["6"](layers["5"](x, batch["input_ids"], batch["labels"]))
+            loss, count = CountedLoss()(head(layers["0"], x, batch["attention_mask"]), batch["labels"])
+            total, weight = total + loss, weight + float(count)
+        gradients = torch.autograd.grad(total / weight, list(names))
+        with torch.no_grad():
+            for parameter, gradient in zip(names, gradients, strict=True):
+                parameter.sub_(0.1 * gradient)
+        found.append((total.item() / weight, dict(zip(names.values(), gradients, strict=True))))
+    return found
+
+
+def train_dicts(
+    axes: dict[str, int], schedule: str, stage: Any, labels: Any, interval: int
+) -> list[tuple[float, float, dict[str, Tensor]]]:
+    grid = Grid(**axes, timeout=60)
+    module = triax.PipelineModule(
+        listed(), grid=grid, loss_fn=CountedLoss(), dtype=torch.float64, seed=3, partition="uniform"
+    )
+    engine = triax.Engine(
+        module,
+        optimizer=SGD,
+        batch=triax.Batch(size=SAMPLES, microbatch=1, labels=labels),
+        schedule=schedule,
+        zero=triax.Zero(stage=stage),
+        recompute={"interval": interval},
+    )
+    assert isinstance(engine, PipelineEngine)
+    reads = module.is_first or (labels == "read" and module.is_last)
+    data, same = (parts(grid, 1) if reads else None for _ in range(2))
+    found = []
+    for _ in range(STEPS):
+        evaluated = engine.eval_batch(same).item()
+        found.append((evaluated, engine.train_batch(data).item(), engine.gather("gradients")))
+    return found
+
+
+DICTS = [
+    ({}, "1f1b", 0, "read", 1),
+    ({"pipe": 2}, "zb-h1", 1, "read", 0),
+    ({"pipe": 4}, "1f1b", 0, "sent", 2),
+    ({"pipe": 2, "data": 2}, "zb-v", 3, "sent", 1),
+    ({"pipe": 2, "data": 2}, "interleaved", 3, "read", 0),
+    ({"pipe": 2}, "dualpipe-v", 3, "sent", 1),
+]
+
+
+@pytest.mark.parametrize(("axes", "schedule", "stage", "labels", "interval"), DICTS)
+def test_layers_take_fields_of_dicts(
+    ranks: Any, axes: dict[str, int], schedule: str, stage: int, labels: str, interval: int
+) -> None:
+    wanted = plain_dicts()
+    for steps in ranks(math.prod(axes.values()), train_dicts, axes, schedule, stage, labels, interval):
+        for (evaluated, loss, gradients), (own, own_gradients) in zip(steps, wanted, strict=True):
+            assert evaluated == pytest.approx(own, rel=1e-10) == loss
+            torch.testing.assert_close(gradients, own_gradients, rtol=1e-10, atol=1e-13)
+
+
+def test_a_whole_model_takes_fields_as_arguments() -> None:
+    module = triax.PipelineModule(listed(), grid=Grid(), dtype=torch.float64)
+    batch = padded(0)
+    with pytest.raises(ValueError, match=r"layer 1 \(Block\) takes the field 'attention_mask' .* model\(x, attention"):
+        module(batch["input_ids"])
+    assert module(batch["input_ids"], **batch).shape == (SAMPLES, LENGTH, VOCABULARY)
+
+
+def shifted(pipe: int, dicts: bool) -> tuple[float, dict[str, Tensor]]:
+    """Train by labels that are the ids, which the loss shifts, in dicts or in pairs."""
+    grid = Grid(pipe=pipe, timeout=60)
+    module = tiny_gpt(grid, loss_fn=triax.CausalLMLoss(grid=grid))
+    engine = triax.Engine(module, optimizer=SGD, batch=triax.Batch(size=SAMPLES, microbatch=2))
+    assert isinstance(engine, PipelineEngine)
+    pairs = microbatches(grid, [(ids, ids) for ids, _ in batches()], 2)
+    data = ({"input_ids": ids, "labels": labels} for ids, labels in pairs) if dicts else pairs
+    return engine.train_batch(data).item(), engine.gather("gradients")
+
+
+def test_a_dict_of_ids_and_labels_is_a_pair(ranks: Any) -> None:
+    (loss, gradients), *_ = ranks(1, shifted, 1, False)
+    for found, own in ranks(2, shifted, 2, True):
+        assert found == pytest.approx(loss, rel=1e-10)
+        torch.testing.assert_close(own, gradients, rtol=1e-10, atol=1e-13)
+
+
+def wrong(mistake: str) -> None:
+    grid = Grid(pipe=2, timeout=30)
+    module = triax.PipelineModule(listed(), grid=grid, loss_fn=CountedLoss(), dtype=torch.float64, partition="uniform")
+    if mistake == "next tokens":
+        module = tiny_gpt(grid)
+    engine = triax.Engine(module, optimizer=SGD, batch=triax.Batch(size=2, microbatch=1))
+    assert isinstance(engine, PipelineEngine)
+    batch: Any = {name: value[:1] for name, value in padded(0).items()}
+    match mistake:
+        case "no labels":
+            del batch["labels"]
+        case "no mask":
+            del batch["attention_mask"]
+        case "pair":
+            batch = batch["input_ids"], batch["labels"]
+    engine.train_batch(iter([batch] * 2))
+
+
+WRONG = {
+    "no labels": r"microbatch 0 is a dict of input_ids, attention_mask, without 'labels'",
+    "no mask": r"microbatch 0 .* has no field 'attention_mask', but input_ids, inputs, labels",
+    "pair": r"microbatch 0 .* has no field 'attention_mask', but inputs, labels",
+    "next tokens": r"is a dict, .* NextTokenLoss needs .* use loss_fn=triax.CausalLMLoss",
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_batch_without_what_is_needed_is_refused_on_every_rank(ranks: Any, mistake: str) -> None:
+    with pytest.raises(RankFailure, match=WRONG[mistake]) as failure:
+        ranks(2, wrong, mistake)
+    for rank in range(2):
+        assert failure.value[rank].kind == "raised" and re.search(WRONG[mistake], failure.value[rank].text)
