@@ -19,7 +19,7 @@ from ..base.formulas import CHUNK_TOKENS
 from ..context.order import local_length, positions, shard
 from ..grid import Grid
 from ..moe.layer import MoE
-from ..pipe.chunked_loss import is_watched, loss_in_chunks
+from ..pipe.chunked_loss import is_watched, loss_in_chunks, runs_otherwise
 from ..pipe.spec import LayerSpec, TiedLayerSpec
 from ..randomness.random import Dropout, Normal
 from ..tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -345,7 +345,7 @@ class NextTokenLoss:
             layer: the last layer of the pipeline.
             function: the function that runs it, if that is not its ``forward``.
         """
-        if self.chunk_tokens is None or layer is None or is_watched(layer):
+        if self.chunk_tokens is None or layer is None or is_watched(layer) or runs_otherwise(self):
             return False
         if type(layer) is TokenEmbedding:
             return function is TokenEmbedding.attend

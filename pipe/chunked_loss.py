@@ -117,6 +117,12 @@ def loss_in_chunks(
     return form.loss([*roots, *values[len(roots) :]])
 
 
+def runs_otherwise(loss_fn: Any) -> bool:
+    """Return True if a subclass has its own ``__call__``, but the ``of_head`` of a class that knows nothing of it."""
+    owners = {name: next(cls for cls in type(loss_fn).__mro__ if name in vars(cls)) for name in ("__call__", "of_head")}
+    return not issubclass(owners["of_head"], owners["__call__"])
+
+
 def is_watched(layer: nn.Module) -> bool:
     """Return True if a layer or a parameter of it has hooks, which expect one call with all tokens."""
     hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks

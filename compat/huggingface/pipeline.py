@@ -7,7 +7,7 @@ written with a pipe axis loads without one, and the other way round.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -118,6 +118,10 @@ class TrainerLoss(CausalLMLoss):
     def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sum of the losses and the number by which the engine divides it."""
         return super().__call__(logits, labels)[0], self.weight(labels)
+
+    def of_head(self, head: Callable[[Any], Tensor], layer: nn.Module | None, x: Any, labels: Tensor) -> Any:
+        """Return the same for the output layer's input, (B, T, D)."""
+        return super().of_head(head, layer, x, labels)[0], self.weight(labels)
 
     def weight(self, labels: Tensor) -> Tensor:
         """Return the number of labels, ()."""

@@ -29,7 +29,7 @@ from ...base.formulas import CHUNK_TOKENS
 from ...context.context_attention import attention
 from ...context.order import positions, shard
 from ...grid import Axis, Grid
-from ...pipe.chunked_loss import is_watched, loss_in_chunks
+from ...pipe.chunked_loss import is_watched, loss_in_chunks, runs_otherwise
 from ...pipe.spec import LayerSpec, TiedLayerSpec
 from ..layers import softcapped
 from .families import FAMILIES
@@ -336,7 +336,7 @@ class CausalLMLoss:
 
     def takes_head(self, layer: nn.Module | None, function: Callable[..., Any] | None) -> bool:
         """Return True for the output layers of ``hf_layers``, which may be run in chunks of tokens."""
-        if self.chunk_tokens is None or layer is None or is_watched(layer):
+        if self.chunk_tokens is None or layer is None or is_watched(layer) or runs_otherwise(self):
             return False
         return function is Embedding.attend if type(layer) is Embedding else function is None and type(layer) is Head
 

@@ -238,6 +238,13 @@ def test_a_layer_that_mixes_tokens_or_is_watched_gets_all_of_them() -> None:
     assert loss.takes_head(nn.Linear(4, VOCABULARY), None)
     assert not loss.takes_head(Mixing(4, VOCABULARY), None)
     assert not loss.takes_head(nn.Linear(4, VOCABULARY), lambda layer, x: layer(x - x.mean(1, keepdim=True)))
+
+    class Halved(NextTokenLoss):
+        def __call__(self, *arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
+            total, weight = super().__call__(*arguments, **named)
+            return total / 2, weight
+
+    assert not Halved(grid, VOCABULARY, chunk_tokens=2).takes_head(nn.Linear(4, VOCABULARY), None)
     watched = nn.Linear(4, VOCABULARY)
     watched.register_forward_hook(lambda *_: None)
     assert not loss.takes_head(watched, None)
