@@ -39,7 +39,7 @@ def deepseek_layers(
     """List the specs of a DeepSeek's layers in order, for a ``PipelineModule``: ids (B, T) -> logits (B, T, V / t).
 
     The list is ``[embedding, block 0, ..., block L - 1, norm, head]``, as that of ``decoder_layers``. With
-    ``num_nextn_predict_layers``, it has modules that predict further tokens, and returns a tuple of logits (``mtp.py``).
+    ``num_nextn_predict_layers`` it has modules that predict further tokens, and returns several logits (``mtp.py``).
 
     Args:
         config: the model's configuration.

@@ -5,9 +5,9 @@ Liu et al. 2024, arXiv:2412.19437, section 2.2, equations 21 to 25. Module k of 
     h'_i = M_k [RMSNorm(Emb(t_{i+k})); RMSNorm(h_i)]    h_i: of the module before, or of the main model
     h = norm_k(block_k(h'))                             P(t_{i+k+1}) = softmax(head(h_i))
 
-Embedding and head are the main model's. The main model's h is taken behind its final norm, and a module's behind its
-own, as in Megatron-LM, SGLang and vLLM. The paper writes the two parts of M_k's input the other way round; this order
-is that of the published weights (``eh_proj``).
+Embedding and head are the main model's. The paper does not say on which side of the norm before the head h is taken:
+here it is the head's input, of the main model and of each module. The paper writes the two parts of M_k's input the
+other way round; this order is that of the published weights (``eh_proj``).
 
 The list of layers is ``[embedding, block 0, ..., block L - 1, norm, embedding again, module 1, ..., module D, head]``.
 Between the layers before the modules the value is (x, ids), then (states, e): the states (B, T - k, D) of the model and
@@ -81,8 +81,8 @@ def embed_and_keep(embedding: TokenEmbedding, ids: Any) -> tuple[Tensor, Tensor]
     """
     if not isinstance(ids, Tensor) or embedding.context.size > 1:
         raise ValueError(
-            "num_nextn_predict_layers needs ids (B, T) without documents, and context=1. Give rows of one text each, "
-            "or num_nextn_predict_layers=0."
+            "num_nextn_predict_layers needs ids (B, T) without documents, and a grid with context=1. Give rows of ids "
+            "alone (data.document_mask: false), or num_nextn_predict_layers=0."
         )
     return embedding(ids), ids
 
@@ -178,7 +178,8 @@ class MTPModule(nn.Module):
 class MTPLoss:
     """Loss of a model with multi-token prediction: ``main``, and ``mtp_1`` to ``mtp_D`` with the factor ``factor`` / D.
 
-    Each is the mean over the labels that it predicts, of which the last k positions of a row have none for module k.
+    Each is the mean over the labels that it predicts; the last k positions of a row have none for module k. In
+    evaluation the loss is ``main``, and the others are metrics.
 
     Args:
         grid: grid whose tensor axis shards the vocabulary.
@@ -201,7 +202,10 @@ class MTPLoss:
         """
         loss = NextTokenLoss(self.grid, self.vocab_size)
         terms = {name: loss(x, mine) for x, (name, mine) in zip(logits, self._labels(labels).items(), strict=True)}
-        return Loss(terms, dict.fromkeys([*terms][1:], self.factor / self.depth))
+        main, *others = terms
+        if not torch.is_grad_enabled():
+            return Loss({main: terms.pop(main)}, metrics=terms)
+        return Loss(terms, dict.fromkeys(others, self.factor / self.depth))
 
     def weight(self, labels: Tensor) -> dict[str, Tensor]:
         """Return the number of labels of each term."""

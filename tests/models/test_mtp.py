@@ -19,12 +19,14 @@ from triax import Grid
 from triax.models import MTPLoss, deepseek_layers
 from triax.models.config import DeepseekConfig
 from triax.models.huggingface.load import config_from_hf
+from triax.plan.layers import layers_of
 
 import mtp_reference
 from exact_norms import exact
 from toys import same
 
 ROWS, LENGTH, FACTOR = 4, 9, 0.3
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2]]
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -130,3 +132,75 @@ def test_loss_and_gradients_are_those_of_the_equations(
     assert before.keys() == again.keys()
     assert all(torch.equal(again[name], weight) for name, weight in before.items())
     assert json.loads((tmp_path / "again" / "config.json").read_text())["num_nextn_predict_layers"] == modules
+
+
+def generated(folder: str, modules: int, axes: dict[str, int]) -> list[list[int]]:
+    grid = Grid(**axes, timeout=60)
+    module = module_of(Path(folder), grid, modules)
+    return triax.init_inference(module, max_length=20).generate(PROMPTS, max_new_tokens=6, temperature=0)
+
+
+def test_generation_leaves_the_modules_out(ranks: Any, tmp_path: Path) -> None:
+    model = write(tmp_path, 2)
+    wanted = generated(str(tmp_path), 0, {})
+    for prompt, tokens in zip(PROMPTS, wanted, strict=True):
+        with exact(model):
+            theirs = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False)
+        assert tokens == theirs[0].tolist()
+    assert ranks(2, generated, str(tmp_path), 2, {"pipe": 2}) == [wanted] * 2
+    assert generated(str(tmp_path), 2, {}) == wanted
+
+
+def evaluated(folder: str) -> tuple[float, dict[str, Any]]:
+    module = module_of(Path(folder), Grid(), 1)
+    batch_of_one = triax.Batch(size=ROWS, microbatch=ROWS)
+    engine = triax.Engine(module, optimizer=partial(torch.optim.SGD, lr=0.1), batch=batch_of_one)
+    assert isinstance(engine, triax.PipelineEngine)
+    return engine.eval_batch(iter([batch()])).item(), engine.metrics
+
+
+def test_an_evaluation_is_of_the_model_alone(tmp_path: Path) -> None:
+    model = write(tmp_path, 1)
+    ids, labels = batch()
+    with exact(model), torch.no_grad():
+        _, terms = mtp_reference.loss_of(mtp_reference.logits_of(model, ids), labels, FACTOR)
+    loss, metrics = evaluated(str(tmp_path))
+    assert loss == pytest.approx(terms["main"], rel=1e-10) and metrics == pytest.approx(terms, rel=1e-10)
+
+
+def test_parameters_are_counted() -> None:
+    config = DeepseekConfig.preset("deepseek-tiny", num_nextn_predict_layers=2)
+    layers = deepseek_layers(config)
+    module = triax.PipelineModule(layers, grid=Grid(), device="meta")
+    assert sum(parameter.numel() for parameter in module.parameters()) == config.parameter_count
+    assert len(layers) == config.layer_count
+
+
+def refusals(folder: str) -> list[str]:
+    """Return what is said of a context axis."""
+    grid = Grid(context=2, timeout=30)
+    module = module_of(Path(folder), grid, 1)
+    engine: Any = triax.Engine(module, optimizer=partial(torch.optim.SGD, lr=0.1), batch=triax.Batch(size=ROWS))
+    with pytest.raises(Exception, match="context=1") as error:
+        engine.train_batch(iter([batch()] * ROWS))
+    return [str(error.value)]
+
+
+def test_what_modules_cannot_do_is_refused(ranks: Any, tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    config = DeepseekConfig.preset("deepseek-tiny", num_nextn_predict_layers=1)
+    with pytest.raises(ValueError, match="num_nextn_predict_layers is -1"):
+        replace(config, num_nextn_predict_layers=-1)
+    with pytest.raises(ValueError, match="num_nextn_predict_layers=1 shortens the sequence"):
+        deepseek_layers(config, sequence_parallel=True)
+    with pytest.raises(ValueError, match=r"num_nextn_predict_layers is 1, and modules .* are not counted"):
+        layers_of(config)
+    module = triax.PipelineModule(deepseek_layers(config), grid=Grid(), partition="uniform")
+    ids, _ = batch()
+    with pytest.raises(ValueError, match=r"needs ids .* without documents"):
+        module.run_stage(0, (ids, torch.zeros_like(ids)))
+    with pytest.raises(ValueError, match=r"the rows have 1 tokens.*at least 2"):
+        module.run_stage(0, ids[:, :1])
+    with pytest.raises(ValueError, match=r"layers\.\d+\..* is loaded from model\.layers\.4\."):
+        module_of(tmp_path, Grid(), 2)
+    assert ranks(2, refusals, str(tmp_path))
