@@ -132,6 +132,19 @@ def test_a_run_resumed_on_another_grid_equals_plain_pytorch(ranks: Any, place: P
     assert {path.name for path in model.iterdir()} == {"config.json", "model.safetensors"}
 
 
+def test_a_run_with_multi_token_prediction_names_its_terms(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    modules = "model={preset: deepseek-tiny, overrides: {num_nextn_predict_layers: 1, aux_loss_alpha: 0.0}}"
+    losses = [loss for loss, *_ in run(str(place), "name=mtp", modules, "data.document_mask=false")[1]]
+    rows = [json.loads(line) for line in (place / "runs" / "mtp" / "metrics.jsonl").read_text().splitlines()]
+    terms = [(row["Train/Metrics/main"], row["Train/Metrics/mtp_1"]) for row in rows if "Train/Metrics/main" in row]
+    assert losses == pytest.approx([main + 0.3 * further for main, further in terms], rel=1e-12)
+    main, further = terms[-1]
+    assert f"loss {losses[-1]:.4f}  main {main:.4f}  mtp_1 {further:.4f}" in capsys.readouterr().out
+
+
 def test_the_first_picture_is_drawn_during_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     schedule = make_schedule("1f1b", 2, 4)
     report, path = Reporter(tmp_path, True, steps=100, every=20), tmp_path / "schedule.png"
