@@ -6,7 +6,7 @@ Each layer takes ``x``, or ``(x, documents)`` if rows are packed (``packed.py``)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ from ..base.formulas import CHUNK_TOKENS
 from ..context.order import local_length, positions, shard
 from ..grid import Grid
 from ..moe.layer import MoE
-from ..pipe.chunked_loss import is_watched, loss_in_chunks, runs_otherwise
+from ..pipe.chunked_loss import Head, is_watched, loss_in_chunks, runs_otherwise
 from ..pipe.spec import LayerSpec, TiedLayerSpec
 from ..randomness.random import Dropout, Normal
 from ..tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -351,19 +351,20 @@ class NextTokenLoss:
             return function is TokenEmbedding.attend
         return function is None and type(layer) in (VocabParallelHead, CappedHead, nn.Linear)
 
-    def of_head(self, head: Callable[[Any], Tensor], layer: nn.Module | None, x: Any, labels: Labels) -> Any:
+    def of_head(self, head: Head, x: Any, labels: Labels) -> Any:
         """Return the loss of the output layer's input, (B, T, D), or (B, T / t, D) under sequence parallelism."""
         assert self.chunk_tokens is not None
         loss: Any = self
+        layer = head.layer
         if isinstance(layer, (CappedHead, TokenEmbedding)) and layer.softcap is not None:
             loss = partial(self, softcap=layer.softcap)  # it caps in blocks that are smaller than a chunk
-            head = partial(_uncapped, layer)
+            head = replace(head, function=partial(_uncapped, layer))
         length = x.shape[1]
         if getattr(layer, "sequence_parallel", False):
             length *= self.grid.tensor.size
         mine, weights = self._local(labels, length)
         pair = mine if weights is None else (mine, weights)
-        return loss_in_chunks(head, layer, loss, x, pair, self.chunk_tokens)
+        return loss_in_chunks(head, loss, x, pair, self.chunk_tokens)
 
     def _local(self, labels: Labels, length: int | None) -> tuple[Tensor, Tensor | None]:
         """Return labels and weights of this rank's tokens, which are ``length``, or of any number."""

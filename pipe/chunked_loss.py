@@ -16,7 +16,8 @@ would need the logits again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -30,8 +31,27 @@ from ..grid.loss_pair import is_pair, sum_and_weight
 from ..grid.loss_terms import Loss, Metric, NamedLosses, Term, is_named, named_losses
 from .backward import Deferred, SplitBackward, unsplit
 
-Head = Callable[[Any], Tensor]
 LossFunction = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Head:
+    """The last layer of a pipeline, as its loss function runs it.
+
+    Attributes:
+        function: the layer's forward.
+        layer: the module whose parameters it uses; None: it uses none.
+        part: returns the context of the part ``stage``, in which its FLOPs count.
+    """
+
+    function: Callable[[Any], Tensor]
+    layer: nn.Module | None = None
+    part: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def __call__(self, x: Any) -> Tensor:
+        """Run the layer."""
+        with self.part():
+            return self.function(x)
 
 
 def chunked(loss_fn: LossFunction, tokens: int = CHUNK_TOKENS) -> ChunkedLoss:
@@ -75,19 +95,16 @@ class ChunkedLoss:
         """Return True: any last layer is run in chunks."""
         return True
 
-    def of_head(self, head: Head, layer: nn.Module | None, x: Any, labels: Any) -> Any:
+    def of_head(self, head: Head, x: Any, labels: Any) -> Any:
         """Return the loss of the last layer's input; see ``loss_in_chunks``."""
-        return loss_in_chunks(head, layer, self.loss_fn, x, labels, self.tokens)
+        return loss_in_chunks(head, self.loss_fn, x, labels, self.tokens)
 
 
-def loss_in_chunks(
-    head: Head, layer: nn.Module | None, loss_fn: LossFunction, x: Any, labels: Any, tokens: int = CHUNK_TOKENS
-) -> Any:
+def loss_in_chunks(head: Head, loss_fn: LossFunction, x: Any, labels: Any, tokens: int = CHUNK_TOKENS) -> Any:
     """Return ``loss_fn(head(x), labels)``, in chunks if there are more than ``tokens`` tokens.
 
     Args:
-        head: the last layer's forward, which acts on each token by itself.
-        layer: the module whose parameters it uses; None: it uses none.
+        head: the last layer, which acts on each token by itself.
         loss_fn: a sum over tokens, as for ``chunked``.
         x: the last layer's input, (B, T, ...); with ``sequence_parallel``, (B, T / t, ...).
         labels: nest of tensors (B, T, ...), those of the tokens of ``x``.
@@ -101,6 +118,7 @@ def loss_in_chunks(
         TypeError: ``loss_fn`` uses parameters that are not the layer's.
     """
     spread = 1
+    layer = head.layer
     if layer is not None and getattr(layer, "sequence_parallel", False):
         spread = cast("Axis", layer.axis).size
     _check(x, labels, spread)
@@ -232,14 +250,18 @@ class _Chunks:
         }
         self._x = x.detach()
         with torch.enable_grad(), unsplit():
-            first = self._run(self._x[:1, :1], slice(0, 1), slice(0, 1))
+            # Not a part of the stage: the token is run again with its chunk.
+            first = self._run(replace(head, part=nullcontext), self._x[:1, :1], slice(0, 1), slice(0, 1))
         self._refuse_others(first)
         self.form = _Form(first)
 
     def sums(self) -> list[Tensor]:
         """Run forward alone, and return the numbers of the whole microbatch."""
         with torch.no_grad():
-            found = [self.form.numbers(self._run(self._x[rows, cols], rows, cols)) for rows, cols in self._places()]
+            found = [
+                self.form.numbers(self._run(self._head, self._x[rows, cols], rows, cols))
+                for rows, cols in self._places()
+            ]
         return [torch.stack([each.to(_exact(each)) for each in column]).sum(0) for column in zip(*found, strict=True)]
 
     def differentiate(self, factors: Sequence[Tensor | None], needs_x: bool) -> tuple[list[Tensor], list[Any]]:
@@ -263,7 +285,7 @@ class _Chunks:
             for rows, cols in self._places():
                 piece, queue = self._x[rows, cols].detach().requires_grad_(needs_x), Deferred()
                 with torch.enable_grad(), SplitBackward(queue):
-                    found = self.form.numbers(self._run(piece, rows, cols))
+                    found = self.form.numbers(self._run(self._head, piece, rows, cols))
                 roots = [(n, f) for n, f in zip(found, factors) if f is not None and n.requires_grad]
                 wanted = [piece, *totals] if needs_x else [*totals]
                 gradients: list[Tensor | None] = [None] * len(wanted)
@@ -282,10 +304,10 @@ class _Chunks:
                         total += gradient
         return numbers, [dx, *(total.to(p.dtype) for p, total in totals.items())]
 
-    def _run(self, piece: Tensor, rows: slice, cols: slice) -> Any:
+    def _run(self, head: Head, piece: Tensor, rows: slice, cols: slice) -> Any:
         """Return the loss of a piece of x, (b, n, ...)."""
         labels = map_tensors(lambda each: self._labels_of(each, rows, cols), self._labels)
-        return self._loss_fn(self._head(piece), labels)
+        return self._loss_fn(head(piece), labels)
 
     def _labels_of(self, labels: Tensor, rows: slice, cols: slice) -> Tensor:
         """Return labels (b, n, ...) of a piece; of n / t tokens of each of the t shards that the head joins."""

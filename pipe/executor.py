@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -171,6 +172,7 @@ class Executor:
         self._last_stage = len(module.placement) - 1
         self._outgoing, self._incoming = channels(module, "F"), channels(module, "B")
         self._channels = [*self._outgoing.values(), *self._incoming.values()]
+        module.stage_part = partial(parts, "stage")
         self._handlers: dict[str, Callable[[Op], None]] = {
             "F": self._forward,
             "B": self._backward,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.metadata import entry_points
 from itertools import pairwise
@@ -21,6 +22,7 @@ from ..grid.auxiliary import AuxiliaryLayer, AuxiliaryLosses
 from ..grid.layout import rename
 from ..grid.loss_terms import is_named, named_losses
 from ..randomness.random import DropoutState, SampleRandom, seeded
+from .chunked_loss import Head
 from .partition import boundaries
 from .placeholders import Placeholders, Put
 from .program.placement import place
@@ -121,6 +123,7 @@ class PipelineModule(nn.Module):
             gathers weights there.
         check_hook: if set, called with each value that passes from one layer to the next.
         prefetch_hook: if set, called with the layers that a recomputation will run. ZeRO-3 starts to gather them.
+        stage_part: returns the context of the part ``stage``, for layers that the loss function runs.
         training_started: set by the engine, whose optimizer changes weights without their version counters.
 
     Raises:
@@ -192,6 +195,7 @@ class PipelineModule(nn.Module):
         self.run_hook: Callable[[int, int, Callable[[Any], Any], Any], Any] | None = None
         self.prefetch_hook: Callable[[Sequence[int]], None] | None = None
         self.check_hook: Callable[[Any], object] | None = None
+        self.stage_part: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.training_started = False
         # The whole model: its list, cut into stages, and the weights that are tied.
         self._list = list(layers)
@@ -333,8 +337,10 @@ class PipelineModule(nn.Module):
         if with_head:
             index, key, function, _ = self._calls[stage][-1]
             layer = None if key is None else self.layers[key]
-            head = layer if function is None else function if layer is None else partial(function, layer)
-            run = lambda x: _as_nest(loss_fn.of_head(head, layer, x, labels))  # noqa: E731
+            call = layer if function is None else function if layer is None else partial(function, layer)
+            assert call is not None
+            head = Head(call, layer, self.stage_part)
+            run = lambda x: _as_nest(loss_fn.of_head(head, x, labels))  # noqa: E731
             return run(outputs) if layer is None or self.run_hook is None else self.run_hook(stage, index, run, outputs)
         if self.run_hook is None or not self.has_loss_module:
             return loss_fn(outputs, labels)

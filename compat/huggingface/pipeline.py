@@ -7,7 +7,7 @@ written with a pipe axis loads without one, and the other way round.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from ...grid.layout import rename
 from ...models.huggingface.config import layer_count
 from ...models.huggingface.names import expand
 from ...models.huggingface.pipeline_layers import CausalLMLoss, HFModel, hf_layers
+from ...pipe.chunked_loss import Head
 from ...pipe.module import PipelineModule
 from ...pipe.program.simulate import Costs
 from ...pipe.schedules.choose import make_schedule
@@ -119,9 +120,9 @@ class TrainerLoss(CausalLMLoss):
         """Return the sum of the losses and the number by which the engine divides it."""
         return super().__call__(logits, labels)[0], self.weight(labels)
 
-    def of_head(self, head: Callable[[Any], Tensor], layer: nn.Module | None, x: Any, labels: Tensor) -> Any:
+    def of_head(self, head: Head, x: Any, labels: Tensor) -> Any:
         """Return the same for the output layer's input, (B, T, D)."""
-        return super().of_head(head, layer, x, labels)[0], self.weight(labels)
+        return super().of_head(head, x, labels)[0], self.weight(labels)
 
     def weight(self, labels: Tensor) -> Tensor:
         """Return the number of labels, ()."""

@@ -29,6 +29,7 @@ from ...base.formulas import CHUNK_TOKENS
 from ...context.context_attention import attention
 from ...context.order import positions, shard
 from ...grid import Axis, Grid
+from ...pipe.chunked_loss import Head as LastLayer
 from ...pipe.chunked_loss import is_watched, loss_in_chunks, runs_otherwise
 from ...pipe.spec import LayerSpec, TiedLayerSpec
 from ..layers import softcapped
@@ -340,11 +341,11 @@ class CausalLMLoss:
             return False
         return function is Embedding.attend if type(layer) is Embedding else function is None and type(layer) is Head
 
-    def of_head(self, head: Callable[[Any], Tensor], layer: nn.Module | None, x: Any, labels: Tensor) -> Any:
+    def of_head(self, head: LastLayer, x: Any, labels: Tensor) -> Any:
         """Return the loss of the output layer's input, (B, T, D)."""
         assert self.chunk_tokens is not None
         labels = self._following(labels, x.shape[1])
-        return loss_in_chunks(head, layer, self._entropy, x, labels, self.chunk_tokens)
+        return loss_in_chunks(head, self._entropy, x, labels, self.chunk_tokens)
 
     def _following(self, labels: Tensor, length: int) -> Tensor:
         """Return the label that follows each of this rank's tokens, which are ``length``: (B, T)."""
