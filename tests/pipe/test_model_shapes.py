@@ -113,7 +113,7 @@ def in_float64(value: Any) -> Any:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def trained(model: str, axes: dict[str, int], schedule: str, stage: Any) -> Any:
+def trained(model: str, axes: dict[str, Any], schedule: str, stage: Any) -> Any:
     """Return the initial weights, the loss, the metrics and the gradients of one step on a grid."""
     page, arguments, _ = MODELS[model]
     given, grid = program(page, model), Grid(**axes, timeout=60)
