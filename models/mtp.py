@@ -60,7 +60,8 @@ def mtp_layers(
             f"num_nextn_predict_layers={depth} shortens the sequence, of which sequence_parallel=True needs equal "
             "shards. Leave out one of them."
         )
-    width, vocab_size, init = config.hidden_size, config.vocab_size, {"init": Normal(config.initializer_range)}
+    width, vocab_size = config.hidden_size, config.vocab_size
+    init: dict[str, Any] = {"init": Normal(config.initializer_range)}
     embedding = partial(TiedLayerSpec, "embed", TokenEmbedding, vocab_size, width, **init)
     head = LayerSpec(MTPHead, width, vocab_size, **init)
     return [
@@ -107,10 +108,10 @@ def _each(head: Callable[[Tensor], Tensor], value: Any) -> Any:
 class CarriesIds(nn.Module):
     """Base class that makes a layer of x one of (x, ids)."""
 
-    def forward(self, value: Any) -> tuple[Tensor, Tensor]:
-        """Run the layer on x, and return the ids beside it."""
-        x, ids = value
-        return super().forward(x), ids  # type: ignore[misc]
+    def forward(self, x: Any) -> Any:
+        """Run the layer on x of (x, ids), and return the ids beside its output."""
+        x, ids = x
+        return super().forward(x), ids
 
 
 class RMSNormWithIds(CarriesIds, RMSNorm):

@@ -263,7 +263,7 @@ def named_run(out: str) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
         disable_tqdm=True,
         save_strategy="no",
     )
-    trainer = Named(model=model_of("gpt2"), args=args, train_dataset=Text(), callbacks=[Keep()])
+    trainer: Any = Named(model=model_of("gpt2"), args=args, train_dataset=Text(), callbacks=[Keep()])
     trainer.train()
     return [row for row in trainer.state.log_history if "loss" in row], seen
 

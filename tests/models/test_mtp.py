@@ -23,6 +23,9 @@ from triax.plan.layers import layers_of
 
 import mtp_reference
 from exact_norms import exact
+from paths import DOCS
+from processes import program
+from readme_blocks import blocks, programs
 from toys import same
 
 ROWS, LENGTH, FACTOR = 4, 9, 0.3
@@ -62,7 +65,7 @@ def module_of(folder: Path, grid: Grid, modules: int) -> triax.PipelineModule:
 
 
 def trained(
-    folder: str, modules: int, axes: dict[str, int], schedule: str, stage: Any
+    folder: str, modules: int, axes: dict[str, Any], schedule: str, stage: Any
 ) -> tuple[float, dict[str, Any], dict[str, Tensor]]:
     """Save what was loaded, and return the loss, the terms and the gradients of a step, under Hugging Face's names."""
     grid = Grid(**axes, timeout=60)
@@ -134,7 +137,7 @@ def test_loss_and_gradients_are_those_of_the_equations(
     assert json.loads((tmp_path / "again" / "config.json").read_text())["num_nextn_predict_layers"] == modules
 
 
-def generated(folder: str, modules: int, axes: dict[str, int]) -> list[list[int]]:
+def generated(folder: str, modules: int, axes: dict[str, Any]) -> list[list[int]]:
     grid = Grid(**axes, timeout=60)
     module = module_of(Path(folder), grid, modules)
     return triax.init_inference(module, max_length=20).generate(PROMPTS, max_new_tokens=6, temperature=0)
@@ -204,3 +207,11 @@ def test_what_modules_cannot_do_is_refused(ranks: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"layers\.\d+\..* is loaded from model\.layers\.4\."):
         module_of(tmp_path, Grid(), 2)
     assert ranks(2, refusals, str(tmp_path))
+
+
+@pytest.mark.parametrize(("size", "sizes"), [(1, []), (4, ["2", "1", "2"])])
+def test_the_program_of_the_page_prints_what_it_shows(ranks: Any, tmp_path: Path, size: int, sizes: list[str]) -> None:
+    page = (DOCS / "models.md").read_text()
+    (tmp_path / "mtp.py").write_text(programs(page)["mtp.py"])
+    shown = next(block.text for block in blocks(page) if block.language == "text" and "mtp_1" in block.text)
+    assert ranks(size, program, ["mtp.py", *sizes], str(tmp_path))[0] == shown
