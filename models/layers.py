@@ -19,7 +19,7 @@ from ..base.formulas import CHUNK_TOKENS
 from ..context.order import local_length, positions, shard
 from ..grid import Grid
 from ..moe.layer import MoE
-from ..pipe.chunked_loss import Head, is_watched, loss_in_chunks, runs_otherwise
+from ..pipe.chunked_loss import LastLayer, is_watched, loss_in_chunks, runs_otherwise
 from ..pipe.spec import LayerSpec, TiedLayerSpec
 from ..randomness.random import Dropout, Normal
 from ..tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -351,7 +351,7 @@ class NextTokenLoss:
             return function is TokenEmbedding.attend
         return function is None and type(layer) in (VocabParallelHead, CappedHead, nn.Linear)
 
-    def of_head(self, head: Head, x: Any, labels: Labels) -> Any:
+    def of_head(self, head: LastLayer, x: Any, labels: Labels) -> Any:
         """Return the loss of the output layer's input, (B, T, D), or (B, T / t, D) under sequence parallelism."""
         assert self.chunk_tokens is not None
         loss: Any = self

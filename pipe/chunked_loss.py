@@ -35,7 +35,7 @@ LossFunction = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
-class Head:
+class LastLayer:
     """The last layer of a pipeline, as its loss function runs it.
 
     Attributes:
@@ -95,12 +95,12 @@ class ChunkedLoss:
         """Return True: any last layer is run in chunks."""
         return True
 
-    def of_head(self, head: Head, x: Any, labels: Any) -> Any:
+    def of_head(self, head: LastLayer, x: Any, labels: Any) -> Any:
         """Return the loss of the last layer's input; see ``loss_in_chunks``."""
         return loss_in_chunks(head, self.loss_fn, x, labels, self.tokens)
 
 
-def loss_in_chunks(head: Head, loss_fn: LossFunction, x: Any, labels: Any, tokens: int = CHUNK_TOKENS) -> Any:
+def loss_in_chunks(head: LastLayer, loss_fn: LossFunction, x: Any, labels: Any, tokens: int = CHUNK_TOKENS) -> Any:
     """Return ``loss_fn(head(x), labels)``, in chunks if there are more than ``tokens`` tokens.
 
     Args:
@@ -233,7 +233,7 @@ class _Chunks:
 
     def __init__(
         self,
-        head: Head,
+        head: LastLayer,
         loss_fn: LossFunction,
         x: Tensor,
         labels: Any,
@@ -304,7 +304,7 @@ class _Chunks:
                         total += gradient
         return numbers, [dx, *(total.to(p.dtype) for p, total in totals.items())]
 
-    def _run(self, head: Head, piece: Tensor, rows: slice, cols: slice) -> Any:
+    def _run(self, head: LastLayer, piece: Tensor, rows: slice, cols: slice) -> Any:
         """Return the loss of a piece of x, (b, n, ...)."""
         labels = map_tensors(lambda each: self._labels_of(each, rows, cols), self._labels)
         return self._loss_fn(head(piece), labels)

@@ -22,7 +22,7 @@ from ..grid.auxiliary import AuxiliaryLayer, AuxiliaryLosses
 from ..grid.layout import rename
 from ..grid.loss_terms import is_named, named_losses
 from ..randomness.random import DropoutState, SampleRandom, seeded
-from .chunked_loss import Head
+from .chunked_loss import LastLayer
 from .partition import boundaries
 from .placeholders import Placeholders, Put
 from .program.placement import place
@@ -339,7 +339,7 @@ class PipelineModule(nn.Module):
             layer = None if key is None else self.layers[key]
             call = layer if function is None else function if layer is None else partial(function, layer)
             assert call is not None
-            head = Head(call, layer, self.stage_part)
+            head = LastLayer(call, layer, self.stage_part)
             run = lambda x: _as_nest(loss_fn.of_head(head, x, labels))  # noqa: E731
             return run(outputs) if layer is None or self.run_hook is None else self.run_hook(stage, index, run, outputs)
         if self.run_hook is None or not self.has_loss_module:

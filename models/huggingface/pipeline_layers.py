@@ -29,8 +29,7 @@ from ...base.formulas import CHUNK_TOKENS
 from ...context.context_attention import attention
 from ...context.order import positions, shard
 from ...grid import Axis, Grid
-from ...pipe.chunked_loss import Head as LastLayer
-from ...pipe.chunked_loss import is_watched, loss_in_chunks, runs_otherwise
+from ...pipe.chunked_loss import LastLayer, is_watched, loss_in_chunks, runs_otherwise
 from ...pipe.spec import LayerSpec, TiedLayerSpec
 from ..layers import softcapped
 from .families import FAMILIES

@@ -16,7 +16,7 @@ import triax
 from triax import Grid, LayerSpec, Loss, NextTokenLoss, PipelineModule
 from triax.monitor.profiler.flop_counter import FlopCounter
 from triax.monitor.profiler.memory_meter import MemoryMeter
-from triax.pipe.chunked_loss import Head, loss_in_chunks
+from triax.pipe.chunked_loss import LastLayer, loss_in_chunks
 
 from pool import RankFailure
 from training import microbatches, text_batches, tiny_gpt
@@ -179,7 +179,7 @@ def test_bytes_are_those_of_two_chunks() -> None:
     for each in (chunk, 2 * chunk, tokens):
         loss = NextTokenLoss(grid, vocabulary, chunk_tokens=each)
         with MemoryMeter(lambda: 0) as meter:
-            total, _ = loss.of_head(Head(head, head), x, labels)
+            total, _ = loss.of_head(LastLayer(head, head), x, labels)
             total.backward()
         peaks[each] = meter.peak
         x.grad = head.weight.grad = None
@@ -265,7 +265,7 @@ def test_mistakes_are_refused(ranks: Any) -> None:
         ranks(2, train_with_a_mean)
     halves = triax.chunked(lambda logits, labels: Loss({"all": (logits.sum(), 1.0)}, {}, {"half": logits.mean()}), 2)
     with pytest.raises(ValueError, match="a mean for 'half'"):
-        halves.of_head(Head(nn.Identity()), torch.ones(1, 8, 4), torch.zeros(1, 8))
+        halves.of_head(LastLayer(nn.Identity()), torch.ones(1, 8, 4), torch.zeros(1, 8))
     with pytest.raises(TypeError, match="a module with parameters, which would get no gradients"):
         triax.chunked(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="tokens"):
@@ -278,11 +278,11 @@ def test_mistakes_are_refused(ranks: Any) -> None:
         return (logits + own).sum(), labels.numel()
 
     with pytest.raises(TypeError, match=r"a parameter of shape \(6,\) that is not the last layer's"):
-        loss_in_chunks(Head(head, head), biased, x, labels, 2)
+        loss_in_chunks(LastLayer(head, head), biased, x, labels, 2)
     with pytest.raises(ValueError, match=r"labels of shape \(1, 4\) do not fit the 8 tokens of each of 1 rows"):
-        loss_in_chunks(Head(head, head), biased, x, labels[:, :4], 2)
+        loss_in_chunks(LastLayer(head, head), biased, x, labels[:, :4], 2)
     with pytest.raises(ValueError, match="the input of the last layer is a tuple"):
-        loss_in_chunks(Head(head, head), biased, (x, x), labels, 2)
+        loss_in_chunks(LastLayer(head, head), biased, (x, x), labels, 2)
 
 
 def test_flops_of_chunks_are_those_of_whole_logits() -> None:
