@@ -18,7 +18,7 @@ _TAG = 1  # the channels between stages have the tags from 2 on
 Fields = Mapping[str, Any]  # name -> value
 
 
-class Item(NamedTuple):
+class MicrobatchData(NamedTuple):
     """One microbatch as it was read.
 
     Attributes:
@@ -43,8 +43,8 @@ class Item(NamedTuple):
         return known[name]
 
 
-def item_of(value: Any, taken: Collection[str]) -> Item:
-    """Return a microbatch of the data as an item.
+def microbatch_data(value: Any, taken: Collection[str]) -> MicrobatchData:
+    """Return the inputs, labels and entries of a microbatch that the data iterator returned.
 
     Of a dict, as transformers' data collators return it, the entry ``labels`` are the labels, and the inputs are
     ``input_ids`` and the entries that no layer takes by their names: a dict, or the tensor if ``input_ids`` is alone.
@@ -65,7 +65,7 @@ def item_of(value: Any, taken: Collection[str]) -> Item:
         if not inputs:
             raise TypeError(f"is a dict of {names}, of which nothing is left for the first layer: add 'input_ids'")
         lone = list(inputs) == ["input_ids"]
-        return Item(inputs["input_ids"] if lone else inputs, value["labels"], entries)
+        return MicrobatchData(inputs["input_ids"] if lone else inputs, value["labels"], entries)
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         length = f" of {len(value)}" if isinstance(value, (tuple, list)) else ""
         raise TypeError(
@@ -73,7 +73,7 @@ def item_of(value: Any, taken: Collection[str]) -> Item:
             "dicts with 'labels'"
         )
     inputs, labels = value
-    return Item(inputs, labels, inputs if isinstance(inputs, Mapping) else {})
+    return MicrobatchData(inputs, labels, inputs if isinstance(inputs, Mapping) else {})
 
 
 class FieldMessages:

@@ -13,7 +13,7 @@ from ..base.errors import AgreedError
 from ..base.nest import map_tensors
 from ..grid import Grid
 from .executor import Microbatch
-from .fields import FieldMessages, Fields, Item, item_of
+from .fields import FieldMessages, Fields, MicrobatchData, microbatch_data
 from .module import PipelineModule
 from .schema import flatten
 
@@ -88,7 +88,7 @@ class MicrobatchFeed:
             AgreedError: on every rank, if any rank has a problem, or its iterator ended early, failed, or returned
                 something else than a pair or a dict.
         """
-        items: list[Item] = []
+        items: list[MicrobatchData] = []
         formats = [[0, 0, 0]] * count
         if problem is None and self.reads:
             try:
@@ -100,7 +100,7 @@ class MicrobatchFeed:
             self._share_formats(grid, items, formats)
         return self._microbatches(items), new_trained
 
-    def _read(self, data_iter: Iterator[Any] | None, count: int) -> tuple[list[Item], list[Format]]:
+    def _read(self, data_iter: Iterator[Any] | None, count: int) -> tuple[list[MicrobatchData], list[Format]]:
         """Read the next microbatches on this rank; returns them and their formats.
 
         Raises:
@@ -110,7 +110,7 @@ class MicrobatchFeed:
             what = "None" if data_iter is None else f"a {type(data_iter).__name__}"
             raise _BadData(f"data_iter is {what}, not an iterator: pass iter(loader) once and keep it")
         assert data_iter is not None
-        items: list[Item] = []
+        items: list[MicrobatchData] = []
         formats: list[Format] = []
         for index in range(count):
             try:
@@ -131,7 +131,7 @@ class MicrobatchFeed:
                     "pairs (ids, next tokens)"
                 )
             try:
-                item = item_of(item, self._taken)
+                item = microbatch_data(item, self._taken)
             except TypeError as error:
                 raise _BadData(f"microbatch {index} {error}") from error
             try:
@@ -144,7 +144,7 @@ class MicrobatchFeed:
             formats.append([self._schemas.setdefault(schema, len(self._schemas)), samples, fields])
         return items, formats
 
-    def _number_of_fields(self, index: int, item: Item) -> int:
+    def _number_of_fields(self, index: int, item: MicrobatchData) -> int:
         """Return the number of the schema of the fields that a microbatch sends.
 
         Raises:
@@ -187,7 +187,7 @@ class MicrobatchFeed:
         self._trained = trained
         return new_formats, new_trained
 
-    def _share_formats(self, grid: Grid, items: list[Item], formats: list[Format]) -> None:
+    def _share_formats(self, grid: Grid, items: list[MicrobatchData], formats: list[Format]) -> None:
         """Send the formats of the first stage to all stages, and the numbers of samples to all replicas. Collective.
 
         Raises:
@@ -217,15 +217,15 @@ class MicrobatchFeed:
         # Replicas outside this grid (under local updates) count as large as this one.
         self._first_sample = before + (grid.replica - grid.data.rank) * int(samples.sum())
 
-    def _microbatches(self, items: list[Item]) -> list[Microbatch]:
+    def _microbatches(self, items: list[MicrobatchData]) -> list[Microbatch]:
         """Return the microbatches, on this rank's device. Sends the fields that other ranks need, or receives them."""
         moved, read = [], list[Fields]()
         names = self._messages.names if self._module.is_first else ()
-        for item in items or [Item(None, None)] * len(self._formats):
+        for item in items or [MicrobatchData(None, None)] * len(self._formats):
             inputs = self._move(item.inputs, self._dtype) if self._module.is_first else None
             labels = self._move(item.labels) if self._uses_labels else None
             entries = {name: self._move(item.entries[name], self._dtype) for name in names if name in item.entries}
-            own = {name: Item(inputs, labels, entries).field(name) for name in names}
+            own = {name: MicrobatchData(inputs, labels, entries).field(name) for name in names}
             moved.append((inputs, labels if self._reads_labels else None))
             read.append(map_tensors(torch.Tensor.detach, own))
         fields = self._messages.exchange(read, [number for _, _, number in self._formats])

@@ -221,7 +221,7 @@ def batch_of(config: Config, replicas: int) -> Batch:
 def _batch(config: Config) -> Batch:
     if config.elasticity.enabled:  # it chooses them for a number of replicas
         return Batch(counted=config.managed_gradient_accumulation)
-    return _read(Batch, "batch", config)
+    return _read(Batch, "batch", config, labels="read")
 
 
 def _zero(config: Config) -> Zero:
