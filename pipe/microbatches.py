@@ -219,15 +219,15 @@ class MicrobatchFeed:
 
     def _microbatches(self, items: list[MicrobatchData]) -> list[Microbatch]:
         """Return the microbatches, on this rank's device. Sends the fields that other ranks need, or receives them."""
-        moved, read = [], list[Fields]()
+        moved, read = list[tuple[Any, Any]](), list[Fields]()
         names = self._messages.names if self._module.is_first else ()
         for item in items or [MicrobatchData(None, None)] * len(self._formats):
             inputs = self._move(item.inputs, self._dtype) if self._module.is_first else None
             labels = self._move(item.labels) if self._uses_labels else None
             entries = {name: self._move(item.entries[name], self._dtype) for name in names if name in item.entries}
-            own = {name: MicrobatchData(inputs, labels, entries).field(name) for name in names}
+            taken = {name: MicrobatchData(inputs, labels, entries).field(name) for name in names}
             moved.append((inputs, labels if self._reads_labels else None))
-            read.append(map_tensors(torch.Tensor.detach, own))
+            read.append(map_tensors(torch.Tensor.detach, taken))
         fields = self._messages.exchange(read, [number for _, _, number in self._formats])
         microbatches, first = [], self._first_sample
         for (kind, samples, _), (inputs, labels), own in zip(self._formats, moved, fields, strict=True):
