@@ -70,6 +70,7 @@ from .options.zero import LeafModules as LeafModules
 from .options.zero import Offload as Offload
 from .options.zero import OffloadOptimizer as OffloadOptimizer
 from .options.zero import Zero as Zero
+from .pipe.chunked_loss import chunked as chunked
 from .pipe.module import PipelineModule as PipelineModule
 from .pipe.program.deadlock import ScheduleError as ScheduleError
 from .pipe.program.schedule import Schedule as Schedule

@@ -14,6 +14,9 @@ from typing import NamedTuple
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
+# Tokens of a chunk in which a pipeline runs its output layer and loss (pipe/chunked_loss.py).
+CHUNK_TOKENS = 1024
+
 # Number of state tensors of parameter size that an optimizer keeps, with its default options.
 STATES = {
     "adadelta": 2,

@@ -112,7 +112,7 @@ class PipelineEngine(Engine):
     def _build(self, schedule: Schedule, parts: TrainingParts) -> None:
         module, options = self.module, self.options
         self._evaluations: dict[int, Program] = {}
-        self.feed = MicrobatchFeed(module, self._options.weight_dtype)
+        self.feed = MicrobatchFeed(module, self._options.weight_dtype, options.batch.labels == "sent")
         module.dropout_state.seed = options.seed
 
         module.training_started = True
@@ -169,7 +169,8 @@ class PipelineEngine(Engine):
 
         Args:
             data_iter: iterator over microbatches ``(inputs, labels)``, read on ranks of the first and the last stage
-                only. None: the engine's own loader over ``training_data``.
+                only, or of the first alone if ``batch.labels`` is ``sent``. None: the engine's own loader over
+                ``training_data``.
 
         Returns:
             The loss, 0-dim float64, equal on every rank: the sum over the whole batch, divided by the batch's weight.
@@ -250,6 +251,7 @@ class PipelineEngine(Engine):
             self.auxiliary.begin(grid, self.module.loss_fn, labels, samples, counts, self.optimizer_step.scale)
         with self.parts("program"):
             result = self.executor.run(self.program, microbatches)
+        self.feed.wait_sent()
         self._require_tied_buffers()
         with self.parts("reduce"):
             self.data_axis.finish()
@@ -350,6 +352,7 @@ class PipelineEngine(Engine):
                 result = self.executor.run(program, microbatches, outputs=return_logits, loss=compute_loss)
             finally:
                 self.module.train(training)
+            self.feed.wait_sent()
             loss = None
             if compute_loss:
                 mine = _own_sums(grid, result)
@@ -455,6 +458,7 @@ class PipelineEngine(Engine):
 
     def _abandon(self) -> None:
         self.executor.abandon()
+        self.feed.abandon()
         self.data_axis.abandon()
 
 

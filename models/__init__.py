@@ -5,6 +5,7 @@ presets.py: the sizes of published models; rope_scaling.py: scalings of rotary p
 decoder.py: ``decoder_layers``, the one block and list of layers of all decoders but DeepSeek's.
 gpt.py, llama.py, mixtral.py: GPT, Llama and mixtures of experts, which are ``decoder.py`` with other defaults.
 deepseek.py: ``deepseek_layers``, the architecture of DeepSeek-V2 and DeepSeek-V3.
+mtp.py: multi-token prediction of DeepSeek-V3, and its loss; replicated_linear.py: linear layer without shards.
 layers.py: layers that all models share: token embedding and head, residual block, final norm, loss.
 attention.py: causal self-attention with heads over the tensor axis, grouped queries, KV cache.
 mlp.py: MLP, gated MLP, mixture of experts.

@@ -12,6 +12,7 @@ from .huggingface.pipeline_layers import hf_layers as hf_layers
 from .layers import NextTokenLoss as NextTokenLoss
 from .llama import LlamaLoss as LlamaLoss
 from .mixtral import mixtral_layers as mixtral_layers
+from .mtp import MTPLoss as MTPLoss
 from .packed import pack as pack
 from .rope_scaling import LinearScaling as LinearScaling
 from .rope_scaling import RopeScaling as RopeScaling

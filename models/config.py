@@ -511,6 +511,7 @@ class DeepseekConfig(TransformerConfig):
         rope_scaling: YaRN's scaling of the rotary frequencies, or None.
         rope_interleave: neighbouring channels are rotated as a pair; False: channels of the two halves.
         rms_norm_eps: epsilon of each RMSNorm but those of the latent vectors, where it is 1e-6.
+        num_nextn_predict_layers: number of modules that predict further tokens in training (``mtp.py``).
 
     Raises:
         ValueError: the numbers of experts or groups do not fit each other, ``qk_rope_head_dim`` is odd, or a check of
@@ -551,12 +552,15 @@ class DeepseekConfig(TransformerConfig):
     rope_scaling: YarnScaling | None = None
     rope_interleave: bool = True
     rms_norm_eps: float = 1e-6
+    num_nextn_predict_layers: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_experts(self.n_routed_experts, self.num_experts_per_tok, self.aux_loss_alpha, "aux_loss_alpha")
         if self.scoring_func not in ("softmax", "sigmoid"):
             raise ValueError(f"scoring_func is {self.scoring_func!r}. Give 'softmax' or 'sigmoid'.")
+        if self.num_nextn_predict_layers < 0:
+            raise ValueError(f"num_nextn_predict_layers is {self.num_nextn_predict_layers}. Give 0 or more.")
         if self.qk_rope_head_dim % 2:
             raise ValueError(
                 f"qk_rope_head_dim is {self.qk_rope_head_dim}, but rotary positions need pairs. Give an even number."
@@ -577,6 +581,12 @@ class DeepseekConfig(TransformerConfig):
                 f"first_k_dense_replace is {self.first_k_dense_replace}, but there are {self.num_hidden_layers} "
                 f"blocks. Give 0 to {self.num_hidden_layers - 1}, so that some have experts."
             )
+
+    @property
+    def layer_count(self) -> int:
+        """Number of entries in the model's list of layers; with modules, the embedding is in it again."""
+        modules = self.num_nextn_predict_layers
+        return super().layer_count + (modules + 1 if modules else 0)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -613,7 +623,8 @@ class DeepseekConfig(TransformerConfig):
         experts += d * self.n_routed_experts  # the router
         embeddings = self.vocab_size * d * (1 if self.tie_word_embeddings else 2)
         blocks = self.num_hidden_layers * (attention + 2 * d) + self.first_k_dense_replace * dense + sparse * experts
-        return embeddings + blocks + d
+        module = attention + 2 * d + experts + 2 * d * d + 3 * d
+        return embeddings + blocks + d + self.num_nextn_predict_layers * module
 
 
 def _check_experts(experts: int, chosen: int, coefficient: float, name: str) -> None:

@@ -12,21 +12,21 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..grid import Grid
-from ..grid.layout import Layout
 from ..pipe.spec import LayerSpec
-from ..randomness.random import Distribution, sharded_parameter
-from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, updated
+from ..randomness.random import Distribution
+from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from ..tensor_parallel.norm import RMSNorm
 from ..tensor_parallel.regions import copy_all_reduce, gather_reduce_scatter
 from .attention import CausalAttention
 from .config import DeepseekConfig
 from .layers import FinalRMSNorm, ResidualBlock, first_and_last
 from .mlp import GatedMLP, check_moe_options, make_moe
+from .mtp import CarriesIds, mtp_layers
+from .replicated_linear import ReplicatedLinear
 from .rope import Rope
 from .rope_scaling import YarnScaling
 
@@ -38,7 +38,8 @@ def deepseek_layers(
 ) -> list[LayerSpec]:
     """List the specs of a DeepSeek's layers in order, for a ``PipelineModule``: ids (B, T) -> logits (B, T, V / t).
 
-    The list is ``[embedding, block 0, ..., block L - 1, norm, head]``, as that of ``decoder_layers``.
+    The list is ``[embedding, block 0, ..., block L - 1, norm, head]``, as that of ``decoder_layers``. With
+    ``num_nextn_predict_layers`` it has modules that predict further tokens, and returns several logits (``mtp.py``).
 
     Args:
         config: the model's configuration.
@@ -49,8 +50,11 @@ def deepseek_layers(
 
     Raises:
         TypeError: an option has another name.
+        ValueError: ``sequence_parallel`` together with ``num_nextn_predict_layers``.
     """
     check_moe_options("deepseek_layers", moe)
+    if config.num_nextn_predict_layers:
+        return mtp_layers(config, DeepseekBlock, DeepseekBlockWithIds, sequence_parallel, attention=attention, **moe)
     first, head = first_and_last(config, sequence_parallel)
     return [
         first,
@@ -143,34 +147,6 @@ class LatentAttention(CausalAttention):
         return q, torch.cat([k, shared], dim=-1), v
 
 
-class ReplicatedLinear(nn.Module):
-    """Linear layer without a bias, replicated over the tensor axis: (..., K) -> (..., N).
-
-    Args:
-        in_features, out_features: K and N.
-        grid: the grid.
-        init: distribution of the initial weight.
-        sequence_parallel: the input is this rank's shard of the sequence, so the gradient is partial.
-
-    Attributes:
-        weight: (N, K).
-    """
-
-    adaptable = True  # the forward pass adds the updates of adapters
-
-    def __init__(
-        self, in_features: int, out_features: int, *, grid: Grid, init: Distribution, sequence_parallel: bool = False
-    ) -> None:
-        super().__init__()
-        partial_gradient = sequence_parallel and grid.tensor.size > 1
-        layout = Layout((out_features, in_features), partial=partial_gradient)
-        self.weight = sharded_parameter(layout, init, rank=0, size=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute the product."""
-        return updated(self, F.linear(x, self.weight), x)
-
-
 class DeepseekBlock(ResidualBlock):
     """``ResidualBlock`` of DeepSeek, with RMSNorm, latent attention, and a gated MLP or a mixture of experts.
 
@@ -210,3 +186,7 @@ class DeepseekBlock(ResidualBlock):
             scale=scale,
         )
         self.max_position_embeddings = config.max_position_embeddings  # the most that generation asks for
+
+
+class DeepseekBlockWithIds(CarriesIds, DeepseekBlock):
+    """``DeepseekBlock`` of a model with multi-token prediction."""

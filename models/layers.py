@@ -5,18 +5,21 @@ Each layer takes ``x``, or ``(x, documents)`` if rows are packed (``packed.py``)
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..base.checks import check_count
+from ..base.formulas import CHUNK_TOKENS
 from ..context.order import local_length, positions, shard
 from ..grid import Grid
 from ..moe.layer import MoE
+from ..pipe.chunked_loss import LastLayer, is_watched, loss_in_chunks, runs_otherwise
 from ..pipe.spec import LayerSpec, TiedLayerSpec
 from ..randomness.random import Dropout, Normal
 from ..tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -34,6 +37,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_new": partial(F.gelu, approximate="tanh"),
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
 }
+
+# Labels of tokens, or labels and weights.
+Labels = Tensor | Sequence[Tensor]
 
 
 class TokenEmbedding(VocabParallelEmbedding):
@@ -96,6 +102,13 @@ class CappedHead(VocabParallelHead):
 def softcapped(x: Tensor, cap: float | None) -> Tensor:
     """Return cap * tanh(x / cap), which stays within the cap; x itself if the cap is None."""
     return x if cap is None else cap * torch.tanh(x / cap)
+
+
+def _uncapped(layer: CappedHead | TokenEmbedding, x: Tensor) -> Tensor:
+    """Return the logits of an output layer without its cap."""
+    if isinstance(layer, TokenEmbedding):
+        return VocabParallelEmbedding.attend(layer, x)
+    return VocabParallelHead.forward(layer, x)
 
 
 def first_and_last(
@@ -260,51 +273,113 @@ def dropout(p: float, grid: Grid, sequence_parallel: bool) -> Dropout:
 class NextTokenLoss:
     """Cross entropy of the next token, returned as the sum of the losses and the number of labels.
 
-    The engine adds up the two over the whole batch and divides once.
+    The engine adds up the two over the whole batch and divides once. As the ``loss_fn`` of a ``PipelineModule`` it runs
+    the output layer too, in chunks of tokens, so that the logits never exist as a whole (``pipe/chunked_loss.py``).
 
     Args:
         grid: grid whose tensor axis shards the vocabulary, and whose context axis shards the sequence.
         vocab_size: V, the size of the whole vocabulary.
         ignore_index: label value that is left out of the loss and of the count.
         label_smoothing: amount of label smoothing, spread over the whole vocabulary.
+        z_loss: coefficient of (log sum_k exp z_k)^2, which keeps the logits z small, as in PaLM (Chowdhery et al.
+            2022, arXiv:2204.02311, section 5); 1e-4 there.
+        chunk_tokens: tokens of a chunk, at most; None: compute whole logits.
     """
 
     grid: Grid
     vocab_size: int
     ignore_index: int = -100
     label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    chunk_tokens: int | None = CHUNK_TOKENS
+    next_tokens: ClassVar[bool] = True  # the labels are shifted: batches whose labels are the ids are refused
 
-    def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def __post_init__(self) -> None:
+        if self.chunk_tokens is not None:
+            check_count("NextTokenLoss", chunk_tokens=self.chunk_tokens)
+
+    def __call__(self, logits: Tensor, labels: Labels, softcap: float | None = None) -> tuple[Tensor, Tensor]:
         """Return the sum of the losses and the number of labels that count.
 
         Args:
             logits: (B, T, V / t), this tensor-parallel rank's shard of the logits. With a context axis T counts this
                 rank's tokens.
             labels: integers (B, T), for each position of the whole sequence the token that follows it; or for each of
-                this rank's tokens.
+                this rank's tokens. Or a pair (labels, weights) of such integers and a weight of each, (B, T): the
+                losses are then multiplied by the weights, and the number of labels is the sum of their weights.
+            softcap: cap of the logits, as for ``softcapped``, if they do not have it yet.
 
         Returns:
-            The sum, () of the logits' dtype but at least float32, and the number, an integer (). Both are equal on
-            every tensor-parallel rank. With a context axis they are those of this rank's tokens.
+            The sum, () of the logits' dtype but at least float32, and the number, (). Both are equal on every
+            tensor-parallel rank. With a context axis they are those of this rank's tokens.
         """
-        mine, local = labels, logits.shape[1]
-        if labels.shape[1] != local:
-            mine = shard(labels, self.grid.context, fill=self.ignore_index, multiple=local)
-        total = vocab_parallel_cross_entropy(
+        mine, weights = self._local(labels, logits.shape[1])
+        entropy = partial(
+            vocab_parallel_cross_entropy,
             logits,
             mine,
             grid=self.grid,
             vocab_size=self.vocab_size,
             ignore_index=self.ignore_index,
             label_smoothing=self.label_smoothing,
-            reduction="sum",
+            z_loss=self.z_loss,
+            softcap=softcap,
         )
-        return total, torch.count_nonzero(mine != self.ignore_index)
+        if weights is None:
+            return entropy(reduction="sum"), torch.count_nonzero(mine != self.ignore_index)
+        losses = entropy(reduction="none")
+        return (losses * weights.to(losses.dtype)).sum(), self._weight(mine, weights)
 
-    def weight(self, labels: Tensor) -> Tensor:
+    def weight(self, labels: Labels) -> Tensor:
         """Return the number of labels that count, (): the engine asks for it before the forward pass of a step.
 
         Args:
-            labels: integers (B, T), of the whole sequence. With a context axis only this rank's part counts.
+            labels: as for a call, of the whole sequence. With a context axis only this rank's part counts.
         """
-        return torch.count_nonzero(shard(labels, self.grid.context, fill=self.ignore_index) != self.ignore_index)
+        return self._weight(*self._local(labels, None))
+
+    def takes_head(self, layer: nn.Module | None, function: Callable[..., Any] | None) -> bool:
+        """Return True if the last layer is known to act on each token by itself, and so may be run in chunks.
+
+        Args:
+            layer: the last layer of the pipeline.
+            function: the function that runs it, if that is not its ``forward``.
+        """
+        if self.chunk_tokens is None or layer is None or is_watched(layer) or runs_otherwise(self):
+            return False
+        if type(layer) is TokenEmbedding:
+            return function is TokenEmbedding.attend
+        return function is None and type(layer) in (VocabParallelHead, CappedHead, nn.Linear)
+
+    def of_head(self, head: LastLayer, x: Any, labels: Labels) -> Any:
+        """Return the loss of the output layer's input, (B, T, D), or (B, T / t, D) under sequence parallelism."""
+        assert self.chunk_tokens is not None
+        loss: Any = self
+        layer = head.layer
+        if isinstance(layer, (CappedHead, TokenEmbedding)) and layer.softcap is not None:
+            loss = partial(self, softcap=layer.softcap)  # it caps in blocks that are smaller than a chunk
+            head = replace(head, function=partial(_uncapped, layer))
+        length = x.shape[1]
+        if getattr(layer, "sequence_parallel", False):
+            length *= self.grid.tensor.size
+        mine, weights = self._local(labels, length)
+        pair = mine if weights is None else (mine, weights)
+        return loss_in_chunks(head, loss, x, pair, self.chunk_tokens)
+
+    def _local(self, labels: Labels, length: int | None) -> tuple[Tensor, Tensor | None]:
+        """Return labels and weights of this rank's tokens, which are ``length``, or of any number."""
+        whole, weights = labels if isinstance(labels, (tuple, list)) else (labels, None)
+        if weights is not None and weights.shape != whole.shape:
+            raise ValueError(
+                f"labels of shape {tuple(whole.shape)} have weights of shape {tuple(weights.shape)}: give one weight "
+                "for each label"
+            )
+        if whole.shape[1] != length:
+            cut = partial(shard, axis=self.grid.context, multiple=length or 1)
+            whole = cut(whole, fill=self.ignore_index)
+            weights = None if weights is None else cut(weights, fill=0)
+        return whole, weights
+
+    def _weight(self, labels: Tensor, weights: Tensor | None) -> Tensor:
+        counts = labels != self.ignore_index
+        return torch.count_nonzero(counts) if weights is None else (weights * counts).sum()

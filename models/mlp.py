@@ -32,7 +32,12 @@ class MLP(nn.Module):
         grid, sequence_parallel: as for ``ResidualBlock``.
         activation: name in ``ACTIVATIONS``.
         bias: add biases, with initial value 0.
+
+    Attributes:
+        in_tiles: if set, called as ``in_tiles(run, x)`` in place of ``run(x)``: the option ``recompute.mlp_tile``.
     """
+
+    in_tiles: Any = None
 
     def __init__(
         self,
@@ -52,6 +57,10 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the MLP: (B, T, D) -> (B, T, D)."""
+        y: Tensor = self._run(x) if self.in_tiles is None else self.in_tiles(self._run, x)
+        return y
+
+    def _run(self, x: Tensor) -> Tensor:
         y: Tensor = self.down(self.activation(self.up(x)))
         return y
 
@@ -67,7 +76,12 @@ class GatedMLP(nn.Module):
         grid, sequence_parallel: as for ``ResidualBlock``.
         activation: name in ``ACTIVATIONS`` of the function of the gate.
         bias: add biases, with initial value 0.
+
+    Attributes:
+        in_tiles: if set, called as ``in_tiles(run, x)`` in place of ``run(x)``: the option ``recompute.mlp_tile``.
     """
+
+    in_tiles: Any = None
 
     def __init__(
         self,
@@ -89,6 +103,10 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the MLP: (B, T, D) -> (B, T, D)."""
+        y: Tensor = self._run(x) if self.in_tiles is None else self.in_tiles(self._run, x)
+        return y
+
+    def _run(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)  # (B, T, hidden / t) each
         y: Tensor = self.down(self.activation(gate) * up)
         return y

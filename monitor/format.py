@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 def count(number: float, unit: str = "") -> str:
     """Return a count in powers of 1000, ``3.14 M``, ``6.28 GMACs``; unchanged below 1000."""
@@ -31,3 +33,8 @@ def duration(seconds: float) -> str:
 def rate(number: float, seconds: float | None, unit: str = "FLOPS") -> str:
     """Return a count per second; ``-`` if the seconds are not known."""
     return count(number / seconds, unit) if seconds else "-"
+
+
+def numbers_in_words(numbers: Mapping[str, float | list[float]]) -> list[str]:
+    """Return ``name value`` for each single number, for a line on the terminal; lists are left out."""
+    return [f"{name} {value:.4f}" for name, value in numbers.items() if not isinstance(value, list)]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ..agreement.mailbox import Mailbox
 from ..base.records import Records, show
 from .files import EXPERTS, TERMS
+from .format import numbers_in_words
 from .protocol import Histogram, StepMetrics
 from .writers import Event, Write
 
@@ -104,6 +105,7 @@ class Monitor:
         if self._since is not None and now > self._since[1]:
             samples = (metrics.step - self._since[0]) * self._batch
             parts.append(f"{samples / (now - self._since[1]):.4g} samples/s")
+        parts += numbers_in_words(metrics.metrics)
         if metrics.loss_scale is not None:
             parts.append(f"loss scale {metrics.loss_scale:g}, {metrics.skipped_steps} steps skipped")
         return ", ".join(parts)

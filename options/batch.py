@@ -47,6 +47,11 @@ class Batch(Options):
         "engine.step() does, after any number of backward passes, whose gradients are divided by microbatches all the "
         "same. Not for a PipelineModule.",
     )
+    labels: Literal["read", "sent"] = option(
+        "read",
+        "Labels of a PipelineModule's last stage. read: its ranks read the data too. sent: only the ranks of the first "
+        "stage read data, and they send the labels to those of the last stage.",
+    )
 
     def check(self) -> None:
         """Check that the size is a multiple of the others, for some number of replicas."""

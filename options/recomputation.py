@@ -32,6 +32,12 @@ class Recomputation(Options):
         None, "Number of groups into which the layers of a rank are cut, instead of an interval.", least=1
     )
     layers: tuple[str, ...] | None = option(None, "Classes of layers to recompute; None: the model's own, or all.")
+    mlp_tile: int | None = option(
+        None,
+        "Run MLPs on so many tokens of each sequence at a time, and recompute each such tile in the backward pass; "
+        "None: on all tokens at once. For long sequences.",
+        least=1,
+    )
     partition_activations: bool = option(False, "Keep 1/tensor of each input that all tensor ranks hold.")
     cpu_checkpointing: bool = option(False, "Keep inputs in host memory.")
     contiguous: bool = option(False, "Copy inputs into one buffer; needs partition_activations and groups.")

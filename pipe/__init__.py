@@ -13,10 +13,12 @@ Scheduling, without torch:
 
 Running a step:
     microbatches.py         reads a batch's microbatches on the first and last stage; numbers their shapes
+    fields.py               pairs and dicts of the data; sends labels and parts of the inputs to ranks that do not read
     executor.py             one loop over a program's ops: F, B, I, W, sends and receives, and the data axis's ops
     p2p.py                  sends and receives between stages
     schema.py               nested tuples, lists and dicts of tensors <-> a flat list of tensors to send
     stage_boundary.py       the start of a stage's autograd graph: collects the gradients of its inputs
+    chunked_loss.py         output layer and loss in chunks of tokens: the logits are never whole
     backward.py             split backward (zero bubble): the input gradient now, the weight gradient later
     recompute/              activation checkpointing
 """

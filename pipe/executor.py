@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,7 +20,7 @@ from ..base.nest import map_tensors
 from ..base.parts import Parts
 from ..grid.comm.clock import Clock, Mark
 from ..grid.loss_pair import is_pair, sum_and_weight
-from ..grid.loss_terms import NamedLosses, described_form, is_named, named_losses
+from ..grid.loss_terms import NamedLosses, Term, described_form, is_named, named_losses
 from .backward import Deferred, SplitBackward
 from .module import PipelineModule
 from .p2p import Receive, channels, receive_gradients, receive_value, received_gradients, send_gradients
@@ -79,10 +80,19 @@ class Microbatch:
         labels: labels for the last stage; None on ranks without it.
         kind: equal for microbatches whose inputs have the same structure, shapes and dtypes.
         samples: indices of its samples in the global batch, which key dropout; None if unknown.
+        fields: name -> value of each field that layers of this rank take.
     """
 
-    def __init__(self, inputs: Any, labels: Any, kind: Hashable, samples: range | None = None) -> None:
+    def __init__(
+        self,
+        inputs: Any,
+        labels: Any,
+        kind: Hashable,
+        samples: range | None = None,
+        fields: Mapping[str, Any] | None = None,
+    ) -> None:
         self.inputs, self.labels, self.kind, self.samples = inputs, labels, kind, samples
+        self.fields = fields or {}
 
 
 class Result:
@@ -162,6 +172,7 @@ class Executor:
         self._last_stage = len(module.placement) - 1
         self._outgoing, self._incoming = channels(module, "F"), channels(module, "B")
         self._channels = [*self._outgoing.values(), *self._incoming.values()]
+        module.stage_part = partial(parts, "stage")
         self._handlers: dict[str, Callable[[Op], None]] = {
             "F": self._forward,
             "B": self._backward,
@@ -256,6 +267,7 @@ class Executor:
                 raise self._failed(op, error) from error
         for channel in self._channels:
             channel.limit(0)
+        self._add_named()
         activity.start("the end of the step")
         return self._result
 
@@ -287,20 +299,22 @@ class Executor:
         self._ready()
         self._module.dropout_state.samples = microbatch.samples
         deferred = Deferred() if self._splits else None
+        last = stage == self._last_stage
+        with_head = last and self._wants_loss and not self._keep_outputs and self._module.loss_takes_head
         with SplitBackward(deferred) if deferred is not None else nullcontext():
             # Values between layers of one stage are checked too, for grids that cut the list there.
             checked = stage, self._kind(index)
             self._module.check_hook = None if checked in self._checked else flatten
             with self._parts("stage"):
-                value = self._module.run_stage(stage, value)
+                value = self._module.run_stage(stage, value, microbatch.fields, with_head)
             self._module.check_hook = None
             self._checked.add(checked)
-            if stage < self._last_stage:
+            if not last:
                 if self._training:
                     value = joined(value)
                 self._outputs[stage, index] = tensors, _ = flatten(value)
             else:
-                tensors = self._loss(value, index)
+                tensors = self._loss(value, index, with_head)
         if self._training:
             edges = [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
             self.held[stage, index] = _SavedForBackward(boundary, edges, deferred)
@@ -398,8 +412,11 @@ class Executor:
         self._outgoing[stage + 1].wait_sent(index)
         return gradients
 
-    def _loss(self, outputs: Any, index: int) -> list[Tensor]:
-        """Add one microbatch's loss to the result; return the roots of the backward pass."""
+    def _loss(self, outputs: Any, index: int, with_head: bool) -> list[Tensor]:
+        """Add one microbatch's loss to the result; return the roots of the backward pass.
+
+        ``with_head``: the outputs are the last layer's inputs. Then the loss may be unknown until the backward pass.
+        """
         microbatch, module = self._microbatches[index], self._module
         if self._keep_outputs:
             kept = outputs if module.output_fn is None else module.output_fn(outputs)
@@ -407,7 +424,7 @@ class Executor:
         if not self._wants_loss:
             return []
         try:
-            value = module.loss(outputs, microbatch.labels)
+            value = module.loss(outputs, microbatch.labels, with_head)
         except TypeError:
             require_arguments(module.loss_fn or _do_nothing, (outputs, microbatch.labels), "loss_fn", _LOSS)
             raise
@@ -441,18 +458,8 @@ class Executor:
         for name, term in named.terms.items():
             if term.is_mean:
                 self._refuse_mean(f" of {name!r}")
-            if not self._training:
-                continue
-            whole = self.count if term.is_mean else self.term_weights.get(name)
-            if whole is None:
-                raise ValueError(
-                    f"loss_fn returned the pair (sum, weight) for {name!r}, one of several terms. Its gradients are "
-                    "divided by its weight over the whole batch, which must be known before the first backward pass: "
-                    f"give loss_fn a method weight(labels) that returns {{{name!r}: weight}} for a microbatch, or "
-                    "return a mean, which has the weight 1 in each microbatch"
-                )
-            if whole and term.factor:
-                part = term.total * (term.factor * self.count / whole)
+            if self._training and (share := self._share(name, term)):
+                part = term.total * share
                 root = part if root is None else root + part
         if root is None:
             root = torch.zeros((), device=self._grid.device)
@@ -461,9 +468,29 @@ class Executor:
                 f"none of the terms {', '.join(named.terms)} depends on a parameter that requires a gradient: remove a "
                 "detach() or no_grad() before the loss, or train at least one parameter"
             )
-        self._result.losses[index] = root.detach(), 1.0 / self._grid.context.size
         self._result.named[index] = named.detached()
         return [root] if self.loss_scale == 1.0 else [root.float() * self.loss_scale]
+
+    def _share(self, name: str, term: Term) -> float:
+        """Return the factor with which a term's sum of one microbatch enters its root."""
+        whole = self.count if term.is_mean else self.term_weights.get(name)
+        if whole is None:
+            raise ValueError(
+                f"loss_fn returned the pair (sum, weight) for {name!r}, one of several terms. Its gradients are "
+                "divided by its weight over the whole batch, which must be known before the first backward pass: "
+                f"give loss_fn a method weight(labels) that returns {{{name!r}: weight}} for a microbatch, or "
+                "return a mean, which has the weight 1 in each microbatch"
+            )
+        return term.factor * self.count / whole if whole else 0.0
+
+    def _add_named(self) -> None:
+        """Add the values of named losses to the result, when the run has ended and they are known."""
+        for index, named in self._result.named.items():
+            loss = torch.zeros((), device=self._grid.device, dtype=torch.float64)
+            if self._training:
+                for name, term in named.terms.items():
+                    loss = loss + term.total.double() * self._share(name, term)
+            self._result.losses[index] = loss, 1.0 / self._grid.context.size
 
     def _refuse_mean(self, whose: str) -> None:
         """Refuse a mean of a part of a sequence."""

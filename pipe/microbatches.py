@@ -1,8 +1,9 @@
-"""Microbatches of one step: read on the first and the last stage, agreed on by all ranks before anything runs."""
+"""Microbatches of one step: read on the first stage, and for labels on the last one; agreed on before anything runs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import count as numbers
 from typing import Any
 
 import torch
@@ -12,11 +13,13 @@ from ..base.errors import AgreedError
 from ..base.nest import map_tensors
 from ..grid import Grid
 from .executor import Microbatch
+from .fields import FieldMessages, Fields, MicrobatchItem, item_of
 from .module import PipelineModule
 from .schema import flatten
 
-Pair = tuple[Any, Any]  # inputs, labels
-Format = list[int]  # of a microbatch: the number of its inputs' schema, and its samples
+Format = list[int]  # of a microbatch: the number of its inputs' schema, its samples, the number of its fields' schema
+
+_MAX_FIELD_SCHEMAS = 256  # that are kept; a text or a number in the labels makes a new one
 
 _SAME_SAMPLES = "the ranks of a tensor or context group share each sample, so they must take the same samples"
 
@@ -24,19 +27,32 @@ _SAME_SAMPLES = "the ranks of a tensor or context group share each sample, so th
 class MicrobatchFeed:
     """Reader of microbatches on the ranks that need data. It sends the schemas and sizes to the other ranks.
 
-    Only the first stage reads inputs and only the last one labels: iterators of other ranks are not touched.
-    Floating-point inputs are cast to ``dtype``; labels stay as they are.
+    Only the first stage reads inputs and only the last one labels: iterators of other ranks are not touched. With
+    ``sends_labels`` the last stage does not read, and the first one sends it the labels. Floating-point inputs are cast
+    to ``dtype``; labels stay as they are.
 
     Schemas and sizes are sent only when they change. A step like the last one costs one small collective.
 
     Args:
         module: the model, whose stages say which ranks read.
         dtype: dtype of the model's computation. If None, inputs are not cast.
+        sends_labels: the ranks of the first stage send the labels to those of the last stage.
     """
 
-    def __init__(self, module: PipelineModule, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, module: PipelineModule, dtype: torch.dtype | None = None, sends_labels: bool = False) -> None:
         self._module, self._dtype = module, dtype
+        last = module.placement[-1]
+        self._receives_labels = sends_labels and module.is_last and not module.is_first
+        needs = {rank: list(module.taken(rank)) for rank in range(module.grid.pipe.size)}
+        self._taken = {name for names in needs.values() for name in names}
+        if sends_labels and last != module.placement[0] and "labels" not in needs[last]:
+            needs[last].append("labels")
+        self._messages = FieldMessages(module, needs)
+        self._reads_labels = module.is_last and not self._receives_labels
+        self._uses_labels = self._reads_labels or (module.is_first and "labels" in self._messages.names)
         self._schemas: dict[Any, int] = {}  # number of each schema that was read here
+        self._field_schemas: dict[Any, int] = {}  # the same of the fields that are sent
+        self._field_numbers = numbers()
         self._formats: list[Format] = []  # of the last microbatches
         self._first_sample = 0  # number of this replica's first sample in the global batch
         self._parameters = list(module.parameters())
@@ -45,7 +61,15 @@ class MicrobatchFeed:
     @property
     def reads(self) -> bool:
         """True if this rank reads data."""
-        return self._module.is_first or self._module.is_last
+        return self._module.is_first or self._reads_labels
+
+    def wait_sent(self) -> None:
+        """Wait for this rank's sends of the last ``fetch``; call it when the microbatches have run."""
+        self._messages.wait_sent()
+
+    def abandon(self) -> None:
+        """Drop all messages after a failure."""
+        self._messages.abandon()
 
     def fetch(
         self, grid: Grid, data_iter: Iterator[Any] | None, count: int, problem: str | None = None
@@ -56,37 +80,37 @@ class MicrobatchFeed:
 
         Args:
             grid: grid whose ranks run the microbatches.
-            data_iter: iterator of pairs ``(inputs, labels)``.
+            data_iter: iterator of pairs ``(inputs, labels)``, or of dicts with ``labels``.
             count: number of microbatches.
             problem: reason why this rank cannot run the microbatches, or None if it can.
 
         Raises:
             AgreedError: on every rank, if any rank has a problem, or its iterator ended early, failed, or returned
-                something else than a pair.
+                something else than a pair or a dict.
         """
-        pairs: list[Pair] = []
-        formats = [[0, 0]] * count
+        items: list[MicrobatchItem] = []
+        formats = [[0, 0, 0]] * count
         if problem is None and self.reads:
             try:
-                pairs, formats = self._read(data_iter, count)
+                items, formats = self._read(data_iter, count)
             except _BadData as error:
                 problem = f"{grid.describe()}: {error}"
         new_formats, new_trained = self._agree(grid, formats, problem)
         if new_formats:
-            self._share_formats(grid, pairs, formats)
-        return self._microbatches(pairs), new_trained
+            self._share_formats(grid, items, formats)
+        return self._microbatches(items), new_trained
 
-    def _read(self, data_iter: Iterator[Any] | None, count: int) -> tuple[list[Pair], list[Format]]:
-        """Read the next pairs on this rank; returns them and their formats.
+    def _read(self, data_iter: Iterator[Any] | None, count: int) -> tuple[list[MicrobatchItem], list[Format]]:
+        """Read the next microbatches on this rank; returns them and their formats.
 
         Raises:
-            _BadData: the iterator has no further valid pair. The other ranks must be told before this rank raises.
+            _BadData: the iterator has no further valid microbatch. The other ranks must be told before this one raises.
         """
         if not hasattr(data_iter, "__next__"):
             what = "None" if data_iter is None else f"a {type(data_iter).__name__}"
             raise _BadData(f"data_iter is {what}, not an iterator: pass iter(loader) once and keep it")
         assert data_iter is not None
-        pairs: list[Pair] = []
+        items: list[MicrobatchItem] = []
         formats: list[Format] = []
         for index in range(count):
             try:
@@ -99,25 +123,45 @@ class MicrobatchFeed:
             except Exception as error:
                 what = f"{type(error).__name__}: {error}"
                 raise _BadData(f"the data iterator failed at microbatch {index}: {what}") from error
-            if not isinstance(item, (tuple, list)) or len(item) != 2:
-                length = f" of {len(item)}" if isinstance(item, (tuple, list)) else ""
+            if isinstance(item, Mapping) and getattr(self._module.loss_fn, "next_tokens", False):
                 raise _BadData(
-                    f"microbatch {index} is a {type(item).__name__}{length}, not a pair (inputs, labels): let the "
-                    "iterator return pairs"
+                    f"microbatch {index} is a dict, whose labels are taken to be the token ids themselves, as "
+                    f"transformers' collators make them, but {type(self._module.loss_fn).__name__} needs the token "
+                    "that follows each position: use loss_fn=triax.CausalLMLoss(grid=grid), which shifts them, or give "
+                    "pairs (ids, next tokens)"
                 )
             try:
-                tensors, schema = flatten(item[0], sent=False)
+                item = item_of(item, self._taken)
+            except TypeError as error:
+                raise _BadData(f"microbatch {index} {error}") from error
+            try:
+                tensors, schema = flatten(item.inputs, sent=False)
             except TypeError as error:
                 raise _BadData(f"the inputs of microbatch {index}: {error}") from error
-            pairs.append((item[0], item[1]))
+            items.append(item)
             samples = tensors[0].shape[0] if tensors and tensors[0].dim() else 1
-            formats.append([self._schemas.setdefault(schema, len(self._schemas)), samples])
-        return pairs, formats
+            fields = self._number_of_fields(index, item) if self._module.is_first else 0
+            formats.append([self._schemas.setdefault(schema, len(self._schemas)), samples, fields])
+        return items, formats
+
+    def _number_of_fields(self, index: int, item: MicrobatchItem) -> int:
+        """Return the number of the schema of the fields that a microbatch sends.
+
+        Raises:
+            _BadData: the microbatch does not have a field, or it cannot be sent.
+        """
+        try:
+            _, schema = flatten({name: item.field(name) for name in self._messages.names})
+        except (KeyError, TypeError) as error:
+            raise _BadData(f"the fields of microbatch {index} that layers or the loss take: {error.args[0]}") from error
+        if len(self._field_schemas) > _MAX_FIELD_SCHEMAS:
+            self._field_schemas.clear()  # their numbers are not used again
+        if schema not in self._field_schemas:
+            self._field_schemas[schema] = next(self._field_numbers)
+        return self._field_schemas[schema]
 
     def _agree(self, grid: Grid, formats: list[Format], problem: str | None) -> tuple[bool, bool]:
         """Find out whether formats, or the set of trained parameters, changed since the last step. Collective.
-
-        A format is (number of the inputs' schema, number of samples) of one microbatch.
 
         Args:
             grid: grid whose ranks run the microbatches.
@@ -143,7 +187,7 @@ class MicrobatchFeed:
         self._trained = trained
         return new_formats, new_trained
 
-    def _share_formats(self, grid: Grid, pairs: list[Pair], formats: list[Format]) -> None:
+    def _share_formats(self, grid: Grid, items: list[MicrobatchItem], formats: list[Format]) -> None:
         """Send the formats of the first stage to all stages, and the numbers of samples to all replicas. Collective.
 
         Raises:
@@ -154,8 +198,8 @@ class MicrobatchFeed:
         if grid.tensor.size * grid.context.size > 1:
             facts = {
                 f"the shape of the {what} of microbatch {index}": shapes(value)
-                for index, pair in enumerate(pairs)
-                for what, value, read in zip(("inputs", "labels"), pair, (module.is_first, module.is_last))
+                for index, item in enumerate(items)
+                for what, value, read in zip(("inputs", "labels"), item[:2], (module.is_first, self._uses_labels))
                 if read
             }
             for axis in (grid.tensor, grid.context):
@@ -164,6 +208,7 @@ class MicrobatchFeed:
                     raise AgreedError(f"{reason}: {_SAME_SAMPLES}")
         grid.pipe.broadcast(table, source=module.placement[0])
         self._formats = table.tolist()
+        self._messages.forget_schemas()
         # Replicas may have different numbers of samples: count those of the replicas before this one.
         samples = torch.zeros(grid.data.size, dtype=torch.int64)
         samples[grid.data.rank] = table[:, 1].sum()
@@ -172,19 +217,22 @@ class MicrobatchFeed:
         # Replicas outside this grid (under local updates) count as large as this one.
         self._first_sample = before + (grid.replica - grid.data.rank) * int(samples.sum())
 
-    def _microbatches(self, pairs: list[Pair]) -> list[Microbatch]:
-        """Return the microbatches, on this rank's device."""
+    def _microbatches(self, items: list[MicrobatchItem]) -> list[Microbatch]:
+        """Return the microbatches, on this rank's device. Sends the fields that other ranks need, or receives them."""
+        moved, read = [], list[Fields]()
+        names = self._messages.names if self._module.is_first else ()
+        for item in items or [MicrobatchItem(None, None)] * len(self._formats):
+            inputs = self._move(item.inputs, self._dtype) if self._module.is_first else None
+            labels = self._move(item.labels) if self._uses_labels else None
+            entries = {name: self._move(item.entries[name], self._dtype) for name in names if name in item.entries}
+            own = {name: MicrobatchItem(inputs, labels, entries).field(name) for name in names}
+            moved.append((inputs, labels if self._reads_labels else None))
+            read.append(map_tensors(torch.Tensor.detach, own))
+        fields = self._messages.exchange(read, [number for _, _, number in self._formats])
         microbatches, first = [], self._first_sample
-        for index, (schema, samples) in enumerate(self._formats):
-            inputs, labels = pairs[index] if pairs else (None, None)
-            microbatches.append(
-                Microbatch(
-                    self._move(inputs, self._dtype) if self._module.is_first else None,
-                    self._move(labels) if self._module.is_last else None,
-                    schema,
-                    range(first, first + samples),
-                )
-            )
+        for (kind, samples, _), (inputs, labels), own in zip(self._formats, moved, fields, strict=True):
+            labels = own["labels"] if self._receives_labels else labels
+            microbatches.append(Microbatch(inputs, labels, kind, range(first, first + samples), own))
             first += samples
         return microbatches
 
@@ -221,4 +269,4 @@ def shapes(value: Any) -> str:
 
 
 class _BadData(Exception):
-    """Error of a data iterator that ended early, failed, or did not return a pair (inputs, labels)."""
+    """Error of a data iterator that ended early, failed, or did not return a pair (inputs, labels) or a dict."""

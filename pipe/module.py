@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.metadata import entry_points
 from itertools import pairwise
@@ -21,6 +22,7 @@ from ..grid.auxiliary import AuxiliaryLayer, AuxiliaryLosses
 from ..grid.layout import rename
 from ..grid.loss_terms import is_named, named_losses
 from ..randomness.random import DropoutState, SampleRandom, seeded
+from .chunked_loss import LastLayer
 from .partition import boundaries
 from .placeholders import Placeholders, Put
 from .program.placement import place
@@ -60,17 +62,20 @@ class LayerCall(NamedTuple):
         key: the layer's key in ``PipelineModule.layers``; None for a plain function.
         function: function that is called as ``function(layer, x)``, or as ``function(x)`` without a key. If None, the
             layer itself is called, ``layer(x)``.
+        takes: names of the fields of the microbatch that are its keyword arguments.
     """
 
     layer: int
     key: str | None
     function: Any
+    takes: tuple[str, ...] = ()
 
 
 class PipelineModule(nn.Module):
     """A model as a list of layers, cut into stages along the pipe axis.
 
-    Each layer is called with one argument: the output of the layer before. A rank builds the layers of its own stages
+    Each layer is called with one argument, the output of the layer before, and with the fields of the microbatch that
+    its ``LayerSpec`` takes. A rank builds the layers of its own stages
     only, each from random numbers that depend on ``seed`` and on the layer's index in the list, so that every grid
     starts from bitwise the same weights. Parameters have whole-model names: ``layers.3.up.weight`` belongs to the
     fourth entry of the list, on whichever rank that runs.
@@ -118,6 +123,7 @@ class PipelineModule(nn.Module):
             gathers weights there.
         check_hook: if set, called with each value that passes from one layer to the next.
         prefetch_hook: if set, called with the layers that a recomputation will run. ZeRO-3 starts to gather them.
+        stage_part: returns the context of the part ``stage``, for layers that the loss function runs.
         training_started: set by the engine, whose optimizer changes weights without their version counters.
 
     Raises:
@@ -189,6 +195,7 @@ class PipelineModule(nn.Module):
         self.run_hook: Callable[[int, int, Callable[[Any], Any], Any], Any] | None = None
         self.prefetch_hook: Callable[[Sequence[int]], None] | None = None
         self.check_hook: Callable[[Any], object] | None = None
+        self.stage_part: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.training_started = False
         # The whole model: its list, cut into stages, and the weights that are tied.
         self._list = list(layers)
@@ -258,44 +265,85 @@ class PipelineModule(nn.Module):
                 "call model.fill() before you change weights, or leave out device='meta'"
             )
 
-    def run_stage(self, stage: int, x: Any) -> Any:
-        """Run the layers of one of this rank's stages."""
+    def run_stage(self, stage: int, x: Any, fields: Mapping[str, Any] | None = None, without_head: bool = False) -> Any:
+        """Run the layers of one of this rank's stages.
+
+        Args:
+            stage: the stage.
+            x: its input.
+            fields: name -> value of each field of the microbatch that its layers take.
+            without_head: run all layers but the last one.
+        """
         if self._placeholders:
             raise RuntimeError(
                 "the model's weights are placeholders without values, because it was built with device='meta': call "
                 "model.fill(), or make an engine of the model"
             )
+        count = len(self._calls[stage]) - without_head
         for group in self.recompute.groups(self, stage):
-            run = partial(self._run_layers, stage, group.start, group.stop)
+            if group.start >= count:
+                continue
+            run = partial(self._run_layers, stage, group.start, min(group.stop, count), fields or {})
             prefetch = partial(self.prefetch_hook, group.layers) if self.prefetch_hook is not None else None
             x = self.recompute.run(group, run, x, prefetch=prefetch) if group.recomputed else run(x)
         return x
 
-    def _run_layers(self, stage: int, start: int, stop: int, x: Any) -> Any:
+    def _run_layers(self, stage: int, start: int, stop: int, fields: Mapping[str, Any], x: Any) -> Any:
         """Run the layers ``start`` to ``stop`` of a stage."""
         layers, hook, check = self.layers, self.run_hook, self.check_hook
-        for number, (index, key, function) in enumerate(self._calls[stage][start:stop], start):
+        for number, (index, key, function, takes) in enumerate(self._calls[stage][start:stop], start):
             if check is not None and (stage or number):
                 check(x)
+            if missing := [name for name in takes if name not in fields]:
+                raise ValueError(
+                    f"layer {index} ({typename(self._list[index])}) takes the field {missing[0]!r} of a microbatch, "
+                    f"which was not given: call model(x, {missing[0]}=...), or engine.train_batch or engine.eval_batch"
+                )
+            own = {name: fields[name] for name in takes}
             call = function
             try:
                 if key is None:
                     x = function(x)
                     continue
                 call = layers[key] if function is None else partial(function, layers[key])
-                x = call(x) if hook is None else hook(stage, index, call, x)
+                run = partial(call, **own) if own else call
+                x = run(x) if hook is None else hook(stage, index, run, x)
             except TypeError:
-                require_arguments(call, (x,), f"layer {index} ({typename(self._list[index])}) of stage {stage}", _ONE)
+                where = f"layer {index} ({typename(self._list[index])}) of stage {stage}"
+                require_arguments(call, (x,), where, _ONE, own)
                 raise
         return x
 
-    def loss(self, outputs: Any, labels: Any) -> Any:
-        """Return what ``loss_fn`` returns for a microbatch; without a ``loss_fn`` the outputs, which are the loss."""
+    @property
+    def loss_takes_head(self) -> bool:
+        """True if the loss function runs the last layer, in chunks of tokens (``chunked_loss.py``)."""
+        takes = getattr(self.loss_fn, "takes_head", None)
+        if takes is None or self.has_loss_module:
+            return False
+        _, key, function, fields = self._calls[len(self.placement) - 1][-1]
+        return not fields and bool(takes(None if key is None else self.layers[key], function))
+
+    def loss(self, outputs: Any, labels: Any, with_head: bool = False) -> Any:
+        """Return what ``loss_fn`` returns for a microbatch; without a ``loss_fn`` the outputs, which are the loss.
+
+        Args:
+            outputs: the last layer's output; ``with_head``: its input.
+            labels: the microbatch's labels.
+            with_head: let the loss function run the last layer.
+        """
         if self.loss_fn is None:
             return outputs
-        if self.run_hook is None or not self.has_loss_module:
-            return self.loss_fn(outputs, labels)
         stage, loss_fn = len(self.placement) - 1, self.loss_fn
+        if with_head:
+            index, key, function, _ = self._calls[stage][-1]
+            layer = None if key is None else self.layers[key]
+            call = layer if function is None else function if layer is None else partial(function, layer)
+            assert call is not None
+            head = LastLayer(call, layer, self.stage_part)
+            run = lambda x: _as_nest(loss_fn.of_head(head, x, labels))  # noqa: E731
+            return run(outputs) if layer is None or self.run_hook is None else self.run_hook(stage, index, run, outputs)
+        if self.run_hook is None or not self.has_loss_module:
+            return loss_fn(outputs, labels)
         return self.run_hook(stage, len(self._list), lambda outputs: _as_nest(loss_fn(outputs, labels)), outputs)
 
     @property
@@ -327,23 +375,33 @@ class PipelineModule(nn.Module):
 
         ``start`` and ``stop`` are places in the stage's own list; by default all of it.
         """
-        return [(index, self.layers[key]) for index, key, _ in self._calls[stage][start:stop] if key is not None]
+        return [(call.layer, self.layers[call.key]) for call in self._calls[stage][start:stop] if call.key is not None]
 
     def typenames(self, stage: int) -> list[str]:
         """Return the names of the classes (and functions) of a stage's layers."""
         return [typename(layer) for layer in self._list[self.boundaries[stage] : self.boundaries[stage + 1]]]
 
+    def taken(self, rank: int) -> tuple[str, ...]:
+        """Return the names of the fields that the layers of a rank of the pipe axis take."""
+        calls = [call for at, calls in zip(self.placement, self._calls, strict=True) if at == rank for call in calls]
+        return tuple(dict.fromkeys(name for call in calls for name in call.takes))
+
     def layers_of(self, stage: int) -> list[int]:
         """Return the indices of a stage's modules in the list of layers, in order."""
-        return [index for index, key, _ in self._calls[stage] if key is not None]
+        return [call.layer for call in self._calls[stage] if call.key is not None]
 
     def hooked(self, stage: int) -> list[int]:
         """Return the indices with which ``run_hook`` is called for a stage: its layers, then a loss module."""
         is_last = stage == len(self.placement) - 1
         return [*self.layers_of(stage), *([len(self._list)] if is_last and self.has_loss_module else [])]
 
-    def forward(self, x: Any) -> Any:
-        """Run the whole model, if this rank holds all of it. (A pipeline is run by the engine.)"""
+    def forward(self, x: Any, **fields: Any) -> Any:
+        """Run the whole model, if this rank holds all of it. (A pipeline is run by the engine.)
+
+        Args:
+            x: input of the first layer.
+            fields: the fields that layers take (``LayerSpec(..., takes=...)``).
+        """
         if self.grid.pipe.size > 1:
             raise RuntimeError(
                 f"the model is cut into {len(self.placement)} stages over {self.grid.pipe.size} ranks: run it with "
@@ -352,7 +410,7 @@ class PipelineModule(nn.Module):
         if self.training:
             self.dropout_state.begin()
         for stage in self.stages:
-            x = self.run_stage(stage, x)
+            x = self.run_stage(stage, x, fields)
         return self.dropout_state.end(x) if self.training else x
 
     def move(self, placement: Sequence[int]) -> None:
@@ -456,7 +514,8 @@ class PipelineModule(nn.Module):
         entry, source = self._list[index], self._sources[index]
         if not isinstance(entry, (LayerSpec, nn.Module)):
             return LayerCall(source, None, entry)
-        return LayerCall(source, str(source), entry.forward_fn if isinstance(entry, TiedLayerSpec) else None)
+        function = entry.forward_fn if isinstance(entry, TiedLayerSpec) else None
+        return LayerCall(source, str(source), function, entry.takes if isinstance(entry, LayerSpec) else ())
 
     def _parameter_counts(self) -> list[float]:
         """Count the parameters of each layer (of the whole layer, not of this rank's shard), on the meta device."""

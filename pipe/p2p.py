@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..base.accelerators import is_accelerator
-from ..grid import Axis, Pending
+from ..grid import Axis, Grid, Pending
 from .module import PipelineModule
 from .schema import Flat, Schema, TensorSpec
 
@@ -206,21 +206,27 @@ def _with_flags(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
 
 
 def channels(module: PipelineModule, direction: str) -> dict[int, Channel]:
-    """Return this rank's channels in one direction ('F' or 'B'), keyed by the stage after the boundary.
+    """Return this rank's channels in one direction ('F' or 'B'), keyed by the stage after the boundary. Collective."""
+    found = {}
+    for stage in range(1, len(module.placement)):
+        ranks = module.placement[stage - 1], module.placement[stage]
+        if ranks[0] != ranks[1]:
+            made = channel_between(module.grid, ranks, f"{direction}{stage}", 2 * stage + (direction == "B"))
+            if made is not None:
+                found[stage] = made
+    return found
+
+
+def channel_between(grid: Grid, ranks: tuple[int, int], purpose: str, tag: int) -> Channel | None:
+    """Return the channel between two ranks of the pipe axis, None on the other ranks. Collective over the pipe axis.
 
     On gloo a tag distinguishes the channels between two ranks. NCCL has no tags, and runs the operations of a
     communicator in order: there each channel has its own communicator, so that no channel waits for another.
     """
-    grid, found = module.grid, {}
-    for stage in range(1, len(module.placement)):
-        ranks = module.placement[stage - 1], module.placement[stage]
-        if ranks[0] == ranks[1]:
-            continue
-        axis: Axis | None = grid.pipe
-        if is_accelerator(grid.device):
-            axis = grid.subgroup("pipe", sorted(ranks), purpose=f"{direction}{stage}")
-        if axis is not None and grid.pipe.rank in ranks:
-            other = ranks[0] if grid.pipe.rank == ranks[1] else ranks[1]
-            peer = axis.ranks.index(grid.pipe.ranks[other])
-            found[stage] = Channel(axis, peer, 2 * stage + (direction == "B"), grid.device)
-    return found
+    axis: Axis | None = grid.pipe
+    if is_accelerator(grid.device):
+        axis = grid.subgroup("pipe", sorted(ranks), purpose=purpose)
+    if axis is None or grid.pipe.rank not in ranks:
+        return None
+    other = ranks[0] if grid.pipe.rank == ranks[1] else ranks[1]
+    return Channel(axis, axis.ranks.index(grid.pipe.ranks[other]), tag, grid.device)

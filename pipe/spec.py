@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,9 +19,15 @@ class LayerSpec:
         cls: the class of the layer, or any callable that returns an ``nn.Module``. If it takes a keyword
             ``grid`` that is not among ``kwargs``, it gets the grid of the ``PipelineModule`` that builds it.
         args, kwargs: arguments of ``cls``.
+        takes: fields of a microbatch that the layer gets as keyword arguments beside the output of the layer before:
+            ``"labels"``, ``"inputs"``, or a key of inputs that are a dict. The ranks that read the data send them to
+            the rank of the layer. They have no gradient, and the layer must not change them in place. (An argument
+            ``takes`` of ``cls`` itself is given by ``functools.partial(cls, takes=...)``.)
     """
 
-    def __init__(self, cls: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, cls: Callable[..., nn.Module], *args: Any, takes: str | Sequence[str] = (), **kwargs: Any
+    ) -> None:
         if not callable(cls) or isinstance(cls, nn.Module):
             raise TypeError(
                 f"LayerSpec was given a {type(cls).__name__} instead of a class: write LayerSpec(nn.Linear, 64, 256), "
@@ -32,6 +38,9 @@ class LayerSpec:
             made_by, args, kwargs = made_by.func, (*made_by.args, *args), {**made_by.keywords, **kwargs}
         self.cls: Callable[..., nn.Module] = made_by
         self.args, self.kwargs = args, kwargs
+        self.takes = (takes,) if isinstance(takes, str) else tuple(takes)
+        if not all(isinstance(name, str) for name in self.takes):
+            raise TypeError(f"{self} was given takes={takes!r}: give names of fields, as takes=('labels',)")
 
     def build(self, grid: Grid | None = None) -> nn.Module:
         """Build the layer, on the current default device."""
@@ -50,6 +59,7 @@ class LayerSpec:
 
     def __repr__(self) -> str:
         words = [self.typename, *map(repr, self.args), *(f"{key}={value!r}" for key, value in self.kwargs.items())]
+        words += [f"takes={self.takes}"] if self.takes else []
         return f"{type(self).__name__}({', '.join(words)})"
 
 
@@ -63,8 +73,9 @@ class TiedLayerSpec(LayerSpec):
 
     Args:
         key: name of the tie.
-        cls, args, kwargs: as in ``LayerSpec``.
-        forward_fn: called as ``forward_fn(layer, x)`` instead of ``layer(x)`` at this index of the list.
+        cls, args, kwargs: as in ``LayerSpec``, with ``takes`` of this index of the list.
+        forward_fn: called as ``forward_fn(layer, x)`` instead of ``layer(x)`` at this index of the list, with the
+            fields that the layer takes as keyword arguments.
         tied_weight_attr: the parameter (or several) that layers of different classes share.
     """
 
@@ -83,7 +94,13 @@ class TiedLayerSpec(LayerSpec):
         self.tied_weight_attr = (tied_weight_attr,) if isinstance(tied_weight_attr, str) else tuple(tied_weight_attr)
 
 
-def require_arguments(call: Callable[..., Any], given: tuple[Any, ...], where: str, advice: str) -> None:
+def require_arguments(
+    call: Callable[..., Any],
+    given: tuple[Any, ...],
+    where: str,
+    advice: str,
+    fields: Mapping[str, Any] | None = None,
+) -> None:
     """Check, after a ``TypeError``, that a layer or a loss function takes the arguments that it was given.
 
     Args:
@@ -91,15 +108,16 @@ def require_arguments(call: Callable[..., Any], given: tuple[Any, ...], where: s
         given: its arguments.
         where: its name and place, for the message.
         advice: what to write instead.
+        fields: its keyword arguments.
 
     Raises:
         TypeError: it does not take them; the message describes them.
     """
     target = getattr(call, "forward", call)
     try:
-        inspect.signature(target).bind(*given)
+        inspect.signature(target).bind(*given, **(fields or {}))
     except TypeError as error:
-        what = ", ".join(map(_in_words, given))
+        what = ", ".join([*map(_in_words, given), *(f"the field {name}" for name in fields or {})])
         counted = "one argument" if len(given) == 1 else f"{len(given)} arguments"
         raise TypeError(f"{where} was called with {counted}, {what}, but: {error}. {advice}") from error
     except ValueError:

@@ -175,10 +175,16 @@ def layers_of(config: TransformerConfig, shard_tensor: bool = False) -> list[Lay
 
     Raises:
         TypeError: the configuration's class is not one of ``models/config.CONFIGS``.
+        ValueError: the model has modules that predict further tokens.
     """
     if isinstance(config, DecoderConfig):
         return _decoder(config, shard_tensor)
     if isinstance(config, DeepseekConfig):
+        if config.num_nextn_predict_layers:
+            raise ValueError(
+                f"num_nextn_predict_layers is {config.num_nextn_predict_layers}, and modules that predict further "
+                "tokens are not counted. Plan with 0, and leave memory for as many more blocks."
+            )
         return _deepseek(config, shard_tensor)
     raise TypeError(f"the layers of a {type(config).__name__} are unknown. Give one of {', '.join(sorted(CONFIGS))}.")
 

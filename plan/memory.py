@@ -22,7 +22,7 @@ from itertools import pairwise
 from operator import mul
 from typing import NamedTuple
 
-from ..base.formulas import BYTES, STATES
+from ..base.formulas import BYTES, CHUNK_TOKENS, STATES
 from ..models.config import TransformerConfig
 from ..options.engine import EngineOptions
 from ..pipe.partition import boundaries
@@ -101,6 +101,7 @@ class StateOptions:
         decays: ``matrices``: matrices and the other parameters are two parameter groups, which share no bucket;
             ``all``: one group.
         frozen: no weight is trained, as under LoRA, whose factors do not count here.
+        mlp_tile: ``recompute.mlp_tile``, in tokens of a sequence.
     """
 
     precision: str = "bf16"
@@ -112,6 +113,7 @@ class StateOptions:
     reduce_each_microbatch: bool = True
     decays: str = "all"
     frozen: bool = False
+    mlp_tile: int | None = None
 
     def __post_init__(self) -> None:
         if self.precision not in BYTES:
@@ -138,6 +140,7 @@ class StateOptions:
             reduce_each_microbatch=zero.reduce_each_microbatch,
             decays=decays,
             frozen=options.lora is not None,
+            mlp_tile=options.recompute.mlp_tile,
         )
 
     @property
@@ -319,7 +322,7 @@ class ModelMemory:
         """
         if layer.kind == "block":
             return self._block(layer, tokens, sequence, layout)
-        size, wide, full = self.options.size, max(self.options.size, 4), layout.recompute == "full"
+        size, full = self.options.size, layout.recompute == "full"
         apart = layout.tensor if layout.sequence_parallel else 1
         hidden = tokens * layer.hidden / apart
         if layer.kind == "embedding":
@@ -329,8 +332,21 @@ class ModelMemory:
         if layer.kind == "norm":
             taken, numbers = self._of_norms(layer)
             return size * hidden if full else size * (taken * hidden + numbers * tokens / apart)
-        # The head's input and its logits; the loss's logarithms and mask.
-        return size * (hidden + tokens * self._vocabulary(layout)) + (wide + 1) * tokens
+        if tokens > CHUNK_TOKENS:
+            return size * hidden
+        return size * hidden + self._logits(tokens, layout)
+
+    def _logits(self, tokens: float, layout: ParallelLayout) -> float:
+        """Return the bytes that the loss of some tokens keeps: logits, and of each token a logarithm and a mask."""
+        return (self.options.size * self._vocabulary(layout) + max(self.options.size, 4) + 1) * tokens
+
+    def _chunk(self, tokens: float, sequence: int, layout: ParallelLayout) -> int:
+        """Return the tokens of a chunk of head and loss, as ``pipe/chunked_loss.py`` cuts them; 0 if nothing is cut."""
+        if tokens <= CHUNK_TOKENS:
+            return 0
+        row = sequence // layout.context
+        apart = layout.tensor if layout.sequence_parallel else 1
+        return CHUNK_TOKENS // row * row if row <= CHUNK_TOKENS else CHUNK_TOKENS // apart * apart
 
     def _of_norms(self, layer: LayerShape) -> tuple[float, float]:
         """Return what the norms of a layer keep: tensors of the hidden width, and numbers per token, in elements."""
@@ -354,6 +370,7 @@ class ModelMemory:
         assert attention is not None and feedforward is not None
         taken, numbers = self._of_norms(layer)
         own = sizes.attention
+        tiled = self._tile(layer, sequence, layout) < 1.0
         # The output is laid out as the rotated queries, head by head, so the last product's input is a copy of it.
         if attention.rotated and layout.recompute == "none":
             own += sizes.heads * attention.value_dim
@@ -362,8 +379,8 @@ class ModelMemory:
             layer.hidden,
             attention=own,
             heads=sizes.heads if self.fused_attention else 0.0,
-            product=sizes.product,
-            activation=sizes.activation + sizes.routed,
+            product=0.0 if tiled else sizes.product,
+            activation=0.0 if tiled else sizes.activation + sizes.routed,
             hidden=taken + layer.branches,
             statistics=numbers,
             tensor=layout.tensor,
@@ -384,6 +401,13 @@ class ModelMemory:
             each = wide * feedforward.experts + (16 + wide + size) * feedforward.per_token + wide
             kept += tokens * (each + (wide * layer.hidden if wide != size else 0)) / apart
         return kept
+
+    def _tile(self, layer: LayerShape, sequence: int, layout: ParallelLayout) -> float:
+        """Return the part of its tokens that the MLP of a block runs on at a time; experts run on all."""
+        if self.options.mlp_tile is None or layer.feedforward is None or layer.feedforward.experts:
+            return 1.0
+        apart = layout.context * (layout.tensor if layout.sequence_parallel else 1)
+        return min(1.0, self.options.mlp_tile * apart / sequence)
 
     # ---------------------------------------------------------------------------------------------------- internal
 
@@ -525,7 +549,13 @@ class ModelMemory:
             kinds = rank.placed.counts
             of = {kind: self.layer_activations(self._kinds[kind], tokens, sequence, layout) for kind in kinds}
             kept = [sum(of[kind] for kind in stage) for stage in rank.placed.kinds]
-            rank.activations[key] = max(sum(map(mul, count, kept)) for count in rank.counts)
+            # A chunk's logits exist in the backward pass alone.
+            chunk = max(
+                (self._chunk(tokens, sequence, layout) for k in kinds if self._kinds[k].kind == "head"), default=0
+            )
+            rank.activations[key] = max(sum(map(mul, count, kept)) for count in rank.counts) + self._logits(
+                chunk, layout
+            )
         return rank.activations[key]
 
     def _temporaries(self, placed: _Placed, tokens: float, sequence: int, layout: ParallelLayout) -> float:
@@ -574,11 +604,17 @@ class ModelMemory:
             return self._backward[key]
         layer, size = self._kinds[kind], self.options.size
         needed = 2 * size * tokens * layer.hidden / (layout.tensor if layout.sequence_parallel else 1)
-        if layer.kind == "head":
+        if layer.kind == "head" and tokens > CHUNK_TOKENS:
+            # The gradients of a chunk's logits, and of the weight, which adds up in fp32 at least.
+            own = sum(each.numel for each in self._local(kind, layout, layout.tensor - 1))
+            needed += size * self._chunk(tokens, sequence, layout) * self._vocabulary(layout) + max(size, 4) * own
+        elif layer.kind == "head":
             needed += size * tokens * self._vocabulary(layout)  # the gradient of the logits
         elif layer.kind == "block":
             sizes = local_sizes(layer, layout, self.shard_tensor)
-            needed += size * tokens * (sizes.product + sizes.activation + sizes.routed)
+            part, wide = self._tile(layer, sequence, layout), sizes.product + sizes.activation + sizes.routed
+            # Gradients; in tiles also what the tile keeps.
+            needed += size * tokens * part * wide * (1 if part == 1.0 else 2)
             if layout.recompute == "full":
                 whole = replace(layout, recompute="none")
                 needed += self.layer_activations(layer, tokens, sequence, whole)

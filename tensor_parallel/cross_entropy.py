@@ -4,8 +4,11 @@ Shoeybi et al. 2019, arXiv:1909.08053, section 3; label smoothing as Szegedy et 
 section 7, over the whole vocabulary. With z the logits, y the label, K the vocabulary's size and s the
 smoothing,
 
-    loss     = log sum_k exp z_k  -  (1 - s) z_y  -  s / K sum_k z_k
-    gradient = softmax(z)_k  -  (1 - s) [k = y]  -  s / K
+    L        = log sum_k exp z_k
+    loss     = L  -  (1 - s) z_y  -  s / K sum_k z_k  +  c L^2
+    gradient = (1 + 2 c L) softmax(z)_k  -  (1 - s) [k = y]  -  s / K
+
+with the coefficient c of PaLM's z-loss (Chowdhery et al. 2022, arXiv:2204.02311, section 5).
 
 Each rank computes the sums over its own k, and the sums are then all-reduced. There are two all-reduces: one for the
 maximum (for numerical stability) and one for all the sums at once. The gradient needs no communication. The logits
@@ -40,6 +43,8 @@ def vocab_parallel_cross_entropy(
     vocab_size: int,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
     reduction: Literal["mean", "sum", "none"] = "mean",
 ) -> Tensor:
     """Compute ``F.cross_entropy`` of sharded logits, with an equal result on every rank of the tensor axis. Collective.
@@ -52,6 +57,8 @@ def vocab_parallel_cross_entropy(
         vocab_size: V, the size of the whole vocabulary.
         ignore_index: label value that counts neither in the loss nor in the mean.
         label_smoothing: s in [0, 1], spread over the whole vocabulary.
+        z_loss: c, the coefficient of the squared logarithm of the softmax's denominator.
+        softcap: if given, the loss is that of the logits ``softcap * tanh(logits / softcap)``, which are not stored.
         reduction: ``mean`` over the labels that count (nan if there are none, as in torch), ``sum``,
             ``none``.
 
@@ -60,7 +67,8 @@ def vocab_parallel_cross_entropy(
         logits, because sums in these dtypes are too inaccurate. Second derivatives are not supported.
 
     Raises:
-        ValueError: the shapes do not fit each other or the vocabulary, or the smoothing is outside [0, 1].
+        ValueError: the shapes do not fit each other or the vocabulary, the smoothing is outside [0, 1], or z_loss is
+            negative.
         IndexError: a label other than ``ignore_index`` is outside [0, V). On CUDA this is a device-side assertion.
     """
     axis = grid.tensor
@@ -74,13 +82,15 @@ def vocab_parallel_cross_entropy(
         )
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing is {label_smoothing}. Give a number in [0, 1].")
+    if not z_loss >= 0.0:
+        raise ValueError(f"z_loss is {z_loss}. Give a coefficient of at least 0, such as 1e-4.")
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction is {reduction!r}. Give 'mean', 'sum' or 'none'.")
     flat = labels.reshape(-1).long()  # (N,)
     counts = flat != ignore_index
     check_ids(flat.masked_fill(~counts, 0), vocab_size, "label")
     losses, _ = _CrossEntropy.apply(
-        logits.reshape(-1, stop - start), flat, counts, axis, start, vocab_size, label_smoothing
+        logits.reshape(-1, stop - start), flat, counts, axis, start, vocab_size, label_smoothing, z_loss, softcap
     )
     if reduction == "none":
         return losses.view(labels.shape)
@@ -99,16 +109,18 @@ class _CrossEntropy(torch.autograd.Function):
         start: int,
         vocab_size: int,
         smoothing: float,
+        z_loss: float,
+        cap: float | None,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.float32 if logits.dtype in (torch.float16, torch.bfloat16) else logits.dtype
         rows, mine = logits.shape[0], _owned(labels, counts, start, logits.shape[1])
-        top = logits.amax(-1).to(dtype)  # (N,)
+        top = _capped(logits.amax(-1).to(dtype), cap)  # (N,)
         axis.all_reduce(top, op="max")
 
         # Of exp z, of z at the label and, to smooth, of z.
         sums = logits.new_zeros((3 if smoothing else 2, rows), dtype=dtype)
         for block in _blocks(logits):
-            z = logits[block].to(dtype) - top[block, None]  # (n, V_local)
+            z = _capped(logits[block].to(dtype), cap) - top[block, None]  # (n, V_local)
             at = (labels[block] - start).masked_fill(~mine[block], 0)[:, None]  # (n, 1)
             sums[1, block] = z.gather(1, at)[:, 0].masked_fill(~mine[block], 0.0)
             if smoothing:
@@ -120,11 +132,14 @@ class _CrossEntropy(torch.autograd.Function):
         losses = log_sum - (1.0 - smoothing) * sums[1] if smoothing != 1.0 else log_sum.clone()
         if smoothing:
             losses -= smoothing / vocab_size * sums[2]
-        return losses.masked_fill_(~counts, 0.0), log_sum + top
+        log_sum += top
+        if z_loss:
+            losses += z_loss * log_sum.square()
+        return losses.masked_fill_(~counts, 0.0), log_sum
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        logits, labels, counts, _, ctx.start, ctx.vocab_size, ctx.smoothing = inputs
+        logits, labels, counts, _, ctx.start, ctx.vocab_size, ctx.smoothing, ctx.z_loss, ctx.cap = inputs
         ctx.mark_non_differentiable(output[1])
         ctx.save_for_backward(logits, labels, counts, output[1])
 
@@ -136,13 +151,22 @@ class _CrossEntropy(torch.autograd.Function):
         scale = grads[0].masked_fill(~counts, 0.0)[:, None]  # (N, 1)
         grad = torch.empty_like(logits)
         for block in _blocks(logits):
-            g = (logits[block].to(log_sum.dtype) - log_sum[block, None]).exp_()  # (n, V_local): the softmax
+            z = _capped(logits[block].to(log_sum.dtype), ctx.cap)  # (n, V_local)
+            g = (z - log_sum[block, None]).exp_()  # the softmax
+            if ctx.z_loss:
+                g *= 1.0 + 2.0 * ctx.z_loss * log_sum[block, None]
             if ctx.smoothing:
                 g -= ctx.smoothing / ctx.vocab_size
             at = (labels[block] - ctx.start).masked_fill(~mine[block], 0)[:, None]  # (n, 1)
             g.scatter_add_(1, at, (ctx.smoothing - 1.0) * mine[block, None].to(g.dtype))
+            if ctx.cap is not None:
+                g *= 1.0 - (z / ctx.cap).square()
             grad[block] = g.mul_(scale[block])
-        return grad, None, None, None, None, None, None
+        return (grad, *[None] * 8)
+
+
+def _capped(z: Tensor, cap: float | None) -> Tensor:
+    return z if cap is None else (z / cap).tanh_().mul_(cap)
 
 
 def _owned(labels: Tensor, counts: Tensor, start: int, length: int) -> Tensor:

@@ -133,7 +133,7 @@ class TrainingRun:
                 self.clock.skip()
             if job.file.monitor.print_losses:
                 report.say(f"step {step} loss {loss!r}")
-            report.step(step, loss, self.clock.speed, self.clock.left(job.steps - step))
+            report.step(step, loss, self.clock.speed, self.clock.left(job.steps - step), engine.metrics)
             if self.spikes.rewind():
                 last = False
                 continue

@@ -10,6 +10,7 @@ from torch import nn
 from ..grid import Grid
 from ..models.huggingface.load import LAYERS, load_hf
 from ..models.layers import NextTokenLoss
+from ..models.mtp import MTPLoss
 from ..models.positions import PositionEmbedding
 from ..pipe.module import PipelineModule
 from ..tensor_parallel.embedding import VocabParallelEmbedding
@@ -28,10 +29,12 @@ def build_module(job: Job, grid: Grid) -> PipelineModule:
     layers = LAYERS[type(job.model)](job.model, job.file.grid.sequence_parallel, section.attention, **experts)
     if section.has_weights:
         layers = load_hf(section.folder, layers)
+    modules = getattr(job.model, "num_nextn_predict_layers", 0)
+    vocab_size = job.model.vocab_size
     return PipelineModule(
         layers,
         grid=grid,
-        loss_fn=NextTokenLoss(grid, vocab_size=job.model.vocab_size),
+        loss_fn=MTPLoss(grid, vocab_size, modules) if modules else NextTokenLoss(grid, vocab_size),
         chunks=job.schedule.chunks,
         placement=list(job.schedule.placement),
         seed=job.file.seed,

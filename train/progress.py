@@ -14,6 +14,7 @@ from rich.text import Text
 
 from ..base.errors import ConfigError, to_install
 from ..base.records import Records
+from ..monitor.format import numbers_in_words
 from ..monitor.report.run_folder import Run, read_run
 from ..monitor.report.write import write_report
 from ..pipe.program.measured_costs import costs_of
@@ -54,12 +55,15 @@ class Reporter:
             self._live = Live(console=self._console, refresh_per_second=8)
             self._live.start()
 
-    def step(self, step: int, loss: float, speed: float, left: float) -> None:
-        """Note a training step: its number (from 1), loss, tokens/s, seconds left."""
+    def step(
+        self, step: int, loss: float, speed: float, left: float, metrics: Mapping[str, float | list[float]]
+    ) -> None:
+        """Note a training step: its number (from 1), loss, tokens/s, seconds left, terms and metrics of the loss."""
         if not self.speaks:
             return
         count = f"{step:>{len(str(self.steps))}}/{self.steps}"
-        line = f"step {count}  loss {loss:.4f}  {speed:,.0f} tokens/s  {minutes(left)} left"
+        parts = [f"step {count}", f"loss {loss:.4f}", *numbers_in_words(metrics)]
+        line = "  ".join([*parts, f"{speed:,.0f} tokens/s", f"{minutes(left)} left"])
         if self._live is not None:
             bar = "━" * int(16 * step / self.steps)
             self._live.update(Text(f"{bar:16}  {line}", no_wrap=True, overflow="crop"))

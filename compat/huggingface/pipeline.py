@@ -22,6 +22,7 @@ from ...grid.layout import rename
 from ...models.huggingface.config import layer_count
 from ...models.huggingface.names import expand
 from ...models.huggingface.pipeline_layers import CausalLMLoss, HFModel, hf_layers
+from ...pipe.chunked_loss import LastLayer
 from ...pipe.module import PipelineModule
 from ...pipe.program.simulate import Costs
 from ...pipe.schedules.choose import make_schedule
@@ -118,6 +119,10 @@ class TrainerLoss(CausalLMLoss):
     def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sum of the losses and the number by which the engine divides it."""
         return super().__call__(logits, labels)[0], self.weight(labels)
+
+    def of_head(self, head: LastLayer, x: Any, labels: Tensor) -> Any:
+        """Return the same for the output layer's input, (B, T, D)."""
+        return super().of_head(head, x, labels)[0], self.weight(labels)
 
     def weight(self, labels: Tensor) -> Tensor:
         """Return the number of labels, ()."""

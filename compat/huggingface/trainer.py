@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ...base.errors import ConfigError
 from ...engine.module_engine import ModuleEngine
 from ...engine.pipeline_engine import PipelineEngine
+from ...grid.loss_terms import is_named
 from ...models.huggingface.parallelize import parallelize
 from ...optim import schedulers
 from ...tensor_parallel.outside import ReadOutside
@@ -296,18 +297,18 @@ class Trainer(transformers.Trainer):
         if is_divided is None:
             by_items = self.model_accepts_loss_kwargs and num_items_in_batch is not None
             is_divided = by_items or self.compute_loss_func is not None
-        if not is_divided:
+        named = is_named(loss)  # then the engine divides each term
+        if not is_divided and not named:
             loss = loss / self.current_gradient_accumulation_steps
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
         self._copy_schedule()
         skipped = engine.skipped_steps
-        # The loss was divided by the number of microbatches above.
-        engine.backward(loss, scale_wrt_gas=False)
+        # A loss without names was divided by the number of microbatches above.
+        detached = engine.backward(loss, scale_wrt_gas=named)
         engine.step()
         handle.step_was_skipped = engine.skipped_steps > skipped
-        detached: Tensor = loss.detach()
         return detached
 
     def compute_loss(
@@ -458,8 +459,13 @@ class Trainer(transformers.Trainer):
         return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as transformers does; steps of an evaluation that the ranks of a replica share count once."""
+        """Log as transformers does, and beside the training loss the last step's terms and metrics of a named loss.
+
+        Steps of an evaluation that the ranks of a replica share count once.
+        """
         self._count_steps_once(logs)
+        if "loss" in logs and self.engine is not None:
+            logs |= {n: v for n, v in self.engine.metrics.items() if isinstance(v, float) and n not in logs}
         super().log(logs, start_time)
 
     def _count_steps_once(self, metrics: dict[str, float]) -> None:

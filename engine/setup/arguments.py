@@ -73,6 +73,10 @@ def choose_grid(model: nn.Module, grid: Grid | None, options: EngineOptions) -> 
             f"schedule is {options.schedule.name}, but a {type(model).__name__} runs as one stage: list its "
             "layers in a PipelineModule(layers, grid=grid, loss_fn=...), or leave schedule= out",
         )
+    if options.batch.labels == "sent":
+        raise refusal(
+            f"<batch.labels> is sent, but a {type(model).__name__} has no stages to send labels to: leave it out",
+        )
     if grid is None:
         return Grid()
     if grid.pipe.size > 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -17,12 +18,18 @@ from ...pipe.module import PipelineModule
 from ...pipe.program.schedule import Schedule
 from ...pipe.recompute.kept_inputs import Inputs
 from ...pipe.recompute.recompute import Group, Recompute, module_of, stateful
+from ...pipe.recompute.tiles import dropout_in_tiles, install_tiles
 from ...randomness.random import DropoutState
 from ...zero.modules.units import find_units
 
 _NONE_SELECTIVE = (
     "granularity is selective, but no module of the model has a class attribute recompute, as Attention of "
     "triax.models has: set granularity to full or matmul"
+)
+
+_NONE_IN_TILES = (
+    "no module of the model has a class attribute in_tiles, as the MLPs of triax.models have: give yours one "
+    "(in_tiles = None, and in forward self.in_tiles(function, x) if it is set), or leave mlp_tile out"
 )
 
 
@@ -55,10 +62,35 @@ def configure_recomputation(module: PipelineModule, section: Recomputation, sche
     slots = max_inputs_held(module, recompute, schedule) if section.contiguous else 0
     recompute.inputs = _inputs(module.grid, section, slots)
     module.recompute = recompute
-    asking = recompute.install(module)
-    if section.granularity == "selective" and not any(module.grid.world.all_gather_json(asking)):
+    asking = [recompute.install(module), _install_tiles(module, module.grid, module.dropout_state, section)]
+    everyone = module.grid.world.all_gather_json(asking)
+    if section.granularity == "selective" and not any(selective for selective, _ in everyone):
         raise OptionError("recompute", reason=_NONE_SELECTIVE)
+    _check_tiles(section, module.grid, module, any(tiles for _, tiles in everyone))
     return [Note("recompute", f": {note}") for note in notes]
+
+
+def _install_tiles(module: nn.Module, grid: Grid, dropout: DropoutState, section: Recomputation) -> int:
+    """Make modules run in tiles of tokens, if the options ask for it; return their number."""
+    if section.mlp_tile is None:
+        return 0
+    whole = replace(section, granularity=None)
+    return install_tiles(module, _make(grid, dropout, whole, 0, None, None), section.mlp_tile)
+
+
+def _check_tiles(section: Recomputation, grid: Grid, module: nn.Module, found: bool) -> None:
+    """Refuse tiles of tokens, on every rank, if no module runs in tiles, or one has dropout. Collective."""
+    if section.mlp_tile is None:
+        return
+    path, dropped = (
+        "recompute.mlp_tile",
+        [name for name in grid.world.all_gather_json(dropout_in_tiles(module)) if name],
+    )
+    if not found:
+        raise OptionError(path, section.mlp_tile, _NONE_IN_TILES)
+    if dropped:
+        reason = f"{dropped[0]} is a dropout in a module that runs in tiles, and its masks depend on the place in its "
+        raise OptionError(path, section.mlp_tile, f"{reason}input: set its p to 0, or leave mlp_tile out")
 
 
 def recompute_blocks(module: nn.Module, options: EngineOptions, grid: Grid, dropout: DropoutState) -> Recompute | None:
@@ -82,6 +114,7 @@ def recompute_blocks(module: nn.Module, options: EngineOptions, grid: Grid, drop
     section = options.recompute
     notes = _notes(grid, section, section.asked)
     recompute = None
+    _check_tiles(section, grid, module, bool(_install_tiles(module, grid, dropout, section)))
     if section.asked:
         if (section.interval or 0) > 1:
             raise refusal(

@@ -108,7 +108,8 @@ def entries(names: Names | None, config: Config) -> dict[str, Entry]:
 def from_hf(config: Config, file: Path | str = "config.json") -> TransformerConfig:
     """Return the configuration of the model that a ``config.json`` describes, for example a ``LlamaConfig``.
 
-    A key that is missing has the value that the family's own configuration class gives it.
+    A key that is missing has the value that the family's own configuration class gives it. Modules that predict further
+    tokens are left out: ``dataclasses.replace(config, num_nextn_predict_layers=1)`` adds them.
 
     Args:
         config: the content of ``config.json`` of a model of a family in ``families.py``.
@@ -119,9 +120,14 @@ def from_hf(config: Config, file: Path | str = "config.json") -> TransformerConf
             that a model must have. The message names the file and the setting.
     """
     try:
-        return _from_hf(config)
+        return _from_hf(without_modules(config))
     except ValueError as error:
         raise ConfigError(f"{file}: {error}") from error
+
+
+def without_modules(config: Config, but: int = 0) -> dict[str, Any]:
+    """Return the content of ``config.json`` with this number of modules that predict further tokens."""
+    return {**config, "num_nextn_predict_layers": but}
 
 
 def _from_hf(config: Config) -> TransformerConfig:
@@ -271,7 +277,7 @@ def same_model(ours: TransformerConfig, theirs: TransformerConfig) -> str | None
     if type(ours) is not type(theirs):
         return f"it is a {type(ours).__name__} here, a {type(theirs).__name__} there"
     # Fields that do not change the function that a model computes from its weights.
-    free = {"dropout", "initializer_range", "router_aux_loss_coef", "aux_loss_alpha"}
+    free = {"dropout", "initializer_range", "router_aux_loss_coef", "aux_loss_alpha", "num_nextn_predict_layers"}
     if not getattr(ours, "learned_positions", False):
         free.add("max_position_embeddings")  # else there is a weight for each position
     differing = [

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...tensor_parallel.plans import Column, FusedHeads, KeyValue, Local, OnAllHeads, OnHeads, Row, Style, Vocab
 from ..config import DecoderConfig, DeepseekConfig, GPTConfig, LlamaConfig, MixtralConfig, TransformerConfig
-from .names import Fused, Names, PerExpert, Transposed
+from .names import Fused, Names, PerExpert, Repeated, Transposed
 
 Config = Mapping[str, Any]  # content of a config.json
 Key = str | tuple[str, Any]
@@ -186,6 +186,45 @@ _DEEPSEEK_V3_NAMES: Names = {
     **_DEEPSEEK_NAMES,
     "layers.{i+1}.mlp.router.correction_bias": f"{_AT}.mlp.gate.e_score_correction_bias",
 }
+
+
+def _deepseek_v3_names(config: Config) -> Names:
+    """Return DeepSeek-V3's table, with the modules of multi-token prediction behind the blocks.
+
+    The embedding is in triax's list a second time, in front of the modules. Each module has a copy of the embedding and
+    of the head.
+    """
+    modules = int(config.get("num_nextn_predict_layers") or 0)
+    if not modules:
+        return _DEEPSEEK_V3_NAMES
+    blocks = {ours: form for ours, form in _DEEPSEEK_V3_NAMES.items() if ours.startswith("layers.{i+1}.")}
+    found = {ours: form for ours, form in _DEEPSEEK_V3_NAMES.items() if not ours.startswith("layers.{")}
+    copies = [f"model.layers.{{n+{k}}}." for k in range(modules)]
+    tokens, heads = ([copy + name for copy in copies] for name in ("embed_tokens.weight", "shared_head.head.weight"))
+    tied = bool(config.get("tie_word_embeddings"))
+    found |= blocks
+    found["layers.0.weight"] = Repeated("model.embed_tokens.weight", (*tokens, *(heads if tied else ())))
+    found["layers.{n+1}.*"] = "model.norm.*"
+    for k, theirs in enumerate(copies):
+        module = f"layers.{{n+{k + 3}}}."
+        for ours, form in blocks.items():
+            found[ours.replace("layers.{i+1}.", f"{module}block.")] = _moved(form, theirs)
+        found |= {f"{module}{name}.weight": f"{theirs}{name}.weight" for name in ("enorm", "hnorm", "eh_proj")}
+        found[f"{module}norm.weight"] = f"{theirs}shared_head.norm.weight"
+    if not tied:
+        found[f"layers.{{n+{modules + 3}}}.weight"] = Repeated("lm_head.weight", tuple(heads))
+    return found
+
+
+def _moved(form: Any, place: str) -> Any:
+    """Return a block's name, or several, as those of the block at another place."""
+    if isinstance(form, str):
+        return form.replace(f"{_AT}.", place)
+    if isinstance(form, PerExpert):
+        return PerExpert(_moved(form.names, place))
+    return type(form)(_moved(each, place) for each in form)
+
+
 _PHI3_NAMES: Names = {
     **_LLAMA_NAMES,
     **_block(
@@ -366,7 +405,7 @@ def _deepseek_v2_write(config: DeepseekConfig) -> dict[str, Any]:
 
 
 def _deepseek_v3_write(config: DeepseekConfig) -> dict[str, Any]:
-    return {"num_key_value_heads": config.num_attention_heads, "num_nextn_predict_layers": 0}
+    return {"num_key_value_heads": config.num_attention_heads}
 
 
 # ----------------------------------------------------------------------------------------- plans of parallelize
@@ -872,12 +911,13 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": _like(
         _DEEPSEEK,
         "DeepseekV3",
-        names=_DEEPSEEK_V3_NAMES,
+        names=_deepseek_v3_names,
         keys={
             "norm_topk_prob": ("norm_topk_prob", True),
             "n_group": ("n_group", 8),
             "topk_group": ("topk_group", 4),
             "rope_interleave": ("rope_interleave", True),
+            "num_nextn_predict_layers": ("num_nextn_predict_layers", 0),
         },
         flags={"scoring_func": "sigmoid"},
         only={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "norm_topk_prob": (True, False)},

@@ -22,7 +22,7 @@ from ..config import CONFIGS, DeepseekConfig, TransformerConfig
 from ..decoder import decoder_layers
 from ..deepseek import deepseek_layers
 from .config import entries as expanded
-from .config import from_hf, same_model
+from .config import from_hf, same_model, without_modules
 from .families import FAMILIES
 from .names import Entry, Names
 from .reader import Source, check, check_all_used, fetch, find, open_source, stored
@@ -169,7 +169,7 @@ class _Loaded:
 
 def _self_loading(specs: Sequence[Any], source: Source, names: Names | None) -> list[LayerSpec]:
     """Return copies of layers' specs whose layers read their own weights from ``source`` when they are built."""
-    entries = expanded(names, source.config)
+    entries = expanded(names, _config_for(source, specs))
     check_all_used(source, entries.values())
     _same(source, specs)
     first: dict[Any, _Loaded] = {}
@@ -198,7 +198,7 @@ def _checked(module: nn.Module, source: Source, names: Names | None, held: bool)
         parameter or buffer -> (triax's name, its source tensors).
     """
     own = named(module)
-    entries = entries_of(module, names, source.config)
+    entries = entries_of(module, names, _config_for(source, getattr(module, "layer_specs", ())))
     check_all_used(source, entries.values())
     _same(source, getattr(module, "layer_specs", ()))
     layers = {".".join(name.split(".")[:2]) + "." for name in own if name.startswith("layers.")}
@@ -245,6 +245,11 @@ def _no_more(source: Source, entries: Mapping[str, Entry], own: Mapping[str, Any
                 f"{source.where} has {theirs[0]}, but the model has no {ours} to take it. Build the model that "
                 "its config.json describes, config_from_hf(path)."
             )
+
+
+def _config_for(source: Source, specs: Sequence[Any]) -> dict[str, Any]:
+    """Return a source's configuration with the modules of multi-token prediction that the layers have."""
+    return without_modules(source.config, getattr(config_of(specs), "num_nextn_predict_layers", 0))
 
 
 def _same(source: Source, specs: Sequence[Any]) -> None:

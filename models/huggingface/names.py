@@ -52,6 +52,14 @@ class Fused:
 
 
 @dataclass(frozen=True)
+class Repeated:
+    """Name of a tensor, and the names under which Hugging Face stores it again: they are written, and not read."""
+
+    name: str
+    again: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Entry:
     """Source tensors of one parameter of triax.
 
@@ -64,6 +72,7 @@ class Entry:
         other: another form in which a source may store the parameter, or None. Only the first form is written.
         rows: ranges [start, stop) of rows of the only tensor, which the parameter has in this order. Empty: all rows.
         of: number of rows of that tensor.
+        again: further names under which the only tensor is written.
     """
 
     theirs: tuple[str, ...]
@@ -72,9 +81,10 @@ class Entry:
     other: Entry | None = None
     rows: tuple[tuple[int, int], ...] = ()
     of: int = 0
+    again: tuple[str, ...] = ()
 
 
-Pattern = str | tuple[str, ...] | Transposed | PerExpert | Fused
+Pattern = str | tuple[str, ...] | Transposed | PerExpert | Fused | Repeated
 # triax's name -> Hugging Face's. {i} is the block's index, {n} the number of blocks, a final * both weight and bias.
 # A list has the form that is written, then another form that is read too.
 Names = Mapping[str, "Pattern | list[Pattern]"]
@@ -122,6 +132,9 @@ def _entry(
     if isinstance(form, PerExpert):
         parts = [_written(name, ending, {**numbers, "e": e}) for e in range(experts) for name in form.names]
         return Entry(tuple(parts), per_expert=len(form.names), other=other)
+    if isinstance(form, Repeated):
+        first, *again = (_written(name, ending, numbers) for name in (form.name, *form.again))
+        return Entry((first,), other=other, again=tuple(again))
     transposed = isinstance(form, Transposed)
     several = (form.name,) if isinstance(form, Transposed) else (form,) if isinstance(form, str) else form
     return Entry(tuple(_written(name, ending, numbers) for name in several), transposed, other=other)

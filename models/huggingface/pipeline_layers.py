@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,9 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...base.formulas import CHUNK_TOKENS
 from ...context.context_attention import attention
 from ...context.order import positions, shard
 from ...grid import Axis, Grid
+from ...pipe.chunked_loss import LastLayer, is_watched, loss_in_chunks, runs_otherwise
 from ...pipe.spec import LayerSpec, TiedLayerSpec
 from ..layers import softcapped
 from .families import FAMILIES
@@ -310,10 +313,12 @@ class CausalLMLoss:
     Args:
         ignore_index: label value that is left out of the loss and of the count.
         grid: the model's grid. Needed if it has a context axis.
+        chunk_tokens: tokens for which the output layer and the loss run at a time, as for ``NextTokenLoss``.
     """
 
     ignore_index: int = -100
     grid: Grid | None = None
+    chunk_tokens: int | None = CHUNK_TOKENS
 
     def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Return the sum of the losses and the number of labels that count, by which the engine divides the sum.
@@ -327,18 +332,36 @@ class CausalLMLoss:
         Raises:
             ValueError: the logits are of a part of the sequence, and the loss was not given the grid.
         """
+        return self._entropy(logits, self._following(labels, logits.shape[1]))
+
+    def takes_head(self, layer: nn.Module | None, function: Callable[..., Any] | None) -> bool:
+        """Return True for the output layers of ``hf_layers``, which may be run in chunks of tokens."""
+        if self.chunk_tokens is None or layer is None or is_watched(layer) or runs_otherwise(self):
+            return False
+        return function is Embedding.attend if type(layer) is Embedding else function is None and type(layer) is Head
+
+    def of_head(self, head: LastLayer, x: Any, labels: Tensor) -> Any:
+        """Return the loss of the output layer's input, (B, T, D)."""
+        assert self.chunk_tokens is not None
+        labels = self._following(labels, x.shape[1])
+        return loss_in_chunks(head, self._entropy, x, labels, self.chunk_tokens)
+
+    def _following(self, labels: Tensor, length: int) -> Tensor:
+        """Return the label that follows each of this rank's tokens, which are ``length``: (B, T)."""
+        followed = F.pad(labels[:, 1:], [0, 1], value=self.ignore_index)
+        if length == labels.shape[1]:
+            return followed
+        if self.grid is None:
+            raise ValueError(
+                f"the logits have {length} tokens and the labels {labels.shape[1]}, because the context axis spreads "
+                "the sequence. Give the loss the grid, CausalLMLoss(grid=grid)."
+            )
+        return shard(followed, self.grid.context, fill=self.ignore_index)
+
+    def _entropy(self, logits: Tensor, followed: Tensor) -> tuple[Tensor, Tensor]:
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        if logits.shape[1] != labels.shape[1]:
-            if self.grid is None:
-                raise ValueError(
-                    f"the logits have {logits.shape[1]} tokens and the labels {labels.shape[1]}, because the context "
-                    "axis spreads the sequence. Give the loss the grid, CausalLMLoss(grid=grid)."
-                )
-            labels = shard(F.pad(labels[:, 1:], [0, 1], value=self.ignore_index), self.grid.context)
-            logits, labels = F.pad(logits, [0, 0, 0, 1]), F.pad(labels, [1, 0], value=self.ignore_index)
-        followed = labels[:, 1:]
         total = F.cross_entropy(
-            logits[:, :-1].flatten(0, 1), followed.flatten(), ignore_index=self.ignore_index, reduction="sum"
+            logits.flatten(0, 1), followed.flatten(), ignore_index=self.ignore_index, reduction="sum"
         )
         return total, torch.count_nonzero(followed != self.ignore_index)
 

@@ -102,7 +102,12 @@ def save_hf(
             )
         plan = {name: parts_of(name, h, entries, dtype) for name, h in held.items() if not is_factor(name)}
         if grid.rank == 0:
-            tensors = {part: (shape, kind) for parts in plan.values() for part, shape, kind in parts}
+            tensors = {
+                each: (shape, kind)
+                for name, parts in plan.items()
+                for part, shape, kind in parts
+                for each in (part, *entries[name].again)
+            }
             writer = FolderWriter(Path(path), written, tensors, max_file_bytes)
     factors: dict[str, Tensor] = {}
     transposed = transposed_layers(written) if options is not None else set[str]()
@@ -387,4 +392,5 @@ def write_parts(
         pieces = list(whole.split(lengths)) if whole.dim() else [whole]
     for (theirs, _, dtype), piece, more in zip(parts, pieces, added, strict=True):
         piece = piece if more is None else (piece + more).to(piece.dtype)
-        writer.write(theirs, (piece.t() if entry.transposed else piece).to(dtype))
+        for name in (theirs, *entry.again):
+            writer.write(name, (piece.t() if entry.transposed else piece).to(dtype))

@@ -4,5 +4,6 @@ recompute.py     Recompute: cuts stages into groups and runs them; options full,
 frame.py         Frame: stand-ins for the tensors that a group's graph saves; State: generators, dropout, autocast
 kept_inputs.py   Inputs: a group's input as it is, partitioned over the tensor axis, in one buffer, or on the host
 kept_matmuls.py  Matmuls: results of matrix products that are kept, so that the second run does not compute them
+tiles.py         MLPs, and other modules that act on each token by itself, run and recomputed in tiles of tokens
 calls.py         RecomputeCalls: recomputation of the functions that a model's own code names
 """

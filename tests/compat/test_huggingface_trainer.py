@@ -14,6 +14,8 @@ from torch import Tensor
 import triax
 
 from trainer_jobs import (
+    ACCUMULATION,
+    BATCH,
     CASES,
     STEPS,
     Text,
@@ -226,3 +228,50 @@ def test_activation_checkpointing_in_a_plain_loop(ranks: Any, case: str, stage: 
         for found, saved, calls in ranks(2, recomputed, case, stage, section, itself):
             torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
             assert once == 1 and calls == 2 and saved < 0.6 * most, (section, itself, calls, saved, most)
+
+
+class Named(triax.Trainer):
+    """A Trainer whose loss has two terms and a metric."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        logits, labels = model(input_ids=inputs["input_ids"]).logits[:, :-1], inputs["labels"][:, 1:]
+        words = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        count = (labels != -100).sum()
+        hits = (logits.argmax(-1) == labels).sum()
+        terms = {"words": (words, count), "size": logits.square().mean()}
+        return triax.Loss(terms, {"size": 0.5}, {"accuracy": (hits, count)})
+
+
+def named_run(out: str) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
+    """Train with named losses; return the logged rows, and the metrics of the engine after each step."""
+    import transformers
+
+    seen: list[dict[str, Any]] = []
+
+    class Keep(transformers.TrainerCallback):
+        def on_step_end(self, *args: Any, **options: Any) -> None:
+            seen.append(trainer.engine.metrics)
+
+    args = triax.TrainingArguments(
+        out,
+        triax=zero(1),
+        per_device_train_batch_size=BATCH // replicas_here(),
+        gradient_accumulation_steps=ACCUMULATION,
+        max_steps=3,
+        logging_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+    )
+    trainer: Any = Named(model=model_of("gpt2"), args=args, train_dataset=Text(), callbacks=[Keep()])
+    trainer.train()
+    return [row for row in trainer.state.log_history if "loss" in row], seen
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_terms_and_metrics_are_logged(ranks: Any, tmp_path: Path, size: int) -> None:
+    rows, seen = ranks(size, named_run, str(tmp_path))[0]
+    assert len(rows) == len(seen) == 3 and rows[2]["words"] < rows[0]["words"]
+    for row, metrics in zip(rows, seen, strict=True):
+        assert {name: row[name] for name in ("words", "size", "accuracy")} == metrics
+        assert row["loss"] == pytest.approx(row["words"] + 0.5 * row["size"], abs=1e-3)

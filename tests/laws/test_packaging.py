@@ -111,7 +111,7 @@ def test_what_an_error_says_to_install_is_there(unpacked: Path, tmp_path: Path) 
         words = [sys.executable, "-m", *shlex.split(command), "--no-index", "--dry-run", *more]
         done = run(*words, cwd=tmp_path, PYTHONPATH=path)
         assert done.returncode == 0 and "does not provide the extra" not in done.stderr, done.stderr
-        assert "tensorboard>=2.17" in done.stdout, done.stdout
+        assert "tensorboard>=2.20" in done.stdout, done.stdout
 
 
 def test_every_folder_of_the_library_is_packaged() -> None:

@@ -119,6 +119,9 @@ FEATURES: dict[str, Callable[..., Found]] = {
     "weights and optimizer state in host memory": partial(_offloaded, stage=3, parameters=True),
     "weights in host memory under a pipeline": partial(_offloaded, stage=3, parameters=True, pipe=2),
     "LoRA": partial(_trained, lora=triax.Lora(rank=2, targets=("c_attn", "c_fc")), zero=triax.Zero(stage=3)),
+    "labels that are sent": partial(
+        _trained, pipe=2, batch=triax.Batch(size=8, microbatch=2, labels="sent"), zero=triax.Zero(stage=3)
+    ),
     "PowerSGD": partial(_trained, compression=triax.gradient_compression.PowerSGD(rank=1, min_compression=1.0)),
     "TopK": partial(_trained, compression=triax.gradient_compression.TopK(ratio=0.1)),
     "DiLoCo": partial(_trained, local_updates=triax.DiLoCo(every=2), steps=3),

@@ -105,7 +105,8 @@ def trained(case: str, sizes: tuple[int, int, int], stage: int, schedule: str, o
     grid = Grid(*sizes)
     layers = hf_layers(model)
     options: dict[str, Any] = {"device": "meta", "dtype": torch.float64} if meta else {}
-    pipeline = PipelineModule(layers, grid=grid, loss_fn=CausalLMLoss(), **options)
+    loss_fn = CausalLMLoss(chunk_tokens=4)  # the output layer and the loss run four tokens at a time
+    pipeline = PipelineModule(layers, grid=grid, loss_fn=loss_fn, **options)
     engine, *_ = triax.initialize(
         model=pipeline,
         config={
@@ -235,7 +236,7 @@ def test_what_is_refused(ranks: Any) -> None:
 
 def over_context(case: str, pipe: int, context: int, kind: str) -> dict[str, Any]:
     grid, model = Grid(pipe=pipe, context=context), model_of(case)
-    loss = CausalLMLoss(grid=grid if context > 1 else None)
+    loss = CausalLMLoss(grid=grid if context > 1 else None, chunk_tokens=5)
     module = PipelineModule(hf_layers(model, attention=kind), grid=grid, loss_fn=loss)
     engine, *_ = triax.initialize(
         model=module,

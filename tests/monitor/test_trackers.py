@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import nn
+from torch import Tensor, nn
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule
@@ -27,12 +27,20 @@ from triax.monitor.monitor import Monitor
 from toys import mean_loss
 
 BATCH, STEPS, OWN = 4, 3, "own/accuracy"
-TOLD = ("train_loss", "lr", "grad_norm")
+TOLD = (
+    *("Train/Samples/train_loss", "Train/Samples/lr", "Train/Samples/grad_norm"),
+    *("Train/Metrics/square", "Train/Metrics/largest"),
+)
+
+
+def named_loss(outputs: Tensor, labels: Tensor) -> triax.Loss:
+    """Return one term, and a metric of another name."""
+    return triax.Loss({"square": mean_loss(outputs, labels)}, metrics={"largest": (outputs.detach().max(), 1)})
 
 
 def made(grid: Grid | None = None, **config: Any) -> triax.PipelineEngine:
     layers: list[Any] = [LayerSpec(nn.Linear, 3, 3), torch.tanh, LayerSpec(nn.Linear, 3, 3)]
-    model = PipelineModule(layers, grid=grid, loss_fn=mean_loss, dtype=torch.float64)
+    model = PipelineModule(layers, grid=grid, loss_fn=named_loss, dtype=torch.float64)
     base = {"train_batch_size": BATCH, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     return triax.initialize(model=model, config={**base, **config})[0]
 
@@ -59,7 +67,7 @@ def tracked(folder: str) -> list[dict[str, float]]:
         loss = engine.train_batch(iter([(x, y)])).item()
         norm = engine.get_global_grad_norm()
         assert norm is not None
-        steps.append({"train_loss": loss, "lr": 0.1, "grad_norm": norm})
+        steps.append({"train_loss": loss, "lr": 0.1, "grad_norm": norm, **engine.metrics})
         if grid.rank == 1:
             engine.monitor.log({OWN: math.nan if step == 2 else 0.5 * step})
     grid.world.barrier()  # the number of rank 1 is there
@@ -90,12 +98,12 @@ def test_both_trackers_hold_a_run(ranks: Any, tmp_path: Path) -> None:
     assert (run["project"], run["entity"], run["run_group"]) == ("p", "us", "g")
     samples = [BATCH * step for step in range(1, STEPS + 1)]
     assert [row["_step"] for row in rows] == samples
-    for name in TOLD:
-        wanted = [numbers[name] for numbers in steps]
-        scalars = events.Scalars(f"Train/Samples/{name}")
+    for path in TOLD:
+        wanted = [numbers[path.rpartition("/")[2]] for numbers in steps]
+        scalars = events.Scalars(path)
         assert [each.step for each in scalars] == samples
         assert [each.value for each in scalars] == [float(torch.tensor(value)) for value in wanted]  # kept as float32
-        assert [row[f"Train/Samples/{name}"] for row in rows] == wanted
+        assert [row[path] for row in rows] == wanted
     # Of the last rank; the last number came when no step followed.
     assert [each.step for each in events.Scalars(OWN)] == samples
     assert [str(each.value) for each in events.Scalars(OWN)] == ["0.5", "nan", "1.5"]
@@ -159,3 +167,12 @@ def test_a_tracker_that_cannot_begin_is_refused_on_every_rank(ranks: Any, tmp_pa
     assert first == second and len(first) == 2
     assert "cannot be started: Invalid project name 'a/b'" in first[0] and "WANDB_MODE=offline" in first[0]
     assert first[1].endswith(f"tensorboard is not installed. Type {to_install('tensorboard')}, or use csv_monitor.")
+
+
+def test_the_printed_line_has_terms_and_metrics(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = made(Grid(), steps_per_print=1)
+    x = torch.ones(BATCH, 3, dtype=torch.float64)
+    loss = engine.train_batch(iter([(x, x)])).item()
+    line = next(each for each in capsys.readouterr().out.splitlines() if each.startswith("step 1"))
+    largest = engine.metrics["largest"]
+    assert f"loss {loss:.4f}" in line and f"square {loss:.4f}, largest {largest:.4f}" in line

@@ -153,6 +153,7 @@ VALUES: dict[str, Any] = {
     "compile.kwargs": {"dynamic": True},
     "compile.backend": "eager",
     "activation_checkpointing.granularity": "full",
+    "pipeline.labels": "sent",
     "gradient_allreduce_op": "sum",
     "nan_loss": "skip",
     "checkpoint.tag_validation": "Fail",

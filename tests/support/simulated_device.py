@@ -139,11 +139,15 @@ def simulated() -> Iterator[SimulatedDevice]:
         DEVICE.is_there = False
 
 
+# Code that stands between the line that asks for a collective and torch.
+_BETWEEN = ("/tests/support/simulated_", "/grid/comm/", "/base/uncompiled.py", "/site-packages/")
+
+
 def place() -> str:
     """Return the line of triax, or of a test, that runs now; "the backward pass" in a thread of autograd's."""
     for frame, line in traceback.walk_stack(sys._getframe(1)):
         name = frame.f_code.co_filename
-        if name.startswith(_LIBRARY) and "/tests/support/simulated_" not in name and "/.venv/" not in name:
+        if name.startswith(_LIBRARY) and not any(part in name for part in _BETWEEN):
             return f"{name.removeprefix(_LIBRARY).lstrip('/')}:{line}"
     return "the backward pass"
 

@@ -176,6 +176,100 @@ def test_an_engine_that_does_not_wait_fails(ranks: Any, what: str, words: str) -
         ranks(2, engine_without, what, init_group=False, new_processes=True)
 
 
+def engine_with(what: str) -> tuple[list[str], list[str]]:
+    """Train a GPT with a fault planted in the engine. Return the places of the host's waits, and the faults."""
+    from triax.grid import Axis
+    from triax.pipe.module import PipelineModule
+    from triax.pipe.p2p import Channel
+
+    from simulated_device import simulated
+
+    start, gather, run = Channel._start, Axis.all_gather, PipelineModule.run_stage
+
+    def changed_while_sent(self: Channel, tensor: Tensor, microbatch: int) -> None:
+        start(self, tensor, microbatch)
+        if tensor.is_floating_point():
+            tensor.zero_()
+
+    def other_order(self: Axis, *arguments: Any, **named: Any) -> Any:
+        if self.rank == 1:
+            self.all_reduce(torch.zeros(2, device="sim"))
+        return gather(self, *arguments, **named)
+
+    def read_back(self: PipelineModule, stage: int, x: Any, *more: Any) -> Any:
+        y = run(self, stage, x, *more)
+        float(y.detach().sum())
+        return y
+
+    def on_the_cpu(self: PipelineModule, stage: int, x: Any, *more: Any) -> Any:
+        y = run(self, stage, x, *more)
+        return y + torch.ones(y.shape[-1], dtype=y.dtype)
+
+    def not_waited(self: Channel, *_: int) -> None:
+        self._sending.clear()
+
+    planted: dict[str, list[tuple[Any, str, Any]]] = {
+        "nothing": [],
+        "a message is changed": [(Channel, "_start", changed_while_sent)],
+        "a message is dropped": [(Channel, "limit", not_waited), (Channel, "wait_sent", not_waited)],
+        "another order": [(Axis, "all_gather", other_order)],
+        "item": [(PipelineModule, "run_stage", read_back)],
+        "a tensor on the CPU": [(PipelineModule, "run_stage", on_the_cpu)],
+    }
+    kept = [(owner, name, getattr(owner, name)) for owner, name, _ in planted[what]]
+    for owner, name, function in planted[what]:
+        setattr(owner, name, function)
+    try:
+        with simulated() as device:
+            pipe = what != "another order"
+            grid = triax.Grid(pipe=2 if pipe else 1, data=1 if pipe else 2, timeout=20)
+            batch, sgd = triax.Batch(size=4, microbatch=1), partial(torch.optim.SGD, lr=0.1)
+            zero = triax.Zero(stage=1 if pipe else 3)
+            engine: Any = triax.Engine(tiny_gpt(grid), optimizer=sgd, batch=batch, zero=zero)
+            engine.train_batch(microbatches(grid, text_batches(37, 4, 8, 1)))
+            deadline = time.monotonic() + 5
+            while what == "a message is dropped" and not device.faults and time.monotonic() < deadline:
+                time.sleep(0.01)
+            return device.waits, device.faults
+    finally:
+        for owner, name, function in kept:
+            setattr(owner, name, function)
+
+
+def test_faults_on_record_name_the_line(ranks: Any) -> None:
+    found = {
+        what: ranks(2, engine_with, what, init_group=False, new_processes=True)
+        for what in ("nothing", "a message is changed", "a message is dropped", "item")
+    }
+    assert not any(faults for _, faults in found["nothing"])
+    assert not any(wait.startswith("item") and HERE in wait for waits, _ in found["nothing"] for wait in waits)
+    changed = [fault for _, faults in found["a message is changed"] for fault in faults]
+    assert changed and all(fault.startswith("the input was changed before wait: message") for fault in changed)
+    assert all("pipe/p2p.py:" in fault for fault in changed)
+    dropped = [fault for _, faults in found["a message is dropped"] for fault in faults]
+    assert any(fault.startswith("never waited for: message") and "pipe/p2p.py:" in fault for fault in dropped)
+    for waits, _ in found["item"]:
+        assert sum(wait.startswith(f"item at {HERE}:") for wait in waits) == 4  # once for each microbatch
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        (
+            "another order",
+            r"runs all_gather [^;]* at tests/support_tests/.*; .* runs all_reduce [^;]* at tests/support_tests/",
+        ),
+        (
+            "a tensor on the CPU",
+            r"test_simulated_device\.py\", line \d+, in on_the_cpu(.|\n)*two devices, sim:0 and cpu",
+        ),
+    ],
+)
+def test_faults_that_end_the_run_name_the_line(ranks: Any, what: str, words: str) -> None:
+    with pytest.raises(RankFailure, match=words):
+        ranks(2, engine_with, what, init_group=False, new_processes=True)
+
+
 def sizes() -> list[int]:
     """Sizes of one tensor's storage, by torch's own functions."""
     from simulated_device import simulated

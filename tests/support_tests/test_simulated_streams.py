@@ -6,10 +6,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import triax
+from triax.pipe.executor import Executor
+from triax.pipe.microbatches import MicrobatchFeed
 
 from training import microbatches, text_batches, tiny_gpt, train
 
@@ -149,22 +152,52 @@ def test_streams_that_wait_have_no_fault(ranks: Any) -> None:
     assert ranks(1, faults_of, programs, init_group=False, new_processes=True) == [[[]] * len(programs)]
 
 
-def trained(waits: bool) -> list[str]:
-    """Train a GPT in a stream of the user's own. Return the faults."""
+def use_without_record_stream(patch: pytest.MonkeyPatch) -> None:
+    loss = Executor._loss
+    side = torch.Stream(device="sim")
+
+    def used(executor: Executor, outputs: torch.Tensor, *more: Any) -> Any:
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            outputs.detach().abs().amax()
+        return loss(executor, outputs, *more)
+
+    patch.setattr(Executor, "_loss", used)
+
+
+def copy_without_wait(patch: pytest.MonkeyPatch) -> None:
+    move = MicrobatchFeed._move
+    side = torch.Stream(device="sim")
+
+    def moved(*args: Any) -> Any:
+        with side:
+            value = move(*args)
+        for tensor in torch.utils._pytree.tree_leaves(value):
+            if isinstance(tensor, torch.Tensor):
+                tensor.record_stream(torch.accelerator.current_stream())
+        return value
+
+    patch.setattr(MicrobatchFeed, "_move", moved)
+
+
+def trained(waits: bool, plant: Callable[[pytest.MonkeyPatch], None] | None = None) -> list[str]:
+    """Train a GPT in a stream of the user's own, with a fault in the engine if one is given. Return the faults."""
     from simulated_device import simulated
 
-    with simulated() as device:
+    with simulated() as device, pytest.MonkeyPatch.context() as patch:
         grid = triax.Grid(data=2, timeout=20)
         optimizer = partial(torch.optim.SGD, lr=0.1)
         batch = triax.Batch(size=4, microbatch=1)
         engine: Any = triax.Engine(tiny_gpt(grid), optimizer=optimizer, batch=batch, zero=triax.Zero(stage=3))
         data = microbatches(grid, text_batches(37, 4, 8, 2))
-        side = torch.Stream(device="sim")
+        if plant is not None:
+            plant(patch)
+        users = torch.Stream(device="sim")
         if waits:
-            side.wait_stream(current())
-        with side:
+            users.wait_stream(current())
+        with users:
             train(engine, data, 2)
-        current().wait_stream(side)
+        current().wait_stream(users)
         return list(device.faults)
 
 
@@ -172,4 +205,16 @@ def test_an_engine_runs_in_a_stream_of_the_users(ranks: Any) -> None:
     for faults in ranks(2, trained, True, init_group=False, new_processes=True):
         assert not faults
     for faults in ranks(2, trained, False, init_group=False, new_processes=True):
-        assert any("stream 1 reads what stream 0 writes" in fault for fault in faults)
+        assert any("stream 1 reads what stream 0 writes" in fault for fault in faults), faults
+
+
+@pytest.mark.parametrize(
+    ("plant", "words", "line"),
+    [
+        (use_without_record_stream, "was released without record_stream", f"that stream 1 uses at {HERE}:"),
+        (copy_without_wait, "stream 2 reads what stream 1 writes", "writes at pipe/microbatches.py:"),
+    ],
+)
+def test_a_fault_of_streams_in_the_engine_is_on_record(ranks: Any, plant: Any, words: str, line: str) -> None:
+    for faults in ranks(2, trained, True, plant, init_group=False, new_processes=True):
+        assert any(words in fault and line in fault for fault in faults), faults

@@ -132,6 +132,19 @@ def test_a_run_resumed_on_another_grid_equals_plain_pytorch(ranks: Any, place: P
     assert {path.name for path in model.iterdir()} == {"config.json", "model.safetensors"}
 
 
+def test_a_run_with_multi_token_prediction_names_its_terms(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    modules = "model={preset: deepseek-tiny, overrides: {num_nextn_predict_layers: 1, aux_loss_alpha: 0.0}}"
+    losses = [loss for loss, *_ in run(str(place), "name=mtp", modules, "data.document_mask=false")[1]]
+    rows = [json.loads(line) for line in (place / "runs" / "mtp" / "metrics.jsonl").read_text().splitlines()]
+    terms = [(row["Train/Metrics/main"], row["Train/Metrics/mtp_1"]) for row in rows if "Train/Metrics/main" in row]
+    assert losses == pytest.approx([main + 0.3 * further for main, further in terms], rel=1e-12)
+    main, further = terms[-1]
+    assert f"loss {losses[-1]:.4f}  main {main:.4f}  mtp_1 {further:.4f}" in capsys.readouterr().out
+
+
 def test_the_first_picture_is_drawn_during_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     schedule = make_schedule("1f1b", 2, 4)
     report, path = Reporter(tmp_path, True, steps=100, every=20), tmp_path / "schedule.png"
@@ -178,6 +191,13 @@ def on_a_full_disk(root: str) -> tuple[int, str, str]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         logging.getLogger("triax").removeHandler(handler)
     return code, said.getvalue(), log.getvalue()
+
+
+def test_a_line_of_progress_has_terms_and_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = Reporter(tmp_path, True, steps=10, every=5)
+    report.step(5, 2.0, 1234.0, 75.0, {"main": 1.5, "mtp_1": 1.25, "histogram": [1.0, 2.0]})
+    wanted = "step  5/10  loss 2.0000  main 1.5000  mtp_1 1.2500  1,234 tokens/s  1:15 left"
+    assert capsys.readouterr().out.splitlines() == [wanted]
 
 
 def test_a_disk_that_fills_up_ends_no_training(ranks: Any, place: Path) -> None:

@@ -31,6 +31,9 @@ class ActivationCheckpointingConfig(Section):
     number_checkpoints: int | None = setting(
         None, "Number of groups into which the layers of a rank are cut, instead of an interval.", ge=1
     )
+    mlp_tile: int | None = setting(
+        None, "Run MLPs on so many tokens of each sequence at a time, and recompute each such tile.", ge=1
+    )
     partition_activations: bool = setting(False, "Keep 1/tensor of each input that all tensor ranks hold.")
     cpu_checkpointing: bool = setting(False, "Keep inputs in host memory.")
     contiguous_memory_optimization: bool = setting(

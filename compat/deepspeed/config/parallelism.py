@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, Strict
 
@@ -40,6 +40,11 @@ class PipelineConfig(Section):
     pipe_partitioned: Any = idle("each tensor rank sends its own shard to its peer in the next stage")
     grad_partitioned: Any = idle("each tensor rank sends its own shard to its peer in the next stage")
     use_reentrant: Any = idle("recomputation has one form")
+    labels: Literal["read", "sent"] = setting(
+        "read",
+        "read: the last stage's ranks read the data too; sent: the first stage's ranks alone read data, and send the "
+        "labels.",
+    )
 
 
 class TensorParallelConfig(Section):

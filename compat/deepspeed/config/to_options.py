@@ -51,6 +51,7 @@ KEYS = {  # option -> key
     "batch.microbatch": "train_micro_batch_size_per_gpu",
     "batch.microbatches": "gradient_accumulation_steps",
     "batch.counted": "managed_gradient_accumulation",
+    "batch.labels": "pipeline.labels",
     "optimizer.arguments": "optimizer.params",
     "lr_scheduler": "scheduler",
     "lr_scheduler.arguments": "scheduler.params",

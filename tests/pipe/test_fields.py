@@ -1,0 +1,373 @@
+"""Labels and other fields of microbatches that the first stage's ranks read and send to ranks that do not read."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import triax
+from triax import Grid, LayerSpec, PipelineEngine, TiedLayerSpec
+from triax.base.errors import AgreedError
+
+from pool import RankFailure
+from training import microbatches, text_batches, tiny_gpt
+
+VOCABULARY, SAMPLES, LENGTH, STEPS = 37, 8, 8, 2
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    return text_batches(VOCABULARY, SAMPLES, LENGTH, STEPS)
+
+
+def plain() -> list[tuple[float, dict[str, Tensor]]]:
+    """Return loss and gradients of each step by plain autograd over the whole batch, with SGD."""
+    module = tiny_gpt(Grid())
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    found = []
+    for ids, labels in batches():
+        loss = F.cross_entropy(module.run_stage(0, ids).flatten(0, 1), labels.flatten())
+        gradients = torch.autograd.grad(loss, list(names))
+        with torch.no_grad():
+            for parameter, gradient in zip(names, gradients, strict=True):
+                parameter.sub_(0.1 * gradient)
+        found.append((loss.item(), dict(zip(names.values(), gradients, strict=True))))
+    return found
+
+
+def first_only(grid: Grid, module: triax.PipelineModule, data: Iterator[Any]) -> Iterator[Any] | None:
+    """Return the data on the ranks of the first stage, and None on the others."""
+    return data if module.is_first else None
+
+
+def trained(axes: dict[str, Any], schedule: str, stage: Any) -> list[tuple[float, float, dict[str, Tensor]]]:
+    """Return evaluation, loss and gradients of each step; only the first stage's ranks have data."""
+    grid = Grid(**axes, timeout=60)
+    batch = triax.Batch(size=SAMPLES, microbatch=1, labels="sent")
+    module = tiny_gpt(grid)
+    engine = triax.Engine(module, optimizer=SGD, batch=batch, schedule=schedule, zero=triax.Zero(stage=stage))
+    assert isinstance(engine, PipelineEngine)
+    data, same = (first_only(grid, module, microbatches(grid, batches())) for _ in range(2))
+    found = []
+    for _ in range(STEPS):
+        evaluated = engine.eval_batch(same).item()
+        found.append((evaluated, engine.train_batch(data).item(), engine.gather("gradients")))
+    return found
+
+
+CASES = [
+    ({}, "1f1b", 0),
+    ({"pipe": 2}, "1f1b", 1),
+    ({"pipe": 4}, "zb-h1", 0),
+    ({"pipe": 2, "data": 2}, "interleaved", 2),
+    ({"pipe": 2, "data": 2}, "zb-v", 3),
+    ({"pipe": 2, "tensor": 2}, "1f1b", 3),
+    ({"pipe": 2, "context": 2}, "gpipe", 1),
+]
+
+
+@pytest.mark.parametrize(("axes", "schedule", "stage"), CASES)
+def test_sent_labels_give_the_gradients_of_one_process(
+    ranks: Any, axes: dict[str, int], schedule: str, stage: int
+) -> None:
+    wanted = plain()
+    for steps in ranks(math.prod(axes.values()), trained, axes, schedule, stage):
+        for (evaluated, loss, gradients), (own, own_gradients) in zip(steps, wanted, strict=True):
+            assert evaluated == loss == pytest.approx(own, rel=1e-10)
+            torch.testing.assert_close(gradients, own_gradients, rtol=1e-10, atol=1e-13)
+
+
+def nested_loss(logits: Tensor, labels: Any) -> Tensor:
+    """Return a loss that uses each value of a nest of labels."""
+    weights, name, number, (words, some), nothing = (labels[k] for k in ("weights", "name", "number", "pair", "none"))
+    assert nothing is None and some.dtype == torch.bool and weights.dtype == torch.float32
+    losses = F.cross_entropy(logits.flatten(0, 1), words.flatten(), reduction="none").view_as(words)
+    total: Tensor = (losses * some * weights).sum() * number * len(name)
+    return total
+
+
+def nests() -> Iterator[Any]:
+    """Yield microbatches of various sizes, with texts and numbers that change."""
+    generator = torch.Generator().manual_seed(5)
+    for index in range(12):
+        size, length = 1 + index % 3, 8 - index % 2
+        ids = torch.randint(VOCABULARY, (size, length), generator=generator)
+        pair = ids.roll(1, 1), torch.rand(size, length, generator=generator) < 0.5
+        weights = torch.rand(size, length, generator=generator)
+        yield ids, {"weights": weights, "name": "ab"[: 1 + index % 2], "number": index, "pair": pair, "none": None}
+
+
+def train_nests(pipe: int, labels: Any) -> tuple[list[float], dict[str, Tensor]]:
+    grid = Grid(pipe=pipe, timeout=60)
+    module = tiny_gpt(grid, loss_fn=nested_loss)
+    batch = triax.Batch(size=2, microbatch=1, labels=labels)
+    engine = triax.Engine(module, optimizer=partial(torch.optim.SGD, lr=1e-3), batch=batch)
+    assert isinstance(engine, PipelineEngine)
+    data = nests() if module.is_first or labels == "read" else None
+    losses = [engine.train_batch(data).item() for _ in range(3)]
+    losses.append(engine.eval_batch(data, num_micro_batches=3).item())
+    losses.append(engine.eval_batch(data, num_micro_batches=1).item())
+    losses.append(engine.train_batch(data).item())
+    with pytest.raises(AgreedError, match="the data ended after 0 of the 2 microbatches"):
+        engine.train_batch(data)
+    again = nests() if module.is_first or labels == "read" else None
+    losses.append(engine.train_batch(again).item())  # training goes on
+    return losses, engine.gather("gradients")
+
+
+def test_nests_of_labels_of_any_shape_and_changing_values(ranks: Any) -> None:
+    wanted, gradients = train_nests(1, "read")
+    for losses, own in ranks(2, train_nests, 2, "sent"):
+        assert losses == pytest.approx(wanted, rel=1e-10)
+        torch.testing.assert_close(own, gradients, rtol=1e-10, atol=1e-13)
+
+
+def sent_bytes(pipe: int, schedule: str, labels: Any) -> tuple[float, float]:
+    """Return the bytes that this rank sends over the pipe axis in the second and the third step."""
+    grid = Grid(pipe=pipe, timeout=60)
+    module = tiny_gpt(grid)
+    batch = triax.Batch(size=SAMPLES, microbatch=1, labels=labels)
+    engine = triax.Engine(module, optimizer=SGD, batch=batch, schedule=schedule)
+    assert isinstance(engine, PipelineEngine)
+    data = microbatches(grid, text_batches(VOCABULARY, SAMPLES, LENGTH, 3))
+    found = []
+    for _ in range(3):
+        engine.train_batch(data)
+        report = engine.traffic_report()["sent"]
+        found.append(report.get("pipe", {}).get("send", {"bytes": 0.0})["bytes"])
+    return found[1], found[2]
+
+
+@pytest.mark.parametrize(("pipe", "schedule"), [(2, "1f1b"), (4, "1f1b"), (2, "zb-v")])
+def test_the_first_stage_sends_the_bytes_of_the_labels(ranks: Any, pipe: int, schedule: str) -> None:
+    read, sent = (ranks(pipe, sent_bytes, pipe, schedule, labels) for labels in ("read", "sent"))
+    extra = [after - before for (_, after), (_, before) in zip(sent, read, strict=True)]
+    one = 0.0 if schedule == "zb-v" else SAMPLES * LENGTH * 8.0  # zb-v has the last stage on the first rank
+    assert extra == [one, *[0.0] * (pipe - 1)] and all(first == second for first, second in sent)
+
+
+def unsendable(what: str) -> None:
+    grid = Grid(pipe=2, timeout=30)
+    module = tiny_gpt(grid)
+    batch = triax.Batch(size=2, microbatch=1, labels="sent")
+    engine = triax.Engine(module, optimizer=SGD, batch=batch)
+    ids = torch.zeros(1, LENGTH, dtype=torch.int64)
+    data = iter([(ids, {1: ids} if what == "key" else {ids})] * 2) if module.is_first else None
+    engine.train_batch(data)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("what", ["key", "set"])
+def test_labels_that_cannot_be_sent_are_refused_on_every_rank(ranks: Any, what: str) -> None:
+    text = r"microbatch 0.*(keys \[1\]: use keys of type str|a set cannot be sent)"
+    with pytest.raises(RankFailure, match=text) as failure:
+        ranks(2, unsendable, what)
+    for rank in range(2):
+        assert failure.value[rank].kind == "raised" and re.search(text, failure.value[rank].text)
+
+
+def test_a_plain_module_refuses_sent_labels() -> None:
+    with pytest.raises(triax.ConfigError, match=r"batch.labels is sent, but a Linear has no stages"):
+        triax.Engine(torch.nn.Linear(2, 2), optimizer=SGD, batch=triax.Batch(size=2, labels="sent"), grid=Grid())
+
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    """A residual layer, masked where the batch is padded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:
+        y: Tensor = x + self.down(torch.tanh(self.up(x))) * attention_mask[..., None]
+        return y
+
+
+class Mix(nn.Module):
+    """A layer that mixes in the embedding of the next word, and counts labels, as multi-token prediction does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.mix = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, input_ids: Tensor, labels: Tensor) -> Tensor:
+        y: Tensor = self.mix(torch.cat([x, self.words(input_ids.roll(-1, 1))], -1)) * (labels >= 0).double().mean()
+        return y
+
+
+def head(words: nn.Embedding, x: Tensor, attention_mask: Tensor) -> Tensor:
+    return x @ words.weight.T * attention_mask[..., None]
+
+
+def listed() -> list[Any]:
+    return [
+        TiedLayerSpec("words", nn.Embedding, VOCABULARY, WIDTH),
+        *[LayerSpec(Block, takes="attention_mask") for _ in range(4)],
+        LayerSpec(Mix, takes=("input_ids", "labels")),
+        LayerSpec(nn.LayerNorm, WIDTH),
+        TiedLayerSpec("words", nn.Embedding, VOCABULARY, WIDTH, forward_fn=head, takes=("attention_mask",)),
+    ]
+
+
+class CountedLoss:
+    """A loss of labels that are the ids' successors, with -100 for padding."""
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+        return total, (labels != -100).sum()
+
+
+def padded(step: int) -> dict[str, Tensor]:
+    """Return one step's batch as a collator does, with padding on the right."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(VOCABULARY, (SAMPLES, LENGTH), generator=generator)
+    lengths = torch.randint(2, LENGTH + 1, (SAMPLES, 1), generator=generator)
+    mask = (torch.arange(LENGTH) < lengths).long()
+    labels = torch.where(mask.bool(), ids.roll(-1, 1), -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def parts(grid: Grid, size: int) -> Iterator[dict[str, Tensor]]:
+    for step in range(STEPS):
+        share = SAMPLES // grid.data.size
+        for first in range(grid.data.rank * share, (grid.data.rank + 1) * share, size):
+            yield {name: value[first : first + size] for name, value in padded(step).items()}
+
+
+def plain_dicts() -> list[tuple[float, dict[str, Tensor]]]:
+    module = triax.PipelineModule(listed(), grid=Grid(), dtype=torch.float64, seed=3)
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    found = []
+    for step in range(STEPS):
+        total, weight = torch.zeros((), dtype=torch.float64), 0.0
+        for index in range(SAMPLES):
+            batch = {name: value[index : index + 1] for name, value in padded(step).items()}
+            x, layers = batch["input_ids"], module.layers
+            x = layers["0"](x)
+            for key in "1234":
+                x = layers[key](x, batch["attention_mask"])
+            x = layers["6"](layers["5"](x, batch["input_ids"], batch["labels"]))
+            loss, count = CountedLoss()(head(layers["0"], x, batch["attention_mask"]), batch["labels"])
+            total, weight = total + loss, weight + float(count)
+        gradients = torch.autograd.grad(total / weight, list(names))
+        with torch.no_grad():
+            for parameter, gradient in zip(names, gradients, strict=True):
+                parameter.sub_(0.1 * gradient)
+        found.append((total.item() / weight, dict(zip(names.values(), gradients, strict=True))))
+    return found
+
+
+def train_dicts(
+    axes: dict[str, int], schedule: str, stage: Any, labels: Any, interval: int
+) -> list[tuple[float, float, dict[str, Tensor]]]:
+    grid = Grid(**axes, timeout=60)
+    module = triax.PipelineModule(
+        listed(), grid=grid, loss_fn=CountedLoss(), dtype=torch.float64, seed=3, partition="uniform"
+    )
+    engine = triax.Engine(
+        module,
+        optimizer=SGD,
+        batch=triax.Batch(size=SAMPLES, microbatch=1, labels=labels),
+        schedule=schedule,
+        zero=triax.Zero(stage=stage),
+        recompute={"interval": interval},
+    )
+    assert isinstance(engine, PipelineEngine)
+    reads = module.is_first or (labels == "read" and module.is_last)
+    data, same = (parts(grid, 1) if reads else None for _ in range(2))
+    found = []
+    for _ in range(STEPS):
+        evaluated = engine.eval_batch(same).item()
+        found.append((evaluated, engine.train_batch(data).item(), engine.gather("gradients")))
+    return found
+
+
+DICTS = [
+    ({}, "1f1b", 0, "read", 1),
+    ({"pipe": 2}, "zb-h1", 1, "read", 0),
+    ({"pipe": 4}, "1f1b", 0, "sent", 2),
+    ({"pipe": 2, "data": 2}, "zb-v", 3, "sent", 1),
+    ({"pipe": 2, "data": 2}, "interleaved", 3, "read", 0),
+    ({"pipe": 2}, "dualpipe-v", 3, "sent", 1),
+]
+
+
+@pytest.mark.parametrize(("axes", "schedule", "stage", "labels", "interval"), DICTS)
+def test_layers_take_fields_of_dicts(
+    ranks: Any, axes: dict[str, int], schedule: str, stage: int, labels: str, interval: int
+) -> None:
+    wanted = plain_dicts()
+    for steps in ranks(math.prod(axes.values()), train_dicts, axes, schedule, stage, labels, interval):
+        for (evaluated, loss, gradients), (own, own_gradients) in zip(steps, wanted, strict=True):
+            assert evaluated == pytest.approx(own, rel=1e-10) == loss
+            torch.testing.assert_close(gradients, own_gradients, rtol=1e-10, atol=1e-13)
+
+
+def test_a_whole_model_takes_fields_as_arguments() -> None:
+    module = triax.PipelineModule(listed(), grid=Grid(), dtype=torch.float64)
+    batch = padded(0)
+    with pytest.raises(ValueError, match=r"layer 1 \(Block\) takes the field 'attention_mask' .* model\(x, attention"):
+        module(batch["input_ids"])
+    assert module(batch["input_ids"], **batch).shape == (SAMPLES, LENGTH, VOCABULARY)
+
+
+def shifted(pipe: int, dicts: bool) -> tuple[float, dict[str, Tensor]]:
+    """Train by labels that are the ids, which the loss shifts, in dicts or in pairs."""
+    grid = Grid(pipe=pipe, timeout=60)
+    module = tiny_gpt(grid, loss_fn=triax.CausalLMLoss(grid=grid))
+    engine = triax.Engine(module, optimizer=SGD, batch=triax.Batch(size=SAMPLES, microbatch=2))
+    assert isinstance(engine, PipelineEngine)
+    pairs = microbatches(grid, [(ids, ids) for ids, _ in batches()], 2)
+    data = ({"input_ids": ids, "labels": labels} for ids, labels in pairs) if dicts else pairs
+    return engine.train_batch(data).item(), engine.gather("gradients")
+
+
+def test_a_dict_of_ids_and_labels_is_a_pair(ranks: Any) -> None:
+    (loss, gradients), *_ = ranks(1, shifted, 1, False)
+    for found, own in ranks(2, shifted, 2, True):
+        assert found == pytest.approx(loss, rel=1e-10)
+        torch.testing.assert_close(own, gradients, rtol=1e-10, atol=1e-13)
+
+
+def wrong(mistake: str) -> None:
+    grid = Grid(pipe=2, timeout=30)
+    module = triax.PipelineModule(listed(), grid=grid, loss_fn=CountedLoss(), dtype=torch.float64, partition="uniform")
+    if mistake == "next tokens":
+        module = tiny_gpt(grid)
+    engine = triax.Engine(module, optimizer=SGD, batch=triax.Batch(size=2, microbatch=1))
+    assert isinstance(engine, PipelineEngine)
+    batch: Any = {name: value[:1] for name, value in padded(0).items()}
+    match mistake:
+        case "no labels":
+            del batch["labels"]
+        case "no mask":
+            del batch["attention_mask"]
+        case "pair":
+            batch = batch["input_ids"], batch["labels"]
+    engine.train_batch(iter([batch] * 2))
+
+
+WRONG = {
+    "no labels": r"microbatch 0 is a dict of input_ids, attention_mask, without 'labels'",
+    "no mask": r"microbatch 0 .* has no field 'attention_mask', but input_ids, inputs, labels",
+    "pair": r"microbatch 0 .* has no field 'attention_mask', but inputs, labels",
+    "next tokens": r"is a dict, .* NextTokenLoss needs .* use loss_fn=triax.CausalLMLoss",
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_batch_without_what_is_needed_is_refused_on_every_rank(ranks: Any, mistake: str) -> None:
+    with pytest.raises(RankFailure, match=WRONG[mistake]) as failure:
+        ranks(2, wrong, mistake)
+    for rank in range(2):
+        assert failure.value[rank].kind == "raised" and re.search(WRONG[mistake], failure.value[rank].text)
