@@ -225,9 +225,9 @@ class MicrobatchFeed:
             inputs = self._move(item.inputs, self._dtype) if self._module.is_first else None
             labels = self._move(item.labels) if self._uses_labels else None
             entries = {name: self._move(item.entries[name], self._dtype) for name in names if name in item.entries}
-            own = {name: MicrobatchItem(inputs, labels, entries).field(name) for name in names}
+            needed = {name: MicrobatchItem(inputs, labels, entries).field(name) for name in names}
             moved.append((inputs, labels if self._reads_labels else None))
-            read.append(map_tensors(torch.Tensor.detach, own))
+            read.append(map_tensors(torch.Tensor.detach, needed))
         fields = self._messages.exchange(read, [number for _, _, number in self._formats])
         microbatches, first = [], self._first_sample
         for (kind, samples, _), (inputs, labels), own in zip(self._formats, moved, fields, strict=True):
