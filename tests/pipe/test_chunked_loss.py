@@ -289,7 +289,7 @@ def test_flops_of_chunks_are_those_of_whole_logits() -> None:
     counts = []
     for tokens in (None, 3):
         grid = Grid()
-        features = {"final_logit_softcapping": 2.0, "tie_word_embeddings": False}
+        features: dict[str, Any] = {"final_logit_softcapping": 2.0, "tie_word_embeddings": False}
         module = tiny_gpt(grid, loss_fn=NextTokenLoss(grid, VOCABULARY, chunk_tokens=tokens), **features)
         sgd, batch = partial(torch.optim.SGD, lr=0.1), triax.Batch(size=4, microbatch=2)
         engine = triax.Engine(module, optimizer=sgd, batch=batch)
