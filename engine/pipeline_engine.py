@@ -318,7 +318,7 @@ class PipelineEngine(Engine):
 
     def eval_batch(
         self,
-        data_iter: Iterator[Any],
+        data_iter: Iterator[Any] | None,
         return_logits: bool = False,
         compute_loss: bool = True,
         num_micro_batches: int | None = None,

@@ -1,4 +1,4 @@
-"""What a block computes for each token alone: an MLP, a gated MLP, or a mixture of experts.
+"""Token-wise parts of a block: MLP, gated MLP, mixture of experts.
 
 All are sharded over the tensor axis (Shoeybi et al. 2019, arXiv:1909.08053, section 3): the first layer by columns, the
 second by rows. Experts are sharded over the expert axis (``moe/``).

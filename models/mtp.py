@@ -6,8 +6,8 @@ Liu et al. 2024, arXiv:2412.19437, section 2.2, equations 21 to 25. Module k of 
     h = norm_k(block_k(h'))                             P(t_{i+k+1}) = softmax(head(h_i))
 
 Embedding and head are the main model's. The paper does not say on which side of the norm before the head h is taken:
-here it is the head's input, of the main model and of each module. The paper writes the two parts of M_k's input the
-other way round; this order is that of the published weights (``eh_proj``).
+here it is the head's input, of the main model and of each module. In the paper h stands before the embedding in M_k's
+input; the published weights (``eh_proj``) have the order above.
 
 The list of layers is ``[embedding, block 0, ..., block L - 1, norm, embedding again, module 1, ..., module D, head]``.
 Between the layers before the modules the value is (x, ids), then (states, e): the states (B, T - k, D) of the model and
@@ -57,8 +57,8 @@ def mtp_layers(
     depth, length = config.num_nextn_predict_layers, config.num_hidden_layers
     if sequence_parallel:
         raise ValueError(
-            f"num_nextn_predict_layers={depth} shortens the sequence, of which sequence_parallel=True needs equal "
-            "shards. Leave out one of them."
+            f"num_nextn_predict_layers={depth} shortens the sequence, and sequence_parallel=True needs equal shards of "
+            "it. Leave out one of them."
         )
     width, vocab_size = config.hidden_size, config.vocab_size
     init: dict[str, Any] = {"init": Normal(config.initializer_range)}
@@ -167,7 +167,7 @@ class MTPModule(nn.Module):
             return value
         if embedded.shape[1] <= self.number:
             raise ValueError(
-                f"the rows have {embedded.shape[1]} tokens, of which none has another {self.number} tokens behind it. "
+                f"the rows have {embedded.shape[1]} tokens, so no token has {self.number} further tokens behind it. "
                 f"Give rows of at least {self.number + 1} tokens, or a smaller num_nextn_predict_layers."
             )
         e, h = embedded[:, self.number :], states[-1][:, :-1]  # (B, T - k, D)

@@ -5,9 +5,9 @@ With x the input of the output layer (the head), y the labels and f a loss that 
     loss = sum over chunks c of f(head(x_c), y_c)
 
 For each chunk the head runs, then f, then their backward pass, before the next chunk begins. So at most two tensors of
-a chunk's logits exist: the logits and their gradient. All this happens in the backward pass of the stage: in its
-forward pass nobody needs the loss, so the head's product is computed once. The loss tensor that the forward pass
-returns is NaN until then. Beside the chunk, the gradients of x and of the head's parameters are held.
+a chunk's logits exist: the logits and their gradient. The backward pass of the stage does all this. The forward pass
+does not compute the loss, so the head's product is computed once, and the loss tensor that it returns is NaN until the
+backward pass. Beside the chunk, the gradients of x and of the head's parameters are held.
 
 With a schedule that splits the backward pass, the head's weight gradient is computed with the input gradient: later, it
 would need the logits again.

@@ -63,7 +63,7 @@ def item_of(value: Any, taken: Collection[str]) -> MicrobatchItem:
         entries = {name: entry for name, entry in value.items() if name != "labels"}
         inputs = {name: entry for name, entry in entries.items() if name == "input_ids" or name not in taken}
         if not inputs:
-            raise TypeError(f"is a dict of {names}, of which nothing is left for the first layer: add 'input_ids'")
+            raise TypeError(f"is a dict of {names}, and leaves nothing for the first layer: add 'input_ids'")
         lone = list(inputs) == ["input_ids"]
         return MicrobatchItem(inputs["input_ids"] if lone else inputs, value["labels"], entries)
     if not isinstance(value, (tuple, list)) or len(value) != 2:

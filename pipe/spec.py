@@ -84,7 +84,7 @@ class TiedLayerSpec(LayerSpec):
         key: str,
         cls: Callable[..., nn.Module],
         *args: Any,
-        forward_fn: Callable[[Any, Any], Any] | None = None,
+        forward_fn: Callable[..., Any] | None = None,
         tied_weight_attr: str | Sequence[str] = "weight",
         **kwargs: Any,
     ) -> None:

@@ -58,7 +58,7 @@ def vocab_parallel_cross_entropy(
         ignore_index: label value that counts neither in the loss nor in the mean.
         label_smoothing: s in [0, 1], spread over the whole vocabulary.
         z_loss: c, the coefficient of the squared logarithm of the softmax's denominator.
-        softcap: if given, the loss is that of the logits ``softcap * tanh(logits / softcap)``, which are not stored.
+        softcap: if given, compute the loss of ``softcap * tanh(logits / softcap)``, without storing these logits.
         reduction: ``mean`` over the labels that count (nan if there are none, as in torch), ``sum``,
             ``none``.
 

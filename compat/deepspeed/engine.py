@@ -577,7 +577,7 @@ class DeepSpeedPipelineEngine(DeepSpeedMembers, ConfiguredPipelineEngine):
 
     def eval_batch(
         self,
-        data_iter: Iterator[Any],
+        data_iter: Iterator[Any] | None,
         return_logits: bool = False,
         compute_loss: bool = True,
         num_micro_batches: int | None = None,

@@ -82,15 +82,15 @@ def _check_tiles(section: Recomputation, grid: Grid, module: nn.Module, found: b
     """Refuse tiles of tokens, on every rank, if no module runs in tiles, or one has dropout. Collective."""
     if section.mlp_tile is None:
         return
-    path, dropped = (
-        "recompute.mlp_tile",
-        [name for name in grid.world.all_gather_json(dropout_in_tiles(module)) if name],
-    )
-    if not found:
-        raise OptionError(path, section.mlp_tile, _NONE_IN_TILES)
+    dropped = [name for name in grid.world.all_gather_json(dropout_in_tiles(module)) if name]
+    reason = None if found else _NONE_IN_TILES
     if dropped:
-        reason = f"{dropped[0]} is a dropout in a module that runs in tiles, and its masks depend on the place in its "
-        raise OptionError(path, section.mlp_tile, f"{reason}input: set its p to 0, or leave mlp_tile out")
+        reason = (
+            f"{dropped[0]} is a dropout in a module that runs in tiles, and its masks depend on the place in its "
+            "input: set its p to 0, or leave mlp_tile out"
+        )
+    if reason is not None:
+        raise OptionError("recompute.mlp_tile", section.mlp_tile, reason)
 
 
 def recompute_blocks(module: nn.Module, options: EngineOptions, grid: Grid, dropout: DropoutState) -> Recompute | None:

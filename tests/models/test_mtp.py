@@ -180,7 +180,7 @@ def test_parameters_are_counted() -> None:
 
 
 def refusals(folder: str) -> list[str]:
-    """Return what is said of a context axis."""
+    """Return the error message for a grid with a context axis."""
     grid = Grid(context=2, timeout=30)
     module = module_of(Path(folder), grid, 1)
     engine: Any = triax.Engine(module, optimizer=partial(torch.optim.SGD, lr=0.1), batch=triax.Batch(size=ROWS))

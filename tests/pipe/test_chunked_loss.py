@@ -31,8 +31,18 @@ def close(found: Tensor, wanted: Tensor) -> bool:
 
 
 def weighted(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return labels, of which some do not count, and a weight for each."""
+    """Return labels, some of them ignored, and a weight for each."""
     return torch.where(labels % 5 == 0, -100, labels), 0.5 + (labels % 3).double()
+
+
+def engine_of(
+    module: PipelineModule, size: int, microbatch: int, schedule: str = "1f1b", stage: Any = 0
+) -> triax.PipelineEngine:
+    """Return an engine with SGD for batches of some samples."""
+    sgd, batch = partial(torch.optim.SGD, lr=0.1), triax.Batch(size=size, microbatch=microbatch)
+    engine = triax.Engine(module, optimizer=sgd, batch=batch, schedule=schedule, zero=triax.Zero(stage=stage))
+    assert isinstance(engine, triax.PipelineEngine)
+    return engine
 
 
 def step(grid: Grid, loss_fn: Any, schedule: str, stage: Any, features: dict[str, Any], size: int) -> Found:
@@ -40,14 +50,7 @@ def step(grid: Grid, loss_fn: Any, schedule: str, stage: Any, features: dict[str
     features = dict(features)
     pairs, recompute = features.pop("pairs", False), features.pop("recompute", 0)
     module = tiny_gpt(grid, loss_fn=loss_fn, activation_checkpoint_interval=recompute, **features)
-    engine = triax.Engine(
-        module,
-        optimizer=partial(torch.optim.SGD, lr=0.1),
-        batch=triax.Batch(size=SAMPLES, microbatch=size),
-        schedule=schedule,
-        zero=triax.Zero(stage=stage),
-    )
-    assert isinstance(engine, triax.PipelineEngine)
+    engine = engine_of(module, SAMPLES, size, schedule, stage)
     batches = [
         (ids, *(weighted(labels) if pairs else (labels,)))
         for ids, labels in text_batches(VOCABULARY, SAMPLES, LENGTH, 1)
@@ -142,13 +145,7 @@ def own_losses(axes: dict[str, Any], schedule: str) -> list[tuple[Found, Any]]:
             LayerSpec(nn.Linear, 12, VOCABULARY),
         ]
         module = PipelineModule(layers, grid=grid, loss_fn=loss_fn, dtype=torch.float64, seed=3)
-        engine = triax.Engine(
-            module,
-            optimizer=partial(torch.optim.SGD, lr=0.1),
-            batch=triax.Batch(size=SAMPLES, microbatch=2),
-            schedule=schedule,
-        )
-        assert isinstance(engine, triax.PipelineEngine)
+        engine = engine_of(module, SAMPLES, 2, schedule)
         data = text_batches(VOCABULARY, SAMPLES, LENGTH, 1)
         loss = engine.train_batch(microbatches(grid, data, 2)).item()
         metrics = engine.metrics
@@ -214,13 +211,7 @@ def test_no_product_of_the_head_is_computed_again(schedule: str) -> None:
     for tokens in (None, 5):
         grid = Grid()
         module = tiny_gpt(grid, loss_fn=NextTokenLoss(grid, VOCABULARY, chunk_tokens=tokens))
-        engine = triax.Engine(
-            module,
-            optimizer=partial(torch.optim.SGD, lr=0.1),
-            batch=triax.Batch(size=SAMPLES, microbatch=4),
-            schedule=schedule,
-        )
-        assert isinstance(engine, triax.PipelineEngine)
+        engine = engine_of(module, SAMPLES, 4, schedule)
         with Products() as products:
             engine.train_batch(microbatches(grid, text_batches(VOCABULARY, SAMPLES, LENGTH, 1), 4))
         counts.append(products.count)
@@ -254,9 +245,7 @@ def test_a_layer_that_mixes_tokens_or_is_watched_gets_all_of_them() -> None:
 def train_with_a_mean() -> None:
     grid = Grid(pipe=2, timeout=30)
     mean = triax.chunked(lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten()), tokens=4)
-    module = tiny_gpt(grid, loss_fn=mean)
-    engine = triax.Engine(module, optimizer=partial(torch.optim.SGD, lr=0.1), batch=triax.Batch(size=2, microbatch=1))
-    assert isinstance(engine, triax.PipelineEngine)
+    engine = engine_of(tiny_gpt(grid, loss_fn=mean), 2, 1)
     engine.train_batch(microbatches(grid, text_batches(VOCABULARY, 2, LENGTH, 1)))
 
 
@@ -291,9 +280,7 @@ def test_flops_of_chunks_are_those_of_whole_logits() -> None:
         grid = Grid()
         features: dict[str, Any] = {"final_logit_softcapping": 2.0, "tie_word_embeddings": False}
         module = tiny_gpt(grid, loss_fn=NextTokenLoss(grid, VOCABULARY, chunk_tokens=tokens), **features)
-        sgd, batch = partial(torch.optim.SGD, lr=0.1), triax.Batch(size=4, microbatch=2)
-        engine = triax.Engine(module, optimizer=sgd, batch=batch)
-        assert isinstance(engine, triax.PipelineEngine)
+        engine = engine_of(module, 4, 2)
         found: list[FlopCounter] = []
 
         def counting(found: list[FlopCounter] = found) -> FlopCounter:

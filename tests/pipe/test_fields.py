@@ -161,7 +161,7 @@ def unsendable(what: str) -> None:
     engine = triax.Engine(module, optimizer=SGD, batch=batch)
     ids = torch.zeros(1, LENGTH, dtype=torch.int64)
     data = iter([(ids, {1: ids} if what == "key" else {ids})] * 2) if module.is_first else None
-    engine.train_batch(data)  # type: ignore[union-attr]
+    engine.train_batch(data)
 
 
 @pytest.mark.parametrize("what", ["key", "set"])
@@ -205,8 +205,9 @@ class Mix(nn.Module):
         return y
 
 
-def head(words: nn.Embedding, x: Tensor, attention_mask: Tensor) -> Tensor:
-    return x @ words.weight.T * attention_mask[..., None]
+def head(words: Any, x: Tensor, attention_mask: Tensor) -> Tensor:
+    y: Tensor = x @ words.weight.T * attention_mask[..., None]
+    return y
 
 
 def listed() -> list[Any]:
@@ -268,7 +269,7 @@ def plain_dicts() -> list[tuple[float, dict[str, Tensor]]]:
 
 
 def train_dicts(
-    axes: dict[str, int], schedule: str, stage: Any, labels: Any, interval: int
+    axes: dict[str, Any], schedule: str, stage: Any, labels: Any, interval: int
 ) -> list[tuple[float, float, dict[str, Tensor]]]:
     grid = Grid(**axes, timeout=60)
     module = triax.PipelineModule(

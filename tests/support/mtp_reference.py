@@ -1,7 +1,7 @@
 """Multi-token prediction in plain PyTorch: equations 21 to 25 of DeepSeek-V3's paper (arXiv:2412.19437), one process.
 
-Blocks are transformers' own. The modules' blocks are the last ones of a model with L + D layers, of which transformers
-runs L, so that all parameters have the names of DeepSeek's folder (``model.layers.{L}.eh_proj.weight``).
+Blocks are transformers' own. The modules' blocks are the last ones of a model with L + D layers; transformers runs only
+the first L of them, so that all parameters have the names of DeepSeek's folder (``model.layers.{L}.eh_proj.weight``).
 """
 
 from __future__ import annotations

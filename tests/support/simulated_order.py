@@ -1,8 +1,8 @@
 """Order of the accesses of streams to memory, by vector clocks, as in torch.cuda._sanitizer.
 
 Each stream counts its operations. A clock says, for each stream, up to which operation of it all is done: a stream has
-one, an event is a copy of one, and the host has one. Two accesses of two streams to the same bytes, of which one is a
-write, need an order: the later stream, or the host before it, must have waited for the earlier access.
+one, an event is a copy of one, and the host has one. Two accesses of two streams to the same bytes need an
+order if one of them is a write: the later stream, or the host before it, must have waited for the earlier access.
 """
 
 from __future__ import annotations
