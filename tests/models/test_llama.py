@@ -372,7 +372,7 @@ def test_the_docs_programs_run(ranks: Any, name: str, sizes: list[str]) -> None:
 
 
 def test_the_docs_programs_are_all_run() -> None:
-    assert list(programs()) == ["presets.py", "packed.py", "own.py", "replaced.py"]
+    assert list(programs()) == ["presets.py", "mtp.py", "packed.py", "own.py", "replaced.py"]
 
 
 def run_in(folder: str, source: str, sizes: list[str]) -> str:

@@ -16,7 +16,7 @@ import triax
 from triax import Grid, LayerSpec, PipelineModule, TiedLayerSpec
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 
-from resident import own_pages, rest, status
+from resident import Growth, own_pages, status
 
 WIDTH, SAMPLES = 8, 8
 
@@ -213,13 +213,13 @@ def peak(stage: int, device: str | None) -> float:
     grid = Grid(data=2, timeout=60)
     with own_pages():
         for width in (8, LAYER):  # the first, small one for what is imported on the way
-            before = rest()
+            growth = Growth()
             layers = [LayerSpec(nn.Linear, width, width, bias=False) for _ in range(LAYERS)]
             model = PipelineModule(layers, grid=grid, loss_fn=F.mse_loss, device=device)
             config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
             # Without an optimizer, weights are all there is.
             triax.initialize(model=model, model_parameters=[], config=config)
-        return (status("VmHWM") - before) / (LAYER * LAYER * 4)
+        return growth.measure()[0] / (LAYER * LAYER * 4)
 
 
 def test_no_rank_holds_more_than_its_shard_and_a_layer(ranks: Any) -> None:

@@ -118,8 +118,7 @@ def _tensor(layer: LayerShape, layout: ParallelLayout, one: float, tokens: int, 
     if layer.kind == "embedding":
         return share * one * 2
     if layer.kind == "head":
-        again = one if gathered and layout.recompute == "full" else 0.0
-        return share * (one * (3 if gathered else 2) + again + 2 * 3 * max(4, options.size) * tokens)
+        return share * (one * (3 if gathered else 2) + 2 * 3 * max(4, options.size) * tokens)
     if layer.kind != "block":
         return 0.0
     forward = 4 * share * one
