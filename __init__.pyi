@@ -23,6 +23,7 @@ from .engine.snapshot.load_weights import load_weights as load_weights
 from .grid.grid import Grid as Grid
 from .grid.layout import Layout as Layout
 from .grid.loss_terms import Loss as Loss
+from .grid.loss_terms import WithLoss as WithLoss
 from .grid.topology import Topology as Topology
 from .inference.engine import InferenceEngine as InferenceEngine
 from .inference.engine import init_inference as init_inference

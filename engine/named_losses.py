@@ -1,7 +1,8 @@
 """Named losses and metrics of an engine's batches: the terms' weights before a batch, and the values after it.
 
 A pipeline's first backward passes run before its last forward passes, and a term's gradients are divided by its weight
-over the whole batch. Therefore ``loss_fn.weight(labels)`` gives the weights before.
+over the whole batch. Therefore ``loss_fn.weight(labels)``, and ``loss_weight`` of layers that return losses, give the
+weights before.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from torch import Tensor
 from ..agreement.agreement import totals
 from ..base.errors import AgreedError
 from ..grid import Grid
-from ..grid.loss_terms import LossSums, NamedLosses, described_form
-from ..pipe.executor import Executor, Microbatch
+from ..grid.loss_terms import LossSums, NamedLosses, described_form, require_other_names
+from ..pipe.executor import UNNAMED, Executor, Microbatch
 from ..pipe.module import PipelineModule
 
 Totals = Callable[[Grid, Sequence[Tensor | float]], list[float]]
@@ -25,7 +26,7 @@ class NamedLossSteps:
     """Named losses of the batches of one engine.
 
     Args:
-        computes: True on ranks that compute losses: those with the last stage.
+        computes: True on ranks that call ``loss_fn``: those with the last stage.
 
     Attributes:
         values: value of each term and metric in the last batch, by name; equal on every rank. {} without names.
@@ -34,35 +35,52 @@ class NamedLossSteps:
     def __init__(self, computes: bool) -> None:
         self._computes = computes
         self._forms: dict[bool, Any] = {}  # in training and in evaluation, equal on all ranks, after the first batch
-        self._told: dict[str, float] = {}  # weights of this rank's microbatches, by loss_fn.weight
+        self._own: dict[bool, Any] = {}  # of them the form of the losses that this rank computes
+        self._told: dict[str, float] = {}  # weights of this rank's microbatches, by loss_fn.weight and loss_weight
         self.values: dict[str, float | list[float]] = {}
 
     def weigh(self, grid: Grid, module: PipelineModule, executor: Executor, microbatches: Sequence[Microbatch]) -> None:
-        """Find the weights of the terms before a training step. Collective over the ranks with the last stage.
+        """Find the weights of the terms before a training step. Collective over the ranks with the same stages.
 
         Raises:
-            ValueError: ``loss_fn.weight`` gives other names on another rank.
+            ValueError: ``loss_fn.weight`` or ``loss_weight`` gives other names on another rank, or a name twice.
         """
         executor.count, executor.term_weights, self._told = len(microbatches) * grid.data.size, {}, {}
-        weigh, form = getattr(module.loss_fn, "weight", None), self._forms.get(True, "unknown")
-        pairs = form == "unknown" or (form is not None and not all(is_mean for _, is_mean in form[0]))
-        if not (self._computes and callable(weigh) and pairs):
+        form, sums = self._forms.get(True, "unknown"), dict[str, Any]()
+        if form != "unknown" and (form is None or all(is_mean for _, is_mean in form[0])):
             return
-        sums: dict[str, Any] = {}
+        layers = module.weighing_layers()
         for microbatch in microbatches:
-            weights = weigh(microbatch.labels)
-            if not isinstance(weights, Mapping):
-                return
-            for name, weight in weights.items():
+            for name, weight in self._weights(module.loss_fn, layers, microbatch):
                 sums[name] = sums.get(name, 0.0) + weight
+        if not sums:
+            return
         self._told = {name: float(weight) for name, weight in sums.items()}  # on a GPU the host waits here
         axis = grid.axis("data_context")
         with axis.traffic.uncounted():
             found = axis.all_gather_json(self._told)
         if any(each.keys() != self._told.keys() for each in found):
             names = " and ".join(sorted({", ".join(sorted(each)) for each in found}))
-            raise ValueError(f"loss_fn.weight gave the weights of {names} on different ranks: give the same names")
+            raise ValueError(
+                f"loss_fn.weight, or loss_weight of a layer, gave the weights of {names} on different ranks: give the "
+                "same names"
+            )
         executor.term_weights = {name: sum(each[name] for each in found) for name in self._told}
+
+    def _weights(
+        self, loss_fn: Any, layers: Sequence[tuple[Callable[..., Any], Sequence[str]]], microbatch: Microbatch
+    ) -> list[tuple[str, Any]]:
+        """Return (name, weight) of the terms of a microbatch that this rank computes.
+
+        ``layers`` are the methods ``loss_weight`` of layers, and the fields that each gets.
+        """
+        weigh, found = getattr(loss_fn, "weight", None), list[tuple[str, Any]]()
+        for method, takes in layers:
+            found += method(**{name: microbatch.fields[name] for name in takes}).items()
+        weights = weigh(microbatch.labels) if self._computes and callable(weigh) else None
+        found += weights.items() if isinstance(weights, Mapping) else []
+        require_other_names([[found, []]])
+        return found
 
     def totals(
         self,
@@ -93,11 +111,12 @@ class NamedLossSteps:
         if not known:
             *sums, some = total(grid, [*values, float(bool(named))])
             self._forms[training] = self._agree(grid, named) if some else None
+            self._own[training] = named[0].form() if named else None
         form = self._forms[training]
-        if known and named and named[0].form() != form:
+        if known and named and named[0].form() != self._own[training]:
             raise ValueError(
                 f"the loss has {described_form(named[0].form())}, but in the first batch it was "
-                f"{described_form(form)}: give the same names in the same form in every batch"
+                f"{described_form(self._own[training])}: give the same names in the same form in every batch"
             )
         losses = None if form is None else LossSums(form)
         # Tensor ranks hold the same loss: the first one counts.
@@ -114,14 +133,22 @@ class NamedLossSteps:
         return sums, loss
 
     def _agree(self, grid: Grid, named: Sequence[NamedLosses]) -> Any:
-        """Return the form of the losses, which all ranks that compute losses must have. Collective."""
+        """Return the form of all losses, which all ranks with the same stages must have in common. Collective."""
         with grid.world.traffic.uncounted():
-            everyone = grid.world.all_gather_json([self._computes, named[0].form() if named else None])
-        found = [form for computes, form in everyone if computes]
-        for form in found:
-            if form != found[0]:
+            mine = [grid.pipe.rank, self._computes, named[0].form() if named else None]
+            everyone = grid.world.all_gather_json(mine)
+        of_rank: dict[int, Any] = {}
+        for rank, computes, form in everyone:
+            if form != of_rank.setdefault(rank, form):
                 raise AgreedError(
-                    f"loss_fn returned {described_form(found[0])} on one replica, and {described_form(form)} on "
+                    f"the losses are {described_form(of_rank[rank])} on one replica, and {described_form(form)} on "
                     "another: return the same names in the same form on every rank"
                 )
-        return found[0]
+            if computes and form is None:
+                raise AgreedError(UNNAMED)
+        forms = [form for _, form in sorted(of_rank.items()) if form is not None]
+        try:
+            require_other_names(forms)
+        except ValueError as error:
+            raise AgreedError(str(error)) from None
+        return [[each for form in forms for each in form[part]] for part in range(2)]

@@ -7,7 +7,7 @@ eval_batch     fetch microbatches -> run a forward-only program
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, NoReturn
@@ -264,7 +264,7 @@ class PipelineEngine(Engine):
         sums, named = self.named_losses.totals(grid, losses, mine, self.optimizer_step.totals, training=True)
         loss, weight, unused, *strayed = sums
         if unused and not self.auxiliary:
-            self._leave_out_unreached(grid, result.reached)
+            self._leave_out_unreached(grid, result)
         if not weight > 0:
             raise AgreedError(
                 f"the batch has no loss, because its weight is {weight}: none of its labels counts. Give batches with "
@@ -303,18 +303,24 @@ class PipelineEngine(Engine):
                     "layer on one rank, or use a layer without running statistics, such as LayerNorm"
                 )
 
-    def _leave_out_unreached(self, grid: Grid, reached: Mapping[int, bool]) -> None:
+    def _leave_out_unreached(self, grid: Grid, result: Result) -> None:
         """Leave out of the step the stages before one whose inputs got no gradient (it has a ``detach``). Collective.
 
-        Their gradients are zero. On a single process they would have none, and their weights would not decay.
+        Their gradients are zero. On a single process they would have none, and their weights would not decay. A stage
+        with losses of its layers has gradients, and so have those before it.
         """
-        flags = torch.zeros(len(self.module.placement), device=grid.device)
-        for stage, flag in reached.items():
-            flags[stage] = float(flag)
+        flags = torch.zeros(2, len(self.module.placement), device=grid.device)
+        for stage, reached in result.reached.items():
+            flags[0, stage] = float(reached)
+        flags[1, [*result.contributing]] = 1.0
         grid.world.all_reduce(flags, op="max")
-        missing = [stage for stage, flag in enumerate(flags.tolist()) if stage and not flag]
-        if missing:
-            self.data_axis.reducer.leave_out(missing[-1])
+        left: set[int] = set()
+        for stage, reached in enumerate(flags[0].tolist()):
+            if stage and not reached:
+                last = max((each for each in range(stage) if flags[1, each]), default=-1)
+                left |= {*range(last + 1, stage)}
+        if left:
+            self.data_axis.reducer.leave_out(left)
 
     def eval_batch(
         self,

@@ -7,7 +7,7 @@
 - ``assemble.py``: whole tensors from the parts on all ranks, for saving and comparing
 - ``ranges.py``: arithmetic of ranges and boxes, without torch
 - ``loss_pair.py``: the pair (sum, weight) of a loss function
-- ``loss_terms.py``: ``Loss``: named terms of a loss, and metrics
+- ``loss_terms.py``: ``Loss``: named terms of a loss, and metrics; ``WithLoss``: those of a layer
 - ``auxiliary.py``: losses within the model, and the layers that have them
 - ``environment.py``: environment variables of torchrun, mpirun and srun
 - ``devices.py``: GPUs of this machine, as text; functions of ``torch.cuda`` for the CPU

@@ -39,6 +39,23 @@ class Loss:
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
+class WithLoss(NamedTuple):
+    """Output of a layer of a ``PipelineModule`` together with losses of this layer, which the layer may return.
+
+    The next layer gets ``value``. The terms of ``loss`` are added to those that ``loss_fn`` returns, which must then
+    be named too, and are divided in the same way: each once, by its own weight of the whole batch. The weights of pairs
+    are known before the first backward pass by a method ``loss_weight`` of the layer: it gets the fields that the layer
+    takes, as keyword arguments, and returns name -> weight.
+
+    Args:
+        value: the layer's output.
+        loss: a ``Loss`` or a dict of terms. No other layer, nor ``loss_fn``, may have a term or metric of these names.
+    """
+
+    value: Any
+    loss: Any
+
+
 class Term(NamedTuple):
     """A term of one microbatch.
 
@@ -76,6 +93,30 @@ class NamedLosses(NamedTuple):
         """Return what all microbatches must have in common, as JSON: names, means or pairs, and sizes."""
         sizes = [[name, metric.total.numel(), metric.total.dim()] for name, metric in self.metrics.items()]
         return [[[name, term.is_mean] for name, term in self.terms.items()], sizes]
+
+
+def combined(first: NamedLosses, second: NamedLosses) -> NamedLosses:
+    """Return the losses of two layers, or of a layer and ``loss_fn``, of one microbatch.
+
+    Raises:
+        ValueError: they have a name in common.
+    """
+    require_other_names([first.form(), second.form()])
+    return NamedLosses({**first.terms, **second.terms}, {**first.metrics, **second.metrics})
+
+
+def require_other_names(forms: Sequence[Any]) -> None:
+    """Check that forms of losses have no name in common.
+
+    Raises:
+        ValueError: they have; the message names it.
+    """
+    names = [name for terms, metrics in forms for name, *_ in [*terms, *metrics]]
+    if again := [name for name in names if names.count(name) > 1]:
+        raise ValueError(
+            f"two layers, or a layer and loss_fn, returned a term or metric of the name {again[0]!r}: give each its "
+            f"own name, such as '{again[0]} 1' and '{again[0]} 2'"
+        )
 
 
 def described_form(form: Any) -> str:
@@ -166,6 +207,8 @@ class LossSums:
     ) -> list[Tensor | float]:
         """Return this rank's numbers, times ``counts``: those of all ranks are summed, and given to ``read``.
 
+        A term or metric that this rank does not have, because other stages compute it, has the weight 0 here.
+
         Args:
             microbatches: the losses of this rank's microbatches; none on a rank without the last stage.
             told: weights of the terms that are pairs, as ``loss_fn.weight`` gave them.
@@ -175,13 +218,16 @@ class LossSums:
             return [0.0] * (4 * len(self._terms) + sum(size + 1 for _, size, _ in self._metrics))
         found: list[Tensor | float] = []
         for name in self._terms:
-            terms = [each.terms[name] for each in microbatches]
+            terms = [each.terms[name] for each in microbatches if name in each.terms]
             found += [sum((counts * _number(term.total) for term in terms), 0.0)]
             found += [sum((counts * term.factor * _number(term.total) for term in terms), 0.0)]
             found += [sum((counts * _number(term.weight) for term in terms), 0.0)]
             found += [counts * told.get(name, 0.0)]
         for name, size, _ in self._metrics:
-            metrics = [each.metrics[name] for each in microbatches]
+            metrics = [each.metrics[name] for each in microbatches if name in each.metrics]
+            if not metrics:
+                found += [0.0] * (size + 1)
+                continue
             row = counts * torch.stack([metric.total.reshape(size).double() for metric in metrics]).sum(0)
             found += row.tolist() if row.device.type == "cpu" else row.unbind()
             found += [sum((counts * _number(metric.weight) for metric in metrics), 0.0)]
@@ -202,8 +248,8 @@ class LossSums:
             total, scaled, weights[name], told = next(place), next(place), next(place), next(place)
             if training and not is_mean and abs(told - weights[name]) > 1e-6 * abs(weights[name]):
                 raise AgreedError(
-                    f"loss_fn.weight(labels) gave the weight {told:g} of {name!r} for the batch, but the pairs (sum, "
-                    f"weight) that loss_fn then returned have the weight {weights[name]:g}: let both count the same"
+                    f"loss_fn.weight(labels), or loss_weight of a layer, gave the weight {told:g} of {name!r} for the "
+                    f"batch, but the pairs (sum, weight) that were then returned have the weight {weights[name]:g}: let both count the same"
                 )
             loss += scaled / weights[name] if weights[name] else 0.0
             values[name] = total / weights[name] if weights[name] else math.nan

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -20,7 +20,7 @@ from ..base.nest import map_tensors
 from ..base.parts import Parts
 from ..grid.comm.clock import Clock, Mark
 from ..grid.loss_pair import is_pair, sum_and_weight
-from ..grid.loss_terms import NamedLosses, Term, described_form, is_named, named_losses
+from ..grid.loss_terms import NamedLosses, Term, combined, described_form, is_named, named_losses
 from .backward import Deferred, SplitBackward
 from .module import PipelineModule
 from .p2p import Receive, channels, receive_gradients, receive_value, received_gradients, send_gradients
@@ -37,6 +37,10 @@ _MAX_SENDS = 8
 _MIXED_FORMS = (
     "loss_fn returned a mean for one microbatch of the batch, which weighs 1, and a pair (sum, weight) for another: "
     "return the same form for every microbatch"
+)
+UNNAMED = (
+    "layers of the model return terms (triax.WithLoss), but loss_fn returned a loss without a name, whose weight the "
+    "other stages do not know: let loss_fn return a dict of terms, as {'main': loss}"
 )
 _LOSS = "It gets the model's outputs and the labels: write loss_fn(outputs, labels)"
 
@@ -100,10 +104,11 @@ class Result:
 
     Attributes:
         losses: microbatch -> (loss, weight). Of named losses: their share of the batch's loss, and 1.
-        named: microbatch -> its named losses, if ``loss_fn`` returned such.
+        named: microbatch -> its named losses, if ``loss_fn`` or layers of this rank returned such.
         outputs: microbatch -> the last layer's output, if asked for.
         pairs: True if ``loss_fn`` returned pairs (sum, weight), False if it returned means; None without a loss.
         reached: stage of this rank -> True if a backward pass gave its inputs a gradient, in any microbatch.
+        contributing: stages of this rank, except the last one, whose layers returned losses with a gradient.
     """
 
     def __init__(self) -> None:
@@ -112,6 +117,7 @@ class Result:
         self.outputs: dict[int, Any] = {}
         self.pairs: bool | None = None
         self.reached: dict[int, bool] = {}
+        self.contributing: set[int] = set()
 
     def require_one_form(self, weight: float, microbatches: int) -> None:
         """Check that no other replica returned pairs where this rank returned means.
@@ -143,7 +149,8 @@ class _SavedForBackward(NamedTuple):
     """Tensors that are kept for one stage and microbatch between its forward and its backward."""
 
     boundary: Boundary | None  # its inputs in the autograd graph; None at the first stage
-    edges: list[GradientEdge]  # roots of the backward pass; the outputs themselves may be freed
+    edges: list[GradientEdge]  # of the outputs, which get gradients from the next stage and may be freed themselves
+    losses: list[GradientEdge]  # of losses, whose gradient is 1
     deferred: Deferred | None  # queue of its weight gradients, if the schedule splits the backward
 
 
@@ -159,7 +166,7 @@ class Executor:
         loss_scale: factor of the losses before the backward pass (fp16). Reported losses are not scaled.
         term_weights: weights of named losses over the whole batch, before it runs; none of means.
         count: microbatches of the whole batch.
-        forms: form of the losses of earlier batches, which each microbatch must have: of training (True), of others.
+        forms: (in training, stage) -> form of the losses of earlier batches, which each microbatch must have.
         clock: if set, each run records the times of its ops; ``marks`` has those of the last run.
         origin: time at which that run started, after a barrier over the ranks of this pipeline.
         held: state of each (stage, microbatch) between forward and backward.
@@ -192,7 +199,7 @@ class Executor:
         self.loss_scale = 1.0
         self.term_weights: Mapping[str, float] = {}
         self.count = 1
-        self.forms: dict[bool, Any] = {}
+        self.forms: dict[tuple[bool, int], Any] = {}
         self.marks: list[OpMarks] = []
         self.origin: Mark = 0.0
         self._checked: set[tuple[int, Hashable]] = set()  # stages and kinds of microbatches that have run
@@ -301,23 +308,25 @@ class Executor:
         deferred = Deferred() if self._splits else None
         last = stage == self._last_stage
         with_head = last and self._wants_loss and not self._keep_outputs and self._module.loss_takes_head
+        named: list[NamedLosses] = []  # of layers
         with SplitBackward(deferred) if deferred is not None else nullcontext():
             # Values between layers of one stage are checked too, for grids that cut the list there.
             checked = stage, self._kind(index)
             self._module.check_hook = None if checked in self._checked else flatten
             with self._parts("stage"):
-                value = self._module.run_stage(stage, value, microbatch.fields, with_head)
+                value = self._module.run_stage(stage, value, microbatch.fields, named, without_head=with_head)
             self._module.check_hook = None
             self._checked.add(checked)
             if not last:
                 if self._training:
                     value = joined(value)
                 self._outputs[stage, index] = tensors, _ = flatten(value)
+                losses = self._named(named, [], stage, index) if self._wants_loss else []
             else:
-                tensors = self._loss(value, index, with_head)
+                tensors, losses = [], self._loss(value, named, index, with_head)
         if self._training:
-            edges = [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
-            self.held[stage, index] = _SavedForBackward(boundary, edges, deferred)
+            edges, roots = ([get_gradient_edge(t) for t in each if t.requires_grad] for each in (tensors, losses))
+            self.held[stage, index] = _SavedForBackward(boundary, edges, roots, deferred)
             self.peak = max(self.peak, len(self.held))
 
     def _backward(self, op: Op) -> None:
@@ -335,7 +344,7 @@ class Executor:
         self._differentiate(op)
         self._data.collect(op.stage)
         held = self.held[op.stage, op.microbatch]
-        self.held[op.stage, op.microbatch] = _SavedForBackward(None, [], held.deferred)
+        self.held[op.stage, op.microbatch] = _SavedForBackward(None, [], [], held.deferred)
 
     def _weight_gradient(self, op: Op) -> None:
         """Compute all queued weight gradients of a stage and microbatch, and add them to the accumulated gradients."""
@@ -350,13 +359,12 @@ class Executor:
         _, stage, index = op
         gradients = self._gradients_of_outputs(stage, index)
         self._ready()
-        boundary, edges, deferred = self.held[stage, index]
-        if stage < self._last_stage:  # (a loss has no gradient, which stands for 1)
-            edges = [edge for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
-            gradients = [gradient for gradient in gradients if gradient is not None]
-        if edges:
+        boundary, edges, losses, deferred = self.held[stage, index]
+        edges = [edge for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
+        gradients = [gradient for gradient in gradients if gradient is not None]
+        if edges or losses:
             with deferred.backward() if deferred is not None else nullcontext():
-                torch.autograd.backward(edges, gradients)
+                torch.autograd.backward([*edges, *losses], [*gradients, *[None] * len(losses)])
         if boundary is not None:
             self._gradients[stage, index] = boundary.gradients
             self._result.reached[stage] = boundary.reached or self._result.reached.get(stage, False)
@@ -402,9 +410,9 @@ class Executor:
         return [tensor.detach() for tensor in tensors], schema
 
     def _gradients_of_outputs(self, stage: int, index: int) -> Sequence[Tensor | None]:
-        """Return the gradients from the next stage; None for a loss, whose own gradient is 1."""
+        """Return the gradients from the next stage; none for the last one."""
         if stage == self._last_stage:
-            return [None]
+            return []
         receive = self._gradient_receives.pop((stage, index), None)
         if receive is None:
             return self._gradients.pop((stage + 1, index))
@@ -412,10 +420,14 @@ class Executor:
         self._outgoing[stage + 1].wait_sent(index)
         return gradients
 
-    def _loss(self, outputs: Any, index: int, with_head: bool) -> list[Tensor]:
+    def _loss(self, outputs: Any, layers: list[NamedLosses], index: int, with_head: bool) -> list[Tensor]:
         """Add one microbatch's loss to the result; return the roots of the backward pass.
 
-        ``with_head``: the outputs are the last layer's inputs. Then the loss may be unknown until the backward pass.
+        Args:
+            outputs: output of the last layer; ``with_head``: its input.
+            layers: losses that layers of the last stage returned.
+            index: the microbatch.
+            with_head: let the loss function run the last layer. The loss may be unknown until the backward pass.
         """
         microbatch, module = self._microbatches[index], self._module
         if self._keep_outputs:
@@ -429,11 +441,14 @@ class Executor:
             require_arguments(module.loss_fn or _do_nothing, (outputs, microbatch.labels), "loss_fn", _LOSS)
             raise
         if is_named(value):
-            return self._named(named_losses(value, "loss_fn returned", "return"), index)
-        self._require_form(None)
+            named = [named_losses(value, "loss_fn returned", "return")]
+            return self._named(layers, named, self._last_stage, index)
+        if layers or index in self._result.named:
+            raise ValueError(UNNAMED)
+        self._require_form(None, self._last_stage)
         pair = is_pair(value)
         if not pair:
-            self._refuse_mean("")
+            self._refuse_mean("", "loss_fn")
         loss, weight = sum_and_weight(value, "loss_fn returned", "return")
         if self._result.pairs not in (None, pair):
             raise ValueError(_MIXED_FORMS)
@@ -446,19 +461,46 @@ class Executor:
         self._result.losses[index] = loss.detach(), weight
         return [loss] if self.loss_scale == 1.0 else [loss.float() * self.loss_scale]
 
-    def _named(self, named: NamedLosses, index: int) -> list[Tensor]:
-        """Add the named losses of one microbatch to the result; return the roots of the backward pass.
+    def _named(self, layers: list[NamedLosses], by_loss_fn: list[NamedLosses], stage: int, index: int) -> list[Tensor]:
+        """Add the named losses of one stage and microbatch to the result; return the roots of the backward pass.
+
+        Args:
+            layers: losses that layers of the stage returned.
+            by_loss_fn: losses that ``loss_fn`` returned, after the last stage.
+            stage, index: the stage, and the microbatch.
+        """
+        losses = [*layers, *by_loss_fn]
+        if not losses:
+            self._require_form(None, stage)
+            return []
+        named = reduce(combined, losses)
+        self._require_form(named.form(), stage)
+        before = self._result.named.get(index)
+        roots = [*(self._root(each, "the layer", "loss_weight(...)") for each in layers)]
+        roots += [self._root(each, "loss_fn", "weight(labels)") for each in by_loss_fn]
+        root = sum(roots[1:], roots[0])
+        if not by_loss_fn and root.requires_grad:
+            self._result.contributing.add(stage)
+        # Another stage of this rank may have had losses before.
+        self._result.named[index] = named.detached() if before is None else combined(before, named.detached())
+        return [root] if self.loss_scale == 1.0 else [root.float() * self.loss_scale]
+
+    def _root(self, named: NamedLosses, whose: str, method: str) -> Tensor:
+        """Return the root of the backward pass of named losses: the sum of the terms, times the number of microbatches.
 
         A batch of N microbatches has the weight N. So that the sum of all roots, divided by N, is the sum of the terms,
         a term of the weight W over the batch enters a root as ``factor * sum * N / W``. The W of a mean is N. With a
         context axis each rank has its part of the sum.
+
+        Args:
+            named: losses of one microbatch.
+            whose, method: for error messages: what returned the losses, and its method that returns their weights.
         """
-        self._require_form(named.form())
         root: Tensor | None = None
         for name, term in named.terms.items():
             if term.is_mean:
-                self._refuse_mean(f" of {name!r}")
-            if self._training and (share := self._share(name, term)):
+                self._refuse_mean(f" of {name!r}", whose)
+            if self._training and (share := self._share(name, term, whose, method)):
                 part = term.total * share
                 root = part if root is None else root + part
         if root is None:
@@ -468,49 +510,54 @@ class Executor:
                 f"none of the terms {', '.join(named.terms)} depends on a parameter that requires a gradient: remove a "
                 "detach() or no_grad() before the loss, or train at least one parameter"
             )
-        self._result.named[index] = named.detached()
-        return [root] if self.loss_scale == 1.0 else [root.float() * self.loss_scale]
+        return root
 
-    def _share(self, name: str, term: Term) -> float:
+    def _share(self, name: str, term: Term, whose: str, method: str) -> float:
         """Return the factor with which a term's sum of one microbatch enters its root."""
         whole = self.count if term.is_mean else self.term_weights.get(name)
         if whole is None:
             raise ValueError(
-                f"loss_fn returned the pair (sum, weight) for {name!r}, one of several terms. Its gradients are "
+                f"{whose} returned the pair (sum, weight) for {name!r}, one of several terms. Its gradients are "
                 "divided by its weight over the whole batch, which must be known before the first backward pass: "
-                f"give loss_fn a method weight(labels) that returns {{{name!r}: weight}} for a microbatch, or "
-                "return a mean, which has the weight 1 in each microbatch"
+                f"give {whose} a method {method} that returns {{{name!r}: weight}} for a microbatch, or return a "
+                "mean, which has the weight 1 in each microbatch"
             )
         return term.factor * self.count / whole if whole else 0.0
 
     def _add_named(self) -> None:
-        """Add the values of named losses to the result, when the run has ended and they are known."""
+        """Add the values of named losses to the result, when the run has ended and they are known.
+
+        A rank whose stages have losses of layers alone has terms, and no weight of a batch.
+        """
+        weight = 1.0 / self._grid.context.size if self._last_stage in self._module.stages else 0.0
         for index, named in self._result.named.items():
             loss = torch.zeros((), device=self._grid.device, dtype=torch.float64)
             if self._training:
                 for name, term in named.terms.items():
-                    loss = loss + term.total.double() * self._share(name, term)
-            self._result.losses[index] = loss, 1.0 / self._grid.context.size
+                    loss = loss + term.total.double() * self._share(name, term, "loss_fn", "weight(labels)")
+            self._result.losses[index] = loss, weight
 
-    def _refuse_mean(self, whose: str) -> None:
+    def _refuse_mean(self, term: str, whose: str) -> None:
         """Refuse a mean of a part of a sequence."""
         if (parts := self._grid.context.size) > 1:
             raise ValueError(
                 f"the grid has context={parts}, so each rank computes the loss of its part of a sequence, and with "
-                f"a mean{whose} all parts would have the same weight, however many labels they have: let loss_fn "
+                f"a mean{term} all parts would have the same weight, however many labels they have: let {whose} "
                 "return a pair (sum of the losses, number of labels), as triax.NextTokenLoss does"
             )
 
-    def _require_form(self, form: Any) -> None:
+    def _require_form(self, form: Any, stage: int) -> None:
         """Check that each microbatch has named losses of one form: the same names, means or pairs, and sizes.
 
         Args:
             form: that of this microbatch; None if its loss has no names.
+            stage: the stage that computed the losses.
         """
-        before = self.forms.setdefault(self._training, form)
+        before = self.forms.setdefault((self._training, stage), form)
         if form != before:
+            who = "loss_fn" if stage == self._last_stage else f"the layers of stage {stage}"
             raise ValueError(
-                f"loss_fn returned {described_form(form)}, and before {described_form(before)}: return the same "
+                f"{who} returned {described_form(form)}, and before {described_form(before)}: return the same "
                 "names in the same form for every microbatch, a term that does not occur with the weight 0"
             )
 

@@ -20,7 +20,7 @@ from ..base.checks import check_count, check_kind, check_seed
 from ..grid import Axis, Grid, Layout, layout_of
 from ..grid.auxiliary import AuxiliaryLayer, AuxiliaryLosses
 from ..grid.layout import rename
-from ..grid.loss_terms import is_named, named_losses
+from ..grid.loss_terms import NamedLosses, WithLoss, is_named, named_losses
 from ..randomness.random import DropoutState, SampleRandom, seeded
 from .chunked_loss import LastLayer
 from .partition import boundaries
@@ -265,13 +265,21 @@ class PipelineModule(nn.Module):
                 "call model.fill() before you change weights, or leave out device='meta'"
             )
 
-    def run_stage(self, stage: int, x: Any, fields: Mapping[str, Any] | None = None, without_head: bool = False) -> Any:
+    def run_stage(
+        self,
+        stage: int,
+        x: Any,
+        fields: Mapping[str, Any] | None = None,
+        losses: list[NamedLosses] | None = None,
+        without_head: bool = False,
+    ) -> Any:
         """Run the layers of one of this rank's stages.
 
         Args:
             stage: the stage.
             x: its input.
             fields: name -> value of each field of the microbatch that its layers take.
+            losses: list to which the losses of layers that return ``WithLoss`` are appended; None: they are dropped.
             without_head: run all layers but the last one.
         """
         if self._placeholders:
@@ -285,12 +293,16 @@ class PipelineModule(nn.Module):
                 continue
             run = partial(self._run_layers, stage, group.start, min(group.stop, count), fields or {})
             prefetch = partial(self.prefetch_hook, group.layers) if self.prefetch_hook is not None else None
-            x = self.recompute.run(group, run, x, prefetch=prefetch) if group.recomputed else run(x)
+            x, found = self.recompute.run(group, run, x, prefetch=prefetch) if group.recomputed else run(x)
+            if losses is not None:
+                losses += found
         return x
 
-    def _run_layers(self, stage: int, start: int, stop: int, fields: Mapping[str, Any], x: Any) -> Any:
-        """Run the layers ``start`` to ``stop`` of a stage."""
-        layers, hook, check = self.layers, self.run_hook, self.check_hook
+    def _run_layers(
+        self, stage: int, start: int, stop: int, fields: Mapping[str, Any], x: Any
+    ) -> tuple[Any, list[NamedLosses]]:
+        """Run the layers ``start`` to ``stop`` of a stage; return their output, and the losses that they returned."""
+        layers, hook, check, losses = self.layers, self.run_hook, self.check_hook, list[NamedLosses]()
         for number, (index, key, function, takes) in enumerate(self._calls[stage][start:stop], start):
             if check is not None and (stage or number):
                 check(x)
@@ -300,19 +312,21 @@ class PipelineModule(nn.Module):
                     f"which was not given: call model(x, {missing[0]}=...), or engine.train_batch or engine.eval_batch"
                 )
             own = {name: fields[name] for name in takes}
-            call = function
+            call, where = function, f"layer {index} ({typename(self._list[index])})"
             try:
                 if key is None:
-                    x = function(x)
-                    continue
-                call = layers[key] if function is None else partial(function, layers[key])
-                run = partial(call, **own) if own else call
-                x = run(x) if hook is None else hook(stage, index, run, x)
+                    x = _checked(function, where, own, x)
+                else:
+                    call = layers[key] if function is None else partial(function, layers[key])
+                    run = partial(_checked, call, where, own)
+                    x = run(x) if hook is None else hook(stage, index, run, x)
             except TypeError:
-                where = f"layer {index} ({typename(self._list[index])}) of stage {stage}"
-                require_arguments(call, (x,), where, _ONE, own)
+                require_arguments(call, (x,), f"{where} of stage {stage}", _ONE, own)
                 raise
-        return x
+            if isinstance(x, WithLoss):
+                x, loss = x
+                losses.append(loss)
+        return x, losses
 
     @property
     def loss_takes_head(self) -> bool:
@@ -385,6 +399,12 @@ class PipelineModule(nn.Module):
         """Return the names of the fields that the layers of a rank of the pipe axis take."""
         calls = [call for at, calls in zip(self.placement, self._calls, strict=True) if at == rank for call in calls]
         return tuple(dict.fromkeys(name for call in calls for name in call.takes))
+
+    def weighing_layers(self) -> list[tuple[Callable[..., Any], tuple[str, ...]]]:
+        """Return the methods ``loss_weight`` of this rank's layers, and the fields that each of them gets."""
+        calls = [call for stage in self.stages for call in self._calls[stage] if call.key is not None]
+        found = [(getattr(self.layers[call.key], "loss_weight", None), call.takes) for call in calls if call.key]
+        return [(method, takes) for method, takes in found if callable(method)]
 
     def layers_of(self, stage: int) -> list[int]:
         """Return the indices of a stage's modules in the list of layers, in order."""
@@ -701,6 +721,19 @@ def checksum(parameter: Tensor) -> int:
     """Sum the elements' bits, read as integers: a number that changes when the parameter does."""
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(parameter.element_size(), torch.uint8)
     return int(parameter.detach().reshape(-1).view(words).sum(dtype=torch.int64))
+
+
+def _checked(call: Callable[..., Any], where: str, fields: Mapping[str, Any], x: Any) -> Any:
+    """Return a layer's output. The losses beside it are checked, and so a nest of tensors, as hooks need it."""
+    value = call(x, **fields) if fields else call(x)
+    if not isinstance(value, WithLoss):
+        return value
+    if not is_named(value.loss):
+        raise ValueError(
+            f"{where} returned WithLoss(value, loss) with a {type(value.loss).__name__} as loss: return a dict or "
+            "triax.Loss of terms"
+        )
+    return WithLoss(value.value, named_losses(value.loss, f"{where} returned", "return"))
 
 
 def _as_nest(loss: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
@@ -276,10 +276,10 @@ class GradientReducer:
             found = (found - bucket.assigned) | bucket.dropped
         return found
 
-    def leave_out(self, stage: int) -> None:
-        """Count as unused, in this step, the parameters of the stages before ``stage``, except tied ones."""
+    def leave_out(self, stages: Collection[int]) -> None:
+        """Count as unused, in this step, the parameters of stages, except tied ones."""
         for bucket in self._buckets:
-            if bucket.tie is None and all(each < stage for each in bucket.stages):
+            if bucket.tie is None and all(each in stages for each in bucket.stages):
                 self._unused |= {id(m.parameter): m for m in bucket.members if m.parameter.requires_grad}
 
     def abandon(self) -> None:

@@ -1,0 +1,299 @@
+"""Losses that layers at several stages return, on every grid, beside plain PyTorch with the whole batch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import triax
+from triax import Grid, LayerSpec, Loss, PipelineEngine, WithLoss
+
+from pool import RankFailure
+
+VOCABULARY, WIDTH, SAMPLES, LENGTH, STEPS = 11, 6, 8, 6, 2
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def mean_square(x: Tensor) -> Tensor:
+    return x.square().mean()
+
+
+def total(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the sum of the losses of the labels that count."""
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+class Block(nn.Module):
+    """A residual layer without a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + torch.tanh(self.linear(x))
+        return y
+
+
+class Exit(Block):
+    """A layer with an early exit: a head of its own, whose loss is a pair, and a metric."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.head, self.number = nn.Linear(WIDTH, VOCABULARY), number
+
+    def forward(self, x: Tensor, labels: Tensor) -> WithLoss:  # type: ignore[override]
+        y, name = super().forward(x), f"exit {self.number}"
+        logits, count = self.head(y), (labels != -100).sum()
+        hits = (logits.argmax(-1) == labels).sum()
+        loss = Loss({name: (total(logits, labels), count)}, {name: 0.3}, {f"accuracy {self.number}": (hits, count)})
+        return WithLoss(y, loss)
+
+    def loss_weight(self, labels: Tensor) -> dict[str, Tensor]:
+        return {f"exit {self.number}": (labels != -100).sum()}
+
+
+class Small(Block):
+    """A layer with a mean as a loss of its own."""
+
+    def forward(self, x: Tensor) -> WithLoss:  # type: ignore[override]
+        y = super().forward(x)
+        return WithLoss(y, {"size": mean_square(y)})
+
+
+class Main:
+    """The last loss, as a pair with a name."""
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> dict[str, Any]:
+        return {"main": (total(logits, labels), (labels != -100).sum())}
+
+    def weight(self, labels: Tensor) -> dict[str, Tensor]:
+        return {"main": (labels != -100).sum()}
+
+
+def listed(small: bool = True) -> list[Any]:
+    return [
+        LayerSpec(nn.Embedding, VOCABULARY, WIDTH),
+        LayerSpec(Exit, 1, takes="labels"),
+        LayerSpec(Block),
+        LayerSpec(Small if small else Block),
+        LayerSpec(Exit, 2, takes="labels"),
+        LayerSpec(Block),
+        LayerSpec(Exit, 3, takes="labels"),
+        LayerSpec(nn.Linear, WIDTH, VOCABULARY),
+    ]
+
+
+def batches() -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield one batch for each step. The number of labels varies, and one sample has none."""
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(STEPS):
+        ids = torch.randint(VOCABULARY, (SAMPLES, LENGTH), generator=generator)
+        labels = torch.where(torch.rand(SAMPLES, LENGTH, generator=generator) < 0.6, ids.roll(-1, 1), -100)
+        labels[1] = -100
+        yield ids, labels
+
+
+def microbatches(grid: Grid) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield this replica's microbatches: of a sequence, the part of this context rank."""
+    part = LENGTH // grid.context.size
+    tokens = slice(grid.context.rank * part, (grid.context.rank + 1) * part)
+    for ids, labels in batches():
+        share = SAMPLES // grid.data.size
+        for sample in range(grid.data.rank * share, (grid.data.rank + 1) * share):
+            yield ids[sample : sample + 1, tokens], labels[sample : sample + 1, tokens]
+
+
+def plain(small: bool = True) -> list[tuple[float, dict[str, float], dict[str, Tensor]]]:
+    """Return loss, terms and gradients of each step by plain autograd over the whole batch, with SGD."""
+    module = triax.PipelineModule(listed(small), grid=Grid(), dtype=torch.float64, seed=4)
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    found = []
+    for ids, labels in batches():
+        x, terms, count = ids, dict[str, Tensor](), (labels != -100).sum()
+        metrics = {}
+        for layer in module.layers.values():
+            if isinstance(layer, Exit):
+                x = Block.forward(layer, x)
+                logits = layer.head(x)
+                terms[f"exit {layer.number}"] = total(logits, labels) / count
+                metrics[f"accuracy {layer.number}"] = (logits.argmax(-1) == labels).sum().item() / count.item()
+            elif isinstance(layer, Small):
+                x = Block.forward(layer, x)
+                terms["size"] = mean_square(x)
+            else:
+                x = layer(x)
+        terms["main"] = total(x, labels) / count
+        loss = sum((0.3 if name.startswith("exit") else 1.0) * term for name, term in terms.items())
+        assert isinstance(loss, Tensor)
+        gradients = torch.autograd.grad(loss, list(names))
+        with torch.no_grad():
+            for parameter, gradient in zip(names, gradients, strict=True):
+                parameter.sub_(0.1 * gradient)
+        values = {name: term.item() for name, term in terms.items()} | metrics
+        found.append((loss.item(), values, dict(zip(names.values(), gradients, strict=True))))
+    return found
+
+
+def trained(
+    axes: dict[str, int], schedule: str, stage: Any, interval: int, labels: Any, small: bool = True
+) -> list[tuple[Any, float, Any, dict[str, Tensor]]]:
+    """Return for each step the evaluation of its batch before it, the loss, the metrics and the gradients."""
+    grid = Grid(**axes, timeout=60)
+    module = triax.PipelineModule(
+        listed(small), grid=grid, loss_fn=Main(), dtype=torch.float64, seed=4, partition="uniform"
+    )
+    engine = triax.Engine(
+        module,
+        optimizer=SGD,
+        batch=triax.Batch(size=SAMPLES, microbatch=1, labels=labels),
+        schedule=schedule,
+        zero=triax.Zero(stage=stage),
+        recompute={"interval": interval},
+    )
+    assert isinstance(engine, PipelineEngine)
+    data, same = microbatches(grid), microbatches(grid)
+    found = []
+    for _ in range(STEPS):
+        evaluated = engine.eval_batch(same).item(), engine.metrics
+        loss = engine.train_batch(data).item()
+        found.append((evaluated, loss, engine.metrics, engine.gather("gradients")))
+    return found
+
+
+CASES = [
+    ({}, "1f1b", 0, 0, "read"),
+    ({}, "1f1b", 3, 1, "read"),
+    ({"pipe": 2}, "1f1b", 1, 2, "sent"),
+    ({"pipe": 4}, "zb-h1", 0, 0, "read"),
+    ({"pipe": 2}, "dualpipe-v", 2, 1, "sent"),
+    ({"pipe": 4}, "gpipe", 3, 0, "sent"),
+    ({"data": 2}, "1f1b", 3, 1, "read"),
+    ({"pipe": 2, "data": 2}, "interleaved", 2, 0, "read"),
+    ({"pipe": 2, "data": 2}, "zb-v", 3, 1, "sent"),
+    ({"pipe": 2, "tensor": 2}, "1f1b", 1, 0, "sent"),
+    ({"pipe": 2, "context": 2}, "zb-v", 3, 0, "sent"),
+]
+
+
+@pytest.mark.parametrize(("axes", "schedule", "stage", "interval", "labels"), CASES)
+def test_losses_of_layers_are_those_of_one_process(
+    ranks: Any, axes: dict[str, int], schedule: str, stage: int, interval: int, labels: str
+) -> None:
+    small = "context" not in axes  # a mean of a part of a sequence is refused
+    wanted = plain(small)
+    for steps in ranks(math.prod(axes.values()), trained, axes, schedule, stage, interval, labels, small):
+        for (evaluated, loss, metrics, gradients), (own, values, own_gradients) in zip(steps, wanted, strict=True):
+            assert loss == pytest.approx(own, rel=1e-10) == evaluated[0]
+            assert metrics == pytest.approx(values, rel=1e-10) == evaluated[1]
+            torch.testing.assert_close(gradients, own_gradients, rtol=1e-10, atol=1e-13)
+
+
+class Cut(Block):
+    """A layer that stops the gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.detach())
+
+
+def detached(pipe: int) -> dict[str, Tensor]:
+    """Train with a decay of weights, an exit in the second stage and a detach in the fourth; return the weights."""
+    grid = Grid(pipe=pipe, timeout=60)
+    layers = [LayerSpec(nn.Embedding, VOCABULARY, WIDTH), LayerSpec(Exit, 1, takes="labels"), LayerSpec(Block)]
+    layers += [LayerSpec(Cut), LayerSpec(nn.Linear, WIDTH, VOCABULARY)]
+    partition = [0, 1, 2, 3, 5] if pipe == 4 else "uniform"
+    module = triax.PipelineModule(layers, grid=grid, loss_fn=Main(), dtype=torch.float64, seed=4, partition=partition)
+    optimizer = partial(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+    engine = triax.Engine(module, optimizer=optimizer, batch=triax.Batch(size=SAMPLES, microbatch=1))
+    assert isinstance(engine, PipelineEngine)
+    data, before = microbatches(grid), engine.gather()["layers.2.linear.weight"].clone()
+    for _ in range(STEPS):
+        engine.train_batch(data)
+    weights = engine.gather()
+    assert torch.equal(weights["layers.2.linear.weight"], before)  # it has no gradient, and does not decay
+    return weights
+
+
+def test_a_stage_before_a_detach_is_trained_by_its_own_loss(ranks: Any) -> None:
+    (wanted,) = ranks(1, detached, 1)
+    for weights in ranks(4, detached, 4):
+        torch.testing.assert_close(weights, wanted, rtol=1e-8, atol=1e-10)
+
+
+class Wrong(Block):
+    """A layer with a mistake."""
+
+    def __init__(self, mistake: str) -> None:
+        super().__init__()
+        self.mistake, self.calls = mistake, 0
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        self.calls += 1
+        match self.mistake:
+            case "no dict":
+                return WithLoss(y, mean_square(y))
+            case "no weight":
+                return WithLoss(y, {"a": (y.square().sum(), y.numel())})
+            case "graph":
+                return WithLoss(y, {"a": mean_square(y.detach())})
+            case "name of loss_fn":
+                return WithLoss(y, {"main": mean_square(y)})
+            case "later":
+                return y if self.calls == 1 else WithLoss(y, {"a": mean_square(y)})
+            case "other weight":
+                return WithLoss(y, {"a": (y.square().sum(), y.numel())})
+        return WithLoss(y, {"a": mean_square(y)})
+
+    def loss_weight(self) -> dict[str, float]:
+        return {"a": 1.0} if self.mistake == "other weight" else {}
+
+
+def means(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def mistaken(mistake: str, pipe: int) -> None:
+    grid = Grid(pipe=pipe, timeout=30)
+    again = [LayerSpec(Wrong, mistake)] if mistake == "same name" else []
+    layers = [LayerSpec(nn.Embedding, VOCABULARY, WIDTH), LayerSpec(Wrong, mistake), LayerSpec(Block), *again]
+    loss_fn: Any = means if mistake == "unnamed" else Main()
+    module = triax.PipelineModule(
+        [*layers, LayerSpec(nn.Linear, WIDTH, VOCABULARY)],
+        grid=grid,
+        loss_fn=loss_fn,
+        dtype=torch.float64,
+        partition="uniform",
+    )
+    engine = triax.Engine(module, optimizer=SGD, batch=triax.Batch(size=SAMPLES, microbatch=1))
+    assert isinstance(engine, PipelineEngine)
+    engine.train_batch(microbatches(grid))
+
+
+MISTAKES = {
+    "no dict": r"layer 1 \(Wrong\) returned WithLoss\(value, loss\) with a Tensor as loss: return a dict",
+    "no weight": r"method loss_weight\(...\) that returns \{'a': weight\}",
+    "graph": "none of the terms a depends on a parameter",
+    "name of loss_fn": "a layer and loss_fn, returned a term or metric of the name 'main': give each its own name",
+    "same name": "two layers, .* returned a term or metric of the name 'a': give each its own name, such as 'a 1'",
+    "later": r"returned the terms a \(a mean\).*, and before (a loss without names|the terms main)",
+    "other weight": "gave the weight 8 of 'a' .* have the weight 288",
+    "unnamed": r"layers of the model return terms .* let loss_fn return a dict of terms, as \{'main': loss\}",
+}
+
+
+@pytest.mark.parametrize("pipe", [1, 2])
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_refused_on_every_rank(ranks: Any, mistake: str, pipe: int) -> None:
+    with pytest.raises(RankFailure, match=MISTAKES[mistake]) as failure:
+        ranks(pipe, mistaken, mistake, pipe)
+    for rank in range(pipe):
+        assert failure.value[rank].kind == "raised" and re.search(MISTAKES[mistake], failure.value[rank].text)
