@@ -249,7 +249,8 @@ class LossSums:
             if training and not is_mean and abs(told - weights[name]) > 1e-6 * abs(weights[name]):
                 raise AgreedError(
                     f"loss_fn.weight(labels), or loss_weight of a layer, gave the weight {told:g} of {name!r} for the "
-                    f"batch, but the pairs (sum, weight) that were then returned have the weight {weights[name]:g}: let both count the same"
+                    "batch, but the pairs (sum, weight) that were then returned have the weight "
+                    f"{weights[name]:g}: let both count the same"
                 )
             loss += scaled / weights[name] if weights[name] else 0.0
             values[name] = total / weights[name] if weights[name] else math.nan

@@ -28,7 +28,7 @@ from ..base.formulas import CHUNK_TOKENS
 from ..base.nest import map_tensors, tensors_of
 from ..grid import Axis
 from ..grid.loss_pair import is_pair, sum_and_weight
-from ..grid.loss_terms import Loss, Metric, NamedLosses, Term, is_named, named_losses
+from ..grid.loss_terms import Loss, Metric, NamedLosses, Term, WithLoss, is_named, named_losses
 from .backward import Deferred, SplitBackward, unsplit
 
 LossFunction = Callable[[Any, Any], Any]
@@ -51,7 +51,13 @@ class LastLayer:
     def __call__(self, x: Any) -> Tensor:
         """Run the layer."""
         with self.part():
-            return self.function(x)
+            outputs = self.function(x)
+        if isinstance(outputs, WithLoss):
+            raise TypeError(
+                "the last layer returned triax.WithLoss, but loss_fn runs this layer in chunks of tokens: return the loss "
+                "from loss_fn or from the layer before, or use a loss_fn that gets the whole logits"
+            )
+        return outputs
 
 
 def chunked(loss_fn: LossFunction, tokens: int = CHUNK_TOKENS) -> ChunkedLoss:

@@ -219,7 +219,7 @@ class MicrobatchFeed:
 
     def _microbatches(self, items: list[MicrobatchItem]) -> list[Microbatch]:
         """Return the microbatches, on this rank's device. Sends the fields that other ranks need, or receives them."""
-        moved, read = [], list[Fields]()
+        moved, read = list[tuple[Any, Any]](), list[Fields]()
         names = self._messages.names if self._module.is_first else ()
         for item in items or [MicrobatchItem(None, None)] * len(self._formats):
             inputs = self._move(item.inputs, self._dtype) if self._module.is_first else None

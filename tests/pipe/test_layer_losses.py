@@ -144,7 +144,7 @@ def plain(small: bool = True) -> list[tuple[float, dict[str, float], dict[str, T
 
 
 def trained(
-    axes: dict[str, int], schedule: str, stage: Any, interval: int, labels: Any, small: bool = True
+    axes: dict[str, Any], schedule: str, stage: Any, interval: int, labels: Any, small: bool = True
 ) -> list[tuple[Any, float, Any, dict[str, Tensor]]]:
     """Return for each step the evaluation of its batch before it, the loss, the metrics and the gradients."""
     grid = Grid(**axes, timeout=60)
