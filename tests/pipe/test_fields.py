@@ -314,6 +314,27 @@ def test_layers_take_fields_of_dicts(
             torch.testing.assert_close(gradients, own_gradients, rtol=1e-10, atol=1e-13)
 
 
+def field_bytes() -> float:
+    """Return the bytes of the messages that this rank sends in a step whose layers take fields."""
+    grid = Grid(pipe=4, timeout=60)
+    module = triax.PipelineModule(
+        listed(), grid=grid, loss_fn=CountedLoss(), dtype=torch.float64, seed=3, partition="uniform"
+    )
+    engine = triax.Engine(module, optimizer=SGD, batch=triax.Batch(size=SAMPLES, microbatch=1))
+    assert isinstance(engine, PipelineEngine)
+    data = parts(grid, 1)
+    for _ in range(STEPS):  # the first step sends schemas too
+        engine.train_batch(data)
+    sent: float = engine.traffic_report()["sent"]["pipe"]["send"]["bytes"]
+    return sent
+
+
+def test_fields_are_sent_to_the_ranks_of_the_layers_that_take_them(ranks: Any) -> None:
+    hidden, one = SAMPLES * LENGTH * WIDTH * 8.0, SAMPLES * LENGTH * 8.0
+    # Of rank 0: the mask to ranks 1, 2 and 3, and ids and labels to rank 2 alone.
+    assert ranks(4, field_bytes) == [hidden + 5 * one, 2 * hidden, 2 * hidden, hidden]
+
+
 def test_a_whole_model_takes_fields_as_arguments() -> None:
     module = triax.PipelineModule(listed(), grid=Grid(), dtype=torch.float64)
     batch = padded(0)
