@@ -104,11 +104,13 @@ def softcapped(x: Tensor, cap: float | None) -> Tensor:
     return x if cap is None else cap * torch.tanh(x / cap)
 
 
-def _uncapped(layer: CappedHead | TokenEmbedding, x: Tensor) -> Tensor:
-    """Return the logits of an output layer without its cap."""
-    if isinstance(layer, TokenEmbedding):
-        return VocabParallelEmbedding.attend(layer, x)
-    return VocabParallelHead.forward(layer, x)
+def uncapped(head: LastLayer) -> tuple[LastLayer, float | None]:
+    """Return an output layer without the cap of its logits, and the cap, for losses that cap in small blocks."""
+    layer = head.layer
+    if not isinstance(layer, (CappedHead, TokenEmbedding)) or layer.softcap is None:
+        return head, None
+    whole = VocabParallelEmbedding.attend if isinstance(layer, TokenEmbedding) else VocabParallelHead.forward
+    return replace(head, function=partial(whole, layer)), layer.softcap
 
 
 def first_and_last(
@@ -313,7 +315,7 @@ class NextTokenLoss:
             The sum, () of the logits' dtype but at least float32, and the number, (). Both are equal on every
             tensor-parallel rank. With a context axis they are those of this rank's tokens.
         """
-        mine, weights = self._local(labels, logits.shape[1])
+        mine, weights = self.local(labels, logits.shape[1])
         entropy = partial(
             vocab_parallel_cross_entropy,
             logits,
@@ -336,7 +338,7 @@ class NextTokenLoss:
         Args:
             labels: as for a call, of the whole sequence. With a context axis only this rank's part counts.
         """
-        return self._weight(*self._local(labels, None))
+        return self._weight(*self.local(labels, None))
 
     def takes_head(self, layer: nn.Module | None, function: Callable[..., Any] | None) -> bool:
         """Return True if the last layer is known to act on each token by itself, and so may be run in chunks.
@@ -354,19 +356,12 @@ class NextTokenLoss:
     def of_head(self, head: LastLayer, x: Any, labels: Labels) -> Any:
         """Return the loss of the output layer's input, (B, T, D), or (B, T / t, D) under sequence parallelism."""
         assert self.chunk_tokens is not None
-        loss: Any = self
-        layer = head.layer
-        if isinstance(layer, (CappedHead, TokenEmbedding)) and layer.softcap is not None:
-            loss = partial(self, softcap=layer.softcap)  # it caps in blocks that are smaller than a chunk
-            head = replace(head, function=partial(_uncapped, layer))
-        length = x.shape[1]
-        if getattr(layer, "sequence_parallel", False):
-            length *= self.grid.tensor.size
-        mine, weights = self._local(labels, length)
+        head, softcap = uncapped(head)
+        mine, weights = self.local(labels, x.shape[1] * head.shards)
         pair = mine if weights is None else (mine, weights)
-        return loss_in_chunks(head, loss, x, pair, self.chunk_tokens)
+        return loss_in_chunks(head, partial(self, softcap=softcap), x, pair, self.chunk_tokens)
 
-    def _local(self, labels: Labels, length: int | None) -> tuple[Tensor, Tensor | None]:
+    def local(self, labels: Labels, length: int | None) -> tuple[Tensor, Tensor | None]:
         """Return labels and weights of this rank's tokens, which are ``length``, or of any number."""
         whole, weights = labels if isinstance(labels, (tuple, list)) else (labels, None)
         if weights is not None and weights.shape != whole.shape:

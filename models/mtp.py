@@ -17,15 +17,17 @@ of the modules so far, and the embeddings of all ids. The last layer returns the
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..base.formulas import CHUNK_TOKENS
 from ..grid import Grid
 from ..grid.loss_terms import Loss
+from ..pipe.chunked_loss import LastLayer, is_watched, runs_otherwise
 from ..pipe.spec import LayerSpec, TiedLayerSpec
 from ..randomness.random import Normal
 from ..tensor_parallel.embedding import VocabParallelHead
@@ -180,19 +182,22 @@ class MTPLoss:
     """Loss of a model with multi-token prediction: ``main``, and ``mtp_1`` to ``mtp_D`` with the factor ``factor`` / D.
 
     Each is the mean over the labels that it predicts; the last k positions of a row have none for module k. In
-    evaluation the loss is ``main``, and the others are metrics.
+    evaluation the loss is ``main``, and the others are metrics. As ``NextTokenLoss`` it runs the output layer in chunks
+    of tokens.
 
     Args:
         grid: grid whose tensor axis shards the vocabulary.
         vocab_size: V, the size of the whole vocabulary.
         depth: D, the number of modules.
         factor: lambda of equation 25; DeepSeek-V3 was trained with 0.3 for 10T tokens, then with 0.1.
+        chunk_tokens: tokens of a chunk, at most; None: compute whole logits.
     """
 
     grid: Grid
     vocab_size: int
     depth: int
     factor: float = 0.3
+    chunk_tokens: int | None = CHUNK_TOKENS
 
     def __call__(self, logits: Any, labels: Tensor) -> Loss:
         """Return the terms.
@@ -201,17 +206,37 @@ class MTPLoss:
             logits: D + 1 tensors (B, T - k, V / t).
             labels: integers (B, T), the token that follows each position, or -100.
         """
-        loss = NextTokenLoss(self.grid, self.vocab_size)
-        terms = {name: loss(x, mine) for x, (name, mine) in zip(logits, self._labels(labels).items(), strict=True)}
+        return self._terms(self._one(), logits, labels)
+
+    def weight(self, labels: Tensor) -> dict[str, Tensor]:
+        """Return the number of labels of each term."""
+        return {name: self._one().weight(mine) for name, mine in self._labels(labels).items()}
+
+    def takes_head(self, layer: nn.Module | None, function: Callable[..., Any] | None) -> bool:
+        """Return True if the last layer is the output layer of such a model; see ``NextTokenLoss.takes_head``."""
+        if self.chunk_tokens is None or layer is None or is_watched(layer) or runs_otherwise(self):
+            return False
+        if type(layer) is TokenEmbedding:
+            return function is attend_each
+        return function is None and type(layer) is MTPHead
+
+    def of_head(self, head: LastLayer, value: Any, labels: Tensor) -> Loss:
+        """Return the terms of the output layer's input, (states, e)."""
+        layer: Any = head.layer
+        attend = layer.attend if isinstance(layer, TokenEmbedding) else partial(VocabParallelHead.forward, layer)
+        return self._terms(partial(self._one().of_head, replace(head, function=attend)), value[0], labels)
+
+    def _one(self) -> NextTokenLoss:
+        """Return the loss of one state."""
+        return NextTokenLoss(self.grid, self.vocab_size, chunk_tokens=self.chunk_tokens)
+
+    def _terms(self, loss: Callable[[Tensor, Tensor], Any], values: Any, labels: Tensor) -> Loss:
+        """Return ``loss`` of each of D + 1 values, by name."""
+        terms = {name: loss(x, mine) for x, (name, mine) in zip(values, self._labels(labels).items(), strict=True)}
         main, *others = terms
         if not torch.is_grad_enabled():
             return Loss({main: terms.pop(main)}, metrics=terms)
         return Loss(terms, dict.fromkeys(others, self.factor / self.depth))
-
-    def weight(self, labels: Tensor) -> dict[str, Tensor]:
-        """Return the number of labels of each term."""
-        loss = NextTokenLoss(self.grid, self.vocab_size)
-        return {name: loss.weight(mine) for name, mine in self._labels(labels).items()}
 
     def _labels(self, labels: Tensor) -> dict[str, Tensor]:
         return {"main": labels} | {f"mtp_{k}": labels[:, k:] for k in range(1, self.depth + 1)}

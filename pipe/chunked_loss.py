@@ -48,6 +48,12 @@ class LastLayer:
     layer: nn.Module | None = None
     part: Callable[[], AbstractContextManager[Any]] = nullcontext
 
+    @property
+    def shards(self) -> int:
+        """The number t of tensor-parallel shards whose tokens the layer joins (sequence parallelism), else 1."""
+        sharded = getattr(self.layer, "sequence_parallel", False)
+        return cast("Axis", cast("nn.Module", self.layer).axis).size if sharded else 1
+
     def __call__(self, x: Any) -> Tensor:
         """Run the layer."""
         with self.part():
@@ -123,15 +129,12 @@ def loss_in_chunks(head: LastLayer, loss_fn: LossFunction, x: Any, labels: Any, 
         ValueError: the shapes do not fit each other, or ``loss_fn`` returns a mean, or other terms for another chunk.
         TypeError: ``loss_fn`` uses parameters that are not the layer's.
     """
-    spread = 1
-    layer = head.layer
-    if layer is not None and getattr(layer, "sequence_parallel", False):
-        spread = cast("Axis", layer.axis).size
+    spread = head.shards
     _check(x, labels, spread)
     if x.shape[0] * x.shape[1] * spread <= tokens:
         return loss_fn(head(x), labels)
 
-    parameters = [] if layer is None else [p for p in layer.parameters() if p.requires_grad]
+    parameters = _parameters(head)
     chunks = _Chunks(head, loss_fn, x, labels, tokens, spread, parameters)
     if not torch.is_grad_enabled() or not (x.requires_grad or parameters):
         return chunks.form.loss(chunks.sums())
@@ -139,6 +142,46 @@ def loss_in_chunks(head: LastLayer, loss_fn: LossFunction, x: Any, labels: Any, 
     values = form.unfilled(x.device)
     roots = _LossInChunks.apply(chunks, values, x, *parameters)
     return form.loss([*roots, *values[len(roots) :]])
+
+
+def values_in_chunks(
+    head: LastLayer,
+    function: Callable[[Tensor, Any], Tensor],
+    x: Any,
+    labels: Any,
+    tokens: int = CHUNK_TOKENS,
+) -> Tensor:
+    """Return ``function(head(x), labels)``, a value of each token, in chunks if there are more than ``tokens`` tokens.
+
+    The forward pass drops the logits of each chunk. The backward pass, which gets a gradient of each value, computes
+    them again: one product of the head more than with whole logits.
+
+    Args:
+        head, x, labels, tokens: as for ``loss_in_chunks``.
+        function: called with the logits (B, n, V) of some tokens and the labels of these; returns a value of each,
+            (B, n). It may use no trained parameters.
+
+    Returns:
+        Tensor (B, T).
+
+    Raises:
+        ValueError: the shapes do not fit each other.
+        TypeError: ``function`` uses parameters that are not the layer's.
+    """
+    spread = head.shards
+    _check(x, labels, spread)
+    if x.shape[0] * x.shape[1] * spread <= tokens:
+        return function(head(x), labels)
+    parameters = _parameters(head)
+
+    def scaled(logits: Tensor, labels_and_factors: Any) -> tuple[Tensor, float]:
+        mine, factors = labels_and_factors
+        return (function(logits, mine) * factors).sum(), 1.0
+
+    ones = x.new_ones(x.shape[0], x.shape[1] * spread)
+    chunks = _Chunks(replace(head, part=nullcontext), scaled, x, (labels, ones), tokens, spread, parameters)
+    found: Tensor = _ValuesInChunks.apply(chunks, head, function, x, *parameters)
+    return found
 
 
 def runs_otherwise(loss_fn: Any) -> bool:
@@ -151,6 +194,10 @@ def is_watched(layer: nn.Module) -> bool:
     """Return True if a layer or a parameter of it has hooks, which expect one call with all tokens."""
     hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
     return bool(hooks) or any(parameter._backward_hooks for parameter in layer.parameters())
+
+
+def _parameters(head: LastLayer) -> list[Tensor]:
+    return [] if head.layer is None else [p for p in head.layer.parameters() if p.requires_grad]
 
 
 def _check(x: Any, labels: Any, spread: int) -> None:
@@ -235,6 +282,7 @@ class _Chunks:
 
     Attributes:
         form: form of the loss, found on the first token of the first row.
+        labels: nest of tensors (B, T, ...).
     """
 
     def __init__(
@@ -247,7 +295,7 @@ class _Chunks:
         spread: int,
         parameters: Sequence[Tensor],
     ) -> None:
-        self._head, self._loss_fn, self._labels, self._spread = head, loss_fn, labels, spread
+        self._head, self._loss_fn, self.labels, self._spread = head, loss_fn, labels, spread
         self._shape, self._parameters = x.shape[:2], parameters
         self._step = max(1, tokens // spread)  # tokens of x in a chunk
         self._autocast = {
@@ -260,6 +308,17 @@ class _Chunks:
             first = self._run(replace(head, part=nullcontext), self._x[:1, :1], slice(0, 1), slice(0, 1))
         self._refuse_others(first)
         self.form = _Form(first)
+
+    def values(self, head: LastLayer, function: Callable[[Tensor, Any], Tensor]) -> Tensor:
+        """Run forward alone, and return the value of each token, (B, T); see ``values_in_chunks``."""
+        (labels, ones), found = self.labels, None
+        for rows, cols in self._places():
+            value = function(head(self._x[rows, cols]), self._labels_of(labels, rows, cols))
+            if found is None:
+                found = torch.empty_like(ones, dtype=value.dtype)
+            self.shards(found)[rows, :, cols] = self.shards(value)
+        assert found is not None
+        return found
 
     def sums(self) -> list[Tensor]:
         """Run forward alone, and return the numbers of the whole microbatch."""
@@ -312,14 +371,15 @@ class _Chunks:
 
     def _run(self, head: LastLayer, piece: Tensor, rows: slice, cols: slice) -> Any:
         """Return the loss of a piece of x, (b, n, ...)."""
-        labels = map_tensors(lambda each: self._labels_of(each, rows, cols), self._labels)
-        return self._loss_fn(head(piece), labels)
+        return self._loss_fn(head(piece), self._labels_of(self.labels, rows, cols))
 
-    def _labels_of(self, labels: Tensor, rows: slice, cols: slice) -> Tensor:
+    def _labels_of(self, labels: Any, rows: slice, cols: slice) -> Any:
         """Return labels (b, n, ...) of a piece; of n / t tokens of each of the t shards that the head joins."""
-        if self._spread == 1:
-            return labels[rows, cols]
-        return labels[rows].unflatten(1, (self._spread, -1))[:, :, cols].flatten(1, 2)
+        return map_tensors(lambda each: self.shards(each)[rows, :, cols].flatten(1, 2), labels)
+
+    def shards(self, tokens: Tensor) -> Tensor:
+        """View (B, T, ...) as (B, t, T / t, ...)."""
+        return tokens.unflatten(1, (self._spread, -1))
 
     def _places(self) -> Iterator[tuple[slice, slice]]:
         """Return the rows and columns of x of each chunk: whole rows, or parts of one row."""
@@ -365,6 +425,23 @@ class _LossInChunks(torch.autograd.Function):
             value.copy_(number)
         del ctx.chunks
         return None, None, *gradients
+
+
+class _ValuesInChunks(torch.autograd.Function):
+    """Autograd function of ``values_in_chunks``."""
+
+    @staticmethod
+    def forward(ctx: Any, chunks: _Chunks, head: LastLayer, function: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.chunks = chunks
+        return chunks.values(head, function)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        labels, _ = ctx.chunks.labels
+        ctx.chunks.labels = labels, gradient
+        _, gradients = ctx.chunks.differentiate([gradient.new_ones(())], ctx.needs_input_grad[3])
+        del ctx.chunks
+        return None, None, None, *gradients
 
 
 _MEAN = (

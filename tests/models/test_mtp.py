@@ -60,7 +60,7 @@ def module_of(folder: Path, grid: Grid, modules: int) -> triax.PipelineModule:
     assert isinstance(config, DeepseekConfig) and config.num_nextn_predict_layers == 0
     config = replace(config, num_nextn_predict_layers=modules, aux_loss_alpha=0.0)
     layers = triax.load_hf(folder, deepseek_layers(config))
-    loss_fn = MTPLoss(grid, config.vocab_size, modules, FACTOR)
+    loss_fn = MTPLoss(grid, config.vocab_size, modules, FACTOR, chunk_tokens=4 if modules == 2 else None)
     return triax.PipelineModule(layers, grid=grid, loss_fn=loss_fn, dtype=torch.float64, partition="uniform")
 
 
@@ -70,6 +70,8 @@ def trained(
     """Save what was loaded, and return the loss, the terms and the gradients of a step, under Hugging Face's names."""
     grid = Grid(**axes, timeout=60)
     module = module_of(Path(folder), grid, modules)
+    if module.is_last:
+        assert module.loss_takes_head == (modules == 2)  # in chunks of 4 of the 9 tokens
     engine = triax.Engine(
         module,
         optimizer=partial(torch.optim.SGD, lr=1.0),

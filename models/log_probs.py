@@ -1,0 +1,97 @@
+"""Loss functions of the labels' log-probabilities, whose logits are never whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..base.formulas import CHUNK_TOKENS
+from ..grid import Grid
+from ..pipe.chunked_loss import LastLayer, runs_otherwise, values_in_chunks
+from ..tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from .layers import NextTokenLoss, uncapped
+
+
+@dataclass(frozen=True)
+class LogProbsLoss:
+    """Loss function that gets the log-probability of each label in place of the logits.
+
+    For losses that are no sum over tokens, such as a function of the log-probability of a whole sequence. As the
+    ``loss_fn`` of a ``PipelineModule`` it runs the output layer in chunks of tokens, once in the forward pass and once
+    more in the backward pass, so that the logits never exist as a whole (``pipe/chunked_loss.py``).
+
+    Args:
+        grid: grid whose tensor axis shards the vocabulary, and whose context axis shards the sequence.
+        vocab_size: V, the size of the whole vocabulary.
+        loss_fn: called with the log-probabilities (B, T), at least float32, and the labels; returns what any
+            ``loss_fn`` may return. The log-probability of an ignored label is 0. With a context axis T counts this
+            rank's tokens.
+        ignore_index: label value that is left out.
+        chunk_tokens: tokens of a chunk, at most; None: compute whole logits.
+
+    Labels are integers (B, T), the token that follows each position, or a dict that has them as ``labels``. The dict's
+    other entries reach ``loss_fn`` as they are.
+    """
+
+    grid: Grid
+    vocab_size: int
+    loss_fn: Callable[[Tensor, Any], Any]
+    ignore_index: int = -100
+    chunk_tokens: int | None = CHUNK_TOKENS
+
+    def __call__(self, logits: Tensor, labels: Any) -> Any:
+        """Return the loss of logits (B, T, V / t), this tensor-parallel rank's shard of the vocabulary."""
+        mine, labels = self._split(labels, logits.shape[1])
+        return self.loss_fn(self._log_probs(logits, mine), labels)
+
+    def weight(self, labels: Any) -> Any:
+        """Return ``loss_fn.weight(labels)``, or None if it has no such method."""
+        weigh = getattr(self.loss_fn, "weight", None)
+        return weigh(self._split(labels, None)[1]) if callable(weigh) else None
+
+    def takes_head(self, layer: nn.Module | None, function: Callable[..., Any] | None) -> bool:
+        """Return True if the last layer may be run in chunks; see ``NextTokenLoss.takes_head``."""
+        return not runs_otherwise(self) and self._plain.takes_head(layer, function)
+
+    def of_head(self, head: LastLayer, x: Any, labels: Any) -> Any:
+        """Return the loss of the output layer's input, (B, T, D), or (B, T / t, D) under sequence parallelism."""
+        assert self.chunk_tokens is not None
+        head, softcap = uncapped(head)
+        mine, labels = self._split(labels, x.shape[1] * head.shards)
+        found = values_in_chunks(head, partial(self._log_probs, softcap=softcap), x, mine, self.chunk_tokens)
+        return self.loss_fn(found, labels)
+
+    @property
+    def _plain(self) -> NextTokenLoss:
+        return NextTokenLoss(self.grid, self.vocab_size, self.ignore_index, chunk_tokens=self.chunk_tokens)
+
+    def _log_probs(self, logits: Tensor, labels: Tensor, softcap: float | None = None) -> Tensor:
+        """Return the log-probability of each label, (B, n)."""
+        return -vocab_parallel_cross_entropy(
+            logits,
+            labels,
+            grid=self.grid,
+            vocab_size=self.vocab_size,
+            ignore_index=self.ignore_index,
+            softcap=softcap,
+            reduction="none",
+        )
+
+    def _split(self, labels: Any, length: int | None) -> tuple[Tensor, Any]:
+        """Return the labels of this rank's tokens, which are ``length`` or any number, alone and as ``loss_fn`` gets them.
+
+        Raises:
+            TypeError: there are no labels.
+        """
+        whole = labels.get("labels") if isinstance(labels, dict) else labels
+        if not isinstance(whole, Tensor):
+            raise TypeError(
+                f"LogProbsLoss was given a {type(labels).__name__} as labels: give a tensor of integers (B, T), or a "
+                "dict that has it as 'labels'"
+            )
+        mine, _ = self._plain.local(whole, length)
+        return mine, {**labels, "labels": mine} if isinstance(labels, dict) else mine
