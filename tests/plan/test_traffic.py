@@ -27,10 +27,16 @@ Case = tuple[Any, dict[str, Any]]
 
 def sent(cases: list[Case]) -> list[tuple[int, int, dict[str, float]]]:
     """Positions on the pipe and the tensor axis, and bytes sent by axis, of each case."""
-    return [_sent(config, ParallelLayout(**fields)) for config, fields in cases]
+    return [_sent(config, *layout_of(fields)) for config, fields in cases]
 
 
-def _sent(config: Any, layout: ParallelLayout) -> tuple[int, int, dict[str, float]]:
+def layout_of(fields: dict[str, Any]) -> tuple[ParallelLayout, str]:
+    """Return the layout of a case, and how the last stage gets labels."""
+    others = {name: value for name, value in fields.items() if name != "labels"}
+    return ParallelLayout(**others), fields.get("labels", "read")
+
+
+def _sent(config: Any, layout: ParallelLayout, labels: str) -> tuple[int, int, dict[str, float]]:
     grid = Grid(layout.pipe, layout.data, layout.tensor, timeout=60)
     layers = (gpt_layers if isinstance(config, GPTConfig) else llama_layers)(
         config, sequence_parallel=bool(layout.sequence_parallel)
@@ -42,7 +48,7 @@ def _sent(config: Any, layout: ParallelLayout) -> tuple[int, int, dict[str, floa
         "train_micro_batch_size_per_gpu": layout.microbatch,
         "gradient_accumulation_steps": layout.microbatches(_BATCH),
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "pipeline": {"schedule": layout.schedule},
+        "pipeline": {"schedule": layout.schedule, "labels": labels},
         "zero_optimization": {"stage": layout.zero},
     }
     if layout.recompute != "none":
@@ -50,14 +56,15 @@ def _sent(config: Any, layout: ParallelLayout) -> tuple[int, int, dict[str, floa
     engine, *_ = triax.initialize(model=model, config=settings)
     ids = torch.zeros((layout.microbatch, _SEQUENCE), dtype=torch.long)
     for _ in range(2):  # the first step sends schemas too
-        engine.train_batch(iter([(ids, ids)] * layout.microbatches(_BATCH)))
+        data = iter([(ids, ids)] * layout.microbatches(_BATCH)) if labels == "read" or model.is_first else None
+        engine.train_batch(data)
     counted = engine.traffic_report()["sent"]
     places = grid.pipe.rank, grid.tensor.rank
     return *places, {axis: sum(each["bytes"] for each in kinds.values()) for axis, kinds in counted.items()}
 
 
 _QUICK: list[Case] = [
-    (_GPT, {"pipe": 2, "data": 2, "zero": 3, "microbatch": 2}),
+    (_GPT, {"pipe": 2, "data": 2, "zero": 3, "microbatch": 2, "labels": "sent"}),
     (_LLAMA, {"pipe": 2, "tensor": 2, "recompute": "full"}),
 ]
 _THOROUGH: list[Case] = [
@@ -77,5 +84,6 @@ _THOROUGH: list[Case] = [
 def test_bytes_sent_are_the_counted_ones(ranks: Any, cases: list[Case]) -> None:
     for found in ranks(4, sent, cases):
         for (config, fields), (pipe, tensor, counted) in zip(cases, found, strict=True):
-            each = sent_bytes(config, ParallelLayout(**fields), _BATCH, _SEQUENCE, "fp32", tensor)[pipe]
+            layout, labels = layout_of(fields)
+            each = sent_bytes(config, layout, _BATCH, _SEQUENCE, "fp32", tensor, labels == "sent")[pipe]
             assert {axis: counted.get(axis, 0.0) for axis in each} == each, (fields, pipe, counted)

@@ -2,7 +2,7 @@
 
 | axis | bytes of a rank in a step, with t tensor-parallel ranks, one = bytes of a microbatch's hidden states |
 |---|---|
-| pipe | of each boundary to another rank, ``one`` for each microbatch and direction; tied weights' gradients |
+| pipe | of each boundary to another rank, ``one`` for each microbatch and direction; tied weights' gradients; labels |
 | data | ``formulas.zero_traffic`` of its buckets |
 | tensor | of each block, (t-1)/t x 10 x one under sequence parallelism, else 8 x one; embedding, head and loss |
 
@@ -34,6 +34,7 @@ def sent_bytes(
     sequence: int,
     precision: str = "bf16",
     tensor_rank: int | None = None,
+    labels_sent: bool = False,
 ) -> list[dict[str, float]]:
     """Return for each pipe rank the bytes that it sends in a step: axis -> bytes, without numbers that ranks agree on.
 
@@ -44,6 +45,7 @@ def sent_bytes(
         sequence: tokens of a sequence.
         precision: as for ``StateOptions``.
         tensor_rank: rank on the tensor axis; None: the last one, whose shards are the largest.
+        labels_sent: the first stage's ranks send the labels to the last stage.
 
     Raises:
         ValueError: the layout has a context or an expert axis, whose bytes are not counted here.
@@ -71,6 +73,8 @@ def sent_bytes(
         if a != b:
             found[a]["pipe"] += m * message
             found[b]["pipe"] += m * message
+    if labels_sent and place[0] != place[-1]:
+        found[place[0]]["pipe"] += m * 8 * layout.microbatch * sequence
     for stage, rank in enumerate(place):
         if t > 1:
             for layer in memory.layers[cuts[stage] : cuts[stage + 1]]:
