@@ -144,12 +144,17 @@ def plain(small: bool = True) -> list[tuple[float, dict[str, float], dict[str, T
 
 
 def trained(
-    axes: dict[str, Any], schedule: str, stage: Any, interval: int, labels: Any, small: bool = True
+    axes: dict[str, Any], schedule: str, stage: Any, interval: int, labels: Any, small: bool = True, **options: Any
 ) -> list[tuple[Any, float, Any, dict[str, Tensor]]]:
     """Return for each step the evaluation of its batch before it, the loss, the metrics and the gradients."""
     grid = Grid(**axes, timeout=60)
     module = triax.PipelineModule(
-        listed(small), grid=grid, loss_fn=Main(), dtype=torch.float64, seed=4, partition="uniform"
+        listed(small),
+        grid=grid,
+        loss_fn=Main(),
+        dtype=torch.float32 if "precision" in options else torch.float64,
+        seed=4,
+        partition="uniform",
     )
     engine = triax.Engine(
         module,
@@ -158,6 +163,7 @@ def trained(
         schedule=schedule,
         zero=triax.Zero(stage=stage),
         recompute={"interval": interval},
+        **options,
     )
     assert isinstance(engine, PipelineEngine)
     data, same = microbatches(grid), microbatches(grid)
@@ -195,6 +201,26 @@ def test_losses_of_layers_are_those_of_one_process(
             assert loss == pytest.approx(own, rel=1e-10) == evaluated[0]
             assert metrics == pytest.approx(values, rel=1e-10) == evaluated[1]
             torch.testing.assert_close(gradients, own_gradients, rtol=1e-10, atol=1e-13)
+
+
+def test_compiled_layers_return_the_same_losses(ranks: Any) -> None:
+    wanted = plain()
+    steps = ranks(2, trained, {"pipe": 2}, "zb-h1", 2, 1, "sent", compile={"backend": "aot_eager"}, timeout=200)
+    for (_, loss, metrics, gradients), (own, values, own_gradients) in zip(steps[0], wanted, strict=True):
+        assert loss == pytest.approx(own, rel=1e-10)
+        assert metrics == pytest.approx(values, rel=1e-10)
+        torch.testing.assert_close(gradients, own_gradients, rtol=1e-10, atol=1e-13)
+
+
+def test_the_loss_scale_of_float16_reaches_losses_of_layers(ranks: Any) -> None:
+    (_, values, wanted), *_ = plain()
+    precision = {"weights": "fp16", "loss_scale": 512.0}
+    for steps in ranks(2, trained, {"pipe": 2}, "1f1b", 1, 0, "read", precision=precision):
+        _, _, metrics, gradients = steps[0]
+        assert metrics == pytest.approx(values, rel=5e-3, abs=0.05)
+        for name, gradient in gradients.items():
+            error = (gradient.double() - wanted[name]).norm() / wanted[name].norm()
+            assert error < 0.02, name
 
 
 class Cut(Block):
