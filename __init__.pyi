@@ -41,8 +41,8 @@ from .models.huggingface.pipeline_layers import CausalLMLoss as CausalLMLoss
 from .models.huggingface.pipeline_layers import hf_layers as hf_layers
 from .models.huggingface.save import save_hf as save_hf
 from .models.layers import NextTokenLoss as NextTokenLoss
-from .models.log_probs import LogProbsLoss as LogProbsLoss
 from .models.llama import llama_layers as llama_layers
+from .models.log_probs import LogProbsLoss as LogProbsLoss
 from .monitor import profiler as profiler
 from .options.batch import Batch as Batch
 from .options.checkpoints import Checkpoints as Checkpoints

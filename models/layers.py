@@ -109,6 +109,7 @@ def uncapped(head: LastLayer) -> tuple[LastLayer, float | None]:
     layer = head.layer
     if not isinstance(layer, (CappedHead, TokenEmbedding)) or layer.softcap is None:
         return head, None
+    whole: Callable[..., Tensor]
     whole = VocabParallelEmbedding.attend if isinstance(layer, TokenEmbedding) else VocabParallelHead.forward
     return replace(head, function=partial(whole, layer)), layer.softcap
 

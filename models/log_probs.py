@@ -82,7 +82,7 @@ class LogProbsLoss:
         )
 
     def _split(self, labels: Any, length: int | None) -> tuple[Tensor, Any]:
-        """Return the labels of this rank's tokens, which are ``length`` or any number, alone and as ``loss_fn`` gets them.
+        """Return the labels of this rank's tokens (``length``, or any number), alone and as ``loss_fn`` gets them.
 
         Raises:
             TypeError: there are no labels.

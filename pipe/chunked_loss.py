@@ -60,8 +60,8 @@ class LastLayer:
             outputs = self.function(x)
         if isinstance(outputs, WithLoss):
             raise TypeError(
-                "the last layer returned triax.WithLoss, but loss_fn runs this layer in chunks of tokens: return the loss "
-                "from loss_fn or from the layer before, or use a loss_fn that gets the whole logits"
+                "the last layer returned triax.WithLoss, but loss_fn runs this layer in chunks of tokens: return the "
+                "loss from loss_fn or from the layer before, or use a loss_fn that gets the whole logits"
             )
         return outputs
 
