@@ -109,9 +109,9 @@ def uncapped(head: LastLayer) -> tuple[LastLayer, float | None]:
     layer = head.layer
     if not isinstance(layer, (CappedHead, TokenEmbedding)) or layer.softcap is None:
         return head, None
-    whole: Callable[..., Tensor]
-    whole = VocabParallelEmbedding.attend if isinstance(layer, TokenEmbedding) else VocabParallelHead.forward
-    return replace(head, function=partial(whole, layer)), layer.softcap
+    if isinstance(layer, TokenEmbedding):
+        return replace(head, function=partial(VocabParallelEmbedding.attend, layer)), layer.softcap
+    return replace(head, function=partial(VocabParallelHead.forward, layer)), layer.softcap
 
 
 def first_and_last(
