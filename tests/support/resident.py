@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _MMAP_THRESHOLD = -3  # of glibc's mallopt
+_THP_DISABLE = 41  # PR_SET_THP_DISABLE of Linux's prctl: no transparent huge pages
 
 
 def status(key: str) -> int:
@@ -58,11 +59,14 @@ class Growth:
 
 @contextmanager
 def own_pages() -> Iterator[None]:
-    """Within it each tensor of 64 KiB or more has pages of its own, returned at once when it is freed.
+    """Within it each tensor of 64 KiB or more has pages of its own, of 4 KiB, returned at once when it is freed.
 
-    Else the allocator's heap keeps freed pages as it sees fit, more one time than another.
+    Else the allocator's heap keeps freed pages as it sees fit, more one time than another, and the kernel gives 2 MiB
+    at once where a page is asked for.
     """
     libc = ctypes.CDLL(None)
     libc.mallopt(_MMAP_THRESHOLD, 2**16)
+    libc.prctl(_THP_DISABLE, 1, 0, 0, 0)
     yield
+    libc.prctl(_THP_DISABLE, 0, 0, 0, 0)
     libc.mallopt(_MMAP_THRESHOLD, 2**25)  # the most that it sets by itself
