@@ -22,7 +22,6 @@ import importlib
 import itertools
 import sys
 import time
-import traceback
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
@@ -32,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _device, backend_registration
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from simulated_order import Clock, Order, Uses
 
@@ -145,11 +144,19 @@ _BETWEEN = ("/tests/support/simulated_", "/grid/comm/", "/base/uncompiled.py", "
 
 def place() -> str:
     """Return the line of triax, or of a test, that runs now; "the backward pass" in a thread of autograd's."""
-    for frame, line in traceback.walk_stack(sys._getframe(1)):
-        name = frame.f_code.co_filename
-        if name.startswith(_LIBRARY) and not any(part in name for part in _BETWEEN):
-            return f"{name.removeprefix(_LIBRARY).lstrip('/')}:{line}"
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if name := _shown(frame.f_code.co_filename):
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
     return "the backward pass"
+
+
+@functools.cache
+def _shown(file: str) -> str:
+    """Return a file's path in the repository, or "" if its lines are not shown."""
+    inside = file.startswith(_LIBRARY) and not any(part in file for part in _BETWEEN)
+    return file.removeprefix(_LIBRARY).lstrip("/") if inside else ""
 
 
 # ------------------------------------------------------------------------------------------------------------ memory
@@ -230,32 +237,39 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _run_on_memory(op: Any, args: Any, kwargs: Any) -> Any:
-    flat, spec = tree_flatten((args, kwargs))
     ours: dict[int, Tensor] = {}  # id of a tensor of the CPU -> the tensor of the device whose memory it is
     storages: dict[int, Any] = {}
-    for i, value in enumerate(flat):
+    writes, writing = _accesses(op), False
+
+    def forth(value: Any) -> Any:
         if isinstance(value, Tensor):
             if value.device.type == NAME:
-                alias = flat[i] = on_cpu(value)
+                if writes is not None:
+                    DEVICE.access(value, writing)
+                alias = on_cpu(value)
                 ours[id(alias)], storages[alias.untyped_storage()._cdata] = value, value.untyped_storage()
-            elif value.dim():
+                return alias
+            if value.dim():
                 raise RuntimeError(f"{op}: tensors of two devices, {_shapes((args, kwargs))}, at {place()}")
         elif isinstance(value, torch.device):
-            flat[i] = _CPU
+            return _CPU
         elif isinstance(value, torch.storage.UntypedStorage):
-            flat[i] = value._memory  # type: ignore[attr-defined]
-            storages[flat[i]._cdata] = value
-    writes = _accesses(op)
-    for name, value in (*zip((each.name for each in op._schema.arguments), args), *kwargs.items()):
-        for tensor in tree_leaves(value):
-            if writes is not None and isinstance(tensor, Tensor) and tensor.device.type == NAME:
-                DEVICE.access(tensor, name in writes)
+            memory = value._memory  # type: ignore[attr-defined]
+            storages[memory._cdata] = value
+            return memory
+        return value
+
+    arguments, named = [], {}
+    for schema, value in zip(op._schema.arguments, args, strict=False):
+        writing = writes is not None and schema.name in writes
+        arguments.append(_each(forth, value))
+    for name, value in kwargs.items():
+        writing = writes is not None and name in writes
+        named[name] = _each(forth, value)
     if _waits(op, args, kwargs):
         DEVICE.wait(str(op))
-    arguments, named = tree_unflatten(flat, spec)
     if op._schema.name.startswith("aten::bitwise_"):  # which take no number for a tensor, as other operators do
         arguments = [torch.tensor(x, dtype=arguments[0].dtype) if type(x) in (int, bool) else x for x in arguments]
-    results, form = tree_flatten(op(*arguments, **named))
 
     def back(result: Any) -> Any:
         if not isinstance(result, Tensor):
@@ -279,7 +293,14 @@ def _run_on_memory(op: Any, args: Any, kwargs: Any) -> Any:
             _describe(given, result, storage)
         return given
 
-    return tree_unflatten([back(result) for result in results], form)
+    return _each(back, op(*arguments, **named))
+
+
+def _each(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return ``function`` of a value, or of each value of a list or tuple, which are the only nests of torch's ops."""
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return [function(each) for each in value] if isinstance(value, list) else tuple(map(function, value))
+    return function(value)
 
 
 @functools.cache
@@ -310,7 +331,7 @@ def _follow(storage: Any) -> None:
 
 
 def _shapes(arguments: Any) -> str:
-    tensors = [value for value in tree_flatten(arguments)[0] if isinstance(value, Tensor)]
+    tensors = [value for value in tree_leaves(arguments) if isinstance(value, Tensor)]
     return ", ".join(f"{tuple(tensor.shape)} on {tensor.device.type}" for tensor in tensors)
 
 

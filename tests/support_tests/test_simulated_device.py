@@ -196,13 +196,13 @@ def engine_with(what: str) -> tuple[list[str], list[str]]:
             self.all_reduce(torch.zeros(2, device="sim"))
         return gather(self, *arguments, **named)
 
-    def read_back(self: PipelineModule, stage: int, x: Any, *more: Any) -> Any:
-        y = run(self, stage, x, *more)
+    def read_back(self: PipelineModule, *arguments: Any, **named: Any) -> Any:
+        y = run(self, *arguments, **named)
         float(y.detach().sum())
         return y
 
-    def on_the_cpu(self: PipelineModule, stage: int, x: Any, *more: Any) -> Any:
-        y = run(self, stage, x, *more)
+    def on_the_cpu(self: PipelineModule, *arguments: Any, **named: Any) -> Any:
+        y = run(self, *arguments, **named)
         return y + torch.ones(y.shape[-1], dtype=y.dtype)
 
     def not_waited(self: Channel, *_: int) -> None:
