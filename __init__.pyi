@@ -2,6 +2,7 @@ from . import context as context
 from . import data as data
 from . import gradient_compression as gradient_compression
 from . import grid as grid
+from . import methods as methods
 from . import models as models
 from . import moe as moe
 from . import pipe as pipe

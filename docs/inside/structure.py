@@ -35,6 +35,7 @@ SUBJECTS = {
     "engine": "the training loop",
     "inference": "generation",
     "gradient_compression": "fewer bytes",
+    "methods": "post-training",
     "local_sgd": "replicas that step alone",
     "dry_run": "a rank of a thousand",
     "compat": "APIs of other libraries",

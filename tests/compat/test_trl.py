@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,40 +13,14 @@ from safetensors.torch import load_file
 
 import triax
 
+from trl_in_float64 import exact
+
 STEPS, BATCH, ACCUMULATION = 4, 4, 2  # the batch of all replicas
 LETTERS = {letter: number for number, letter in enumerate("._abcdefghijklmnopqrstuvwxyz ")}  # 29 tokens
 SIZES: dict[str, Any] = {"vocab_size": len(LETTERS), "hidden_size": 24, "intermediate_size": 36}
 SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 SIZES |= {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
 KEYS = ("loss", "grad_norm", "eval_loss", "entropy", "mean_token_accuracy", "num_tokens", "rewards/margins")
-
-
-@contextmanager
-def exact() -> Iterator[None]:
-    """Compute in float64: neither transformers' RMSNorm nor TRL's fused head rounds to fp32."""
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
-    from trl.kernels import chunked_logprob
-
-    class Torch:
-        float32 = torch.float64
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(torch, name)
-
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
-        return y
-
-    norm, kernel, plain = LlamaRMSNorm.forward, vars(chunked_logprob), torch.Tensor.float
-    kind: Any = LlamaRMSNorm
-    tensor: Any = torch.Tensor
-    kind.forward, kernel["torch"], tensor.float = forward, Torch(), torch.Tensor.double
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        kind.forward, kernel["torch"], tensor.float = norm, torch, plain
-        torch.set_default_dtype(torch.float32)
 
 
 def model_of(tied: bool, seed: int = 0) -> Any:

@@ -40,6 +40,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "gradient_compression": (*_LOW, "tensor_parallel/embedding.py", "zero"),
     "engine": _PARTS,
     "inference": (*_PARTS, "models", "engine"),
+    "methods": (*_LOW, "models", "engine"),
     "local_sgd": (*_PARTS, "models", "engine"),
     "train": (*_PARTS, "models", "engine", "inference"),
     "dry_run": (*_PARTS, "models", "engine", "train"),

@@ -1,0 +1,9 @@
+"""Post-training: losses on any grid, and the data that they take.
+
+preferences.py: ``preference_loss``: DPO, IPO, SimPO and ORPO for pairs of a better and a worse answer.
+reference.py: ``with_reference``: log-probabilities of the answers by the model as it is now.
+"""
+
+from ..base.lazy import attach
+
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -1,0 +1,2 @@
+from .preferences import preference_loss as preference_loss
+from .reference import with_reference as with_reference
