@@ -10,7 +10,7 @@ by the reference model, w the better answer and l the worse one, the loss of a p
 
 where odds(y) = P / (1 - P), P = exp(log p(y) / n(y)). Sources: Rafailov et al. 2023, arXiv:2305.18290, equation 7; Azar
 et al. 2023, arXiv:2310.12036, equation 17; Meng et al. 2024, arXiv:2405.14734, equation 6; Hong et al. 2024,
-arXiv:2403.07691, equations 6 and 7. IPO is divided by the numbers of tokens as its authors do in practice, and as TRL does.
+arXiv:2403.07691, equations 6 and 7. IPO is divided by the numbers of tokens, as its authors and TRL do.
 """
 
 from __future__ import annotations
