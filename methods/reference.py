@@ -30,7 +30,7 @@ def with_reference(engine: PipelineEngine, microbatches: Sequence[tuple[Any, Any
         TypeError: the model has another loss function.
     """
     grid, module = engine.grid, engine.module
-    pairs = getattr(module.loss_fn, "loss_fn", None)
+    pairs: Any = getattr(module.loss_fn, "loss_fn", None)
     if not hasattr(pairs, "recording"):
         raise TypeError(
             f"with_reference was given an engine whose loss_fn is a {type(module.loss_fn).__name__}: make the model "

@@ -44,9 +44,9 @@ def trl_steps(folder: str, kind: str) -> list[float]:
     import transformers
     import trl
 
-    class InOrder(trl.DPOTrainer):  # type: ignore[misc]
+    class InOrder(trl.DPOTrainer):
         def _get_train_sampler(self, dataset: Any = None) -> Any:
-            return torch.utils.data.SequentialSampler(dataset or self.train_dataset)
+            return torch.utils.data.SequentialSampler(self.train_dataset)
 
     transformers.utils.logging.set_verbosity_error()
     datasets.disable_progress_bars()
