@@ -20,7 +20,8 @@ from triax.methods import preference_loss, with_reference
 
 from trl_in_float64 import exact
 
-STEPS, PAIRS, LENGTH, BETA, RATE = 20, 4, 16, 0.2, 0.05
+STEPS, PAIRS, LENGTH, BETA = 20, 4, 16, 0.2
+RATES = {"dpo": 0.05, "ipo": 0.002, "simpo": 0.05, "orpo": 0.05}  # at which no run grows, as errors would with it
 LETTERS = {letter: number for number, letter in enumerate("._abcdefghijklmnopqrstuvwxyz ")}
 SIZES: dict[str, Any] = {"vocab_size": len(LETTERS), "hidden_size": 16, "intermediate_size": 24}
 SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
@@ -46,7 +47,7 @@ def trl_steps(folder: str, kind: str) -> list[float]:
 
     class InOrder(trl.DPOTrainer):
         def _get_train_sampler(self, dataset: Any = None) -> Any:
-            return torch.utils.data.SequentialSampler(self.train_dataset)
+            return torch.utils.data.SequentialSampler(range(len(ROWS)))
 
     transformers.utils.logging.set_verbosity_error()
     datasets.disable_progress_bars()
@@ -57,7 +58,7 @@ def trl_steps(folder: str, kind: str) -> list[float]:
         output_dir=f"{folder}/out",
         per_device_train_batch_size=PAIRS,
         max_steps=STEPS,
-        learning_rate=RATE,
+        learning_rate=RATES[kind],
         lr_scheduler_type="constant",
         optim="sgd",
         max_grad_norm=0.0,
@@ -113,7 +114,7 @@ def trained(
     count = 1 if schedule != "1f1b" or grid.data.size > 1 else 2  # pairs of a microbatch
     engine = triax.Engine(
         module,
-        optimizer=partial(torch.optim.SGD, lr=RATE),
+        optimizer=partial(torch.optim.SGD, lr=RATES[kind]),
         batch=triax.Batch(size=2 * PAIRS, microbatch=2 * count, labels=labels),
         schedule=schedule,
         zero=triax.Zero(stage=stage),
@@ -158,7 +159,7 @@ def plain_steps(folder: str, kind: str) -> list[float]:
             gradients = torch.autograd.grad(loss, list(model.parameters()))
             with torch.no_grad():
                 for parameter, gradient in zip(model.parameters(), gradients, strict=True):
-                    parameter.sub_(RATE * gradient)
+                    parameter.sub_(RATES[kind] * gradient)
             losses.append(loss.item())
         model.save_pretrained(f"{folder}/last")
     return losses
