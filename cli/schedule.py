@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,9 +12,12 @@ import typer
 
 from ..base.errors import escaped
 from ..base.tables import table, terminal
+from ..pipe.program.critical import CriticalPath
 from ..pipe.program.draw import chrome_trace, picture, text
+from ..pipe.program.ops import Op
 from ..pipe.program.schedule import Schedule
 from ..pipe.program.simulate import Costs, Simulation, simulate
+from ..pipe.program.timeline import Span
 from ..pipe.program.verify import verify
 from ..pipe.schedules.choose import NAMES, make_schedule, read_schedule, schedule_names
 from ..pipe.schedules.registry import RECIPES
@@ -55,10 +59,15 @@ def schedule(
         Path | None,
         typer.Option(help="Read a schedule from a file: CSV with a line such as 0F0,0F1,0B0 for each rank, or JSON."),
     ] = None,
+    explain: Annotated[
+        str | None,
+        typer.Option(help="Say why this op starts when it does, such as 2B3: stage 2, backward, microbatch 3."),
+    ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(help="Draw to this .png, .svg or .pdf file, or write a Chrome trace to this .json file."),
     ] = None,
+    critical: Annotated[bool, typer.Option("--critical", help="Draw a line along the critical path.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Print a pipeline schedule: the operations of each rank, makespan, bubble and peak memory."""
@@ -86,16 +95,24 @@ def schedule(
                     f"stage, but at most {LARGEST:,} are simulated: give smaller sizes"
                 )
             if compare:
+                if critical or explain is not None:
+                    raise ValueError("--explain and --critical are for one schedule: leave out --compare")
                 _compare(own, pipe, microbatches, chunks, parsed, memory, plot, as_json, keep_gathered)
                 return
             assert name is not None
             chosen = _tuned(make_schedule(name, pipe, microbatches, chunks, parsed, memory), parsed)
         verify(chosen, memory)
         result = simulate(chosen, parsed, keep_gathered)
+        causes = CriticalPath(chosen, parsed, keep_gathered)
+        if critical and plot is None:
+            raise ValueError("--critical draws a line in a picture: give --plot too, such as --plot schedule.png")
         if plot is not None:
-            _plot(plot, [result], [title(chosen, parsed)])
-        if as_json:
-            typer.echo(json.dumps(report(chosen, result)))
+            _plot(plot, [result], [title(chosen, parsed)], [causes.path] if critical else None)
+        if explain is not None:
+            typer.echo(causes.explain(Op.parse(explain)))
+        elif as_json:
+            path = [str(span.op) for span in causes.path]
+            typer.echo(json.dumps(report(chosen, result) | {"critical_path": path}))
         else:
             _print(chosen, result, parsed)
     except (ValueError, OSError, ImportError) as error:
@@ -138,6 +155,7 @@ def figures(result: Simulation) -> dict[str, Any]:
     return {
         "makespan": result.makespan,
         "bubble": result.bubble,
+        "bubble_paper": result.timeline.bubble_paper,
         "peak_activations": list(result.peak_activations),
     }
 
@@ -221,7 +239,9 @@ def _compare(
     terminal().print(table(heads, cells, f"pipe {pipe}, microbatches {microbatches}, {_in_words(costs)}"))
 
 
-def _plot(path: Path, results: list[Simulation], names: list[str]) -> None:
+def _plot(
+    path: Path, results: list[Simulation], names: list[str], paths: Sequence[Sequence[Span]] | None = None
+) -> None:
     if not path.parent.is_dir():
         raise ValueError(f"--plot is {path}, but there is no folder {path.parent}: mkdir -p {path.parent}")
     if path.suffix == ".json":
@@ -229,6 +249,6 @@ def _plot(path: Path, results: list[Simulation], names: list[str]) -> None:
             raise ValueError(f"{path} holds one trace, not {len(results)}. Give a schedule's name, or a .png.")
         path.write_text(json.dumps(chrome_trace(results[0].timeline)), encoding="utf-8")
     elif path.suffix in (".png", ".svg", ".pdf"):
-        picture([result.timeline for result in results], path, names)
+        picture([result.timeline for result in results], path, names, paths=paths)
     else:
         raise ValueError(f"--plot is {path}, but it must end in .png, .svg, .pdf, or .json for a trace.")

@@ -155,7 +155,11 @@ def color(op: Op, stages: int, ranks: int) -> str:
 
 
 def picture(
-    timelines: Timeline | Sequence[Timeline], path: str | Path, titles: Sequence[str] | None = None, unit: str = ""
+    timelines: Timeline | Sequence[Timeline],
+    path: str | Path,
+    titles: Sequence[str] | None = None,
+    unit: str = "",
+    paths: Sequence[Sequence[Span]] | None = None,
 ) -> None:
     """Draw timelines one above the other on one time axis. Each starts at its own first op.
 
@@ -164,11 +168,13 @@ def picture(
         path: file to write; ends in .png, .svg or .pdf.
         titles: one for each timeline.
         unit: unit of time, written at the axis.
+        paths: critical path of each timeline (critical.py), drawn as a line.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.legend_handler import HandlerTuple
+        from matplotlib.lines import Line2D
         from matplotlib.patches import Patch
     except ImportError:
         raise ImportError(f"pictures need matplotlib: {to_install('plot')}", name="matplotlib") from None
@@ -204,6 +210,10 @@ def picture(
             waits = [(c.waited - begin, c.end - c.waited) for c in collectives]
             axis.broken_barh(whole, (rank + 0.4, 0.07), color=OTHER)
             axis.broken_barh(waits, (rank + 0.4, 0.07), color="black")
+        if paths is not None:
+            rank_of = {span.op: rank for rank, row in enumerate(one.rows) for span in row}
+            points = [(time - begin, rank_of[span.op] + 0.32) for span in paths[i] for time in (span.start, span.end)]
+            axis.plot(*zip(*points, strict=True), color="black", linewidth=1.2)
         axis.set_ylim(len(one.rows) - 0.4, -0.6)
         axis.set_yticks(range(len(one.rows)), [f"rank {r}" for r in range(len(one.rows))])
         axis.set_xlim(0, longest * 1.005)
@@ -223,6 +233,9 @@ def picture(
     if later:
         handles.append(Patch(visible=False))
         labels.append("dark: a rank's first stage, light: its last")
+    if paths is not None:
+        handles.append(Line2D([], [], color="black", linewidth=1.2))
+        labels.append("critical path")
     if any(collectives for t in times for collectives in t.collectives):
         handles += [Patch(color=OTHER), Patch(color="black")]
         labels += ["collective", "waiting for it"]
@@ -231,7 +244,7 @@ def picture(
         labels,
         handler_map={tuple: HandlerTuple(ndivide=None)},
         loc="outside lower center",
-        ncols=max(1, len(handles)),
+        ncols=max(1, min(len(handles), int(width // 2))),
         frameon=False,
         fontsize=9,
     )

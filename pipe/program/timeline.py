@@ -62,6 +62,17 @@ class Timeline:
         """Idle share of the busiest rank."""
         return min(self.idle, default=0.0)
 
+    @property
+    def bubble_paper(self) -> float:
+        """The bubble as papers on zero-bubble schedules count it: between each rank's own first and last op.
+
+        1 - (busy time of the busiest rank) / (longest time from a rank's first op to its last), Qi et al. 2024,
+        arXiv:2401.10241, section 5.3.
+        """
+        rows = [row for row in self.rows if row]
+        longest = max((row[-1].end - row[0].start for row in rows), default=0.0)
+        return 1.0 - max(sum(s.end - s.start for s in row) for row in rows) / longest if longest else 0.0
+
     def to_json(self) -> str:
         """Return the rows as JSON: [op, start, end] of each span, without collectives."""
         return json.dumps([[[str(s.op), s.start, s.end] for s in row] for row in self.rows])
