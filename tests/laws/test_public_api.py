@@ -29,6 +29,7 @@ PACKAGES = (
         "triax.data",
         "triax.gradient_compression",
         "triax.grid",
+        "triax.methods",
         "triax.models",
         "triax.pipe",
         "triax.tensor_parallel",
