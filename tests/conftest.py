@@ -1,11 +1,9 @@
-"""Fixtures for all test files (the pool of ranks), and the tests that a plain run skips."""
+"""Settings of all test files, and the tests that a plain run skips. The fixture `ranks` is triax.testing's."""
 
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -21,15 +19,6 @@ os.environ.setdefault("PET_LOCAL_ADDR", "127.0.0.1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tests start some hundred processes, and each would compile the library again, for a second of its CPU.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-
-
-@pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[..., list[Any]]]:
-    """`ranks(n, fn, *args, timeout=60, **kwargs)`: each of n gloo ranks' result; see `pool.py`."""
-    from pool import pool
-
-    yield pool().run
-    pool().close()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

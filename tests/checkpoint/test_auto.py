@@ -25,12 +25,12 @@ from triax.base.errors import ConfigError
 from triax.checkpoint.auto import AutoSaver
 from triax.checkpoint.format.folder import tags
 from triax.compat.deepspeed.from_config import read_config
+from triax.testing.pool import RankFailure
 
 from checkpoint_jobs import Cell, Job, losses, make, tensors
 from module_training import MICRO, microbatch, net
 from module_training import config as module_config
 from module_training import groups as module_groups
-from pool import RankFailure
 
 STEPS = 6  # under fp16 the first five overflow
 

@@ -25,9 +25,7 @@ from triax.checkpoint.format import folder as folders
 from triax.checkpoint.format import lock as locks
 from triax.checkpoint.format.index import Index, read_index
 from triax.cli.main import app
-
-from pool import RankFailure
-from processes import slowdown
+from triax.testing.pool import RankFailure, slowdown
 
 
 def engine(seed: int = 0, **section: Any) -> Any:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import triax.compat.horovod as hvd
+from triax.testing.pool import RankFailure
 from triax.zero import ShardedOptimizer
 
 from horovod_models import MAKERS, Halves, groups, hvd_grid, loss_of, net, started
 from paths import DOCS
-from pool import RankFailure
 
 
 def clips_too_early() -> None:

@@ -14,9 +14,8 @@ from torch import Tensor
 
 import triax.compat.horovod as hvd
 from triax.compat.horovod.context import HorovodContext, context
-
-import pool
-from pool import RankFailure
+from triax.testing import pool
+from triax.testing.pool import RankFailure
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8)
 

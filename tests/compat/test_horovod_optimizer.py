@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 import triax.compat.horovod as hvd
 from triax.compat.horovod import optimizer as horovod_optimizer
+from triax.testing.pool import RankFailure
 
 from horovod_example import EXAMPLE, plain_example
 from horovod_models import MAKERS, WIDTH, Halves, groups, held, hvd_grid, loss_of, net, plain, started
-from pool import RankFailure
 
 
 def example(*options: str) -> tuple[dict[str, Tensor], Any]:

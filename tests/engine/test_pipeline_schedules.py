@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import triax
 from triax import Grid, LayerSpec, PipelineModule, TiedLayerSpec
 from triax.base.errors import ConfigError
+from triax.testing.pool import RankFailure
 
 from pipeline_jobs import BASE, WIDTH, engine, given, layers, microbatches
-from pool import RankFailure
 from toys import mean_loss
 
 

@@ -27,8 +27,8 @@ from triax.grid.comm.axis import Axis
 from triax.grid.comm.host_transport import HostTransport
 from triax.grid.comm.observer import Observer
 from triax.grid.comm.transport import Transport
+from triax.testing.pool import slowdown
 
-from processes import slowdown
 from toys import error_text
 
 AXES = ("pipe", "data", "tensor")

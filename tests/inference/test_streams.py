@@ -17,9 +17,9 @@ from triax.inference.decode_loop import layers_with_cache
 from triax.inference.engine import init_inference
 from triax.models.gpt import GPTLoss, gpt_layers
 from triax.pipe.module import PipelineModule
+from triax.testing.pool import slowdown
 
 from generating_models import GPT, LIMITS, PROMPTS, model
-from processes import slowdown
 
 
 def streamed(sizes: tuple[int, int, int]) -> dict[str, Any]:

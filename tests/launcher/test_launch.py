@@ -17,8 +17,9 @@ import pytest
 from triax.grid.topology import Topology
 from triax.launcher.launch import cores, launch
 from triax.launcher.worker import lost_peer
+from triax.testing.pool import slowdown
 
-from processes import TRIAX, is_alive, last_line, slowdown, started
+from processes import TRIAX, is_alive, last_line, started
 
 GRID = """
 import os, signal, sys, time

@@ -44,11 +44,11 @@ import triax
 from triax.base.errors import AgreedError, CheckpointError, CorruptError
 from triax.checkpoint.format.folder import latest, tags, verify
 from triax.checkpoint.format.index import read_index
+from triax.testing import pool
+from triax.testing.pool import RankFailure, run_ranks
 
-import pool
 from compositions import describe
 from failing_disk import disturbed
-from pool import RankFailure, run_ranks
 from shrink import shrink
 from toys import mean_loss
 

@@ -30,10 +30,10 @@ sys.path[:0] = [str(Path(__file__).parent.parent / "support")]
 import torch
 
 from triax.pipe.schedules.registry import RECIPES
+from triax.testing import pool
+from triax.testing.pool import RankFailure, run_ranks
 
-import pool
 from compositions import DEFAULT, HALF, OPTIMIZERS, Case, describe, full, on_rank, plainly, whole
-from pool import RankFailure, run_ranks
 from shrink import shrink
 
 GRIDS = [

@@ -48,10 +48,10 @@ from triax.compat.deepspeed.config.to_options import notes_of
 from triax.compat.deepspeed.from_config import read_config, resolve_config
 from triax.optim import optimizers, schedulers
 from triax.pipe.schedules.choose import NAMES
+from triax.testing.pool import slowdown
 from triax.zero.offload import OffloadError
 
 from paths import ROOT
-from processes import slowdown
 from shrink import shrink
 from toys import mean_loss
 

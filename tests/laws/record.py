@@ -31,10 +31,11 @@ sys.path[:0] = [str(Path(__file__).parent.parent / "support")]
 import torch
 from torch import Tensor
 
+from triax.testing.pool import run_ranks
+
 import five_axes
 from compositions import Case, on_rank
 from five_axes import Job, Place
-from pool import run_ranks
 
 HERE = Path(__file__).resolve()
 FILE = HERE.with_suffix(".json")

@@ -18,6 +18,7 @@ import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.base.errors import AgreedError, ConfigError
 from triax.randomness.random import Dropout
+from triax.testing.pool import slowdown
 
 from bug_models import (
     MICROBATCHES,
@@ -26,7 +27,6 @@ from bug_models import (
     linear,
     pairs,
 )
-from processes import slowdown
 from toys import mean_loss
 
 

@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from triax.testing.pool import RankFailure
+
 from local_training import (
     ADAMW,
     OUTER,
@@ -26,7 +28,6 @@ from local_training import (
     same,
     weights_of,
 )
-from pool import RankFailure
 
 
 def wait_for(folder: Path, name: str) -> None:

@@ -16,8 +16,7 @@ from triax.grid.comm.axis import Axis
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.models.huggingface.pipeline_layers import CausalLMLoss
 from triax.models.llama import LlamaConfig, llama_layers
-
-from pool import RankFailure
+from triax.testing.pool import RankFailure
 
 VOCABULARY, ROWS = 37, 4
 GPT = GPTConfig(VOCABULARY, 24, 16, 2, 4, dropout=0.1, tie_word_embeddings=True)

@@ -21,9 +21,9 @@ from triax.grid.comm.comms_log import CommsLog
 from triax.grid.comm.timeline_recorder import TimelineRecorder
 from triax.grid.environment import TIMELINE
 from triax.monitor.trace.merge import merge, merged
+from triax.testing.pool import RankFailure
 
 from horovod_example import EXAMPLE, plain_example
-from pool import RankFailure
 
 DRIVER = """
 import runpy, sys

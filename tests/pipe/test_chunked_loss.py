@@ -17,8 +17,8 @@ from triax import Grid, LayerSpec, Loss, NextTokenLoss, PipelineModule
 from triax.monitor.profiler.flop_counter import FlopCounter
 from triax.monitor.profiler.memory_meter import MemoryMeter
 from triax.pipe.chunked_loss import LastLayer, loss_in_chunks
+from triax.testing.pool import RankFailure
 
-from pool import RankFailure
 from training import microbatches, text_batches, tiny_gpt
 
 VOCABULARY, SAMPLES, LENGTH, CHUNK = 37, 8, 8, 3

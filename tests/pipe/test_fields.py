@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import triax
 from triax import Grid, LayerSpec, PipelineEngine, TiedLayerSpec
 from triax.base.errors import AgreedError
+from triax.testing.pool import RankFailure
 
-from pool import RankFailure
 from training import microbatches, text_batches, tiny_gpt
 
 VOCABULARY, SAMPLES, LENGTH, STEPS = 37, 8, 8, 2

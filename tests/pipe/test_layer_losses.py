@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid, LayerSpec, Loss, PipelineEngine, WithLoss
-
-from pool import RankFailure
+from triax.testing.pool import RankFailure
 
 VOCABULARY, WIDTH, SAMPLES, LENGTH, STEPS = 11, 6, 8, 6, 2
 SGD = partial(torch.optim.SGD, lr=0.1)

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid, Loss, NextTokenLoss
+from triax.testing.pool import RankFailure
 
 import five_axes
 from five_axes import Job, Place
 from module_training import net
-from pool import RankFailure
 from training import microbatches, text_batches, tiny_gpt
 
 VOCABULARY, SAMPLES, LENGTH, STEPS = 37, 8, 8, 2

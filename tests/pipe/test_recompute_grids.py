@@ -16,9 +16,9 @@ from triax.monitor.profiler.memory_meter import MemoryMeter
 from triax.pipe.recompute.kept_inputs import Inputs, KeptNest
 from triax.pipe.recompute.recompute import Recompute
 from triax.pipe.schedules.registry import RECIPES
+from triax.testing.pool import RankFailure
 
 from paper_formulas import gpt_activations, paper_activations
-from pool import RankFailure
 
 SAMPLES, LENGTH, VOCABULARY = 8, 6, 37
 

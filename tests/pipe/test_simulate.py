@@ -15,8 +15,7 @@ from triax.pipe.program.schedule import Schedule
 from triax.pipe.program.simulate import Costs, peak_activations, simulate, timeline_of
 from triax.pipe.program.timeline import Timeline
 from triax.pipe.schedules.choose import make_schedule
-
-from schedule_strategies import schedules
+from triax.testing.strategies import schedules
 
 sys.setrecursionlimit(max(10_000, sys.getrecursionlimit()))  # `ends` is recursive
 cost = st.floats(0, 3, allow_nan=False)

@@ -18,8 +18,8 @@ from triax.models.layers import NextTokenLoss
 from triax.options.recomputation import Recomputation
 from triax.plan.memory import ModelMemory, StateOptions
 from triax.plan.parallel_layout import ParallelLayout
+from triax.testing.pool import RankFailure
 
-from pool import RankFailure
 from training import microbatches, text_batches
 
 VOCABULARY, SAMPLES, LENGTH = 37, 8, 12

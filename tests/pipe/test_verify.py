@@ -16,8 +16,7 @@ from triax.pipe.program.program import Program
 from triax.pipe.program.schedule import Schedule
 from triax.pipe.program.verify import verify
 from triax.pipe.schedules.choose import make_schedule
-
-from schedule_strategies import schedules
+from triax.testing.strategies import schedules
 
 SEVERAL = settings(max_examples=150, derandomize=True)
 

@@ -17,11 +17,6 @@ from typing import Any
 TRIAX = [sys.executable, "-m", "triax.cli.main"]
 
 
-def slowdown() -> float:
-    """Return how many times as long as on an idle machine a process takes now. Limits of tests are multiplied by it."""
-    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-
-
 def free_port() -> int:
     """Return a TCP port that no process uses.
 

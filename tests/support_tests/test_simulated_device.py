@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import triax
+from triax.testing.pool import RankFailure
 
-from pool import RankFailure
 from training import microbatches, text_batches, tiny_gpt, train
 
 HERE = "tests/support_tests/test_simulated_device.py"

@@ -1,7 +1,7 @@
-"""Program of one rank of the test pool. The parent's side, and the idea, are in `pool.py`.
+"""Program of one rank of the pool. The side of the tests, and the idea, are in ``pool.py``.
 
-The fork server imports this file once, and with it everything heavy that tests use; each rank is then a fork
-of that server, which costs milliseconds where a fresh `import torch` costs seconds.
+The fork server imports this file once, and with it what tests use and what takes long to import. Each rank is then a
+fork of that server, which costs milliseconds, where an ``import torch`` costs seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import traceback
 import types
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing import connection, parent_process
 from pathlib import Path
 from typing import Any
@@ -71,15 +71,41 @@ gc.freeze()
 # ------------------------------------------------------------------------- values between processes
 
 
-def dump(value: object) -> bytes:
-    """Pickle by value: a tensor travels as its numbers, never as a shared-memory file descriptor."""
+Address = tuple[str, str | None, int, str]  # of a module: its name, file, date, and the file of its code
+
+
+def dump(value: object, address: Callable[[types.ModuleType], Address] | None = None) -> bytes:
+    """Pickle by value: a tensor travels as its numbers, never as a shared-memory file descriptor.
+
+    Args:
+        value: the value.
+        address: returns the address of a module. With it, functions and classes of test files travel by it, because a
+            rank cannot import a test file by its name.
+    """
     buffer = io.BytesIO()
-    _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    pickler = _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL)
+    pickler.address = address
+    pickler.dump(value)
     return buffer.getvalue()
 
 
+def _at(address: Address, qualname: str) -> Any:
+    """Return a function or class of a module."""
+    return resolve(_load(*address), qualname)
+
+
 class _Pickler(pickle.Pickler):
+    address: Callable[[types.ModuleType], Address] | None = None
+
     def reducer_override(self, obj: Any) -> Any:
+        if self.address is not None and isinstance(obj, (types.FunctionType, type)):
+            module = sys.modules.get(obj.__module__)
+            if is_test_file(getattr(module, "__file__", None)):
+                assert module is not None
+                with contextlib.suppress(AttributeError):
+                    if resolve(module, obj.__qualname__) is obj:
+                        return _at, (self.address(module), obj.__qualname__)
+            return NotImplemented
         if type(obj) not in (torch.Tensor, torch.nn.Parameter):
             return NotImplemented
         if obj.device.type != "cpu" or obj.layout != torch.strided:
@@ -118,7 +144,7 @@ def _load(name: str, path: str | None, mtime_ns: int, code: str) -> types.Module
     """Import module `name`; a test file is loaded from its code, once for each date of the file."""
     if path is None:
         return importlib.import_module(name)
-    if not Path(path).name.startswith("test_"):
+    if not is_test_file(path):
         with contextlib.suppress(ImportError, ValueError):
             known = importlib.import_module(name)
             if getattr(known, "__file__", None) == path:
@@ -134,6 +160,12 @@ def _load(name: str, path: str | None, mtime_ns: int, code: str) -> types.Module
     return module
 
 
+def is_test_file(path: str | None) -> bool:
+    """Return True for a file that pytest collects or loads itself: its module may have a name that no import finds."""
+    name = Path(path or "").name
+    return name.startswith(("test_", "conftest")) or name.endswith("_test.py")
+
+
 def resolve(module: types.ModuleType, qualname: str) -> Any:
     found: Any = module
     for part in qualname.split("."):
@@ -144,13 +176,15 @@ def resolve(module: types.ModuleType, qualname: str) -> Any:
 # ------------------------------------------------------------------------------------- a rank's life
 
 
-def serve(rank: int, pipe: connection.Connection, dump_path: str) -> None:
+def serve(rank: int, pipe: connection.Connection, dump_path: str, filterwarnings: tuple[str, ...]) -> None:
     """Wait for a job, run it, send what came of it; until the parent closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     os.environ.pop("PYTHONPATH", None)  # set for the fork server alone, see pool.py
     _leave_with_parent()
-    for kind in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):  # as [tool.pytest.ini_options] says
-        warnings.filterwarnings("error", category=kind, module="triax")
+    for line in filterwarnings:
+        action, _, rest = line.partition(":")
+        message, kind, module = [*rest.split(":"), "", "", ""][:3]
+        warnings.filterwarnings(action, message, _warning(kind), module)  # type: ignore[arg-type]
     torch.set_num_threads(1)
     stand = open(dump_path, "w")  # noqa: SIM115 (open as long as the process lives)
     faulthandler.enable(stand)
@@ -173,6 +207,13 @@ def serve(rank: int, pipe: connection.Connection, dump_path: str) -> None:
             except (EOFError, OSError):
                 os._exit(0)
         pipe.send_bytes(dump(("ready", None)))
+
+
+def _warning(name: str) -> type[Warning]:
+    """Return a class of warnings by its name, with the module if it is not built in."""
+    module, _, kind = name.rpartition(".")
+    found: type[Warning] = getattr(importlib.import_module(module or "builtins"), kind or "Warning")
+    return found
 
 
 @functools.cache

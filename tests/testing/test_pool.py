@@ -18,8 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from triax.testing.pool import RankFailure, RankTimeout
+
 from paths import ROOT
-from pool import RankFailure, RankTimeout
 from processes import is_alive
 
 
@@ -175,20 +176,20 @@ def test_values_travel_with_their_types(ranks: Any, dtype: torch.dtype) -> None:
 
 
 def test_a_view_travels_without_the_storage_under_it() -> None:
-    import pool_worker
+    from triax.testing import rank_process
 
     view = returns_a_view()
     assert view.untyped_storage().nbytes() == 4_000_000
-    assert len(pool_worker.dump(view)) < 1000
+    assert len(rank_process.dump(view)) < 1000
 
 
 def test_scalars_empty_tensors_and_gradients_travel() -> None:
     import pickle
 
-    import pool_worker
+    from triax.testing import rank_process
 
     for value in (torch.tensor(2.5), torch.zeros(0, 3), torch.nn.Parameter(torch.ones(2)) * 2):
-        back = pickle.loads(pool_worker.dump(value))
+        back = pickle.loads(rank_process.dump(value))
         assert back.shape == value.shape and back.dtype == value.dtype and torch.equal(back, value.detach())
         back.zero_()  # writable, not a view of the pipe's bytes
 
@@ -231,7 +232,7 @@ def test_a_raising_rank_is_first_and_its_traceback_whole(ranks: Any) -> None:
     failure = caught.value
     assert failure.first.rank == 2
     assert 'raise ValueError(f"the bad rank is {bad}")' in failure.first.text
-    assert "pool_worker.py" not in failure.first.text
+    assert "rank_process.py" not in failure.first.text
     assert sorted(report.rank for report in failure.reports) == [0, 1, 2, 3]
     # The others met a closed connection: a few lines each, after the cause.
     others = str(failure).split("--- rank")[1:]
@@ -299,7 +300,7 @@ def test_the_time_limit_says_where_every_rank_stood(ranks: Any) -> None:
         ranks(3, waits_on, 1, timeout=3)
     assert caught.value[1].kind == "stuck"
     assert "in waits_here" in caught.value[1].text and "in waits_on" in caught.value[1].text
-    assert "pool_worker" not in caught.value[1].text
+    assert "rank_process" not in caught.value[1].text
     assert "in waits_here" in str(caught.value)
     assert [caught.value[rank].kind for rank in (0, 2)] == ["returned", "returned"]
     assert ranks(3, waits_on, -1) == ["done"] * 3
@@ -349,7 +350,7 @@ def test_sizes_outside_the_pool_are_refused(ranks: Any, n: int) -> None:
 SCRIPT = """
 import os, signal, sys
 sys.path[:0] = [{tests!r}]
-import pool
+from triax.testing import pool
 if __name__ == "__main__":
     print(*pool.run_ranks(2, os.getpid), flush=True)
     {end}
@@ -378,7 +379,7 @@ def _wait_until_gone(pids: list[int]) -> None:
 
 
 def test_loopback_is_an_interface_of_this_machine() -> None:
-    import pool_worker
+    from triax.testing import rank_process
 
-    name = pool_worker.loopback()
+    name = rank_process.loopback()
     assert name is None or name in [interface for _, interface in socket.if_nameindex()]

@@ -7,15 +7,15 @@
     def test_sum(ranks):
         assert ranks(4, whole_sum, torch.ones(2)) == [...]   # one result per rank
 
-`ranks(n, fn, *args, **kwargs)` runs `fn` on ranks 0..n-1 of a fresh process group of n gloo ranks (for n = 1:
-in one process with no group at all), each in a process of its own with torchrun's environment, and returns
-the list of their results. The processes stay for the next job, which is why a job costs milliseconds; nothing
-else stays: environment, folder, groups and torch's switches are put back.
+``ranks(n, fn, *args, **kwargs)`` runs ``fn`` on the ranks 0 to n - 1 of a new process group of gloo (for n = 1 in one
+process with no group at all), each in a process of its own with torchrun's environment, and returns the list of their
+results. The processes stay for the next job, so a job costs milliseconds. Nothing else stays: environment, folder,
+groups and torch's switches are put back.
 
-If a rank raises, `RankFailure` shows its traceback, and after it, in a few lines each, what became of the
-others. A rank that dies is named with its signal. After `timeout` seconds every rank is asked where it
-stands, and the answer is the message (`RankTimeout`). Ranks that do not come back by themselves are killed
-and replaced, so the next test meets a whole pool.
+If a rank raises, ``RankFailure`` shows its traceback, and after it in a few lines what became of each other rank. A
+rank that dies is named with its signal. After ``timeout`` seconds each rank is asked where it stands, and
+``RankTimeout`` says it. Ranks that do not come back by themselves are killed and replaced, so the next test gets a
+whole pool.
 """
 
 from __future__ import annotations
@@ -34,19 +34,23 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from processes import slowdown
+if TYPE_CHECKING:
+    from .rank_process import Address
 
 SIZE = 8
 LONGEST = 240.0  # seconds of a job on a busy machine, less than pytest's limit of a test
+_OWN = "rank_process.py"  # the file of the ranks' own program, in a traceback
 GRACE = 2.0  # seconds that the others get after the first failure, to fail on their own
 
 T = TypeVar("T")
+Ranks = Callable[..., list[Any]]
 Kind = Literal["raised", "died", "stuck", "returned"]
 
 
@@ -120,15 +124,15 @@ class _Worker:
     """A rank's process and the pipe to it."""
 
     def __init__(self, pool: Pool, rank: int) -> None:
-        import pool_worker
+        from . import rank_process
 
         self.rank = rank
         self.pipe, theirs = pool.context.Pipe()
         pool.spawned += 1
         self.stand = pool.folder / f"rank{rank}-{pool.spawned}.txt"  # where it writes where it stands
         self.process = pool.context.Process(
-            target=pool_worker.serve,
-            args=(rank, theirs, str(self.stand)),
+            target=rank_process.serve,
+            args=(rank, theirs, str(self.stand), pool.filterwarnings),
             daemon=True,
             name=f"rank {rank} of the test pool",
         )
@@ -179,9 +183,9 @@ def _job_frames(text: str) -> str:
     threads = []
     for thread in text.replace("Current thread", "\nCurrent thread").strip().split("\n\n"):
         lines = [line for line in thread.strip().splitlines() if line]
-        if any("in watch" in line and "pool_worker" in line for line in lines):
+        if any("in watch" in line and _OWN in line for line in lines):
             continue
-        cut = next((i for i, line in enumerate(lines) if "pool_worker" in line), len(lines))
+        cut = next((i for i, line in enumerate(lines) if _OWN in line), len(lines))
         if len(lines[:cut]) > 1 or len(lines) == cut:
             threads.append("\n".join(lines[:cut]))
         else:  # the rank was in the pool's own code: between jobs, or starting a group
@@ -192,26 +196,32 @@ def _job_frames(text: str) -> str:
 class Pool:
     """Up to `SIZE` ranks, started when a job first needs them, kept until the end."""
 
-    def __init__(self) -> None:
+    def __init__(self, filterwarnings: Sequence[str] = ()) -> None:
         import torch.distributed as dist
 
-        import pool_worker
+        from . import rank_process
 
         self.folder = Path(tempfile.mkdtemp(prefix="triax-pool-"))
         self.context = multiprocessing.get_context("forkserver")
+        self.filterwarnings = tuple(filterwarnings)
         self.workers: list[_Worker] = []
         self.spawned = 0
         self.jobs = 0
         self.owner = os.getpid()
         # Also torch's extra threads are switched off before they exist, and the server finds this folder.
-        changes = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
-        interface = pool_worker.loopback()
+        changes = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(self._path())}
+        interface = rank_process.loopback()
         if interface is not None:
             changes["GLOO_SOCKET_IFNAME"] = interface
         with _environment(changes):
-            self.context.set_forkserver_preload(["pool_worker"])
+            self.context.set_forkserver_preload(["triax.testing.rank_process"])
             multiprocessing.forkserver.ensure_running()
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    @staticmethod
+    def _path() -> list[str]:
+        """Return the folders of sys.path, so that the fork server finds what this process finds."""
+        return [folder for folder in sys.path if folder]
 
     def run(
         self,
@@ -233,7 +243,7 @@ class Pool:
             raise ValueError(f"the pool has {SIZE} ranks, and {n} were asked for: give 1 to {SIZE}")
         while isinstance(fn, functools.partial):
             args, kwargs, fn = (*fn.args, *args), {**fn.keywords, **kwargs}, fn.func
-        import pool_worker
+        from . import rank_process
 
         timeout = max(timeout, min(timeout * slowdown(), LONGEST))
         module, qualname = self._address(fn)
@@ -246,7 +256,7 @@ class Pool:
             "size": n,
             "module": module,
             "qualname": qualname,
-            "arguments": pool_worker.dump((args, kwargs)),
+            "arguments": rank_process.dump((args, kwargs), self._module_address),
             "timeout": timeout,
             "init_group": init_group,
             "port": _free_port(),
@@ -266,9 +276,9 @@ class Pool:
             worker.end()
         return results
 
-    def _address(self, fn: Any) -> tuple[tuple[str, str | None, int, str], str]:
-        """Address at which a rank finds `fn`: its module's name, file, date and code, and its name in the module."""
-        import pool_worker
+    def _address(self, fn: Any) -> tuple[Address, str]:
+        """Return where a rank finds ``fn``: the address of its module, and its name there."""
+        from . import rank_process
 
         name = getattr(fn, "__module__", None)
         qualname = getattr(fn, "__qualname__", repr(fn))
@@ -276,7 +286,7 @@ class Pool:
         found = None
         if module is not None and "<" not in qualname:
             with contextlib.suppress(AttributeError):
-                found = pool_worker.resolve(module, qualname)
+                found = rank_process.resolve(module, qualname)
         if module is None or found is not fn:
             where = ""
             with contextlib.suppress(TypeError):
@@ -285,12 +295,17 @@ class Pool:
                 f"a rank cannot find {qualname}{where} by its name: give a function from the top level of a "
                 "file, and what it closes over as arguments"
             )
+        return self._module_address(module), qualname
+
+    def _module_address(self, module: types.ModuleType) -> Address:
+        from . import rank_process
+
         path = getattr(module, "__file__", None)
         if path is None:
-            return (module.__name__, None, 0, ""), qualname
+            return module.__name__, None, 0, ""
         path = str(Path(path).resolve())
         date = os.stat(path).st_mtime_ns
-        return (module.__name__, path, date, pool_worker.compiled(path, date, str(self.folder))), qualname
+        return module.__name__, path, date, rank_process.compiled(path, date, str(self.folder))
 
     def _workers(self, n: int) -> list[_Worker]:
         """The first n workers, whole: those that died or were killed are replaced."""
@@ -386,17 +401,30 @@ class Pool:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-@functools.cache
-def pool() -> Pool:
-    """The one pool of this process."""
-    made = Pool()
-    atexit.register(made.close)
-    return made
+_made: Pool | None = None
+
+
+def pool(filterwarnings: Sequence[str] = ()) -> Pool:
+    """Return the one pool of this process.
+
+    Args:
+        filterwarnings: lines of pytest's option of this name, which then apply on ranks too; read by the first call.
+    """
+    global _made
+    if _made is None:
+        _made = Pool(filterwarnings)
+        atexit.register(_made.close)
+    return _made
 
 
 def run_ranks(n: int, fn: Callable[..., T], *args: Any, **options: Any) -> list[T]:
-    """`Pool.run` on the one pool; in a test, take the fixture `ranks`, which is the same."""
+    """Run ``fn`` on n ranks of the one pool; see ``Pool.run``. The fixture ``ranks`` does the same in a test."""
     return pool().run(n, fn, *args, **options)
+
+
+def slowdown() -> float:
+    """Return how many times as long as on an idle machine a process takes now. Limits of tests are multiplied by it."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def _free_port() -> int:

@@ -1,0 +1,9 @@
+from .equality import assert_equals_one_process as assert_equals_one_process
+from .equality import assert_schedule as assert_schedule
+from .grids import Composition as Composition
+from .grids import covering_grids as covering_grids
+from .pool import RankFailure as RankFailure
+from .pool import RankReport as RankReport
+from .pool import RankTimeout as RankTimeout
+from .pool import run_ranks as run_ranks
+from .traffic import count_bytes as count_bytes

@@ -1,0 +1,266 @@
+"""Equality of a model's numbers on grids and on one process, in float64.
+
+Each step is compared: the loss of an evaluation and of training, the metrics, the gradient norm, every gradient and
+every stepped weight by its name in the whole model. The error names the first difference with its numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..engine.engines import Engine
+from ..engine.pipeline_engine import PipelineEngine
+from ..grid import Grid
+from ..options.batch import Batch
+from ..options.zero import Zero
+from ..pipe.module import PipelineModule
+from ..pipe.program.schedule import Schedule
+from ..pipe.program.verify import verify
+from ..pipe.spec import LayerSpec
+from .grids import Composition, covering_grids
+from .pool import RankFailure, run_ranks
+
+Build = Callable[[Grid], PipelineModule]
+Microbatch = tuple[Any, Any]
+Data = Callable[[], Sequence[Sequence[Microbatch]]]
+
+
+class _Step(NamedTuple):
+    """Numbers of one step."""
+
+    evaluation: float
+    loss: float
+    norm: float
+    metrics: dict[str, Any]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def assert_equals_one_process(
+    build: Build,
+    data: Data,
+    grids: Iterable[Composition] | None = None,
+    *,
+    ranks: int = 4,
+    axes: Sequence[str] = ("pipe", "data", "tensor"),
+    schedules: Sequence[str] = ("1f1b", "interleaved", "zb-h1", "zb-v"),
+    stages: Sequence[int] = (0, 1, 2, 3),
+    rtol: float = 1e-10,
+    timeout: float = 120,
+    **options: Any,
+) -> None:
+    """Check that a model has the same numbers on grids as on one process.
+
+    Args:
+        build: called with the grid on each rank; returns the model, in float64, with its ``loss_fn``. A function from
+            the top level of a file.
+        data: called on each rank; returns a batch for each step, a list of microbatches (inputs, labels). Replica r of
+            d gets the r-th of d parts of the list. All microbatches have the same number of rows.
+        grids: compositions to run; None: ``covering_grids(ranks, axes, schedules, stages)``.
+        ranks, axes, schedules, stages: see ``covering_grids``.
+        rtol: largest difference of a tensor, relative to its largest element.
+        timeout: seconds that a run may take.
+        options: options of ``triax.Engine`` for every run, such as ``clip`` or ``recompute``. The optimizer is SGD with
+            a learning rate of 0.1 unless given.
+
+    Raises:
+        AssertionError: a number differs; the message names the grid, the tensor and the numbers.
+        RankFailure: a rank raised, died or did not end in time.
+        TypeError: the model has parameters of another dtype than float64.
+    """
+    layers, microbatches = run_ranks(1, _sizes, build, data, timeout=timeout)[0]
+    (wanted,) = run_ranks(1, _steps, build, data, Composition(), None, options, timeout=timeout)
+    if grids is None:
+        grids = covering_grids(ranks, axes, schedules, stages, layers, microbatches)
+    for grid in grids:
+        _compare_run(build, data, grid, None, options, wanted, rtol, timeout)
+
+
+def assert_schedule(
+    make: Callable[[int, int], Schedule],
+    sizes: Sequence[tuple[int, int]] = ((2, 4), (4, 8)),
+    build: Build | None = None,
+    data: Data | None = None,
+    *,
+    stages: Sequence[int] = (0, 2),
+    rtol: float = 1e-10,
+    timeout: float = 120,
+) -> None:
+    """Check a schedule of your own: ``verify`` accepts it, it runs, and a model's numbers are those of one process.
+
+    Args:
+        make: called with the number of ranks and of microbatches; returns the schedule.
+        sizes: (ranks, microbatches) of each schedule.
+        build: makes the model, as for ``assert_equals_one_process``; None: a small stack of linear layers.
+        data: makes the batches, with as many microbatches as the schedule; None: random ones. Give both or neither.
+        stages: stages of ZeRO.
+        rtol, timeout: as for ``assert_equals_one_process``.
+
+    Raises:
+        ScheduleError: the schedule is incomplete, out of order, or hangs.
+        AssertionError, RankFailure: as for ``assert_equals_one_process``.
+        ValueError: a schedule has other sizes, or ``build`` is given without ``data``.
+    """
+    if (build is None) != (data is None):
+        raise ValueError("assert_schedule was given one of build and data: give both, or neither")
+    for pipe, microbatches in sizes:
+        schedule = make(pipe, microbatches)
+        if (schedule.pipe, schedule.microbatches) != (pipe, microbatches):
+            raise ValueError(
+                f"make({pipe}, {microbatches}) returned a schedule of {schedule.pipe} ranks and "
+                f"{schedule.microbatches} microbatches: return one of the sizes that it was called with"
+            )
+        verify(schedule)
+        its_build = build or partial(_stack, 2 * schedule.stages)
+        its_data = data or partial(_random_batches, microbatches)
+        (wanted,) = run_ranks(1, _steps, its_build, its_data, Composition(), None, {}, timeout=timeout)
+        for stage in stages:
+            at = Composition((("pipe", pipe),), schedule.name, stage)
+            _compare_run(its_build, its_data, at, schedule.to_json(), {}, wanted, rtol, timeout)
+
+
+def _compare_run(
+    build: Build,
+    data: Data,
+    at: Composition,
+    schedule: str | None,
+    options: dict[str, Any],
+    wanted: list[_Step],
+    rtol: float,
+    timeout: float,
+) -> None:
+    """Run one composition, and compare its steps on each rank with those of one process."""
+    try:
+        found = run_ranks(at.ranks, _steps, build, data, at, schedule, options, timeout=timeout)
+    except RankFailure as failure:
+        failure.add_note(f"{at}: the run did not end")
+        raise
+    for rank, steps in enumerate(found):
+        for number, (step, own) in enumerate(zip(steps, wanted, strict=True)):
+            if difference := _difference(step, own, rtol):
+                raise AssertionError(f"{at}, step {number}, rank {rank}: {difference}")
+
+
+def _sizes(build: Build, data: Data) -> tuple[int, int]:
+    """Return the number of layers, and of microbatches of a batch."""
+    batches = data()
+    counts = {len(batch) for batch in batches}
+    if len(counts) != 1 or not max(counts):
+        raise ValueError(f"data() returned batches of {sorted(counts)} microbatches: return the same number in each")
+    return len(build(Grid()).layer_specs), counts.pop()
+
+
+def _steps(build: Build, data: Data, at: Composition, schedule: str | None, options: dict[str, Any]) -> list[_Step]:
+    """Train on this rank of a grid, and return the numbers of each step."""
+    grid = Grid(**dict(at.axes))
+    module, batches = build(grid), data()
+    for name, parameter in module.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype != torch.float64:
+            raise TypeError(
+                f"{name} is {parameter.dtype}, in which rounding hides small differences: make the model in float64, "
+                "as PipelineModule(..., dtype=torch.float64) does"
+            )
+    share, rest = divmod(len(batches[0]), grid.data.size)
+    if rest:
+        raise ValueError(f"{at} divides batches of {len(batches[0])} microbatches among {grid.data.size} replicas")
+    rows = _rows(batches[0][0][0])
+    optimizer = options.pop("optimizer", None) or partial(torch.optim.SGD, lr=0.1)
+    engine = Engine(
+        module,
+        optimizer=optimizer,
+        batch=Batch(size=rows * len(batches[0]), microbatch=rows),
+        schedule=at.schedule if schedule is None else Schedule.from_json(schedule),
+        zero=Zero(stage=at.stage),  # type: ignore[arg-type]
+        **options,
+    )
+    assert isinstance(engine, PipelineEngine)
+    found = []
+    for batch in batches:
+        mine = batch[grid.data.rank * share : (grid.data.rank + 1) * share]
+        evaluation = engine.eval_batch(iter(mine)).item()
+        loss = engine.train_batch(iter(mine)).item()
+        gradients, weights = engine.gather("gradients"), engine.gather()
+        found.append(_Step(evaluation, loss, float(engine.grad_norm or 0.0), engine.metrics, gradients, weights))
+    return found
+
+
+def _rows(inputs: Any) -> int:
+    """Return the number of rows of a microbatch: the first dim of its first tensor."""
+    leaves = torch.utils._pytree.tree_leaves(inputs)
+    found = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
+    if found is None:
+        raise ValueError(
+            "the inputs of a microbatch have no tensor: return (inputs, labels) with a row for each sample"
+        )
+    return found.shape[0]
+
+
+def _difference(step: _Step, own: _Step, rtol: float) -> str:
+    """Return the first difference in words, or ""."""
+    numbers = [("loss of an evaluation", step.evaluation, own.evaluation), ("loss", step.loss, own.loss)]
+    if step.metrics.keys() != own.metrics.keys():
+        return f"the metrics are {', '.join(step.metrics)}, and on one process {', '.join(own.metrics)}"
+    numbers += [(f"metric {name!r}", step.metrics[name], value) for name, value in own.metrics.items()]
+    tensors = []
+    for kind in ("gradient", "weight"):
+        mine, wanted = getattr(step, f"{kind}s"), getattr(own, f"{kind}s")
+        if mine.keys() != wanted.keys():
+            names = sorted(mine.keys() ^ wanted.keys())
+            return f"the {kind}s of {', '.join(names)} exist on one process or on the grid alone"
+        tensors += [(f"{kind} of {name}", mine[name], tensor) for name, tensor in wanted.items()]
+    norm = [("gradient norm", step.norm, own.norm)]
+    different = [text for name, *values in [*numbers, *tensors, *norm] if (text := _differs(name, *values, rtol))]
+    if not different:
+        return ""
+    others = f"; so do {len(different) - 1} other numbers" if len(different) > 1 else ""
+    return f"the {different[0]}{others}"
+
+
+def _differs(name: str, found: Any, wanted: Any, rtol: float) -> str:
+    """Return how a number or tensor differs, or ""."""
+    a, b = (torch.as_tensor(each, dtype=torch.float64) for each in (found, wanted))
+    if a.shape != b.shape:
+        return f"{name} has the shape {tuple(a.shape)}, and on one process {tuple(b.shape)}"
+    if not a.numel():
+        return ""
+    largest = b.abs().max()
+    error = (a - b).abs()
+    if bool((error <= rtol * largest + 1e-14).all()):  # False for NaN
+        return ""
+    at = torch.unravel_index(error.nan_to_num(torch.inf).argmax(), a.shape)
+    place = tuple(int(i) for i in at)
+    where = f" at {place}" if place else ""
+    return f"{name} differs{where}: {a[place].item():.12g}, and on one process {b[place].item():.12g}"
+
+
+def _stack(layers: int, grid: Grid) -> PipelineModule:
+    """Return a stack of linear layers."""
+    specs: list[Any] = [LayerSpec(_Tanh, 6) for _ in range(layers)]
+    return PipelineModule(
+        specs, grid=grid, loss_fn=nn.functional.mse_loss, dtype=torch.float64, seed=3, partition="uniform"
+    )
+
+
+class _Tanh(nn.Module):
+    """A linear layer and a tanh, with a residual connection."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the layer: (B, D) -> (B, D)."""
+        y: Tensor = x + torch.tanh(self.linear(x))
+        return y
+
+
+def _random_batches(microbatches: int) -> list[list[Microbatch]]:
+    """Return two batches of random numbers."""
+    generator = torch.Generator().manual_seed(4)
+    draw = partial(torch.randn, 2, 6, generator=generator, dtype=torch.float64)
+    return [[(draw(), draw()) for _ in range(microbatches)] for _ in range(2)]

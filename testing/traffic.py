@@ -1,0 +1,33 @@
+"""Bytes that this rank sends within a context."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..grid import Grid
+
+
+@contextmanager
+def count_bytes(grid: Grid) -> Iterator[dict[str, float]]:
+    """Context that counts the bytes that this rank sends: a dict of axis -> bytes, which grows within it.
+
+    Collectives count what a ring algorithm sends from each rank, as ``engine.traffic_report`` does. Messages by which
+    ranks agree on a step, such as forms of losses, do not count.
+    """
+    found: dict[str, float] = defaultdict(float)
+    traffic = grid.traffic
+    add = traffic.add
+
+    def counting(axis: str, collective: str, size: float) -> None:
+        if not traffic.suspended:
+            found[axis] += size
+        add(axis, collective, size)
+
+    traffic.add = counting  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        del traffic.add  # the method of the class again
+        found.default_factory = None

@@ -1,0 +1,204 @@
+"""triax.testing as a user's project has it: the plugin, equality with one process, schedules, grids, bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from functools import partial
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import triax
+from triax import Grid, LayerSpec, PipelineModule
+from triax.pipe.program.deadlock import ScheduleError
+from triax.pipe.program.verify import verify
+from triax.testing import (
+    Composition,
+    RankFailure,
+    assert_equals_one_process,
+    assert_schedule,
+    count_bytes,
+    covering_grids,
+)
+from triax.testing.strategies import grids, microbatch_counts, schedules
+
+from paths import ROOT
+
+WIDTH = 8
+
+
+def pytest_in(folder: Path, *words: str) -> str:
+    """Run pytest in a folder as another project does; return what it prints."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    words = (sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", "-p", "no:cacheprovider", *words)
+    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_project_of_its_own_tests_itself(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples" / "own_model", tmp_path / "own")
+    assert "3 passed" in pytest_in(tmp_path / "own")
+
+
+def test_a_project_that_does_not_use_the_kit_does_not_pay_for_it(tmp_path: Path) -> None:
+    """Neither torch nor hypothesis nor the core is imported, and a fixture of the project's own wins."""
+    (tmp_path / "test_it.py").write_text(
+        textwrap.dedent("""
+            import sys
+            import pytest
+
+            @pytest.fixture
+            def ranks():
+                return "mine"
+
+            def test_it(ranks, pytestconfig):
+                assert ranks == "mine" and pytestconfig.pluginmanager.hasplugin("triax")
+                heavy = ["torch", "numpy", "hypothesis", "triax.testing.pool", "triax.pipe", "triax.grid"]
+                assert not [name for name in heavy if name in sys.modules]
+        """)
+    )
+    assert "1 passed" in pytest_in(tmp_path)
+
+
+class Sharded(nn.Module):
+    """A residual layer in shards, with a mistake if one is named."""
+
+    def __init__(self, mistake: str, grid: Grid) -> None:
+        super().__init__()
+        self.up = triax.ColumnParallelLinear(WIDTH, 2 * WIDTH, grid=grid)
+        self.down = triax.RowParallelLinear(2 * WIDTH, WIDTH, grid=grid)
+        self.mistake, self.grid, self.calls = mistake, grid, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.up(x))
+        self.calls += 1
+        match self.mistake:
+            case "mean over a shard":
+                h = h - h.mean(-1, keepdim=True)
+            case "state":
+                h = h * self.calls
+            case "shard":
+                h = h * (1 + self.grid.tensor.rank)
+        y: Tensor = x + self.down(h)
+        return y
+
+
+def build(mistake: str, grid: Grid, dtype: Any = torch.float64) -> PipelineModule:
+    specs = [LayerSpec(Sharded, mistake) for _ in range(4)]
+    loss = mean_of_microbatches if mistake == "loss" else F.mse_loss
+    return PipelineModule(specs, grid=grid, loss_fn=loss, dtype=dtype, seed=1, partition="uniform")
+
+
+def mean_of_microbatches(outputs: Tensor, labels: Tensor) -> Tensor:
+    import torch.distributed as dist
+
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    return F.mse_loss(outputs, labels) / size
+
+
+def batches() -> list[list[tuple[Tensor, Tensor]]]:
+    draw = partial(torch.randn, 1, WIDTH, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    return [[(draw(), draw()) for _ in range(4)]]
+
+
+GRIDS = [Composition((("pipe", 2),), "zb-h1", 2), Composition((("data", 2),), "1f1b", 3), Composition((("tensor", 2),))]
+
+
+def test_a_right_model_equals_one_process() -> None:
+    assert_equals_one_process(partial(build, ""), batches, GRIDS, clip=0.1)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        ("mean over a shard", r"Grid\(tensor=2\), schedule 1f1b, ZeRO stage 0, step 0, rank 0: the loss of an"),
+        ("state", r"Grid\(data=2\), schedule 1f1b, ZeRO stage 3, step 0, rank \d: the loss"),
+        ("shard", r"Grid\(tensor=2\).*: [-\d.]+, and on one process [-\d.]+; so do \d+ other numbers"),
+        ("loss", r"Grid\(pipe=2\), schedule zb-h1, ZeRO stage 2, step 0"),
+    ],
+)
+def test_a_mistake_is_named_with_its_grid(mistake: str, words: str) -> None:
+    with pytest.raises(AssertionError, match=words):
+        assert_equals_one_process(partial(build, mistake), batches, GRIDS)
+
+
+def test_what_cannot_be_compared_says_so() -> None:
+    with pytest.raises(RankFailure, match=r"layers\.0\.up\.weight is torch\.float32, in which rounding hides"):
+        assert_equals_one_process(partial(build, "", dtype=torch.float32), batches, GRIDS)
+    with pytest.raises(RankFailure, match=r"divides batches of 4 microbatches among 3 replicas"):
+        assert_equals_one_process(partial(build, ""), batches, [Composition((("data", 3),))])
+    with pytest.raises(ValueError, match="there is no axis 'pipes': give some of pipe, data, context, tensor"):
+        covering_grids(axes=["pipes"])
+    with pytest.raises(ValueError, match="no grid of at most 4 ranks runs a model of 1 layers"):
+        covering_grids(schedules=["zb-v"], layers=1)
+
+
+def reversed_backward(pipe: int, microbatches: int) -> triax.Schedule:
+    """1F1B whose ranks run all backward passes first."""
+    base = triax.make_schedule("1f1b", pipe, microbatches)
+    orders = tuple(tuple(sorted(order, key=lambda op: op.kind)) for order in base.orders)
+    return dataclasses.replace(base, name="reversed", orders=orders)
+
+
+def test_schedules_of_a_users_own() -> None:
+    assert_schedule(partial(triax.make_schedule, "zb-v"), sizes=[(2, 4)])
+    with pytest.raises(ScheduleError, match="0B0"):
+        assert_schedule(reversed_backward)
+    with pytest.raises(ValueError, match=r"make\(2, 4\) returned a schedule of 4 ranks and 4 microbatches"):
+        assert_schedule(lambda pipe, microbatches: triax.make_schedule("1f1b", 2 * pipe, microbatches))
+    with pytest.raises(ValueError, match="give both, or neither"):
+        assert_schedule(partial(triax.make_schedule, "1f1b"), build=partial(build, ""))
+
+
+def test_every_two_choices_meet_in_some_grid() -> None:
+    found = covering_grids(4, layers=8, microbatches=8)
+    rows = [dict(each.axes) | {"schedule": each.schedule, "stage": each.stage} for each in found]
+    assert all(each.ranks <= 4 for each in found) and len(found) < 40
+    sizes = (1, 2, 4)
+    values = {"pipe": sizes, "data": sizes, "tensor": sizes, "stage": (0, 1, 2, 3)}
+    values |= {"schedule": ("1f1b", "interleaved", "zb-h1", "zb-v")}  # type: ignore[dict-item]
+    for a, b in combinations(values, 2):
+        for x, y in product(values[a], values[b]):
+            pair = {a: x, b: y}
+            too_large = pair.get("pipe", 1) * pair.get("data", 1) * pair.get("tensor", 1) > 4
+            needs_pipe = pair.get("schedule", "1f1b") != "1f1b"
+            idle = needs_pipe and (pair.get("pipe", 2) == 1 or max(pair.get("data", 1), pair.get("tensor", 1)) == 4)
+            meets = any(row[a] == x and row[b] == y for row in rows)
+            assert meets != (too_large or idle), pair
+
+
+def sent(size: int) -> list[dict[str, float]]:
+    grid, found = Grid(data=2, tensor=2, timeout=60), []
+    for axis in (grid.data, grid.tensor, grid.world):
+        with count_bytes(grid) as counted:
+            axis.all_reduce(torch.zeros(size, dtype=torch.float64))
+        axis.all_reduce(torch.zeros(size))  # not within
+        found.append(dict(counted))
+    return found
+
+
+def test_bytes_of_collectives_are_counted(ranks: Any) -> None:
+    for found in ranks(4, sent, 16):
+        assert found == [{"data": 8 * 16}, {"tensor": 8 * 16}, {"world": 2 * 3 / 4 * 8 * 16}]
+
+
+@given(schedules(), st.data())
+def test_strategies_draw_what_exists(schedule: triax.Schedule, data: st.DataObject) -> None:
+    verify(schedule)
+    axes = data.draw(grids(8))
+    assert list(axes) == ["pipe", "data", "tensor"] and axes["pipe"] * axes["data"] * axes["tensor"] <= 8
+    count = data.draw(microbatch_counts("dualpipe-v", axes["pipe"]))
+    verify(triax.make_schedule("dualpipe-v", axes["pipe"], count))
