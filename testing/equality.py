@@ -1,7 +1,8 @@
 """Equality of a model's numbers on grids and on one process, in float64.
 
-Each step is compared: the loss of an evaluation and of training, the metrics, the gradient norm, every gradient and
-every stepped weight by its name in the whole model. The error names the first difference with its numbers.
+Each step is compared: the loss of an evaluation and of training, the metrics, the gradient norm and every gradient by
+its name in the whole model, and after the last step every weight. The error names the first difference, with its
+numbers.
 """
 
 from __future__ import annotations
@@ -157,7 +158,8 @@ def _sizes(build: Build, data: Data) -> tuple[int, int]:
 
 def _steps(build: Build, data: Data, at: Composition, schedule: str | None, options: dict[str, Any]) -> list[_Step]:
     """Train on this rank of a grid, and return the numbers of each step."""
-    grid = Grid(**dict(at.axes))
+    axes: dict[str, Any] = dict(at.axes)
+    grid = Grid(**axes)
     module, batches = build(grid), data()
     for name, parameter in module.named_parameters():
         if parameter.is_floating_point() and parameter.dtype != torch.float64:
@@ -180,11 +182,12 @@ def _steps(build: Build, data: Data, at: Composition, schedule: str | None, opti
     )
     assert isinstance(engine, PipelineEngine)
     found = []
-    for batch in batches:
+    for number, batch in enumerate(batches):
         mine = batch[grid.data.rank * share : (grid.data.rank + 1) * share]
         evaluation = engine.eval_batch(iter(mine)).item()
         loss = engine.train_batch(iter(mine)).item()
-        gradients, weights = engine.gather("gradients"), engine.gather()
+        gradients = engine.gather("gradients")
+        weights = engine.gather() if number == len(batches) - 1 else {}
         found.append(_Step(evaluation, loss, float(engine.grad_norm or 0.0), engine.metrics, gradients, weights))
     return found
 
@@ -214,7 +217,8 @@ def _difference(step: _Step, own: _Step, rtol: float) -> str:
             return f"the {kind}s of {', '.join(names)} exist on one process or on the grid alone"
         tensors += [(f"{kind} of {name}", mine[name], tensor) for name, tensor in wanted.items()]
     norm = [("gradient norm", step.norm, own.norm)]
-    different = [text for name, *values in [*numbers, *tensors, *norm] if (text := _differs(name, *values, rtol))]
+    every = [*numbers, *tensors, *norm]
+    different = [text for name, mine, wanted in every if (text := _differs(name, mine, wanted, rtol))]
     if not different:
         return ""
     others = f"; so do {len(different) - 1} other numbers" if len(different) > 1 else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,13 +15,13 @@ def count_bytes(grid: Grid) -> Iterator[dict[str, float]]:
     Collectives count what a ring algorithm sends from each rank, as ``engine.traffic_report`` does. Messages by which
     ranks agree on a step, such as forms of losses, do not count.
     """
-    found: dict[str, float] = defaultdict(float)
+    found: dict[str, float] = {}
     traffic = grid.traffic
     add = traffic.add
 
     def counting(axis: str, collective: str, size: float) -> None:
         if not traffic.suspended:
-            found[axis] += size
+            found[axis] = found.get(axis, 0.0) + size
         add(axis, collective, size)
 
     traffic.add = counting  # type: ignore[method-assign]
@@ -30,4 +29,3 @@ def count_bytes(grid: Grid) -> Iterator[dict[str, float]]:
         yield found
     finally:
         del traffic.add  # the method of the class again
-        found.default_factory = None

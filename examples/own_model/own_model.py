@@ -18,9 +18,9 @@ class GatedBlock(nn.Module):
     def __init__(self, width, inner, grid):
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.up = triax.ColumnParallelLinear(width, inner, grid=grid)
-        self.gate = triax.ColumnParallelLinear(width, inner, grid=grid)
-        self.down = triax.RowParallelLinear(inner, width, grid=grid)
+        self.up = triax.ColumnParallelLinear(width, inner, bias=False, grid=grid)
+        self.gate = triax.ColumnParallelLinear(width, inner, bias=False, grid=grid)
+        self.down = triax.RowParallelLinear(inner, width, bias=False, grid=grid)
 
     def forward(self, x):
         h = self.norm(x)
