@@ -308,25 +308,42 @@ class PipelineModule(nn.Module):
                 check(x)
             if missing := [name for name in takes if name not in fields]:
                 raise ValueError(
-                    f"layer {index} ({typename(self._list[index])}) takes the field {missing[0]!r} of a microbatch, "
-                    f"which was not given: call model(x, {missing[0]}=...), or engine.train_batch or engine.eval_batch"
+                    f"{self._describe(index)} takes the field {missing[0]!r} of a microbatch, which was not given: "
+                    f"call model(x, {missing[0]}=...), or engine.train_batch or engine.eval_batch"
                 )
             own = {name: fields[name] for name in takes}
-            call, where = function, f"layer {index} ({typename(self._list[index])})"
+            call = function
             try:
                 if key is None:
-                    x = _checked(function, where, own, x)
+                    x = self._run_layer(index, function, own, x)
                 else:
                     call = layers[key] if function is None else partial(function, layers[key])
-                    run = partial(_checked, call, where, own)
+                    run: Any = partial(self._run_layer, index, call, own)
+                    run.__wrapped__ = call  # hooks look whether it is a module
                     x = run(x) if hook is None else hook(stage, index, run, x)
             except TypeError:
-                require_arguments(call, (x,), f"{where} of stage {stage}", _ONE, own)
+                require_arguments(call, (x,), f"{self._describe(index)} of stage {stage}", _ONE, own)
                 raise
             if isinstance(x, WithLoss):
                 x, loss = x
                 losses.append(loss)
         return x, losses
+
+    def _run_layer(self, index: int, call: Callable[..., Any], fields: Mapping[str, Any], x: Any) -> Any:
+        """Return a layer's output. Losses beside it are checked, and so a nest of tensors, as hooks need it."""
+        value = call(x, **fields) if fields else call(x)
+        if not isinstance(value, WithLoss):
+            return value
+        where = self._describe(index)
+        if not is_named(value.loss):
+            raise ValueError(
+                f"{where} returned WithLoss(value, loss) with a {type(value.loss).__name__} as loss: return a dict or "
+                "triax.Loss of terms"
+            )
+        return WithLoss(value.value, named_losses(value.loss, f"{where} returned", "return"))
+
+    def _describe(self, index: int) -> str:
+        return f"layer {index} ({typename(self._list[index])})"
 
     @property
     def loss_takes_head(self) -> bool:
@@ -721,19 +738,6 @@ def checksum(parameter: Tensor) -> int:
     """Sum the elements' bits, read as integers: a number that changes when the parameter does."""
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(parameter.element_size(), torch.uint8)
     return int(parameter.detach().reshape(-1).view(words).sum(dtype=torch.int64))
-
-
-def _checked(call: Callable[..., Any], where: str, fields: Mapping[str, Any], x: Any) -> Any:
-    """Return a layer's output. The losses beside it are checked, and so a nest of tensors, as hooks need it."""
-    value = call(x, **fields) if fields else call(x)
-    if not isinstance(value, WithLoss):
-        return value
-    if not is_named(value.loss):
-        raise ValueError(
-            f"{where} returned WithLoss(value, loss) with a {type(value.loss).__name__} as loss: return a dict or "
-            "triax.Loss of terms"
-        )
-    return WithLoss(value.value, named_losses(value.loss, f"{where} returned", "return"))
 
 
 def _as_nest(loss: Any) -> Any:

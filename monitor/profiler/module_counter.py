@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -92,7 +93,7 @@ class ModuleCounter:
 
         Hooks do not run for a layer that is a plain function, such as a tied head, so it is counted here.
         """
-        with nullcontext() if isinstance(call, nn.Module) else self.within(f"layers.{layer}"):
+        with nullcontext() if isinstance(inspect.unwrap(call), nn.Module) else self.within(f"layers.{layer}"):
             return call(x) if inner is None else inner(stage, layer, call, x)
 
     @contextmanager

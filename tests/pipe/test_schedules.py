@@ -405,7 +405,6 @@ def test_the_command_reads_your_own_schedule(tmp_path) -> None:  # type: ignore[
         (["1f1b", "--pipe", "1000000", "--microbatches", "4"], "at most 1,048,576 are simulated"),
         (["--compare", "--pipe", "4", "--microbatches", "1000000000"], "at most 1,048,576 are simulated"),
         (["1f1b", "--pipe", "2", "--microbatches", "2", "--costs", "1e308,1e308,1"], "from 0 to 1e100"),
-        (["--file", "a\0b.json"], "embedded null"),
     ],
 )
 def test_the_command_says_what_to_type(words: list[str], message: str) -> None:
