@@ -7,6 +7,7 @@ from . import models as models
 from . import moe as moe
 from . import pipe as pipe
 from . import tensor_parallel as tensor_parallel
+from . import testing as testing
 from . import zero as zero
 from .base.errors import AgreedError as AgreedError
 from .base.errors import CheckpointError as CheckpointError

@@ -61,7 +61,7 @@ pygments_style, pygments_dark_style = "friendly", "native"
 PACKAGES = (
     "triax",
     *("triax.pipe", "triax.tensor_parallel", "triax.context", "triax.moe", "triax.zero", "triax.data", "triax.models"),
-    *("triax.grid", "triax.methods"),
+    *("triax.grid", "triax.methods", "triax.testing"),
     *("triax.compat.deepspeed", "triax.compat.horovod", "triax.compat.huggingface"),
 )
 

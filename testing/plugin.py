@@ -20,6 +20,7 @@ def ranks(pytestconfig: pytest.Config) -> Iterator[Ranks]:
     """
     from .pool import pool
 
-    made = pool(tuple(pytestconfig.getini("filterwarnings")))
+    made = pool()
+    made.filterwarnings = tuple(pytestconfig.getini("filterwarnings"))
     yield made.run
     made.close()

@@ -35,7 +35,7 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
@@ -194,16 +194,20 @@ def _job_frames(text: str) -> str:
 
 
 class Pool:
-    """Up to `SIZE` ranks, started when a job first needs them, kept until the end."""
+    """Up to ``SIZE`` ranks, started when a job first needs them, kept until the end.
 
-    def __init__(self, filterwarnings: Sequence[str] = ()) -> None:
+    Attributes:
+        filterwarnings: lines of pytest's option of this name, which apply on ranks that start later.
+    """
+
+    def __init__(self) -> None:
         import torch.distributed as dist
 
         from . import rank_process
 
         self.folder = Path(tempfile.mkdtemp(prefix="triax-pool-"))
         self.context = multiprocessing.get_context("forkserver")
-        self.filterwarnings = tuple(filterwarnings)
+        self.filterwarnings: tuple[str, ...] = ()
         self.workers: list[_Worker] = []
         self.spawned = 0
         self.jobs = 0
@@ -401,20 +405,12 @@ class Pool:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-_made: Pool | None = None
-
-
-def pool(filterwarnings: Sequence[str] = ()) -> Pool:
-    """Return the one pool of this process.
-
-    Args:
-        filterwarnings: lines of pytest's option of this name, which then apply on ranks too; read by the first call.
-    """
-    global _made
-    if _made is None:
-        _made = Pool(filterwarnings)
-        atexit.register(_made.close)
-    return _made
+@functools.cache
+def pool() -> Pool:
+    """Return the one pool of this process."""
+    made = Pool()
+    atexit.register(made.close)
+    return made
 
 
 def run_ranks(n: int, fn: Callable[..., T], *args: Any, **options: Any) -> list[T]:

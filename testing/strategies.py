@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import strategies as st
+from ..base.errors import to_install
+
+try:
+    from hypothesis import strategies as st
+except ImportError:
+    raise ImportError(f"strategies need hypothesis: {to_install('testing')}", name="hypothesis") from None
 
 from ..pipe.program.schedule import Schedule
 from ..pipe.schedules.choose import make_schedule

@@ -36,6 +36,7 @@ SUBJECTS = {
     "inference": "generation",
     "gradient_compression": "fewer bytes",
     "methods": "post-training",
+    "testing": "a test kit for users",
     "local_sgd": "replicas that step alone",
     "dry_run": "a rank of a thousand",
     "compat": "APIs of other libraries",

@@ -47,7 +47,8 @@ SLOW = {
     "compare.py 2 1 1",
     "compiled.py aot_eager",
 }
-INSTALLED = {"npz_export.py"}  # a package: the last tests of this file
+# A package: the last tests of this file; a project of its own: tests/testing/test_kit.py.
+INSTALLED = {"npz_export.py", "test_own_model.py"}
 FOREIGN = {"sbatch", "srun", "kubectl", "ssh", "mpirun", "export", "nvidia-smi"}  # they need a cluster
 
 

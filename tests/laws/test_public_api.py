@@ -33,6 +33,7 @@ PACKAGES = (
         "triax.models",
         "triax.pipe",
         "triax.tensor_parallel",
+        "triax.testing",
         "triax.zero",
     ),
 )

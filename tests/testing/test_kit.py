@@ -34,7 +34,7 @@ from triax.testing import (
 )
 from triax.testing.strategies import grids, microbatch_counts, schedules
 
-from paths import ROOT
+from paths import DOCS, ROOT
 
 WIDTH = 8
 
@@ -131,8 +131,18 @@ def test_a_right_model_equals_one_process() -> None:
     ],
 )
 def test_a_mistake_is_named_with_its_grid(mistake: str, words: str) -> None:
-    with pytest.raises(AssertionError, match=words):
+    with pytest.raises(AssertionError, match=words) as caught:
         assert_equals_one_process(partial(build, mistake), batches, GRIDS)
+    if mistake == "mean over a shard":
+        assert str(caught.value) in (DOCS / "guides" / "testing.md").read_text()
+
+
+def test_the_guide_shows_the_project() -> None:
+    page = (DOCS / "guides" / "testing.md").read_text()
+    for file in ("own_model.py", "tests/test_own_model.py"):
+        assert f"```python\n# {Path(file).name}\n{(ROOT / 'examples' / 'own_model' / file).read_text()}```" in page, (
+            file
+        )
 
 
 def test_what_cannot_be_compared_says_so() -> None:
