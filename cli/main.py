@@ -9,6 +9,7 @@ import typer
 from ..base import VERSION
 from ..base.errors import ConfigError
 from ..base.tables import terminal
+from .check import check
 from .checkpoint import checkpoint
 from .config import config
 from .data import data
@@ -55,6 +56,7 @@ app.command(cls=Command)(train)
 app.command(cls=Command)(generate)
 app.command(cls=Command)(plan)
 app.command(cls=Command)(report)
+app.command(cls=Command)(check)
 app.command(cls=RunCommand, context_settings=CONTEXT)(run)
 app.command(cls=Command)(env)
 app.add_typer(checkpoint)

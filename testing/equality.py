@@ -7,7 +7,7 @@ numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,8 +31,16 @@ Microbatch = tuple[Any, Any]
 Data = Callable[[], Sequence[Sequence[Microbatch]]]
 
 
-class _Step(NamedTuple):
-    """Numbers of one step."""
+class Step(NamedTuple):
+    """Numbers of one step.
+
+    Attributes:
+        evaluation, loss: loss of the batch before the step, in evaluation and in training.
+        norm: norm of the gradients.
+        metrics: named losses and metrics.
+        gradients: by name in the whole model.
+        weights: after the step; of the last step only.
+    """
 
     evaluation: float
     loss: float
@@ -40,6 +48,9 @@ class _Step(NamedTuple):
     metrics: dict[str, Any]
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
+
+
+Steps = list[Step]
 
 
 def assert_equals_one_process(
@@ -74,8 +85,8 @@ def assert_equals_one_process(
         RankFailure: a rank raised, died or did not end in time.
         TypeError: the model has parameters of another dtype than float64.
     """
-    layers, microbatches = run_ranks(1, _sizes, build, data, timeout=timeout)[0]
-    (wanted,) = run_ranks(1, _steps, build, data, Composition(), None, options, timeout=timeout)
+    layers, microbatches = run_ranks(1, sizes_of, build, data, timeout=timeout)[0]
+    (wanted,) = run_ranks(1, steps_of, build, data, Composition(), None, options, timeout=timeout)
     if grids is None:
         grids = covering_grids(ranks, axes, schedules, stages, layers, microbatches)
     for grid in grids:
@@ -119,7 +130,7 @@ def assert_schedule(
         verify(schedule)
         its_build = build or partial(_stack, 2 * schedule.stages)
         its_data = data or partial(_random_batches, microbatches)
-        (wanted,) = run_ranks(1, _steps, its_build, its_data, Composition(), None, {}, timeout=timeout)
+        (wanted,) = run_ranks(1, steps_of, its_build, its_data, Composition(), None, {}, timeout=timeout)
         for stage in stages:
             at = Composition((("pipe", pipe),), schedule.name, stage)
             _compare_run(its_build, its_data, at, schedule.to_json(), {}, wanted, rtol, timeout)
@@ -131,23 +142,23 @@ def _compare_run(
     at: Composition,
     schedule: str | None,
     options: dict[str, Any],
-    wanted: list[_Step],
+    wanted: Steps,
     rtol: float,
     timeout: float,
 ) -> None:
     """Run one composition, and compare its steps on each rank with those of one process."""
     try:
-        found = run_ranks(at.ranks, _steps, build, data, at, schedule, options, timeout=timeout)
+        found = run_ranks(at.ranks, steps_of, build, data, at, schedule, options, timeout=timeout)
     except RankFailure as failure:
         failure.add_note(f"{at}: the run did not end")
         raise
     for rank, steps in enumerate(found):
         for number, (step, own) in enumerate(zip(steps, wanted, strict=True)):
-            if difference := _difference(step, own, rtol):
-                raise AssertionError(f"{at}, step {number}, rank {rank}: {difference}")
+            if text := difference(step, own, rtol):
+                raise AssertionError(f"{at}, step {number}, rank {rank}: {text}")
 
 
-def _sizes(build: Build, data: Data) -> tuple[int, int]:
+def sizes_of(build: Build, data: Data) -> tuple[int, int]:
     """Return the number of layers, and of microbatches of a batch."""
     batches = data()
     counts = {len(batch) for batch in batches}
@@ -156,8 +167,21 @@ def _sizes(build: Build, data: Data) -> tuple[int, int]:
     return len(build(Grid()).layer_specs), counts.pop()
 
 
-def _steps(build: Build, data: Data, at: Composition, schedule: str | None, options: dict[str, Any]) -> list[_Step]:
-    """Train on this rank of a grid, and return the numbers of each step."""
+def steps_of(
+    build: Build,
+    data: Data,
+    at: Composition,
+    schedule: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Steps:
+    """Train on this rank of a grid, and return the numbers of each step.
+
+    Args:
+        build, data: as for ``assert_equals_one_process``.
+        at: the grid, the schedule's name and the ZeRO stage.
+        schedule: a schedule as JSON, in place of the name.
+        options: options of the engine.
+    """
     axes: dict[str, Any] = dict(at.axes)
     grid = Grid(**axes)
     module, batches = build(grid), data()
@@ -171,14 +195,12 @@ def _steps(build: Build, data: Data, at: Composition, schedule: str | None, opti
     if rest:
         raise ValueError(f"{at} divides batches of {len(batches[0])} microbatches among {grid.data.size} replicas")
     rows = _rows(batches[0][0][0])
-    optimizer = options.pop("optimizer", None) or partial(torch.optim.SGD, lr=0.1)
     engine = Engine(
         module,
-        optimizer=optimizer,
         batch=Batch(size=rows * len(batches[0]), microbatch=rows),
         schedule=at.schedule if schedule is None else Schedule.from_json(schedule),
         zero=Zero(stage=at.stage),  # type: ignore[arg-type]
-        **options,
+        **{"optimizer": partial(torch.optim.SGD, lr=0.1), **(options or {})},
     )
     assert isinstance(engine, PipelineEngine)
     found = []
@@ -188,7 +210,7 @@ def _steps(build: Build, data: Data, at: Composition, schedule: str | None, opti
         loss = engine.train_batch(iter(mine)).item()
         gradients = engine.gather("gradients")
         weights = engine.gather() if number == len(batches) - 1 else {}
-        found.append(_Step(evaluation, loss, float(engine.grad_norm or 0.0), engine.metrics, gradients, weights))
+        found.append(Step(evaluation, loss, float(engine.grad_norm or 0.0), engine.metrics, gradients, weights))
     return found
 
 
@@ -203,8 +225,8 @@ def _rows(inputs: Any) -> int:
     return found.shape[0]
 
 
-def _difference(step: _Step, own: _Step, rtol: float) -> str:
-    """Return the first difference in words, or ""."""
+def difference(step: Step, own: Step, rtol: float) -> str:
+    """Return the first difference of a step from one process's in words, or ""."""
     numbers = [("loss of an evaluation", step.evaluation, own.evaluation), ("loss", step.loss, own.loss)]
     if step.metrics.keys() != own.metrics.keys():
         return f"the metrics are {', '.join(step.metrics)}, and on one process {', '.join(own.metrics)}"

@@ -46,7 +46,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "train": (*_PARTS, "models", "engine", "inference"),
     "dry_run": (*_PARTS, "models", "engine", "train"),
     "compat": (*_PARTS, "models", "engine", "inference", "train", "gradient_compression"),
-    "cli": (*_PARTS, "models", "engine", "inference", "compat", "train", "dry_run", "plan"),
+    "cli": (*_PARTS, "models", "engine", "inference", "compat", "train", "dry_run", "plan", "testing"),
 }
 FOLDERS = tuple(ARROWS)
 # Other libraries' languages and what is experimental: found by cli/, the front door and entry points alone.

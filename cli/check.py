@@ -1,0 +1,107 @@
+"""``triax check``: compare a model of your own on grids with one process, and say where a number differs first."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..base.errors import escaped
+from ..base.tables import table, terminal
+
+
+def check(
+    target: Annotated[str, typer.Argument(help="FILE.py:FUNCTION, which returns the model for a grid.")],
+    data: Annotated[
+        str, typer.Option(help="Function of the same file that returns the batches: lists of (inputs, labels).")
+    ] = "batches",
+    axes: Annotated[
+        str, typer.Option(help="Axes to try, each with 2 ranks, then together: of pipe, data, context and tensor.")
+    ] = "pipe,data,tensor",
+    ranks: Annotated[int, typer.Option(min=1, max=8, help="Ranks of a grid, at most.")] = 4,
+    timeout: Annotated[float, typer.Option(help="Seconds that a run may take.")] = 120.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Compare a model on grids with one process: losses, metrics and every gradient, in float64.
+
+    The exit status is 0 if all numbers are equal, and 1 if one differs.
+    """
+    from ..testing.grids import AXES
+
+    try:
+        build, batches = functions(target, data)
+        chosen = [name.strip() for name in axes.split(",") if name.strip()]
+        if unknown := [name for name in chosen if name not in AXES]:
+            raise ValueError(f"--axes has {unknown[0]!r}: give some of {', '.join(AXES)}, with commas between them")
+    except (ValueError, OSError) as error:
+        terminal(stderr=True).print(escaped(f"triax check: {error}"), style="red")
+        raise typer.Exit(2) from None
+    rows = _rows(build, batches, chosen, ranks, timeout)
+    holds = all(row.holds for row in rows)
+    if as_json:
+        typer.echo(json.dumps({"target": target, "holds": holds, "runs": [row.as_json() for row in rows]}))
+    else:
+        terminal().print(table(("run", "numbers"), ((row.what, _result(row)) for row in rows), left=2))
+    raise typer.Exit(0 if holds else 1)
+
+
+def functions(target: str, data: str) -> tuple[Any, Any]:
+    """Return two functions of a Python file.
+
+    Args:
+        target: ``FILE.py:FUNCTION``.
+        data: name of the other function.
+
+    Raises:
+        ValueError: the file or a function does not exist, or the file raises an error.
+    """
+    name, colon, function = target.rpartition(":")
+    path = Path(name)
+    if not colon or path.suffix != ".py" or not function:
+        raise ValueError(f"{target} is not FILE.py:FUNCTION: give a file and its function, such as model.py:build")
+    if not path.is_file():
+        raise ValueError(f"there is no file {path}")
+    sys.path.insert(0, str(path.resolve().parent))  # it may import its neighbours
+    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"{path} raised {type(error).__name__}: {error}") from error
+    for each, option in ((function, "the target"), (data, "--data")):
+        if not callable(getattr(module, each, None)):
+            known = ", ".join(n for n, value in vars(module).items() if callable(value) and not n.startswith("_"))
+            raise ValueError(f"{path} has no function {each!r}, which {option} names; it has {known or 'none'}")
+    return getattr(module, function), getattr(module, data)
+
+
+def _rows(build: Any, batches: Any, axes: list[str], ranks: int, timeout: float) -> list[Any]:
+    """Run all; a model that one process cannot train is one row."""
+    from ..testing.check import Row
+    from ..testing.check import check as run
+    from ..testing.pool import RankFailure
+
+    rows: list[Row] = []
+    try:
+        rows.extend(run(build, batches, axes, ranks, timeout))
+    except RankFailure as failure:
+        rows.append(Row("one process", False, failure.first.summary, _place(failure.first.text)))
+    return rows
+
+
+def _place(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip().startswith("File ")]
+    return lines[-1] if lines else ""
+
+
+def _result(row: Any) -> str:
+    if row.holds:
+        return "equal"
+    parts = [row.difference, row.where and f"first: {row.where}", row.cause and f"usually: {row.cause}"]
+    return "\n".join(part for part in parts if part)

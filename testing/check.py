@@ -1,0 +1,228 @@
+"""Check of a model on grids: which axis changes a number, where it does first, and what usually does that.
+
+One process is the reference. It runs twice, from another state of torch's generator, to see whether the model is
+deterministic, and once with its microbatches in another order, to see whether one changes the next. Then each axis runs
+alone, and then several together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..grid import Grid
+from ..pipe.fields import item_of
+from ..pipe.module import PipelineModule
+from .equality import Build, Data, Step, Steps, difference, sizes_of, steps_of
+from .grids import Composition
+from .pool import RankFailure, run_ranks
+from .recording import Record, first_difference, record
+
+# What usually makes a number differ on an axis alone.
+_CAUSES = {
+    "tensor": "a mean or a norm over a shard, whole values in a sharded loss or a shard in a whole one, or randomness "
+    "that differs between the ranks",
+    "data": "a loss that depends on the number of rows, or a layer whose values depend on the batch, such as BatchNorm",
+    "pipe": "a value that layers share besides their inputs and outputs, such as an attribute or a cache",
+    "context": "a mean over the tokens of a part, positions that start again in each part, or attention within a part",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """Result of one run.
+
+    Attributes:
+        what: the run in words.
+        holds: True if all numbers are those of one process.
+        difference: the first number that differs; "" if none does.
+        where: the first module or code that computes something else, or the parameter's factor; "" if unknown.
+        cause: what usually does that; "" if unknown.
+    """
+
+    what: str
+    holds: bool
+    difference: str = ""
+    where: str = ""
+    cause: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields, for JSON."""
+        return asdict(self)
+
+
+def check(
+    build: Build,
+    data: Data,
+    axes: Sequence[str] = ("pipe", "data", "tensor"),
+    ranks: int = 4,
+    timeout: float = 120,
+    rtol: float = 1e-10,
+) -> Iterator[Row]:
+    """Compare a model on grids with one process, and yield a row for each run.
+
+    Args:
+        build, data: as for ``assert_equals_one_process``.
+        axes: axes to try, each alone with 2 ranks, then several together as far as ``ranks`` suffice.
+        ranks: number of ranks, at most.
+        timeout: seconds that a run may take.
+        rtol: largest difference of a tensor, relative to its largest element.
+
+    Raises:
+        RankFailure: one process cannot train the model; the message has its traceback.
+    """
+    layers, microbatches = run_ranks(1, sizes_of, build, data, timeout=timeout)[0]
+    one = Composition()
+    (wanted,) = run_ranks(1, steps_of, build, data, one, timeout=timeout)
+    (again,) = run_ranks(1, _reseeded, build, data, timeout=timeout)
+    if text := _compared([again], wanted, 0.0):
+        yield Row("one process, twice", False, text, cause="randomness that no seed keys, as torch's default generator")
+        return
+    yield Row("one process, twice", True)
+    straight, turned = run_ranks(1, _turned, build, data, timeout=timeout)[0]
+    if text := difference(turned, straight, rtol):
+        cause = "a state that one microbatch leaves for the next, or a mean over microbatches of different weights"
+        yield Row("microbatches in another order", False, text, cause=cause)
+    else:
+        yield Row("microbatches in another order", True)
+    failed: set[str] = set()
+    for at, axis in _runs(axes, ranks, layers, microbatches):
+        if axis is None and failed:
+            yield Row(str(at), False, "not run, as an axis alone differs", cause="see the rows above")
+            continue
+        row = _row(build, data, at, axis, wanted, rtol, timeout)
+        if not row.holds and axis is not None:
+            failed.add(axis)
+        yield row
+
+
+def _runs(axes: Sequence[str], ranks: int, layers: int, microbatches: int) -> Iterator[tuple[Composition, str | None]]:
+    """Yield compositions, each with its one axis, or None for several: all pairs, and all axes, that fit."""
+    possible = {"pipe": layers > 1, "data": microbatches % 2 == 0}
+    usable = [axis for axis in axes if possible.get(axis, True)] if ranks > 1 else []
+    for axis in usable:
+        yield Composition(((axis, 2),)), axis
+        if axis == "pipe":
+            yield Composition(((axis, 2),), "zb-h1"), axis
+        if axis == "data":
+            yield Composition(((axis, 2),), stage=3), axis
+    for count in range(2, min(len(usable), ranks.bit_length() - 1) + 1):
+        for chosen in combinations(usable, count):
+            yield Composition(tuple((axis, 2) for axis in chosen), stage=1), None
+
+
+def _row(
+    build: Build, data: Data, at: Composition, axis: str | None, wanted: Steps, rtol: float, timeout: float
+) -> Row:
+    """Run one composition, and compare it with one process."""
+    try:
+        found = run_ranks(at.ranks, steps_of, build, data, at, timeout=timeout)
+    except RankFailure as failure:
+        first = failure.first
+        return Row(str(at), False, f"rank {first.rank} {_verb(first.kind)}: {first.summary}", _last_place(first.text))
+    text = _compared(found, wanted, rtol)
+    if not text:
+        return Row(str(at), True)
+    where = ""
+    if axis in ("tensor", "context"):
+        (whole,) = run_ranks(1, _recorded, build, data, Composition(), timeout=timeout)
+        parts = run_ranks(at.ranks, _recorded, build, data, at, timeout=timeout)
+        where = first_difference(whole, parts, rtol)
+        if not where and "loss" in text:
+            return Row(str(at), False, text, "loss_fn, as no module before it differs", _CAUSES[axis])
+    return Row(str(at), False, text, where, _cause(found, wanted, axis, at, bool(where)))
+
+
+def _compared(found: Sequence[Steps], wanted: Steps, rtol: float) -> str:
+    """Return the first difference of any rank, or ""."""
+    for rank, steps in enumerate(found):
+        for number, (step, own) in enumerate(zip(steps, wanted, strict=True)):
+            if text := difference(step, own, rtol):
+                return f"step {number}, rank {rank}: {text}"
+    return ""
+
+
+def _cause(found: Sequence[Steps], wanted: Steps, axis: str | None, at: Composition, forward: bool) -> str:
+    """Return what usually makes numbers differ so: from ratios of gradients, else from the axis."""
+    if axis is None:
+        return "each axis alone is right: a collective over the wrong axis, or over all ranks"
+    size = dict(at.axes)[axis]
+    mine, own = found[0][0].gradients, wanted[0].gradients
+    factors = {name: _factor(mine[name], own[name]) for name in own if name in mine}
+    off = {name: factor for name, factor in factors.items() if factor != 1.0}
+    if not forward and off and all(factor is not None for factor in off.values()):
+        known = {factor for factor in off.values() if factor is not None}
+        if len(known) == 1:
+            (factor,) = known
+            names = f"{len(off)} of {len(own)} gradients, first {next(iter(off))}, are {factor:g} times one process's"
+            if abs(factor - size) < 1e-6:
+                return f"{names}: counted by each of {size} {axis} ranks, as a sum in a backward pass that comes twice"
+            if abs(factor * size - 1) < 1e-6:
+                return f"{names}: divided once too often by the {size} {axis} ranks, or the sum over them is missing"
+            return names
+    if not forward and off and axis == "tensor":
+        return (
+            f"the forward pass is right, and {len(off)} of {len(own)} gradients are not, first {next(iter(off))}: a "
+            "gradient of a weight that is whole on each rank is not summed over the ranks, or an input enters sharded "
+            "layers without triax.tensor_parallel's copy region"
+        )
+    return _CAUSES[axis]
+
+
+def _factor(found: Tensor, wanted: Tensor) -> float | None:
+    """Return the number by which one tensor is the other times; None if there is none."""
+    largest = wanted.abs().max() if wanted.numel() else wanted.new_zeros(())
+    if not largest > 0:
+        return 1.0
+    factor = float((found * wanted).sum() / wanted.square().sum())
+    if (found - factor * wanted).abs().max() > 1e-8 * largest:
+        return None
+    return 1.0 if abs(factor - 1) < 1e-9 else round(factor, 9)
+
+
+def _reseeded(build: Build, data: Data) -> Steps:
+    """Train on one process from another state of the default generator."""
+    torch.manual_seed(1234)
+    return steps_of(build, data, Composition())
+
+
+def _turned(build: Build, data: Data) -> tuple[Step, Step]:
+    """Train a step on one process with the microbatches as they are, and in the opposite order. Without dropout, whose
+    masks are keyed by a sample's place.
+    """
+
+    def still(grid: Grid) -> PipelineModule:
+        model = build(grid)
+        each: Any
+        for each in model.modules():
+            if "Dropout" in type(each).__name__ and hasattr(each, "p"):
+                each.p = 0.0
+        return model
+
+    straight = steps_of(still, lambda: data()[:1], Composition())
+    turned = steps_of(still, lambda: [data()[0][::-1]], Composition())
+    return straight[0], turned[0]
+
+
+def _recorded(build: Build, data: Data, at: Composition) -> list[Record]:
+    """Return the calls of the modules for the first microbatch."""
+    axes: dict[str, Any] = dict(at.axes)
+    model = build(Grid(**axes))
+    taken = {name for spec in model.layer_specs for name in getattr(spec, "takes", ())}
+    item = item_of(data()[0][0], taken)
+    return record(model.eval(), item.inputs, {name: item.field(name) for name in taken})
+
+
+def _verb(kind: str) -> str:
+    return {"raised": "raised", "died": "died", "stuck": "did not end"}.get(kind, kind)
+
+
+def _last_place(text: str) -> str:
+    """Return the last line of a traceback that names a file outside of torch."""
+    lines = [line.strip() for line in text.splitlines() if line.strip().startswith("File ") and "/torch/" not in line]
+    return lines[-1] if lines else ""

@@ -1,0 +1,217 @@
+"""`triax check` on right models, and on models with a mistake each, at layers and sizes that are drawn."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import triax
+from triax import Grid, LayerSpec, PipelineModule
+from triax.cli.main import app
+from triax.context.order import shard
+from triax.tensor_parallel.regions import all_reduce_copy
+from triax.testing.check import Row, check
+
+DRAWS = random.Random(20)
+
+
+class Block(nn.Module):
+    """A residual layer in shards over tokens (B, T, D), with a mistake if one is named."""
+
+    def __init__(self, width: int, mistake: str, grid: Grid) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = triax.ColumnParallelLinear(width, 2 * width, grid=grid)
+        self.down = triax.RowParallelLinear(2 * width, width, grid=grid)
+        self.mistake, self.grid, self.calls = mistake, grid, 0
+        if mistake == "no region":
+            self.extra = nn.Parameter(torch.eye(width))
+        if mistake == "scaled gradient":
+            self.norm.weight.register_hook(lambda gradient: gradient * grid.tensor.size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        h = self.norm(x)
+        h = self.up(h)
+        match self.mistake:
+            case "mean over a shard":
+                h = h - h.mean(-1, keepdim=True)
+            case "default generator":
+                h = F.dropout(h, 0.2)
+            case "state":
+                h = h * self.calls
+            case "rank in a value":
+                h = h * (1 + 0.1 * self.grid.tensor.rank)
+            case "positions":
+                h = h * torch.arange(1.0, x.shape[1] + 1, dtype=x.dtype)[:, None]
+            case "mean over tokens":
+                h = h - h.mean(1, keepdim=True)
+        h = torch.tanh(h)
+        y: Tensor = x + self.down(h)
+        axis = self.grid.tensor
+        match self.mistake:
+            case "whole values summed":
+                y = y + all_reduce_copy(self.norm(x), axis)
+            case "no region":  # each rank has some columns, and nothing sums the weight's gradient
+                mine = slice(axis.rank * x.shape[-1] // axis.size, (axis.rank + 1) * x.shape[-1] // axis.size)
+                y = y + all_reduce_copy(x[..., mine] @ self.extra[mine], axis)
+        return y
+
+
+class Words(nn.Module):
+    """Embedding whose ids are those of this context rank."""
+
+    def __init__(self, words: int, width: int, grid: Grid) -> None:
+        super().__init__()
+        self.table, self.grid = nn.Embedding(words, width), grid
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y: Tensor = self.table(shard(ids, self.grid.context))
+        return y
+
+
+class OwnLoss:
+    """Cross entropy of whole logits, with a mistake if one is named."""
+
+    def __init__(self, mistake: str, grid: Grid) -> None:
+        self.mistake, self.grid = mistake, grid
+
+    def __call__(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Any]:
+        labels = shard(labels, self.grid.context)
+        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        if self.mistake == "loss by rank":
+            total = total / (dist.get_world_size() if dist.is_initialized() else 1)
+        return total, labels.numel()
+
+
+def build(mistake: str, at: int, sizes: tuple[int, int, int], grid: Grid) -> PipelineModule:
+    width, words, blocks = sizes
+    if mistake == "raises":
+        raise RuntimeError("no weights here")
+    if mistake == "hangs" and grid.size > 1 and grid.rank == 1:
+        time.sleep(600)
+    specs = [LayerSpec(Block, width, mistake if i == at else "") for i in range(blocks)]
+    head: Any = LayerSpec(nn.Linear, width, words)
+    if mistake == "shard in a whole loss":
+        head = LayerSpec(triax.ColumnParallelLinear, width, words)
+    return PipelineModule(
+        [LayerSpec(Words, words, width), *specs, head],
+        grid=grid,
+        loss_fn=OwnLoss(mistake, grid),
+        dtype=torch.float64,
+        seed=2,
+        partition="uniform",
+    )
+
+
+def batches(words: int) -> list[list[tuple[Tensor, Tensor]]]:
+    draw = partial(torch.randint, words, (1, 8), generator=torch.Generator().manual_seed(5))
+    return [[(draw(), draw() % 4) for _ in range(4)]]
+
+
+def rows(mistake: str, axes: list[str]) -> tuple[list[Row], str]:
+    """Return what a check says of a model, and the name of the layer with the mistake."""
+    blocks = DRAWS.randint(2, 4)
+    at, sizes = DRAWS.randrange(blocks), (4 * DRAWS.randint(1, 3), 2 * DRAWS.randint(4, 8), blocks)
+    limit = 4 if mistake == "hangs" else 30
+    found = check(partial(build, mistake, at, sizes), partial(batches, sizes[1]), axes, 2, timeout=limit)
+    return list(found), f"layers.{at + 1}"
+
+
+def test_right_models_are_equal() -> None:
+    for _ in range(2):
+        found, _ = rows("", ["pipe", "data", "tensor", "context"])
+        assert len(found) == 8 and all(row.holds and not row.difference for row in found), found
+
+
+MISTAKES: dict[str, tuple[str, str, str, str]] = {  # the axis, or the run; what differs; where, with {at}; the cause
+    "mean over a shard": (
+        "tensor",
+        "loss",
+        r"input of {at}\.down .* in the forward of {at} \(Block, test_check",
+        "mean",
+    ),
+    "rank in a value": ("tensor", "loss", r"input of {at}\.down .* after {at}\.up", "shard"),
+    "whole values summed": ("tensor", "loss", r"output of {at} \(Block, test_check\.py:\d+\) differs", "shard"),
+    "no region": ("tensor", "gradient of", "", "the forward pass is right, .* not summed over the ranks"),
+    "scaled gradient": ("tensor", r"gradient of {at}\.norm\.weight", "", "are 2 times .* counted by each of 2 tensor"),
+    "shard in a whole loss": ("tensor", "", "loss_fn, as no module before it differs|RuntimeError|File", ""),
+    "default generator": ("one process, twice", "gradient|loss", "", "randomness that no seed keys"),
+    "state": ("microbatches in another order", "loss|gradient", "", "a state that one microbatch leaves"),
+    "positions": ("context", "loss", r"input of {at}\.down .* in the forward of {at}", "positions that start again"),
+    "mean over tokens": ("context", "loss", r"input of {at}\.down .* in the forward of {at}", "a mean over the tokens"),
+    "loss by rank": ("tensor", "loss", "loss_fn, as no module before it differs", "whole one"),
+    "hangs": ("tensor", "rank 1 did not end|rank 0", "", ""),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_named(mistake: str) -> None:
+    axis, difference, where, cause = MISTAKES[mistake]
+    axes = [axis] if axis in ("tensor", "context") else ["tensor"]
+    found, at = rows(mistake, axes)
+    wrong = [row for row in found if not row.holds]
+    assert len(wrong) == 1, found
+    (row,) = wrong
+    assert axis in row.what, row
+    for pattern, text in ((difference, row.difference), (where, row.where), (cause, row.cause)):
+        pattern = pattern.replace("{at}", at.replace(".", r"\."))
+        assert re.search(pattern, text), (pattern, row)
+
+
+SCRIPT = """
+import torch
+from torch import nn
+import triax
+
+def build(grid):
+    layers = [triax.LayerSpec(nn.Linear, 4, 4) for _ in range(2)]
+    {line}
+    return triax.PipelineModule(layers, grid=grid, loss_fn=nn.functional.mse_loss, dtype=torch.{dtype})
+
+def batches():
+    return [[(torch.ones(1, 4, dtype=torch.{dtype}) * i, torch.ones(1, 4, dtype=torch.{dtype})) for i in range(4)]]
+"""
+
+
+def typed(folder: Path, *words: str, line: str = "", dtype: str = "float64") -> tuple[int, str]:
+    file = folder / f"model_{len([*folder.iterdir()])}.py"  # a rank imports a file of one name once
+    file.write_text(SCRIPT.format(line=line, dtype=dtype))
+    run = CliRunner().invoke(app, ["check", f"{file}:build", *words])
+    return run.exit_code, run.output
+
+
+def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:
+    code, text = typed(tmp_path, "--axes", "pipe", "--json")
+    found = json.loads(text)
+    assert code == 0 and found["holds"]
+    assert [run["what"] for run in found["runs"]] == [
+        "one process, twice",
+        "microbatches in another order",
+        "Grid(pipe=2), schedule 1f1b, ZeRO stage 0",
+        "Grid(pipe=2), schedule zb-h1, ZeRO stage 0",
+    ]
+    code, text = typed(tmp_path, "--axes", "pipe", line="raise RuntimeError('no weights here')")
+    assert code == 1 and "RuntimeError: no weights here" in text and "model_1.py" in text
+    code, text = typed(tmp_path, dtype="float32")
+    assert code == 1 and "layers.0.weight is torch.float32" in text
+    for words, says in (
+        (["--axes", "pipes"], "--axes has 'pipes': give some of pipe, data, context, tensor"),
+        (["--data", "rows"], "has no function 'rows', which --data names; it has build, batches"),
+    ):
+        code, text = typed(tmp_path, *words)
+        assert code == 2 and says in text
+    run = CliRunner().invoke(app, ["check", "model.py"])
+    assert run.exit_code == 2 and "model.py is not FILE.py:FUNCTION" in run.output
