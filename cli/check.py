@@ -83,15 +83,15 @@ def functions(target: str, data: str) -> tuple[Any, Any]:
 
 def _rows(build: Any, batches: Any, axes: list[str], ranks: int, timeout: float) -> list[Any]:
     """Run all; a model that one process cannot train is one row."""
-    from ..testing.check import CheckedRun
+    from ..testing.check import CheckRow
     from ..testing.check import check as run
     from ..testing.pool import RankFailure
 
-    rows: list[CheckedRun] = []
+    rows: list[CheckRow] = []
     try:
         rows.extend(run(build, batches, axes, ranks, timeout))
     except RankFailure as failure:
-        rows.append(CheckedRun("one process", False, failure.first.summary, _place(failure.first.text)))
+        rows.append(CheckRow("one process", False, failure.first.summary, _place(failure.first.text)))
     return rows
 
 

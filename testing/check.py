@@ -21,7 +21,7 @@ from ..pipe.module import PipelineModule
 from .equality import Build, Data, Step, Steps, difference, sizes_of, steps_of
 from .grids import Composition
 from .pool import RankFailure, run_ranks
-from .recording import Record, first_difference, record
+from .recording import ModuleCall, first_difference, record
 
 # What usually makes a number differ on an axis alone.
 _CAUSES = {
@@ -34,7 +34,7 @@ _CAUSES = {
 
 
 @dataclass(frozen=True)
-class CheckedRun:
+class CheckRow:
     """Result of one run.
 
     Attributes:
@@ -63,7 +63,7 @@ def check(
     ranks: int = 4,
     timeout: float = 120,
     rtol: float = 1e-10,
-) -> Iterator[CheckedRun]:
+) -> Iterator[CheckRow]:
     """Compare a model on grids with one process, and yield a row for each run.
 
     Args:
@@ -81,21 +81,21 @@ def check(
     (wanted,) = run_ranks(1, steps_of, build, data, one, timeout=timeout)
     (again,) = run_ranks(1, _reseeded, build, data, timeout=timeout)
     if text := _compared([again], wanted, 0.0):
-        yield CheckedRun(
+        yield CheckRow(
             "one process, twice", False, text, cause="randomness that no seed keys, as torch's default generator"
         )
         return
-    yield CheckedRun("one process, twice", True)
+    yield CheckRow("one process, twice", True)
     straight, turned = run_ranks(1, _turned, build, data, timeout=timeout)[0]
     if text := difference(turned, straight, rtol):
         cause = "a state that one microbatch leaves for the next, or a mean over microbatches of different weights"
-        yield CheckedRun("microbatches in another order", False, text, cause=cause)
+        yield CheckRow("microbatches in another order", False, text, cause=cause)
     else:
-        yield CheckedRun("microbatches in another order", True)
+        yield CheckRow("microbatches in another order", True)
     failed: set[str] = set()
     for at, axis in _runs(axes, ranks, layers, microbatches):
         if axis is None and failed:
-            yield CheckedRun(str(at), False, "not run, as an axis alone differs", cause="see the rows above")
+            yield CheckRow(str(at), False, "not run, as an axis alone differs", cause="see the rows above")
             continue
         row = _row(build, data, at, axis, wanted, rtol, timeout)
         if not row.holds and axis is not None:
@@ -120,26 +120,26 @@ def _runs(axes: Sequence[str], ranks: int, layers: int, microbatches: int) -> It
 
 def _row(
     build: Build, data: Data, at: Composition, axis: str | None, wanted: Steps, rtol: float, timeout: float
-) -> CheckedRun:
+) -> CheckRow:
     """Run one composition, and compare it with one process."""
     try:
         found = run_ranks(at.ranks, steps_of, build, data, at, timeout=timeout)
     except RankFailure as failure:
         first = failure.first
-        return CheckedRun(
+        return CheckRow(
             str(at), False, f"rank {first.rank} {_verb(first.kind)}: {first.summary}", _last_place(first.text)
         )
     text = _compared(found, wanted, rtol)
     if not text:
-        return CheckedRun(str(at), True)
+        return CheckRow(str(at), True)
     where = ""
     if axis in ("tensor", "context"):
         (whole,) = run_ranks(1, _recorded, build, data, Composition(), timeout=timeout)
         parts = run_ranks(at.ranks, _recorded, build, data, at, timeout=timeout)
         where = first_difference(whole, parts, rtol)
         if not where and "loss" in text:
-            return CheckedRun(str(at), False, text, "loss_fn, as no module before it differs", _CAUSES[axis])
-    return CheckedRun(str(at), False, text, where, _cause(found, wanted, axis, at, bool(where)))
+            return CheckRow(str(at), False, text, "loss_fn, as no module before it differs", _CAUSES[axis])
+    return CheckRow(str(at), False, text, where, _cause(found, wanted, axis, at, bool(where)))
 
 
 def _compared(found: Sequence[Steps], wanted: Steps, rtol: float) -> str:
@@ -213,7 +213,7 @@ def _turned(build: Build, data: Data) -> tuple[Step, Step]:
     return straight[0], turned[0]
 
 
-def _recorded(build: Build, data: Data, at: Composition) -> list[Record]:
+def _recorded(build: Build, data: Data, at: Composition) -> list[ModuleCall]:
     """Return the calls of the modules for the first microbatch."""
     axes: dict[str, Any] = dict(at.axes)
     model = build(Grid(**axes))

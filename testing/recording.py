@@ -19,7 +19,7 @@ from ..base.nest import tensors_of
 from ..pipe.module import PipelineModule
 
 
-class Record(NamedTuple):
+class ModuleCall(NamedTuple):
     """One call of a module.
 
     Attributes:
@@ -36,15 +36,15 @@ class Record(NamedTuple):
     outputs: list[Tensor]
 
 
-def record(model: PipelineModule, inputs: Any, fields: dict[str, Any]) -> list[Record]:
+def record(model: PipelineModule, inputs: Any, fields: dict[str, Any]) -> list[ModuleCall]:
     """Run the forward pass of a model of one stage, and return the calls of its modules in the order of their ends."""
-    found: list[Record] = []
+    found: list[ModuleCall] = []
     names = {module: name for name, module in model.named_modules()}
 
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         tensors = [*tensors_of(list(args)), *tensors_of(list(kwargs.values()))]
         mine = [_kept(tensor) for tensor in tensors], [_kept(tensor) for tensor in tensors_of(output)]
-        found.append(Record(names[module], type(module).__name__, _place(module), *mine))
+        found.append(ModuleCall(names[module], type(module).__name__, _place(module), *mine))
 
     handles = [
         module.register_forward_hook(note, with_kwargs=True)
@@ -60,7 +60,7 @@ def record(model: PipelineModule, inputs: Any, fields: dict[str, Any]) -> list[R
     return found
 
 
-def first_difference(whole: Sequence[Record], ranks: Sequence[Sequence[Record]], rtol: float) -> str:
+def first_difference(whole: Sequence[ModuleCall], ranks: Sequence[Sequence[ModuleCall]], rtol: float) -> str:
     """Return in words where the ranks of an axis first compute something else than one process; "" if nowhere."""
     for at, one in enumerate(whole):
         mine = [records[at] if at < len(records) else None for records in ranks]

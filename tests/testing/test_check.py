@@ -22,7 +22,7 @@ from triax import Grid, LayerSpec, PipelineModule
 from triax.cli.main import app
 from triax.context.order import shard
 from triax.tensor_parallel.regions import all_reduce_copy
-from triax.testing.check import CheckedRun, check
+from triax.testing.check import CheckRow, check
 
 DRAWS = random.Random(20)
 
@@ -121,7 +121,7 @@ def batches(words: int) -> list[list[tuple[Tensor, Tensor]]]:
     return [[(draw(), draw() % 4) for _ in range(4)]]
 
 
-def rows(mistake: str, axes: list[str]) -> tuple[list[CheckedRun], str]:
+def rows(mistake: str, axes: list[str]) -> tuple[list[CheckRow], str]:
     """Return what a check says of a model, and the name of the layer with the mistake."""
     blocks = DRAWS.randint(2, 4)
     at, sizes = DRAWS.randrange(blocks), (4 * DRAWS.randint(1, 3), 2 * DRAWS.randint(4, 8), blocks)
