@@ -79,8 +79,8 @@ def dump(value: object, address: Callable[[types.ModuleType], Address] | None = 
 
     Args:
         value: the value.
-        address: returns the address of a module. With it, functions and classes of test files travel by it, because a
-            rank cannot import a test file by its name.
+        address: returns the address of a module. With it, functions and classes of users' files travel by it, because
+            a rank may not find such a file by the name of its module.
     """
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL)
@@ -100,8 +100,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if self.address is not None and isinstance(obj, (types.FunctionType, type)):
             module = sys.modules.get(obj.__module__)
-            if is_test_file(getattr(module, "__file__", None)):
-                assert module is not None
+            if module is not None and _is_users(module):
                 with contextlib.suppress(AttributeError):
                     if resolve(module, obj.__qualname__) is obj:
                         return _at, (self.address(module), obj.__qualname__)
@@ -164,6 +163,14 @@ def is_test_file(path: str | None) -> bool:
     """Return True for a file that pytest collects or loads itself: its module may have a name that no import finds."""
     name = Path(path or "").name
     return name.startswith(("test_", "conftest")) or name.endswith("_test.py")
+
+
+def _is_users(module: types.ModuleType) -> bool:
+    """Return True for a module of a user's file: not of triax, of the standard library, or installed."""
+    path = getattr(module, "__file__", None)
+    if path is None or module.__name__.partition(".")[0] in {"triax", *sys.stdlib_module_names}:
+        return False
+    return "site-packages" not in Path(path).parts
 
 
 def resolve(module: types.ModuleType, qualname: str) -> Any:

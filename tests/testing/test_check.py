@@ -203,10 +203,13 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:
         "Grid(pipe=2), schedule 1f1b, ZeRO stage 0",
         "Grid(pipe=2), schedule zb-h1, ZeRO stage 0",
     ]
-    code, text = typed(tmp_path, "--axes", "pipe", line="raise RuntimeError('no weights here')")
-    assert code == 1 and "RuntimeError: no weights here" in text and "model_1.py" in text
+    code, text = typed(tmp_path, "--axes", "pipe", "--json", line="raise RuntimeError('no weights here')")
+    (run,) = json.loads(text)["runs"]
+    assert (
+        code == 1 and run["difference"] == "RuntimeError: no weights here" and re.search(r"model_\d\.py", run["where"])
+    )
     code, text = typed(tmp_path, dtype="float32")
-    assert code == 1 and "layers.0.weight is torch.float32" in text
+    assert code == 1 and "one process" in text and "torch.float32" in text
     for words, says in (
         (["--axes", "pipes"], "--axes has 'pipes': give some of pipe, data, context, tensor"),
         (["--data", "rows"], "has no function 'rows', which --data names; it has build, batches"),
