@@ -8,10 +8,15 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import TextType
 
 
 def table(
-    heads: Iterable[str], rows: Iterable[Iterable[object]] = (), title: str | None = None, left: int = 1, **how: Any
+    heads: Iterable[str],
+    rows: Iterable[Iterable[object]] = (),
+    title: TextType | None = None,
+    left: int = 1,
+    **how: Any,
 ) -> Table:
     """Return a table of figures.
 

@@ -3,6 +3,7 @@
 main.py: the command itself, and how errors are printed.
 output.py: printed lines that quote files, without their control characters.
 memory.py: ``triax memory``, bytes of each pipe rank by kind, on paper.
+check.py: ``triax check``, a model on grids compared with one process.
 plan.py: ``triax plan``, the fastest layouts that fit on a cluster, and the reasons.
 grid.py: ``triax grid``, the place of each rank on a grid, and what it holds.
 explain.py: what the run of a training file would be: stages, bytes of each rank, tokens, without ranks and torch.

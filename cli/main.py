@@ -9,6 +9,7 @@ import typer
 from ..base import VERSION
 from ..base.errors import ConfigError
 from ..base.tables import terminal
+from .check import check
 from .checkpoint import checkpoint
 from .config import config
 from .data import data
@@ -53,6 +54,7 @@ app.command(cls=Command)(grid)
 app.command(cls=Command)(schedule)
 app.command(cls=Command)(train)
 app.command(cls=Command)(generate)
+app.command(cls=Command)(check)
 app.command(cls=Command)(plan)
 app.command(cls=Command)(report)
 app.command(cls=RunCommand, context_settings=CONTEXT)(run)

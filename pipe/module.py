@@ -122,6 +122,8 @@ class PipelineModule(nn.Module):
         run_hook: if set, layers are called as ``run_hook(stage, layer, call, x)`` instead of ``call(x)``. ZeRO-3
             gathers weights there.
         check_hook: if set, called with each value that passes from one layer to the next.
+        layer_hook: if set, called as ``layer_hook(index, x)`` with the output of each entry of the list, functions too,
+            and its index in the list.
         prefetch_hook: if set, called with the layers that a recomputation will run. ZeRO-3 starts to gather them.
         stage_part: returns the context of the part ``stage``, for layers that the loss function runs.
         training_started: set by the engine, whose optimizer changes weights without their version counters.
@@ -195,6 +197,7 @@ class PipelineModule(nn.Module):
         self.run_hook: Callable[[int, int, Callable[[Any], Any], Any], Any] | None = None
         self.prefetch_hook: Callable[[Sequence[int]], None] | None = None
         self.check_hook: Callable[[Any], object] | None = None
+        self.layer_hook: Callable[[int, Any], object] | None = None
         self.stage_part: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.training_started = False
         # The whole model: its list, cut into stages, and the weights that are tied.
@@ -327,6 +330,8 @@ class PipelineModule(nn.Module):
             if isinstance(x, WithLoss):
                 x, loss = x
                 losses.append(loss)
+            if self.layer_hook is not None:
+                self.layer_hook(self.boundaries[stage] + number, x)
         return x, losses
 
     def _run_layer(self, index: int, call: Callable[..., Any], fields: Mapping[str, Any], x: Any) -> Any:

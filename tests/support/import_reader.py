@@ -45,12 +45,13 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "local_sgd": (*_PARTS, "models", "engine"),
     "train": (*_PARTS, "models", "engine", "inference"),
     "dry_run": (*_PARTS, "models", "engine", "train"),
+    "check": (*_PARTS, "models", "engine", "train", "testing", "dry_run"),
     "compat": (*_PARTS, "models", "engine", "inference", "train", "gradient_compression"),
-    "cli": (*_PARTS, "models", "engine", "inference", "compat", "train", "dry_run", "plan"),
+    "cli": (*_PARTS, "models", "engine", "inference", "compat", "train", "dry_run", "plan", "check"),
 }
 FOLDERS = tuple(ARROWS)
 # Other libraries' languages and what is experimental: found by cli/, the front door and entry points alone.
-BESIDE = ("compat", "plan", "dry_run", "gradient_compression", "local_sgd")
+BESIDE = ("check", "compat", "plan", "dry_run", "gradient_compression", "local_sgd")
 # Files and folders that run where torch is not installed, on the standard library alone.
 BARE = (
     "__init__.py",
