@@ -95,8 +95,16 @@ def facts_of(pieces: Pieces, whole: Tensor, sizes: dict[str, int]) -> Facts:
     same_shape = [g for g in groups if len(g) > 1 and all(each.shape == whole.shape for each in g)]
     if same_shape and len(same_shape) == len(groups):
         sums = [sum_of(g) for g in same_shape]
+        rest = [each - whole for each in sums]
         found = found._replace(
-            terms=all(close(each, whole) for each in sums),
+            # A bias that is added after the missing sum is in each term.
+            terms=all(close(each, whole) for each in sums)
+            or (
+                found.disagree
+                and all(
+                    each.dim() and close(each, each.reshape(-1, each.shape[-1])[0].expand_as(each)) for each in rest
+                )
+            ),
             mean=all(close(each / len(g), whole) for each, g in zip(sums, same_shape, strict=True)) and found.disagree,
         )
     return found
@@ -178,15 +186,15 @@ def _of_repeats(repeats: Repeats) -> Iterator[Cause]:
             "default generator",
             "a second run on one process differs when torch's, Python's and NumPy's default generators are seeded "
             "otherwise",
-            "random numbers of a default generator depend on the rank: use triax.Dropout, whose masks are keyed by "
-            "sample and layer, and draw other numbers from a generator with a seed of your own",
+            "random numbers of a default generator depend on the rank: use Dropout of triax.randomness.random, whose "
+            "masks are keyed by sample and layer, and draw other numbers from a generator with a seed of your own",
         )
     elif not repeats.order and repeats.changed:
         yield Cause(
             "buffer of the batch",
             f"the result depends on the order of the microbatches, and a step changes {', '.join(repeats.changed)}",
-            "a buffer that depends on the batch is unlike on each replica: use a layer without running statistics, such "
-            "as LayerNorm, or average over all replicas",
+            "a buffer that depends on the batch is unlike on each replica: use a layer without running statistics, "
+            "such as LayerNorm, or average over all replicas",
         )
     elif not repeats.order:
         yield Cause(
@@ -223,14 +231,14 @@ def _of_forward(
         yield Cause(
             "equal dropout masks",
             "the tensor ranks' parts have zeros at the same places",
-            "the mask is drawn for a part as if it were the whole: give triax.Dropout(p, axis=grid.tensor) for sequence "
+            "the mask is drawn for a part as if it were the whole: give Dropout(p, axis=grid.tensor) for sequence "
             "shards, or drop out before the tensor is cut",
         )
     elif _drops(at):
         yield Cause(
             "dropout of a part",
             "the zeros are at other places than on one process",
-            "the mask does not follow the element's place in the whole tensor: tell triax.Dropout the axis or the rows",
+            "the mask does not follow the element's place in the whole tensor: tell Dropout the axis or the rows",
         )
     elif facts.factor is not None and _is_size(facts.factor, sizes):
         axis = _is_size(facts.factor, sizes)
@@ -297,7 +305,7 @@ _REDUCTIONS = ("mean", "sum", "norm", "amax", "amin", "max", "min", "var", "std"
 def _of_loss(
     at: Location, facts: Facts, alone: Observed, sizes: dict[str, int], axes: Sequence[str]
 ) -> Iterator[Cause]:
-    relation = at.inputs
+    relation = at.largest or at.inputs
     if "tensor" in axes or ("tensor" in sizes and not axes):
         if relation == "whole":
             yield Cause(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from .matching import Pieces, Place, close, relation, sum_of
-from .recording import Record
+from .recording import COLLECTIVE, Record
 from .run import Observed
 
 Key = tuple[int, int, str, str, int]
@@ -27,6 +27,7 @@ class Location:
         pieces, whole: the differing tensor, of each rank and of one process.
         inputs: relation of the module's inputs to the whole ones, such as ``whole`` or ``parts``.
         records: the ranks' records of the module.
+        largest: relation of the largest result of an op that agrees, in the module; empty if unknown.
     """
 
     phase: str
@@ -41,6 +42,7 @@ class Location:
     op_place: str = ""
     inputs: str = ""
     records: dict[Place, Record] = field(default_factory=dict)
+    largest: str = ""
 
 
 class Comparison:
@@ -139,6 +141,10 @@ class Comparison:
                 break
         if found is layer and own:
             found = own[-1]
+        if found in own and phase == "backward":
+            # Each rank has a term of the gradient: the sum is missing in front of the outermost module that has terms.
+            terms = [r for r in reversed(modules) if r not in own and self.status(r, after)[0] == "terms"]
+            found = terms[0] if terms else found
         place = found.place or layer.place
         location = Location(phase, layer.microbatch, layer.layer, found.name, found.what, place, pieces, whole)
         location.inputs = self.status(found, "inputs")[3]
@@ -161,24 +167,36 @@ def first_op(location: Location, alone: Iterable[Record], ranks: Sequence[Observ
         return exact or own
 
     wanted = within(alone)
-    found = {_place(rank): within(rank.records) for rank in ranks}
-    found = {place: records for place, records in found.items() if records}
+    found = {_place(rank): records for rank in ranks if (records := within(rank.records))}
     if not wanted or not found or len({len(records) for records in found.values()}) != 1:
         return
-    agrees = []
+    agrees, most, before = [], 1, None
+    made: dict[int, tuple[Pieces, Tensor]] = {}  # what a collective made of a value that agreed
     steps = list(zip(*(found[place] for place in sorted(found)), strict=True))
     for step in steps:
         pieces = {place: record.outputs[0] for place, record in zip(sorted(found), step, strict=True)}
-        agrees.append(any(relation(pieces, each.outputs[0], sizes) for each in _like(step[0], wanted)))
+        matches = ((relation(pieces, each.outputs[0], sizes), each) for each in _like(step[0], wanted))
+        match, like = next(((each, record) for each, record in matches if each is not None), (None, None))
+        agrees.append(match is not None)
+        if like is not None:
+            before = like.outputs[0]
+        elif step[0].what.startswith(COLLECTIVE) and before is not None:
+            made[len(agrees) - 1] = pieces, before
+        size = step[0].outputs[0].numel()
+        if match is not None and size > most:
+            location.largest, most = match.kind, size
     known = {(each.what, each.place) for each in wanted}
     last = max((i for i, each in enumerate(agrees) if each), default=-1)
     bad = [i for i, each in enumerate(agrees) if not each]
     same = [i for i in bad if (steps[i][0].what, steps[i][0].place) in known]
     behind = [i for i in bad if i > last]
-    for choice in (same, behind):
+    # A collective behind the last op that agrees has no like on one process, and comes before what follows from it.
+    first = [i for i in bad if i > last and i in made and i == last + 1]
+    for choice in (first, [i for i in same if i > last], same, behind):
         if choice:
             record = steps[choice[0]][0]
             location.op, location.op_place = record.what, record.place
+            location.pieces, location.whole = made.get(choice[0], (location.pieces, location.whole))
             return
 
 

@@ -118,7 +118,7 @@ def _fused(pieces: Pieces, parts: Mapping[int, Tensor], context: bool) -> Relati
     dim, seen = uneven[0], dict[int, set[int]]()
     expected = {}
     for (c, t), piece in pieces.items():
-        rows, own = parts[c].movedim(dim, 0).flatten(1).double(), piece.movedim(dim, 0).flatten(1).double()
+        rows, own = _rows(parts[c], dim).double(), _rows(piece, dim).double()
         if rows.shape[1] != own.shape[1]:
             return None
         at = torch.cdist(own, rows, p=1.0, compute_mode="donot_use_mm_for_euclid_dist").argmin(1)
@@ -126,10 +126,14 @@ def _fused(pieces: Pieces, parts: Mapping[int, Tensor], context: bool) -> Relati
         if not close(piece, expected[c, t]):
             return None
         seen.setdefault(c, set()).update(at.tolist())
-    distinct = {c: torch.unique(parts[c].movedim(dim, 0).flatten(1), dim=0).shape[0] for c in seen}
+    distinct = {c: torch.unique(_rows(parts[c], dim), dim=0).shape[0] for c in seen}
     if any(len(seen[c]) < distinct[c] for c in seen):
         return None
     return Relation("parts", expected, context, dim)
+
+
+def _rows(tensor: Tensor, dim: int) -> Tensor:
+    return tensor.movedim(dim, 0).reshape(tensor.shape[dim], -1)
 
 
 def _terms(pieces: Pieces, parts: Mapping[int, Tensor], context: bool, sizes: Mapping[str, int]) -> Relation | None:

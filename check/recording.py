@@ -25,6 +25,8 @@ from ..pipe.module import PipelineModule
 from ..pipe.program.ops import Op
 
 _TORCH = str(Path(torch.__file__).parent)
+COLLECTIVE = "c10d."
+_UNSEEN = ("aten.detach", "aten.view", "aten.alias", "aten.t.", "aten.transpose")  # other views of the same values
 _HERE = str(Path(__file__).parent)
 
 
@@ -98,8 +100,9 @@ class Recorder:
         self._microbatch = self._first + op.microbatch
         try:
             if self._microbatch == self._ops:
-                with _Ops(self):
+                with _Ops(self) as ops:
                     yield
+                ops.settle()
             else:
                 yield
         finally:
@@ -107,12 +110,13 @@ class Recorder:
             self._copies.clear()
             self._microbatch = None
 
-    def add_op(self, name: str, outputs: list[Tensor]) -> None:
-        """Record an op of the module that runs now."""
+    def add_op(self, name: str, outputs: list[Tensor]) -> Record:
+        """Record an op of the module that runs now, and return the record."""
         within = self._running[-1] if self._running else ""
         record = Record(self._microbatch or 0, -1, "op", within, name, place=self._place())
-        record.outputs = [self._copy(each) for each in outputs]
+        record.outputs = [each.detach().clone() for each in outputs]
         self._waiting.append(record)
+        return record
 
     # ------------------------------------------------------------------------------------------ hooks
 
@@ -252,15 +256,23 @@ class _Ops(TorchDispatchMode):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
+        self._pending: tuple[Record, list[Tensor]] | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = str(func)
-        if not name.startswith(("c10d.", "aten.detach", "aten.view", "aten.alias", "aten.t.", "aten.transpose")) and (
-            found := _floats(result)
-        ):
-            self._recorder.add_op(name, found)
+        self.settle()
+        result, name = func(*args, **(kwargs or {})), str(func)
+        if not name.startswith(_UNSEEN) and (found := _floats(args if name.startswith(COLLECTIVE) else result)):
+            record = self._recorder.add_op(name, found)
+            if name.startswith(COLLECTIVE):
+                self._pending = record, found
         return result
+
+    def settle(self) -> None:
+        """Take the values of a collective, which its caller has waited for when it runs the next op."""
+        if self._pending is not None:
+            record, tensors = self._pending
+            record.outputs = [each.detach().clone() for each in tensors]
+            self._pending = None
 
 
 def _keep(into: list[Tensor | None], at: int, gradient: Tensor) -> None:
@@ -281,7 +293,7 @@ def _definition(thing: Any) -> str:
     """Return file and line of the function that a layer or a loss runs."""
     cls = getattr(thing, "cls", None)  # of a LayerSpec
     target = cls if cls is not None else thing if hasattr(thing, "__code__") else type(thing)
-    code = getattr(getattr(target, "forward", getattr(target, "__call__", None)), "__code__", None)
+    code = getattr(getattr(target, "forward", None) or vars(type(thing)).get("__call__"), "__code__", None)
     code = getattr(target, "__code__", code)
     if code is None or code.co_filename.startswith(_TORCH):
         return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -109,22 +110,17 @@ def observe(target: Target, run: Run, batch: list[Microbatch] | None = None) -> 
 def _observe(target: Target, run: Run, batch: list[Microbatch] | None) -> Observed:
     sizes: dict[str, Any] = dict(run.axes)
     grid = Grid(**{"data": 1, **sizes}, device="cpu")
-    _seed(run.seed + 1000 * grid.rank)
     build, made = target.open()
-    module = build(grid)
-    if not isinstance(module, PipelineModule):
-        raise TypeError(f"{target.function}(grid) returned a {type(module).__name__}: return a triax.PipelineModule")
-    if module.grid is not grid:
-        raise ValueError(
-            f"{target.function}(grid) made a PipelineModule without the grid that it was called with: write "
-            "PipelineModule(..., grid=grid)"
-        )
-    float64(module)
+    module = _built(target, build, grid)
+    costs: list[Cost] = []
+    if batch is None:
+        batch = _batch(target, module, made)
+        costs = measure(module, batch[0]) if run.costs else []
+        module = _built(target, build, grid)  # the trial may have left something in it
     if run.still:
         for part in module.modules():
             if isinstance(part, SampleRandom) and hasattr(part, "p"):
                 part.p = 0.0
-    batch = _batch(target, module, made) if batch is None else batch
     share, rest = divmod(len(batch), grid.data.size)
     if rest:
         raise ValueError(
@@ -134,7 +130,6 @@ def _observe(target: Target, run: Run, batch: list[Microbatch] | None) -> Observ
     mine = batch[grid.data.rank * share : (grid.data.rank + 1) * share]
     mine = mine[::-1] if run.reverse else mine
     rows = rows_of(batch[0][0])
-    costs = measure(module, batch[0]) if run.costs and grid.size == 1 else []
     engine = Engine(
         module, optimizer=partial(torch.optim.SGD, lr=RATE), batch=Batch(size=rows * len(batch), microbatch=rows)
     )
@@ -175,6 +170,21 @@ def _observe(target: Target, run: Run, batch: list[Microbatch] | None) -> Observ
     if recorder is not None:
         found.records, found.losses = recorder.records, recorder.losses
     return found
+
+
+def _built(target: Target, build: Callable[[Grid], Any], grid: Grid) -> PipelineModule:
+    """Return the user's model in float64. Its weights may come from a default generator, and are then rank 0's."""
+    _seed(1000 * grid.rank)
+    module = build(grid)
+    if not isinstance(module, PipelineModule):
+        raise TypeError(f"{target.function}(grid) returned a {type(module).__name__}: return a triax.PipelineModule")
+    if module.grid is not grid:
+        raise ValueError(
+            f"{target.function}(grid) made a PipelineModule without the grid that it was called with: write "
+            "PipelineModule(..., grid=grid)"
+        )
+    float64(module)
+    return module
 
 
 def _batch(target: Target, module: PipelineModule, made: Any) -> list[Microbatch]:
