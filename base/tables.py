@@ -31,8 +31,8 @@ def table(
 
 
 def terminal(**how: Any) -> Console:
-    """Return a console that prints texts as they are: lines of any length, no markup, no colors of numbers."""
-    return Console(soft_wrap=True, highlight=False, markup=False, **how)
+    """Return a console that prints texts as they are: lines of any length, no markup or emoji, no colors of numbers."""
+    return Console(soft_wrap=True, highlight=False, markup=False, emoji=False, **how)
 
 
 def as_text(*parts: RenderableType) -> str:
