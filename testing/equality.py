@@ -89,6 +89,8 @@ def assert_equals_one_process(
     (wanted,) = run_ranks(1, steps_of, build, data, Composition(), None, options, timeout=timeout)
     if grids is None:
         grids = covering_grids(ranks, axes, schedules, stages, layers, microbatches)
+    if not (grids := list(grids)):
+        raise ValueError("assert_equals_one_process was given no grid: give at least one Composition, or leave it out")
     for grid in grids:
         _compare_run(build, data, grid, None, options, wanted, rtol, timeout)
 
@@ -120,6 +122,8 @@ def assert_schedule(
     """
     if (build is None) != (data is None):
         raise ValueError("assert_schedule was given one of build and data: give both, or neither")
+    if not sizes or not stages:
+        raise ValueError(f"assert_schedule was given sizes={sizes} and stages={stages}: give at least one of each")
     for pipe, microbatches in sizes:
         schedule = make(pipe, microbatches)
         if (schedule.pipe, schedule.microbatches) != (pipe, microbatches):

@@ -154,6 +154,10 @@ def test_what_cannot_be_compared_says_so() -> None:
         covering_grids(axes=["pipes"])
     with pytest.raises(ValueError, match="no grid of at most 4 ranks runs a model of 1 layers"):
         covering_grids(schedules=["zb-v"], layers=1)
+    with pytest.raises(ValueError, match="was given no grid: give at least one"):
+        assert_equals_one_process(partial(build, ""), batches, [])
+    with pytest.raises(ValueError, match=r"sizes=\[\] and stages=\(0, 2\): give at least one of each"):
+        assert_schedule(partial(triax.make_schedule, "1f1b"), sizes=[])
 
 
 def reversed_backward(pipe: int, microbatches: int) -> triax.Schedule:
@@ -193,8 +197,9 @@ def test_every_two_choices_meet_in_some_grid() -> None:
 def sent(size: int) -> list[dict[str, float]]:
     grid, found = Grid(data=2, tensor=2, timeout=60), []
     for axis in (grid.data, grid.tensor, grid.world):
-        with count_bytes(grid) as counted:
+        with count_bytes(grid) as around, count_bytes(grid) as counted:
             axis.all_reduce(torch.zeros(size, dtype=torch.float64))
+        assert around == counted
         axis.all_reduce(torch.zeros(size))  # not within
         found.append(dict(counted))
     return found
