@@ -20,7 +20,7 @@ def check(
         str, typer.Option(help="Function of the same file that returns the batches: lists of (inputs, labels).")
     ] = "batches",
     axes: Annotated[
-        str, typer.Option(help="Axes to try, each with 2 ranks, then together: of pipe, data, context and tensor.")
+        str, typer.Option(help="Axes to try, each with 2 ranks, then together: pipe, data, context, tensor, expert.")
     ] = "pipe,data,tensor",
     ranks: Annotated[int, typer.Option(min=1, max=8, help="Ranks of a grid, at most.")] = 4,
     timeout: Annotated[float, typer.Option(help="Seconds that a run may take.")] = 120.0,
@@ -35,8 +35,9 @@ def check(
     try:
         build, batches = functions(target, data)
         chosen = [name.strip() for name in axes.split(",") if name.strip()]
-        if unknown := [name for name in chosen if name not in AXES]:
-            raise ValueError(f"--axes has {unknown[0]!r}: give some of {', '.join(AXES)}, with commas between them")
+        if unknown := [name for name in chosen if name not in (*AXES, "expert")]:
+            known = ", ".join((*AXES, "expert"))
+            raise ValueError(f"--axes has {unknown[0]!r}: give some of {known}, with commas between them")
     except (ValueError, OSError) as error:
         terminal(stderr=True).print(escaped(f"triax check: {error}"), style="red")
         raise typer.Exit(2) from None

@@ -23,12 +23,17 @@ from .grids import Composition
 from .pool import RankFailure, run_ranks
 from .recording import ModuleCall, first_difference, record
 
+_IN_TRAINING = (
+    "only training differs: dropout whose masks do not follow the shards, as those of triax's Dropout do, or another "
+    "layer that acts in training alone"
+)
 # What usually makes a number differ on an axis alone.
 _CAUSES = {
     "tensor": "a mean or a norm over a shard, whole values in a sharded loss or a shard in a whole one, or randomness "
     "that differs between the ranks",
     "data": "a loss that depends on the number of rows, or a layer whose values depend on the batch, such as BatchNorm",
     "pipe": "a value that layers share besides their inputs and outputs, such as an attribute or a cache",
+    "expert": "rows that do not come back to their places, or a weight that the combination leaves out",
     "context": "a mean over the tokens of a part, positions that start again in each part, or attention within a part",
 }
 
@@ -68,7 +73,8 @@ def check(
 
     Args:
         build, data: as for ``assert_equals_one_process``.
-        axes: axes to try, each alone with 2 ranks, then several together as far as ``ranks`` suffice.
+        axes: axes to try, of ``pipe``, ``data``, ``context``, ``tensor`` and ``expert`` (the experts of 2 replicas):
+            each alone with 2 ranks, then several together as far as ``ranks`` suffice.
         ranks: number of ranks, at most.
         timeout: seconds that a run may take.
         rtol: largest difference of a tensor, relative to its largest element.
@@ -108,11 +114,13 @@ def _runs(axes: Sequence[str], ranks: int, layers: int, microbatches: int) -> It
     possible = {"pipe": layers > 1, "data": microbatches % 2 == 0}
     usable = [axis for axis in axes if possible.get(axis, True)] if ranks > 1 else []
     for axis in usable:
-        yield Composition(((axis, 2),)), axis
+        sizes = (("data", 2), ("expert", 2)) if axis == "expert" else ((axis, 2),)
+        yield Composition(sizes), axis
         if axis == "pipe":
             yield Composition(((axis, 2),), "zb-h1"), axis
         if axis == "data":
             yield Composition(((axis, 2),), stage=3), axis
+    usable = [axis for axis in usable if axis != "expert"]
     for count in range(2, min(len(usable), ranks.bit_length() - 1) + 1):
         for chosen in combinations(usable, count):
             yield Composition(tuple((axis, 2) for axis in chosen), stage=1), None
@@ -137,8 +145,10 @@ def _row(
         (whole,) = run_ranks(1, _recorded, build, data, Composition(), timeout=timeout)
         parts = run_ranks(at.ranks, _recorded, build, data, at, timeout=timeout)
         where = first_difference(whole, parts, rtol)
-        if not where and "loss" in text:
+        if not where and "the loss of an evaluation" in text:
             return CheckRow(str(at), False, text, "loss_fn, as no module before it differs", _CAUSES[axis])
+    if axis is not None and "the loss differs" in text:
+        return CheckRow(str(at), False, text, where, _IN_TRAINING)
     return CheckRow(str(at), False, text, where, _cause(found, wanted, axis, at, bool(where)))
 
 

@@ -24,6 +24,8 @@ from triax.context.order import shard
 from triax.tensor_parallel.regions import all_reduce_copy
 from triax.testing.check import CheckRow, check
 
+import planted_faults
+
 DRAWS = random.Random(20)
 
 
@@ -136,6 +138,42 @@ def test_right_models_are_equal() -> None:
         assert len(found) == 8 and all(row.holds and not row.difference for row in found), found
 
 
+# Models of somebody else: ties, dropout, experts, sequence parallelism, regions of their own; and faults in them.
+QUICK = ("tied_sequence", "keyed_dropout", "experts", "unsummed_norm", "equal_masks", "missing_combine")
+SAID = {
+    "unsummed_norm": r"1 of \d+ gradients are not, first layers\.\d+\.mlp\.norm\.weight",
+    "equal_masks": "only training differs: dropout",
+    "missing_combine": "a weight that the combination leaves out",
+    "tied_twice": r"first layers\.0\.weight, are 2 times one process's",
+    "default_generator": "randomness that no seed keys",
+    "state": "a state that one microbatch leaves",
+    "missing_copy": "without triax.tensor_parallel's copy region",
+    "scaled_gradient": r"mlp\.bias, are [\d.]+ times one process's",
+}
+
+
+def planted(kind: str, seed: int, grid: Grid) -> PipelineModule:
+    torch.set_default_dtype(torch.float64)
+    return planted_faults.build(kind, seed, grid)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.exhaustive)
+        for kind in (*planted_faults.RIGHT, *planted_faults.FAULTS)
+    ],
+)
+def test_models_of_others_are_right_or_named(kind: str) -> None:
+    words = planted_faults.sizes_of(1).words
+    fault = planted_faults.FAULTS.get(kind)
+    axes = ["pipe", "data", "tensor"] if fault is None else [fault.axis]
+    found = [*check(partial(planted, kind, 1), partial(batches, words), axes, 2, timeout=60)]
+    wrong = [row for row in found if not row.holds]
+    assert bool(wrong) == (fault is not None), found
+    assert not wrong or re.search(SAID.get(kind, ""), wrong[0].cause), wrong
+
+
 MISTAKES: dict[str, tuple[str, str, str, str]] = {  # the axis, or the run; what differs; where, with {at}; the cause
     "mean over a shard": (
         "tensor",
@@ -211,7 +249,7 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:
     code, text = typed(tmp_path, dtype="float32")
     assert code == 1 and "one process" in text and "torch.float32" in text
     for words, says in (
-        (["--axes", "pipes"], "--axes has 'pipes': give some of pipe, data, context, tensor"),
+        (["--axes", "pipes"], "--axes has 'pipes': give some of pipe, data, context, tensor, expert"),
         (["--data", "rows"], "has no function 'rows', which --data names; it has build, batches"),
     ):
         code, text = typed(tmp_path, *words)
