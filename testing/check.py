@@ -206,8 +206,9 @@ def _reseeded(build: Build, data: Data) -> Steps:
 
 
 def _turned(build: Build, data: Data) -> tuple[Step, Step]:
-    """Train a step on one process with the microbatches as they are, and in the opposite order. Without dropout, whose
-    masks are keyed by a sample's place.
+    """Train a step on one process with the microbatches as they are, and in the opposite order.
+
+    Dropout is switched off, because its masks depend on a sample's place in the batch.
     """
 
     def still(grid: Grid) -> PipelineModule:

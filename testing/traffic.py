@@ -28,4 +28,4 @@ def count_bytes(grid: Grid) -> Iterator[dict[str, float]]:
     try:
         yield found
     finally:
-        traffic.add = add  # type: ignore[method-assign]  # that of a context around this one, or the class's method
+        traffic.add = add  # type: ignore[method-assign]  # an outer context counts on

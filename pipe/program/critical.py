@@ -26,7 +26,7 @@ _NEAR = 1e-9  # relative; sums of floats in another order
 
 
 class Cause(NamedTuple):
-    """What an op waits for.
+    """Reason for the time at which an op starts: another op that must end before.
 
     Attributes:
         op: the op that must end before.

@@ -139,7 +139,7 @@ def own_cross_entropy(grid: Grid, words: int, gathered: bool, logits: Tensor, la
 
 
 def smoothed(grid: Grid, words: int, logits: Tensor, labels: Tensor) -> Any:
-    """Cross entropy with label smoothing, whose mean is that of a shard."""
+    """Cross entropy with label smoothing over the words of one shard alone."""
     loss, count = own_cross_entropy(grid, words, False, logits, labels)
     return loss - 0.1 * logits.mean(-1).sum(), count
 

@@ -138,7 +138,7 @@ def test_right_models_are_equal() -> None:
         assert len(found) == 8 and all(row.holds and not row.difference for row in found), found
 
 
-# Models of somebody else: ties, dropout, experts, sequence parallelism, regions of their own; and faults in them.
+# Other models: with ties, dropout, experts, sequence parallelism and regions of their own; and with a fault each.
 QUICK = ("tied_sequence", "keyed_dropout", "experts", "unsummed_norm", "equal_masks", "missing_combine")
 SAID = {
     "unsummed_norm": r"1 of \d+ gradients are not, first layers\.\d+\.mlp\.norm\.weight",
