@@ -99,7 +99,10 @@ def check(
     else:
         yield CheckRow("microbatches in another order", True)
     failed: set[str] = set()
-    for at, axis in _runs(axes, ranks, layers, microbatches):
+    untried = {axis: why for axis in axes if (why := _cannot_run(axis, ranks, layers, microbatches))}
+    for axis, why in untried.items():
+        yield CheckRow(f"axis {axis}", False, f"not run: {why}")
+    for at, axis in _runs([axis for axis in axes if axis not in untried], ranks):
         if axis is None and failed:
             yield CheckRow(str(at), False, "not run, as an axis alone differs", cause="see the rows above")
             continue
@@ -109,18 +112,27 @@ def check(
         yield row
 
 
-def _runs(axes: Sequence[str], ranks: int, layers: int, microbatches: int) -> Iterator[tuple[Composition, str | None]]:
+def _cannot_run(axis: str, ranks: int, layers: int, microbatches: int) -> str:
+    """Return why an axis cannot have 2 ranks, and what to change; "" if it can."""
+    if ranks < 2:
+        return f"an axis needs 2 ranks, and ranks={ranks}. Give 2 or more"
+    if axis == "pipe" and layers < 2:
+        return "two stages need a model of at least 2 layers"
+    if axis in ("data", "expert") and microbatches % 2:
+        return f"2 replicas cannot share a batch of {microbatches} microbatches. Give an even number"
+    return ""
+
+
+def _runs(axes: Sequence[str], ranks: int) -> Iterator[tuple[Composition, str | None]]:
     """Yield compositions, each with its one axis, or None for several: all pairs, and all axes, that fit."""
-    possible = {"pipe": layers > 1, "data": microbatches % 2 == 0}
-    usable = [axis for axis in axes if possible.get(axis, True)] if ranks > 1 else []
-    for axis in usable:
+    for axis in axes:
         sizes = (("data", 2), ("expert", 2)) if axis == "expert" else ((axis, 2),)
         yield Composition(sizes), axis
         if axis == "pipe":
             yield Composition(((axis, 2),), "zb-h1"), axis
         if axis == "data":
             yield Composition(((axis, 2),), stage=3), axis
-    usable = [axis for axis in usable if axis != "expert"]
+    usable = [axis for axis in axes if axis != "expert"]
     for count in range(2, min(len(usable), ranks.bit_length() - 1) + 1):
         for chosen in combinations(usable, count):
             yield Composition(tuple((axis, 2) for axis in chosen), stage=1), None

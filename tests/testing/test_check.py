@@ -246,6 +246,9 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:
     assert (
         code == 1 and run["difference"] == "RuntimeError: no weights here" and re.search(r"model_\d\.py", run["where"])
     )
+    code, text = typed(tmp_path, "--axes", "pipe", "--ranks", "1", "--json")
+    last = json.loads(text)["runs"][-1]
+    assert code == 1 and last["what"] == "axis pipe" and "an axis needs 2 ranks, and ranks=1" in last["difference"]
     code, text = typed(tmp_path, dtype="float32")
     assert code == 1 and "one process" in text and "torch.float32" in text
     for words, says in (
