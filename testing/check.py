@@ -100,8 +100,8 @@ def check(
         yield CheckRow("microbatches in another order", True)
     failed: set[str] = set()
     untried = {axis: why for axis in axes if (why := _cannot_run(axis, ranks, layers, microbatches))}
-    for axis, why in untried.items():
-        yield CheckRow(f"axis {axis}", False, f"not run: {why}")
+    for name, why in untried.items():
+        yield CheckRow(f"axis {name}", False, f"not run: {why}")
     for at, axis in _runs([axis for axis in axes if axis not in untried], ranks):
         if axis is None and failed:
             yield CheckRow(str(at), False, "not run, as an axis alone differs", cause="see the rows above")
