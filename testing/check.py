@@ -21,7 +21,7 @@ from ..pipe.module import PipelineModule
 from .equality import Build, Data, Step, Steps, difference, sizes_of, steps_of
 from .grids import Composition
 from .pool import RankFailure, run_ranks
-from .recording import ModuleCall, first_difference, record
+from .recording import LOSS, ModuleCall, OpCall, first_difference, first_op, record, record_ops
 
 _IN_TRAINING = (
     "only training differs: dropout whose masks do not follow the shards, as those of triax's Dropout do, or another "
@@ -156,9 +156,16 @@ def _row(
     if axis in ("tensor", "context"):
         (whole,) = run_ranks(1, _recorded, build, data, Composition(), timeout=timeout)
         parts = run_ranks(at.ranks, _recorded, build, data, at, timeout=timeout)
-        where = first_difference(whole, parts, rtol)
+        where, module = first_difference(whole, parts, rtol)
         if not where and "the loss of an evaluation" in text:
-            return CheckRow(str(at), False, text, "loss_fn, as no module before it differs", _CAUSES[axis])
+            where, module = f"{LOSS}, as no module before it differs", LOSS
+        if module:
+            (ops,) = run_ranks(1, _recorded_ops, build, data, Composition(), module, timeout=timeout)
+            mine = run_ranks(at.ranks, _recorded_ops, build, data, at, module, timeout=timeout)
+            if op := first_op(ops, mine, rtol):
+                where += f"; first op: {op}"
+        if module == LOSS:
+            return CheckRow(str(at), False, text, where, _CAUSES[axis])
     if axis is not None and "the loss differs" in text:
         return CheckRow(str(at), False, text, where, _IN_TRAINING)
     return CheckRow(str(at), False, text, where, _cause(found, wanted, axis, at, bool(where)))
@@ -238,11 +245,22 @@ def _turned(build: Build, data: Data) -> tuple[Step, Step]:
 
 def _recorded(build: Build, data: Data, at: Composition) -> list[ModuleCall]:
     """Return the calls of the modules for the first microbatch."""
+    model, inputs, _, fields = _first_microbatch(build, data, at)
+    return record(model, inputs, fields)
+
+
+def _recorded_ops(build: Build, data: Data, at: Composition, module: str) -> list[OpCall]:
+    """Return the ops of a module's code, or of the loss function's, for the first microbatch."""
+    return record_ops(*_first_microbatch(build, data, at), module)
+
+
+def _first_microbatch(build: Build, data: Data, at: Composition) -> tuple[PipelineModule, Any, Any, dict[str, Any]]:
+    """Return (model, inputs, labels, fields) on this rank of a grid."""
     axes: dict[str, Any] = dict(at.axes)
     model = build(Grid(**axes))
     taken = {name for spec in model.layer_specs for name in getattr(spec, "takes", ())}
     item = item_of(data()[0][0], taken)
-    return record(model.eval(), item.inputs, {name: item.field(name) for name in taken})
+    return model.eval(), item.inputs, item.labels, {name: item.field(name) for name in taken}
 
 
 def _verb(kind: str) -> str:

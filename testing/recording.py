@@ -1,19 +1,26 @@
-"""Inputs and outputs of every module in one forward pass, and the first module that differs from one process's.
+"""Inputs and outputs of every module in one forward pass, and the first module and op that differ from one process's.
 
 Modules are compared in the order in which their forward passes end, so that a layer's parts come before the layer. On
 the ranks of an axis a value may be whole on each rank, a slice along one dim, or a summand: these are right. If the
 first module that has another output has a right input, the module is named, else the code between the modules.
+
+A second pass records the aten ops of that module's own code, with their lines. The ranks may run other ops than one
+process, so ops are matched by line, name and how often this line has called it.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..base.nest import tensors_of
 from ..pipe.module import PipelineModule
@@ -34,6 +41,40 @@ class ModuleCall(NamedTuple):
     place: str
     inputs: list[Tensor]
     outputs: list[Tensor]
+
+
+class OpCall(NamedTuple):
+    """One call of an op.
+
+    Attributes:
+        name: ``aten.mean``.
+        place: file and line of the code that called it, ``model.py:34``; "" if triax's own code did.
+        count: how often this line had called this op before.
+        inputs, outputs: the floating-point tensors, in float64; of triax's own ops none.
+        writers: indices of the ops that had written its inputs last.
+    """
+
+    name: str
+    place: str
+    count: int
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    writers: list[int]
+
+
+class Difference(NamedTuple):
+    """Where the ranks of an axis first compute something else than one process.
+
+    Attributes:
+        text: the place in words.
+        module: name of the module whose own code does it; "" if none does.
+    """
+
+    text: str
+    module: str
+
+
+LOSS = "loss_fn"  # the module of ops that the loss function calls
 
 
 def record(model: PipelineModule, inputs: Any, fields: dict[str, Any]) -> list[ModuleCall]:
@@ -60,26 +101,116 @@ def record(model: PipelineModule, inputs: Any, fields: dict[str, Any]) -> list[M
     return found
 
 
-def first_difference(whole: Sequence[ModuleCall], ranks: Sequence[Sequence[ModuleCall]], rtol: float) -> str:
-    """Return in words where the ranks of an axis first compute something else than one process; "" if nowhere."""
+def record_ops(model: PipelineModule, inputs: Any, labels: Any, fields: dict[str, Any], module: str) -> list[OpCall]:
+    """Run the forward pass of a model of one stage, and return the ops of one module's code, or of ``LOSS``."""
+    ops = _Ops()
+
+    def toggle(*_: Any) -> None:
+        ops.listens = not ops.listens
+
+    handles = []
+    if module != LOSS:
+        called = model.get_submodule(module)
+        handles = [called.register_forward_pre_hook(toggle), called.register_forward_hook(toggle)]
+    try:
+        with torch.no_grad(), ops:
+            outputs = model.run_stage(0, inputs, fields)
+            if module == LOSS:
+                ops.listens = True
+                model.loss(outputs, labels)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return ops.found
+
+
+class _Ops(TorchDispatchMode):
+    """Notes ops while it listens, and which op wrote what another reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listens = False
+        self.found: list[OpCall] = []
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._writer: dict[int, int] = {}  # by the address of a storage
+        self._kept: list[Any] = []  # so that no address is used twice
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op, and note it."""
+        if not self.listens:
+            return func(*args, **(kwargs or {}))
+        name, place = str(func.overloadpacket), _line(sys._getframe(1))
+        given = [*tensors_of(list(args)), *tensors_of(list((kwargs or {}).values()))]
+        inputs = [_kept(each) for each in given if place and each.is_floating_point()]
+        outputs = func(*args, **(kwargs or {}))
+        made = list(tensors_of(outputs))
+        values = [_kept(each) for each in made if place and each.is_floating_point()]
+        writers = {self._writer[at] for each in given if (at := _storage(each)) in self._writer}
+        self._writer.update((_storage(each), len(self.found)) for each in made)
+        self._kept.append(made)
+        self.found.append(OpCall(name, place, self._counts[place, name], inputs, values, sorted(writers)))
+        self._counts[place, name] += 1
+        return outputs
+
+
+def first_difference(whole: Sequence[ModuleCall], ranks: Sequence[Sequence[ModuleCall]], rtol: float) -> Difference:
+    """Return where the ranks of an axis first compute something else than one process; ("", "") if nowhere."""
     for at, one in enumerate(whole):
         mine = [records[at] if at < len(records) else None for records in ranks]
         if any(each is None or each.name != one.name for each in mine):
-            return f"the modules run in another order from {one.name} ({one.kind}) on"
+            return Difference(f"the modules run in another order from {one.name} ({one.kind}) on", "")
         parts = [each for each in mine if each is not None]
         wrong = _first_wrong([each.outputs for each in parts], one.outputs, rtol)
         if wrong is None:
             continue
         where = f"{one.name} ({one.kind}{', ' + one.place if one.place else ''})"
         if _first_wrong([each.inputs for each in parts], one.inputs, rtol) is None:
-            return f"the output of {where} differs, and its input does not: {wrong}"
+            return Difference(f"the output of {where} differs, and its input does not: {wrong}", one.name)
         owner = one.name.rpartition(".")[0]
         holder = next((each for each in whole[at:] if each.name == owner), None)
         inside = f"in the forward of {owner} ({holder.kind}, {holder.place})" if holder else "between two layers"
         before = next((each.name for each in reversed(whole[:at]) if each.name.rpartition(".")[0] == owner), "")
         after = f" after {before}" if before else ""
-        return f"the input of {where} differs, computed {inside}{after}: {wrong}"
-    return ""
+        text = f"the input of {where} differs, computed {inside}{after}: {wrong}"
+        return Difference(text, owner if holder else "")
+    return Difference("", "")
+
+
+def first_op(whole: Sequence[OpCall], ranks: Sequence[Sequence[OpCall]], rtol: float) -> str:
+    """Return the op that first computes something else on the ranks of an axis, and its line; "" if none does.
+
+    A right shard may have values on the way that are neither whole, nor slices, nor summands, as the maximum of a
+    shard before the maximum over the ranks. So an op counts only if what it wrote reaches the end through ops none of
+    which is right.
+    """
+    one = {each[:3]: each for each in whole if each.place}
+    calls = [{each[:3]: each for each in records} for records in ranks]
+
+    def wrong(key: tuple[str, str, int]) -> str | None:
+        """How an op's outputs differ, "" if they do not, None if it cannot be compared."""
+        parts = [each[key] for each in calls if key in each]
+        if key not in one or len(parts) < len(calls) or not one[key].outputs:
+            return None
+        return _first_wrong([each.outputs for each in parts], one[key].outputs, rtol) or ""
+
+    records = ranks[0]
+    read = {writer for each in records for writer in each.writers}
+    waiting, seen, found = [at for at in range(len(records)) if at not in read], set(), []
+    while waiting:
+        if (at := waiting.pop()) in seen:
+            continue
+        seen.add(at)
+        text = wrong(records[at][:3])
+        if text:
+            found.append((at, text))
+        if text != "":
+            waiting.extend(records[at].writers)
+    if not found:
+        return ""
+    at, text = min(found)
+    call = records[at]
+    inputs = _first_wrong([each[call[:3]].inputs for each in calls], one[call[:3]].inputs, rtol)
+    return f"{call.name} in {call.place}, {'whose input is right' if inputs is None else 'whose input differs'}: {text}"
 
 
 def _first_wrong(parts: list[list[Tensor]], whole: list[Tensor], rtol: float) -> str | None:
@@ -91,9 +222,10 @@ def _first_wrong(parts: list[list[Tensor]], whole: list[Tensor], rtol: float) ->
         if not _fits(mine, one, rtol):
             shapes = sorted({tuple(each.shape) for each in mine})
             if tuple(one.shape) in shapes:
-                error = (mine[0] - one).abs()
-                at = tuple(int(i) for i in torch.unravel_index(error.nan_to_num(torch.inf).argmax(), error.shape))
-                return f"{mine[0][at].item():.12g} at {at}, and on one process {one[at].item():.12g}"
+                errors = [(each - one).abs().nan_to_num(torch.inf) for each in mine]
+                worst = max(range(len(mine)), key=lambda rank: float(errors[rank].max()))
+                at = tuple(int(i) for i in torch.unravel_index(errors[worst].argmax(), one.shape))
+                return f"{mine[worst][at].item():.12g} at {at}, and on one process {one[at].item():.12g}"
             return f"shapes {', '.join(map(str, shapes))}, and on one process {tuple(one.shape)}"
     return None
 
@@ -141,3 +273,20 @@ def _place(module: nn.Module) -> str:
     except (OSError, TypeError):
         return ""
     return f"{Path(file or '').name}:{line}" if not type(module).__module__.startswith("torch.") else ""
+
+
+def _line(frame: FrameType | None) -> str:
+    """Return file and line of the innermost code outside of torch; "" if it is triax's own."""
+    while frame is not None and _package(frame) == "torch":
+        frame = frame.f_back
+    if frame is None or _package(frame) == __name__.partition(".")[0]:
+        return ""
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
