@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,10 +12,24 @@ from ..base.tables import table, terminal
 
 
 def check(
-    target: Annotated[str, typer.Argument(help="FILE.py:FUNCTION, which returns the model for a grid.")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="FILE.py:FUNCTION, which returns the model for a grid; a training file; or a Hugging Face folder."
+        ),
+    ],
+    changes: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Keys of the training file, or fields of the folder's config.json, to change.", metavar="KEY=VALUE"
+        ),
+    ] = None,
     data: Annotated[
-        str, typer.Option(help="Function of the same file that returns the batches: lists of (inputs, labels).")
-    ] = "batches",
+        str | None,
+        typer.Option(
+            help="Function of FILE.py that returns the batches: lists of (inputs, labels).", show_default="batches"
+        ),
+    ] = None,
     axes: Annotated[
         str, typer.Option(help="Axes to try, each with 2 ranks, then together: pipe, data, context, tensor, expert.")
     ] = "pipe,data,tensor",
@@ -28,17 +39,20 @@ def check(
 ) -> None:
     """Compare a model on grids with one process: losses, metrics and every gradient, in float64.
 
+    A training file's or a folder's model has random weights, and gets random tokens.
+
     The exit status is 0 if all numbers are equal, and 1 if one differs.
     """
     from ..testing.grids import AXES
+    from .check_targets import read_target
 
     try:
-        build, batches = functions(target, data)
+        build, batches = read_target(target, changes or [], data)
         chosen = [name.strip() for name in axes.split(",") if name.strip()]
         if unknown := [name for name in chosen if name not in (*AXES, "expert")]:
             known = ", ".join((*AXES, "expert"))
             raise ValueError(f"--axes has {unknown[0]!r}: give some of {known}, with commas between them")
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError) as error:  # ConfigError is a ValueError
         terminal(stderr=True).print(escaped(f"triax check: {error}"), style="red")
         raise typer.Exit(2) from None
     rows = _rows(build, batches, chosen, ranks, timeout)
@@ -48,38 +62,6 @@ def check(
     else:
         terminal().print(table(("run", "numbers"), ((row.what, _result(row)) for row in rows), left=2))
     raise typer.Exit(0 if holds else 1)
-
-
-def functions(target: str, data: str) -> tuple[Any, Any]:
-    """Return two functions of a Python file.
-
-    Args:
-        target: ``FILE.py:FUNCTION``.
-        data: name of the other function.
-
-    Raises:
-        ValueError: the file or a function does not exist, or the file raises an error.
-    """
-    name, colon, function = target.rpartition(":")
-    path = Path(name)
-    if not colon or path.suffix != ".py" or not function:
-        raise ValueError(f"{target} is not FILE.py:FUNCTION: give a file and its function, such as model.py:build")
-    if not path.is_file():
-        raise ValueError(f"there is no file {path}")
-    sys.path.insert(0, str(path.resolve().parent))  # it may import its neighbours
-    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ValueError(f"{path} raised {type(error).__name__}: {error}") from error
-    for each, option in ((function, "the target"), (data, "--data")):
-        if not callable(getattr(module, each, None)):
-            known = ", ".join(n for n, value in vars(module).items() if callable(value) and not n.startswith("_"))
-            raise ValueError(f"{path} has no function {each!r}, which {option} names; it has {known or 'none'}")
-    return getattr(module, function), getattr(module, data)
 
 
 def _rows(build: Any, batches: Any, axes: list[str], ranks: int, timeout: float) -> list[Any]:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..grid import Grid
+from ..models.config import TransformerConfig
 from ..models.huggingface.load import LAYERS, load_hf
 from ..models.layers import NextTokenLoss
 from ..models.mtp import MTPLoss
@@ -29,18 +30,22 @@ def build_module(job: Job, grid: Grid) -> PipelineModule:
     layers = LAYERS[type(job.model)](job.model, job.file.grid.sequence_parallel, section.attention, **experts)
     if section.has_weights:
         layers = load_hf(section.folder, layers)
-    modules = getattr(job.model, "num_nextn_predict_layers", 0)
-    vocab_size = job.model.vocab_size
     return PipelineModule(
         layers,
         grid=grid,
-        loss_fn=MTPLoss(grid, vocab_size, modules) if modules else NextTokenLoss(grid, vocab_size),
+        loss_fn=loss_for(job.model, grid),
         chunks=job.schedule.chunks,
         placement=list(job.schedule.placement),
         seed=job.file.seed,
         dtype=torch.float64 if job.precision == "fp64" else torch.float32,
         device="meta" if job.options.zero.stage == 3 else None,
     )
+
+
+def loss_for(model: TransformerConfig, grid: Grid) -> NextTokenLoss | MTPLoss:
+    """Return the loss of a model: of the next token, and of those after it that the model predicts too."""
+    modules = getattr(model, "num_nextn_predict_layers", 0)
+    return MTPLoss(grid, model.vocab_size, modules) if modules else NextTokenLoss(grid, model.vocab_size)
 
 
 def parameter_groups(job: Job, module: PipelineModule) -> list[dict[str, Any]] | None:

@@ -1,0 +1,125 @@
+"""What ``triax check`` checks: a function of a Python file, a training file's model, or a Hugging Face folder's."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..grid import Grid
+from ..models.config import TransformerConfig
+from ..models.huggingface.load import LAYERS
+from ..pipe.module import PipelineModule
+from ..train.file import read_training_file
+from ..train.job import model_config
+from ..train.model import loss_for
+from ..train.schema import ModelSection
+
+FILES = (".yaml", ".yml", ".toml", ".json")
+MICROBATCHES, LENGTH = 4, 16  # of random tokens
+_COPIES = 4  # of the weights on one process: weights, gradients, and both once more gathered
+
+
+def read_target(target: str, changes: Sequence[str], data: str | None) -> tuple[Any, Any]:
+    """Return the function that builds the model for a grid, and the one that returns its batches.
+
+    Args:
+        target: ``FILE.py:FUNCTION``, a training file, or a Hugging Face folder.
+        changes: ``KEY=VALUE`` for a training file, or for the fields of a folder's configuration.
+        data: name of the function of ``FILE.py`` that returns the batches; None: ``batches``.
+
+    Raises:
+        ValueError: there is no such file, folder or function; the file raises an error; an argument does not go with
+            the target; or this machine has too little memory for the model in float64.
+    """
+    name, _, function = target.rpartition(":")
+    if (path := Path(name)).suffix == ".py" and function:
+        if not path.is_file():
+            raise ValueError(f"there is no file {path}")
+        if changes:
+            raise ValueError(f"{changes[0]} changes a training file or a folder, and {target} is neither: leave it out")
+        return _functions(path, function, data or "batches")
+    if not (Path(target) / "config.json").is_file() and not (Path(target).suffix in FILES and Path(target).is_file()):
+        raise ValueError(
+            f"{target} is neither FILE.py:FUNCTION, such as model.py:build, nor a training file "
+            f"({', '.join(FILES)}), nor a Hugging Face folder with a config.json"
+        )
+    if data is not None:
+        raise ValueError(f"--data {data} names a function of a Python file, and {target} is none: leave it out")
+    build = partial(_configured, target, tuple(changes))
+    config, _, _ = _read(target, changes)
+    _require_memory(target, config)
+    length = min(LENGTH, config.max_position_embeddings)
+    return build, partial(_tokens, config.vocab_size, length)
+
+
+def _configured(target: str, changes: Sequence[str], grid: Grid) -> PipelineModule:
+    """Build the model of a training file or a folder, in float64."""
+    config, section, sequence_parallel = _read(target, changes)
+    layers = LAYERS[type(config)](config, sequence_parallel, section.attention, **section.experts.arguments)
+    return PipelineModule(layers, grid=grid, loss_fn=loss_for(config, grid), dtype=torch.float64, seed=0)
+
+
+def _read(target: str, changes: Sequence[str]) -> tuple[TransformerConfig, ModelSection, bool]:
+    """Return (configuration, the section ``model``, sequence parallelism)."""
+    if Path(target).suffix in FILES:
+        file, _ = read_training_file(target, list(changes))
+        return model_config(file.model), file.model, file.grid.sequence_parallel
+    section = ModelSection(folder=target, weights=False, overrides=dict(_change(each) for each in changes))
+    return model_config(section), section, False
+
+
+def _change(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"{text} is not KEY=VALUE, such as num_hidden_layers=2")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def _require_memory(target: str, config: TransformerConfig) -> None:
+    """Check that one process can hold the model in float64."""
+    layers = LAYERS[type(config)](config)
+    model = PipelineModule(layers, grid=Grid(device="cpu"), device="meta")
+    count = sum(parameter.numel() for parameter in model.parameters())
+    needed, present = _COPIES * 8 * count, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > present:
+        key = "num_hidden_layers" if Path(target).is_dir() else "model.overrides.num_hidden_layers"
+        raise ValueError(
+            f"{target} has {count / 1e9:.1f} billion parameters: a check in float64 needs {needed / 2**30:.0f} GiB, "
+            f"and this machine has {present / 2**30:.0f} GiB. Check fewer layers: {key}=2"
+        )
+
+
+def _tokens(words: int, length: int) -> list[list[tuple[Tensor, Tensor]]]:
+    """Return one batch of random tokens."""
+    text = torch.randint(words, (MICROBATCHES, 1, length + 1), generator=torch.Generator().manual_seed(0))
+    return [[(each[:, :-1], each[:, 1:]) for each in text]]
+
+
+def _functions(path: Path, function: str, data: str) -> tuple[Any, Any]:
+    """Return two functions of a Python file."""
+    sys.path.insert(0, str(path.resolve().parent))  # it may import its neighbours
+    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ValueError(f"{path} raised {type(error).__name__}: {error}") from error
+    for each, option in ((function, "the target"), (data, "--data")):
+        if not callable(getattr(module, each, None)):
+            known = ", ".join(n for n, value in vars(module).items() if callable(value) and not n.startswith("_"))
+            raise ValueError(f"{path} has no function {each!r}, which {option} names; it has {known or 'none'}")
+    return getattr(module, function), getattr(module, data)
