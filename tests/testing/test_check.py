@@ -281,4 +281,31 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:
         code, text = typed(tmp_path, *words)
         assert code == 2 and says in text
     run = CliRunner().invoke(app, ["check", "model.py"])
-    assert run.exit_code == 2 and "model.py is not FILE.py:FUNCTION" in run.output
+    assert run.exit_code == 2 and "model.py is neither FILE.py:FUNCTION" in run.output
+
+
+def test_training_files_and_hugging_face_folders_are_targets(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 16}
+    heads = {"num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
+    transformers.LlamaConfig(architectures=["LlamaForCausalLM"], **sizes, **heads).save_pretrained(tmp_path / "llama")
+    file = tmp_path / "run.yaml"
+    file.write_text("model: {preset: bytes-small}\ndata: {training: text}\ntraining: {tokens: 1000, batch: 4}\n")
+
+    def run(*words: str) -> tuple[int, str]:
+        found = CliRunner().invoke(app, ["check", *map(str, words), "--axes", "tensor", "--json"])
+        return found.exit_code, found.output
+
+    for target, key in ((tmp_path / "llama", ""), (file, "model.overrides.")):
+        code, text = run(str(target), f"{key}num_hidden_layers=1")
+        assert code == 0 and [each["holds"] for each in json.loads(text)["runs"]] == [True] * 3, text
+    for words, says in (
+        ((str(file), "model.preset=llama3-70b"), "has 70.6 billion parameters: a check in float64 needs"),
+        ((str(file), "model.preste=bytes-small"), "did you mean 'preset'"),
+        ((str(tmp_path / "llama"), "num_layers=1"), "there is no 'num_layers'"),
+        ((str(tmp_path / "llama"), "num_hidden_layers"), "is not KEY=VALUE"),
+        ((str(file), "--data", "batches"), "--data batches names a function of a Python file"),
+        ((f"{__file__}:build", "a=1"), "a=1 changes a training file or a folder"),
+    ):
+        code, text = run(*words)
+        assert code == 2 and says in text, text
