@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+import math
+from functools import partial
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -35,6 +37,14 @@ def check(
     ] = "pipe,data,tensor",
     ranks: Annotated[int, typer.Option(min=1, max=8, help="Ranks of a grid, at most.")] = 4,
     timeout: Annotated[float, typer.Option(help="Seconds that a run may take.")] = 120.0,
+    dry: Annotated[
+        str | None,
+        typer.Option(
+            help="Grid of any size: run a step of each class of its ranks without values, devices or ranks, and "
+            "compare nothing.",
+            metavar="pipe=8,tensor=4",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Compare a model on grids with one process: losses, metrics and every gradient, in float64.
@@ -47,21 +57,59 @@ def check(
     from .check_targets import read_target
 
     try:
-        build, batches = read_target(target, changes or [], data)
+        build, batches = read_target(target, changes or [], data, dry is not None)
         chosen = [name.strip() for name in axes.split(",") if name.strip()]
         if unknown := [name for name in chosen if name not in (*AXES, "expert")]:
             known = ", ".join((*AXES, "expert"))
             raise ValueError(f"--axes has {unknown[0]!r}: give some of {known}, with commas between them")
+        sizes = None if dry is None else _sizes(dry)
     except (ValueError, OSError) as error:  # ConfigError is a ValueError
         terminal(stderr=True).print(escaped(f"triax check: {error}"), style="red")
         raise typer.Exit(2) from None
+    if sizes is not None:
+        _dry(target, build, batches, sizes, as_json)
     rows = _rows(build, batches, chosen, ranks, timeout)
     holds = all(row.holds for row in rows)
     if as_json:
         typer.echo(json.dumps({"target": target, "holds": holds, "runs": [row.as_json() for row in rows]}))
     else:
-        terminal().print(table(("run", "numbers"), ((row.what, _result(row)) for row in rows), left=2))
+        terminal().print(
+            table(("run", "numbers", "sent per step"), ((row.what, _result(row), _sent(row)) for row in rows), left=3)
+        )
     raise typer.Exit(0 if holds else 1)
+
+
+def _sizes(text: str) -> dict[str, int]:
+    """Return the axes of a grid, by name.
+
+    Raises:
+        ValueError: it is no list of an axis and a size.
+    """
+    from ..testing.grids import AXES
+
+    found = {}
+    for part in text.split(","):
+        name, _, size = (word.strip() for word in part.partition("="))
+        if name not in (*AXES, "expert") or not size.isdecimal() or not int(size):
+            raise ValueError(f"--dry has {part!r}: give axes and sizes, such as pipe=8,tensor=4,data=2")
+        found[name] = int(size)
+    return found
+
+
+def _dry(target: str, build: Any, batches: Any, sizes: dict[str, int], as_json: bool) -> NoReturn:
+    """Run a step of each class of ranks without values, print what was found, and exit."""
+    from ..dry_run.dry_run import dry_run
+    from ..dry_run.rank import Settings
+    from ..dry_run.report import report
+    from .check_targets import train_without_values
+
+    ranks = math.prod(size for axis, size in sizes.items() if axis != "expert")  # experts lie on the data axis
+    found = dry_run(partial(train_without_values, build, batches, sizes), Settings(ranks))
+    if as_json:
+        typer.echo(json.dumps({"target": target, "holds": not found.problems, "problems": found.problems}))
+    else:
+        typer.echo(report(found))
+    raise typer.Exit(1 if found.problems else 0)
 
 
 def _rows(build: Any, batches: Any, axes: list[str], ranks: int, timeout: float) -> list[Any]:
@@ -84,7 +132,10 @@ def _place(text: str) -> str:
 
 
 def _result(row: Any) -> str:
-    if row.holds:
-        return "equal"
     parts = [row.difference, row.where and f"first: {row.where}", row.cause and f"usually: {row.cause}"]
-    return "\n".join(part for part in parts if part)
+    lines = ["equal"] if row.holds else [part for part in parts if part]
+    return "\n".join((*lines, *row.notes))
+
+
+def _sent(row: Any) -> str:
+    return "\n".join(f"{axis} {size:,.0f} B" for axis, size in row.sent.items() if size)

@@ -6,18 +6,22 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..engine.engines import Engine
 from ..grid import Grid
 from ..models.config import TransformerConfig
 from ..models.huggingface.load import LAYERS
+from ..options.batch import Batch
 from ..pipe.module import PipelineModule
+from ..testing.equality import rows_of
 from ..train.file import read_training_file
 from ..train.job import model_config
 from ..train.model import loss_for
@@ -28,13 +32,14 @@ MICROBATCHES, LENGTH = 4, 16  # of random tokens
 _COPIES = 4  # of the weights on one process: weights, gradients, and both once more gathered
 
 
-def read_target(target: str, changes: Sequence[str], data: str | None) -> tuple[Any, Any]:
+def read_target(target: str, changes: Sequence[str], data: str | None, dry: bool = False) -> tuple[Any, Any]:
     """Return the function that builds the model for a grid, and the one that returns its batches.
 
     Args:
         target: ``FILE.py:FUNCTION``, a training file, or a Hugging Face folder.
         changes: ``KEY=VALUE`` for a training file, or for the fields of a folder's configuration.
         data: name of the function of ``FILE.py`` that returns the batches; None: ``batches``.
+        dry: the model will not have values, so that this machine need not hold it.
 
     Raises:
         ValueError: there is no such file, folder or function; the file raises an error; an argument does not go with
@@ -56,9 +61,24 @@ def read_target(target: str, changes: Sequence[str], data: str | None) -> tuple[
         raise ValueError(f"--data {data} names a function of a Python file, and {target} is none: leave it out")
     build = partial(_configured, target, tuple(changes))
     config, _, _ = _read(target, changes)
-    _require_memory(target, config)
+    if not dry:
+        _require_memory(target, config)
     length = min(LENGTH, config.max_position_embeddings)
     return build, partial(_tokens, config.vocab_size, length)
+
+
+def train_without_values(build: Any, batches: Any, axes: Mapping[str, int]) -> None:
+    """Train on this rank of a grid without end: the program of a dry run, which stops it after a step."""
+    grid, batch = Grid(**axes), batches()[0]
+    rows = rows_of(batch[0][0])
+    engine = Engine(
+        build(grid),
+        batch=Batch(size=rows * len(batch) * grid.data.size, microbatch=rows),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+    )
+    microbatches = cycle(batch)
+    while True:
+        engine.train_batch(microbatches)
 
 
 def _configured(target: str, changes: Sequence[str], grid: Grid) -> PipelineModule:

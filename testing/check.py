@@ -7,8 +7,8 @@ alone, and then several together.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..grid import Grid
 from ..pipe.fields import item_of
 from ..pipe.module import PipelineModule
 from .equality import Build, Data, Step, Steps, difference, sizes_of, steps_of
+from .gradients import gradients_of
 from .grids import Composition
 from .pool import RankFailure, run_ranks
 from .recording import LOSS, ModuleCall, OpCall, first_difference, first_op, record, record_ops
@@ -48,6 +49,8 @@ class CheckRow:
         difference: the first number that differs; "" if none does.
         where: the first module or code that computes something else, or the parameter's factor; "" if unknown.
         cause: what usually does that; "" if unknown.
+        notes: what is no fault and worth knowing, as parameters without a gradient.
+        sent: axis -> bytes that rank 0 sent in the first step, without those by which the ranks agree on a step.
     """
 
     what: str
@@ -55,6 +58,8 @@ class CheckRow:
     difference: str = ""
     where: str = ""
     cause: str = ""
+    notes: tuple[str, ...] = ()
+    sent: Mapping[str, float] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields, for JSON."""
@@ -91,7 +96,8 @@ def check(
             "one process, twice", False, text, cause="randomness that no seed keys, as torch's default generator"
         )
         return
-    yield CheckRow("one process, twice", True)
+    (notes,) = run_ranks(1, _notes, build, data, timeout=timeout)
+    yield CheckRow("one process, twice", True, notes=notes)
     straight, turned = run_ranks(1, _turned, build, data, timeout=timeout)[0]
     if text := difference(turned, straight, rtol):
         cause = "a state that one microbatch leaves for the next, or a mean over microbatches of different weights"
@@ -151,7 +157,7 @@ def _row(
         )
     text = _compared(found, wanted, rtol)
     if not text:
-        return CheckRow(str(at), True)
+        return CheckRow(str(at), True, sent={k: v for k, v in found[0][0].sent.items() if k != "world"})
     where = ""
     if axis in ("tensor", "context"):
         (whole,) = run_ranks(1, _recorded, build, data, Composition(), timeout=timeout)
@@ -216,6 +222,25 @@ def _factor(found: Tensor, wanted: Tensor) -> float | None:
     if (found - factor * wanted).abs().max() > 1e-8 * largest:
         return None
     return 1.0 if abs(factor - 1) < 1e-9 else round(factor, 9)
+
+
+def _notes(build: Build, data: Data) -> tuple[str, ...]:
+    """Return what one process shows of a model's gradients."""
+    model, inputs, labels, fields = _first_microbatch(build, data, Composition())
+    found, notes = gradients_of(model.train(), inputs, labels, fields), []
+    if found.missing:
+        notes.append(f"no gradient in the first microbatch: {_listed(found.missing)}")
+    if found.at_once:
+        notes.append(
+            f"zero-bubble schedules defer the gradients of {found.matrices - len(found.at_once)} of {found.matrices} "
+            f"matrices, and not of {_listed(found.at_once)}"
+        )
+    return tuple(notes)
+
+
+def _listed(names: Sequence[str]) -> str:
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + rest
 
 
 def _reseeded(build: Build, data: Data) -> Steps:

@@ -40,6 +40,7 @@ class Step(NamedTuple):
         metrics: named losses and metrics.
         gradients: by name in the whole model.
         weights: after the step; of the last step only.
+        sent: axis -> bytes that this rank sent in the step; "world" are those by which the ranks agree on a step.
     """
 
     evaluation: float
@@ -48,6 +49,7 @@ class Step(NamedTuple):
     metrics: dict[str, Any]
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
+    sent: dict[str, float]
 
 
 Steps = list[Step]
@@ -198,7 +200,7 @@ def steps_of(
     share, rest = divmod(len(batches[0]), grid.data.size)
     if rest:
         raise ValueError(f"{at} divides batches of {len(batches[0])} microbatches among {grid.data.size} replicas")
-    rows = _rows(batches[0][0][0])
+    rows = rows_of(batches[0][0][0])
     engine = Engine(
         module,
         batch=Batch(size=rows * len(batches[0]), microbatch=rows),
@@ -214,11 +216,14 @@ def steps_of(
         loss = engine.train_batch(iter(mine)).item()
         gradients = engine.gather("gradients")
         weights = engine.gather() if number == len(batches) - 1 else {}
-        found.append(Step(evaluation, loss, float(engine.grad_norm or 0.0), engine.metrics, gradients, weights))
+        counted = engine.traffic_report()["sent"]
+        sent = {axis: sum(each["bytes"] for each in kinds.values()) for axis, kinds in counted.items()}
+        norm = float(engine.grad_norm or 0.0)
+        found.append(Step(evaluation, loss, norm, engine.metrics, gradients, weights, sent))
     return found
 
 
-def _rows(inputs: Any) -> int:
+def rows_of(inputs: Any) -> int:
     """Return the number of rows of a microbatch: the first dim of its first tensor."""
     leaves = torch.utils._pytree.tree_leaves(inputs)
     found = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)

@@ -163,7 +163,10 @@ class SimulatedNCCL(_Group):
         self._name = options.group_id
 
     def _connected(self, name: str, rank: int, size: int) -> Any:
-        return dist.ProcessGroupGloo(dist.PrefixStore(f"simulated {name}", self._store), rank, size, self._timeout)
+        # A client of the store is locked while it waits for a key: two streams that connect at once need one each, or
+        # two ranks wait for each other if they connect their streams in different orders.
+        store = dist.PrefixStore(f"simulated {name}", self._store.clone())
+        return dist.ProcessGroupGloo(store, rank, size, self._timeout)
 
     @property
     def _device_types(self) -> list[torch.device]:

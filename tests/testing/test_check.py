@@ -243,7 +243,8 @@ def build(grid):
     return triax.PipelineModule(layers, grid=grid, loss_fn=nn.functional.mse_loss, dtype=torch.{dtype})
 
 def batches():
-    return [[(torch.ones(1, 4, dtype=torch.{dtype}) * i, torch.ones(1, 4, dtype=torch.{dtype})) for i in range(4)]]
+    x = torch.ones(1, 4, dtype=torch.{dtype})
+    return [[(x * i, 0 * x) for i in range(1, 5)]]
 """
 
 
@@ -264,6 +265,7 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:
         "Grid(pipe=2), schedule 1f1b, ZeRO stage 0",
         "Grid(pipe=2), schedule zb-h1, ZeRO stage 0",
     ]
+    assert found["runs"][0]["notes"] == [] and found["runs"][2]["sent"]["pipe"] > 0
     code, text = typed(tmp_path, "--axes", "pipe", "--json", line="raise RuntimeError('no weights here')")
     (run,) = json.loads(text)["runs"]
     assert (
@@ -282,6 +284,39 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:
         assert code == 2 and says in text
     run = CliRunner().invoke(app, ["check", "model.py"])
     assert run.exit_code == 2 and "model.py is neither FILE.py:FUNCTION" in run.output
+
+
+OWN_LAYER = """
+class Own(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.matrix, self.unused = nn.Parameter(torch.eye(width)), nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return torch.tanh(x @ self.matrix)
+
+"""
+
+
+def test_the_command_names_gradients_that_are_missing_or_not_deferred(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    script = SCRIPT.format(line="layers.append(triax.LayerSpec(Own, 4))", dtype="float64")
+    file.write_text(script.replace("def build", OWN_LAYER + "def build"))
+    run = CliRunner().invoke(app, ["check", f"{file}:build", "--axes", "pipe", "--json"])
+    assert json.loads(run.output)["runs"][0]["notes"] == [
+        "no gradient in the first microbatch: layers.2.unused",
+        "zero-bubble schedules defer the gradients of 2 of 3 matrices, and not of layers.2.matrix",
+    ]
+
+
+def test_a_dry_check_says_whether_a_grid_is_possible(tmp_path: Path) -> None:
+    code, text = typed(tmp_path, "--dry", "pipe=2,data=32")
+    assert code == 0 and "dry run of 64 ranks: pipe 2 x data 32" in text and "nothing would have failed" in text
+    code, text = typed(tmp_path, "--dry", "pipe=4", "--json")
+    found = json.loads(text)
+    assert code == 1 and not found["holds"] and "2 layers cannot fill 4 stages" in found["problems"][0]
+    code, text = typed(tmp_path, "--dry", "pip=4")
+    assert code == 2 and "--dry has 'pip=4': give axes and sizes" in text
 
 
 def test_training_files_and_hugging_face_folders_are_targets(tmp_path: Path) -> None:
