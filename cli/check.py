@@ -53,6 +53,7 @@ def check(
 
     The exit status is 0 if all numbers are equal, and 1 if one differs.
     """
+    from ..testing.check import check as run
     from ..testing.grids import AXES
     from .check_targets import read_target
 
@@ -68,7 +69,7 @@ def check(
         raise typer.Exit(2) from None
     if sizes is not None:
         _dry(target, build, batches, sizes, as_json)
-    rows = _rows(build, batches, chosen, ranks, timeout)
+    rows = list(run(build, batches, chosen, ranks, timeout))
     holds = all(row.holds for row in rows)
     if as_json:
         typer.echo(json.dumps({"target": target, "holds": holds, "runs": [row.as_json() for row in rows]}))
@@ -110,25 +111,6 @@ def _dry(target: str, build: Any, batches: Any, sizes: dict[str, int], as_json: 
     else:
         typer.echo(report(found))
     raise typer.Exit(1 if found.problems else 0)
-
-
-def _rows(build: Any, batches: Any, axes: list[str], ranks: int, timeout: float) -> list[Any]:
-    """Run all; a model that one process cannot train is one row."""
-    from ..testing.check import CheckRow
-    from ..testing.check import check as run
-    from ..testing.pool import RankFailure
-
-    rows: list[CheckRow] = []
-    try:
-        rows.extend(run(build, batches, axes, ranks, timeout))
-    except RankFailure as failure:
-        rows.append(CheckRow("one process", False, failure.first.summary, _place(failure.first.text)))
-    return rows
-
-
-def _place(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip().startswith("File ")]
-    return lines[-1] if lines else ""
 
 
 def _result(row: Any) -> str:

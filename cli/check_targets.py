@@ -69,7 +69,8 @@ def read_target(target: str, changes: Sequence[str], data: str | None, dry: bool
 
 def train_without_values(build: Any, batches: Any, axes: Mapping[str, int]) -> None:
     """Train on this rank of a grid without end: the program of a dry run, which stops it after a step."""
-    grid, batch = Grid(**axes), batches()[0]
+    sizes: dict[str, Any] = dict(axes)
+    grid, batch = Grid(**sizes), batches()[0]
     rows = rows_of(batch[0][0])
     engine = Engine(
         build(grid),

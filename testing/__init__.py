@@ -5,8 +5,8 @@ pool.py: the pool of gloo ranks, ``RankFailure`` and ``RankTimeout``; rank_proce
 equality.py: ``assert_equals_one_process`` and ``assert_schedule``: numbers on grids and on one process.
 covering.py: covering arrays; grids.py: ``covering_grids``, few grids in which every two choices meet.
 traffic.py: ``count_bytes``, the bytes that a rank sends.
-check.py: the runs of ``triax check``, and what makes a number differ; recording.py: the first module and op that
-differ; gradients.py: parameters without a gradient, and those whose gradient a split backward pass cannot defer.
+check.py: the runs of ``triax check``, and what makes a number differ.
+recording.py: the first module and op that differ; deferral.py: gradients that zero-bubble schedules cannot defer.
 strategies.py: hypothesis strategies for schedules, grids and numbers of microbatches.
 """
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -18,8 +19,8 @@ from torch import Tensor
 from ..grid import Grid
 from ..pipe.fields import item_of
 from ..pipe.module import PipelineModule
+from .deferral import not_deferred
 from .equality import Build, Data, Step, Steps, difference, sizes_of, steps_of
-from .gradients import gradients_of
 from .grids import Composition
 from .pool import RankFailure, run_ranks
 from .recording import LOSS, ModuleCall, OpCall, first_difference, first_op, record, record_ops
@@ -73,6 +74,7 @@ def check(
     ranks: int = 4,
     timeout: float = 120,
     rtol: float = 1e-10,
+    **options: Any,
 ) -> Iterator[CheckRow]:
     """Compare a model on grids with one process, and yield a row for each run.
 
@@ -83,22 +85,23 @@ def check(
         ranks: number of ranks, at most.
         timeout: seconds that a run may take.
         rtol: largest difference of a tensor, relative to its largest element.
-
-    Raises:
-        RankFailure: one process cannot train the model; the message has its traceback.
+        options: options of ``triax.Engine`` for every run, as for ``assert_equals_one_process``.
     """
-    layers, microbatches = run_ranks(1, sizes_of, build, data, timeout=timeout)[0]
-    one = Composition()
-    (wanted,) = run_ranks(1, steps_of, build, data, one, timeout=timeout)
-    (again,) = run_ranks(1, _reseeded, build, data, timeout=timeout)
-    if text := _compared([again], wanted, 0.0):
-        yield CheckRow(
-            "one process, twice", False, text, cause="randomness that no seed keys, as torch's default generator"
-        )
+    alone = partial(run_ranks, 1, timeout=timeout)
+    try:
+        layers, microbatches = alone(sizes_of, build, data)[0]
+        (wanted,) = alone(steps_of, build, data, Composition(), None, options)
+        (again,) = alone(_reseeded, build, data, options)
+        (notes,) = alone(_notes, build, data, wanted[0])
+        straight, turned = alone(_turned, build, data, options)[0]
+    except RankFailure as failure:
+        yield CheckRow("one process", False, failure.first.summary, _last_place(failure.first.text))
         return
-    (notes,) = run_ranks(1, _notes, build, data, timeout=timeout)
+    if text := _compared([again], wanted, 0.0):
+        cause = "randomness that no seed keys, as torch's default generator"
+        yield CheckRow("one process, twice", False, text, cause=cause)
+        return
     yield CheckRow("one process, twice", True, notes=notes)
-    straight, turned = run_ranks(1, _turned, build, data, timeout=timeout)[0]
     if text := difference(turned, straight, rtol):
         cause = "a state that one microbatch leaves for the next, or a mean over microbatches of different weights"
         yield CheckRow("microbatches in another order", False, text, cause=cause)
@@ -112,7 +115,7 @@ def check(
         if axis is None and failed:
             yield CheckRow(str(at), False, "not run, as an axis alone differs", cause="see the rows above")
             continue
-        row = _row(build, data, at, axis, wanted, rtol, timeout)
+        row = _row(build, data, at, axis, options, wanted, rtol, timeout)
         if not row.holds and axis is not None:
             failed.add(axis)
         yield row
@@ -145,11 +148,18 @@ def _runs(axes: Sequence[str], ranks: int) -> Iterator[tuple[Composition, str | 
 
 
 def _row(
-    build: Build, data: Data, at: Composition, axis: str | None, wanted: Steps, rtol: float, timeout: float
+    build: Build,
+    data: Data,
+    at: Composition,
+    axis: str | None,
+    options: Mapping[str, Any],
+    wanted: Steps,
+    rtol: float,
+    timeout: float,
 ) -> CheckRow:
     """Run one composition, and compare it with one process."""
     try:
-        found = run_ranks(at.ranks, steps_of, build, data, at, timeout=timeout)
+        found = run_ranks(at.ranks, steps_of, build, data, at, None, options, timeout=timeout)
     except RankFailure as failure:
         first = failure.first
         return CheckRow(
@@ -224,16 +234,18 @@ def _factor(found: Tensor, wanted: Tensor) -> float | None:
     return 1.0 if abs(factor - 1) < 1e-9 else round(factor, 9)
 
 
-def _notes(build: Build, data: Data) -> tuple[str, ...]:
+def _notes(build: Build, data: Data, step: Step) -> tuple[str, ...]:
     """Return what one process shows of a model's gradients."""
+    notes = []
+    if missing := [name for name, gradient in step.gradients.items() if not bool(gradient.any())]:
+        notes.append(f"no gradient in the first step: {_listed(missing)}")
     model, inputs, labels, fields = _first_microbatch(build, data, Composition())
-    found, notes = gradients_of(model.train(), inputs, labels, fields), []
-    if found.missing:
-        notes.append(f"no gradient in the first microbatch: {_listed(found.missing)}")
-    if found.at_once:
+    at_once = not_deferred(model.train(), inputs, labels, fields)
+    if at_once:
+        matrices = sum(each.dim() > 1 and each.requires_grad for each in model.parameters())
         notes.append(
-            f"zero-bubble schedules defer the gradients of {found.matrices - len(found.at_once)} of {found.matrices} "
-            f"matrices, and not of {_listed(found.at_once)}"
+            f"zero-bubble schedules defer the gradients of {matrices - len(at_once)} of {matrices} matrices, and not "
+            f"of {_listed(at_once)}"
         )
     return tuple(notes)
 
@@ -243,13 +255,13 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + rest
 
 
-def _reseeded(build: Build, data: Data) -> Steps:
+def _reseeded(build: Build, data: Data, options: Mapping[str, Any]) -> Steps:
     """Train on one process from another state of the default generator."""
     torch.manual_seed(1234)
-    return steps_of(build, data, Composition())
+    return steps_of(build, data, Composition(), None, options)
 
 
-def _turned(build: Build, data: Data) -> tuple[Step, Step]:
+def _turned(build: Build, data: Data, options: Mapping[str, Any]) -> tuple[Step, Step]:
     """Train a step on one process with the microbatches as they are, and in the opposite order.
 
     Dropout is switched off, because its masks depend on a sample's place in the batch.
@@ -263,8 +275,8 @@ def _turned(build: Build, data: Data) -> tuple[Step, Step]:
                 each.p = 0.0
         return model
 
-    straight = steps_of(still, lambda: data()[:1], Composition())
-    turned = steps_of(still, lambda: [data()[0][::-1]], Composition())
+    straight = steps_of(still, lambda: data()[:1], Composition(), None, options)
+    turned = steps_of(still, lambda: [data()[0][::-1]], Composition(), None, options)
     return straight[0], turned[0]
 
 

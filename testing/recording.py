@@ -49,14 +49,14 @@ class OpCall(NamedTuple):
     Attributes:
         name: ``aten.mean``.
         place: file and line of the code that called it, ``model.py:34``; "" if triax's own code did.
-        count: how often this line had called this op before.
+        repeat: how often this line had called this op before.
         inputs, outputs: the floating-point tensors, in float64; of triax's own ops none.
         writers: indices of the ops that had written its inputs last.
     """
 
     name: str
     place: str
-    count: int
+    repeat: int
     inputs: list[Tensor]
     outputs: list[Tensor]
     writers: list[int]

@@ -109,6 +109,19 @@ def test_a_program_prints_what_its_page_shows(
         assert first == output
 
 
+def test_triax_check_holds_for_the_model_of_its_guide(tmp_path: Path) -> None:
+    """Both commands of testing.md that name ``own_model.py``."""
+    page = DOCS / "guides" / "testing.md"
+    for name, source in programs(page.read_text()).items():
+        (tmp_path / name).write_text(source)
+    commands = [shlex.split(command) for command, _ in shown(page.read_text()) if "own_model.py:" in command]
+    assert len(commands) == 2
+    for command, *words in commands:
+        typed = [word.replace("own_model.py", str(tmp_path / "own_model.py")) for word in words]
+        found = CliRunner().invoke(app, typed)
+        assert command == "triax" and found.exit_code == 0, found.output
+
+
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
 def test_a_page_names_what_is_there(page: Path) -> None:
     text = page.read_text()

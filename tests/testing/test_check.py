@@ -304,7 +304,7 @@ def test_the_command_names_gradients_that_are_missing_or_not_deferred(tmp_path: 
     file.write_text(script.replace("def build", OWN_LAYER + "def build"))
     run = CliRunner().invoke(app, ["check", f"{file}:build", "--axes", "pipe", "--json"])
     assert json.loads(run.output)["runs"][0]["notes"] == [
-        "no gradient in the first microbatch: layers.2.unused",
+        "no gradient in the first step: layers.2.unused",
         "zero-bubble schedules defer the gradients of 2 of 3 matrices, and not of layers.2.matrix",
     ]
 

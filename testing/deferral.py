@@ -1,0 +1,22 @@
+"""Weight gradients that a schedule which splits the backward pass computes at once, as it cannot defer them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..base.nest import tensors_of
+from ..pipe.backward import Deferred
+from ..pipe.module import PipelineModule
+
+
+def not_deferred(model: PipelineModule, inputs: Any, labels: Any, fields: dict[str, Any]) -> list[str]:
+    """Run a microbatch on a model of one stage, and return the names of matrices whose gradient is not deferred."""
+    deferred = Deferred()
+    with deferred.backward():
+        loss = model.loss(model.run_stage(0, inputs, fields), labels)
+        roots = [each.sum() for each in tensors_of(loss) if each.requires_grad]
+        if roots:
+            torch.autograd.backward(roots)
+    return [name for name, each in model.named_parameters() if each.dim() > 1 and each.grad is not None]

@@ -1,0 +1,170 @@
+"""Check every kind of model by every method on every axis, and write docs/proved.md.
+
+    python tests/laws/proved.py                          # every cell, some ten minutes on two cores
+    python tests/laws/proved.py --types llama --print    # some of them, without writing the page
+
+Each cell is a run of ``triax check`` on 2 ranks: a toy model of the type, as its config.json would make it, trains two
+steps, and losses, metrics, norm and every gradient are those of one process to 1e-10, in float64. A cell that triax
+refuses has its message.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from functools import partial
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import triax
+from triax import Grid, PipelineModule
+from triax.methods import preference_loss
+from triax.models.huggingface.config import from_hf
+from triax.models.huggingface.families import FAMILIES
+from triax.models.huggingface.load import LAYERS
+from triax.testing.check import check
+from triax.train.model import loss_for
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "proved.md"
+AXES = ("pipe", "data", "context", "tensor", "expert")
+METHODS = {
+    "full": "all weights, next token",
+    "lora": "low-rank adapters (`lora=triax.Lora(rank=2)`), next token",
+    "sft": "all weights, the loss of answers alone: labels of prompts are -100",
+    "dpo": "preferences, `triax.methods.preference_loss`, with the reference's log-probabilities as labels",
+}
+VOCABULARY, LENGTH, MICROBATCHES = 64, 16, 4
+MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3")
+
+
+def settings(kind: str) -> dict[str, Any]:
+    """config.json of a toy model: the first case of its family in the tests against transformers."""
+    import transformers
+
+    tests = Path(__file__).resolve().parents[1]
+    sys.path[:0] = [str(tests / "models"), str(tests / "support")]
+    if kind in MIXTURES:
+        cases: Any = import_module("test_moe_models")
+        family, options = cases.CASES[kind]
+        options = cases._COMMON | options
+    else:
+        cases = import_module("test_families")
+        family, options = cases.CASES[kind]
+        family, options = FAMILIES[family].architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel"), options
+    made = transformers.AutoConfig.for_model(kind, **options | {"vocab_size": VOCABULARY})
+    made.architectures = [f"{family}ForCausalLM"]
+    found: dict[str, Any] = made.to_dict()
+    return found
+
+
+def build(kind: str, method: str, config: dict[str, Any], grid: Grid) -> PipelineModule:
+    """The model of a cell."""
+    model = from_hf(config, Path(f"{kind}/config.json"))
+    loss: Any = loss_for(model, grid)
+    if method == "dpo":
+        loss = preference_loss(grid, model.vocab_size)
+    return PipelineModule(LAYERS[type(model)](model), grid=grid, loss_fn=loss, dtype=torch.float64, seed=0)
+
+
+def batches(method: str) -> list[list[tuple[Tensor, Any]]]:
+    """Two batches of random tokens."""
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randint(VOCABULARY, (2, MICROBATCHES, 2, LENGTH + 1), generator=generator)
+
+    def labels(rows: Tensor) -> Any:
+        wanted = rows[:, 1:].clone()
+        if method in ("sft", "dpo"):
+            wanted[:, :5] = -100
+        return (
+            {"labels": wanted, "reference": -torch.rand(2, generator=generator).double()} if method == "dpo" else wanted
+        )
+
+    return [[(rows[:, :-1], labels(rows)) for rows in batch] for batch in text]
+
+
+def cells(kind: str, method: str) -> dict[str, str]:
+    """Axis -> "" if its numbers are those of one process, else what the check says."""
+    options: dict[str, Any] = {"lora": triax.Lora(rank=2)} if method == "lora" else {}
+    made, data = partial(build, kind, method, settings(kind)), partial(batches, method)
+    found = dict.fromkeys(AXES, "not run")
+    for row in check(made, data, AXES, ranks=2, timeout=120, **options):
+        axes = [axis for axis in AXES if f"{axis}=" in row.what or row.what == f"axis {axis}"]
+        for axis in axes[-1:]:  # experts lie on the data axis
+            said = "" if row.holds else row.difference
+            found[axis] = said if found[axis] == "not run" else found[axis] or said
+        if not axes and not row.holds:
+            return dict.fromkeys(AXES, f"{row.what}: {row.difference}")
+    return found
+
+
+def kinds() -> list[str]:
+    """Every type of model that triax has layers for, as config.json has it under ``model_type``."""
+    return [point.name for point in entry_points(group="triax.models")]
+
+
+def page(results: Iterator[tuple[str, str, dict[str, str]]]) -> str:
+    """The page: for each method a table of types and axes, and below it the messages."""
+    tables: dict[str, list[str]] = {method: [] for method in METHODS}
+    said: list[str] = []
+    for kind, method, found in results:
+        row = []
+        for axis in AXES:
+            text = found[axis]
+            if text and text not in said:
+                said.append(text)
+            row.append(f"refused ({said.index(text) + 1})" if text else "equal")
+        tables[method].append(f"| {kind} | {' | '.join(row)} |")
+    parts = [INTRODUCTION]
+    for method, rows in tables.items():
+        if rows:
+            head = f"| type | {' | '.join(AXES)} |\n|{'---|' * (len(AXES) + 1)}"
+            parts.append(f"## {method}: {METHODS[method]}\n\n{head}\n" + "\n".join(rows))
+    if said:
+        parts.append("## What is refused\n\n" + "\n".join(f"{n}. {text}" for n, text in enumerate(said, 1)))
+    return "\n\n".join(parts) + "\n"
+
+
+INTRODUCTION = f"""# What was proved: types of models, methods and axes
+
+`python tests/laws/proved.py` writes this page. In a cell, a toy model of a type of Hugging Face (`model_type`) trains
+two steps on 2 ranks of the axis. "equal" means that losses, metrics, the norm and every gradient are those of one
+process to 1e-10, in float64. The pipe axis runs 1F1B and a zero-bubble schedule, the data axis ZeRO stages 0 and 3.
+
+That one process equals transformers, torch and TRL, other tests show ([models.md](models.md),
+[guides/preferences.md](guides/preferences.md)), as they run grids of several axes. For your own model there is `triax
+check` ([guides/testing.md](guides/testing.md)), and for a grid of any size `triax check --dry`.
+
+torch {torch.__version__.partition("+")[0]}, CPU, gloo."""
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--types", nargs="+", choices=kinds(), default=kinds())
+    arguments.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS))
+    arguments.add_argument("--print", action="store_true", dest="shows", help="print the page instead of writing it")
+    options = arguments.parse_args()
+    os.environ["HF_HUB_OFFLINE"] = "1"
+
+    def results() -> Iterator[tuple[str, str, dict[str, str]]]:
+        for method in options.methods:
+            for kind in options.types:
+                found = cells(kind, method)
+                print(f"{method} {kind}: {found}", file=sys.stderr, flush=True)
+                yield kind, method, found
+
+    text = page(results())
+    if options.shows:
+        print(text)
+    else:
+        PAGE.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
