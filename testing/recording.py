@@ -62,7 +62,7 @@ class OpCall(NamedTuple):
     writers: list[int]
 
 
-class Difference(NamedTuple):
+class FirstDifference(NamedTuple):
     """Where the ranks of an axis first compute something else than one process.
 
     Attributes:
@@ -153,27 +153,29 @@ class _Ops(TorchDispatchMode):
         return outputs
 
 
-def first_difference(whole: Sequence[ModuleCall], ranks: Sequence[Sequence[ModuleCall]], rtol: float) -> Difference:
+def first_difference(
+    whole: Sequence[ModuleCall], ranks: Sequence[Sequence[ModuleCall]], rtol: float
+) -> FirstDifference:
     """Return where the ranks of an axis first compute something else than one process; ("", "") if nowhere."""
     for at, one in enumerate(whole):
         mine = [records[at] if at < len(records) else None for records in ranks]
         if any(each is None or each.name != one.name for each in mine):
-            return Difference(f"the modules run in another order from {one.name} ({one.kind}) on", "")
+            return FirstDifference(f"the modules run in another order from {one.name} ({one.kind}) on", "")
         parts = [each for each in mine if each is not None]
         wrong = _first_wrong([each.outputs for each in parts], one.outputs, rtol)
         if wrong is None:
             continue
         where = f"{one.name} ({one.kind}{', ' + one.place if one.place else ''})"
         if _first_wrong([each.inputs for each in parts], one.inputs, rtol) is None:
-            return Difference(f"the output of {where} differs, and its input does not: {wrong}", one.name)
+            return FirstDifference(f"the output of {where} differs, and its input does not: {wrong}", one.name)
         owner = one.name.rpartition(".")[0]
         holder = next((each for each in whole[at:] if each.name == owner), None)
         inside = f"in the forward of {owner} ({holder.kind}, {holder.place})" if holder else "between two layers"
         before = next((each.name for each in reversed(whole[:at]) if each.name.rpartition(".")[0] == owner), "")
         after = f" after {before}" if before else ""
         text = f"the input of {where} differs, computed {inside}{after}: {wrong}"
-        return Difference(text, owner if holder else "")
-    return Difference("", "")
+        return FirstDifference(text, owner if holder else "")
+    return FirstDifference("", "")
 
 
 def first_op(whole: Sequence[OpCall], ranks: Sequence[Sequence[OpCall]], rtol: float) -> str:

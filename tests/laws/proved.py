@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Iterator
 from functools import partial
-from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parent.parent / "support")]
 
 import torch
 from torch import Tensor
@@ -32,6 +34,8 @@ from triax.models.huggingface.load import LAYERS
 from triax.testing.check import check
 from triax.train.model import loss_for
 
+from toy_families import COMMON, DENSE, MIXTURES
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "proved.md"
 AXES = ("pipe", "data", "context", "tensor", "expert")
 METHODS = {
@@ -41,25 +45,19 @@ METHODS = {
     "dpo": "preferences, `triax.methods.preference_loss`, with the reference's log-probabilities as labels",
 }
 VOCABULARY, LENGTH, MICROBATCHES = 64, 16, 4
-MIXTURES = ("mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3")
 
 
 def settings(kind: str) -> dict[str, Any]:
     """config.json of a toy model: the first case of its family in the tests against transformers."""
     import transformers
 
-    tests = Path(__file__).resolve().parents[1]
-    sys.path[:0] = [str(tests / "models"), str(tests / "support")]
     if kind in MIXTURES:
-        cases: Any = import_module("test_moe_models")
-        family, options = cases.CASES[kind]
-        options = cases._COMMON | options
+        family, options = MIXTURES[kind]
+        architecture, options = f"{family}ForCausalLM", COMMON | options
     else:
-        cases = import_module("test_families")
-        family, options = cases.CASES[kind]
-        family, options = FAMILIES[family].architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel"), options
+        architecture, options = FAMILIES[kind].architecture, DENSE[kind][1]
     made = transformers.AutoConfig.for_model(kind, **options | {"vocab_size": VOCABULARY})
-    made.architectures = [f"{family}ForCausalLM"]
+    made.architectures = [architecture]
     found: dict[str, Any] = made.to_dict()
     return found
 
@@ -97,7 +95,7 @@ def cells(kind: str, method: str) -> dict[str, str]:
     for row in check(made, data, AXES, ranks=2, timeout=120, **options):
         axes = [axis for axis in AXES if f"{axis}=" in row.what or row.what == f"axis {axis}"]
         for axis in axes[-1:]:  # experts lie on the data axis
-            said = "" if row.holds else row.difference
+            said = "" if row.holds else re.sub(r"^rank \d+ raised: ", "", row.difference)
             found[axis] = said if found[axis] == "not run" else found[axis] or said
         if not axes and not row.holds:
             return dict.fromkeys(AXES, f"{row.what}: {row.difference}")

@@ -31,61 +31,10 @@ from triax.tensor_parallel import gather_logits
 
 from exact_norms import exact
 from paths import DOCS
+from toy_families import COMMON, VOCABULARY
+from toy_families import MIXTURES as CASES
 
-ROWS, LENGTH, VOCABULARY = 4, 14, 61
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 32,
-    "router_aux_loss_coef": 0.0,
-    "experts_implementation": "eager",
-    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-}
-_QWEN = {"num_experts": 4, "moe_intermediate_size": 20, "head_dim": 6, "num_key_value_heads": 2}
-_DEEPSEEK = {
-    "num_hidden_layers": 2,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 20,
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "kv_lora_rank": 12,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 6,
-    "v_head_dim": 10,
-    "num_key_value_heads": 4,
-    "routed_scaling_factor": 1.7,
-}
-_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_key_value_heads": 2}),
-    "mixtral-window": (
-        "Mixtral",
-        {"num_local_experts": 6, "num_key_value_heads": 4} | {"sliding_window": 5, "tie_word_embeddings": True},
-    ),
-    # One block with experts: a loss of all blocks together is then a loss of each block.
-    "qwen3_moe": ("Qwen3Moe", _QWEN | {"mlp_only_layers": [0], "router_aux_loss_coef": 0.5}),
-    "qwen3_moe-step": ("Qwen3Moe", _QWEN | {"num_hidden_layers": 5, "decoder_sparse_step": 2, "norm_topk_prob": True}),
-    "olmoe": ("Olmoe", {"num_experts": 4, "clip_qkv": 0.4}),
-    "olmoe-grouped": ("Olmoe", {"num_experts": 8, "num_key_value_heads": 2, "norm_topk_prob": True}),
-    "deepseek_v2": ("DeepseekV2", _DEEPSEEK | {"q_lora_rank": None}),
-    "deepseek_v2-yarn": (
-        "DeepseekV2",
-        _DEEPSEEK
-        | {"q_lora_rank": 14, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
-        | {"rope_parameters": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.5}},
-    ),
-    "deepseek_v3": ("DeepseekV3", _DEEPSEEK | {"q_lora_rank": 14, "n_group": 4, "topk_group": 2}),
-    "deepseek_v3-yarn": (
-        "DeepseekV3",
-        _DEEPSEEK
-        | {"q_lora_rank": None, "n_group": 2, "topk_group": 1, "rope_interleave": False, "norm_topk_prob": False}
-        | {"rope_parameters": _YARN | {"beta_fast": 2.0, "beta_slow": 0.2}},
-    ),
-}
+ROWS, LENGTH = 4, 14
 
 
 def make(case: str, **changes: Any) -> Any:
@@ -93,7 +42,7 @@ def make(case: str, **changes: Any) -> Any:
     import transformers
 
     family, options = CASES[case]
-    config = getattr(transformers, f"{family}Config")(**_COMMON | options | changes)
+    config = getattr(transformers, f"{family}Config")(**COMMON | options | changes)
     torch.manual_seed(3)
     model = getattr(transformers, f"{family}ForCausalLM")(config).double()
     with torch.no_grad():

@@ -1,0 +1,130 @@
+"""transformers' options of toy models, one and more of each family that triax has layers for.
+
+``DENSE``: case -> (the family, options). The first case of a family stands for it in the table of docs/models.md.
+``MIXTURES``: the same for mixtures of experts, with the name of transformers' classes, and ``COMMON`` options of all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+VOCABULARY = 61
+_TOKENS: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+_HEADS = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 32}
+_SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "intermediate_size": 44, **_HEADS, **_TOKENS}
+_LLAMA = _SIZES | {"num_key_value_heads": 2}
+_FALCON = {name: value for name, value in _SIZES.items() if name != "intermediate_size"} | {"ffn_hidden_size": 44}
+_GEMMA = _LLAMA | {"head_dim": 6}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
+_LOCAL = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+DENSE: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": (
+        "gpt2",
+        {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 32, "n_layer": 3, "n_head": 4}
+        | {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
+        | _TOKENS,
+    ),
+    "llama": ("llama", _LLAMA),
+    "llama-biases": ("llama", _LLAMA | {"attention_bias": True, "mlp_bias": True}),
+    "llama-yarn": ("llama", _LLAMA | {"rope_parameters": _YARN}),
+    "llama-linear": ("llama", _LLAMA | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "mistral": ("mistral", _LLAMA | {"sliding_window": 4}),
+    "qwen2": ("qwen2", _LLAMA),
+    "qwen2-window": ("qwen2", _LLAMA | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    "qwen3": ("qwen3", _LLAMA | {"head_dim": 6}),
+    "qwen3-biases": ("qwen3", _LLAMA | {"head_dim": 6, "attention_bias": True, "tie_word_embeddings": True}),
+    "smollm3": ("smollm3", _LLAMA | {"no_rope_layer_interval": 2}),
+    "smollm3-window": (
+        "smollm3",
+        _LLAMA | {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 5, "mlp_bias": True},
+    ),
+    "phi3": ("phi3", _LLAMA),
+    "phi3-partial": (
+        "phi3",
+        _LLAMA
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+        | {"sliding_window": 5, "tie_word_embeddings": True},
+    ),
+    "olmo2": ("olmo2", _LLAMA),
+    "starcoder2": ("starcoder2", _LLAMA | {"sliding_window": 5, "residual_dropout": 0.0, "embedding_dropout": 0.0}),
+    "gemma": ("gemma", _GEMMA),
+    "gemma2": (
+        "gemma2",
+        _GEMMA
+        | {"query_pre_attn_scalar": 10, "sliding_window": 5}
+        | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3_text": (
+        "gemma3_text",
+        _GEMMA
+        | {"query_pre_attn_scalar": 10, "sliding_window": 5, "rope_parameters": _LOCAL}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "gpt_neox": ("gpt_neox", _SIZES),
+    "gpt_neox-sequential": ("gpt_neox", _SIZES | {"use_parallel_residual": False, "attention_bias": False}),
+    "phi": ("phi", _LLAMA),
+    "opt": (
+        "opt",
+        {name: value for name, value in _SIZES.items() if name != "intermediate_size"}
+        | {"ffn_dim": 44, "dropout": 0.0, "word_embed_proj_dim": 32},
+    ),
+    "falcon": ("falcon", _FALCON),
+    "falcon-40b": ("falcon", _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+    "falcon-rw": ("falcon", _FALCON | {"multi_query": False, "parallel_attn": False, "bias": True}),
+}
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 32,
+    "router_aux_loss_coef": 0.0,
+    "experts_implementation": "eager",
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+}
+_QWEN = {"num_experts": 4, "moe_intermediate_size": 20, "head_dim": 6, "num_key_value_heads": 2}
+_DEEPSEEK = {
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 10,
+    "num_key_value_heads": 4,
+    "routed_scaling_factor": 1.7,
+}
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_key_value_heads": 2}),
+    "mixtral-window": (
+        "Mixtral",
+        {"num_local_experts": 6, "num_key_value_heads": 4} | {"sliding_window": 5, "tie_word_embeddings": True},
+    ),
+    # One block with experts: a loss of all blocks together is then a loss of each block.
+    "qwen3_moe": ("Qwen3Moe", _QWEN | {"mlp_only_layers": [0], "router_aux_loss_coef": 0.5}),
+    "qwen3_moe-step": ("Qwen3Moe", _QWEN | {"num_hidden_layers": 5, "decoder_sparse_step": 2, "norm_topk_prob": True}),
+    "olmoe": ("Olmoe", {"num_experts": 4, "clip_qkv": 0.4}),
+    "olmoe-grouped": ("Olmoe", {"num_experts": 8, "num_key_value_heads": 2, "norm_topk_prob": True}),
+    "deepseek_v2": ("DeepseekV2", _DEEPSEEK | {"q_lora_rank": None}),
+    "deepseek_v2-yarn": (
+        "DeepseekV2",
+        _DEEPSEEK
+        | {"q_lora_rank": 14, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+        | {"rope_parameters": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.5}},
+    ),
+    "deepseek_v3": ("DeepseekV3", _DEEPSEEK | {"q_lora_rank": 14, "n_group": 4, "topk_group": 2}),
+    "deepseek_v3-yarn": (
+        "DeepseekV3",
+        _DEEPSEEK
+        | {"q_lora_rank": None, "n_group": 2, "topk_group": 1, "rope_interleave": False, "norm_topk_prob": False}
+        | {"rope_parameters": _YARN | {"beta_fast": 2.0, "beta_slow": 0.2}},
+    ),
+}
