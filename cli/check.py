@@ -45,6 +45,9 @@ def check(
             metavar="pipe=8,tensor=4",
         ),
     ] = None,
+    costs: Annotated[
+        bool, typer.Option("--costs", help="Print parameters, FLOPs and time of each layer on one process, too.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Compare a model on grids with one process: losses, metrics and every gradient, in float64.
@@ -54,6 +57,7 @@ def check(
     The exit status is 0 if all numbers are equal, and 1 if one differs.
     """
     from ..testing.check import check as run
+    from ..testing.check import layer_costs
     from ..testing.grids import AXES
     from .check_targets import read_target
 
@@ -71,12 +75,14 @@ def check(
         _dry(target, build, batches, sizes, as_json)
     rows = list(run(build, batches, chosen, ranks, timeout))
     holds = all(row.holds for row in rows)
+    measured = layer_costs(build, batches, timeout) if costs and rows[0].holds else ""
     if as_json:
-        typer.echo(json.dumps({"target": target, "holds": holds, "runs": [row.as_json() for row in rows]}))
+        found = {"target": target, "holds": holds, "runs": [row.as_json() for row in rows]}
+        typer.echo(json.dumps(found | ({"costs": measured} if costs else {})))
     else:
-        terminal().print(
-            table(("run", "numbers", "sent per step"), ((row.what, _result(row), _sent(row)) for row in rows), left=3)
-        )
+        heads = ("run", "numbers", "sent per step (ZeRO's formula)")
+        terminal().print(table(heads, ((row.what, _result(row), _sent(row)) for row in rows), left=3))
+        typer.echo(measured, nl=costs)
     raise typer.Exit(0 if holds else 1)
 
 
@@ -120,4 +126,5 @@ def _result(row: Any) -> str:
 
 
 def _sent(row: Any) -> str:
-    return "\n".join(f"{axis} {size:,.0f} B" for axis, size in row.sent.items() if size)
+    known = {axis: f" ({size:,.0f})" for axis, size in row.formula.items()}
+    return "\n".join(f"{axis} {size:,.0f} B{known.get(axis, '')}" for axis, size in row.sent.items() if size)

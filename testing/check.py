@@ -11,12 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import combinations
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..grid import Grid
+from ..options.monitoring import Monitoring, Profile
 from ..pipe.fields import item_of
 from ..pipe.module import PipelineModule
 from .deferral import not_deferred
@@ -52,6 +55,7 @@ class CheckRow:
         cause: what usually does that; "" if unknown.
         notes: what is no fault and worth knowing, as parameters without a gradient.
         sent: axis -> bytes that rank 0 sent in the first step, without those by which the ranks agree on a step.
+        formula: axis -> bytes that ZeRO's paper counts for the step.
     """
 
     what: str
@@ -61,6 +65,7 @@ class CheckRow:
     cause: str = ""
     notes: tuple[str, ...] = ()
     sent: Mapping[str, float] = field(default_factory=dict)
+    formula: Mapping[str, float] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields, for JSON."""
@@ -121,6 +126,22 @@ def check(
         yield row
 
 
+def layer_costs(build: Build, data: Data, timeout: float = 120) -> str:
+    """Return parameters, FLOPs and time of each layer in the first step on one process, as a text.
+
+    Raises:
+        RankFailure: one process cannot train the model.
+    """
+    return run_ranks(1, _profiled, build, data, timeout=timeout)[0]
+
+
+def _profiled(build: Build, data: Data) -> str:
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "profile.txt"
+        steps_of(build, data, Composition(), None, {"monitor": Monitoring(profile=Profile(step=0, file=str(file)))})
+        return file.read_text()
+
+
 def _cannot_run(axis: str, ranks: int, layers: int, microbatches: int) -> str:
     """Return why an axis cannot have 2 ranks, and what to change; "" if it can."""
     if ranks < 2:
@@ -167,7 +188,9 @@ def _row(
         )
     text = _compared(found, wanted, rtol)
     if not text:
-        return CheckRow(str(at), True, sent={k: v for k, v in found[0][0].sent.items() if k != "world"})
+        step = found[0][0]
+        sent = {name: size for name, size in step.sent.items() if name != "world"}
+        return CheckRow(str(at), True, sent=sent, formula=step.formula)
     where = ""
     if axis in ("tensor", "context"):
         (whole,) = run_ranks(1, _recorded, build, data, Composition(), timeout=timeout)

@@ -41,6 +41,7 @@ class Step(NamedTuple):
         gradients: by name in the whole model.
         weights: after the step; of the last step only.
         sent: axis -> bytes that this rank sent in the step; "world" are those by which the ranks agree on a step.
+        formula: axis -> bytes that ZeRO's paper counts for the step, of the axes that it knows.
     """
 
     evaluation: float
@@ -50,6 +51,7 @@ class Step(NamedTuple):
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
     sent: dict[str, float]
+    formula: dict[str, float]
 
 
 Steps = list[Step]
@@ -216,10 +218,10 @@ def steps_of(
         loss = engine.train_batch(iter(mine)).item()
         gradients = engine.gather("gradients")
         weights = engine.gather() if number == len(batches) - 1 else {}
-        counted = engine.traffic_report()["sent"]
-        sent = {axis: sum(each["bytes"] for each in kinds.values()) for axis, kinds in counted.items()}
+        report = engine.traffic_report()
+        sent = {axis: sum(each["bytes"] for each in kinds.values()) for axis, kinds in report["sent"].items()}
         norm = float(engine.grad_norm or 0.0)
-        found.append(Step(evaluation, loss, norm, engine.metrics, gradients, weights, sent))
+        found.append(Step(evaluation, loss, norm, engine.metrics, gradients, weights, sent, report["formula"]))
     return found
 
 

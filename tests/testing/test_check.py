@@ -302,8 +302,13 @@ def test_the_command_names_gradients_that_are_missing_or_not_deferred(tmp_path: 
     file = tmp_path / "own.py"
     script = SCRIPT.format(line="layers.append(triax.LayerSpec(Own, 4))", dtype="float64")
     file.write_text(script.replace("def build", OWN_LAYER + "def build"))
-    run = CliRunner().invoke(app, ["check", f"{file}:build", "--axes", "pipe", "--json"])
-    assert json.loads(run.output)["runs"][0]["notes"] == [
+    run = CliRunner().invoke(app, ["check", f"{file}:build", "--axes", "data", "--json", "--costs"])
+    found = json.loads(run.output)
+    assert "(2): Own(20, 33.33% Params, 16 MACs" in found["costs"], found["costs"]
+    data = found["runs"][2]
+    flat = 6 * 16  # numbers: each of six parameters, of 16 or 4, begins at a multiple of 16 numbers
+    assert data["formula"]["data"] == 2 * flat * 8 * 1 / 2 and data["sent"]["data"] >= data["formula"]["data"]
+    assert found["runs"][0]["notes"] == [
         "no gradient in the first step: layers.2.unused",
         "zero-bubble schedules defer the gradients of 2 of 3 matrices, and not of layers.2.matrix",
     ]
