@@ -191,7 +191,7 @@ def _row(
         step = found[0][0]
         sent = {name: size for name, size in step.sent.items() if name != "world"}
         return CheckRow(str(at), True, sent=sent, formula=step.formula)
-    where = ""
+    where = cause = ""
     if axis in ("tensor", "context"):
         (whole,) = run_ranks(1, _recorded, build, data, Composition(), timeout=timeout)
         parts = run_ranks(at.ranks, _recorded, build, data, at, timeout=timeout)
@@ -201,13 +201,13 @@ def _row(
         if module:
             (ops,) = run_ranks(1, _recorded_ops, build, data, Composition(), module, timeout=timeout)
             mine = run_ranks(at.ranks, _recorded_ops, build, data, at, module, timeout=timeout)
-            if op := first_op(ops, mine, rtol):
-                where += f"; first op: {op}"
+            op, cause = first_op(ops, mine, rtol)
+            where += f"; first op: {op}" if op else ""
         if module == LOSS:
-            return CheckRow(str(at), False, text, where, _CAUSES[axis])
+            return CheckRow(str(at), False, text, where, cause or _CAUSES[axis])
     if axis is not None and "the loss differs" in text:
         return CheckRow(str(at), False, text, where, _IN_TRAINING)
-    return CheckRow(str(at), False, text, where, _cause(found, wanted, axis, at, bool(where)))
+    return CheckRow(str(at), False, text, where, cause or _cause(found, wanted, axis, at, bool(where)))
 
 
 def _compared(found: Sequence[Steps], wanted: Steps, rtol: float) -> str:

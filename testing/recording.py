@@ -178,8 +178,10 @@ def first_difference(
     return FirstDifference("", "")
 
 
-def first_op(whole: Sequence[OpCall], ranks: Sequence[Sequence[OpCall]], rtol: float) -> str:
-    """Return the op that first computes something else on the ranks of an axis, and its line; "" if none does.
+def first_op(whole: Sequence[OpCall], ranks: Sequence[Sequence[OpCall]], rtol: float) -> tuple[str, str]:
+    """Return the op that first computes something else on the ranks of an axis with its line, and what causes it.
+
+    Both are "" if no op does, and the cause if it is not known.
 
     A right shard may have values on the way that are neither whole, nor slices, nor summands, as the maximum of a
     shard before the maximum over the ranks. So an op counts only if what it wrote reaches the end through ops none of
@@ -208,11 +210,40 @@ def first_op(whole: Sequence[OpCall], ranks: Sequence[Sequence[OpCall]], rtol: f
         if text != "":
             waiting.extend(records[at].writers)
     if not found:
-        return ""
+        return "", ""
     at, text = min(found)
-    call = records[at]
-    inputs = _first_wrong([each[call[:3]].inputs for each in calls], one[call[:3]].inputs, rtol)
-    return f"{call.name} in {call.place}, {'whose input is right' if inputs is None else 'whose input differs'}: {text}"
+    call, its = records[at], [each[records[at][:3]].inputs for each in calls]
+    right = _first_wrong(its, one[call[:3]].inputs, rtol) is None
+    cause = (_cause if right else _multiple)(call, its, one[call[:3]].inputs, rtol)
+    return f"{call.name} in {call.place}, {'whose input is right' if right else 'whose input differs'}: {text}", cause
+
+
+# Ops that compute a number from several, which a rank with a slice does not have.
+_REDUCTIONS = ("mean", "sum", "var", "std", "norm", "max", "min", "softmax", "logsumexp", "cumsum", "sort", "topk")
+
+
+def _cause(call: OpCall, parts: list[list[Tensor]], whole: list[Tensor], rtol: float) -> str:
+    """Return what makes an op wrong whose inputs are right on each rank; "" if it is not known."""
+    for index, one in enumerate(whole):
+        mine = [each[index] for each in parts]
+        if all(_near(each, one, rtol) for each in mine):
+            continue
+        if mine[0].shape == one.shape and _near(torch.stack(mine).sum(0), one, rtol):
+            return "an input of the op is this rank's part of a sum over the ranks: sum it over the axis before the op"
+        if any(name in call.name for name in _REDUCTIONS):
+            return f"{call.name} reduces a dim of which each rank has a slice: combine its result over the axis"
+    return ""
+
+
+def _multiple(call: OpCall, parts: list[list[Tensor]], whole: list[Tensor], rtol: float) -> str:
+    """Return what makes an input wrong that is a multiple of the right one on each rank; "" if none is."""
+    ranks = len(parts)
+    for index, one in enumerate(whole):
+        if all(_near(each[index], ranks * one, rtol) for each in parts) and bool(one.any()):
+            return (
+                f"an input of the op is {ranks} times one process's: it is summed over the {ranks} ranks once too often"
+            )
+    return ""
 
 
 def _first_wrong(parts: list[list[Tensor]], whole: list[Tensor], rtol: float) -> str | None:

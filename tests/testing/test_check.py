@@ -141,6 +141,13 @@ def test_right_models_are_equal() -> None:
 # Other models: with ties, dropout, experts, sequence parallelism and regions of their own; and with a fault each.
 QUICK = ("tied_sequence", "experts", "unsummed_norm", "equal_masks", "smoothing_over_a_shard")
 SAID = {
+    "mean_over_a_shard": r"aten\.mean reduces a dim of which each rank has a slice",
+    "smoothing_over_a_shard": r"aten\.mean reduces a dim of which each rank has a slice",
+    "missing_reduce": "part of a sum over the ranks: sum it over the axis before the op",
+    "bias_on_every_rank": "part of a sum over the ranks: sum it over the axis before the op",
+    "averaged_over_context": "part of a sum over the ranks: sum it over the axis before the op",
+    "gathered_logits": "2 times one process's: it is summed over the 2 ranks once too often",
+    "summed_twice": "2 times one process's: it is summed over the 2 ranks once too often",
     "unsummed_norm": r"1 of \d+ gradients are not, first layers\.\d+\.mlp\.norm\.weight",
     "equal_masks": "only training differs: dropout",
     "missing_combine": "a weight that the combination leaves out",
@@ -199,7 +206,7 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {  # the axis, or the run; what
         "tensor",
         "loss",
         r"output of {at} \(Block, test_check\.py:\d+\) differs.* op: aten\.add",
-        "shard",
+        "an input of the op is 2 times one process",
     ),
     "no region": ("tensor", "gradient of", "", "the forward pass is right, .* not summed over the ranks"),
     "scaled gradient": ("tensor", r"gradient of {at}\.norm\.weight", "", "are 2 times .* counted by each of 2 tensor"),
@@ -211,7 +218,7 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {  # the axis, or the run; what
         "context",
         "loss",
         r"input of {at}\.down .* first op: aten\.mean in",
-        "a mean over the tokens",
+        "a dim of which each rank has a slice",
     ),
     "loss by rank": ("tensor", "loss", "loss_fn, as no module before it differs", "whole one"),
     "hangs": ("tensor", "rank 1 did not end|rank 0", "", ""),
