@@ -156,7 +156,8 @@ class DecoderConfig(TransformerConfig):
         norm_place: ``before`` each branch, ``after`` it (OLMo-2), or ``both`` (Gemma 2).
         parallel_residual: attention and MLP both take the block's input, and both are added to it.
         shared_norm: one norm for attention and MLP, with ``parallel_residual``.
-        hidden_act: activation of the MLP: ``silu``, ``gelu``, ``gelu_new``, ``gelu_pytorch_tanh`` or ``relu``.
+        hidden_act: activation of the MLP: ``silu``, ``gelu``, ``gelu_new``, ``gelu_pytorch_tanh``, ``relu`` or
+            ``relu2`` (the square of ``relu``).
         gated: the MLP is ``down(act(gate(x)) * up(x))``; False: ``down(act(up(x)))``.
         partial_rotary_factor: fraction of each head's channels, the first ones, that are rotated.
         learned_positions: learned positions that are added to the embeddings, in place of rotary ones.
@@ -245,7 +246,7 @@ class DecoderConfig(TransformerConfig):
         known = {
             "norm": ("rms", "rms_offset", "layer"),
             "norm_place": ("before", "after", "both"),
-            "hidden_act": ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu"),
+            "hidden_act": ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2"),
         }
         for name, values in known.items():
             if getattr(self, name) not in values:

@@ -240,6 +240,12 @@ _OLMO2_NAMES: Names = {
     **_GATED,
     **_block(1, post_norm1=f"{_AT}.post_attention_layernorm.*", post_norm2=f"{_AT}.post_feedforward_layernorm.*"),
 }
+_ARCEE_NAMES: Names = {
+    **_LLAMA_ENDS,
+    **_ATTENTION,
+    **_NORMS,
+    **_block(1, mlp__up=f"{_AT}.mlp.up_proj.*", mlp__down=f"{_AT}.mlp.down_proj.*"),
+}
 _STARCODER2_NAMES: Names = {
     **_LLAMA_ENDS,
     **_ATTENTION,
@@ -333,6 +339,19 @@ def _smollm3_read(config: Config) -> dict[str, Any]:
 
 def _smollm3_write(config: DecoderConfig) -> dict[str, Any]:
     return {"no_rope_layers": list(config.no_rope_layers) or [1] * config.num_hidden_layers}
+
+
+def _exaone4_slides(config: Config, block: int) -> bool:
+    return (block + 1) % config.get("sliding_window_pattern", 4) != 0
+
+
+def _exaone4_read(config: Config) -> dict[str, Any]:
+    """Blocks without a window have no rotary positions, in a model that has windows."""
+    depth, types = config["num_hidden_layers"], config.get("layer_types")
+    if config.get("sliding_window", 4096) is None:
+        return {}
+    slides = [_exaone4_slides(config, i) for i in range(depth)] if types is None else ["sliding" in t for t in types]
+    return {"no_rope_layers": [int(each) for each in slides]}
 
 
 def _gemma_read(config: Config) -> dict[str, Any]:
@@ -668,6 +687,16 @@ _QWEN2 = _like(
     slides=lambda config, block: block >= config.get("max_window_layers", 28),
 )
 
+_OLMO2 = _like(
+    _LLAMA,
+    "Olmo2",
+    plan=_olmo2_plan,
+    config=DecoderConfig,
+    names=_OLMO2_NAMES,
+    keys={"rms_norm_eps": ("rms_norm_eps", 1e-5), **_ATTENTION_BIAS},
+    flags={"norm_place": "after", "qk_norm_all_heads": True},
+)
+
 FAMILIES: dict[str, Family] = {
     "gpt2": Family(
         "GPT2",
@@ -727,14 +756,34 @@ FAMILIES: dict[str, Family] = {
         scalings=(),
         window="all",
     ),
-    "olmo2": _like(
+    "olmo2": _OLMO2,
+    "olmo3": _like(
+        _OLMO2,
+        "Olmo3",
+        rope={"rope_theta": 5e5, "rope_local_base_freq": 5e5},
+        window="types",
+        window_size=4096,
+        slides=lambda config, block: (block + 1) % 4 != 0,
+    ),
+    "exaone4": _like(
+        _OLMO2,
+        "Exaone4",
+        plan=_llama_plan,
+        keys={"num_key_value_heads": ("num_key_value_heads", 32), "qkv_bias": None, "out_bias": None},
+        flags={"qk_norm_all_heads": None, "qk_norm": True},
+        window="types",
+        window_size=4096,
+        slides=_exaone4_slides,
+        read=_exaone4_read,
+    ),
+    "arcee": _like(
         _LLAMA,
-        "Olmo2",
-        plan=_olmo2_plan,
+        "Arcee",
         config=DecoderConfig,
-        names=_OLMO2_NAMES,
-        keys={"rms_norm_eps": ("rms_norm_eps", 1e-5), **_ATTENTION_BIAS},
-        flags={"norm_place": "after", "qk_norm_all_heads": True},
+        names=_ARCEE_NAMES,
+        keys={**_BIASES, "rms_norm_eps": ("rms_norm_eps", 1e-5), "hidden_act": ("hidden_act", "relu2")},
+        flags={"gated": False},
+        only={"hidden_act": ("relu2", "relu", "silu", "gelu", "gelu_new", "gelu_pytorch_tanh")},
     ),
     "starcoder2": _like(
         _LLAMA,

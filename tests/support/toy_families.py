@@ -20,6 +20,11 @@ _LOCAL = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
+_MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+_FULL_YARN = {
+    "full_attention": {**_YARN, "rope_theta": 5e5},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+}
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": (
         "gpt2",
@@ -49,6 +54,12 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
         | {"sliding_window": 5, "tie_word_embeddings": True},
     ),
     "olmo2": ("olmo2", _LLAMA),
+    "olmo3": ("olmo3", _LLAMA | {"sliding_window": 4, "layer_types": _MIXED}),
+    "olmo3-yarn": ("olmo3", _LLAMA | {"sliding_window": 4, "layer_types": _MIXED, "rope_parameters": _FULL_YARN}),
+    "exaone4": ("exaone4", _LLAMA | {"sliding_window": 4, "sliding_window_pattern": 2}),
+    "exaone4-global": ("exaone4", _LLAMA | {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "arcee": ("arcee", _LLAMA),
+    "arcee-biases": ("arcee", _LLAMA | {"attention_bias": True, "mlp_bias": True, "rope_parameters": _YARN}),
     "starcoder2": ("starcoder2", _LLAMA | {"sliding_window": 5, "residual_dropout": 0.0, "embedding_dropout": 0.0}),
     "gemma": ("gemma", _GEMMA),
     "gemma2": (
@@ -61,7 +72,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma3_text",
         _GEMMA
         | {"query_pre_attn_scalar": 10, "sliding_window": 5, "rope_parameters": _LOCAL}
-        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        | {"layer_types": _MIXED},
     ),
     "gpt_neox": ("gpt_neox", _SIZES),
     "gpt_neox-sequential": ("gpt_neox", _SIZES | {"use_parallel_residual": False, "attention_bias": False}),
