@@ -22,6 +22,7 @@ from ..models.huggingface.load import LAYERS
 from ..options.batch import Batch
 from ..pipe.module import PipelineModule
 from ..testing.equality import rows_of
+from ..testing.pool import RankFailure, run_ranks
 from ..train.file import read_training_file
 from ..train.job import model_config
 from ..train.model import loss_for
@@ -38,7 +39,8 @@ def read_target(target: str, changes: Sequence[str], data: str | None, dry: bool
     Args:
         target: ``FILE.py:FUNCTION``, a training file, or a Hugging Face folder.
         changes: ``KEY=VALUE`` for a training file, or for the fields of a folder's configuration.
-        data: name of the function of ``FILE.py`` that returns the batches; None: ``batches``.
+        data: name of the function of ``FILE.py`` that returns the batches; None: ``batches``, or random ones if the
+            file does not have it.
         dry: the model will not have values, so that this machine need not hold it.
 
     Raises:
@@ -51,7 +53,7 @@ def read_target(target: str, changes: Sequence[str], data: str | None, dry: bool
             raise ValueError(f"there is no file {path}")
         if changes:
             raise ValueError(f"{changes[0]} changes a training file or a folder, and {target} is neither: leave it out")
-        return _functions(path, function, data or "batches")
+        return _functions(path, function, data, dry)
     if not (Path(target) / "config.json").is_file() and not (Path(target).suffix in FILES and Path(target).is_file()):
         raise ValueError(
             f"{target} is neither FILE.py:FUNCTION, such as model.py:build, nor a training file "
@@ -128,8 +130,8 @@ def _tokens(words: int, length: int) -> list[list[tuple[Tensor, Tensor]]]:
     return [[(each[:, :-1], each[:, 1:]) for each in text]]
 
 
-def _functions(path: Path, function: str, data: str) -> tuple[Any, Any]:
-    """Return two functions of a Python file."""
+def _functions(path: Path, function: str, data: str | None, dry: bool) -> tuple[Any, Any]:
+    """Return two functions of a Python file; without one of batches the second returns a random batch."""
     sys.path.insert(0, str(path.resolve().parent))  # it may import its neighbours
     spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
     assert spec is not None and spec.loader is not None
@@ -140,7 +142,53 @@ def _functions(path: Path, function: str, data: str) -> tuple[Any, Any]:
     except Exception as error:
         raise ValueError(f"{path} raised {type(error).__name__}: {error}") from error
     for each, option in ((function, "the target"), (data, "--data")):
-        if not callable(getattr(module, each, None)):
+        if each is not None and not callable(getattr(module, each, None)):
             known = ", ".join(n for n, value in vars(module).items() if callable(value) and not n.startswith("_"))
             raise ValueError(f"{path} has no function {each!r}, which {option} names; it has {known or 'none'}")
-    return getattr(module, function), getattr(module, data)
+    build, batches = getattr(module, function), getattr(module, data or "batches", None)
+    if batches is not None:
+        return build, batches
+    if dry:
+        raise ValueError(f"{path} has no function 'batches', which --dry needs: a batch, as the model trains on")
+    try:
+        (batch,) = run_ranks(1, _random_batch, build)
+    except RankFailure as failure:
+        raise ValueError(f"without a function 'batches' in {path}: {failure.first.summary}") from failure
+    return build, partial(_same, batch)
+
+
+def _same(batch: Any) -> Any:
+    return batch
+
+
+def _random_batch(build: Any) -> list[list[tuple[Tensor, Tensor]]]:
+    """Return a batch that a model takes: ids of tokens, or rows or sequences of numbers, and labels.
+
+    Raises:
+        ValueError: the model takes none of them.
+    """
+    model = build(Grid())
+    matrices = [each for each in model.parameters() if each.dim() > 1]
+    words, width, outputs = (*matrices[0].shape[:2], matrices[-1].shape[0]) if matrices else (1, 1, 1)
+    generator = torch.Generator().manual_seed(0)
+
+    def ids(most: int, *shape: int) -> Tensor:
+        return torch.randint(most, (MICROBATCHES, *shape), generator=generator)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(MICROBATCHES, *shape, generator=generator, dtype=torch.float64)
+
+    text = ids(words, 1, LENGTH + 1)
+    guesses = [(text[..., :-1], text[..., 1:])]
+    for shape in ((2,), (2, LENGTH)):
+        guesses += [(numbers(*shape, width), numbers(*shape, outputs)), (numbers(*shape, width), ids(outputs, *shape))]
+    for inputs, labels in guesses:
+        try:
+            model.loss(model.run_stage(0, inputs[0], {}), labels[0])
+        except Exception:  # a guess that does not fit fails anywhere in the user's model
+            continue
+        return [list(zip(inputs, labels, strict=True))]
+    raise ValueError(
+        "the model takes no batch that triax check can make: give the file a function batches() that returns a list of "
+        "batches, each a list of microbatches (inputs, labels)"
+    )

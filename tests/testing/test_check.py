@@ -321,6 +321,21 @@ def test_the_command_names_gradients_that_are_missing_or_not_deferred(tmp_path: 
     ]
 
 
+def test_a_file_without_batches_gets_a_random_one(tmp_path: Path) -> None:
+    script = SCRIPT.format(line="", dtype="float64").partition("def batches")[0]
+    for loss, code, says in (
+        ("mse_loss", 0, ""),
+        ("cross_entropy", 0, ""),
+        ("ctc_loss", 2, "alone_ctc_loss.py: ValueError: the model takes no batch that triax check can make"),
+    ):
+        file = tmp_path / f"alone_{loss}.py"
+        file.write_text(script.replace("mse_loss", loss))
+        run = CliRunner().invoke(app, ["check", f"{file}:build", "--axes", "data", "--ranks", "2"])
+        assert run.exit_code == code and says in run.output, run.output
+    run = CliRunner().invoke(app, ["check", f"{file}:build", "--dry", "data=2"])
+    assert run.exit_code == 2 and "has no function 'batches', which --dry needs" in run.output
+
+
 def test_a_dry_check_says_whether_a_grid_is_possible(tmp_path: Path) -> None:
     code, text = typed(tmp_path, "--dry", "pipe=2,data=32")
     assert code == 0 and "dry run of 64 ranks: pipe 2 x data 32" in text and "nothing would have failed" in text
