@@ -1,4 +1,4 @@
-"""Speed on one GPU: a GPT in bf16 with fp32 masters, triax beside the bare PyTorch loop and DeepSpeed, in turns.
+"""Speed on one GPU: a GPT in bf16 with fp32 masters, triax beside the bare PyTorch loop, FSDP2 and DeepSpeed.
 
     python benchmarks/device.py                               # 1.3 billion parameters
     python benchmarks/device.py --size 2.7b --microbatch 8 --only bare train_batch
@@ -22,10 +22,13 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from measuring import in_turn
 from rounds import Row, beside, load_deepspeed, parser, print_json, show, trained_alike
 from stacks import Batch, Stack
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import triax
 
@@ -136,6 +139,33 @@ def module(job: Job, stage: int) -> Made:
     return _loop(engine, job), engine.gather
 
 
+def fsdp2(job: Job) -> Made:
+    """FSDP2 on one rank: fp32 shards, bf16 in forward and backward, fused AdamW."""
+    model, batch = job.model(), job.batch()
+    if not dist.is_initialized():
+        backend = "nccl" if job.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh(job.device.type, (1,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for entry in model:
+        fully_shard(entry, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+
+    def step() -> None:
+        for x, y in batch:
+            (job.stack.loss(model(x), y) / len(batch)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def whole(tensor: Any) -> Tensor:
+        found: Tensor = tensor.full_tensor()
+        return found
+
+    return step, lambda: {name: whole(parameter) for name, parameter in model.named_parameters()}
+
+
 def deepspeed(job: Job, stage: int) -> Made:
     """DeepSpeed's engine of a plain module.
 
@@ -168,6 +198,7 @@ CONTENDERS: dict[str, Callable[[Job], Made]] = {
     "triax train_batch, stage 1": lambda job: train_batch(job, 1),
     "triax train_batch, stage 3": lambda job: train_batch(job, 3),
     "triax plain module, stage 1": lambda job: module(job, 1),
+    "FSDP2": fsdp2,
     "DeepSpeed, stage 1": lambda job: deepspeed(job, 1),
 }
 
