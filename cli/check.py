@@ -46,7 +46,8 @@ def check(
         ),
     ] = None,
     costs: Annotated[
-        bool, typer.Option("--costs", help="Print parameters, FLOPs and time of each layer on one process, too.")
+        bool,
+        typer.Option("--costs", help="Print parameters, FLOPs, time and kept bytes of each layer on one process, too."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -75,14 +76,17 @@ def check(
         _dry(target, build, batches, sizes, as_json)
     rows = list(run(build, batches, chosen, ranks, timeout))
     holds = all(row.holds for row in rows)
-    measured = layer_costs(build, batches, timeout) if costs and rows[0].holds else ""
+    profile, kept = layer_costs(build, batches, timeout) if costs and rows[0].holds else ("", {})
     if as_json:
         found = {"target": target, "holds": holds, "runs": [row.as_json() for row in rows]}
-        typer.echo(json.dumps(found | ({"costs": measured} if costs else {})))
+        typer.echo(json.dumps(found | ({"costs": profile, "kept": kept} if costs else {})))
     else:
         heads = ("run", "numbers", "sent per step (ZeRO's formula)")
         terminal().print(table(heads, ((row.what, _result(row), _sent(row)) for row in rows), left=3))
-        typer.echo(measured, nl=costs)
+        if kept:
+            typer.echo(profile)
+            lines = ((name, f"{size:,}") for name, size in kept.items())
+            terminal().print(table(("layer", "bytes of a microbatch kept for the backward pass"), lines))
     raise typer.Exit(0 if holds else 1)
 
 

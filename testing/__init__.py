@@ -7,6 +7,7 @@ covering.py: covering arrays; grids.py: ``covering_grids``, few grids in which e
 traffic.py: ``count_bytes``, the bytes that a rank sends.
 check.py: the runs of ``triax check``, and what makes a number differ.
 recording.py: the first module and op that differ; deferral.py: gradients that zero-bubble schedules cannot defer.
+kept_bytes.py: bytes that each layer keeps for the backward pass.
 strategies.py: hypothesis strategies for schedules, grids and numbers of microbatches.
 """
 

@@ -25,6 +25,7 @@ from ..pipe.module import PipelineModule
 from .deferral import not_deferred
 from .equality import Build, Data, Step, Steps, difference, sizes_of, steps_of
 from .grids import Composition
+from .kept_bytes import kept_bytes
 from .pool import RankFailure, run_ranks
 from .recording import LOSS, ModuleCall, OpCall, first_difference, first_op, record, record_ops
 
@@ -126,20 +127,26 @@ def check(
         yield row
 
 
-def layer_costs(build: Build, data: Data, timeout: float = 120) -> str:
-    """Return parameters, FLOPs and time of each layer in the first step on one process, as a text.
+def layer_costs(build: Build, data: Data, timeout: float = 120) -> tuple[str, dict[str, int]]:
+    """Measure the first step on one process.
+
+    Returns:
+        The profile of parameters, FLOPs and times of each layer, as a text; and layer -> bytes that it keeps of a
+        microbatch for the backward pass.
 
     Raises:
         RankFailure: one process cannot train the model.
     """
-    return run_ranks(1, _profiled, build, data, timeout=timeout)[0]
+    return run_ranks(1, _measured, build, data, timeout=timeout)[0]
 
 
-def _profiled(build: Build, data: Data) -> str:
+def _measured(build: Build, data: Data) -> tuple[str, dict[str, int]]:
     with TemporaryDirectory() as folder:
         file = Path(folder) / "profile.txt"
         steps_of(build, data, Composition(), None, {"monitor": Monitoring(profile=Profile(step=0, file=str(file)))})
-        return file.read_text()
+        text = file.read_text()
+    model, inputs, _, fields = _first_microbatch(build, data, Composition())
+    return text, kept_bytes(model.train(), inputs, fields)
 
 
 def _cannot_run(axis: str, ranks: int, layers: int, microbatches: int) -> str:

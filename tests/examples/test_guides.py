@@ -10,6 +10,7 @@ test_site.py follows the links of all pages; tests/laws/test_references.py looks
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import runpy
@@ -120,6 +121,23 @@ def test_triax_check_holds_for_the_model_of_its_guide(tmp_path: Path) -> None:
         typed = [word.replace("own_model.py", str(tmp_path / "own_model.py")) for word in words]
         found = CliRunner().invoke(app, typed)
         assert command == "triax" and found.exit_code == 0, found.output
+
+
+def test_triax_check_says_of_a_mean_over_a_shard_what_its_guide_shows(tmp_path: Path) -> None:
+    """But for the last digits, which are another CPU's and another torch's."""
+    text = (DOCS / "guides" / "testing.md").read_text()
+    shows = [block.text for block in blocks(text) if block.language == "text"]
+    (mistake,) = (each for each in shows if "inner.mean" in each)
+    (said,) = (each for each in shows if each.startswith("step 0"))
+    right = "        return x + self.down(torch.sigmoid(self.gate(h)) * self.up(h))\n"
+    script = programs(text)["own_model.py"].partition("\n")[2]  # the page's first line is its name
+    assert script.count(right) == 1
+    (tmp_path / "own_model.py").write_text(script.replace(right, mistake))
+    found = CliRunner().invoke(app, ["check", f"{tmp_path}/own_model.py:build", "--axes", "tensor", "--json"])
+    (row,) = (each for each in json.loads(found.output)["runs"] if not each["holds"])
+    lines = (row["difference"], f"first: {row['where']}", f"usually: {row['cause']}")
+    digits = re.compile(r"(-?\d\.\d{6}|linear\.py:)\d+")
+    assert digits.sub(r"\1", "\n".join(lines)) == digits.sub(r"\1", said.strip())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])

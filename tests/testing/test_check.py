@@ -312,6 +312,8 @@ def test_the_command_names_gradients_that_are_missing_or_not_deferred(tmp_path: 
     run = CliRunner().invoke(app, ["check", f"{file}:build", "--axes", "data", "--json", "--costs"])
     found = json.loads(run.output)
     assert "(2): Own(20, 33.33% Params, 16 MACs" in found["costs"], found["costs"]
+    # Each linear layer keeps its input, of 4 numbers; Own its input and tanh's output, which no linear layer keeps.
+    assert found["kept"] == {"layers.0": 32, "layers.1": 32, "layers.2": 64}
     data = found["runs"][2]
     flat = 6 * 16  # numbers: each of six parameters, of 16 or 4, begins at a multiple of 16 numbers
     assert data["formula"]["data"] == 2 * flat * 8 * 1 / 2 and data["sent"]["data"] >= data["formula"]["data"]
