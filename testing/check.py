@@ -200,8 +200,9 @@ def _row(
         return CheckRow(str(at), True, sent=sent, formula=step.formula)
     where = cause = ""
     if axis in ("tensor", "context"):
-        (whole,) = run_ranks(1, _recorded, build, data, Composition(), timeout=timeout)
-        parts = run_ranks(at.ranks, _recorded, build, data, at, timeout=timeout)
+        trains = "the loss differs" in text  # and the loss of an evaluation does not
+        (whole,) = run_ranks(1, _recorded, build, data, Composition(), trains, timeout=timeout)
+        parts = run_ranks(at.ranks, _recorded, build, data, at, trains, timeout=timeout)
         where, module = first_difference(whole, parts, rtol)
         if not where and "the loss of an evaluation" in text:
             where, module = f"{LOSS}, as no module before it differs", LOSS
@@ -310,10 +311,10 @@ def _turned(build: Build, data: Data, options: Mapping[str, Any]) -> tuple[Step,
     return straight[0], turned[0]
 
 
-def _recorded(build: Build, data: Data, at: Composition) -> list[ModuleCall]:
-    """Return the calls of the modules for the first microbatch."""
+def _recorded(build: Build, data: Data, at: Composition, trains: bool) -> list[ModuleCall]:
+    """Return the calls of the modules for the first microbatch, in training or in evaluation."""
     model, inputs, _, fields = _first_microbatch(build, data, at)
-    return record(model, inputs, fields)
+    return record(model.train(trains), inputs, fields)
 
 
 def _recorded_ops(build: Build, data: Data, at: Composition, module: str) -> list[OpCall]:
