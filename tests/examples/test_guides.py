@@ -138,6 +138,8 @@ def test_triax_check_says_of_a_mean_over_a_shard_what_its_guide_shows(tmp_path: 
     lines = (row["difference"], f"first: {row['where']}", f"usually: {row['cause']}")
     digits = re.compile(r"(-?\d\.\d{6}|linear\.py:)\d+")
     assert digits.sub(r"\1", "\n".join(lines)) == digits.sub(r"\1", said.strip())
+    whole = f"{row['what']}, {row['difference']}"  # what assert_equals_one_process says of it
+    assert digits.sub(r"\1", whole) in digits.sub(r"\1", text)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])

@@ -131,10 +131,8 @@ def test_a_right_model_equals_one_process() -> None:
     ],
 )
 def test_a_mistake_is_named_with_its_grid(mistake: str, words: str) -> None:
-    with pytest.raises(AssertionError, match=words) as caught:
+    with pytest.raises(AssertionError, match=words):
         assert_equals_one_process(partial(build, mistake), batches, GRIDS)
-    if mistake == "mean over a shard":
-        assert str(caught.value) in (DOCS / "guides" / "testing.md").read_text()
 
 
 def test_the_guide_shows_the_project() -> None:
