@@ -1,4 +1,4 @@
-"""What ``triax check`` checks: a function of a Python file, a training file's model, or a Hugging Face folder's."""
+"""Targets of ``triax check``: a function of a Python file, a training file, or a Hugging Face folder."""
 
 from __future__ import annotations
 

@@ -145,8 +145,8 @@ def _measured(build: Build, data: Data) -> tuple[str, dict[str, int]]:
         file = Path(folder) / "profile.txt"
         steps_of(build, data, Composition(), None, {"monitor": Monitoring(profile=Profile(step=0, file=str(file)))})
         text = file.read_text()
-    model, inputs, _, fields = _first_microbatch(build, data, Composition())
-    return text, kept_bytes(model.train(), inputs, fields)
+    model, inputs, _, fields = _first_microbatch(build, data, Composition(), True)
+    return text, kept_bytes(model, inputs, fields)
 
 
 def _cannot_run(axis: str, ranks: int, layers: int, microbatches: int) -> str:
@@ -207,14 +207,14 @@ def _row(
         if not where and "the loss of an evaluation" in text:
             where, module = f"{LOSS}, as no module before it differs", LOSS
         if module:
-            (ops,) = run_ranks(1, _recorded_ops, build, data, Composition(), module, timeout=timeout)
-            mine = run_ranks(at.ranks, _recorded_ops, build, data, at, module, timeout=timeout)
+            (ops,) = run_ranks(1, _recorded_ops, build, data, Composition(), trains, module, timeout=timeout)
+            mine = run_ranks(at.ranks, _recorded_ops, build, data, at, trains, module, timeout=timeout)
             op, cause = first_op(ops, mine, rtol)
             where += f"; first op: {op}" if op else ""
         if module == LOSS:
             return CheckRow(str(at), False, text, where, cause or _CAUSES[axis])
     if axis is not None and "the loss differs" in text:
-        return CheckRow(str(at), False, text, where, _IN_TRAINING)
+        return CheckRow(str(at), False, text, where, cause or _IN_TRAINING)
     return CheckRow(str(at), False, text, where, cause or _cause(found, wanted, axis, at, bool(where)))
 
 
@@ -270,8 +270,8 @@ def _notes(build: Build, data: Data, step: Step) -> tuple[str, ...]:
     notes = []
     if missing := [name for name, gradient in step.gradients.items() if not bool(gradient.any())]:
         notes.append(f"no gradient in the first step: {_listed(missing)}")
-    model, inputs, labels, fields = _first_microbatch(build, data, Composition())
-    at_once = not_deferred(model.train(), inputs, labels, fields)
+    model, inputs, labels, fields = _first_microbatch(build, data, Composition(), True)
+    at_once = not_deferred(model, inputs, labels, fields)
     if at_once:
         matrices = sum(each.dim() > 1 and each.requires_grad for each in model.parameters())
         notes.append(
@@ -313,22 +313,24 @@ def _turned(build: Build, data: Data, options: Mapping[str, Any]) -> tuple[Step,
 
 def _recorded(build: Build, data: Data, at: Composition, trains: bool) -> list[ModuleCall]:
     """Return the calls of the modules for the first microbatch, in training or in evaluation."""
-    model, inputs, _, fields = _first_microbatch(build, data, at)
-    return record(model.train(trains), inputs, fields)
+    model, inputs, _, fields = _first_microbatch(build, data, at, trains)
+    return record(model, inputs, fields)
 
 
-def _recorded_ops(build: Build, data: Data, at: Composition, module: str) -> list[OpCall]:
+def _recorded_ops(build: Build, data: Data, at: Composition, trains: bool, module: str) -> list[OpCall]:
     """Return the ops of a module's code, or of the loss function's, for the first microbatch."""
-    return record_ops(*_first_microbatch(build, data, at), module)
+    return record_ops(*_first_microbatch(build, data, at, trains), module)
 
 
-def _first_microbatch(build: Build, data: Data, at: Composition) -> tuple[PipelineModule, Any, Any, dict[str, Any]]:
-    """Return (model, inputs, labels, fields) on this rank of a grid."""
+def _first_microbatch(
+    build: Build, data: Data, at: Composition, trains: bool
+) -> tuple[PipelineModule, Any, Any, dict[str, Any]]:
+    """Return (model in training or in evaluation, inputs, labels, fields) on this rank of a grid."""
     axes: dict[str, Any] = dict(at.axes)
     model = build(Grid(**axes))
     taken = {name for spec in model.layer_specs for name in getattr(spec, "takes", ())}
     item = item_of(data()[0][0], taken)
-    return model.eval(), item.inputs, item.labels, {name: item.field(name) for name in taken}
+    return model.train(trains), item.inputs, item.labels, {name: item.field(name) for name in taken}
 
 
 def _verb(kind: str) -> str:

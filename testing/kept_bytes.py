@@ -2,50 +2,35 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+import torch
 
+from ..base.nest import map_tensors
+from ..monitor.profiler.memory_meter import MemoryMeter
 from ..pipe.module import PipelineModule
 
 
 def kept_bytes(model: PipelineModule, inputs: Any, fields: dict[str, Any]) -> dict[str, int]:
-    """Run a microbatch forward on a model of one stage, and return the bytes of the storages that autograd saves.
+    """Run a microbatch forward on a model of one stage, and return layer -> bytes that autograd saves.
 
-    A storage counts for the first layer that saves it; parameters and buffers do not count. What is saved in functions
-    between the layers' modules counts for the layer before.
+    A tensor counts for the first layer that saves it; parameters and buffers do not count. A function between two
+    layers that are modules counts for the layer before it.
     """
-    seen = {_address(each) for each in (*model.parameters(), *model.buffers())}
-    held: list[Tensor] = []  # so that no address is used twice
-    found: dict[str, int] = {}
-    current = ""
+    meter, before = MemoryMeter(lambda: 0), dict[str, int]()
 
-    def pack(tensor: Tensor) -> Tensor:
-        if (address := _address(tensor)) not in seen:
-            seen.add(address)
-            held.append(tensor)
-            found[current] = found.get(current, 0) + tensor.untyped_storage().nbytes()
-        return tensor
-
-    def entered(name: str) -> Any:
-        def hook(module: nn.Module, args: Any) -> None:
-            nonlocal current
-            current = name
-            found.setdefault(name, 0)
-
-        return hook
+    def note(name: str, *_: Any) -> None:
+        before.setdefault(name, meter.saved)
 
     layers = [(name, layer) for _, name, layer in model.named_layers() if name != "loss_fn"]
-    handles = [layer.register_forward_pre_hook(entered(name)) for name, layer in layers]
+    handles = [layer.register_forward_pre_hook(partial(note, name)) for name, layer in layers]
     try:
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            model.run_stage(0, inputs, fields)
+        with meter.counting():
+            outputs = model.run_stage(0, map_tensors(torch.clone, inputs), fields)
     finally:
         for handle in handles:
             handle.remove()
-    return found
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    names, ends = list(before), [*before.values(), meter.saved]
+    del outputs  # whose graph holds what was saved
+    return {name: ends[at + 1] - ends[at] for at, name in enumerate(names)}

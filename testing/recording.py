@@ -11,6 +11,7 @@ process, so ops are matched by line, name and how often this line has called it.
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -63,7 +64,7 @@ class OpCall(NamedTuple):
 
 
 class FirstDifference(NamedTuple):
-    """Where the ranks of an axis first compute something else than one process.
+    """First place at which the ranks of an axis compute something else than one process.
 
     Attributes:
         text: the place in words.
@@ -191,7 +192,7 @@ def first_op(whole: Sequence[OpCall], ranks: Sequence[Sequence[OpCall]], rtol: f
     calls = [{each[:3]: each for each in records} for records in ranks]
 
     def wrong(key: tuple[str, str, int]) -> str | None:
-        """How an op's outputs differ, "" if they do not, None if it cannot be compared."""
+        """Return the difference of an op's outputs, "" if they are right, None if they cannot be compared."""
         parts = [each[key] for each in calls if key in each]
         if key not in one or len(parts) < len(calls) or not one[key].outputs:
             return None
@@ -218,8 +219,8 @@ def first_op(whole: Sequence[OpCall], ranks: Sequence[Sequence[OpCall]], rtol: f
     return f"{call.name} in {call.place}, {'whose input is right' if right else 'whose input differs'}: {text}", cause
 
 
-# Ops that compute a number from several, which a rank with a slice does not have.
-_REDUCTIONS = ("mean", "sum", "var", "std", "norm", "max", "min", "softmax", "logsumexp", "cumsum", "sort", "topk")
+# Names of ops that compute a number from several ones along a dim.
+_REDUCTION = re.compile(r"(mean|sum|var|std|norm|softmax|logsumexp|sort|topk|\ba?(max|min))$")
 
 
 def _cause(call: OpCall, parts: list[list[Tensor]], whole: list[Tensor], rtol: float) -> str:
@@ -230,14 +231,19 @@ def _cause(call: OpCall, parts: list[list[Tensor]], whole: list[Tensor], rtol: f
             continue
         if mine[0].shape == one.shape and _near(torch.stack(mine).sum(0), one, rtol):
             return "an input of the op is this rank's part of a sum over the ranks: sum it over the axis before the op"
-        if any(name in call.name for name in _REDUCTIONS):
-            return f"{call.name} reduces a dim of which each rank has a slice: combine its result over the axis"
+        if _REDUCTION.search(call.name):
+            return (
+                f"{call.name} runs along a dim that is split among the ranks, so each rank has the result of its slice "
+                "alone: combine the results over the axis"
+            )
     return ""
 
 
 def _multiple(call: OpCall, parts: list[list[Tensor]], whole: list[Tensor], rtol: float) -> str:
     """Return what makes an input wrong that is a multiple of the right one on each rank; "" if none is."""
     ranks = len(parts)
+    if any(len(each) != len(whole) for each in parts):
+        return ""
     for index, one in enumerate(whole):
         if all(_near(each[index], ranks * one, rtol) for each in parts) and bool(one.any()):
             return (
@@ -254,7 +260,7 @@ def _first_wrong(parts: list[list[Tensor]], whole: list[Tensor], rtol: float) ->
             return f"{len(parts[0])} tensors, and {len(whole)} on one process"
         if not _fits(mine, one, rtol):
             shapes = sorted({tuple(each.shape) for each in mine})
-            if tuple(one.shape) in shapes:
+            if shapes == [tuple(one.shape)]:
                 errors = [(each - one).abs().nan_to_num(torch.inf) for each in mine]
                 worst = max(range(len(mine)), key=lambda rank: float(errors[rank].max()))
                 at = tuple(int(i) for i in torch.unravel_index(errors[worst].argmax(), one.shape))

@@ -1,6 +1,6 @@
 """Check every kind of model by every method on every axis, and write docs/proved.md.
 
-    python tests/laws/proved.py                          # every cell, some ten minutes on two cores
+    python tests/laws/proved.py                          # every cell, some five minutes on two cores
     python tests/laws/proved.py --types llama --print    # some of them, without writing the page
 
 Each cell is a run of ``triax check`` on 2 ranks: a toy model of the type, as its config.json would make it, trains two
@@ -48,7 +48,7 @@ VOCABULARY, LENGTH, MICROBATCHES = 64, 16, 4
 
 
 def settings(kind: str) -> dict[str, Any]:
-    """config.json of a toy model: the first case of its family in the tests against transformers."""
+    """Return the config.json of a toy model: the first case of its family in the tests against transformers."""
     import transformers
 
     if kind in MIXTURES:
@@ -80,9 +80,9 @@ def batches(method: str) -> list[list[tuple[Tensor, Any]]]:
         wanted = rows[:, 1:].clone()
         if method in ("sft", "dpo"):
             wanted[:, :5] = -100
-        return (
-            {"labels": wanted, "reference": -torch.rand(2, generator=generator).double()} if method == "dpo" else wanted
-        )
+        if method != "dpo":
+            return wanted
+        return {"labels": wanted, "reference": -torch.rand(2, generator=generator).double()}
 
     return [[(rows[:, :-1], labels(rows)) for rows in batch] for batch in text]
 
@@ -117,7 +117,8 @@ def page(results: Iterator[tuple[str, str, dict[str, str]]]) -> str:
             text = found[axis]
             if text and text not in said:
                 said.append(text)
-            row.append(f"refused ({said.index(text) + 1})" if text else "equal")
+            word = "refused" if re.match(r"\w+Error: ", text) else "differs"
+            row.append(f"{word} ({said.index(text) + 1})" if text else "equal")
         tables[method].append(f"| {kind} | {' | '.join(row)} |")
     parts = [INTRODUCTION]
     for method, rows in tables.items():
@@ -125,7 +126,7 @@ def page(results: Iterator[tuple[str, str, dict[str, str]]]) -> str:
             head = f"| type | {' | '.join(AXES)} |\n|{'---|' * (len(AXES) + 1)}"
             parts.append(f"## {method}: {METHODS[method]}\n\n{head}\n" + "\n".join(rows))
     if said:
-        parts.append("## What is refused\n\n" + "\n".join(f"{n}. {text}" for n, text in enumerate(said, 1)))
+        parts.append("## Messages\n\n" + "\n".join(f"{n}. {text}" for n, text in enumerate(said, 1)))
     return "\n\n".join(parts) + "\n"
 
 
@@ -134,6 +135,7 @@ INTRODUCTION = f"""# What was proved: types of models, methods and axes
 `python tests/laws/proved.py` writes this page. In a cell, a toy model of a type of Hugging Face (`model_type`) trains
 two steps on 2 ranks of the axis. "equal" means that losses, metrics, the norm and every gradient are those of one
 process to 1e-10, in float64. The pipe axis runs 1F1B and a zero-bubble schedule, the data axis ZeRO stages 0 and 3.
+Of a type without experts, a run on the expert axis is one on two replicas.
 
 That one process equals transformers, torch and TRL, other tests show ([models.md](models.md),
 [guides/preferences.md](guides/preferences.md)), as they run grids of several axes. For your own model there is `triax

@@ -41,7 +41,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "engine": _PARTS,
     "inference": (*_PARTS, "models", "engine"),
     "methods": (*_LOW, "models", "engine"),
-    "testing": (*_LOW, "options", "pipe", "engine"),
+    "testing": (*_LOW, "options", "pipe", "monitor/profiler", "engine"),
     "local_sgd": (*_PARTS, "models", "engine"),
     "train": (*_PARTS, "models", "engine", "inference"),
     "dry_run": (*_PARTS, "models", "engine", "train"),

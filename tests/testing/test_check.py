@@ -141,8 +141,8 @@ def test_right_models_are_equal() -> None:
 # Other models: with ties, dropout, experts, sequence parallelism and regions of their own; and with a fault each.
 QUICK = ("tied_sequence", "experts", "unsummed_norm", "equal_masks", "smoothing_over_a_shard")
 SAID = {
-    "mean_over_a_shard": r"aten\.mean reduces a dim of which each rank has a slice",
-    "smoothing_over_a_shard": r"aten\.mean reduces a dim of which each rank has a slice",
+    "mean_over_a_shard": r"aten\.mean runs along a dim that is split among the ranks",
+    "smoothing_over_a_shard": r"aten\.mean runs along a dim that is split among the ranks",
     "missing_reduce": "part of a sum over the ranks: sum it over the axis before the op",
     "bias_on_every_rank": "part of a sum over the ranks: sum it over the axis before the op",
     "averaged_over_context": "part of a sum over the ranks: sum it over the axis before the op",
@@ -219,7 +219,7 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {  # the axis, or the run; what
         "context",
         "loss",
         r"input of {at}\.down .* first op: aten\.mean in",
-        "a dim of which each rank has a slice",
+        "runs along a dim that is split among the ranks",
     ),
     "loss by rank": ("tensor", "loss", "loss_fn, as no module before it differs", "whole one"),
     "hangs": ("tensor", "rank 1 did not end|rank 0", "", ""),
