@@ -1,7 +1,9 @@
 """Post-training: losses on any grid, and the data that they take.
 
+answers.py: ``AnswerLoss``: what losses of whole answers share.
 preferences.py: ``preference_loss``: DPO, IPO, SimPO and ORPO for pairs of a better and a worse answer.
-reference.py: ``with_reference``: log-probabilities of the answers by the model as it is now.
+kto.py: ``kto_loss``: KTO for answers that are each desirable or not.
+reference.py: ``with_reference`` and ``with_baseline``: log-probabilities of answers by the model as it is now.
 """
 
 from ..base.lazy import attach

@@ -15,9 +15,7 @@ arXiv:2403.07691, equations 6 and 7. IPO is divided by the numbers of tokens, as
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -29,9 +27,9 @@ from ..base.formulas import CHUNK_TOKENS
 from ..grid import Grid
 from ..grid.loss_terms import Loss
 from ..models.log_probs import LogProbsLoss
+from .answers import AnswerLoss
 
 Kind = Literal["dpo", "ipo", "simpo", "orpo"]
-REFERENCE = "reference"  # entry of the labels: log-probability of each row by the reference model, (B,)
 
 
 def preference_loss(
@@ -69,24 +67,15 @@ def preference_loss(
 
 
 @dataclass
-class _Pairs:
-    """Loss of the log-probabilities of 2 P rows; arguments as for ``preference_loss``.
+class _Pairs(AnswerLoss):
+    """Loss of the log-probabilities of 2 P rows; arguments as for ``preference_loss``."""
 
-    Attributes:
-        records: log-probabilities of the rows of each microbatch, in place of a loss; None: compute the loss.
-    """
-
-    grid: Grid
-    kind: Kind
-    beta: float
     margin: float
-    records: list[Tensor] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
             raise ValueError(f"there is no preference loss {self.kind!r}; {nearest(self.kind, get_args(Kind))}")
-        if not self.beta > 0:
-            raise ValueError(f"beta is {self.beta}: give a number above 0, such as 0.1")
+        super().__post_init__()
         if self.margin and self.kind != "simpo":
             raise ValueError(f"{self.kind} has no margin, but simpo has: leave it out")
 
@@ -95,15 +84,6 @@ class _Pairs:
         """True if the loss needs the log-probabilities of a reference model."""
         return self.kind in ("dpo", "ipo")
 
-    @contextmanager
-    def recording(self) -> Iterator[list[Tensor]]:
-        """Context in which evaluations append the log-probabilities of the rows of each microbatch to a list."""
-        self.records = []
-        try:
-            yield self.records
-        finally:
-            self.records = None
-
     def __call__(self, log_probs: Tensor, labels: Any) -> Loss:
         """Return the loss; see ``preference_loss``.
 
@@ -111,19 +91,14 @@ class _Pairs:
             log_probs: (2 P, T) of this rank's tokens.
             labels: dict.
         """
-        counts = self._whole((labels["labels"] != -100).sum(1).to(log_probs.dtype))
-        rows = self._whole(log_probs.sum(1))
-        reference = torch.zeros_like(rows)
-        if self.records is not None:
-            self.records.append(rows.detach())
-        elif self.uses_reference:
-            reference = self._reference(labels, rows)
+        counts = self.whole((labels["labels"] != -100).sum(1).to(log_probs.dtype))
+        rows = self.rows(log_probs)
+        reference = self.reference(labels, rows) if self.uses_reference else torch.zeros_like(rows)
         _check_pairs(rows)
-        pairs, each = len(rows) // 2, 1 / self.grid.context.size
         better, worse = ((rows - reference) / (1 if self.kind == "dpo" else counts.clamp(min=1))).chunk(2)
-        mean = lambda losses: (losses.sum() * each, pairs * each)  # noqa: E731
-        terms: dict[str, Any] = {self.kind: mean(self._losses(better, worse))}
+        terms: dict[str, Any] = {self.kind: self.mean(self._losses(better, worse))}
         if self.kind == "orpo":
+            pairs = len(rows) // 2
             tokens = (labels["labels"][:pairs] != -100).sum()
             terms = {"nll": (-log_probs[:pairs].sum(), tokens)} | terms
         if self.kind == "ipo":  # rewards are not by token
@@ -132,7 +107,7 @@ class _Pairs:
         metrics = {"chosen": chosen, "rejected": rejected, "margins": chosen - rejected}
         metrics["accuracies"] = (chosen > rejected).to(chosen.dtype)
         factors = {"orpo": self.beta} if self.kind == "orpo" else {}
-        return Loss(terms, factors, {f"rewards/{name}": mean(values) for name, values in metrics.items()})
+        return Loss(terms, factors, {f"rewards/{name}": self.mean(values) for name, values in metrics.items()})
 
     def weight(self, labels: Any) -> dict[str, Any]:
         """Return the number of pairs, and of the tokens of better answers for ORPO."""
@@ -150,27 +125,6 @@ class _Pairs:
             odds = [each - torch.log(-torch.expm1(each)) for each in (better, worse)]
             return -F.logsigmoid(odds[0] - odds[1])
         return -F.logsigmoid(self.beta * (better - worse) - self.margin)
-
-    def _whole(self, rows: Tensor) -> Tensor:
-        """Return the sums of rows over the context axis.
-
-        Each rank of the axis computes the whole loss and counts 1 / c of it, so its own part has c times the gradient.
-        """
-        if (parts := self.grid.context.size) == 1:
-            return rows
-        whole = rows.detach().clone()
-        self.grid.context.all_reduce(whole)
-        return whole + parts * (rows - rows.detach())
-
-    def _reference(self, labels: Any, rows: Tensor) -> Tensor:
-        found = labels.get(REFERENCE)
-        if not isinstance(found, Tensor) or found.shape != rows.shape:
-            what = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else found
-            raise ValueError(
-                f"{self.kind} needs the reference's log-probability of each of {len(rows)} rows as "
-                f"labels['reference'], which is {what}: make the microbatches with triax.methods.with_reference"
-            )
-        return found.to(rows.dtype)
 
 
 def _check_pairs(rows: Tensor) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
+from toy_answers import model_of, quiet, row_of, steps, tokenizer
 
 import triax
 from triax import Grid
@@ -20,28 +20,16 @@ from triax.methods import preference_loss, with_reference
 
 from trl_in_float64 import exact
 
-STEPS, PAIRS, LENGTH, BETA = 20, 4, 16, 0.2
+STEPS, PAIRS, BETA = 20, 4, 0.2
 RATES = {"dpo": 0.05, "ipo": 0.002, "simpo": 0.05, "orpo": 0.05}  # at which no run grows, as errors would with it
-LETTERS = {letter: number for number, letter in enumerate("._abcdefghijklmnopqrstuvwxyz ")}
-SIZES: dict[str, Any] = {"vocab_size": len(LETTERS), "hidden_size": 16, "intermediate_size": 24}
-SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
-SIZES |= {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy"]
 ROWS = [(f"{a} ", b, a) for a in WORDS for b in WORDS if a != b]  # prompt, better answer, worse answer
 
 
-def model_of() -> Any:
-    import transformers
-
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).double()
-
-
 def trl_steps(folder: str, kind: str) -> list[float]:
     """Train with TRL on one process; return the losses and save the weights before and after."""
-    os.environ.update(CI="1", HF_HUB_OFFLINE="1", TQDM_DISABLE="1")  # no telemetry
+    quiet()
     import datasets
-    import tokenizers
     import transformers
     import trl
 
@@ -49,47 +37,18 @@ def trl_steps(folder: str, kind: str) -> list[float]:
         def _get_train_sampler(self, dataset: Any = None) -> Any:
             return torch.utils.data.SequentialSampler(range(len(ROWS)))
 
-    transformers.utils.logging.set_verbosity_error()
-    datasets.disable_progress_bars()
-    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(LETTERS, unk_token="."))
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token=".", eos_token="_")
     args = trl.DPOConfig(
-        output_dir=f"{folder}/out",
-        per_device_train_batch_size=PAIRS,
-        max_steps=STEPS,
-        learning_rate=RATES[kind],
-        lr_scheduler_type="constant",
-        optim="sgd",
-        max_grad_norm=0.0,
-        beta=BETA,
-        loss_type=[{"dpo": "sigmoid"}.get(kind, kind)],
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        bf16=False,
-        use_cpu=True,
-        gradient_checkpointing=False,
+        beta=BETA, loss_type=[{"dpo": "sigmoid"}.get(kind, kind)], **steps(folder, PAIRS, STEPS, RATES[kind])
     )
     with exact():
         model = model_of()
         model.save_pretrained(f"{folder}/first")
         data = datasets.Dataset.from_list([{"prompt": p, "chosen": b, "rejected": w} for p, b, w in ROWS])
-        trainer = InOrder(model, model_of(), args=args, train_dataset=data, processing_class=tokenizer)
+        trainer = InOrder(model, model_of(), args=args, train_dataset=data, processing_class=tokenizer())
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
         trainer.save_model(f"{folder}/last")
         return [row["loss"] for row in trainer.state.log_history if "loss" in row]
-
-
-def row_of(prompt: str, answer: str) -> tuple[Tensor, Tensor]:
-    """Return ids and labels (T,): the answer and its end count."""
-    text = [LETTERS[letter] for letter in prompt + answer] + [1]
-    ids = torch.tensor(text + [0] * (LENGTH + 1 - len(text)))
-    labels = torch.full((LENGTH,), -100)
-    labels[len(prompt) - 1 : len(text) - 1] = ids[len(prompt) : len(text)]
-    return ids[:-1], labels
 
 
 def microbatches(first: int, count: int) -> tuple[Tensor, dict[str, Tensor]]:
