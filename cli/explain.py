@@ -13,7 +13,6 @@ from typing import Any
 from ..base.errors import ConfigError
 from ..base.formulas import STATES
 from ..base.tables import as_text, table
-from ..options.batch import BatchSizes
 from ..pipe.program.simulate import Costs, simulate
 from ..plan.layers import LayerShape
 from ..plan.memory import ModelMemory, RankMemory, StateOptions
@@ -35,7 +34,7 @@ def explain(job: Job, processes: int | None = None) -> dict[str, Any]:
     layout, memory = layout_of_job(job), memory_of_job(job)
     try:
         memory.check(layout, job.sequence)
-        ranks = memory.ranks(layout, job.batch.train, job.sequence, job.schedule)
+        ranks = memory.ranks(layout, job.batch.train * job.rows, job.sequence, job.schedule)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     cuts = memory.cuts(job.schedule.stages)
@@ -65,7 +64,7 @@ def explain(job: Job, processes: int | None = None) -> dict[str, Any]:
             "bubble": _bubble(job, memory, cuts, layout),
         },
         "training": {
-            "batch": _sizes(job.batch),
+            "batch": _sizes(job),
             "sequence": job.sequence,
             "tokens_per_step": job.tokens_per_step,
             "steps": job.steps,
@@ -88,7 +87,7 @@ def layout_of_job(job: Job) -> ParallelLayout:
     """Return the layout of a run. Its schedule and chunks are those of 1F1B: ``job.schedule`` has the run's own."""
     return ParallelLayout.of(
         *(job.options, job.topology.sizes),
-        microbatch=job.batch.micro,
+        microbatch=job.batch.micro * job.rows,
         zero=job.options.zero.known_stage,
         sequence_parallel=job.file.grid.sequence_parallel,
     )
@@ -170,12 +169,17 @@ def _notes(job: Job, processes: int | None) -> Iterable[str]:
         yield f"{optimizer.type} is counted with the two state tensors of AdamW"
     if section.asked and (section.granularity == "matmul" or (section.interval or 1) > 1 or section.groups):
         yield "recomputation is counted as that of each layer from its input"
-    if job.file.data.document_mask:
+    if job.document_mask:
         yield "data.document_mask: its mask, and keys and values repeated for each query head, are left out: see --dry"
+    if job.file.method is not None:
+        pairs = "a pair is two sequences; " if job.rows == 2 else ""
+        yield f"method {job.file.method.name}: {pairs}rows are as long as the data's longest one, at most the sequence"
     if job.file.grid.data == "auto" and processes is None and job.topology.size("data") == 1:
         yield "grid.data is auto: --processes N shows the grid of N processes"
     yield "activations, temporaries and margin are those of a GPU with fused kernels; the others are exact"
 
 
-def _sizes(batch: BatchSizes) -> dict[str, int]:
-    return {"sequences": batch.train, "microbatch": batch.micro, "microbatches": batch.accumulation}
+def _sizes(job: Job) -> dict[str, int]:
+    batch = job.batch
+    sizes = {"sequences": batch.train * job.rows, "microbatch": batch.micro * job.rows}
+    return {**sizes, "microbatches": batch.accumulation}

@@ -124,7 +124,7 @@ def _run(
                 "--optimizer, and change the file."
             )
         job = resolve(read_training_file(model)[0], processes)
-        return _Counted(memory_of_job(job), layout_of_job(job), job.batch.train, job.sequence, job.schedule)
+        return _Counted(memory_of_job(job), layout_of_job(job), job.batch.train * job.rows, job.sequence, job.schedule)
     if processes is not None:
         raise ValueError(f"--processes is of a training file, and {model} is none. Write the grid as --layout.")
     config, *_ = model_of(model)

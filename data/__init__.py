@@ -8,6 +8,9 @@ Tokens on disk (``triax data``):
     token_file.py: one file of tokens: memory maps of a safetensors file
     token_folder.py: ``TokenFolder``: the files and their index; checks
 
+Rows of prompts with answers, for post-training:
+    answers.py: ``Answers``: data sets with TRL's columns, for ``sft``, pairs of answers, and answers with a label
+
 Loaders:
     packing.py: rows of documents: their order in an epoch, and which tokens each row has
     mixture.py: rows of one set of documents, or of a mixture by weight

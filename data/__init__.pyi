@@ -1,3 +1,4 @@
+from .answers import Answers as Answers
 from .dataloader import RepeatingLoader as RepeatingLoader
 from .token_data import TokenData as TokenData
 from .token_folder import TokenFolder as TokenFolder

@@ -60,10 +60,24 @@ class ChatTemplate:
         except BadDocument as error:
             return error
         except (jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
-            return BadDocument(f"the chat template refuses the messages ({' '.join(str(error).split())[:200]})")
+            return self._refused(error)
         if not counted.any():
             return BadDocument("no message is the assistant's, so that no token would count in the loss")
         return ids, counted
+
+    def tokens(self, messages: list[dict[str, Any]], prompt: bool = False) -> list[int]:
+        """Return the tokens of messages; ``prompt``: with the beginning of the assistant's next one.
+
+        Raises:
+            BadDocument: the template refuses the messages.
+        """
+        import jinja2
+
+        try:
+            text = self._render(messages, prompt)
+        except (jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
+            raise self._refused(error) from error
+        return [*self._tokenizer(text, add_special_tokens=False)["input_ids"]]
 
     def _by_marks(self, messages: list[dict[str, Any]]) -> tuple[Array, Array]:
         found = self._tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
@@ -85,6 +99,10 @@ class ChatTemplate:
                     )
                 counted[(begins >= len(before)) & (begins < len(after))] = 1
         return ids, counted
+
+    @staticmethod
+    def _refused(error: Exception) -> BadDocument:
+        return BadDocument(f"the chat template refuses the messages ({' '.join(str(error).split())[:200]})")
 
     def _render(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
         return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))

@@ -163,6 +163,30 @@ def documents(part: Part, reading: Reading) -> Iterator[tuple[int, Any]]:
             yield from _texts(part, reading)
 
 
+def records(source: SourceFile) -> Iterator[tuple[int, Any]]:
+    """Yield number of the line, or row, and all its columns: a dict, or a ``BadDocument``.
+
+    Raises:
+        ConfigError: the file cannot be read, or is a text.
+    """
+    part = Part(source.name, source.format)
+    with _named(part.name):
+        if part.format == "jsonl":
+            yield from (each for each in _json_objects(part) if each[1] is not None)
+            return
+        if part.format == "text":
+            raise ConfigError(
+                f"{part.name} is a text, but rows with columns are needed: give .jsonl, .parquet or .arrow"
+            )
+        import_pyarrow()
+        number = 0
+        for batch in _batches(part, None):
+            batch.validate(full=True)  # a damaged file could make pyarrow read beyond its memory
+            for value in batch.to_pylist():
+                number += 1
+                yield number, value
+
+
 def lines_before(part: Part) -> int:
     """Return the number of lines, or rows, of the file before a part."""
     if not part.start:
@@ -275,7 +299,8 @@ def _text(content: bytes, empty: str) -> str | BadDocument:
         return BadDocument(f"byte 0x{byte:02x} is not UTF-8 text", further)
 
 
-def _json_lines(part: Part, reading: Reading) -> Iterator[tuple[int, Any]]:
+def _json_objects(part: Part) -> Iterator[tuple[int, Any]]:
+    """Yield number of the line, and the object or a ``BadDocument``; last (number of lines, None)."""
     number = 0
     for number, line in enumerate(_lines(part), 1):
         try:
@@ -285,6 +310,12 @@ def _json_lines(part: Part, reading: Reading) -> Iterator[tuple[int, Any]]:
             value = BadDocument(f"the line is not JSON ({what.partition(': line')[0]})")
         if not isinstance(value, (dict, BadDocument)):
             value = BadDocument(f"the line is a JSON {type(value).__name__}, but an object is required")
+        yield number, value
+    yield number, None
+
+
+def _json_lines(part: Part, reading: Reading) -> Iterator[tuple[int, Any]]:
+    for number, value in _json_objects(part):
         if isinstance(value, dict):
             if reading.key in value:
                 value = _checked(value[reading.key], reading)
@@ -293,7 +324,6 @@ def _json_lines(part: Part, reading: Reading) -> Iterator[tuple[int, Any]]:
                 keys = ", ".join(map(repr, [*value][:8])) or "none"
                 value = BadDocument(f"there is no {reading.key!r}; its keys are {keys}{hint or '; give --key'}")
         yield number, value
-    yield number, None
 
 
 def _rows(part: Part, reading: Reading) -> Iterator[tuple[int, Any]]:
@@ -311,16 +341,17 @@ def _rows(part: Part, reading: Reading) -> Iterator[tuple[int, Any]]:
     yield number, None
 
 
-def _batches(part: Part, key: str) -> Iterator[Any]:
+def _batches(part: Part, key: str | None) -> Iterator[Any]:
+    """Yield batches of rows, with the column ``key``, or with all columns."""
     import pyarrow
     import pyarrow.parquet
 
     if part.format == "parquet":
         file = pyarrow.parquet.ParquetFile(part.name)
-        if key not in file.schema_arrow.names:
+        if key is not None and key not in file.schema_arrow.names:
             yield pyarrow.record_batch({name: [] for name in file.schema_arrow.names})
         groups = [*range(part.start, part.stop)] if part.stop else None
-        yield from file.iter_batches(batch_size=1024, row_groups=groups, columns=[key])
+        yield from file.iter_batches(batch_size=1024, row_groups=groups, columns=None if key is None else [key])
         return
     with pyarrow.memory_map(part.name) as mapped:
         try:

@@ -13,6 +13,7 @@ import torch
 
 from ..engine.pipeline_engine import PipelineEngine
 from ..grid import Grid
+from ..methods.answers import BASELINE, REFERENCE
 from ..options.checkpoints import Checkpoints
 from ..options.monitoring import Monitoring
 from ..train.job import Job
@@ -49,8 +50,15 @@ class JobSteps:
         shape = section.changed(weights=False)
         return replace(self._job, file=file.changed(model=shape))
 
-    def _rows(self) -> Iterator[tuple[Any, torch.Tensor]]:
-        """Yield microbatches in the format of ``TokenData``."""
-        tokens = torch.zeros(self._job.batch.micro, self._job.sequence, dtype=torch.int64)
+    def _rows(self) -> Iterator[tuple[Any, Any]]:
+        """Yield microbatches in the format of ``TokenData``, or of ``Answers`` with what its method adds."""
+        job = self._job
+        tokens = torch.zeros(job.batch.micro * job.rows, job.sequence, dtype=torch.int64)
+        labels: Any = tokens
+        if job.file.method is not None and job.file.method.form != "sft":
+            rows = torch.zeros(len(tokens), dtype=torch.float64)
+            labels = {"labels": tokens, REFERENCE: rows}
+            if job.file.method.form == "unpaired":
+                labels |= {"desirable": rows == 0, "sample": tokens[:, 0], BASELINE: rows}
         while True:
-            yield ((tokens, tokens) if self._job.file.data.document_mask else tokens), tokens
+            yield ((tokens, tokens) if job.document_mask else tokens), labels

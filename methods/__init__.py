@@ -3,7 +3,7 @@
 answers.py: ``AnswerLoss``: what losses of whole answers share.
 preferences.py: ``preference_loss``: DPO, IPO, SimPO and ORPO for pairs of a better and a worse answer.
 kto.py: ``kto_loss``: KTO for answers that are each desirable or not.
-reference.py: ``with_reference`` and ``with_baseline``: log-probabilities of answers by the model as it is now.
+reference.py: ``with_reference``, ``with_baseline``, ``row_log_probs``: log-probabilities by the model as it is now.
 """
 
 from ..base.lazy import attach

@@ -36,6 +36,11 @@ class AnswerLoss:
         if not self.beta > 0:
             raise ValueError(f"beta is {self.beta}: give a number above 0, such as 0.1")
 
+    @property
+    def uses_reference(self) -> bool:
+        """True if the loss needs the log-probabilities of a reference model."""
+        return True
+
     @contextmanager
     def recording(self) -> Iterator[list[Tensor]]:
         """Context in which evaluations append the log-probabilities of the rows of each microbatch to a list."""

@@ -87,7 +87,8 @@ class _Unpaired(AnswerLoss):
         weights = torch.where(desirable, self.desirable_weight, self.undesirable_weight)
         metrics: dict[str, Any] = {"kl": self.mean(baseline)}
         for name, which in (("rewards/chosen", desirable), ("rewards/rejected", ~desirable)):
-            metrics[name] = self.mean(ratios.detach()[which])
+            parts = self.grid.context.size
+            metrics[name] = ((ratios.detach() * which).sum() / parts, which.sum() / parts)
         return Loss({"kto": self.mean(weights * (1 - torch.sigmoid(signed)))}, metrics=metrics)
 
     def weight(self, labels: Any) -> dict[str, Any]:
@@ -95,6 +96,8 @@ class _Unpaired(AnswerLoss):
         return {"kto": len(labels["labels"]) / self.grid.context.size}
 
     def _desirable(self, labels: Any, rows: Tensor) -> Tensor:
+        if self.records is not None:
+            return torch.ones_like(rows, dtype=torch.bool)
         found = labels.get("desirable")
         if not isinstance(found, Tensor) or found.shape != rows.shape or found.dtype != torch.bool:
             what = f"a {found.dtype} of shape {tuple(found.shape)}" if isinstance(found, Tensor) else found

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..base.errors import ConfigError, CorruptError
+from ..data.answers import Answers
 from ..data.mixture import Rows
 from ..data.token_data import TokenData
 from ..data.tokenizer import BYTES, open_tokenizer
@@ -48,10 +50,67 @@ def training_rows(file: TrainingFile, sequence: int) -> Rows:
     return open_data(file, sequence, "training").rows(file.seed)
 
 
+def described(data: TokenData | Answers, seed: int) -> str:
+    """Return how much data there is, for people."""
+    if isinstance(data, Answers):
+        cut = f", {data.cut:,} rows cut" if data.cut else ""
+        left = f", {data.left_out:,} samples without room for an answer left out" if data.left_out else ""
+        return f"{len(data):,} samples, rows of {data.length:,} tokens{cut}{left}"
+    rows = data.rows(seed)
+    return f"{rows.documents:,} documents, {rows.tokens:,} tokens"
+
+
+def open_answers(
+    file: TrainingFile, sequence: int, tokenizer: str | None, vocab_size: int
+) -> tuple[Answers, Answers | None]:
+    """Open the samples of prompts and answers to train on, and those to evaluate on, of a run with a ``method``.
+
+    Arguments and errors are those of ``check_data``; the tokenizer must be given.
+    """
+    data, grid, method = file.data, file.grid, file.method
+    assert method is not None
+    for key in ("packing", "document_mask", "shuffle", "threads"):
+        if key in data.given:
+            raise ConfigError(
+                f"data.{key} has no effect with a method, whose rows are prompts and answers: leave it out"
+            )
+    if isinstance(data.training, Mapping) or isinstance(data.validation, Mapping):
+        raise ConfigError("data: a mixture by weights is one of tokens; with a method give a list of files or folders")
+    if tokenizer is None:
+        raise ConfigError(
+            "tokenizer is missing: a method makes tokens of prompts and answers, and the model's folder has no "
+            "tokenizer; give tokenizer: the path of one, or bytes"
+        )
+    size = open_tokenizer(tokenizer).facts.vocab_size
+    if size > vocab_size:
+        raise ConfigError(f"tokenizer {tokenizer} has {size} tokens, but the model's vocab_size is {vocab_size}")
+    unit = (2 * grid.context if grid.context > 1 else 1) * (grid.tensor if grid.sequence_parallel else 1)
+    if sequence < unit:
+        raise ConfigError(f"training.sequence is {sequence}, but the grid shards sequences of at least {unit} tokens")
+
+    def opened(key: str, paths: Any) -> Answers:
+        try:
+            return Answers(paths, method.form, tokenizer, sequence // unit * unit, unit)
+        except ConfigError as error:
+            raise ConfigError(f"data.{key}: {error}") from error
+
+    training = opened("training", data.training)
+    if data.validation is not None:
+        return training, opened("validation", data.validation)
+    if data.held_out is None:
+        return training, None
+    try:
+        return training.split(data.held_out)
+    except ConfigError as error:
+        raise ConfigError(f"data.{error}") from error
+
+
 def check_data(
     file: TrainingFile, sequence: int, tokenizer: str | None, vocab_size: int
-) -> tuple[TokenData, TokenData | None, str | None]:
+) -> tuple[TokenData | Answers, TokenData | Answers | None, str | None]:
     """Open the rows to train on and those to evaluate on, and check them against the tokenizer and the vocabulary.
+
+    With a ``method`` they are ``Answers``.
 
     Args:
         file: the training file.
@@ -65,6 +124,10 @@ def check_data(
     Raises:
         ConfigError: data that the model or the tokenizer does not fit.
     """
+    if file.method is not None:
+        answers, unseen = open_answers(file, sequence, tokenizer, vocab_size)
+        _require_held_out(file, unseen)
+        return answers, unseen, tokenizer
     training = open_data(file, sequence, "training", vocab_size=vocab_size)
     named = training.folders[0].index.tokenizer.name
     if tokenizer is None and (named == BYTES or Path(named).exists()):
@@ -77,6 +140,10 @@ def check_data(
         held_out = open_data(file, sequence, "held_out", vocab_size=vocab_size)
         held_out.folders[0].check_tokenizer(training.folders[0].index.tokenizer)
         return training, held_out, tokenizer
-    if "evaluate" in file.given:
-        raise ConfigError("evaluate needs documents that are not trained on: give data.held_out or data.validation")
+    _require_held_out(file, None)
     return training, None, tokenizer
+
+
+def _require_held_out(file: TrainingFile, held_out: Answers | None) -> None:
+    if held_out is None and "evaluate" in file.given:
+        raise ConfigError("evaluate needs documents that are not trained on: give data.held_out or data.validation")

@@ -98,9 +98,19 @@ class Job:
         return None if section is None else Path(section.folder or self.folder / "model")
 
     @property
+    def rows(self) -> int:
+        """Rows of a sample: 2 of a pair of answers, else 1. A batch counts samples."""
+        return 2 if self.file.method is not None and self.file.method.form == "pairs" else 1
+
+    @property
+    def document_mask(self) -> bool:
+        """True if rows come with document numbers: those of a text do, prompts with answers do not."""
+        return self.file.data.document_mask and self.file.method is None
+
+    @property
     def tokens_per_step(self) -> int:
-        """Tokens of a step, over all replicas, padding included."""
-        return self.batch.train * self.sequence
+        """Tokens of a step, over all replicas, padding included. With a method it is the most, for the longest rows."""
+        return self.batch.train * self.rows * self.sequence
 
     @property
     def precision(self) -> str:
@@ -139,7 +149,12 @@ def resolve(file: TrainingFile, processes: int | None = None, places: int | None
         raise ConfigError(advice or error.spelled(names)) from error
     schedule = _schedule(file, options.schedule, topology, batch, model.layer_count)
     _check_model(file, model, topology, schedule, sequence)
-    steps = _steps(file, batch, sequence)
+    steps = _steps(file, batch, sequence, model.vocab_size)
+    if file.method is not None and getattr(model, "num_nextn_predict_layers", 0):
+        raise ConfigError(
+            f"method {file.method.name} does not train modules of multi-token prediction, and the model has "
+            f"{model.num_nextn_predict_layers}: give model.overrides {{num_nextn_predict_layers: 0}}"  # type: ignore[attr-defined]
+        )
     if file.sample is not None and topology.expert > 1:
         raise ConfigError(
             f"sample needs all experts of a layer on one rank, but grid.expert is {topology.expert}: leave sample out, "
@@ -338,7 +353,7 @@ def _schedule(
         ) from error
 
 
-def _steps(file: TrainingFile, batch: BatchSizes, sequence: int) -> int:
+def _steps(file: TrainingFile, batch: BatchSizes, sequence: int, vocab_size: int) -> int:
     training = file.training
     if training.steps is not None:
         return training.steps
@@ -346,8 +361,11 @@ def _steps(file: TrainingFile, batch: BatchSizes, sequence: int) -> int:
         return math.ceil(training.tokens / (batch.train * sequence))
     if training.epochs is None:
         raise ConfigError("training has no end: give steps, tokens or epochs")
-    from .data import training_rows  # it opens the data, which needs numpy and torch
+    from .data import open_answers, training_rows  # they open the data, which needs numpy and torch
 
+    if file.method is not None:
+        answers, _ = open_answers(file, sequence, _tokenizer(file), vocab_size)
+        return math.ceil(training.epochs * len(answers) / batch.train)
     rows = training_rows(file, sequence)
     if rows.is_mixture:
         raise ConfigError(

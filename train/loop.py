@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ..agreement.agreement import agreed
 from ..base.errors import AgreedError, CheckpointError, ConfigError
 from ..checkpoint.format import folder as folders
+from ..data.answers import Answers
 from ..data.tokenizer import open_tokenizer
 from ..engine.pipeline_engine import PipelineEngine
 from ..grid import Grid
@@ -22,9 +23,10 @@ from ..launcher.launch import user_error
 from ..models.huggingface.save import save_hf
 from ..options.engine import EngineOptions
 from .clock import RunClock
-from .data import check_data
+from .data import check_data, described
 from .evaluation import Evaluation
 from .job import Job
+from .method import AnswerEvaluation, Method
 from .model import build_module, parameter_groups
 from .progress import Reporter, minutes
 from .requeue import requeued
@@ -55,11 +57,12 @@ class TrainingRun:
     Attributes:
         grid, engine: the grid and the engine.
         evaluation: evaluation on held-out rows; None without them.
+        method: the method of post-training; None: the next token of texts.
         report: prints and draws, on rank 0.
         clock: times of the steps.
         spikes: watcher of spikes of the loss and of the gradient's norm.
         tokenizer: name of the tokenizer; None: it is unknown.
-        unit: token or byte, of which the loss is the mean.
+        unit: unit of the loss, such as nats per token.
     """
 
     def __init__(self, job: Job, watches: Sequence[Watch] = (), baseline: Baseline | None = None) -> None:
@@ -70,7 +73,9 @@ class TrainingRun:
         # Opened now: its file may be gone when a sample is due.
         sampled = job.file.sample is not None and self.tokenizer is not None
         self._text = open_tokenizer(str(self.tokenizer), "none") if sampled else None
-        self.unit = "byte" if self.tokenizer == "bytes" else "token"
+        form = "sft" if job.file.method is None else job.file.method.form
+        token = "byte" if self.tokenizer == "bytes" else "token"
+        self.unit = {"pairs": "nats per pair", "unpaired": "mean of answers"}.get(form, f"nats per {token}")
         monitor = job.file.monitor
         self.report = Reporter(job.folder, self.grid.rank == 0, job.steps, monitor.log_every, self.unit)
         module = build_module(job, self.grid)
@@ -79,15 +84,28 @@ class TrainingRun:
         options = self._options()
         if rate is not None:
             options = options.changed(lr_scheduler=schedule)
-        self.engine = PipelineEngine(module, options, parameters=parameter_groups(job, module), training_data=training)
+        collate = training.collate if isinstance(training, Answers) else None
+        self.engine = PipelineEngine(
+            module, options, parameters=parameter_groups(job, module), training_data=training, collate_fn=collate
+        )
         self.spikes = SpikeGuard(self.engine, job.file.training.spikes, job.checkpoints)
         self.spikes.load(self._load())
         self._before = self.step  # steps of the run before it was resumed
         self.engine.client_state = {"spikes": self.spikes.state}
-        self.evaluation = None if held_out is None else Evaluation(job, held_out, self.engine)
-        rows = training.rows(job.file.seed)
-        self.facts = f"{rows.documents:,} documents, {rows.tokens:,} tokens"
-        self.clock = RunClock(self.grid, job.tokens_per_step, job.file.training.time_limit)
+        self.evaluation: Evaluation | AnswerEvaluation | None = None
+        self.method: Method | None = None
+        if isinstance(training, Answers):
+            assert held_out is None or isinstance(held_out, Answers)
+            self.method = Method(job, self.engine, training, held_out)
+            self.evaluation = held_out and AnswerEvaluation(job, held_out, self.engine, self.method)
+        elif held_out is not None:
+            assert not isinstance(held_out, Answers)
+            self.evaluation = Evaluation(job, held_out, self.engine)
+        self.facts = described(training, job.file.seed)
+        tokens = job.tokens_per_step
+        if isinstance(training, Answers):
+            tokens = job.batch.train * job.rows * training.length
+        self.clock = RunClock(self.grid, tokens, job.file.training.time_limit)
 
     @property
     def step(self) -> int:
@@ -126,7 +144,7 @@ class TrainingRun:
                     engine.record_trace(report.folder / "timeline.json")
                 except ConfigError as error:  # on every rank
                     report.say(f"note    there is no trace of the last step. {error}")
-            loss = float(engine.train_batch())
+            loss = float(engine.train_batch(self.method and self.method.next_batch()))
             self.clock.tick()
             if engine.record_timeline:
                 report.pipeline(step, engine.timeline, job.schedule)
@@ -227,7 +245,7 @@ class TrainingRun:
         job, report = self.job, self.report
         self.save()
         name, compared = "", 0.0
-        if self._baseline is not None and self.evaluation is not None and self.grid.rank == 0:
+        if self._baseline is not None and isinstance(self.evaluation, Evaluation) and self.grid.rank == 0:
             name, compared = self._baseline(self.evaluation)
             event = f"Validation/{name.replace(' ', '_')}_loss"
             self.engine.monitor.write_events([(event, compared, self.engine.global_samples)])
@@ -240,7 +258,8 @@ class TrainingRun:
         report.say(f"trained {taken} in {minutes(self.clock.elapsed)} min{ended}")
         if validation is not None:
             beside = f"; {name}: {compared:.4f}" if name else ""
-            report.say(f"loss    {validation:.4f} nats per {self.unit} on held-out documents{beside}")
+            unseen = "documents" if self.method is None else "samples"
+            report.say(f"loss    {validation:.4f} {self.unit} on held-out {unseen}{beside}")
         if text is not None:
             report.say(f"\n{text}\n")
         if job.export is not None and problem is None:

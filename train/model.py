@@ -8,14 +8,18 @@ import torch
 from torch import nn
 
 from ..grid import Grid
+from ..methods.kto import kto_loss
+from ..methods.preferences import preference_loss
 from ..models.config import TransformerConfig
 from ..models.huggingface.load import LAYERS, load_hf
 from ..models.layers import NextTokenLoss
+from ..models.log_probs import LogProbsLoss
 from ..models.mtp import MTPLoss
 from ..models.positions import PositionEmbedding
 from ..pipe.module import PipelineModule
 from ..tensor_parallel.embedding import VocabParallelEmbedding
 from .job import Job
+from .schema import MethodSection
 
 _EMBEDDINGS = (VocabParallelEmbedding, PositionEmbedding, nn.Embedding)
 
@@ -33,7 +37,7 @@ def build_module(job: Job, grid: Grid) -> PipelineModule:
     return PipelineModule(
         layers,
         grid=grid,
-        loss_fn=loss_for(job.model, grid),
+        loss_fn=loss_for(job.model, grid, job.file.method),
         chunks=job.schedule.chunks,
         placement=list(job.schedule.placement),
         seed=job.file.seed,
@@ -42,10 +46,18 @@ def build_module(job: Job, grid: Grid) -> PipelineModule:
     )
 
 
-def loss_for(model: TransformerConfig, grid: Grid) -> NextTokenLoss | MTPLoss:
-    """Return the loss of a model: of the next token, and of those after it that the model predicts too."""
-    modules = getattr(model, "num_nextn_predict_layers", 0)
-    return MTPLoss(grid, model.vocab_size, modules) if modules else NextTokenLoss(grid, model.vocab_size)
+def loss_for(
+    model: TransformerConfig, grid: Grid, method: MethodSection | None = None
+) -> NextTokenLoss | MTPLoss | LogProbsLoss:
+    """Return the loss of a method, or of the next token and of those after it that the model predicts too."""
+    if method is None and (modules := getattr(model, "num_nextn_predict_layers", 0)):
+        return MTPLoss(grid, model.vocab_size, modules)
+    if method is None or method.name == "sft":
+        return NextTokenLoss(grid, model.vocab_size)
+    if method.name == "kto":
+        weights = method.desirable_weight, method.undesirable_weight
+        return kto_loss(grid, model.vocab_size, method.strength, *weights)
+    return preference_loss(grid, model.vocab_size, method.name, method.strength, method.margin)
 
 
 def parameter_groups(job: Job, module: PipelineModule) -> list[dict[str, Any]] | None:

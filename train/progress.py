@@ -33,10 +33,10 @@ class Reporter:
         speaks: True on rank 0.
         steps: steps of the run.
         every: steps from one plain line to the next.
-        unit: token or byte, of which losses are means.
+        unit: unit of losses, such as nats per token.
     """
 
-    def __init__(self, folder: Path, speaks: bool, steps: int, every: int, unit: str = "token") -> None:
+    def __init__(self, folder: Path, speaks: bool, steps: int, every: int, unit: str = "nats per token") -> None:
         self.folder, self.speaks, self.steps, self.every, self.unit = folder, speaks, steps, every, unit
         self._pipelines: list[tuple[float, int, Timeline]] = []  # makespan, step
         self._console = Console(highlight=False, soft_wrap=True)
@@ -137,7 +137,7 @@ def draw_losses(path: Path, run: Run, baselines: Mapping[str, float], unit: str)
         )
     for name, loss in baselines.items():
         axes.axhline(loss, color="#b5482a", linestyle="--", linewidth=1, label=f"{name}: {loss:.3f}")
-    axes.set(xlabel="step", ylabel=f"loss, nats per {unit}", xlim=(0, None))
+    axes.set(xlabel="step", ylabel=f"loss, {unit}", xlim=(0, None))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)

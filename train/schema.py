@@ -179,13 +179,54 @@ class ModelSection(Keys):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MethodSection(Keys):
+    """``method``: post-training with prompts and answers, in place of the next token of a text."""
+
+    MAIN: ClassVar = "name"
+    HAVE: ClassVar[dict[str, tuple[str, ...]]] = {
+        "beta": ("dpo", "ipo", "simpo", "orpo", "kto"),
+        "margin": ("simpo",),
+        "desirable_weight": ("kto",),
+        "undesirable_weight": ("kto",),
+    }
+
+    name: Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto"] = option(
+        REQUIRED,
+        "sft: learn the answers; dpo, ipo, simpo, orpo: from pairs of answers; kto: from answers with a label.",
+    )
+    beta: float | None = option(None, "Strength of the preference; null: 0.1, of simpo 2.", above=0.0)
+    margin: float = option(0.0, "Of simpo: how far the better answer is to be ahead (gamma).", least=0.0)
+    desirable_weight: float = option(1.0, "Of kto: weight of the desirable answers.", above=0.0)
+    undesirable_weight: float = option(1.0, "Of kto: weight of the other answers.", above=0.0)
+
+    def check_given(self) -> None:
+        """Check that the method has the options that are given."""
+        for name, methods in self.HAVE.items():
+            if name in self.given and self.name not in methods:
+                raise refusal(f"<{name}> belongs to {', '.join(methods)}, and <name> is {self.name}: leave it out")
+
+    @property
+    def form(self) -> Literal["sft", "pairs", "unpaired"]:
+        """Form of the samples, as of ``triax.data.Answers``."""
+        return "sft" if self.name == "sft" else "unpaired" if self.name == "kto" else "pairs"
+
+    @property
+    def strength(self) -> float:
+        """The beta that holds."""
+        return self.beta or (2.0 if self.name == "simpo" else 0.1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataSection(Keys):
-    """``data``: folders that ``triax data tokenize`` wrote."""
+    """``data``: folders that ``triax data tokenize`` wrote; with a ``method``, files of prompts and answers."""
 
     MAIN: ClassVar = "training"
 
     training: Any = option(
-        REQUIRED, "Folder of tokens, a list of them, or a mixture {folder: weight}.", read=_some_folders
+        REQUIRED,
+        "Folder of tokens, a list of them, or a mixture {folder: weight}; with a method: JSON lines, Parquet or Arrow "
+        "files, or folders of them.",
+        read=_some_folders,
     )
     held_out: float | None = option(
         None, "Share of the documents that is held out for evaluation.", above=0.0, below=1.0
@@ -433,6 +474,9 @@ class TrainingFile(Keys):
         None, "Tokenizer: its folder, its tokenizer.json, or bytes; null: the model folder's, or the data's."
     )
     data: DataSection = option(REQUIRED, "The data: a folder of tokens, or a section.")
+    method: MethodSection | None = option(
+        None, "Post-training on prompts and answers: a name, or a section; null: the next token of texts."
+    )
     grid: GridSection = option(GridSection(), "Sizes of the axes.")
     schedule: ScheduleSection = option(ScheduleSection(), "The pipeline schedule: a name, or a section.")
     training: TrainingSection = option(TrainingSection(), "How long, in which batches, with which optimizer.")

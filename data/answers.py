@@ -1,0 +1,302 @@
+"""Prompts with answers as rows of tokens: data sets with TRL's columns, as training data of an engine.
+
+| form | columns of a sample | rows of a sample |
+|---|---|---|
+| ``sft`` | ``messages``; or ``prompt`` and ``completion``; or ``text`` | the sample |
+| ``pairs`` | ``chosen`` and ``rejected``; ``prompt``, or it is their common beginning | the better, the worse answer |
+| ``unpaired`` | ``prompt``, ``completion`` and ``label`` (true: desirable) | the sample; the answer before it |
+
+The second row of an ``unpaired`` sample is its prompt with the answer of the sample before, for KTO's baseline. A
+prompt or an answer is a text, or a list of messages for the tokenizer's chat template. The tokens of a row are those of
+prompt and answer together, and the answer begins where they differ from the prompt's own tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from ..base.errors import ConfigError, nearest
+from ..randomness.random import derive
+from .chat import ChatTemplate
+from .packing import IGNORED
+from .sources import UNITS, BadDocument, find_sources, records
+from .token_file import Array
+from .tokenizer import TextTokenizer, open_tokenizer
+
+Form = Literal["sft", "pairs", "unpaired"]
+COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "sft": (("messages",), ("prompt", "completion"), ("text",)),
+    "pairs": (("chosen", "rejected"),),
+    "unpaired": (("prompt", "completion", "label"),),
+}
+
+
+class Row(NamedTuple):
+    """Tokens of a row (n,), int32, and for each 1 if it counts in the loss, else 0, uint8."""
+
+    ids: Array
+    counts: Array
+
+
+class Answers(Dataset[int]):
+    """Samples of prompts with answers; ``collate`` makes a microbatch of several.
+
+    Args:
+        paths: JSON lines, Parquet or Arrow files, or folders of them, such as ``datasets`` saves.
+        form: the form of the samples.
+        tokenizer: name for ``open_tokenizer``; a folder with a chat template for messages.
+        length: the most tokens of a row. Rows are cut there; a sample of which no token of an answer is left is left
+            out.
+        multiple: number that divides T, for axes that shard the sequence; it divides ``length``.
+
+    Attributes:
+        rows: the rows of all samples, one sample after the other.
+        width: rows of a sample.
+        cut, left_out: number of rows that were cut, and of samples that were left out.
+        length: T, the number of tokens of each padded row.
+        reference: log-probability of each sample's rows by the reference model, float64 (N, width); None: not known.
+
+    Raises:
+        ConfigError: a file cannot be read, a sample does not have the form, or no sample is left.
+    """
+
+    def __init__(
+        self,
+        paths: str | Path | Iterable[str | Path],
+        form: Form,
+        tokenizer: str | Path,
+        length: int,
+        multiple: int = 1,
+    ) -> None:
+        if form not in get_args(Form):
+            raise ConfigError(f"form is {form!r}: {nearest(form, get_args(Form))}.")
+        given = [paths] if isinstance(paths, (str, Path)) else [*paths]
+        reader = _Reader(form, tokenizer)
+        samples, places = list[tuple[Any, ...]](), list[str]()
+        for source in find_sources(given)[0]:
+            for line, value in records(source):
+                places.append(f"{source.name}, {UNITS[source.format]} {line}")
+                with _at(places[-1]):
+                    samples.append(reader.read(value))
+        self.form, self.width = form, 1 if form == "sft" else 2
+        self.reference: Tensor | None = None
+        made = []
+        for number, place in enumerate(places):
+            with _at(place):
+                made.append(reader.rows(samples, number))
+        self.cut = sum(len(row.ids) > length + 1 for sample in made for row in sample)
+        kept = [each for each, sample in enumerate(made) if all(row.counts[1 : length + 1].any() for row in sample)]
+        self.left_out = len(made) - len(kept)
+        if not kept:
+            raise ConfigError(
+                f"there is no sample in {', '.join(map(str, given))} whose prompt is shorter than {length} tokens"
+            )
+        self.rows = [Row(*(part[: length + 1] for part in row)) for each in kept for row in made[each]]
+        self._desirable = torch.tensor([bool(samples[each][-1]) for each in kept])
+        longest = max(len(row.ids) for row in self.rows) - 1
+        self.length = min(-(-longest // multiple) * multiple, length)
+        self._numbers = range(len(kept))
+
+    def __len__(self) -> int:
+        """Return N, the number of samples."""
+        return len(self._numbers)
+
+    def __getitem__(self, number: int) -> int:
+        """Return the number of a sample's place among ``rows``."""
+        return self._numbers[number]
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens, without padding."""
+        return sum(len(self.rows[each * self.width].ids) for each in self._numbers)
+
+    @property
+    def checksum(self) -> str:
+        """Hash of all rows."""
+        digest = hashlib.sha256(f"{self.form} {len(self.rows)}".encode())
+        for row in self.rows:
+            digest.update(row.ids.tobytes() + b"|" + row.counts.tobytes())
+        return digest.hexdigest()
+
+    def split(self, held_out: float) -> tuple[Answers, Answers]:
+        """Return the samples to train on and those that are held out, a share drawn at random, in their own order.
+
+        Raises:
+            ConfigError: there are less than two samples.
+        """
+        if len(self) < 2:
+            raise ConfigError(f"held_out is {held_out}, but there is {len(self)} sample: give at least 2.")
+        count = min(max(1, round(held_out * len(self))), len(self) - 1)
+        order = np.random.default_rng(derive(0, "held out")).permutation(len(self))
+        return self._part(sorted(order[count:])), self._part(sorted(order[:count]))
+
+    def collate(self, numbers: Sequence[int]) -> tuple[Tensor, Any]:
+        """Return a microbatch (inputs, labels) of samples.
+
+        Inputs are ids, int64 (B, T); of ``pairs`` (2 P, T), the better answers, then the worse. Labels of ``sft`` are
+        int64 (B, T), of the others a dict with these as ``labels`` and, where they are known, ``reference``; of
+        ``unpaired`` also with ``desirable``, bool (B,), and ``sample``, the number of each sample.
+        """
+        ranks = range(self.width if self.form == "pairs" else 1)
+        inputs, labels = self._padded([each * self.width + rank for rank in ranks for each in numbers])
+        if self.form == "sft":
+            return inputs, labels
+        found: dict[str, Tensor] = {"labels": labels} | self._reference(numbers, ranks)
+        if self.form == "unpaired":
+            found |= {"desirable": self._desirable[list(numbers)], "sample": torch.tensor(list(numbers))}
+        return inputs, found
+
+    def mismatched(self, numbers: Sequence[int]) -> tuple[Tensor, Any]:
+        """Return a microbatch of ``unpaired`` samples' second rows: the answer of another sample at the prompt."""
+        inputs, labels = self._padded([each * self.width + 1 for each in numbers])
+        return inputs, {"labels": labels} | self._reference(numbers, range(1, 2))
+
+    def _part(self, places: Sequence[Any]) -> Answers:
+        part = Answers.__new__(Answers)
+        part.__dict__.update(self.__dict__)
+        part._numbers = [self._numbers[int(each)] for each in places]  # type: ignore[assignment]
+        return part
+
+    def _reference(self, numbers: Sequence[int], ranks: range) -> dict[str, Tensor]:
+        if self.reference is None:
+            return {}
+        return {"reference": self.reference[list(numbers)][:, list(ranks)].T.flatten()}
+
+    def _padded(self, places: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return ids and labels, int64 (B, T) each, of rows."""
+        ids = np.zeros((len(places), self.length + 1), np.int64)
+        counts = np.zeros((len(places), self.length + 1), bool)
+        for at, place in enumerate(places):
+            row = self.rows[place]
+            ids[at, : len(row.ids)], counts[at, : len(row.ids)] = row
+        labels = np.where(counts, ids, IGNORED)
+        return torch.from_numpy(ids[:, :-1].copy()), torch.from_numpy(labels[:, 1:].copy())
+
+
+class _Reader:
+    """Reader of samples of a form, and their rows."""
+
+    def __init__(self, form: Form, tokenizer: str | Path) -> None:
+        self._form, self._name = form, tokenizer
+        self._text: TextTokenizer = open_tokenizer(tokenizer)
+        self._chat: ChatTemplate | None = None
+
+    def read(self, value: Any) -> tuple[Any, ...]:
+        """Return (prompt, answers ..., label) of a sample; the prompt is None for a whole text or conversation.
+
+        Raises:
+            BadDocument: columns are missing, or are of another type.
+        """
+        if isinstance(value, BadDocument):
+            raise value
+        forms = COLUMNS[self._form]
+        names = next((each for each in forms if all(value.get(name) is not None for name in each)), None)
+        if names is None:
+            wanted = ", or ".join(" and ".join(map(repr, each)) for each in forms)
+            raise BadDocument(f"the columns are {', '.join(map(repr, value))}, but {wanted} are needed")
+        if self._form == "pairs":
+            found = _pair(value.get("prompt"), value["chosen"], value["rejected"])
+            return *found, True
+        if names == ("messages",) or names == ("text",):
+            return None, _kind(names[0], value[names[0]], list if names[0] == "messages" else str), True
+        label = value.get("label", True)
+        if not isinstance(label, (bool, int)):
+            raise BadDocument(f"'label' is {label!r}, but true or false is needed")
+        prompt, answer = _kind("prompt", value["prompt"], str, list), value["completion"]
+        return prompt, _kind("completion", answer, type(prompt)), bool(label)
+
+    def rows(self, samples: Sequence[tuple[Any, ...]], number: int) -> list[Row]:
+        """Return the rows of a sample.
+
+        Raises:
+            BadDocument: the chat template refuses its messages.
+        """
+        prompt, *answers, _ = samples[number]
+        if self._form == "unpaired":  # this answer, and that of the sample before
+            answers.append(samples[number - 1][1])
+        return self._of_one(prompt, answers)
+
+    def _of_one(self, prompt: Any, answers: Sequence[Any]) -> list[Row]:
+        """Return the rows of a prompt with each of several answers."""
+        wholes = [self._whole(prompt, answer) for answer in answers]
+        if prompt is None:
+            return wholes
+        start = self._tokens(prompt, is_prompt=True)
+        same = min(_common(start, row.ids) for row in wholes)
+        for row in wholes:
+            row.counts[:same] = 0
+        return wholes
+
+    def _whole(self, prompt: Any, answer: Any) -> Row:
+        """Return the row of prompt and answer, all of whose tokens count unless it is a conversation alone."""
+        if prompt is None and isinstance(answer, list):
+            found = self._template.encode(answer)
+            if isinstance(found, BadDocument):
+                raise found
+            return Row(found[0].astype(np.int32), found[1])
+        ids = self._tokens(answer if prompt is None else prompt + answer)
+        return Row(ids, np.ones(len(ids), np.uint8))
+
+    def _tokens(self, value: Any, is_prompt: bool = False) -> Array:
+        """Return the tokens of a text, or of messages; of a text that is no prompt with the token that ends it."""
+        if isinstance(value, list):
+            return np.asarray(self._template.tokens(value, is_prompt), np.int32)
+        (ids,) = self._text.encode([value])
+        end = self._text.facts.end
+        return ids[: len(ids) - 1 if is_prompt and end is not None else None].astype(np.int32)
+
+    @property
+    def _template(self) -> ChatTemplate:
+        self._chat = self._chat or ChatTemplate(self._name)
+        return self._chat
+
+
+@contextmanager
+def _at(place: str) -> Iterator[None]:
+    """Turn a ``BadDocument`` into a ConfigError that begins with the place."""
+    try:
+        yield
+    except BadDocument as error:
+        raise ConfigError(f"{place}: {error}.") from error
+
+
+def _pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
+    """Return prompt, better and worse answer; without a prompt it is the common beginning of the two."""
+    kinds = (str, list) if prompt is None else (type(_kind("prompt", prompt, str, list)),)
+    chosen = _kind("chosen", chosen, *kinds)
+    rejected = _kind("rejected", rejected, type(chosen))
+    if prompt is not None:
+        return prompt, chosen, rejected
+    same = _common(chosen, rejected)
+    if isinstance(chosen, str) and same and chosen[same - 1] == " ":
+        same -= 1  # a space belongs to the word behind it, as tokenizers have it
+    if same in (0, len(chosen), len(rejected)):
+        raise BadDocument("'chosen' and 'rejected' have no common beginning with two ends: give 'prompt'")
+    return chosen[:same], chosen[same:], rejected[same:]
+
+
+def _kind(name: str, value: Any, *kinds: type) -> Any:
+    """Return a value of one of the types, which is not empty; messages must have a role and a content."""
+    words = {str: "a text", list: "a list of messages"}
+    if not isinstance(value, kinds) or not value:
+        shown = "empty" if isinstance(value, kinds) else f"a {type(value).__name__}"
+        raise BadDocument(f"{name!r} is {shown}, but {' or '.join(words[kind] for kind in kinds)} is needed")
+    for number, message in enumerate(value if isinstance(value, list) else (), 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise BadDocument(f"message {number} of {name!r} is not an object with a 'role' and a 'content'")
+    return value
+
+
+def _common(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Return the number of equal elements at the beginning of two sequences."""
+    pairs = zip(first, second)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
