@@ -1,0 +1,258 @@
+"""Training files with a ``method``: TRL's trainers on one process, and the equations, on grids and after a resume."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from triax.base.errors import ConfigError
+from triax.data.answers import Answers
+from triax.data.dataloader import BatchOrder
+from triax.grid.environment import read_environment
+from triax.train.file import read_training_file
+from triax.train.job import resolve
+from triax.train.loop import TrainingRun, train
+
+from toy_answers import model_of, quiet, steps, tokenizer
+from trl_in_float64 import exact
+
+STEPS, BATCH, RATE = 6, 4, 0.05
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy"]
+FILE = f"""\
+name: NAME
+method: {{name: METHOD}}
+model: {{folder: first}}
+data: {{training: METHOD.jsonl}}
+training:
+  steps: {STEPS}
+  batch: {BATCH}
+  microbatch: 1
+  sequence: 16
+  precision: fp64
+  optimizer: {{type: SGD, decays: all}}
+  learning_rate: {{peak: {RATE}, schedule: constant, warmup_steps: 0}}
+  clip: 0
+checkpoint: {{every: 2}}
+monitor: {{trace: 0}}
+"""
+
+
+class Losses:
+    """Watch that keeps the loss of each step."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def start(self, run: TrainingRun) -> None:
+        pass
+
+    def after_step(self, run: TrainingRun, loss: float) -> None:
+        self.losses.append(loss)
+
+
+def samples(method: str) -> list[dict[str, Any]]:
+    pairs = [(f"{a} ", b, a) for a in WORDS for b in WORDS[:4] if a != b]
+    if method == "kto":
+        return [{"prompt": p, "completion": b, "label": n % 3 == 0} for n, (p, b, _) in enumerate(pairs)]
+    if method == "sft":
+        return [{"prompt": p, "completion": b} for p, b, _ in pairs]
+    return [{"prompt": p, "chosen": b, "rejected": w} for p, b, w in pairs]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a model, its tokenizer, and a file of samples of each method."""
+    root = tmp_path_factory.mktemp("methods")
+    with exact():
+        model_of().save_pretrained(root / "first")
+    tokenizer().save_pretrained(root / "first")
+    for method in ("dpo", "kto", "sft"):
+        (root / f"{method}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in samples(method)))
+        (root / f"{method}.yaml").write_text(FILE.replace("METHOD", method).replace("NAME", method))
+    return root
+
+
+def run(root: str, method: str, *changes: str) -> list[float]:
+    """Be a rank of a run; return the losses of its steps."""
+    os.chdir(root)
+    environment = read_environment()
+    file, _ = read_training_file(f"{method}.yaml", changes)
+    watch = Losses()
+    train(resolve(file, None if environment is None else environment.world_size), [watch])
+    return watch.losses
+
+
+def trl_run(root: str, method: str) -> list[float]:
+    """Train with TRL on one process, on the samples in triax's order; return the losses, and save the weights."""
+    quiet()
+    import datasets
+    import transformers
+    import trl
+
+    data = datasets.Dataset.from_list(samples(method))
+    order = [number for batch in BatchOrder(len(data), BATCH, BATCH, 0, 1, 0) for number in batch]
+    options = steps(f"{root}/trl", BATCH, STEPS, RATE)
+    kind: Any = trl.SFTTrainer
+    if method == "dpo":
+        kind, args = trl.DPOTrainer, trl.DPOConfig(beta=0.1, **options)
+    else:
+        args = trl.SFTConfig(max_length=None, **options)
+
+    class InOrder(kind):  # type: ignore[misc]
+        def _get_train_sampler(self, dataset: Any = None) -> Any:
+            return order
+
+    with exact():
+        more = {"ref_model": model_of()} if method == "dpo" else {}
+        trainer = InOrder(model_of(), args=args, train_dataset=data, processing_class=tokenizer(), **more)
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+        trainer.save_model(f"{root}/trl-{method}")
+        return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+def same_weights(found: Path, wanted: dict[str, Tensor]) -> None:
+    weights = load_file(found / "model.safetensors")
+    assert weights.keys() == wanted.keys()
+    for name, weight in wanted.items():
+        torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("method", ["dpo", "sft"])
+def test_runs_on_grids_have_the_numbers_of_trl(ranks: Any, place: Path, method: str) -> None:
+    """pipe 2 x tensor 2; then data 2 with ZeRO 2, stopped after a step and resumed on context 2."""
+    (losses,) = ranks(1, trl_run, str(place), method, timeout=300)
+    last = load_file(place / f"trl-{method}" / "model.safetensors")
+    found = ranks(4, run, str(place), method, "grid={pipe: 2, tensor: 2}", f"name=a-{method}")[0]
+    assert found == pytest.approx(losses, rel=1e-10)
+    same_weights(place / "runs" / f"a-{method}" / "model", last)
+    changes = [f"name=b-{method}", "training.microbatch=2"]
+    first = ranks(2, run, str(place), method, changes[0], "training.zero=2", "training.time_limit=0.001s")[0]
+    assert 0 < len(first) < STEPS  # the time limit ended it
+    rest = ranks(2, run, str(place), method, "grid.context=2", *changes)[0]
+    assert first + rest == pytest.approx(losses, rel=1e-10)
+    same_weights(place / "runs" / f"b-{method}" / "model", last)
+
+
+def kto_run(root: str) -> list[float]:
+    """Train by KTO's equation in plain PyTorch on one process; return the losses, and save the weights."""
+    with exact():
+        model, reference = model_of(), model_of()
+        data = Answers(f"{root}/kto.jsonl", "unpaired", f"{root}/first", 16)
+        losses = []
+        order = [*BatchOrder(len(data), BATCH, BATCH, 0, 1, 0)]
+        for numbers in order[:STEPS]:
+            (ids, labels), (other, others) = data.collate(numbers), data.mismatched(numbers)
+
+            def log_probs(model: Any, ids: Tensor, wanted: Tensor) -> Tensor:
+                found = model(input_ids=ids).logits.log_softmax(-1)
+                rows: Tensor = (found.gather(-1, wanted.clamp(min=0)[..., None])[..., 0] * (wanted >= 0)).sum(1)
+                return rows
+
+            with torch.no_grad():
+                moved = log_probs(model, other, others["labels"]) - log_probs(reference, other, others["labels"])
+                known = log_probs(reference, ids, labels["labels"])
+            baseline = moved.mean().clamp(min=0)
+            ratio = log_probs(model, ids, labels["labels"]) - known
+            good = torch.tensor([samples("kto")[number]["label"] for number in numbers])
+            signed = torch.where(good, ratio - baseline, baseline - ratio)
+            loss = (1 - torch.sigmoid(0.1 * signed)).mean()
+            gradients = torch.autograd.grad(loss, list(model.parameters()))
+            with torch.no_grad():
+                for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                    parameter.sub_(RATE * gradient)
+            losses.append(loss.item())
+        model.save_pretrained(f"{root}/trl-kto")
+    return losses
+
+
+def test_kto_has_the_numbers_of_the_equation(ranks: Any, place: Path) -> None:
+    (losses,) = ranks(1, kto_run, str(place), timeout=300)
+    last = load_file(place / "trl-kto" / "model.safetensors")
+    for name, grid in (("c", "grid={pipe: 2, tensor: 2}"), ("d", "grid={pipe: 2, data: 2}")):
+        found = ranks(4, run, str(place), "kto", grid, f"name={name}", "schedule=zb-h1")[0]
+        assert found == pytest.approx(losses, rel=1e-10)
+        same_weights(place / "runs" / name / "model", last)
+
+
+def test_held_out_samples_are_evaluated_and_are_not_trained_on(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    run(str(place), "dpo", "name=e", "data.held_out=0.3", "evaluate.every=3")
+    (shown,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("loss ")]
+    rows = [json.loads(line) for line in (place / "runs" / "e" / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["Validation/loss"] for row in rows if "Validation/loss" in row]
+    assert len(losses) == 2 and shown == f"loss    {losses[-1]:.4f} nats per pair on held-out samples"
+    data = Answers("dpo.jsonl", "pairs", "first", 16)
+    training, held_out = data.split(0.3)
+    assert len(held_out) == 8 and not {*map(held_out.__getitem__, range(8))} & {*map(training.__getitem__, range(20))}
+    # The loss by transformers of the 2 batches, by the weights before and after.
+    import transformers
+
+    with exact():
+        models = [
+            transformers.LlamaForCausalLM.from_pretrained(f, dtype=torch.float64) for f in ("runs/e/model", "first")
+        ]
+        ids, labels = data.collate([held_out[at] for at in range(8)])
+        wanted = labels["labels"]
+        with torch.no_grad():
+            found = [model(input_ids=ids).logits.log_softmax(-1) for model in models]
+        rows_of = [(each.gather(-1, wanted.clamp(min=0)[..., None])[..., 0] * (wanted >= 0)).sum(1) for each in found]
+        better, worse = (rows_of[0] - rows_of[1]).chunk(2)
+        loss = -torch.nn.functional.logsigmoid(0.1 * (better - worse)).mean()
+    assert losses[-1] == pytest.approx(float(loss), rel=1e-10)
+
+
+def test_a_run_that_goes_on_needs_the_numbers_of_its_reference(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    run(str(place), "dpo", "name=f", "training.time_limit=0.001s")
+    (file,) = (place / "runs" / "f").glob("reference-*.safetensors")
+    file.unlink()
+    with pytest.raises(SystemExit):
+        run(str(place), "dpo", "name=f")
+    text = capsys.readouterr().err
+    place_of = file.relative_to(place)
+    assert f", but the reference model's log-probabilities of its data, {place_of}, are not" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["method.beta=0"], "method.beta"),
+        (["method.name=ppo"], "method.name"),
+        (["method={name: sft, beta: 1}"], "method: beta belongs to dpo, ipo, simpo, orpo, kto, and name is sft"),
+        (["method={name: dpo, margin: 1}"], "method: margin belongs to simpo, and name is dpo"),
+        (["data.packing=whole"], "data.packing has no effect with a method"),
+        (["data.training={dpo.jsonl: 1.0}"], "a mixture by weights is one of tokens"),
+        (["model={preset: bytes-tiny}"], "tokenizer is missing"),
+        (["tokenizer=bytes"], "tokenizer bytes has 256 tokens, but the model's vocab_size is 29"),
+        (
+            ["data.training=kto.jsonl"],
+            "kto.jsonl, line 1: the columns are 'prompt', 'completion', 'label', but 'chosen'",
+        ),
+        (["data.held_out=0.1", "training.batch=8"], "evaluate has 3 held-out samples, less than a batch of 8"),
+    ],
+)
+def test_mistakes_are_refused(
+    place: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str], message: str, capsys: Any
+) -> None:
+    monkeypatch.chdir(place)
+    try:
+        run(str(place), "dpo", "name=g", *changes)
+    except ConfigError as error:
+        text = str(error)
+    except SystemExit:
+        text = capsys.readouterr().err
+    else:
+        raise AssertionError("nothing was refused")
+    assert message in text
