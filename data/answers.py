@@ -40,7 +40,7 @@ COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 
 
-class Row(NamedTuple):
+class AnswerRow(NamedTuple):
     """Tokens of a row (n,), int32, and for each 1 if it counts in the loss, else 0, uint8."""
 
     ids: Array
@@ -80,7 +80,7 @@ class Answers(Dataset[int]):
         if form not in get_args(Form):
             raise ConfigError(f"form is {form!r}: {nearest(form, get_args(Form))}.")
         given = [paths] if isinstance(paths, (str, Path)) else [*paths]
-        reader = _Reader(form, tokenizer)
+        reader = _SampleReader(form, tokenizer)
         samples, places = list[tuple[Any, ...]](), list[str]()
         for source in find_sources(given)[0]:
             for line, value in records(source):
@@ -100,7 +100,7 @@ class Answers(Dataset[int]):
             raise ConfigError(
                 f"there is no sample in {', '.join(map(str, given))} whose prompt is shorter than {length} tokens"
             )
-        self.rows = [Row(*(part[: length + 1] for part in row)) for each in kept for row in made[each]]
+        self.rows = [AnswerRow(*(part[: length + 1] for part in row)) for each in kept for row in made[each]]
         self._desirable = torch.tensor([bool(samples[each][-1]) for each in kept])
         longest = max(len(row.ids) for row in self.rows) - 1
         self.length = min(-(-longest // multiple) * multiple, length)
@@ -113,11 +113,6 @@ class Answers(Dataset[int]):
     def __getitem__(self, number: int) -> int:
         """Return the number of a sample's place among ``rows``."""
         return self._numbers[number]
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens, without padding."""
-        return sum(len(self.rows[each * self.width].ids) for each in self._numbers)
 
     @property
     def checksum(self) -> str:
@@ -182,7 +177,7 @@ class Answers(Dataset[int]):
         return torch.from_numpy(ids[:, :-1].copy()), torch.from_numpy(labels[:, 1:].copy())
 
 
-class _Reader:
+class _SampleReader:
     """Reader of samples of a form, and their rows."""
 
     def __init__(self, form: Form, tokenizer: str | Path) -> None:
@@ -214,7 +209,7 @@ class _Reader:
         prompt, answer = _kind("prompt", value["prompt"], str, list), value["completion"]
         return prompt, _kind("completion", answer, type(prompt)), bool(label)
 
-    def rows(self, samples: Sequence[tuple[Any, ...]], number: int) -> list[Row]:
+    def rows(self, samples: Sequence[tuple[Any, ...]], number: int) -> list[AnswerRow]:
         """Return the rows of a sample.
 
         Raises:
@@ -225,7 +220,7 @@ class _Reader:
             answers.append(samples[number - 1][1])
         return self._of_one(prompt, answers)
 
-    def _of_one(self, prompt: Any, answers: Sequence[Any]) -> list[Row]:
+    def _of_one(self, prompt: Any, answers: Sequence[Any]) -> list[AnswerRow]:
         """Return the rows of a prompt with each of several answers."""
         wholes = [self._whole(prompt, answer) for answer in answers]
         if prompt is None:
@@ -236,15 +231,15 @@ class _Reader:
             row.counts[:same] = 0
         return wholes
 
-    def _whole(self, prompt: Any, answer: Any) -> Row:
+    def _whole(self, prompt: Any, answer: Any) -> AnswerRow:
         """Return the row of prompt and answer, all of whose tokens count unless it is a conversation alone."""
         if prompt is None and isinstance(answer, list):
             found = self._template.encode(answer)
             if isinstance(found, BadDocument):
                 raise found
-            return Row(found[0].astype(np.int32), found[1])
+            return AnswerRow(found[0].astype(np.int32), found[1])
         ids = self._tokens(answer if prompt is None else prompt + answer)
-        return Row(ids, np.ones(len(ids), np.uint8))
+        return AnswerRow(ids, np.ones(len(ids), np.uint8))
 
     def _tokens(self, value: Any, is_prompt: bool = False) -> Array:
         """Return the tokens of a text, or of messages; of a text that is no prompt with the token that ends it."""

@@ -32,7 +32,7 @@ def with_reference(engine: PipelineEngine, microbatches: Microbatches) -> list[t
     Raises:
         TypeError: the model has another loss function.
     """
-    found = row_log_probs(engine, microbatches, "with_reference")
+    found = row_log_probs(engine, microbatches)
     return [(x, {**labels, REFERENCE: rows}) for (x, labels), rows in zip(microbatches, found, strict=False)]
 
 
@@ -55,7 +55,7 @@ def with_baseline(engine: PipelineEngine, microbatches: Microbatches, mismatched
         TypeError: the model has another loss function.
         KeyError: the mismatched rows have no ``reference``.
     """
-    found = row_log_probs(engine, mismatched, "with_baseline")
+    found = row_log_probs(engine, mismatched)
     sums = [(rows - labels[REFERENCE]).sum().item() for (_, labels), rows in zip(mismatched, found, strict=False)]
     count = sum(len(rows) for rows in found)
     # Ranks that read no data have no references: the first rank of the pipe axis that has them tells the others.
@@ -68,13 +68,12 @@ def with_baseline(engine: PipelineEngine, microbatches: Microbatches, mismatched
     return [(x, {**labels, BASELINE: baseline.expand(len(labels["labels"]))}) for x, labels in microbatches]
 
 
-def row_log_probs(engine: PipelineEngine, microbatches: Microbatches, caller: str = "row_log_probs") -> list[Tensor]:
+def row_log_probs(engine: PipelineEngine, microbatches: Microbatches) -> list[Tensor]:
     """Return the log-probabilities of the rows of each microbatch by the model as it is now. Collective.
 
     Args:
         engine: engine of a model whose ``loss_fn`` is a ``preference_loss`` or a ``kto_loss``.
         microbatches: as for ``with_reference``.
-        caller: the function that messages name.
 
     Returns:
         For each microbatch float64 (B,) on the CPU, on every rank of the pipe axis, also on those that read no data.
@@ -86,7 +85,7 @@ def row_log_probs(engine: PipelineEngine, microbatches: Microbatches, caller: st
     answers: Any = getattr(module.loss_fn, "loss_fn", None)
     if not isinstance(answers, AnswerLoss):
         raise TypeError(
-            f"{caller} was given an engine whose loss_fn is a {type(module.loss_fn).__name__}: make the model with "
+            f"the engine's loss_fn is a {type(module.loss_fn).__name__}, which takes no answers: make the model with "
             "loss_fn=triax.methods.preference_loss(...) or kto_loss(...)"
         )
     count = max(grid.pipe.all_gather_json(len(microbatches)))
