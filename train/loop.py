@@ -26,6 +26,7 @@ from .clock import RunClock
 from .data import check_data, described
 from .evaluation import Evaluation
 from .job import Job
+from .lowest import LowestLoss
 from .method import AnswerEvaluation, Method
 from .model import build_module, parameter_groups
 from .progress import Reporter, minutes
@@ -89,9 +90,12 @@ class TrainingRun:
             module, options, parameters=parameter_groups(job, module), training_data=training, collate_fn=collate
         )
         self.spikes = SpikeGuard(self.engine, job.file.training.spikes, job.checkpoints)
-        self.spikes.load(self._load())
+        state = self._load()
+        self.spikes.load(state)
+        self.lowest = LowestLoss(job.file.evaluate)
+        self.lowest.load((state or {}).get("lowest"))
         self._before = self.step  # steps of the run before it was resumed
-        self.engine.client_state = {"spikes": self.spikes.state}
+        self._note_state()
         self.evaluation: Evaluation | AnswerEvaluation | None = None
         self.method: Method | None = None
         if isinstance(training, Answers):
@@ -120,9 +124,12 @@ class TrainingRun:
         """
         job, report, engine = self.job, self.report, self.engine
         self._introduce()
-        if self.step >= job.steps:
+        if self._before and self._before % job.file.evaluate.every == 0 and self.lowest.evaluated < self._before:
+            self.evaluate()  # the checkpoint was written before the evaluation of its step
+        if self.step >= job.steps or self.lowest.is_over:
+            more = "more steps" if self.step >= job.steps else "a larger evaluate.patience"
             report.say(
-                f"the checkpoint in {job.checkpoints} is of step {self.step} of {job.steps}: give more steps, another "
+                f"the checkpoint in {job.checkpoints} is of step {self.step} of {job.steps}: give {more}, another "
                 "name, or checkpoint.resume=never"
             )
             if job.export is not None:  # a run that was killed at its very end has no model
@@ -159,6 +166,7 @@ class TrainingRun:
                 watch.after_step(self, loss)
             if last or self.step % job.file.evaluate.every == 0:
                 validation = self.evaluate()
+                last = last or self.lowest.is_over
                 if not last and (text := self.sample()) is not None:
                     report.say(f"\n{text}\n")
                 self.clock.skip()
@@ -177,8 +185,17 @@ class TrainingRun:
         if self.evaluation is None:
             return None
         loss = self.evaluation.loss()
+        if self.lowest.note(loss, self.step) and self.job.file.evaluate.best:
+            problem = self._export(self.job.folder / "best")
+            if problem is not None:
+                self.report.say(f"note    {problem}")
+        self._note_state()
         self.engine.monitor.write_events([("Validation/loss", loss, self.engine.global_samples)])
         return loss
+
+    def _note_state(self) -> None:
+        """Give the engine what its next checkpoint is to have of the run."""
+        self.engine.client_state = {"spikes": self.spikes.state, "lowest": self.lowest.state}
 
     def save(self) -> None:
         """Write a checkpoint now, and wait until it is written. Collective."""
@@ -254,12 +271,17 @@ class TrainingRun:
         limit = minutes(job.file.training.time_limit or 0)
         early = self.step < job.steps
         of, ended = (f" of {job.steps}", f": training.time_limit = {limit} min ended it") if early else ("", "")
+        if early and self.lowest.is_over:
+            ended = f": no lower held-out loss in {self.lowest.since} evaluations (evaluate.patience)"
         taken = f"steps {self._before + 1} to {self.step}{of}" if self._before else f"{self.step}{of} steps"
         report.say(f"trained {taken} in {minutes(self.clock.elapsed)} min{ended}")
         if validation is not None:
             beside = f"; {name}: {compared:.4f}" if name else ""
             unseen = "documents" if self.method is None else "samples"
             report.say(f"loss    {validation:.4f} {self.unit} on held-out {unseen}{beside}")
+        if validation is not None and job.file.evaluate.best:
+            best = f"{self.lowest.loss:.4f} of step {self.lowest.step}"
+            report.say(f"lowest  {best}: its model is in {job.folder / 'best'}")
         if text is not None:
             report.say(f"\n{text}\n")
         if job.export is not None and problem is None:

@@ -404,6 +404,12 @@ class EvaluateSection(Keys):
 
     every: int = option(100, "Evaluate every so many steps, and at the end.", least=1)
     sequences: int | None = option(256, "Sequences to evaluate on, the first ones; null: all.", least=1)
+    best: bool = option(False, "Keep the model of the lowest loss, as a Hugging Face folder: best in the run's folder.")
+    patience: int | None = option(
+        None,
+        "End the run after so many evaluations one after the other without a new lowest loss; null: never.",
+        least=1,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -216,3 +216,37 @@ def test_a_disk_that_fills_up_ends_no_training(ranks: Any, place: Path) -> None:
     assert (results / "model" / "model.safetensors").is_file() and (results / "report.html").is_file()
     steps = [json.loads(line)["step"] for line in (results / "metrics.jsonl").read_text().splitlines()]
     assert sorted({*steps}) == [1, 2, 3, 4]
+
+
+def test_the_model_of_the_lowest_loss_is_kept_and_patience_ends_the_run(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rate at which the loss falls and then grows. The run stops on the way, and goes on with what it knew."""
+    monkeypatch.chdir(place)
+    changes = ["name=low", "evaluate={every: 1, best: true, patience: 3}", "training.steps=40", "checkpoint.every=1"]
+    changes += ["training.learning_rate={peak: 3.0, schedule: constant, warmup_steps: 0}", "training.clip=0"]
+    changes += ["training.optimizer={type: SGD}"]
+    run(str(place), *changes, "training.time_limit=0.001s")
+    first = capsys.readouterr().out
+    assert "min ended it" in first
+    run(str(place), *changes)
+    shown, losses = capsys.readouterr().out, validations(place, "low")
+    lowest = min(losses)
+    step = losses.index(lowest) + 1
+    assert step < len(losses) < 40 and len(losses) == step + 3
+    assert "of 40 steps in" not in shown and "no lower held-out loss in 3 evaluations (evaluate.patience)" in shown
+    assert f"lowest  {lowest:.4f} of step {step}: its model is in runs/low/best" in shown
+    # The kept model has this loss.
+    folder = str(place / "runs" / "low" / "best")
+    run(
+        str(place),
+        "name=again",
+        f"model={{folder: {folder}}}",
+        "evaluate.every=1",
+        "training.steps=1",
+        "training.learning_rate={peak: 1.0e-30, schedule: constant, warmup_steps: 0}",
+        "tokenizer=bytes",
+    )
+    assert validations(place, "again")[0] == pytest.approx(lowest, rel=1e-10)
+    run(str(place), *changes)
+    assert "give a larger evaluate.patience" in capsys.readouterr().out.replace("\n", " ")
