@@ -218,7 +218,7 @@ def test_a_disk_that_fills_up_ends_no_training(ranks: Any, place: Path) -> None:
     assert sorted({*steps}) == [1, 2, 3, 4]
 
 
-def test_the_model_of_the_lowest_loss_is_kept_and_patience_ends_the_run(
+def test_the_best_model_is_kept_and_patience_ends_the_run(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A rate at which the loss falls and then grows. The run stops on the way, and goes on with what it knew."""

@@ -67,6 +67,12 @@ def test_a_run_reads_every_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             "sample": {"prompt": "a", "tokens": 1},
         },
     )
+    rows = [{"prompt": "a", "completion": "b", "label": True, "chosen": "b", "rejected": "c"}] * 2
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for method in ("simpo", "kto"):
+        common = {"name": method, "method": method, "model": {"preset": "bytes-tiny"}, "tokenizer": "bytes"}
+        more = {"data": "rows.jsonl", "training": {"steps": 1, "batch": 1}, "export": None}
+        read |= read_while_training(monkeypatch, common | more)
     sections = [cls for cls in vars(schema).values() if isinstance(cls, type) and issubclass(cls, schema.Keys)]
     unread = {(cls.__name__, key) for cls in sections for key in names_of(cls)} - read
     unread -= {("ExpertsSection", key) for key in names_of(schema.ExpertsSection)}  # handed on whole
