@@ -43,8 +43,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "methods": (*_LOW, "models", "engine"),
     "testing": (*_LOW, "options", "pipe", "monitor/profiler", "engine"),
     "local_sgd": (*_PARTS, "models", "engine"),
-    "train": (*_PARTS, "models", "engine", "inference"),
-    "dry_run": (*_PARTS, "models", "engine", "train"),
+    "train": (*_PARTS, "models", "engine", "inference", "methods"),
+    "dry_run": (*_PARTS, "models", "engine", "methods", "train"),
     "compat": (*_PARTS, "models", "engine", "inference", "train", "gradient_compression"),
     "cli": (*_PARTS, "models", "engine", "inference", "compat", "train", "dry_run", "plan", "testing"),
 }
