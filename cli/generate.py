@@ -1,4 +1,4 @@
-"""``triax generate``: continue a prompt with a model from a folder, and print the text as it is made.
+"""``triax generate``: continue a prompt, or talk, with a model from a folder, and print the text as it is made.
 
 ``model_type`` in the folder's config.json names the family of the model. The installed package with the entry point of
 that name, in the group ``triax.models``, makes the layers. A folder can only choose installed code: it holds none.
@@ -26,6 +26,7 @@ from ..inference.text import BYTES, Tokenizer
 from ..launcher.launch import launch, user_error
 
 if TYPE_CHECKING:
+    from ..data.chat import ChatTemplate
     from ..inference.engine import InferenceEngine
 
 _MODELS = "triax.models"  # the group of entry points
@@ -38,7 +39,9 @@ class GenerateOptions:
     """Options of ``triax generate``. The launching process sends them to every rank."""
 
     folder: Path
-    prompt: str
+    prompt: str | None
+    chat: bool
+    system: str | None
     max_new_tokens: int | None
     temperature: float
     top_k: int | None
@@ -61,7 +64,13 @@ def generate(
     run: Annotated[
         Path, typer.Argument(help="Folder with config.json and *.safetensors, or a run's folder with model/.")
     ],
-    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    prompt: Annotated[
+        str | None, typer.Option(help="Text to continue; with --chat a message. Without it, --chat reads messages.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option(help="Answer messages by the tokenizer's chat template, one a line, until the input ends.")
+    ] = False,
+    system: Annotated[str | None, typer.Option(help="System message of --chat.")] = None,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
@@ -99,16 +108,37 @@ def generate(
         int | None, typer.Option(min=1, help="Size of the tensor axis. Default: torchrun's processes / --pipe, or 1.")
     ] = None,
 ) -> None:
-    """Continue a prompt and print it token by token, on --pipe x --tensor processes, its own or torchrun's."""
-    if not prompt:
+    """Continue a prompt, or answer messages, token by token, on --pipe x --tensor processes, its own or torchrun's."""
+    if not prompt and not (chat and prompt is None):
         raise ConfigError("--prompt is empty, but the model needs a text to continue. Give at least one character.")
+    if chat and (samples > 1 or beams > 1 or logprobs):
+        raise ConfigError("--chat writes one answer as it is made. Leave out --samples, --beams and --logprobs.")
+    if system is not None and not chat:
+        raise ConfigError("--system is a message of --chat. Add --chat, or leave --system out.")
     folder = find_model(run)
     family(folder)  # before any process starts
     environment = read_environment()
     processes = environment.world_size if environment else pipe * (tensor or 1)
+    if prompt is None and environment is None and processes > 1:
+        raise ConfigError(
+            f"--chat reads messages from the terminal, which the {processes} processes that this command starts do not "
+            f"have. Type torchrun --nproc-per-node {processes} --no-python triax generate ..., or give --prompt."
+        )
     shards = tensor or max(1, processes // pipe)
     job = GenerateOptions(
-        *(folder, prompt, max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, tuple(stop or ())),
+        *(
+            folder,
+            prompt,
+            chat,
+            system,
+            max_new_tokens,
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            repetition_penalty,
+            tuple(stop or ()),
+        ),
         *(samples, beams, length_penalty, logprobs, tuple(logits_processor or ())),
         *(seed, dtype, pipe, shards),
     )
@@ -139,45 +169,99 @@ def generate_on_rank(options: GenerateOptions) -> None:
         slots = max(options.beams, options.samples)
         module = PipelineModule(layers, grid=grid, dtype=dtype)
         engine = init_inference(module, max_batch=slots, tokenizer=text.tokenizer)
-        _write(engine, text, options)
+        (_talk if options.chat else _write)(engine, text, options)
     except (ValueError, FileNotFoundError) as error:
         user_error(error)
     grid.close()
 
 
-def _write(engine: InferenceEngine, text: Text, options: GenerateOptions) -> None:
-    ids = text.encode(options.prompt)
+def _talk(engine: InferenceEngine, text: Text, options: GenerateOptions) -> None:
+    """Answer the prompt, or each line of rank 0's input until it ends."""
+    messages = [] if options.system is None else [{"role": "system", "content": options.system}]
+    while (asked := options.prompt or _next_line(engine)) is not None:
+        messages.append({"role": "user", "content": asked})
+        answer, _ = _stream(engine, text, text.chat(messages), options)
+        messages.append({"role": "assistant", "content": answer})
+        if options.prompt is not None:
+            return
+
+
+def _next_line(engine: InferenceEngine) -> str | None:
+    """Return rank 0's next line of input that is not empty, on every rank; None at the end."""
+    line = None
+    if engine.grid.rank == 0:
+        if sys.stdin.isatty():
+            print("> ", end="", flush=True)
+        line = next((each.strip() for each in sys.stdin if each.strip()), None)
+    found: str | None = engine.grid.world.all_gather_json(line)[0]
+    return found
+
+
+def _stream(
+    engine: InferenceEngine, text: Text, ids: list[int], options: GenerateOptions, before: str = ""
+) -> tuple[str, int]:
+    """Write ``before``, and what the model adds to ids as it is made; return this, and the number of tokens."""
+    speaks, ends = engine.grid.rank == 0, _ends(engine, text)
+    made, parts = 0, list[str]()
+    tokens = engine.stream([ids], _count(engine, ids, options), **_common(engine, text, options))  # checks the options
+    if speaks:
+        sys.stdout.write(before)
+    for token in tokens:
+        made += 1
+        if token.token not in ends:
+            parts.append(text.follow(token.token))
+            if speaks:
+                sys.stdout.write(printable(parts[-1]))
+                sys.stdout.flush()
+    parts.append(text.rest())
+    if speaks:
+        sys.stdout.write(printable(parts[-1]) + "\n")
+        sys.stdout.flush()
+    return "".join(parts), made
+
+
+def _ends(engine: InferenceEngine, text: Text) -> list[int]:
+    return [token for token in text.ends if not engine.vocab_size or token < engine.vocab_size]
+
+
+def _count(engine: InferenceEngine, ids: list[int], options: GenerateOptions) -> int:
+    """Return the number of new tokens.
+
+    Raises:
+        ValueError: the tokenizer makes a token that the model does not have.
+    """
     if engine.vocab_size and max(ids, default=0) >= engine.vocab_size:
         raise ValueError(
             f"the tokenizer in {options.folder} makes the token {max(ids)}, but the model has {engine.vocab_size}. "
             "Copy the model's own tokenizer there."
         )
-    new = options.max_new_tokens or max(1, min(_MAX_NEW_TOKENS, engine.max_length - len(ids)))
-    begin, speaks = time.perf_counter(), engine.grid.rank == 0
-    ends = [token for token in text.ends if not engine.vocab_size or token < engine.vocab_size]
-    common: dict[str, Any] = {
+    return options.max_new_tokens or max(1, min(_MAX_NEW_TOKENS, engine.max_length - len(ids)))
+
+
+def _common(engine: InferenceEngine, text: Text, options: GenerateOptions) -> dict[str, Any]:
+    return {
         "temperature": options.temperature,
         "top_k": options.top_k,
         "top_p": options.top_p,
         "seed": options.seed,
-        "eos": ends,
+        "eos": _ends(engine, text),
         "min_p": options.min_p,
         "repetition_penalty": options.repetition_penalty,
         "stop_strings": options.stop,
         "logits_processor": [_function(name) for name in options.processor],
         "num_return_sequences": options.samples,
     }
+
+
+def _write(engine: InferenceEngine, text: Text, options: GenerateOptions) -> None:
+    """Write the prompt, or several texts that begin with it, and what the model adds."""
+    assert options.prompt is not None  # or it is a chat
+    ids = text.encode(options.prompt)
+    new, common = _count(engine, ids, options), _common(engine, text, options)
+    begin, speaks = time.perf_counter(), engine.grid.rank == 0
     write = sys.stdout.write if speaks else lambda text: None
     if options.samples == 1 and options.beams == 1 and not options.logprobs:  # as it is made
-        tokens, made = engine.stream([ids], new, **common), []  # which checks the options
-        write(options.prompt)
-        for token in tokens:
-            made.append(token.token)
-            if speaks and token.token not in ends:
-                write(printable(text.follow(token.token)))
-                sys.stdout.flush()
-        write(printable(text.rest()) + "\n")
-        count = len(made)
+        _, count = _stream(engine, text, ids, options, options.prompt)
     else:
         beams: dict[str, Any] = {"num_beams": options.beams, "length_penalty": options.length_penalty}
         found = engine.generate([options.prompt], new, logprobs=True, **common, **beams)
@@ -248,14 +332,16 @@ def family(folder: Path) -> Any:
 class Text(Protocol):
     """Protocol: conversion of text to token ids and back, also token by token.
 
-    ``encode`` returns the ids of a prompt. ``follow`` takes the next generated id and returns the text that is now
-    complete. ``rest`` returns the text of the last ids.
+    ``encode`` returns the ids of a prompt, ``chat`` those of messages with the beginning of the answer. ``follow``
+    takes the next generated id and returns the text that is now complete. ``rest`` returns the text of the last ids.
     """
 
     ends: list[int]  # ids of the tokens that end a text
     tokenizer: Tokenizer
 
     def encode(self, prompt: str) -> list[int]: ...
+
+    def chat(self, messages: list[dict[str, str]]) -> list[int]: ...
 
     def follow(self, token: int) -> str: ...
 
@@ -272,6 +358,9 @@ class ByteText:
     def encode(self, prompt: str) -> list[int]:
         return list(prompt.encode())
 
+    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+        raise ConfigError("--chat needs a tokenizer with a chat template, but the model's tokens are bytes.")
+
     def follow(self, token: int) -> str:
         return self._decoder.decode(bytes([token]))
 
@@ -287,12 +376,22 @@ class TokenizerText:
 
         self.tokenizer: Any = load_transformers(folder)
         self._make = lambda prompt: within_limit(folder, lambda: self.tokenizer(prompt))["input_ids"]
-        self.ends = list(ends)
+        self.ends, self._folder = list(ends), folder
+        self._template: ChatTemplate | None = None
         self._ids: list[int] = []
         self._shown = ""
 
     def encode(self, prompt: str) -> list[int]:
-        self._ids = list(self._make(prompt))
+        return self._begin(self._make(prompt))
+
+    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+        from ..data.chat import ChatTemplate  # needs numpy
+
+        self._template = self._template or ChatTemplate(self._folder)
+        return self._begin(self._template.tokens(messages, prompt=True))
+
+    def _begin(self, ids: list[int]) -> list[int]:
+        self._ids = list(ids)
         self._shown = self._text()
         return list(self._ids)
 

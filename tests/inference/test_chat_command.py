@@ -1,0 +1,101 @@
+"""``triax generate --chat``: the answers of transformers, turn by turn, with all turns before in the template."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from triax.base.errors import ConfigError
+from triax.cli.generate import generate
+from triax.cli.main import main
+from triax.data import train_tokenizer
+from triax.data.sources import Reading, find_sources
+
+from tokenized import write_json_lines
+
+transformers = pytest.importorskip("transformers")
+
+TEMPLATE = "{% for m in messages %}{{ '<' + m.role + '>' + m.content + '\\n' }}{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+TURNS = ["hello", "why is the sky blue?"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a model with a chat template; its answers do not repeat themselves."""
+    root = tmp_path_factory.mktemp("chat")
+    source = write_json_lines(root / "text.jsonl", ["why is the sky blue? because it is. hello, bye."] * 9)
+    train_tokenizer(find_sources([source])[0], Reading(), 280, root / "model")
+    settings = root / "model" / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": TEMPLATE}))
+    transformers.set_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=280, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=160, initializer_range=0.5,
+        bos_token_id=None, eos_token_id=256, pad_token_id=None,
+    )
+    transformers.LlamaForCausalLM(config).double().save_pretrained(root / "model")
+    return root / "model"
+
+
+def talk(*words: object, lines: str = "") -> tuple[Any, str, str]:
+    """Run the command with lines as its input; return exit code, output and error output."""
+    before, sys.argv, given = sys.argv, ["triax", "generate", *map(str, words)], sys.stdin
+    out, err = io.StringIO(), io.StringIO()
+    sys.stdin = io.StringIO(lines)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as left:
+            main()
+    finally:
+        sys.argv, sys.stdin = before, given
+    return left.value.code, out.getvalue(), err.getvalue()
+
+
+def answers_of_transformers(folder: Path, system: str) -> list[str]:
+    """Return the answers to the turns, greedily, 12 tokens each."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    messages, answers = [{"role": "system", "content": system}], []
+    for turn in TURNS:
+        messages.append({"role": "user", "content": turn})
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+        made = model.generate(ids, max_new_tokens=12, do_sample=False)[0]
+        answers.append(tokenizer.decode(made)[len(tokenizer.decode(ids[0])) :].removesuffix("<|endoftext|>"))
+        messages.append({"role": "assistant", "content": answers[-1]})
+    return answers
+
+
+def test_a_talk_is_that_of_transformers(ranks: Any, folder: Path) -> None:
+    """On one process, and on two stages, where the first rank reads for all."""
+    wanted = answers_of_transformers(folder, "be brief")
+    assert all(wanted) and wanted[0] != wanted[1]
+    words = (folder, "--chat", "--system", "be brief", "--temperature", 0, "--max-new-tokens", 12)
+    lines = f"{TURNS[0]}\n\n  {TURNS[1]}\n"
+    shown = "".join(f"{answer}\n" for answer in wanted)
+    code, out, err = talk(*words, lines=lines)
+    assert (code, out) == (0, shown), err
+    code, out, err = talk(*words, "--prompt", TURNS[0])
+    assert (code, out) == (0, f"{wanted[0]}\n"), err
+    for rank, (code, out, err) in enumerate(ranks(2, two_stages, folder, words, lines, init_group=False)):
+        assert (code, out) == (0, "" if rank else shown), err
+
+
+def two_stages(folder: Path, words: tuple[object, ...], lines: str) -> tuple[Any, str, str]:
+    return talk(*words, "--pipe", 2, lines=lines)
+
+
+def test_what_a_chat_cannot_do(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--chat reads messages from the terminal, which the 2 processes"):
+        generate(folder, chat=True, pipe=2)
+    with pytest.raises(ConfigError, match="--system is a message of --chat"):
+        generate(folder, prompt="x", system="y")
+    with pytest.raises(ConfigError, match="--chat writes one answer as it is made"):
+        generate(folder, chat=True, samples=2)
+    with pytest.raises(ConfigError, match="--prompt is empty"):
+        generate(folder)
