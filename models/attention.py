@@ -12,6 +12,7 @@ that its query heads use, and the gradients of the replicated weights are summed
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -212,6 +213,7 @@ class SelfAttention(CausalAttention):
         out_bias: add a bias to the output projection.
         qk_norm: epsilon of an RMSNorm over each head of q and of k, before ``rope``. If None, there is no norm.
         norm_all_heads: the norm is over all heads of q together, and over all heads of k.
+        norm_per_head: the norm is a LayerNorm with a weight for each head.
         clip: largest absolute value of q, k and v, to which they are clipped before ``rope``; None: no limit.
         init: distribution of the initial weights of q, k and v.
         out_init: distribution of the initial weights of the output projection.
@@ -221,14 +223,15 @@ class SelfAttention(CausalAttention):
             tokens before it.
         sparsity: block mask of sparse attention, or None.
         scale, softcap: as for ``CausalAttention``.
-        norm: class of the norms of ``qk_norm``.
+        norm: maker of the norms of ``qk_norm``.
 
     Attributes:
         qkv: fused projection without ``kv_heads``: (3 H dim, D), where q, k and v are each sharded by heads.
         q, kv: projections with ``kv_heads``: (H dim, D), sharded by heads, and (2 kv_heads dim, D), keys, then values.
         out: output projection, (D, H dim), sharded by heads.
         q_norm, k_norm: norms of queries and keys, present only with ``qk_norm``. Their weight is (dim,) or, with
-            ``norm_all_heads``, (H dim,) and (kv_heads dim,), sharded by heads.
+            ``norm_all_heads``, (H dim,) and (kv_heads dim,), sharded by heads; with ``norm_per_head``, (H, dim) and
+            (kv_heads, dim).
         cache: KV cache with the earlier keys and values and the positions of the new tokens during generation, else
             None.
         heads, kv_heads: number of query heads and of key/value heads that this rank computes.
@@ -255,6 +258,7 @@ class SelfAttention(CausalAttention):
         out_bias: bool = False,
         qk_norm: float | None = None,
         norm_all_heads: bool = False,
+        norm_per_head: bool = False,
         clip: float | None = None,
         init: Distribution,
         out_init: Distribution,
@@ -264,7 +268,7 @@ class SelfAttention(CausalAttention):
         sparsity: Sparsity | None = None,
         scale: float | None = None,
         softcap: float | None = None,
-        norm: type[RMSNorm] = RMSNorm,
+        norm: Callable[..., nn.Module] = RMSNorm,
     ) -> None:
         super().__init__(
             heads,
@@ -313,6 +317,10 @@ class SelfAttention(CausalAttention):
                 )
             self.q_norm: nn.Module = AllHeadsRMSNorm(heads, dim, qk_norm, grid=grid)
             self.k_norm: nn.Module = AllHeadsRMSNorm(keys, dim, qk_norm, grid=grid)
+        elif qk_norm is not None and norm_per_head:
+            self.q_norm = PerHeadLayerNorm(heads, dim, qk_norm, grid=grid)
+            used = self.kv.heads if kv_heads is not None and isinstance(self.kv, WholeKV) else None
+            self.k_norm = PerHeadLayerNorm(kv_heads or heads, dim, qk_norm, used, grid=grid)
         elif qk_norm is not None:
             # A rank's gradient comes from its own heads alone: partial, as a norm's on sequence shards.
             self.q_norm = norm(dim, qk_norm, grid=grid, sequence_parallel=True)
@@ -370,6 +378,37 @@ class AllHeadsRMSNorm(nn.Module):
         """Normalize this rank's heads."""
         weight = self.weight.view(-1, 1, x.shape[3])
         return sharded_rms_norm(x, weight, (1, 3), self.width, self.eps, self.axis)
+
+
+class PerHeadLayerNorm(nn.Module):
+    """LayerNorm without a bias over each head, which has a weight of its own: (B, heads, T, dim), unchanged in shape.
+
+    Args:
+        heads: H, the number of heads of the whole layer.
+        head_dim: dim, the width of each head.
+        eps: constant that is added to the variance.
+        used: the heads of this rank, if the weight is to be whole on every rank, as that of ``WholeKV``; None: the
+            tensor axis shards the heads.
+        grid: grid whose tensor axis shards the heads.
+
+    Attributes:
+        weight: (H, dim), sharded by heads or whole, with initial values 1.
+    """
+
+    def __init__(self, heads: int, head_dim: int, eps: float, used: slice | None = None, *, grid: Grid) -> None:
+        super().__init__()
+        self.eps, self.used, whole = eps, used, (heads, head_dim)
+        if used is None:
+            layout, place = Layout(whole, shard_dim=0), (grid.tensor.rank, grid.tensor.size)
+        else:
+            layout, place = Layout(whole, partial=True), (0, 1)
+        self.weight = sharded_parameter(layout, Constant(1.0), *place)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize this rank's heads."""
+        weight, kind = self.weight if self.used is None else self.weight[self.used], x.dtype
+        wide = torch.promote_types(kind, torch.float32)
+        return (F.layer_norm(x.to(wide), x.shape[-1:], eps=self.eps) * weight[:, None].to(wide)).to(kind)
 
 
 class WholeKV(nn.Module):

@@ -147,12 +147,15 @@ class DecoderConfig(TransformerConfig):
         qk_norm: apply an RMSNorm to each head of the queries and of the keys, before the rotation.
         qk_norm_all_heads: apply an RMSNorm to all heads of the queries together, and to those of the keys (OLMoE,
             OLMo-2).
+        qk_norm_per_head: apply a LayerNorm without a bias to each head of the queries and of the keys, with a weight
+            for each head (Command R+, StableLM).
         out_bias, mlp_bias: add biases to the output of attention and to the linear layers of the MLP.
         layer_types: for each block ``"sliding_attention"``, with ``sliding_window``, or ``"full_attention"``; (): all
             blocks have the window if there is one.
         no_rope_layers: for each block 1 if it has rotary positions, 0 if it has none; (): all have them.
-        norm: ``rms`` (RMSNorm), ``rms_offset`` (RMSNorm with the factor 1 + weight, Gemma's) or ``layer`` (LayerNorm
-            with a bias).
+        norm: ``rms`` (RMSNorm), ``rms_offset`` (RMSNorm with the factor 1 + weight, Gemma's), ``rms_plain`` (without
+            parameters), ``layer`` (LayerNorm with a bias), ``layer_offset`` (with the factor 1 + weight, Nemotron's),
+            ``layer_weight`` (without a bias, Command R's) or ``layer_plain`` (without parameters, OLMo's).
         norm_place: ``before`` each branch, ``after`` it (OLMo-2), or ``both`` (Gemma 2).
         parallel_residual: attention and MLP both take the block's input, and both are added to it.
         shared_norm: one norm for attention and MLP, with ``parallel_residual``.
@@ -162,8 +165,14 @@ class DecoderConfig(TransformerConfig):
         partial_rotary_factor: fraction of each head's channels, the first ones, that are rotated.
         learned_positions: learned positions that are added to the embeddings, in place of rotary ones.
         position_offset: number of rows before the first position in the table of learned positions (2 in OPT).
+        rope_interleaved: neighboring channels of a head are rotated as a pair; False: channel i of the first half and
+            of the second half of the rotated ones.
         scale_embedding: multiply the token embeddings by the square root of ``hidden_size``.
+        embedding_multiplier, residual_multiplier: factors of the token embeddings, and of the output of attention and
+            of MLP before it is added (Granite).
+        logit_scale: factor of the logits.
         query_pre_attn_scalar: the scores are divided by the square root of this number; None: of ``head_dim``.
+        attention_multiplier: factor of the scores, in place of ``query_pre_attn_scalar``; None: that.
         attn_logit_softcapping, final_logit_softcapping: cap c of the scores and of the logits, x -> c tanh(x / c);
             None: no cap.
         rope_local_base_freq: base of the rotary wavelengths of blocks with a sliding window, which are then not
@@ -205,6 +214,7 @@ class DecoderConfig(TransformerConfig):
     qkv_bias: bool = False
     qk_norm: bool = False
     qk_norm_all_heads: bool = field(default=False, kw_only=True)
+    qk_norm_per_head: bool = field(default=False, kw_only=True)
     out_bias: bool = field(default=False, kw_only=True)
     mlp_bias: bool = field(default=False, kw_only=True)
     layer_types: tuple[str, ...] = field(default=(), kw_only=True)
@@ -218,8 +228,13 @@ class DecoderConfig(TransformerConfig):
     partial_rotary_factor: float = field(default=1.0, kw_only=True)
     learned_positions: bool = field(default=False, kw_only=True)
     position_offset: int = field(default=0, kw_only=True)
+    rope_interleaved: bool = field(default=False, kw_only=True)
     scale_embedding: bool = field(default=False, kw_only=True)
+    embedding_multiplier: float = field(default=1.0, kw_only=True)
+    residual_multiplier: float = field(default=1.0, kw_only=True)
+    logit_scale: float = field(default=1.0, kw_only=True)
     query_pre_attn_scalar: float | None = field(default=None, kw_only=True)
+    attention_multiplier: float | None = field(default=None, kw_only=True)
     attn_logit_softcapping: float | None = field(default=None, kw_only=True)
     final_logit_softcapping: float | None = field(default=None, kw_only=True)
     rope_local_base_freq: float | None = field(default=None, kw_only=True)
@@ -244,7 +259,7 @@ class DecoderConfig(TransformerConfig):
 
     def _check_words(self) -> None:
         known = {
-            "norm": ("rms", "rms_offset", "layer"),
+            "norm": ("rms", "rms_offset", "rms_plain", "layer", "layer_offset", "layer_weight", "layer_plain"),
             "norm_place": ("before", "after", "both"),
             "hidden_act": ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2"),
         }
@@ -301,8 +316,9 @@ class DecoderConfig(TransformerConfig):
             raise ValueError(f"head_dim is {self.head_dim}, but rotary positions need pairs. Give an even number.")
 
     def _check_settings(self) -> None:
-        if self.qk_norm and self.qk_norm_all_heads:
-            raise ValueError("qk_norm and qk_norm_all_heads are both True. Give one of them.")
+        both = [name for name in ("qk_norm", "qk_norm_all_heads", "qk_norm_per_head") if getattr(self, name)]
+        if len(both) > 1:
+            raise ValueError(f"{both[0]} and {both[1]} are both True. Give one of them.")
         rotated = self.rotary_dim
         if not self.learned_positions and (rotated < 2 or rotated % 2 or rotated > self.head_dim):
             raise ValueError(
@@ -311,6 +327,15 @@ class DecoderConfig(TransformerConfig):
             )
         if self.query_pre_attn_scalar is not None and not self.query_pre_attn_scalar > 0:
             raise ValueError(f"query_pre_attn_scalar is {self.query_pre_attn_scalar}. Give a number above 0.")
+        if self.query_pre_attn_scalar is not None and self.attention_multiplier is not None:
+            raise ValueError(
+                f"query_pre_attn_scalar is {self.query_pre_attn_scalar} and attention_multiplier is "
+                f"{self.attention_multiplier}, but both are factors of the scores. Give one of them."
+            )
+        if self.head_bias and self.logit_scale != 1.0:
+            raise ValueError(
+                f"logit_scale is {self.logit_scale}, which a head with a bias lacks. Give head_bias=False."
+            )
         if self.shared_norm and not self.parallel_residual:
             raise ValueError("shared_norm is True, which needs parallel_residual=True. Give both, or neither.")
         if self.parallel_residual and self.norm_place != "before":
@@ -397,8 +422,13 @@ class DecoderConfig(TransformerConfig):
         q, kv = self.num_attention_heads * self.head_dim, 2 * self.num_key_value_heads * self.head_dim
         count = 2 * d * q + d * kv  # q, out; k and v
         count += (q + kv if self.qkv_bias else 0) + (d if self.out_bias else 0)
-        count += 2 * self.head_dim if self.qk_norm else 0
-        return count + (q + kv // 2 if self.qk_norm_all_heads else 0)
+        count += 2 * self.head_dim if self.qk_norm and self.norm != "rms_plain" else 0
+        return count + (q + kv // 2 if self.qk_norm_all_heads or self.qk_norm_per_head else 0)
+
+    @property
+    def norm_count(self) -> int:
+        """Number of parameters of a norm over the hidden states."""
+        return {"layer": 2, "layer_offset": 2, "rms_plain": 0, "layer_plain": 0}.get(self.norm, 1) * self.hidden_size
 
     @property
     def parameter_count(self) -> int:
@@ -406,7 +436,7 @@ class DecoderConfig(TransformerConfig):
         d, hidden, matrices = self.hidden_size, self.intermediate_size, 3 if self.gated else 2
         mlp = matrices * d * hidden + ((matrices - 1) * hidden + d if self.mlp_bias else 0)
         experts = self.num_experts * (3 * d * self.moe_intermediate_size + d)  # and their rows of the router
-        norm = 2 * d if self.norm == "layer" else d
+        norm = self.norm_count
         norms = 1 if self.shared_norm else 4 if self.norm_place == "both" else 2
         embeddings = self.vocab_size * d * (1 if self.tie_word_embeddings else 2)
         embeddings += (self.max_position_embeddings + self.position_offset) * d if self.learned_positions else 0
@@ -456,6 +486,7 @@ class GPTConfig(DecoderConfig):
     rope_scaling: ClassVar[Scaling | None] = None  # type: ignore[misc]
     rope_local_base_freq: ClassVar[float | None] = None  # type: ignore[misc]
     partial_rotary_factor: ClassVar[float] = 1.0  # type: ignore[misc]
+    rope_interleaved: ClassVar[bool] = False  # type: ignore[misc]
     no_rope_layers: ClassVar[tuple[int, ...]] = ()  # type: ignore[misc]
     rms_norm_eps: ClassVar[Any] = property(lambda self: self.layer_norm_epsilon)  # type: ignore[misc]
     num_key_value_heads: ClassVar[Any] = property(lambda self: self.num_attention_heads)  # type: ignore[misc]

@@ -19,18 +19,29 @@ from torch import nn
 
 from ..grid import Grid
 from ..pipe.spec import LayerSpec
-from ..tensor_parallel.norm import LayerNorm, OffsetRMSNorm, RMSNorm
+from ..tensor_parallel.norm import LayerNorm, OffsetLayerNorm, OffsetRMSNorm, RMSNorm
 from .config import DecoderConfig
-from .layers import FinalLayerNorm, FinalOffsetRMSNorm, FinalRMSNorm, ResidualBlock, first_and_last
+from .layers import (
+    FinalLayerNorm,
+    FinalOffsetLayerNorm,
+    FinalOffsetRMSNorm,
+    FinalRMSNorm,
+    ResidualBlock,
+    first_and_last,
+)
 from .mlp import MLP, GatedMLP, check_moe_options, make_moe
 from .positions import PositionEmbedding
 from .rope import Rope
 
-# Norms by their names in ``DecoderConfig``: of blocks, and before the head.
-_NORMS: dict[str, tuple[Callable[..., nn.Module], Callable[..., nn.Module]]] = {
-    "rms": (RMSNorm, FinalRMSNorm),
-    "rms_offset": (OffsetRMSNorm, FinalOffsetRMSNorm),
-    "layer": (LayerNorm, FinalLayerNorm),
+# Norms by their names in ``DecoderConfig``: of blocks, before the head, and their arguments.
+_NORMS: dict[str, tuple[Callable[..., nn.Module], Callable[..., nn.Module], dict[str, Any]]] = {
+    "rms": (RMSNorm, FinalRMSNorm, {}),
+    "rms_offset": (OffsetRMSNorm, FinalOffsetRMSNorm, {}),
+    "rms_plain": (RMSNorm, FinalRMSNorm, {"affine": False}),
+    "layer": (LayerNorm, FinalLayerNorm, {}),
+    "layer_offset": (OffsetLayerNorm, FinalOffsetLayerNorm, {}),
+    "layer_weight": (LayerNorm, FinalLayerNorm, {"bias": False}),
+    "layer_plain": (LayerNorm, FinalLayerNorm, {"affine": False}),
 }
 
 
@@ -66,17 +77,19 @@ def decoder_layers(
     first, head = first_and_last(
         config,
         sequence_parallel,
-        scale=config.hidden_size**0.5 if config.scale_embedding else 1.0,
+        scale=(config.hidden_size**0.5 if config.scale_embedding else 1.0) * config.embedding_multiplier,
+        logit_scale=config.logit_scale,
         softcap=config.final_logit_softcapping,
         bias=config.head_bias,
     )
     common: dict[str, Any] = {"sequence_parallel": sequence_parallel}
     block = _BLOCKS[config.BLOCK]
+    _, norm, how = _NORMS[config.norm]
     return [
         first,
         *([LayerSpec(PositionEmbedding, config, config.position_offset, **common)] * config.learned_positions),
         *(LayerSpec(block, config, i, attention=attention, **common, **moe) for i in range(config.num_hidden_layers)),
-        LayerSpec(_NORMS[config.norm][1], config.hidden_size, config.norm_epsilon, **common),
+        LayerSpec(norm, config.hidden_size, config.norm_epsilon, **common, **how),
         head,
     ]
 
@@ -102,29 +115,35 @@ class DecoderBlock(ResidualBlock):
         **moe: Any,
     ) -> None:
         mlp = partial(GatedMLP if config.gated else MLP, activation=config.hidden_act, bias=config.mlp_bias)
-        rope = Rope(config.rotary_dim, *config.rope_of(layer), leading=True) if config.has_rope(layer) else None
-        scalar = config.query_pre_attn_scalar
+        rope = None
+        if config.has_rope(layer):
+            rope = Rope(config.rotary_dim, *config.rope_of(layer), config.rope_interleaved, leading=True)
+        scalar, factor = config.query_pre_attn_scalar, config.attention_multiplier
+        norm, _, how = _NORMS[config.norm]
+        normed = config.qk_norm or config.qk_norm_all_heads or config.qk_norm_per_head
         super().__init__(
             config,
             grid=grid,
             sequence_parallel=sequence_parallel,
             attention=attention,
-            make_norm=_NORMS[config.norm][0],
+            make_norm=partial(norm, **how),
             make_mlp=partial(make_moe, **moe) if layer in config.moe_layers else mlp,
             norm_place=config.norm_place,
             parallel=config.parallel_residual,
             shared_norm=config.shared_norm,
+            multiplier=config.residual_multiplier,
             head_dim=config.head_dim,
             kv_heads=None if config.fused_qkv else config.num_key_value_heads,
             rope=rope,
             window=config.window_of(layer),
             bias=config.qkv_bias,
             out_bias=config.out_bias,
-            qk_norm=config.norm_epsilon if config.qk_norm or config.qk_norm_all_heads else None,
+            qk_norm=config.norm_epsilon if normed else None,
             norm_all_heads=config.qk_norm_all_heads,
-            norm=OffsetRMSNorm if config.norm == "rms_offset" else RMSNorm,
+            norm_per_head=config.qk_norm_per_head,
+            norm=partial(norm, **how) if config.norm.startswith("rms") else RMSNorm,
             clip=config.clip_qkv,
-            scale=None if scalar is None else scalar**-0.5,
+            scale=factor if scalar is None else scalar**-0.5,
             softcap=config.attn_logit_softcapping,
         )
         if not config.learned_positions:  # else the layer of positions has it

@@ -14,7 +14,7 @@ from ..config import DecoderConfig, DeepseekConfig, TransformerConfig
 from ..rope_scaling import LinearScaling, RopeScaling, YarnScaling
 from .families import FAMILIES, Config, Family
 from .folder_settings import Settings
-from .names import Entry, Fused, Names, expand
+from .names import Entry, Fused, Names, PerHead, expand
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of the number of experts
 _SCALINGS = {"llama3": RopeScaling, "yarn": YarnScaling, "linear": LinearScaling}  # by rope_type
@@ -98,7 +98,7 @@ def entries(names: Names | None, config: Config) -> dict[str, Entry]:
     """Expand a table of names, or that of the family, to the full names of the model of a ``config.json``."""
     table, heads = names_of(config) if names is None else names, None
     forms = [form for theirs in table.values() for form in (theirs if isinstance(theirs, list) else [theirs])]
-    if any(isinstance(form, Fused) for form in forms) and config.get("model_type") in FAMILIES:
+    if any(isinstance(form, (Fused, PerHead)) for form in forms) and config.get("model_type") in FAMILIES:
         ours = _from_hf(config)
         assert isinstance(ours, DecoderConfig)
         heads = ours.num_attention_heads, ours.num_key_value_heads, ours.head_dim
@@ -152,6 +152,10 @@ def _from_hf(config: Config) -> TransformerConfig:
         if found[ours] is None and types[ours].default == 0:
             found[ours] = 0
         _check_type(config, name, found[ours], str(types[ours].type))
+        if ours in family.inverse:
+            if not found[ours]:
+                raise ValueError(f"{name} is {_shown(found[ours])}, by which triax would divide. Give another number.")
+            found[ours] = 1.0 / found[ours]
     if "head_dim" not in family.keys and family.config is not DeepseekConfig:
         _check_head_dim(config, found)
     if family.rope:
@@ -259,7 +263,9 @@ def _written(config: TransformerConfig, name: str, family: Family) -> dict[str, 
     keys = {(key if isinstance(key, str) else key[0]): ours for ours, key in family.keys.items()}
     found = {"architectures": [family.architecture], "model_type": name}
     found |= {key: values[0] for key, values in family.only.items()}
-    found |= {key: getattr(config, ours) for key, ours in keys.items()}
+    for key, ours in keys.items():
+        value = getattr(config, ours)
+        found[key] = 1.0 / value if ours in family.inverse and value else value
     if family.rope:
         found |= _write_rope(config, family)
     if family.window:

@@ -11,9 +11,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...tensor_parallel.plans import Column, FusedHeads, KeyValue, Local, OnAllHeads, OnHeads, Row, Style, Vocab
+from ...tensor_parallel.plans import (
+    Column,
+    FusedHeads,
+    KeyValue,
+    Local,
+    OnAllHeads,
+    OnEachHead,
+    OnHeads,
+    Row,
+    Style,
+    Vocab,
+)
 from ..config import DecoderConfig, DeepseekConfig, GPTConfig, LlamaConfig, MixtralConfig, TransformerConfig
-from .names import Fused, Names, PerExpert, Repeated, Transposed
+from .names import Fused, Names, PerExpert, PerHead, Repeated, Transposed
 
 Config = Mapping[str, Any]  # content of a config.json
 Key = str | tuple[str, Any]
@@ -31,6 +42,7 @@ class Family:
         names: triax's parameter names -> Hugging Face's, or a function that makes this table from a ``config.json``.
         keys: field of the configuration -> key of ``config.json``, or (key, its default in transformers' configuration
             class). A key without a default must be there. null stands for 0 where the field's own default is 0.
+        inverse: fields whose value is 1 divided by the key's.
         flags: fields that have the same value in all models of the family.
         only: key of ``config.json`` -> the values that are supported. The first one is its default, and is written.
         rope: defaults of the rotary positions: ``rope_theta`` and, if the family has it, ``partial_rotary_factor``;
@@ -65,6 +77,7 @@ class Family:
     write: Callable[[Any], dict[str, Any]] | None = None
     blocks: bool = True
     embedding_dropout: str = ""
+    inverse: tuple[str, ...] = ()
 
     @property
     def architecture(self) -> str:
@@ -89,6 +102,9 @@ _TIED: dict[str, Key] = {"tie_word_embeddings": ("tie_word_embeddings", True)}
 _ATTENTION_BIAS: dict[str, Key] = dict.fromkeys(("qkv_bias", "out_bias"), ("attention_bias", False))
 _NO_DROPOUT: dict[str, tuple[Any, ...]] = {"attention_dropout": (0.0, None)}
 _SILU: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",), **_NO_DROPOUT}
+_ACTS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2")  # of ``models/layers.ACTIVATIONS``
+_ANY_ACT: dict[str, tuple[Any, ...]] = {"hidden_act": _ACTS, **_NO_DROPOUT}
+_HIDDEN_ACT: dict[str, Key] = {"hidden_act": ("hidden_act", "silu")}
 _NO_BIASES: dict[str, tuple[Any, ...]] = {"attention_bias": (False,)}
 _LAYER_NORM = {"norm": "layer", "gated": False}
 
@@ -252,6 +268,20 @@ _STARCODER2_NAMES: Names = {
     **_NORMS,
     **_block(1, mlp__up=f"{_AT}.mlp.c_fc.*", mlp__down=f"{_AT}.mlp.c_proj.*"),
 }
+_GLM_NAMES: Names = {**_LLAMA_NAMES, **_block(1, mlp__gate_up=f"{_AT}.mlp.gate_up_proj.*")}
+_GLM4_NAMES: Names = {
+    **_GLM_NAMES,
+    **_block(1, post_norm1=f"{_AT}.post_self_attn_layernorm.*", post_norm2=f"{_AT}.post_mlp_layernorm.*"),
+}
+_STABLELM_NAMES: Names = {
+    **_LLAMA_NAMES,
+    **{
+        f"layers.{{i+1}}.attention.{part}_norm.weight": PerHead(
+            f"{_AT}.self_attn.{part}_layernorm.norms.{{h}}.weight", part
+        )
+        for part in "qk"
+    },
+}
 _GEMMA2_NAMES: Names = {**_LLAMA_ENDS, **_ATTENTION, **_SANDWICH, **_GATED}
 _NEOX = "gpt_neox.layers.{i}"
 _NEOX_NAMES: Names = {
@@ -352,6 +382,21 @@ def _exaone4_read(config: Config) -> dict[str, Any]:
         return {}
     slides = [_exaone4_slides(config, i) for i in range(depth)] if types is None else ["sliding" in t for t in types]
     return {"no_rope_layers": [int(each) for each in slides]}
+
+
+def _cohere2_read(config: Config) -> dict[str, Any]:
+    """Blocks without a window have no rotary positions."""
+    depth, types = config["num_hidden_layers"], config.get("layer_types")
+    slides = [_cohere2_slides(config, i) for i in range(depth)] if types is None else ["sliding" in t for t in types]
+    return {"no_rope_layers": [int(each) for each in slides][:depth]}
+
+
+def _cohere2_slides(config: Config, block: int) -> bool:
+    return (block + 1) % config.get("sliding_window_pattern", 4) != 0
+
+
+def _stablelm_read(config: Config) -> dict[str, Any]:
+    return {"shared_norm": bool(config.get("use_parallel_residual", False))}
 
 
 def _gemma_read(config: Config) -> dict[str, Any]:
@@ -465,6 +510,7 @@ def _llama_plan(config: Any) -> dict[str, Style]:
         **{f"*.self_attn.{out}": Row(unit=dim) for out in ("o_proj", "dense", "out_proj")},
         "*.mlp.gate_proj": Column(group="gate_up"),
         "*.mlp.up_proj": Column(group="gate_up"),
+        "*.mlp.gate_up_proj": Column(parts=2),
         "*.mlp.down_proj": Row(),
         **{f"*layers.*.{up}": Column() for up in ("mlp.c_fc", "mlp.fc1", "fc1")},
         **{f"*layers.*.{down}": Row() for down in ("mlp.c_proj", "mlp.fc2", "fc2")},
@@ -478,12 +524,27 @@ def _olmo2_plan(config: Any) -> dict[str, Style]:
     return {**norms, **_llama_plan(config)}
 
 
-def _gemma_plan(config: Any) -> dict[str, Style]:
-    return {**_llama_plan(config), "*embed_tokens": Vocab(scale=config.hidden_size**0.5)}
+def _cohere_plan(config: Any) -> dict[str, Style]:
+    heads, kv_heads, _ = _heads(config)
+    norms = {"*.self_attn.q_norm": OnEachHead(heads), "*.self_attn.k_norm": OnEachHead(kv_heads)}
+    return {**norms, **_llama_plan(config)}
 
 
 def _opt_plan(config: Any) -> dict[str, Style]:
     return {"*.self_attn": Local({"num_heads": 1}), **_llama_plan(config)}
+
+
+def _stablelm_plan(config: Any) -> dict[str, Style]:
+    if config.qk_layernorm:
+        raise ValueError(
+            "parallelize does not shard a StableLM with qk_layernorm=True, which keeps the norm of each head in a "
+            "module of its own. Take the layers of load_hf(path)."
+        )
+    return _opt_plan(config)
+
+
+def _gemma_plan(config: Any) -> dict[str, Style]:
+    return {**_llama_plan(config), "*embed_tokens": Vocab(scale=config.hidden_size**0.5)}
 
 
 def _phi3_plan(config: Any) -> dict[str, Style]:
@@ -697,6 +758,42 @@ _OLMO2 = _like(
     flags={"norm_place": "after", "qk_norm_all_heads": True},
 )
 
+_GLM = _like(
+    _LLAMA,
+    "Glm",
+    config=DecoderConfig,
+    names=_GLM_NAMES,
+    keys={
+        **_HIDDEN_ACT,
+        "num_key_value_heads": ("num_key_value_heads", 2),
+        "head_dim": ("head_dim", 128),
+        "rms_norm_eps": ("rms_norm_eps", 1.5625e-7),
+        "qkv_bias": ("attention_bias", True),
+    },
+    flags={"rope_interleaved": True},
+    only=_ANY_ACT,
+    rope={"partial_rotary_factor": 0.5},
+)
+_LAYER_NORM_EPS: dict[str, Key] = {"rms_norm_eps": ("layer_norm_eps", 1e-5)}
+_COHERE = _like(
+    _LLAMA,
+    "Cohere",
+    plan=_cohere_plan,
+    config=DecoderConfig,
+    keys={
+        **_TIED,
+        **_HIDDEN_ACT,
+        **_LAYER_NORM_EPS,
+        **_ATTENTION_BIAS,
+        "head_dim": None,
+        "logit_scale": ("logit_scale", 0.0625),
+        "qk_norm_per_head": ("use_qk_norm", False),
+    },
+    flags={"norm": "layer_weight", "parallel_residual": True, "shared_norm": True, "rope_interleaved": True},
+    only=_ANY_ACT,
+    rope={"rope_theta": 5e5},
+)
+
 FAMILIES: dict[str, Family] = {
     "gpt2": Family(
         "GPT2",
@@ -803,6 +900,98 @@ FAMILIES: dict[str, Family] = {
         only={"hidden_act": ("gelu_pytorch_tanh", "gelu_new", "gelu", "silu", "relu")},
         window="all",
         embedding_dropout="embedding_dropout",
+    ),
+    "granite": _like(
+        _LLAMA,
+        "Granite",
+        config=DecoderConfig,
+        keys={
+            **_BIASES,
+            **_HIDDEN_ACT,
+            **{f"{name}_multiplier": (f"{name}_multiplier", 1.0) for name in ("embedding", "attention", "residual")},
+            "logit_scale": ("logits_scaling", 1.0),
+        },
+        only=_ANY_ACT,
+        inverse=("logit_scale",),
+    ),
+    "cohere": _COHERE,
+    "cohere2": _like(
+        _COHERE,
+        "Cohere2",
+        plan=_llama_plan,
+        keys={"qk_norm_per_head": None},
+        rope=_ROPE,
+        window="types",
+        window_size=4096,
+        slides=_cohere2_slides,
+        read=_cohere2_read,
+    ),
+    "glm": _GLM,
+    "glm4": _like(_GLM, "Glm4", names=_GLM4_NAMES, flags={"norm_place": "both"}),
+    "ernie4_5": _like(
+        _LLAMA,
+        "Ernie4_5",
+        config=DecoderConfig,
+        keys={
+            **_TIED,
+            **_HIDDEN_ACT,
+            **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), ("use_bias", False)),
+            "num_key_value_heads": ("num_key_value_heads", 2),
+            "head_dim": ("head_dim", 128),
+            "rms_norm_eps": ("rms_norm_eps", 1e-5),
+        },
+        flags={"rope_interleaved": True},
+        only={"hidden_act": _ACTS, "attention_dropout": None},
+        rope={"rope_theta": 5e5},
+    ),
+    "stablelm": _like(
+        _LLAMA,
+        "StableLm",
+        plan=_stablelm_plan,
+        config=DecoderConfig,
+        names=_STABLELM_NAMES,
+        keys={
+            **_HIDDEN_ACT,
+            **_LAYER_NORM_EPS,
+            "num_key_value_heads": ("num_key_value_heads", 32),
+            "head_dim": None,
+            "qkv_bias": ("use_qkv_bias", False),
+            "qk_norm_per_head": ("qk_layernorm", False),
+            "parallel_residual": ("use_parallel_residual", False),
+            "dropout": ("hidden_dropout", 0.0),
+        },
+        flags={"norm": "layer"},
+        only=_ANY_ACT,
+        rope={"partial_rotary_factor": 0.25},
+        read=_stablelm_read,
+    ),
+    "nemotron": _like(
+        _LLAMA,
+        "Nemotron",
+        config=DecoderConfig,
+        names=_ARCEE_NAMES,
+        keys={
+            **_BIASES,
+            "hidden_act": ("hidden_act", "relu2"),
+            "rms_norm_eps": ("norm_eps", 1e-5),
+            "initializer_range": ("initializer_range", 0.0134),
+        },
+        flags={"norm": "layer_offset", "gated": False},
+        only={"hidden_act": ("relu2", *_ACTS[:-1])},
+        rope={"partial_rotary_factor": 0.5},
+    ),
+    "olmo": _like(
+        _LLAMA,
+        "Olmo",
+        config=DecoderConfig,
+        keys={
+            **_ATTENTION_BIAS,
+            **_HIDDEN_ACT,
+            "rms_norm_eps": None,
+            "clip_qkv": ("clip_qkv", None),
+        },
+        flags={"norm": "layer_plain", "rms_norm_eps": 1e-5},
+        only=_ANY_ACT,
     ),
     "gemma": _GEMMA,
     "gemma2": _like(

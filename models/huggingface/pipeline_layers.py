@@ -31,7 +31,7 @@ from ...context.order import positions, shard
 from ...grid import Axis, Grid
 from ...pipe.chunked_loss import LastLayer, is_watched, loss_in_chunks, runs_otherwise
 from ...pipe.spec import LayerSpec, TiedLayerSpec
-from ..layers import softcapped
+from ..layers import scaled, softcapped
 from .families import FAMILIES
 from .load import load_hf
 from .names import Names
@@ -131,9 +131,14 @@ class HFModel:
         """Apply the dropout of the embeddings."""
         return F.dropout(x, getattr(self.config, self.family.embedding_dropout or "", 0.0), training)
 
+    def embedding_scale(self, embedding: Any) -> float:
+        """Return the factor of the token embeddings, which the module has (Gemma) or the model (Granite)."""
+        return float(getattr(embedding, "scalar_embed_scale", getattr(self.config, "embedding_multiplier", 1.0)))
+
     def capped(self, logits: Tensor) -> Tensor:
-        """Apply the cap of the logits, if the model has one."""
-        return softcapped(logits, getattr(self.config, "final_logit_softcapping", None))
+        """Apply the factor and the cap of the logits, if the model has them."""
+        factor, divisor = (getattr(self.config, key, 1.0) for key in ("logit_scale", "logits_scaling"))
+        return softcapped(scaled(logits, factor / divisor), getattr(self.config, "final_logit_softcapping", None))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HFModel) and self.config.to_dict() == other.config.to_dict()
@@ -190,7 +195,7 @@ class Embedding(nn.Embedding):
         theirs = hf.whole().get_submodule(hf.embedding)
         super().__init__(theirs.num_embeddings, theirs.embedding_dim, theirs.padding_idx)
         self.hf, self.context = hf, grid.context
-        self.scale = getattr(theirs, "scalar_embed_scale", 1.0)  # of Gemma
+        self.scale = hf.embedding_scale(theirs)
         hf.initialize(self)
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -52,6 +52,13 @@ VALUES: dict[str, Any] = {
     "layer_norm_eps": 3e-4,
     "layer_norm_epsilon": 3e-4,
     "norm_epsilon": 3e-4,
+    "norm_eps": 3e-4,
+    "embedding_multiplier": 2.5,
+    "attention_multiplier": 0.5,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 3.0,
+    "logit_scale": 0.3,
+    "hidden_act": "gelu",
     "initializer_range": 0.03,
     "init_std": 0.03,
     "clip_qkv": 2.0,
@@ -72,6 +79,9 @@ MORE: dict[str, dict[str, Any]] = {
     "gemma2": {"attn_logit_softcapping": 5.0},
     "falcon": {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1, "bias": True},
     "starcoder2": {"use_bias": False},
+    "cohere": {"use_qk_norm": True},
+    "ernie4_5": {"use_bias": True},
+    "stablelm": {"qk_layernorm": True, "use_qkv_bias": True, "use_parallel_residual": True},
     "opt": {"enable_bias": False},
     "gpt_neox": {"use_parallel_residual": False, "attention_bias": False},
     "deepseek_v3": {"norm_topk_prob": False, "rope_interleave": False},
@@ -99,6 +109,8 @@ def whole(family: str) -> dict[str, Any]:
     values = {key: value for key, value in (VALUES | MORE.get(family, {})).items() if key in defaults}
     if "head_dim" not in ours.keys:
         values.pop("head_dim", None)
+    if values.get("hidden_act") not in ours.only.get("hidden_act", ()):
+        values.pop("hidden_act", None)
     if family != "phi":
         values["tie_word_embeddings"] = not defaults["tie_word_embeddings"]
     if isinstance(defaults.get("attention_bias"), bool) and "attention_bias" not in ours.only:

@@ -29,7 +29,7 @@ from triax.tensor_parallel.plans import Column, Row
 from exact_norms import exact
 from paths import DOCS
 from toy_families import DENSE as CASES
-from toy_families import VOCABULARY
+from toy_families import REFUSED, VOCABULARY
 
 Sizes = tuple[int, int, int]  # pipe, data, tensor
 
@@ -92,7 +92,8 @@ def by_their_names(gradients: dict[str, Tensor], config: dict[str, Any]) -> dict
             for piece, (start, stop) in zip(gradient.split([b - a for a, b in entry.rows]), entry.rows, strict=True):
                 whole[start:stop] = piece
         else:
-            for name, piece in zip(entry.theirs, gradient.chunk(len(entry.theirs)), strict=True):
+            pieces = gradient.unbind() if entry.per_expert else gradient.chunk(len(entry.theirs))
+            for name, piece in zip(entry.theirs, pieces, strict=True):
                 found[name] = piece.t() if entry.transposed else piece
     return found
 
@@ -256,7 +257,13 @@ def test_their_blocks_on_two_stages(ranks: Any, tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_their_model_on_two_tensor_ranks(ranks: Any) -> None:
-    check_parallelized(ranks, list(CASES))
+    check_parallelized(ranks, [case for case in CASES if case not in REFUSED])
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_settings_that_a_plan_does_not_shard_are_refused(case: str) -> None:
+    with pytest.raises(ValueError, match=f"{REFUSED[case]}.*load_hf"):
+        parallelize(make(case), Grid())
 
 
 @pytest.mark.exhaustive

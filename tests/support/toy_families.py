@@ -61,6 +61,50 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("arcee", _LLAMA),
     "arcee-biases": ("arcee", _LLAMA | {"attention_bias": True, "mlp_bias": True, "rope_parameters": _YARN}),
     "starcoder2": ("starcoder2", _LLAMA | {"sliding_window": 5, "residual_dropout": 0.0, "embedding_dropout": 0.0}),
+    "granite": (
+        "granite",
+        _LLAMA
+        | {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.4, "logits_scaling": 1.7},
+    ),
+    "granite-tied": (
+        "granite",
+        _LLAMA
+        | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}
+        | {"logits_scaling": 3.0, "embedding_multiplier": 0.7, "rope_parameters": _YARN},
+    ),
+    "cohere": ("cohere", _LLAMA),
+    "cohere-norms": (
+        "cohere",
+        _LLAMA | {"use_qk_norm": True, "attention_bias": True, "logit_scale": 1.5, "tie_word_embeddings": False},
+    ),
+    "cohere2": ("cohere2", _LLAMA | {"sliding_window": 4, "layer_types": _MIXED}),
+    "cohere2-pattern": (
+        "cohere2",
+        _LLAMA | {"sliding_window": 5, "sliding_window_pattern": 2, "attention_bias": True, "logit_scale": 2.0},
+    ),
+    "glm": ("glm", _LLAMA | {"head_dim": 8}),
+    "glm-plain": (
+        "glm",
+        _LLAMA
+        | {"head_dim": 6, "attention_bias": False, "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+    ),
+    "glm4": ("glm4", _LLAMA | {"head_dim": 8}),
+    "ernie4_5": ("ernie4_5", _LLAMA | {"head_dim": 6}),
+    "ernie4_5-biases": ("ernie4_5", _LLAMA | {"head_dim": None, "use_bias": True, "tie_word_embeddings": False}),
+    "stablelm": ("stablelm", _LLAMA),
+    "stablelm-one-key": ("stablelm", _LLAMA | {"num_key_value_heads": 1, "use_qkv_bias": True}),
+    "stablelm-norms": (
+        "stablelm",
+        _LLAMA | {"qk_layernorm": True, "num_key_value_heads": 1, "use_parallel_residual": True},
+    ),
+    "nemotron": ("nemotron", _LLAMA),
+    "nemotron-biases": (
+        "nemotron",
+        _LLAMA | {"head_dim": 12, "attention_bias": True, "mlp_bias": True, "hidden_act": "silu"},
+    ),
+    "olmo": ("olmo", _LLAMA),
+    "olmo-clipped": ("olmo", _LLAMA | {"clip_qkv": 0.5, "attention_bias": True, "tie_word_embeddings": True}),
     "gemma": ("gemma", _GEMMA),
     "gemma2": (
         "gemma2",
@@ -86,6 +130,9 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon-40b": ("falcon", _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
     "falcon-rw": ("falcon", _FALCON | {"multi_query": False, "parallel_attn": False, "bias": True}),
 }
+
+# Cases whose models ``parallelize`` refuses, and the setting for which it does.
+REFUSED = {"stablelm-norms": "qk_layernorm=True"}
 
 COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
