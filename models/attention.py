@@ -29,6 +29,7 @@ from ..randomness.random import Constant, Distribution, sharded_parameter
 from ..tensor_parallel.column import column_linears
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, updated
 from ..tensor_parallel.norm import RMSNorm, sharded_rms_norm
+from .alibi import Alibi
 from .packed import packing, token_positions
 from .rope import Rope
 
@@ -43,7 +44,7 @@ class CausalAttention(nn.Module):
     Args:
         heads: H, the number of query heads, at least the number of tensor-parallel ranks.
         grid: grid whose tensor axis shards the heads.
-        rope: rotary embedding of queries and keys, or None.
+        rope: rotary embedding of queries and keys, or ``Alibi``, which needs ``scale``; or None.
         sequence_parallel: input and output are this rank's shards of the sequence.
         kind, window, sparsity: as for ``SelfAttention``.
         scale: factor of the scores; None: dim ** -0.5, of the width of a query.
@@ -62,7 +63,7 @@ class CausalAttention(nn.Module):
         heads: int,
         *,
         grid: Grid,
-        rope: Rope | None,
+        rope: Rope | Alibi | None,
         sequence_parallel: bool,
         kind: str,
         window: int | None,
@@ -95,9 +96,8 @@ class CausalAttention(nn.Module):
             return self._project_out(self._attend_by_blocks(*self._project(x), documents))
         q, k, v = self._project(x)  # (B, heads, T, dim), twice (B, kv_heads, T, dim)
         packed = packing(documents, q.dtype) if documents is not None and self.cache is None else None
-        if self.rope is not None:
-            positions = packed.positions if packed is not None else None
-            q, k = self.rope(q, k, positions if self.cache is None else self.cache.positions)
+        positions = packed.positions if packed is not None else None
+        q, k = self._rotated(q, k, positions if self.cache is None else self.cache.positions)
         mask = packed.mask if packed is not None else None
         if self.cache is not None:
             y = self.cache.attend(self, q, k, v)
@@ -109,12 +109,15 @@ class CausalAttention(nn.Module):
 
     def _attend_by_blocks(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
         """Attend over the context axis, or with a window or a block mask; arguments and result as for ``attend``."""
-        if self.rope is not None:
-            q, k = self.rope(q, k, token_positions(q.shape[2], self.grid.context, documents, q.device))
+        q, k = self._rotated(q, k, token_positions(q.shape[2], self.grid.context, documents, q.device))
         if self.recompute is not None:
             y: Tensor = self.recompute(self.attend_in_parts, q, k, v, documents)
             return y
         return self.attend_in_parts(q, k, v, documents)
+
+    def _rotated(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Apply the positions to q and k, as ``Rope``."""
+        return (q, k) if self.rope is None else self.rope(q, k, positions)
 
     def attend_in_parts(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
         """``context.attention`` of this rank's heads.
@@ -208,12 +211,14 @@ class SelfAttention(CausalAttention):
         head_dim: width of each head; 0 means ``width / heads``.
         kv_heads: number of key/value heads, which must divide ``heads``. If None, it equals ``heads``, and q, k and v
             are one fused weight.
-        rope: rotary embedding of queries and keys. If None, the positions must already be added to x.
+        rope: rotary embedding of queries and keys, or ``Alibi``, which needs ``scale``. If None, the positions must
+            already be added to x.
         bias: add biases to q, k and v, with initial value 0.
         out_bias: add a bias to the output projection.
         qk_norm: epsilon of an RMSNorm over each head of q and of k, before ``rope``. If None, there is no norm.
         norm_all_heads: the norm is over all heads of q together, and over all heads of k.
         norm_per_head: the norm is a LayerNorm with a weight for each head.
+        norm_after: the norm is behind ``rope``.
         clip: largest absolute value of q, k and v, to which they are clipped before ``rope``; None: no limit.
         init: distribution of the initial weights of q, k and v.
         out_init: distribution of the initial weights of the output projection.
@@ -253,12 +258,13 @@ class SelfAttention(CausalAttention):
         grid: Grid,
         head_dim: int = 0,
         kv_heads: int | None = None,
-        rope: Rope | None = None,
+        rope: Rope | Alibi | None = None,
         bias: bool = False,
         out_bias: bool = False,
         qk_norm: float | None = None,
         norm_all_heads: bool = False,
         norm_per_head: bool = False,
+        norm_after: bool = False,
         clip: float | None = None,
         init: Distribution,
         out_init: Distribution,
@@ -281,7 +287,7 @@ class SelfAttention(CausalAttention):
             scale=scale,
             softcap=softcap,
         )
-        dim, self.clip = head_dim or width // heads, clip
+        dim, self.clip, self.norm_after = head_dim or width // heads, clip, norm_after
         self.head_dim = dim
         start, stop = split(heads, self.axis.size, self.axis.rank)
         common: dict[str, Any] = {"grid": grid, "unit": dim, "sequence_parallel": sequence_parallel}
@@ -330,11 +336,15 @@ class SelfAttention(CausalAttention):
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, heads, T, dim), and k and v (B, kv_heads, T, dim), normalized but not rotated."""
         q, k, v = self._split(x)
-        if "q_norm" in self._modules:
+        if "q_norm" in self._modules and not self.norm_after:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.clip is not None:
             q, k, v = (each.clamp(-self.clip, self.clip) for each in (q, k, v))
         return q, k, v
+
+    def _rotated(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        q, k = super()._rotated(q, k, positions)
+        return (self.q_norm(q), self.k_norm(k)) if self.norm_after else (q, k)
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if "qkv" in self._modules:

@@ -147,6 +147,7 @@ class DecoderConfig(TransformerConfig):
         qk_norm: apply an RMSNorm to each head of the queries and of the keys, before the rotation.
         qk_norm_all_heads: apply an RMSNorm to all heads of the queries together, and to those of the keys (OLMoE,
             OLMo-2).
+        qk_norm_after: the norms of ``qk_norm`` are behind the rotation, not before it.
         qk_norm_per_head: apply a LayerNorm without a bias to each head of the queries and of the keys, with a weight
             for each head (Command R+, StableLM).
         out_bias, mlp_bias: add biases to the output of attention and to the linear layers of the MLP.
@@ -159,12 +160,16 @@ class DecoderConfig(TransformerConfig):
         norm_place: ``before`` each branch, ``after`` it (OLMo-2), or ``both`` (Gemma 2).
         parallel_residual: attention and MLP both take the block's input, and both are added to it.
         shared_norm: one norm for attention and MLP, with ``parallel_residual``.
-        hidden_act: activation of the MLP: ``silu``, ``gelu``, ``gelu_new``, ``gelu_pytorch_tanh``, ``relu`` or
-            ``relu2`` (the square of ``relu``).
+        hidden_act: activation of the MLP: ``silu``, ``gelu``, ``gelu_new``, ``gelu_pytorch_tanh``, ``gelu_bloom``
+            (the same with Bloom's constant), ``relu`` or ``relu2`` (the square of ``relu``).
         gated: the MLP is ``down(act(gate(x)) * up(x))``; False: ``down(act(up(x)))``.
         partial_rotary_factor: fraction of each head's channels, the first ones, that are rotated.
+        embedding_norm: a norm behind the token embeddings (Bloom).
+        alibi: biases of the scores that grow with the position, in place of rotary positions: ``added`` to the scores
+            (Bloom), or ``rounded`` to bfloat16 and multiplied by the factor of the scores (Falcon); empty: none.
         learned_positions: learned positions that are added to the embeddings, in place of rotary ones.
         position_offset: number of rows before the first position in the table of learned positions (2 in OPT).
+        rope_reversed: rotate the other way round, which is the same model with the halves of each head exchanged.
         rope_interleaved: neighboring channels of a head are rotated as a pair; False: channel i of the first half and
             of the second half of the rotated ones.
         scale_embedding: multiply the token embeddings by the square root of ``hidden_size``.
@@ -214,6 +219,7 @@ class DecoderConfig(TransformerConfig):
     qkv_bias: bool = False
     qk_norm: bool = False
     qk_norm_all_heads: bool = field(default=False, kw_only=True)
+    qk_norm_after: bool = field(default=False, kw_only=True)
     qk_norm_per_head: bool = field(default=False, kw_only=True)
     out_bias: bool = field(default=False, kw_only=True)
     mlp_bias: bool = field(default=False, kw_only=True)
@@ -226,9 +232,12 @@ class DecoderConfig(TransformerConfig):
     hidden_act: str = field(default="silu", kw_only=True)
     gated: bool = field(default=True, kw_only=True)
     partial_rotary_factor: float = field(default=1.0, kw_only=True)
+    embedding_norm: bool = field(default=False, kw_only=True)
+    alibi: str = field(default="", kw_only=True)
     learned_positions: bool = field(default=False, kw_only=True)
     position_offset: int = field(default=0, kw_only=True)
     rope_interleaved: bool = field(default=False, kw_only=True)
+    rope_reversed: bool = field(default=False, kw_only=True)
     scale_embedding: bool = field(default=False, kw_only=True)
     embedding_multiplier: float = field(default=1.0, kw_only=True)
     residual_multiplier: float = field(default=1.0, kw_only=True)
@@ -261,7 +270,8 @@ class DecoderConfig(TransformerConfig):
         known = {
             "norm": ("rms", "rms_offset", "rms_plain", "layer", "layer_offset", "layer_weight", "layer_plain"),
             "norm_place": ("before", "after", "both"),
-            "hidden_act": ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2"),
+            "hidden_act": ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_bloom", "relu", "relu2"),
+            "alibi": ("", "added", "rounded"),
         }
         for name, values in known.items():
             if getattr(self, name) not in values:
@@ -312,15 +322,22 @@ class DecoderConfig(TransformerConfig):
                 f"num_key_value_heads is {self.num_key_value_heads} and head_dim is {self.head_dim}, but "
                 f"fused_qkv=True needs {heads} and {width // heads}. Leave both out, or give fused_qkv=False."
             )
-        if self.head_dim < 1 or (self.head_dim % 2 and not self.learned_positions):
+        if self.head_dim < 1 or (self.head_dim % 2 and not (self.learned_positions or self.alibi)):
             raise ValueError(f"head_dim is {self.head_dim}, but rotary positions need pairs. Give an even number.")
 
     def _check_settings(self) -> None:
         both = [name for name in ("qk_norm", "qk_norm_all_heads", "qk_norm_per_head") if getattr(self, name)]
         if len(both) > 1:
             raise ValueError(f"{both[0]} and {both[1]} are both True. Give one of them.")
+        if self.qk_norm_after and (not both or self.alibi):
+            raise ValueError("qk_norm_after is True, which needs qk_norm=True and rotary positions. Give False.")
         rotated = self.rotary_dim
-        if not self.learned_positions and (rotated < 2 or rotated % 2 or rotated > self.head_dim):
+        if self.alibi and self.attn_logit_softcapping is not None:
+            raise ValueError(
+                f"alibi is {self.alibi!r} and attn_logit_softcapping is {self.attn_logit_softcapping}, but the cap "
+                "would act on the biases too. Give one of them."
+            )
+        if not (self.learned_positions or self.alibi) and (rotated < 2 or rotated % 2 or rotated > self.head_dim):
             raise ValueError(
                 f"partial_rotary_factor={self.partial_rotary_factor} of head_dim={self.head_dim} is {rotated} "
                 "rotated channels. Give a fraction with which the number is even, and at least 2."
@@ -369,8 +386,8 @@ class DecoderConfig(TransformerConfig):
 
     @property
     def layer_count(self) -> int:
-        """Number of entries in the model's list of layers, with one for learned positions."""
-        return super().layer_count + self.learned_positions
+        """Number of entries in the model's list of layers, with those of learned positions and a norm in front."""
+        return super().layer_count + self.learned_positions + self.embedding_norm
 
     @property
     def rotary_dim(self) -> int:
@@ -393,7 +410,9 @@ class DecoderConfig(TransformerConfig):
 
     def has_rope(self, layer: int) -> bool:
         """Return True if a block, counted from 0, has rotary positions."""
-        return not self.learned_positions and (not self.no_rope_layers or bool(self.no_rope_layers[layer]))
+        return not (self.learned_positions or self.alibi) and (
+            not self.no_rope_layers or bool(self.no_rope_layers[layer])
+        )
 
     def rope_of(self, layer: int) -> tuple[float, Scaling | None]:
         """Return base and scaling of the rotary wavelengths of a block, counted from 0."""
@@ -440,7 +459,7 @@ class DecoderConfig(TransformerConfig):
         norms = 1 if self.shared_norm else 4 if self.norm_place == "both" else 2
         embeddings = self.vocab_size * d * (1 if self.tie_word_embeddings else 2)
         embeddings += (self.max_position_embeddings + self.position_offset) * d if self.learned_positions else 0
-        embeddings += self.vocab_size if self.head_bias else 0
+        embeddings += (self.vocab_size if self.head_bias else 0) + (norm if self.embedding_norm else 0)
         blocks, sparse = self.num_hidden_layers, len(self.moe_layers)
         mixed = (blocks - sparse) * mlp + sparse * experts
         return embeddings + blocks * (self.attention_count + norms * norm) + mixed + norm
@@ -487,6 +506,8 @@ class GPTConfig(DecoderConfig):
     rope_local_base_freq: ClassVar[float | None] = None  # type: ignore[misc]
     partial_rotary_factor: ClassVar[float] = 1.0  # type: ignore[misc]
     rope_interleaved: ClassVar[bool] = False  # type: ignore[misc]
+    rope_reversed: ClassVar[bool] = False  # type: ignore[misc]
+    alibi: ClassVar[str] = ""  # type: ignore[misc]
     no_rope_layers: ClassVar[tuple[int, ...]] = ()  # type: ignore[misc]
     rms_norm_eps: ClassVar[Any] = property(lambda self: self.layer_norm_epsilon)  # type: ignore[misc]
     num_key_value_heads: ClassVar[Any] = property(lambda self: self.num_attention_heads)  # type: ignore[misc]

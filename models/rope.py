@@ -28,6 +28,7 @@ class Rope:
         scaling: Llama 3.1's, YaRN's or a linear scaling of the wavelengths, or None.
         interleaved: neighbouring channels are a pair. The result then has the first channels of all pairs before the
             second ones, for queries and keys alike, which does not change their products.
+        reversed: rotate by the negative angles.
     """
 
     def __init__(
@@ -37,9 +38,10 @@ class Rope:
         scaling: Scaling | None = None,
         interleaved: bool = False,
         leading: bool = False,
+        reversed: bool = False,
     ) -> None:
         self.head_dim, self.theta, self.scaling, self.interleaved = head_dim, theta, scaling, interleaved
-        self.leading = leading
+        self.leading, self.sign = leading, -1.0 if reversed else 1.0
         self.magnitude = scaling.magnitude() if isinstance(scaling, YarnScaling) else 1.0
 
     def angles(self, positions: Tensor) -> Tensor:
@@ -51,7 +53,7 @@ class Rope:
         Returns:
             float32 (..., head_dim / 2), in radians.
         """
-        return positions[..., None].float() * self.frequencies(positions.device)
+        return positions[..., None].float() * self.frequencies(positions.device) * self.sign
 
     def frequencies(self, device: torch.device | str | None = None) -> Tensor:
         """Return the rotation of each channel pair per token, in radians: float32 (head_dim / 2)."""
@@ -101,7 +103,7 @@ class Rope:
         else:
             # On the tensor of positions itself, so that the layers of a decode step compute them once.
             known = vars(positions).setdefault(_ATTRIBUTE, {})
-            key = self.head_dim, self.theta, self.scaling, q.dtype
+            key = self.head_dim, self.theta, self.scaling, self.sign, q.dtype
             if key not in known:
                 known[key] = self._rotations(positions[:, None], q.dtype)
             cos, sin = known[key]  # (B, 1, T, dim / 2)

@@ -303,6 +303,8 @@ def _decoder(config: DecoderConfig, shard_tensor: bool) -> list[LayerShape]:
     capped = config.final_logit_softcapping is not None or config.logit_scale != 1.0
     first, head = _ends(config, capped, config.head_bias)
     learned = [_positions(config, config.position_offset)] * config.learned_positions
+    if config.embedding_norm:
+        learned.insert(0, LayerShape("norm", "EmbeddingNorm", d, _norm("norm.", d, kind), norms=1, norm=kind))
     return [first, *learned, *blocks, _final_norm(d, kind), head]
 
 
@@ -333,7 +335,8 @@ def _attention_sizes(config: DecoderConfig, layer: int) -> Attention:
     normed = config.qk_norm or config.qk_norm_all_heads or config.qk_norm_per_head
     heads, keys, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     rotated = config.rotary_dim if config.has_rope(layer) else 0
-    return Attention(heads, keys, dim, dim, config.window_of(layer), rotated, normed)
+    wide = dim + (heads // keys if config.alibi else 0)
+    return Attention(heads, keys, wide, dim, config.window_of(layer), rotated, normed)
 
 
 def _deepseek(config: DeepseekConfig, shard_tensor: bool) -> list[LayerShape]:

@@ -17,6 +17,7 @@ from .folder_settings import Settings
 from .names import Entry, Fused, Names, PerHead, expand
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of the number of experts
+_DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")  # keys of the number of blocks
 _SCALINGS = {"llama3": RopeScaling, "yarn": YarnScaling, "linear": LinearScaling}  # by rope_type
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"  # types of layers with rotary positions of their own
 _MOST = 10_000  # blocks, and experts of a block
@@ -51,7 +52,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def layer_count(config: Mapping[str, Any]) -> int:
     """Return the number of blocks that a ``config.json`` gives under any family's key, or 0 if it gives none."""
-    return int(config.get("num_hidden_layers") or config.get("n_layer") or 0)
+    return int(next((config[key] for key in _DEPTHS if config.get(key)), 0))
 
 
 def expert_count(config: Mapping[str, Any]) -> int:
@@ -172,7 +173,7 @@ def _check_counts(config: Config) -> None:
 
     Names are made from them before any weight is looked up.
     """
-    for key in ("num_hidden_layers", "n_layer", "num_nextn_predict_layers", *_EXPERTS):
+    for key in (*_DEPTHS, "num_nextn_predict_layers", *_EXPERTS):
         value = config.get(key)
         if value is not None and not (type(value) is int and 0 <= value <= _MOST):
             raise ValueError(f"{key} is {_shown(value)}, but must be a whole number of at most {_MOST}.")

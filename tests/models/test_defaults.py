@@ -59,6 +59,14 @@ VALUES: dict[str, Any] = {
     "logits_scaling": 3.0,
     "logit_scale": 0.3,
     "hidden_act": "gelu",
+    "activation_function": "gelu",
+    "num_layers": 4,
+    "num_heads": 4,
+    "window_size": 5,
+    "attention_types": [[["local", "global"], 2]],
+    "rotary_dim": 8,
+    "resid_dropout": 0.3,
+    "n_embed": 64,
     "initializer_range": 0.03,
     "init_std": 0.03,
     "clip_qkv": 2.0,
@@ -79,6 +87,11 @@ MORE: dict[str, dict[str, Any]] = {
     "gemma2": {"attn_logit_softcapping": 5.0},
     "falcon": {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1, "bias": True},
     "starcoder2": {"use_bias": False},
+    "helium": {"head_dim": 16, "mlp_bias": True},
+    "seed_oss": {"attention_out_bias": True, "mlp_bias": True},
+    "hyperclovax": {"use_post_norm": False},
+    "bloom": {"hidden_size": 80},
+    "internlm3": {"attention_bias": True, "mlp_bias": True},
     "cohere": {"use_qk_norm": True},
     "ernie4_5": {"use_bias": True},
     "stablelm": {"qk_layernorm": True, "use_qkv_bias": True, "use_parallel_residual": True},
@@ -109,8 +122,9 @@ def whole(family: str) -> dict[str, Any]:
     values = {key: value for key, value in (VALUES | MORE.get(family, {})).items() if key in defaults}
     if "head_dim" not in ours.keys:
         values.pop("head_dim", None)
-    if values.get("hidden_act") not in ours.only.get("hidden_act", ()):
-        values.pop("hidden_act", None)
+    for key in ("hidden_act", "activation_function"):
+        if key in ours.only and values.get(key) not in ours.only[key]:
+            values.pop(key, None)
     if family != "phi":
         values["tie_word_embeddings"] = not defaults["tie_word_embeddings"]
     if isinstance(defaults.get("attention_bias"), bool) and "attention_bias" not in ours.only:

@@ -25,6 +25,10 @@ _FULL_YARN = {
     "full_attention": {**_YARN, "rope_theta": 5e5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
 }
+_GPT2 = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 32, "n_layer": 3, "n_head": 4} | _TOKENS
+_GPT_NEO = {name: value for name, value in _HEADS.items() if name not in ("num_hidden_layers", "num_attention_heads")}
+_GPT_NEO |= {"vocab_size": VOCABULARY, "num_layers": 3, "num_heads": 4, "window_size": 4, **_TOKENS}
+_BLOOM = {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 3, "n_head": 4} | _TOKENS
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": (
         "gpt2",
@@ -105,6 +109,45 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo": ("olmo", _LLAMA),
     "olmo-clipped": ("olmo", _LLAMA | {"clip_qkv": 0.5, "attention_bias": True, "tie_word_embeddings": True}),
+    "ministral": ("ministral", _LLAMA | {"sliding_window": 4, "layer_types": _MIXED, "head_dim": 8}),
+    "ministral-window": ("ministral", _LLAMA | {"sliding_window": 5, "head_dim": 6}),
+    "internlm3": ("internlm3", _LLAMA | {"head_dim": 6}),
+    "internlm3-biases": ("internlm3", _LLAMA | {"head_dim": None, "attention_bias": True, "mlp_bias": True}),
+    "hyperclovax": ("hyperclovax", _LLAMA | {"attention_multiplier": 0.2, "residual_multiplier": 0.5}),
+    "hyperclovax-plain": ("hyperclovax", _LLAMA | {"use_post_norm": False, "logits_scaling": 2.5, "mlp_bias": True}),
+    "helium": ("helium", _LLAMA | {"head_dim": 8}),
+    "helium-biases": ("helium", _LLAMA | {"head_dim": 8, "attention_bias": True, "mlp_bias": True}),
+    "seed_oss": ("seed_oss", _LLAMA | {"head_dim": 6, "attention_dropout": 0.0, "residual_dropout": 0.0}),
+    "seed_oss-biases": (
+        "seed_oss",
+        _LLAMA
+        | {"head_dim": None, "attention_dropout": 0.0, "residual_dropout": 0.0, "tie_word_embeddings": True}
+        | {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+    ),
+    "jais2": ("jais2", _LLAMA),
+    "jais2-plain": ("jais2", _LLAMA | {"attention_bias": False, "mlp_bias": False, "hidden_act": "gelu"}),
+    "nanochat": ("nanochat", _LLAMA | {"final_logit_softcapping": 2.0}),
+    "nanochat-uncapped": ("nanochat", _LLAMA | {"final_logit_softcapping": None, "attention_bias": True}),
+    "vaultgemma": (
+        "vaultgemma",
+        _GEMMA
+        | {"query_pre_attn_scalar": 10, "sliding_window": 5}
+        | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gptj": ("gptj", _GPT2 | {"rotary_dim": 4}),
+    "gptj-gelu": ("gptj", _GPT2 | {"rotary_dim": 8, "n_inner": 44, "activation_function": "gelu"}),
+    "gpt_neo": ("gpt_neo", _GPT_NEO | {"attention_types": [[["global", "local"], 1], [["local"], 1]]}),
+    "gpt_neo-global": (
+        "gpt_neo",
+        _GPT_NEO | {"attention_types": [[["global"], 3]], "intermediate_size": 44, "tie_word_embeddings": False},
+    ),
+    "bloom": ("bloom", _BLOOM),
+    "bloom-six-heads": ("bloom", _BLOOM | {"hidden_size": 36, "n_head": 6, "tie_word_embeddings": False}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", _LLAMA | {"head_dim": 6}),
+    "hunyuan_v1_dense-biases": (
+        "hunyuan_v1_dense",
+        _LLAMA | {"head_dim": 8, "attention_bias": True, "rope_parameters": _YARN},
+    ),
     "gemma": ("gemma", _GEMMA),
     "gemma2": (
         "gemma2",
@@ -128,11 +171,15 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "falcon": ("falcon", _FALCON),
     "falcon-40b": ("falcon", _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+    "falcon-alibi": ("falcon", _FALCON | {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}),
+    "falcon-alibi-one-key": ("falcon", _FALCON | {"alibi": True}),
     "falcon-rw": ("falcon", _FALCON | {"multi_query": False, "parallel_attn": False, "bias": True}),
 }
 
-# Cases whose models ``parallelize`` refuses, and the setting for which it does.
-REFUSED = {"stablelm-norms": "qk_layernorm=True"}
+# Cases whose models ``parallelize`` and ``hf_layers`` refuse, and the setting for which they do.
+NOT_SHARDED = {"stablelm-norms": "qk_layernorm=True"}
+NOT_LISTED = dict.fromkeys(("falcon-alibi", "falcon-alibi-one-key"), "alibi=True")
+NOT_SHARDED |= NOT_LISTED
 
 COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
