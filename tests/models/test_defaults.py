@@ -125,7 +125,7 @@ def whole(family: str) -> dict[str, Any]:
     for key in ("hidden_act", "activation_function"):
         if key in ours.only and values.get(key) not in ours.only[key]:
             values.pop(key, None)
-    if family != "phi":
+    if family not in ("phi", "gptj"):  # their heads have a bias
         values["tie_word_embeddings"] = not defaults["tie_word_embeddings"]
     if isinstance(defaults.get("attention_bias"), bool) and "attention_bias" not in ours.only:
         values.setdefault("attention_bias", not defaults["attention_bias"])
