@@ -31,13 +31,14 @@ class Alibi:
         self.slopes, self.group, self.held, self.rounded = slopes(heads), heads // kv_heads, held, rounded
         self.factor = 1.0 if rounded else 1.0 / scale
 
-    def __call__(self, q: Tensor, k: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def __call__(self, q: Tensor, k: Tensor, positions: Tensor | None = None, length: int = 0) -> tuple[Tensor, Tensor]:
         """Add the channels.
 
         Args:
             q: (B, heads, T, dim), of this rank's query heads.
             k: (B, kv_heads, T, dim), of the key/value heads that they use.
             positions: integers (B, T). If None, the positions are 0 to T - 1.
+            length: number of tokens of the whole row, on which nothing depends.
 
         Returns:
             q (B, heads, T, dim + G) and k (B, kv_heads, T, dim + G).

@@ -97,7 +97,10 @@ class CausalAttention(nn.Module):
         q, k, v = self._project(x)  # (B, heads, T, dim), twice (B, kv_heads, T, dim)
         packed = packing(documents, q.dtype) if documents is not None and self.cache is None else None
         positions = packed.positions if packed is not None else None
-        q, k = self._rotated(q, k, positions if self.cache is None else self.cache.positions)
+        if self.cache is None:
+            q, k = self._rotated(q, k, positions, q.shape[2])
+        else:
+            q, k = self._rotated(q, k, self.cache.positions, 0)
         mask = packed.mask if packed is not None else None
         if self.cache is not None:
             y = self.cache.attend(self, q, k, v)
@@ -109,15 +112,16 @@ class CausalAttention(nn.Module):
 
     def _attend_by_blocks(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
         """Attend over the context axis, or with a window or a block mask; arguments and result as for ``attend``."""
-        q, k = self._rotated(q, k, token_positions(q.shape[2], self.grid.context, documents, q.device))
+        length = q.shape[2] * self.grid.context.size if documents is None else documents.shape[1]
+        q, k = self._rotated(q, k, token_positions(q.shape[2], self.grid.context, documents, q.device), length)
         if self.recompute is not None:
             y: Tensor = self.recompute(self.attend_in_parts, q, k, v, documents)
             return y
         return self.attend_in_parts(q, k, v, documents)
 
-    def _rotated(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _rotated(self, q: Tensor, k: Tensor, positions: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
         """Apply the positions to q and k, as ``Rope``."""
-        return (q, k) if self.rope is None else self.rope(q, k, positions)
+        return (q, k) if self.rope is None else self.rope(q, k, positions, length)
 
     def attend_in_parts(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
         """``context.attention`` of this rank's heads.
@@ -342,8 +346,8 @@ class SelfAttention(CausalAttention):
             q, k, v = (each.clamp(-self.clip, self.clip) for each in (q, k, v))
         return q, k, v
 
-    def _rotated(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        q, k = super()._rotated(q, k, positions)
+    def _rotated(self, q: Tensor, k: Tensor, positions: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
+        q, k = super()._rotated(q, k, positions, length)
         return (self.q_norm(q), self.k_norm(k)) if self.norm_after else (q, k)
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

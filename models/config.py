@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 from ..base.errors import nearest
 from ..grid.ranges import check_units
 from .presets import DEEPSEEK_PRESETS, GPT_PRESETS, LLAMA_PRESETS, MIXTRAL_PRESETS, Presets
-from .rope_scaling import LinearScaling, RopeScaling, Scaling, YarnScaling
+from .rope_scaling import DynamicScaling, LinearScaling, LongRopeScaling, RopeScaling, Scaling, YarnScaling
 
 
 @dataclass(frozen=True, repr=False)
@@ -141,7 +141,7 @@ class DecoderConfig(TransformerConfig):
         intermediate_size: width of the MLP.
         head_dim: width of one head, an even number; 0 means ``hidden_size / num_attention_heads``.
         rope_theta: base of the rotary wavelengths (Su et al. 2021, arXiv:2104.09864).
-        rope_scaling: scaling of the rotary frequencies: Llama 3.1's, YaRN's, a linear one, or None.
+        rope_scaling: scaling of the rotary frequencies: one of ``rope_scaling.py``, or None.
         rms_norm_eps: epsilon of each norm.
         qkv_bias: add biases to queries, keys and values, with initial value 0.
         qk_norm: apply an RMSNorm to each head of the queries and of the keys, before the rotation.
@@ -393,6 +393,16 @@ class DecoderConfig(TransformerConfig):
     def rotary_dim(self) -> int:
         """Number of rotated channels of a head."""
         return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def generated_positions(self) -> int:
+        """Length of the longest sequence that is generated token by token, with the KV cache.
+
+        Beyond the context length of pretraining, LongRoPE and dynamic scaling change the earlier keys.
+        """
+        if isinstance(self.rope_scaling, (LongRopeScaling, DynamicScaling)):
+            return min(self.max_position_embeddings, self.rope_scaling.original_max_position_embeddings)
+        return self.max_position_embeddings
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -729,5 +739,9 @@ def config_from_fields(kind: str, saved: Mapping[str, Any]) -> TransformerConfig
         scaled: type[Scaling] = RopeScaling if "low_freq_factor" in scaling else LinearScaling
         if "beta_fast" in scaling:
             scaled = YarnScaling
+        elif "short_factor" in scaling:
+            scaled = LongRopeScaling
+        elif scaled is LinearScaling and "original_max_position_embeddings" in scaling:
+            scaled = DynamicScaling
         renamed["rope_scaling"] = scaled(**{former.get(name, name): value for name, value in scaling.items()})
     return cls(**renamed)

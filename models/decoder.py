@@ -173,7 +173,7 @@ class DecoderBlock(ResidualBlock):
             softcap=config.attn_logit_softcapping,
         )
         if not config.learned_positions:  # else the layer of positions has it
-            self.max_position_embeddings = config.max_position_embeddings  # the most that generation asks for
+            self.max_position_embeddings = config.generated_positions  # the most that generation asks for
 
 
 class GPTBlock(DecoderBlock):

@@ -46,7 +46,8 @@ class Family:
         inverse: fields whose value is 1 divided by the key's.
         flags: fields that have the same value in all models of the family.
         only: key of ``config.json`` -> the values that are supported. The first one is its default, and is written.
-        rope: defaults of the rotary positions: ``rope_theta`` and, if the family has it, ``partial_rotary_factor``;
+        rope: defaults of the rotary positions: ``rope_theta`` and, if the family has it, ``partial_rotary_factor``, and
+            ``original_max_position_embeddings`` if the family's class has one;
             the same under the names ``rotary_emb_base`` and ``rotary_pct``, if Transformers 4 wrote these. Empty: the
             family has no rotary positions.
         scalings: the types of ``rope_type`` that the family has, beside ``default``.
@@ -70,7 +71,7 @@ class Family:
     flags: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     rope: Mapping[str, float] = field(default_factory=dict)
-    scalings: tuple[str, ...] = ("llama3", "yarn", "linear")
+    scalings: tuple[str, ...] = ("llama3", "yarn", "linear", "dynamic", "longrope")
     window: str = ""
     window_size: int | None = None
     slides: Callable[[Config, int], bool] | None = None
@@ -543,6 +544,18 @@ def _helium_read(config: Config) -> dict[str, Any]:
     return {}
 
 
+def _hunyuan_read(config: Config) -> dict[str, Any]:
+    """Scaling with a fixed ``alpha`` is a larger base of the rotary wavelengths."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    alpha, dim = rope.get("alpha"), _head_dim(config)
+    if rope.get("rope_type", rope.get("type")) != "dynamic" or not alpha:
+        return {}
+    if type(alpha) not in (int, float) or not 0 < alpha < math.inf or dim <= 2:
+        raise ValueError(f"alpha is {alpha!r}, but must be a number above 0, for heads of more than 2 channels.")
+    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 1e4)
+    return {"rope_theta": theta * alpha ** (dim / (dim - 2)), "rope_scaling": None}
+
+
 def _seed_oss_write(config: DecoderConfig) -> dict[str, Any]:
     return {"attention_dropout": 0.0}
 
@@ -729,18 +742,15 @@ def _phi3_plan(config: Any) -> dict[str, Style]:
 def _gptj_plan(config: Any) -> dict[str, Style]:
     """Return the plan of GPT-J and of GPT-Neo, whose attention lies one module deeper."""
     dim = config.hidden_size // config.num_attention_heads
+    deeper = config.model_type == "gpt_neo"
+    attention, count = ("*.attn.attention", "num_heads") if deeper else ("*.attn", "num_attention_heads")
     return {
         "*wte": Vocab(),
-        **{
-            f"*.attn{deeper}": Local({count: 1})
-            for deeper, count in (("", "num_attention_heads"), (".attention", "num_heads"))
-        },
+        attention: Local({count: 1}),
         "*.[qkv]_proj": Column(unit=dim, group="qkv"),
         "*.out_proj": Row(unit=dim),
-        "*.mlp.fc_in": Column(),
-        "*.mlp.fc_out": Row(),
-        "*.mlp.c_fc": Column(),
-        "*.mlp.c_proj": Row(),
+        **{f"*.mlp.{up}": Column() for up in ("fc_in", "c_fc")},
+        **{f"*.mlp.{down}": Row() for down in ("fc_out", "c_proj")},
         "lm_head": Column(gather_output=True),
     }
 
@@ -1047,8 +1057,8 @@ FAMILIES: dict[str, Family] = {
         config=DecoderConfig,
         names=_PHI3_NAMES,
         keys={"rms_norm_eps": ("rms_norm_eps", 1e-5), "dropout": ("resid_pdrop", 0.0)},
-        rope={"partial_rotary_factor": 1.0},
-        scalings=(),
+        rope={"partial_rotary_factor": 1.0, "original_max_position_embeddings": 4096},
+        scalings=("longrope",),
         window="all",
     ),
     "olmo2": _OLMO2,
@@ -1263,6 +1273,7 @@ FAMILIES: dict[str, Family] = {
         keys={**_ATTENTION_BIAS, **_HIDDEN_ACT, "rms_norm_eps": ("rms_norm_eps", 1e-5)},
         flags={"qk_norm": True, "qk_norm_after": True},
         only=_ANY_ACT,
+        read=_hunyuan_read,
     ),
     "olmo": _like(
         _LLAMA,
@@ -1317,6 +1328,11 @@ FAMILIES: dict[str, Family] = {
         names=_GEMMA2_NAMES,
         keys={
             **_CAPS,
+            "vocab_size": ("vocab_size", 262_208),
+            "max_position_embeddings": ("max_position_embeddings", 131_072),
+            "hidden_size": ("hidden_size", 2304),
+            "intermediate_size": ("intermediate_size", 9216),
+            "num_attention_heads": ("num_attention_heads", 8),
             "num_key_value_heads": ("num_key_value_heads", 4),
             "final_logit_softcapping": ("final_logit_softcapping", None),
         },
@@ -1530,3 +1546,7 @@ FAMILIES: dict[str, Family] = {
     "t5": Family("T5", _t5_plan, blocks=False),
     "vit": Family("ViT", _vit_plan, blocks=False),
 }
+
+# Multimodal models whose language model is read alone: model_type -> that of their text_config, and the default of
+# tie_word_embeddings, which stands beside it.
+WRAPPERS: dict[str, tuple[str, bool]] = {"gemma3": ("gemma3_text", True)}

@@ -262,6 +262,12 @@ class HFBlock(nn.Module):
             _attend_over_context(self.block, grid, attention)
         base = whole.get_submodule(hf.blocks.rpartition(".")[0])
         rotary, self.alibi = getattr(base, "rotary_emb", None), getattr(type(base), "build_alibi_tensor", None)
+        kind = getattr(rotary, "rope_type", None)
+        if grid.context.size > 1 and {"longrope", "dynamic"} & set(kind.values() if isinstance(kind, dict) else [kind]):
+            raise ValueError(
+                f"rope_type={kind!r} depends on the length of a row, of which each rank of context={grid.context.size} "
+                "has a part. Use a grid with context=1, or the layers of load_hf(path)."
+            )
         self.rotary = None if rotary is None else type(rotary)(hf.config)
         types = getattr(hf.config, "layer_types", None)
         window = getattr(hf.config, "sliding_window", None) is not None

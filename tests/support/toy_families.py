@@ -16,6 +16,9 @@ _LLAMA = _SIZES | {"num_key_value_heads": 2}
 _FALCON = {name: value for name, value in _SIZES.items() if name != "intermediate_size"} | {"ffn_hidden_size": 44}
 _GEMMA = _LLAMA | {"head_dim": 6}
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
+_LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.2, 1.3]}
+_LONG |= {"long_factor": [1.0, 2.0, 3.5, 5.0]}
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0}
 _LOCAL = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -57,6 +60,13 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
         | {"sliding_window": 5, "tie_word_embeddings": True},
     ),
+    "phi3-longrope": ("phi3", _LLAMA | {"rope_parameters": _LONG, "original_max_position_embeddings": 24}),
+    "phi3-long-rows": (
+        "phi3",
+        _LLAMA | {"rope_parameters": _LONG | {"attention_factor": 1.3}, "original_max_position_embeddings": 8},
+    ),
+    "llama-dynamic": ("llama", _LLAMA | {"rope_parameters": _DYNAMIC}),
+    "llama-dynamic-long-rows": ("llama", _LLAMA | {"rope_parameters": _DYNAMIC, "max_position_embeddings": 8}),
     "olmo2": ("olmo2", _LLAMA),
     "olmo3": ("olmo3", _LLAMA | {"sliding_window": 4, "layer_types": _MIXED}),
     "olmo3-yarn": ("olmo3", _LLAMA | {"sliding_window": 4, "layer_types": _MIXED, "rope_parameters": _FULL_YARN}),
@@ -148,6 +158,10 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
         "hunyuan_v1_dense",
         _LLAMA | {"head_dim": 8, "attention_bias": True, "rope_parameters": _YARN},
     ),
+    "hunyuan_v1_dense-alpha": (
+        "hunyuan_v1_dense",
+        _LLAMA | {"head_dim": 8, "rope_parameters": _DYNAMIC | {"alpha": 50.0}},
+    ),
     "gemma": ("gemma", _GEMMA),
     "gemma2": (
         "gemma2",
@@ -180,6 +194,8 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
 NOT_SHARDED = {"stablelm-norms": "qk_layernorm=True"}
 NOT_LISTED = dict.fromkeys(("falcon-alibi", "falcon-alibi-one-key"), "alibi=True")
 NOT_SHARDED |= NOT_LISTED
+# Cases whose rows are longer than what is generated with the KV cache.
+NOT_GENERATED = ("phi3-long-rows", "llama-dynamic-long-rows")
 
 COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
