@@ -10,7 +10,7 @@ layers.py: layers that all models share: token embedding and head, residual bloc
 log_probs.py: ``LogProbsLoss``, losses of the labels' log-probabilities.
 attention.py: causal self-attention with heads over the tensor axis, grouped queries, KV cache.
 mlp.py: MLP, gated MLP, mixture of experts.
-positions.py: learned positions; rope.py: rotary positions.
+positions.py: learned positions; rope.py: rotary positions; alibi.py: biases that grow with the position.
 packed.py: several documents in one row of tokens.
 huggingface/: loading and saving of Hugging Face's weights and configurations, and its models as lists of layers.
 """

@@ -12,6 +12,7 @@ that its query heads use, and the gradients of the replicated weights are summed
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from ..randomness.random import Constant, Distribution, sharded_parameter
 from ..tensor_parallel.column import column_linears
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, updated
 from ..tensor_parallel.norm import RMSNorm, sharded_rms_norm
+from .alibi import Alibi
 from .packed import packing, token_positions
 from .rope import Rope
 
@@ -42,7 +44,7 @@ class CausalAttention(nn.Module):
     Args:
         heads: H, the number of query heads, at least the number of tensor-parallel ranks.
         grid: grid whose tensor axis shards the heads.
-        rope: rotary embedding of queries and keys, or None.
+        rope: rotary embedding of queries and keys, or ``Alibi``, which needs ``scale``; or None.
         sequence_parallel: input and output are this rank's shards of the sequence.
         kind, window, sparsity: as for ``SelfAttention``.
         scale: factor of the scores; None: dim ** -0.5, of the width of a query.
@@ -61,7 +63,7 @@ class CausalAttention(nn.Module):
         heads: int,
         *,
         grid: Grid,
-        rope: Rope | None,
+        rope: Rope | Alibi | None,
         sequence_parallel: bool,
         kind: str,
         window: int | None,
@@ -94,9 +96,11 @@ class CausalAttention(nn.Module):
             return self._project_out(self._attend_by_blocks(*self._project(x), documents))
         q, k, v = self._project(x)  # (B, heads, T, dim), twice (B, kv_heads, T, dim)
         packed = packing(documents, q.dtype) if documents is not None and self.cache is None else None
-        if self.rope is not None:
-            positions = packed.positions if packed is not None else None
-            q, k = self.rope(q, k, positions if self.cache is None else self.cache.positions)
+        positions = packed.positions if packed is not None else None
+        if self.cache is None:
+            q, k = self._rotated(q, k, positions, q.shape[2])
+        else:
+            q, k = self._rotated(q, k, self.cache.positions, 0)
         mask = packed.mask if packed is not None else None
         if self.cache is not None:
             y = self.cache.attend(self, q, k, v)
@@ -108,12 +112,16 @@ class CausalAttention(nn.Module):
 
     def _attend_by_blocks(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
         """Attend over the context axis, or with a window or a block mask; arguments and result as for ``attend``."""
-        if self.rope is not None:
-            q, k = self.rope(q, k, token_positions(q.shape[2], self.grid.context, documents, q.device))
+        length = q.shape[2] * self.grid.context.size if documents is None else documents.shape[1]
+        q, k = self._rotated(q, k, token_positions(q.shape[2], self.grid.context, documents, q.device), length)
         if self.recompute is not None:
             y: Tensor = self.recompute(self.attend_in_parts, q, k, v, documents)
             return y
         return self.attend_in_parts(q, k, v, documents)
+
+    def _rotated(self, q: Tensor, k: Tensor, positions: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
+        """Apply the positions to q and k, as ``Rope``."""
+        return (q, k) if self.rope is None else self.rope(q, k, positions, length)
 
     def attend_in_parts(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
         """``context.attention`` of this rank's heads.
@@ -207,11 +215,14 @@ class SelfAttention(CausalAttention):
         head_dim: width of each head; 0 means ``width / heads``.
         kv_heads: number of key/value heads, which must divide ``heads``. If None, it equals ``heads``, and q, k and v
             are one fused weight.
-        rope: rotary embedding of queries and keys. If None, the positions must already be added to x.
+        rope: rotary embedding of queries and keys, or ``Alibi``, which needs ``scale``. If None, the positions must
+            already be added to x.
         bias: add biases to q, k and v, with initial value 0.
         out_bias: add a bias to the output projection.
         qk_norm: epsilon of an RMSNorm over each head of q and of k, before ``rope``. If None, there is no norm.
         norm_all_heads: the norm is over all heads of q together, and over all heads of k.
+        norm_per_head: the norm is a LayerNorm with a weight for each head.
+        norm_after: the norm is behind ``rope``.
         clip: largest absolute value of q, k and v, to which they are clipped before ``rope``; None: no limit.
         init: distribution of the initial weights of q, k and v.
         out_init: distribution of the initial weights of the output projection.
@@ -221,14 +232,15 @@ class SelfAttention(CausalAttention):
             tokens before it.
         sparsity: block mask of sparse attention, or None.
         scale, softcap: as for ``CausalAttention``.
-        norm: class of the norms of ``qk_norm``.
+        norm: maker of the norms of ``qk_norm``.
 
     Attributes:
         qkv: fused projection without ``kv_heads``: (3 H dim, D), where q, k and v are each sharded by heads.
         q, kv: projections with ``kv_heads``: (H dim, D), sharded by heads, and (2 kv_heads dim, D), keys, then values.
         out: output projection, (D, H dim), sharded by heads.
         q_norm, k_norm: norms of queries and keys, present only with ``qk_norm``. Their weight is (dim,) or, with
-            ``norm_all_heads``, (H dim,) and (kv_heads dim,), sharded by heads.
+            ``norm_all_heads``, (H dim,) and (kv_heads dim,), sharded by heads; with ``norm_per_head``, (H, dim) and
+            (kv_heads, dim).
         cache: KV cache with the earlier keys and values and the positions of the new tokens during generation, else
             None.
         heads, kv_heads: number of query heads and of key/value heads that this rank computes.
@@ -250,11 +262,13 @@ class SelfAttention(CausalAttention):
         grid: Grid,
         head_dim: int = 0,
         kv_heads: int | None = None,
-        rope: Rope | None = None,
+        rope: Rope | Alibi | None = None,
         bias: bool = False,
         out_bias: bool = False,
         qk_norm: float | None = None,
         norm_all_heads: bool = False,
+        norm_per_head: bool = False,
+        norm_after: bool = False,
         clip: float | None = None,
         init: Distribution,
         out_init: Distribution,
@@ -264,7 +278,7 @@ class SelfAttention(CausalAttention):
         sparsity: Sparsity | None = None,
         scale: float | None = None,
         softcap: float | None = None,
-        norm: type[RMSNorm] = RMSNorm,
+        norm: Callable[..., nn.Module] = RMSNorm,
     ) -> None:
         super().__init__(
             heads,
@@ -277,7 +291,7 @@ class SelfAttention(CausalAttention):
             scale=scale,
             softcap=softcap,
         )
-        dim, self.clip = head_dim or width // heads, clip
+        dim, self.clip, self.norm_after = head_dim or width // heads, clip, norm_after
         self.head_dim = dim
         start, stop = split(heads, self.axis.size, self.axis.rank)
         common: dict[str, Any] = {"grid": grid, "unit": dim, "sequence_parallel": sequence_parallel}
@@ -313,6 +327,10 @@ class SelfAttention(CausalAttention):
                 )
             self.q_norm: nn.Module = AllHeadsRMSNorm(heads, dim, qk_norm, grid=grid)
             self.k_norm: nn.Module = AllHeadsRMSNorm(keys, dim, qk_norm, grid=grid)
+        elif qk_norm is not None and norm_per_head:
+            self.q_norm = PerHeadLayerNorm(heads, dim, qk_norm, grid=grid)
+            used = self.kv.heads if kv_heads is not None and isinstance(self.kv, WholeKV) else None
+            self.k_norm = PerHeadLayerNorm(kv_heads or heads, dim, qk_norm, used, grid=grid)
         elif qk_norm is not None:
             # A rank's gradient comes from its own heads alone: partial, as a norm's on sequence shards.
             self.q_norm = norm(dim, qk_norm, grid=grid, sequence_parallel=True)
@@ -322,11 +340,15 @@ class SelfAttention(CausalAttention):
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, heads, T, dim), and k and v (B, kv_heads, T, dim), normalized but not rotated."""
         q, k, v = self._split(x)
-        if "q_norm" in self._modules:
+        if "q_norm" in self._modules and not self.norm_after:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.clip is not None:
             q, k, v = (each.clamp(-self.clip, self.clip) for each in (q, k, v))
         return q, k, v
+
+    def _rotated(self, q: Tensor, k: Tensor, positions: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
+        q, k = super()._rotated(q, k, positions, length)
+        return (self.q_norm(q), self.k_norm(k)) if self.norm_after else (q, k)
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if "qkv" in self._modules:
@@ -370,6 +392,37 @@ class AllHeadsRMSNorm(nn.Module):
         """Normalize this rank's heads."""
         weight = self.weight.view(-1, 1, x.shape[3])
         return sharded_rms_norm(x, weight, (1, 3), self.width, self.eps, self.axis)
+
+
+class PerHeadLayerNorm(nn.Module):
+    """LayerNorm without a bias over each head, which has a weight of its own: (B, heads, T, dim), unchanged in shape.
+
+    Args:
+        heads: H, the number of heads of the whole layer.
+        head_dim: dim, the width of each head.
+        eps: constant that is added to the variance.
+        used: the heads of this rank, if the weight is to be whole on every rank, as that of ``WholeKV``; None: the
+            tensor axis shards the heads.
+        grid: grid whose tensor axis shards the heads.
+
+    Attributes:
+        weight: (H, dim), sharded by heads or whole, with initial values 1.
+    """
+
+    def __init__(self, heads: int, head_dim: int, eps: float, used: slice | None = None, *, grid: Grid) -> None:
+        super().__init__()
+        self.eps, self.used, whole = eps, used, (heads, head_dim)
+        if used is None:
+            layout, place = Layout(whole, shard_dim=0), (grid.tensor.rank, grid.tensor.size)
+        else:
+            layout, place = Layout(whole, partial=True), (0, 1)
+        self.weight = sharded_parameter(layout, Constant(1.0), *place)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize this rank's heads."""
+        weight, kind = self.weight if self.used is None else self.weight[self.used], x.dtype
+        wide = torch.promote_types(kind, torch.float32)
+        return (F.layer_norm(x.to(wide), x.shape[-1:], eps=self.eps) * weight[:, None].to(wide)).to(kind)
 
 
 class WholeKV(nn.Module):

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Self
 from ..base.errors import nearest
 from ..grid.ranges import check_units
 from .presets import DEEPSEEK_PRESETS, GPT_PRESETS, LLAMA_PRESETS, MIXTRAL_PRESETS, Presets
-from .rope_scaling import LinearScaling, RopeScaling, Scaling, YarnScaling
+from .rope_scaling import DynamicScaling, LinearScaling, LongRopeScaling, RopeScaling, Scaling, YarnScaling
 
 
 @dataclass(frozen=True, repr=False)
@@ -141,29 +141,43 @@ class DecoderConfig(TransformerConfig):
         intermediate_size: width of the MLP.
         head_dim: width of one head, an even number; 0 means ``hidden_size / num_attention_heads``.
         rope_theta: base of the rotary wavelengths (Su et al. 2021, arXiv:2104.09864).
-        rope_scaling: scaling of the rotary frequencies: Llama 3.1's, YaRN's, a linear one, or None.
+        rope_scaling: scaling of the rotary frequencies: one of ``rope_scaling.py``, or None.
         rms_norm_eps: epsilon of each norm.
         qkv_bias: add biases to queries, keys and values, with initial value 0.
         qk_norm: apply an RMSNorm to each head of the queries and of the keys, before the rotation.
         qk_norm_all_heads: apply an RMSNorm to all heads of the queries together, and to those of the keys (OLMoE,
             OLMo-2).
+        qk_norm_after: the norms of ``qk_norm`` are behind the rotation, not before it.
+        qk_norm_per_head: apply a LayerNorm without a bias to each head of the queries and of the keys, with a weight
+            for each head (Command R+, StableLM).
         out_bias, mlp_bias: add biases to the output of attention and to the linear layers of the MLP.
         layer_types: for each block ``"sliding_attention"``, with ``sliding_window``, or ``"full_attention"``; (): all
             blocks have the window if there is one.
         no_rope_layers: for each block 1 if it has rotary positions, 0 if it has none; (): all have them.
-        norm: ``rms`` (RMSNorm), ``rms_offset`` (RMSNorm with the factor 1 + weight, Gemma's) or ``layer`` (LayerNorm
-            with a bias).
+        norm: ``rms`` (RMSNorm), ``rms_offset`` (RMSNorm with the factor 1 + weight, Gemma's), ``rms_plain`` (without
+            parameters), ``layer`` (LayerNorm with a bias), ``layer_offset`` (with the factor 1 + weight, Nemotron's),
+            ``layer_weight`` (without a bias, Command R's) or ``layer_plain`` (without parameters, OLMo's).
         norm_place: ``before`` each branch, ``after`` it (OLMo-2), or ``both`` (Gemma 2).
         parallel_residual: attention and MLP both take the block's input, and both are added to it.
         shared_norm: one norm for attention and MLP, with ``parallel_residual``.
-        hidden_act: activation of the MLP: ``silu``, ``gelu``, ``gelu_new``, ``gelu_pytorch_tanh``, ``relu`` or
-            ``relu2`` (the square of ``relu``).
+        hidden_act: activation of the MLP: ``silu``, ``gelu``, ``gelu_new``, ``gelu_pytorch_tanh``, ``gelu_bloom``
+            (the same with Bloom's constant), ``relu`` or ``relu2`` (the square of ``relu``).
         gated: the MLP is ``down(act(gate(x)) * up(x))``; False: ``down(act(up(x)))``.
         partial_rotary_factor: fraction of each head's channels, the first ones, that are rotated.
+        embedding_norm: a norm behind the token embeddings (Bloom).
+        alibi: biases of the scores that grow with the position, in place of rotary positions: ``added`` to the scores
+            (Bloom), or ``rounded`` to bfloat16 and multiplied by the factor of the scores (Falcon); empty: none.
         learned_positions: learned positions that are added to the embeddings, in place of rotary ones.
         position_offset: number of rows before the first position in the table of learned positions (2 in OPT).
+        rope_reversed: rotate the other way round, which is the same model with the halves of each head exchanged.
+        rope_interleaved: neighboring channels of a head are rotated as a pair; False: channel i of the first half and
+            of the second half of the rotated ones.
         scale_embedding: multiply the token embeddings by the square root of ``hidden_size``.
+        embedding_multiplier, residual_multiplier: factors of the token embeddings, and of the output of attention and
+            of MLP before it is added (Granite).
+        logit_scale: factor of the logits.
         query_pre_attn_scalar: the scores are divided by the square root of this number; None: of ``head_dim``.
+        attention_multiplier: factor of the scores, in place of ``query_pre_attn_scalar``; None: that.
         attn_logit_softcapping, final_logit_softcapping: cap c of the scores and of the logits, x -> c tanh(x / c);
             None: no cap.
         rope_local_base_freq: base of the rotary wavelengths of blocks with a sliding window, which are then not
@@ -205,6 +219,8 @@ class DecoderConfig(TransformerConfig):
     qkv_bias: bool = False
     qk_norm: bool = False
     qk_norm_all_heads: bool = field(default=False, kw_only=True)
+    qk_norm_after: bool = field(default=False, kw_only=True)
+    qk_norm_per_head: bool = field(default=False, kw_only=True)
     out_bias: bool = field(default=False, kw_only=True)
     mlp_bias: bool = field(default=False, kw_only=True)
     layer_types: tuple[str, ...] = field(default=(), kw_only=True)
@@ -216,10 +232,18 @@ class DecoderConfig(TransformerConfig):
     hidden_act: str = field(default="silu", kw_only=True)
     gated: bool = field(default=True, kw_only=True)
     partial_rotary_factor: float = field(default=1.0, kw_only=True)
+    embedding_norm: bool = field(default=False, kw_only=True)
+    alibi: str = field(default="", kw_only=True)
     learned_positions: bool = field(default=False, kw_only=True)
     position_offset: int = field(default=0, kw_only=True)
+    rope_interleaved: bool = field(default=False, kw_only=True)
+    rope_reversed: bool = field(default=False, kw_only=True)
     scale_embedding: bool = field(default=False, kw_only=True)
+    embedding_multiplier: float = field(default=1.0, kw_only=True)
+    residual_multiplier: float = field(default=1.0, kw_only=True)
+    logit_scale: float = field(default=1.0, kw_only=True)
     query_pre_attn_scalar: float | None = field(default=None, kw_only=True)
+    attention_multiplier: float | None = field(default=None, kw_only=True)
     attn_logit_softcapping: float | None = field(default=None, kw_only=True)
     final_logit_softcapping: float | None = field(default=None, kw_only=True)
     rope_local_base_freq: float | None = field(default=None, kw_only=True)
@@ -244,9 +268,10 @@ class DecoderConfig(TransformerConfig):
 
     def _check_words(self) -> None:
         known = {
-            "norm": ("rms", "rms_offset", "layer"),
+            "norm": ("rms", "rms_offset", "rms_plain", "layer", "layer_offset", "layer_weight", "layer_plain"),
             "norm_place": ("before", "after", "both"),
-            "hidden_act": ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2"),
+            "hidden_act": ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_bloom", "relu", "relu2"),
+            "alibi": ("", "added", "rounded"),
         }
         for name, values in known.items():
             if getattr(self, name) not in values:
@@ -297,20 +322,37 @@ class DecoderConfig(TransformerConfig):
                 f"num_key_value_heads is {self.num_key_value_heads} and head_dim is {self.head_dim}, but "
                 f"fused_qkv=True needs {heads} and {width // heads}. Leave both out, or give fused_qkv=False."
             )
-        if self.head_dim < 1 or (self.head_dim % 2 and not self.learned_positions):
+        if self.head_dim < 1 or (self.head_dim % 2 and not (self.learned_positions or self.alibi)):
             raise ValueError(f"head_dim is {self.head_dim}, but rotary positions need pairs. Give an even number.")
 
     def _check_settings(self) -> None:
-        if self.qk_norm and self.qk_norm_all_heads:
-            raise ValueError("qk_norm and qk_norm_all_heads are both True. Give one of them.")
+        both = [name for name in ("qk_norm", "qk_norm_all_heads", "qk_norm_per_head") if getattr(self, name)]
+        if len(both) > 1:
+            raise ValueError(f"{both[0]} and {both[1]} are both True. Give one of them.")
+        if self.qk_norm_after and (not both or self.alibi):
+            raise ValueError("qk_norm_after is True, which needs qk_norm=True and rotary positions. Give False.")
         rotated = self.rotary_dim
-        if not self.learned_positions and (rotated < 2 or rotated % 2 or rotated > self.head_dim):
+        if self.alibi and self.attn_logit_softcapping is not None:
+            raise ValueError(
+                f"alibi is {self.alibi!r} and attn_logit_softcapping is {self.attn_logit_softcapping}, but the cap "
+                "would act on the biases too. Give one of them."
+            )
+        if not (self.learned_positions or self.alibi) and (rotated < 2 or rotated % 2 or rotated > self.head_dim):
             raise ValueError(
                 f"partial_rotary_factor={self.partial_rotary_factor} of head_dim={self.head_dim} is {rotated} "
                 "rotated channels. Give a fraction with which the number is even, and at least 2."
             )
         if self.query_pre_attn_scalar is not None and not self.query_pre_attn_scalar > 0:
             raise ValueError(f"query_pre_attn_scalar is {self.query_pre_attn_scalar}. Give a number above 0.")
+        if self.query_pre_attn_scalar is not None and self.attention_multiplier is not None:
+            raise ValueError(
+                f"query_pre_attn_scalar is {self.query_pre_attn_scalar} and attention_multiplier is "
+                f"{self.attention_multiplier}, but both are factors of the scores. Give one of them."
+            )
+        if self.head_bias and self.logit_scale != 1.0:
+            raise ValueError(
+                f"logit_scale is {self.logit_scale}, which a head with a bias lacks. Give head_bias=False."
+            )
         if self.shared_norm and not self.parallel_residual:
             raise ValueError("shared_norm is True, which needs parallel_residual=True. Give both, or neither.")
         if self.parallel_residual and self.norm_place != "before":
@@ -344,13 +386,23 @@ class DecoderConfig(TransformerConfig):
 
     @property
     def layer_count(self) -> int:
-        """Number of entries in the model's list of layers, with one for learned positions."""
-        return super().layer_count + self.learned_positions
+        """Number of entries in the model's list of layers, with those of learned positions and a norm in front."""
+        return super().layer_count + self.learned_positions + self.embedding_norm
 
     @property
     def rotary_dim(self) -> int:
         """Number of rotated channels of a head."""
         return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def generated_positions(self) -> int:
+        """Length of the longest sequence that is generated token by token, with the KV cache.
+
+        Beyond the context length of pretraining, LongRoPE and dynamic scaling change the earlier keys.
+        """
+        if isinstance(self.rope_scaling, (LongRopeScaling, DynamicScaling)):
+            return min(self.max_position_embeddings, self.rope_scaling.original_max_position_embeddings)
+        return self.max_position_embeddings
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -368,7 +420,9 @@ class DecoderConfig(TransformerConfig):
 
     def has_rope(self, layer: int) -> bool:
         """Return True if a block, counted from 0, has rotary positions."""
-        return not self.learned_positions and (not self.no_rope_layers or bool(self.no_rope_layers[layer]))
+        return not (self.learned_positions or self.alibi) and (
+            not self.no_rope_layers or bool(self.no_rope_layers[layer])
+        )
 
     def rope_of(self, layer: int) -> tuple[float, Scaling | None]:
         """Return base and scaling of the rotary wavelengths of a block, counted from 0."""
@@ -397,8 +451,13 @@ class DecoderConfig(TransformerConfig):
         q, kv = self.num_attention_heads * self.head_dim, 2 * self.num_key_value_heads * self.head_dim
         count = 2 * d * q + d * kv  # q, out; k and v
         count += (q + kv if self.qkv_bias else 0) + (d if self.out_bias else 0)
-        count += 2 * self.head_dim if self.qk_norm else 0
-        return count + (q + kv // 2 if self.qk_norm_all_heads else 0)
+        count += 2 * self.head_dim if self.qk_norm and self.norm != "rms_plain" else 0
+        return count + (q + kv // 2 if self.qk_norm_all_heads or self.qk_norm_per_head else 0)
+
+    @property
+    def norm_count(self) -> int:
+        """Number of parameters of a norm over the hidden states."""
+        return {"layer": 2, "layer_offset": 2, "rms_plain": 0, "layer_plain": 0}.get(self.norm, 1) * self.hidden_size
 
     @property
     def parameter_count(self) -> int:
@@ -406,11 +465,11 @@ class DecoderConfig(TransformerConfig):
         d, hidden, matrices = self.hidden_size, self.intermediate_size, 3 if self.gated else 2
         mlp = matrices * d * hidden + ((matrices - 1) * hidden + d if self.mlp_bias else 0)
         experts = self.num_experts * (3 * d * self.moe_intermediate_size + d)  # and their rows of the router
-        norm = 2 * d if self.norm == "layer" else d
+        norm = self.norm_count
         norms = 1 if self.shared_norm else 4 if self.norm_place == "both" else 2
         embeddings = self.vocab_size * d * (1 if self.tie_word_embeddings else 2)
         embeddings += (self.max_position_embeddings + self.position_offset) * d if self.learned_positions else 0
-        embeddings += self.vocab_size if self.head_bias else 0
+        embeddings += (self.vocab_size if self.head_bias else 0) + (norm if self.embedding_norm else 0)
         blocks, sparse = self.num_hidden_layers, len(self.moe_layers)
         mixed = (blocks - sparse) * mlp + sparse * experts
         return embeddings + blocks * (self.attention_count + norms * norm) + mixed + norm
@@ -456,6 +515,9 @@ class GPTConfig(DecoderConfig):
     rope_scaling: ClassVar[Scaling | None] = None  # type: ignore[misc]
     rope_local_base_freq: ClassVar[float | None] = None  # type: ignore[misc]
     partial_rotary_factor: ClassVar[float] = 1.0  # type: ignore[misc]
+    rope_interleaved: ClassVar[bool] = False  # type: ignore[misc]
+    rope_reversed: ClassVar[bool] = False  # type: ignore[misc]
+    alibi: ClassVar[str] = ""  # type: ignore[misc]
     no_rope_layers: ClassVar[tuple[int, ...]] = ()  # type: ignore[misc]
     rms_norm_eps: ClassVar[Any] = property(lambda self: self.layer_norm_epsilon)  # type: ignore[misc]
     num_key_value_heads: ClassVar[Any] = property(lambda self: self.num_attention_heads)  # type: ignore[misc]
@@ -677,5 +739,9 @@ def config_from_fields(kind: str, saved: Mapping[str, Any]) -> TransformerConfig
         scaled: type[Scaling] = RopeScaling if "low_freq_factor" in scaling else LinearScaling
         if "beta_fast" in scaling:
             scaled = YarnScaling
+        elif "short_factor" in scaling:
+            scaled = LongRopeScaling
+        elif scaled is LinearScaling and "original_max_position_embeddings" in scaling:
+            scaled = DynamicScaling
         renamed["rope_scaling"] = scaled(**{former.get(name, name): value for name, value in scaling.items()})
     return cls(**renamed)

@@ -18,19 +18,33 @@ from typing import Any
 from torch import nn
 
 from ..grid import Grid
+from ..grid.ranges import split
 from ..pipe.spec import LayerSpec
-from ..tensor_parallel.norm import LayerNorm, OffsetRMSNorm, RMSNorm
+from ..tensor_parallel.norm import LayerNorm, OffsetLayerNorm, OffsetRMSNorm, RMSNorm
+from .alibi import Alibi
 from .config import DecoderConfig
-from .layers import FinalLayerNorm, FinalOffsetRMSNorm, FinalRMSNorm, ResidualBlock, first_and_last
+from .layers import (
+    FinalLayerNorm,
+    FinalOffsetLayerNorm,
+    FinalOffsetRMSNorm,
+    FinalRMSNorm,
+    ResidualBlock,
+    first_and_last,
+)
 from .mlp import MLP, GatedMLP, check_moe_options, make_moe
+from .packed import attach, detach
 from .positions import PositionEmbedding
 from .rope import Rope
 
-# Norms by their names in ``DecoderConfig``: of blocks, and before the head.
-_NORMS: dict[str, tuple[Callable[..., nn.Module], Callable[..., nn.Module]]] = {
-    "rms": (RMSNorm, FinalRMSNorm),
-    "rms_offset": (OffsetRMSNorm, FinalOffsetRMSNorm),
-    "layer": (LayerNorm, FinalLayerNorm),
+# Norms by their names in ``DecoderConfig``: of blocks, before the head, and their arguments.
+_NORMS: dict[str, tuple[Callable[..., nn.Module], Callable[..., nn.Module], dict[str, Any]]] = {
+    "rms": (RMSNorm, FinalRMSNorm, {}),
+    "rms_offset": (OffsetRMSNorm, FinalOffsetRMSNorm, {}),
+    "rms_plain": (RMSNorm, FinalRMSNorm, {"affine": False}),
+    "layer": (LayerNorm, FinalLayerNorm, {}),
+    "layer_offset": (OffsetLayerNorm, FinalOffsetLayerNorm, {}),
+    "layer_weight": (LayerNorm, FinalLayerNorm, {"bias": False}),
+    "layer_plain": (LayerNorm, FinalLayerNorm, {"affine": False}),
 }
 
 
@@ -39,9 +53,9 @@ def decoder_layers(
 ) -> list[LayerSpec]:
     """List the specs of a decoder's layers in order, for a ``PipelineModule``: ids (B, T) -> logits (B, T, V / t).
 
-    The list is ``[embedding, block 0, ..., block L - 1, norm, head]``, with learned positions, if the model has any,
-    behind the embedding. The layers are built later, by the ``PipelineModule``, and the list does not depend on the
-    grid. The input may be ``(ids, documents)`` for packed rows (see ``packed.py``).
+    The list is ``[embedding, block 0, ..., block L - 1, norm, head]``, with a norm and learned positions, if the model
+    has them, behind the embedding. The layers are built later, by the ``PipelineModule``, and the list does not depend
+    on the grid. The input may be ``(ids, documents)`` for packed rows (see ``packed.py``).
 
     ``gpt_layers``, ``llama_layers`` and ``mixtral_layers`` are other names of this function.
 
@@ -66,19 +80,37 @@ def decoder_layers(
     first, head = first_and_last(
         config,
         sequence_parallel,
-        scale=config.hidden_size**0.5 if config.scale_embedding else 1.0,
+        scale=(config.hidden_size**0.5 if config.scale_embedding else 1.0) * config.embedding_multiplier,
+        logit_scale=config.logit_scale,
         softcap=config.final_logit_softcapping,
         bias=config.head_bias,
     )
     common: dict[str, Any] = {"sequence_parallel": sequence_parallel}
     block = _BLOCKS[config.BLOCK]
+    _, norm, how = _NORMS[config.norm]
     return [
         first,
+        *([LayerSpec(EmbeddingNorm, config, **common)] * config.embedding_norm),
         *([LayerSpec(PositionEmbedding, config, config.position_offset, **common)] * config.learned_positions),
         *(LayerSpec(block, config, i, attention=attention, **common, **moe) for i in range(config.num_hidden_layers)),
-        LayerSpec(_NORMS[config.norm][1], config.hidden_size, config.norm_epsilon, **common),
+        LayerSpec(norm, config.hidden_size, config.norm_epsilon, **common, **how),
         head,
     ]
+
+
+class EmbeddingNorm(nn.Module):
+    """Norm behind the token embeddings, of the model's kind: (B, T, D) -> (B, T, D)."""
+
+    def __init__(self, config: DecoderConfig, *, grid: Grid, sequence_parallel: bool = False) -> None:
+        super().__init__()
+        make, _, how = _NORMS[config.norm]
+        common: dict[str, Any] = {"grid": grid, "sequence_parallel": sequence_parallel}
+        self.norm = make(config.hidden_size, config.norm_epsilon, **common, **how)
+
+    def forward(self, x: Any) -> Any:
+        """Normalize x, or the first of ``(x, documents)`` for packed rows."""
+        x, documents = detach(x)
+        return attach(self.norm(x), documents)
 
 
 class DecoderBlock(ResidualBlock):
@@ -102,33 +134,46 @@ class DecoderBlock(ResidualBlock):
         **moe: Any,
     ) -> None:
         mlp = partial(GatedMLP if config.gated else MLP, activation=config.hidden_act, bias=config.mlp_bias)
-        rope = Rope(config.rotary_dim, *config.rope_of(layer), leading=True) if config.has_rope(layer) else None
-        scalar = config.query_pre_attn_scalar
+        heads, keys, scalar = config.num_attention_heads, config.num_key_value_heads, config.query_pre_attn_scalar
+        scale = config.attention_multiplier if scalar is None else scalar**-0.5
+        rope: Rope | Alibi | None = None
+        if config.has_rope(layer):
+            turned = config.rope_interleaved, True, config.rope_reversed
+            rope = Rope(config.rotary_dim, *config.rope_of(layer), *turned)
+        elif config.alibi:
+            config.check_tensor(grid.tensor.size)
+            scale, held = scale or config.head_dim**-0.5, split(heads, grid.tensor.size, grid.tensor.rank)
+            rope = Alibi(heads, keys, held, scale, rounded=config.alibi == "rounded")
+        norm, _, how = _NORMS[config.norm]
+        normed = config.qk_norm or config.qk_norm_all_heads or config.qk_norm_per_head
         super().__init__(
             config,
             grid=grid,
             sequence_parallel=sequence_parallel,
             attention=attention,
-            make_norm=_NORMS[config.norm][0],
+            make_norm=partial(norm, **how),
             make_mlp=partial(make_moe, **moe) if layer in config.moe_layers else mlp,
             norm_place=config.norm_place,
             parallel=config.parallel_residual,
             shared_norm=config.shared_norm,
+            multiplier=config.residual_multiplier,
             head_dim=config.head_dim,
-            kv_heads=None if config.fused_qkv else config.num_key_value_heads,
+            kv_heads=None if config.fused_qkv else keys,
             rope=rope,
             window=config.window_of(layer),
             bias=config.qkv_bias,
             out_bias=config.out_bias,
-            qk_norm=config.norm_epsilon if config.qk_norm or config.qk_norm_all_heads else None,
+            qk_norm=config.norm_epsilon if normed else None,
             norm_all_heads=config.qk_norm_all_heads,
-            norm=OffsetRMSNorm if config.norm == "rms_offset" else RMSNorm,
+            norm_per_head=config.qk_norm_per_head,
+            norm_after=config.qk_norm_after,
+            norm=partial(norm, **how) if config.norm.startswith("rms") else RMSNorm,
             clip=config.clip_qkv,
-            scale=None if scalar is None else scalar**-0.5,
+            scale=scale,
             softcap=config.attn_logit_softcapping,
         )
         if not config.learned_positions:  # else the layer of positions has it
-            self.max_position_embeddings = config.max_position_embeddings  # the most that generation asks for
+            self.max_position_embeddings = config.generated_positions  # the most that generation asks for
 
 
 class GPTBlock(DecoderBlock):

@@ -134,7 +134,7 @@ class LatentAttention(CausalAttention):
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         nope, value = self.parts
-        assert self.rope is not None
+        assert isinstance(self.rope, Rope)
         latent, rotated = self.kv_a(x).split([self.kv_a.weight.shape[0] - self.rope.head_dim, self.rope.head_dim], -1)
         queries = self.q(x) if self.q is not None else self.q_b(self.q_a_norm(self.q_a(x)))
         q = rearrange(queries, "b t (heads dim) -> b heads t dim", heads=self.heads)

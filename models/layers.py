@@ -24,7 +24,7 @@ from ..pipe.spec import LayerSpec, TiedLayerSpec
 from ..randomness.random import Dropout, Normal
 from ..tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from ..tensor_parallel.embedding import VocabParallelEmbedding, VocabParallelHead
-from ..tensor_parallel.norm import LayerNorm, OffsetRMSNorm, RMSNorm
+from ..tensor_parallel.norm import LayerNorm, OffsetLayerNorm, OffsetRMSNorm, RMSNorm
 from .attention import CausalAttention, SelfAttention
 from .config import TransformerConfig
 from .packed import attach, check_documents, detach, valid_and_positions
@@ -37,6 +37,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_new": partial(F.gelu, approximate="tanh"),
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_bloom": lambda x: 0.5 * x * (1.0 + torch.tanh(0.79788456 * x * (1.0 + 0.044715 * x * x))),
 }
 
 # Labels of tokens, or labels and weights.
@@ -53,19 +54,26 @@ class TokenEmbedding(VocabParallelEmbedding):
 
     Args:
         args, grid, kwargs: as for ``VocabParallelEmbedding``.
-        softcap: cap of the logits that ``attend`` returns, as for ``softcapped``.
+        logit_scale: factor of the logits that ``attend`` returns.
+        softcap: cap of these logits, as for ``softcapped``.
 
     Raises:
         ValueError: in forward, ``documents`` does not have one document number for each token.
     """
 
-    def __init__(self, *args: Any, grid: Grid, softcap: float | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, grid: Grid, logit_scale: float = 1.0, softcap: float | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, grid=grid, **kwargs)
-        self.context, self.softcap = grid.context, softcap
+        self.context, self.logit_scale, self.softcap = grid.context, logit_scale, softcap
 
     def attend(self, x: Tensor) -> Tensor:
         """Compute logits with the embedding's weight, as a tied output layer."""
-        return softcapped(super().attend(x), self.softcap)
+        return softcapped(self.uncapped(x), self.softcap)
+
+    def uncapped(self, x: Tensor) -> Tensor:
+        """Compute the logits without their cap."""
+        return super().attend(scaled(x, self.logit_scale))
 
     def forward(self, ids: Any) -> Any:
         """Look up the ids: (B, T) -> (B, T, D), or (B, T / t, D) under sequence parallelism."""
@@ -89,15 +97,29 @@ class TokenEmbedding(VocabParallelEmbedding):
 
 
 class CappedHead(VocabParallelHead):
-    """``VocabParallelHead`` whose logits have a cap, as for ``softcapped``."""
+    """``VocabParallelHead`` whose logits have a factor, or a cap as for ``softcapped``.
 
-    def __init__(self, *args: Any, grid: Grid, softcap: float, **kwargs: Any) -> None:
+    The factor multiplies the layer's input, which is smaller than the logits. A bias gets no factor.
+    """
+
+    def __init__(
+        self, *args: Any, grid: Grid, logit_scale: float = 1.0, softcap: float | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, grid=grid, **kwargs)
-        self.softcap = softcap
+        self.logit_scale, self.softcap = logit_scale, softcap
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute this rank's logits: (B, T, D) -> (B, T, V / t)."""
-        return softcapped(super().forward(x), self.softcap)
+        return softcapped(self.uncapped(x), self.softcap)
+
+    def uncapped(self, x: Tensor) -> Tensor:
+        """Compute the logits without their cap."""
+        return super().forward(scaled(x, self.logit_scale))
+
+
+def scaled(x: Tensor, factor: float) -> Tensor:
+    """Return factor * x; x itself if the factor is 1."""
+    return x if factor == 1.0 else x * factor
 
 
 def softcapped(x: Tensor, cap: float | None) -> Tensor:
@@ -110,15 +132,14 @@ def uncapped(head: LastLayer) -> tuple[LastLayer, float | None]:
     layer = head.layer
     if not isinstance(layer, (CappedHead, TokenEmbedding)) or layer.softcap is None:
         return head, None
-    if isinstance(layer, TokenEmbedding):
-        return replace(head, function=partial(VocabParallelEmbedding.attend, layer)), layer.softcap
-    return replace(head, function=partial(VocabParallelHead.forward, layer)), layer.softcap
+    return replace(head, function=layer.uncapped), layer.softcap
 
 
 def first_and_last(
     config: TransformerConfig,
     sequence_parallel: bool,
     scale: float = 1.0,
+    logit_scale: float = 1.0,
     softcap: float | None = None,
     bias: bool = False,
 ) -> tuple[LayerSpec, LayerSpec]:
@@ -130,6 +151,7 @@ def first_and_last(
         config: the model's configuration.
         sequence_parallel: keep on each tensor-parallel rank only its shard of the sequence.
         scale: factor of the embeddings.
+        logit_scale: factor of the logits.
         softcap: cap of the logits, as for ``softcapped``.
         bias: add a bias to a head that is not tied.
     """
@@ -137,6 +159,7 @@ def first_and_last(
     vocab_size, width = config.vocab_size, config.hidden_size
     further: dict[str, Any] = {} if scale == 1.0 else {"scale": scale}
     cap: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
+    cap |= {} if logit_scale == 1.0 else {"logit_scale": logit_scale}
     if not config.tie_word_embeddings:
         ends: dict[str, Any] = common | cap | ({"bias": True} if bias else {})
         head = LayerSpec(CappedHead if cap else VocabParallelHead, width, vocab_size, **ends)
@@ -163,6 +186,7 @@ class ResidualBlock(nn.Module):
         norm_place: the norms are ``before`` the branches, ``after`` them, or ``both``.
         parallel: attention and MLP both take the block's input, and both are added to it.
         shared_norm: one norm for attention and MLP, with ``parallel``.
+        multiplier: factor of the output of attention and of MLP, before it is added.
         others: further arguments of the attention.
 
     Attributes:
@@ -186,11 +210,12 @@ class ResidualBlock(nn.Module):
         norm_place: str = "before",
         parallel: bool = False,
         shared_norm: bool = False,
+        multiplier: float = 1.0,
         **others: Any,
     ) -> None:
         super().__init__()
         config.check_tensor(grid.tensor.size)
-        self.context, self.parallel = grid.context, parallel
+        self.context, self.parallel, self.multiplier = grid.context, parallel, multiplier
         common: dict[str, Any] = {"grid": grid, "sequence_parallel": sequence_parallel}
         inits: dict[str, Any] = {"init": Normal(config.initializer_range), "out_init": Normal(config.residual_std)}
         norm = partial(make_norm, config.hidden_size, config.norm_epsilon, **common)
@@ -209,12 +234,16 @@ class ResidualBlock(nn.Module):
         """Run the layer on x, or on ``(x, documents)`` for packed rows."""
         x, documents = detach(x)
         first = normalized(x, self.norm1)
-        added = self.dropout1(normalized(self.attention(first, documents), self.post_norm1))
+        added = self._added(self.attention(first, documents), self.post_norm1, self.dropout1)
         if not self.parallel:
             x = first = x + added
         second = first if self.norm2 is None else self.norm2(x)
-        y = self.dropout2(normalized(self._run_mlp(second, documents), self.post_norm2))
+        y = self._added(self._run_mlp(second, documents), self.post_norm2, self.dropout2)
         return attach(x + added + y if self.parallel else x + y, documents)
+
+    def _added(self, y: Tensor, norm: nn.Module | None, dropout: nn.Module) -> Tensor:
+        """Return what the block adds to the residual stream for the output of a branch."""
+        return scaled(dropout(normalized(y, norm)), self.multiplier)
 
     def _run_mlp(self, x: Tensor, documents: Tensor | None) -> Tensor:
         y: Tensor
@@ -232,28 +261,29 @@ def normalized(x: Tensor, norm: nn.Module | None) -> Tensor:
     return y
 
 
-class FinalLayerNorm(LayerNorm):
-    """LayerNorm before the head. For packed rows it takes ``(x, documents)`` and returns only the normalized x."""
+class FinalNorm:
+    """Norm before the head. For packed rows it takes ``(x, documents)`` and returns only the normalized x."""
 
     def forward(self, x: Any) -> Tensor:
         """Normalize x, and drop the documents: (B, T, D) -> (B, T, D)."""
-        return super().forward(detach(x)[0])
+        y: Tensor = super().forward(detach(x)[0])  # type: ignore[misc]
+        return y
 
 
-class FinalRMSNorm(RMSNorm):
-    """RMSNorm before the head. For packed rows it takes ``(x, documents)`` and returns only the normalized x."""
-
-    def forward(self, x: Any) -> Tensor:
-        """Normalize x, and drop the documents: (B, T, D) -> (B, T, D)."""
-        return super().forward(detach(x)[0])
+class FinalLayerNorm(FinalNorm, LayerNorm):
+    """LayerNorm before the head."""
 
 
-class FinalOffsetRMSNorm(OffsetRMSNorm):
-    """OffsetRMSNorm before the head. For packed rows it takes ``(x, documents)`` and returns only the normalized x."""
+class FinalOffsetLayerNorm(FinalNorm, OffsetLayerNorm):
+    """OffsetLayerNorm before the head."""
 
-    def forward(self, x: Any) -> Tensor:
-        """Normalize x, and drop the documents: (B, T, D) -> (B, T, D)."""
-        return super().forward(detach(x)[0])
+
+class FinalRMSNorm(FinalNorm, RMSNorm):
+    """RMSNorm before the head."""
+
+
+class FinalOffsetRMSNorm(FinalNorm, OffsetRMSNorm):
+    """OffsetRMSNorm before the head."""
 
 
 def dropout(p: float, grid: Grid, sequence_parallel: bool) -> Dropout:

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from .rope_scaling import LinearScaling, Scaling, YarnScaling
+from .rope_scaling import DynamicScaling, LinearScaling, LongRopeScaling, Scaling, YarnScaling
 
 _ATTRIBUTE = "triax_rotations"
 
@@ -25,9 +25,10 @@ class Rope:
         head_dim: number of channels of a head that are rotated, an even number. A wider head has others before them.
         leading: a wider head has the others behind them.
         theta: base of the wavelengths. Pair i of n is rotated by ``theta ** (-i / n)`` radians per token.
-        scaling: Llama 3.1's, YaRN's or a linear scaling of the wavelengths, or None.
+        scaling: scaling of the wavelengths, or None.
         interleaved: neighbouring channels are a pair. The result then has the first channels of all pairs before the
             second ones, for queries and keys alike, which does not change their products.
+        reversed: rotate by the negative angles.
     """
 
     def __init__(
@@ -37,23 +38,47 @@ class Rope:
         scaling: Scaling | None = None,
         interleaved: bool = False,
         leading: bool = False,
+        reversed: bool = False,
     ) -> None:
         self.head_dim, self.theta, self.scaling, self.interleaved = head_dim, theta, scaling, interleaved
-        self.leading = leading
-        self.magnitude = scaling.magnitude() if isinstance(scaling, YarnScaling) else 1.0
+        self.leading, self.sign = leading, -1.0 if reversed else 1.0
+        self.magnitude = 1.0
+        if isinstance(scaling, YarnScaling):
+            self.magnitude = scaling.magnitude()
+        elif isinstance(scaling, LongRopeScaling):
+            self.magnitude = scaling.attention_factor
+            if len(scaling.short_factor) != head_dim // 2:
+                raise ValueError(
+                    f"rope_scaling: short_factor and long_factor have {len(scaling.short_factor)} numbers, but "
+                    f"{head_dim} channels are rotated. Give {head_dim // 2}, one for each pair."
+                )
 
-    def angles(self, positions: Tensor) -> Tensor:
+    def angles(self, positions: Tensor, length: int = 0) -> Tensor:
         """Return the rotation angle of each channel pair at each position.
 
         Args:
             positions: integers (...).
+            length: number of tokens of the whole row, on which LongRoPE and dynamic scaling depend.
 
         Returns:
             float32 (..., head_dim / 2), in radians.
         """
-        return positions[..., None].float() * self.frequencies(positions.device)
+        return positions[..., None].float() * self.frequencies(positions.device, length) * self.sign
 
-    def frequencies(self, device: torch.device | str | None = None) -> Tensor:
+    def stretch(self, length: int) -> float:
+        """Return the number on which the frequencies depend in a row of ``length`` tokens.
+
+        LongRoPE: 1.0 in a long row, else 0. Dynamic scaling: the factor of the base. Other scalings: 0.
+        """
+        s = self.scaling
+        if isinstance(s, LongRopeScaling):
+            return float(length > s.original_max_position_embeddings)
+        if isinstance(s, DynamicScaling) and length > s.original_max_position_embeddings:
+            grown = s.factor * length / s.original_max_position_embeddings - (s.factor - 1)
+            return float(grown ** (self.head_dim / (self.head_dim - 2)))
+        return 0.0
+
+    def frequencies(self, device: torch.device | str | None = None, length: int = 0) -> Tensor:
         """Return the rotation of each channel pair per token, in radians: float32 (head_dim / 2)."""
         exponents = torch.arange(0, self.head_dim, 2, device=device).float() / self.head_dim
         plain = 1.0 / self.theta**exponents
@@ -63,6 +88,12 @@ class Rope:
             return plain / self.scaling.factor
         if isinstance(self.scaling, YarnScaling):
             return self._yarn(self.scaling, exponents)
+        stretch = self.stretch(length)
+        if isinstance(self.scaling, LongRopeScaling):
+            factors = self.scaling.long_factor if stretch else self.scaling.short_factor
+            return 1.0 / (torch.tensor(factors, dtype=torch.float32, device=device) * self.theta**exponents)
+        if isinstance(self.scaling, DynamicScaling):
+            return 1.0 / (self.theta * stretch) ** exponents if stretch else plain
         s = self.scaling
         # The number of full rotations of each pair over a sequence of pretraining.
         turns = s.original_max_position_embeddings / (2 * math.pi / plain)
@@ -84,31 +115,32 @@ class Rope:
         wavelengths = self.theta**exponents
         return 1.0 / (s.factor * wavelengths) * (1.0 - keep) + 1.0 / wavelengths * keep
 
-    def __call__(self, q: Tensor, k: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def __call__(self, q: Tensor, k: Tensor, positions: Tensor | None = None, length: int = 0) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys by the angles of their positions.
 
         Args:
             q, k: (B, heads, T, head_dim). The number of heads may differ between q and k.
             positions: integers (B, T). If None, the positions are 0 to T - 1.
+            length: as for ``angles``.
 
         Returns:
             The rotated q and k, with unchanged shapes.
         """
         if positions is None:
-            cos, sin = self._rotations(torch.arange(q.shape[2], device=q.device), q.dtype)  # (T, dim / 2)
+            cos, sin = self._rotations(torch.arange(q.shape[2], device=q.device), q.dtype, length)  # (T, dim / 2)
         elif torch.compiler.is_compiling():  # the compiler cannot trace attributes of a tensor that it makes itself
-            cos, sin = self._rotations(positions[:, None], q.dtype)  # (B, 1, T, dim / 2)
+            cos, sin = self._rotations(positions[:, None], q.dtype, length)  # (B, 1, T, dim / 2)
         else:
             # On the tensor of positions itself, so that the layers of a decode step compute them once.
             known = vars(positions).setdefault(_ATTRIBUTE, {})
-            key = self.head_dim, self.theta, self.scaling, q.dtype
+            key = self.head_dim, self.theta, self.scaling, self.sign, self.stretch(length), q.dtype
             if key not in known:
-                known[key] = self._rotations(positions[:, None], q.dtype)
+                known[key] = self._rotations(positions[:, None], q.dtype, length)
             cos, sin = known[key]  # (B, 1, T, dim / 2)
         return self._turn(q, cos, sin), self._turn(k, cos, sin)
 
-    def _rotations(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        angles = self.angles(positions)
+    def _rotations(self, positions: Tensor, dtype: torch.dtype, length: int) -> tuple[Tensor, Tensor]:
+        angles = self.angles(positions, length)
         cos, sin = angles.cos(), angles.sin()
         if self.magnitude != 1.0:
             cos, sin = cos * self.magnitude, sin * self.magnitude

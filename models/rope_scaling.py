@@ -1,4 +1,4 @@
-"""Scalings of the rotary positions as plain data, without torch: Llama 3.1's, YaRN's and a linear one."""
+"""Scalings of the rotary positions as plain data, without torch: Llama 3.1's, YaRN's, LongRoPE's and others."""
 
 from __future__ import annotations
 
@@ -114,4 +114,61 @@ class YarnScaling:
         return 0.1 * coefficient * math.log(self.factor) + 1.0
 
 
-Scaling = RopeScaling | YarnScaling | LinearScaling
+@dataclass(frozen=True)
+class LongRopeScaling:
+    """LongRoPE's scaling: every pair's wavelength has its own factor, and another one in long rows (arXiv:2402.13753).
+
+    Attributes:
+        short_factor: factor of each pair in rows of at most ``original_max_position_embeddings`` tokens.
+        long_factor: factor of each pair in longer rows.
+        original_max_position_embeddings: context length of pretraining, in tokens.
+        attention_factor: factor of the rotated channels.
+
+    Raises:
+        ValueError: the lists have different lengths, or a number is not above 0.
+    """
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_position_embeddings: int
+    attention_factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("short_factor", "long_factor"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # a checkpoint's are lists
+        count, other = len(self.short_factor), len(self.long_factor)
+        if count != other or not all(factor > 0 for factor in (*self.short_factor, *self.long_factor)):
+            raise ValueError(
+                f"rope_scaling: short_factor has {count} numbers and long_factor {other}. Give one above 0 for each "
+                "pair of rotated channels, in both."
+            )
+        if self.original_max_position_embeddings < 2 or self.attention_factor <= 0:
+            raise ValueError(
+                f"rope_scaling: original_max_position_embeddings is {self.original_max_position_embeddings} and "
+                f"attention_factor is {self.attention_factor}. Give at least 2, and a number above 0."
+            )
+
+
+@dataclass(frozen=True)
+class DynamicScaling:
+    """Dynamic NTK scaling: rows longer than the context length of pretraining get a larger base.
+
+    With N tokens in a row, L of them in pretraining and d rotated channels, the base grows by the factor
+    (factor N / L - factor + 1) ** (d / (d - 2)) (Peng et al. 2023, arXiv:2309.00071, section 3.3).
+
+    Raises:
+        ValueError: ``factor`` is below 1.
+    """
+
+    factor: float = 2.0
+    original_max_position_embeddings: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.factor < 1.0 or self.original_max_position_embeddings < 1:
+            raise ValueError(
+                f"rope_scaling: factor is {self.factor} and original_max_position_embeddings is "
+                f"{self.original_max_position_embeddings}. Give at least 1 for each."
+            )
+
+
+Scaling = RopeScaling | YarnScaling | LinearScaling | LongRopeScaling | DynamicScaling

@@ -281,7 +281,7 @@ class CostModel:
             if shape.kind == "block" and weight.name.endswith(".bias") and "norm" not in weight.name:
                 backward += time("bias", tokens * own)[0]
         if shape.norms:
-            norm = time("layer_norm" if shape.norm == "layer" else "rms_norm", held * h)
+            norm = time("layer_norm" if shape.norm.startswith("layer") else "rms_norm", held * h)
             forward, backward = forward + shape.norms * norm[0], backward + shape.norms * norm[1]
         if shape.kind == "embedding":
             looked = time("embedding", held * h)

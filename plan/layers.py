@@ -203,15 +203,16 @@ def _linear(name: str, outputs: int, inputs: int, bias: bool, sharding: str, **h
 
 
 def _norm(name: str, width: int, kind: str) -> tuple[Weight, ...]:
-    weights = (Weight(f"{name}.weight", (width,)),)
-    return (*weights, Weight(f"{name}.bias", (width,))) if kind == "layer" else weights
+    """Return the weights of a norm; ``name`` ends with a dot, or is empty."""
+    endings = () if kind.endswith("plain") else ("weight", "bias")[: 2 if kind in ("layer", "layer_offset") else 1]
+    return tuple(Weight(f"{name}{ending}", (width,)) for ending in endings)
 
 
 def _products(weights: Sequence[Weight], times: int = 1) -> tuple[MatrixProduct, ...]:
     """Return the products with the matrices among the weights."""
     found = []
     for weight in weights:
-        if len(weight.shape) < 2:
+        if len(weight.shape) < 2 or weight.name.endswith("_norm.weight"):
             continue
         *_, outputs, inputs = weight.shape
         dims = len(weight.shape)
@@ -262,9 +263,8 @@ def _positions(config: TransformerConfig, offset: int = 0) -> LayerShape:
 
 
 def _final_norm(width: int, kind: str) -> LayerShape:
-    names = {"rms": "FinalRMSNorm", "rms_offset": "FinalOffsetRMSNorm", "layer": "FinalLayerNorm"}
-    weights = tuple(Weight(name, (width,)) for name in ("weight", "bias")[: 2 if kind == "layer" else 1])
-    return LayerShape("norm", names[kind], width, weights, norms=1, norm=kind)
+    offset, base = "Offset" * kind.endswith("offset"), "LayerNorm" if kind.startswith("layer") else "RMSNorm"
+    return LayerShape("norm", f"Final{offset}{base}", width, _norm("", width, kind), norms=1, norm=kind)
 
 
 # ------------------------------------------------------------------------------------------------------ families
@@ -282,11 +282,11 @@ def _decoder(config: DecoderConfig, shard_tensor: bool) -> list[LayerShape]:
     for layer in range(config.num_hidden_layers):
         branch, sizes = (mixture, experts) if layer in sparse else (mlp, dense)
         weights = (
-            *(_norm("norm1", d, kind) if before else ()),
+            *(_norm("norm1.", d, kind) if before else ()),
             *attention,
-            *(_norm("norm2", d, kind) if before and not config.shared_norm else ()),
+            *(_norm("norm2.", d, kind) if before and not config.shared_norm else ()),
             *branch,
-            *((*_norm("post_norm1", d, kind), *_norm("post_norm2", d, kind)) if behind else ()),
+            *((*_norm("post_norm1.", d, kind), *_norm("post_norm2.", d, kind)) if behind else ()),
         )
         blocks.append(
             LayerShape(
@@ -300,8 +300,11 @@ def _decoder(config: DecoderConfig, shard_tensor: bool) -> list[LayerShape]:
                 dropout=config.dropout > 0,
             )
         )
-    first, head = _ends(config, config.final_logit_softcapping is not None, config.head_bias)
+    capped = config.final_logit_softcapping is not None or config.logit_scale != 1.0
+    first, head = _ends(config, capped, config.head_bias)
     learned = [_positions(config, config.position_offset)] * config.learned_positions
+    if config.embedding_norm:
+        learned.insert(0, LayerShape("norm", "EmbeddingNorm", d, _norm("norm.", d, kind), norms=1, norm=kind))
     return [first, *learned, *blocks, _final_norm(d, kind), head]
 
 
@@ -320,16 +323,20 @@ def _attention(config: DecoderConfig) -> tuple[Weight, ...]:
             Weight(f"attention.{name}_norm.weight", (count * dim,), 0, unit=dim)
             for name, count in (("q", heads), ("k", keys))
         ]
-    elif config.qk_norm:
+    elif config.qk_norm_per_head:
+        weights += [Weight("attention.q_norm.weight", (heads, dim), 0)]
+        weights += [Weight("attention.k_norm.weight", (keys, dim), 0, heads=keys)]
+    elif config.qk_norm and config.norm != "rms_plain":
         weights += [Weight(f"attention.{name}_norm.weight", (dim,)) for name in "qk"]
     return (*weights, *_linear("attention.out", d, queries, config.out_bias, "row", unit=dim))
 
 
 def _attention_sizes(config: DecoderConfig, layer: int) -> Attention:
-    normed = config.qk_norm or config.qk_norm_all_heads
+    normed = config.qk_norm or config.qk_norm_all_heads or config.qk_norm_per_head
     heads, keys, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     rotated = config.rotary_dim if config.has_rope(layer) else 0
-    return Attention(heads, keys, dim, dim, config.window_of(layer), rotated, normed)
+    wide = dim + (heads // keys if config.alibi else 0)
+    return Attention(heads, keys, wide, dim, config.window_of(layer), rotated, normed)
 
 
 def _deepseek(config: DeepseekConfig, shard_tensor: bool) -> list[LayerShape]:
@@ -341,13 +348,13 @@ def _deepseek(config: DeepseekConfig, shard_tensor: bool) -> list[LayerShape]:
     else:
         queries = (
             *_linear("attention.q_a", config.q_lora_rank, d, False, "none"),
-            *_norm("attention.q_a_norm", config.q_lora_rank, "rms"),
+            *_norm("attention.q_a_norm.", config.q_lora_rank, "rms"),
             *_linear("attention.q_b", heads * query, config.q_lora_rank, False, "column", unit=query),
         )
     attention = (
         *queries,
         *_linear("attention.kv_a", rank + rope, d, False, "none"),
-        *_norm("attention.kv_a_norm", rank, "rms"),
+        *_norm("attention.kv_a_norm.", rank, "rms"),
         *_linear("attention.kv_b", heads * pair, rank, False, "column", unit=pair),
         *_linear("attention.out", d, heads * value, False, "row", unit=value),
     )
@@ -368,7 +375,7 @@ def _deepseek(config: DeepseekConfig, shard_tensor: bool) -> list[LayerShape]:
                     "block",
                     "DeepseekBlock",
                     d,
-                    (*_norm("norm1", d, "rms"), *attention, *_norm("norm2", d, "rms"), *mlp),
+                    (*_norm("norm1.", d, "rms"), *attention, *_norm("norm2.", d, "rms"), *mlp),
                 ),
                 products=(*_products(attention), *_products(mlp, sizes.per_token)),
                 attention=Attention(heads, heads, query, value, rotated=rope, latent=latent),

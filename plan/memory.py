@@ -351,7 +351,7 @@ class ModelMemory:
     def _of_norms(self, layer: LayerShape) -> tuple[float, float]:
         """Return what the norms of a layer keep: tensors of the hidden width, and numbers per token, in elements."""
         size, wide = self.options.size, max(self.options.size, 4)
-        if layer.norm == "layer":
+        if layer.norm.startswith("layer"):
             return layer.inputs, 2 * layer.norms * (size if self._on_cpu else wide) / size
         numbers = layer.norms * wide / size
         if not self._on_cpu:

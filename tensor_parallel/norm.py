@@ -27,17 +27,40 @@ class LayerNorm(nn.LayerNorm):
         eps: constant that is added to the variance.
         grid: grid whose tensor axis shards the sequence.
         sequence_parallel: the input is this rank's shard of the sequence, so the gradients are partial.
+        affine: the norm has parameters.
+        bias: the norm has a bias, if it has parameters.
 
     Attributes:
-        weight, bias: (D,), with initial values 1 and 0.
+        weight, bias: (D,), with initial values 1 and 0, or None.
 
     Shape:
         (..., D) -> (..., D).
     """
 
-    def __init__(self, width: int, eps: float = 1e-5, *, grid: Grid, sequence_parallel: bool = False) -> None:
-        super().__init__(width, eps=eps)
+    def __init__(
+        self,
+        width: int,
+        eps: float = 1e-5,
+        *,
+        grid: Grid,
+        sequence_parallel: bool = False,
+        affine: bool = True,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(width, eps=eps, elementwise_affine=affine, bias=bias)
         _mark(self, grid, sequence_parallel)
+
+
+class OffsetLayerNorm(LayerNorm):
+    """``LayerNorm`` with the factor 1 + weight, Nemotron's: the initial weight is 0."""
+
+    def __init__(self, width: int, eps: float = 1e-5, *, grid: Grid, sequence_parallel: bool = False) -> None:
+        super().__init__(width, eps, grid=grid, sequence_parallel=sequence_parallel)
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize: (..., D) -> (..., D)."""
+        return F.layer_norm(x, self.normalized_shape, 1.0 + self.weight, self.bias, self.eps)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -46,8 +69,10 @@ class RMSNorm(nn.RMSNorm):
     Zhang and Sennrich 2019, arXiv:1910.07467. Arguments and shapes are those of ``LayerNorm``. There is no bias.
     """
 
-    def __init__(self, width: int, eps: float = 1e-6, *, grid: Grid, sequence_parallel: bool = False) -> None:
-        super().__init__(width, eps=eps)
+    def __init__(
+        self, width: int, eps: float = 1e-6, *, grid: Grid, sequence_parallel: bool = False, affine: bool = True
+    ) -> None:
+        super().__init__(width, eps=eps, elementwise_affine=affine)
         _mark(self, grid, sequence_parallel)
 
 

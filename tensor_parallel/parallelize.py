@@ -17,7 +17,7 @@ from ..grid.comm.axis import Axis
 from ..grid.layout import Layout, set_layout
 from ..grid.ranges import check_units, split
 from .embedding import VocabSharded
-from .plans import Column, FusedHeads, KeyValue, Local, OnAllHeads, OnHeads, Row, Style, Vocab
+from .plans import Column, FusedHeads, KeyValue, Local, OnAllHeads, OnEachHead, OnHeads, Row, Style, Vocab
 from .sharded import (
     ColumnSharded,
     EmbeddingSharded,
@@ -55,8 +55,8 @@ def parallelize(module: M, grid: Grid, plan: Mapping[str, Any]) -> M:
             ``"row"`` (inputs sharded), ``"vocab"`` (an embedding's rows sharded), ``"column_gather"`` (outputs sharded
             and then gathered, for an output layer), ``("column", parts)`` (layers fused along the outputs, each of
             them sharded separately; ``parts`` is the list of their lengths, or the number of equal parts), or an
-            instance of ``Column``, ``Row``, ``Vocab``, ``KeyValue``, ``FusedHeads``, ``OnHeads``, ``OnAllHeads`` or
-            ``Local``. ``triax.parallelize`` also knows plans for Hugging Face's families.
+            instance of ``Column``, ``Row``, ``Vocab``, ``KeyValue``, ``FusedHeads``, ``OnHeads``, ``OnAllHeads``,
+            ``OnEachHead`` or ``Local``. ``triax.parallelize`` also knows plans for Hugging Face's families.
 
     Returns:
         The module itself.
@@ -107,7 +107,8 @@ def _style(pattern: str, value: Any) -> Style:
         return Column(parts=value[1] if isinstance(value[1], int) else tuple(value[1]))
     raise ValueError(
         f"the plan has {pattern!r}: {value!r}, which is not a style. Give {', '.join(map(repr, plain))}, "
-        "('column', parts), or an instance of Column, Row, Vocab, KeyValue, FusedHeads, OnHeads, OnAllHeads or Local."
+        "('column', parts), or an instance of Column, Row, Vocab, KeyValue, FusedHeads, OnHeads, OnAllHeads, "
+        "OnEachHead or Local."
     )
 
 
@@ -176,6 +177,9 @@ class _Sharder:
         axis, embeds = self.axis, isinstance(layer, nn.Embedding)
         if isinstance(style, OnHeads):
             return OnShards(layer, axis)
+        if isinstance(style, OnEachHead):
+            self._cut(layer.weight, f"{name}.weight", shard_dim=0)
+            return layer
         if isinstance(style, OnAllHeads):
             self._cut(layer.weight, f"{name}.weight", shard_dim=0, unit=style.head_dim)
             eps = next(value for key in _EPSILONS if (value := getattr(layer, key, None)) is not None)
@@ -197,14 +201,14 @@ class _Sharder:
         bias = getattr(layer, "bias", None)
         if isinstance(style, KeyValue) and style.kv_heads % axis.size:
             used, repeat, groups = _queries(style, axis)
-            attention: Any = self.module.get_submodule(name.rpartition(".")[0])
-            if hasattr(attention, "num_key_value_groups"):
-                attention.num_key_value_groups = groups
+            self._tell(name, num_key_value_groups=groups, num_key_value_heads=len(repeat or range(*used)))
             return KeyValueWhole(layer.weight, bias, axis, transposed, used, style.head_dim, repeat)
         if isinstance(style, Row):
             self._cut(layer.weight, f"{name}.weight", shard_dim=1 - outputs, unit=style.unit)
             return RowSharded(layer.weight, bias, axis, transposed)
         assert not isinstance(style, Local)
+        if isinstance(style, KeyValue):
+            self._tell(name, num_key_value_heads=style.kv_heads // axis.size)
         column = style if isinstance(style, Column) else Column(unit=style.head_dim)
         length = layout_of(layer.weight).shape[outputs]  # whole, though a tied weight is cut already
         parts = _parts(column, length)
@@ -213,6 +217,13 @@ class _Sharder:
             self._cut(bias, f"{name}.bias", shard_dim=0, parts=parts, unit=column.unit)
         gathered = length if column.gather_output else None
         return ColumnSharded(layer.weight, bias, axis, transposed, gathered, column.unit)
+
+    def _tell(self, name: str, **numbers: int) -> None:
+        """Set the numbers of this rank's heads that the module of a projection has as attributes."""
+        attention = self.module.get_submodule(name.rpartition(".")[0])
+        for key, number in numbers.items():
+            if hasattr(attention, key):
+                setattr(attention, key, number)
 
     def _cut(
         self, parameter: nn.Parameter, name: str, shard_dim: int, parts: tuple[int, ...] | None = None, unit: int = 1
@@ -256,7 +267,7 @@ def _beyond_plain(module: nn.Module, work: list[tuple[str, Style]]) -> str | Non
         layer = module.get_submodule(name)
         parametrized = is_parametrized(layer)
         scaled = isinstance(style, Vocab) and style.scale != 1.0  # the plan knows what the own forward does
-        if not name or isinstance(style, (Local, OnHeads, OnAllHeads)) or scaled:
+        if not name or isinstance(style, (Local, OnHeads, OnAllHeads, OnEachHead)) or scaled:
             continue
         if not (parametrized or _known(layer)):
             continue
@@ -303,8 +314,8 @@ def _check(module: nn.Module, name: str, style: Style, axis: Axis) -> None:
         raise TypeError(f"the plan's pattern matches the whole {type(module).__name__}. Put it into an nn.Sequential.")
     if isinstance(style, OnHeads):
         return
-    if isinstance(style, (OnAllHeads, FusedHeads)):
-        heads = style.heads if isinstance(style, OnAllHeads) else style.kv_heads
+    if isinstance(style, (OnAllHeads, OnEachHead, FusedHeads)):
+        heads = style.kv_heads if isinstance(style, FusedHeads) else style.heads
         if heads % axis.size and not (isinstance(style, FusedHeads) and heads in (1, style.heads)):
             raise ValueError(
                 f"{name} has {heads} heads, but the style {type(style).__name__} needs a multiple of "
@@ -315,6 +326,13 @@ def _check(module: nn.Module, name: str, style: Style, axis: Axis) -> None:
             raise ValueError(
                 f"{name} is a {type(layer).__name__} with {layer.weight.numel()} weights, but the style OnAllHeads "
                 f"needs an RMSNorm without a bias and with {style.heads} x {style.head_dim} weights. Change the plan."
+            )
+        return
+    if isinstance(style, OnEachHead):
+        if getattr(layer, "bias", None) is not None or layer.weight.shape[0] != style.heads:
+            raise ValueError(
+                f"{name} is a {type(layer).__name__} with the weight {tuple(layer.weight.shape)}, but the style "
+                f"OnEachHead needs a weight ({style.heads}, ...) and no bias. Change the plan."
             )
         return
     wanted, fits = "an nn.Linear or a Conv1D", isinstance(layer, nn.Linear) or _conv1d(layer)

@@ -64,8 +64,9 @@ class KeyValue:
     """Style of the key or value projection of grouped queries (Ainslie et al. 2023, arXiv:2305.13245).
 
     The projection is sharded if the tensor axis divides ``kv_heads``. Otherwise it is replicated, and each rank
-    computes only the key/value heads that its query heads use. The attention module's ``num_key_value_groups`` is then
-    set to the number of this rank's query heads per key/value head.
+    computes only the key/value heads that its query heads use. The attention module's ``num_key_value_heads`` and
+    ``num_key_value_groups``, where it has them, are set to the number of key/value heads that this rank computes, and
+    of query heads per key/value head.
 
     Attributes:
         heads: number of query heads. Each group of ``heads / kv_heads`` query heads shares a key/value head.
@@ -121,6 +122,19 @@ class OnAllHeads:
 
 
 @dataclass(frozen=True)
+class OnEachHead:
+    """Style of a layer with a weight (heads, ...) that has a part for each head, such as Command R+'s norms.
+
+    Its weight is sharded by heads, which the tensor axis must divide unless they are as many as the query heads.
+
+    Attributes:
+        heads: number of heads.
+    """
+
+    heads: int
+
+
+@dataclass(frozen=True)
 class OnHeads:
     """Style of a replicated layer that is applied to each head, such as a norm of the queries.
 
@@ -140,7 +154,7 @@ class Local:
     attributes: Mapping[str, int]
 
 
-Style = Column | Row | Vocab | KeyValue | FusedHeads | OnAllHeads | OnHeads | Local
+Style = Column | Row | Vocab | KeyValue | FusedHeads | OnAllHeads | OnEachHead | OnHeads | Local
 
 
 def plan_of_outputs(module: nn.Module, outputs: Mapping[type[nn.Module], Sequence[str]]) -> dict[str, Style]:

@@ -11,13 +11,16 @@ from typing import Any
 from ...base.errors import ConfigError
 from ...base.files import read_object
 from ..config import DecoderConfig, DeepseekConfig, TransformerConfig
-from ..rope_scaling import LinearScaling, RopeScaling, YarnScaling
-from .families import FAMILIES, Config, Family
+from ..rope_scaling import DynamicScaling, LinearScaling, LongRopeScaling, RopeScaling, YarnScaling
+from .families import FAMILIES, WRAPPERS, Config, Family
 from .folder_settings import Settings
-from .names import Entry, Fused, Names, expand
+from .names import Entry, Fused, Names, PerHead, expand
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of the number of experts
+_DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")  # keys of the number of blocks
 _SCALINGS = {"llama3": RopeScaling, "yarn": YarnScaling, "linear": LinearScaling}  # by rope_type
+_SCALINGS |= {"longrope": LongRopeScaling, "dynamic": DynamicScaling}
+_REQUIRED = {"llama3": ("factor", "low_freq_factor", "high_freq_factor"), "longrope": ("short_factor", "long_factor")}
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"  # types of layers with rotary positions of their own
 _MOST = 10_000  # blocks, and experts of a block
 _LARGEST = 2**40  # of all numbers
@@ -26,7 +29,7 @@ _TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read the content of a folder's ``config.json``.
+    """Read the content of a folder's ``config.json``; of a multimodal model, that of its language model.
 
     Raises:
         FileNotFoundError: the folder has no ``config.json``.
@@ -43,15 +46,40 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(read.get("model_type"), str | None):
         raise ConfigError(f"{file}: model_type is {_shown(read['model_type'])}, but must be a word.")
     try:
+        read = text_part(read)
         _check_counts(read)
     except ValueError as error:
         raise ConfigError(f"{file}: {error}") from error
     return read
 
 
+def text_part(config: Config) -> dict[str, Any]:
+    """Return the content of ``config.json`` of the language model of a multimodal model; of another model, its own."""
+    if config.get("model_type") not in WRAPPERS:
+        return dict(config)
+    kind, tied = WRAPPERS[config["model_type"]]
+    inner = _object(config, "text_config")
+    if inner.get("model_type", kind) != kind:
+        raise ValueError(
+            f"text_config has the model_type {_shown(inner['model_type'])}, but triax reads {kind!r} only."
+        )
+    return {**inner, "model_type": kind, "tie_word_embeddings": config.get("tie_word_embeddings", tied)}
+
+
+def text_name(name: str) -> str | None:
+    """Return the language model's own name of a tensor of a multimodal model; None: it is of another part.
+
+    Transformers 5 has ``model.language_model.`` in models, and writes ``language_model.model.`` as Transformers 4 did.
+    """
+    for prefix, own in (("model.language_model.", "model."), ("language_model.", "")):
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
+    return name if name.startswith("lm_head.") else None
+
+
 def layer_count(config: Mapping[str, Any]) -> int:
     """Return the number of blocks that a ``config.json`` gives under any family's key, or 0 if it gives none."""
-    return int(config.get("num_hidden_layers") or config.get("n_layer") or 0)
+    return int(next((config[key] for key in _DEPTHS if config.get(key)), 0))
 
 
 def expert_count(config: Mapping[str, Any]) -> int:
@@ -98,7 +126,7 @@ def entries(names: Names | None, config: Config) -> dict[str, Entry]:
     """Expand a table of names, or that of the family, to the full names of the model of a ``config.json``."""
     table, heads = names_of(config) if names is None else names, None
     forms = [form for theirs in table.values() for form in (theirs if isinstance(theirs, list) else [theirs])]
-    if any(isinstance(form, Fused) for form in forms) and config.get("model_type") in FAMILIES:
+    if any(isinstance(form, (Fused, PerHead)) for form in forms) and config.get("model_type") in FAMILIES:
         ours = _from_hf(config)
         assert isinstance(ours, DecoderConfig)
         heads = ours.num_attention_heads, ours.num_key_value_heads, ours.head_dim
@@ -152,6 +180,10 @@ def _from_hf(config: Config) -> TransformerConfig:
         if found[ours] is None and types[ours].default == 0:
             found[ours] = 0
         _check_type(config, name, found[ours], str(types[ours].type))
+        if ours in family.inverse:
+            if not found[ours]:
+                raise ValueError(f"{name} is {_shown(found[ours])}, by which triax would divide. Give another number.")
+            found[ours] = 1.0 / found[ours]
     if "head_dim" not in family.keys and family.config is not DeepseekConfig:
         _check_head_dim(config, found)
     if family.rope:
@@ -168,7 +200,7 @@ def _check_counts(config: Config) -> None:
 
     Names are made from them before any weight is looked up.
     """
-    for key in ("num_hidden_layers", "n_layer", "num_nextn_predict_layers", *_EXPERTS):
+    for key in (*_DEPTHS, "num_nextn_predict_layers", *_EXPERTS):
         value = config.get(key)
         if value is not None and not (type(value) is int and 0 <= value <= _MOST):
             raise ValueError(f"{key} is {_shown(value)}, but must be a whole number of at most {_MOST}.")
@@ -259,7 +291,9 @@ def _written(config: TransformerConfig, name: str, family: Family) -> dict[str, 
     keys = {(key if isinstance(key, str) else key[0]): ours for ours, key in family.keys.items()}
     found = {"architectures": [family.architecture], "model_type": name}
     found |= {key: values[0] for key, values in family.only.items()}
-    found |= {key: getattr(config, ours) for key, ours in keys.items()}
+    for key, ours in keys.items():
+        value = getattr(config, ours)
+        found[key] = 1.0 / value if ours in family.inverse and value else value
     if family.rope:
         found |= _write_rope(config, family)
     if family.window:
@@ -309,6 +343,8 @@ def _read_rope(config: Config, family: Family) -> dict[str, Any]:
             raise ValueError(f"rope_scaling of {config['model_type']} has no rope_type. Write it in place of type.")
         rope = {**whole, **scaling}
     kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind in ("su", "yarn") and "yarn" not in family.scalings and "longrope" in family.scalings:
+        kind = "longrope"  # its first names, in Phi-3's files
     if kind not in ("default", *family.scalings):
         raise ValueError(
             f"rope_type={_shown(kind)} is not implemented for {config['model_type']}, only "
@@ -321,19 +357,35 @@ def _read_rope(config: Config, family: Family) -> dict[str, Any]:
         rope = dict(rope)
         if kind != "linear":  # as transformers reads the length of pretraining
             length = "original_max_position_embeddings"
-            rope[length] = config.get(length) or rope.get(length) or config["max_position_embeddings"]
-        for name in ("factor", "low_freq_factor", "high_freq_factor")[: 3 if kind == "llama3" else 1]:
+            former = config.get(length) or family.rope.get(length) or rope.get(length)
+            rope[length] = int(former or config["max_position_embeddings"])
+        if kind == "dynamic":  # transformers takes no notice of another length
+            rope[length] = config["max_position_embeddings"]
+        for name in _REQUIRED.get(kind, ("factor",)):
             if rope.get(name) is None:
                 raise ValueError(f"there is no {name} for rope_type={kind!r} in the rotary positions. Write its value.")
         for each in fields(_SCALINGS[kind]):
             if rope.get(each.name) is not None:
                 _check_type(config, each.name, rope[each.name], str(each.type))
         given = {each.name: rope.get(each.name) for each in fields(_SCALINGS[kind])}
+        if kind == "longrope":
+            given["attention_factor"] = _longrope_factor(config, rope)
         scaled = _SCALINGS[kind](**{name: value for name, value in given.items() if value is not None})
     if "partial_rotary_factor" in family.rope:
         found["partial_rotary_factor"] = _of_positions(config, rope, family, "partial_rotary_factor", "rotary_pct")
     theta = _of_positions(config, rope, family, "rope_theta", "rotary_emb_base")
     return {**found, "rope_theta": theta, "rope_scaling": scaled}
+
+
+def _longrope_factor(config: Config, rope: Config) -> float:
+    """Return LongRoPE's factor of the rotated channels, after a check of the factors of the pairs."""
+    for key in ("short_factor", "long_factor"):
+        if not (isinstance(rope[key], (list, tuple)) and all(type(each) in (int, float) for each in rope[key])):
+            raise ValueError(f"{key} is {_shown(rope[key])}, but must be a list of numbers.")
+    length = rope["original_max_position_embeddings"]
+    factor = _number(rope, "factor", config["max_position_embeddings"] / length)
+    grown = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 and length > 1 else 1.0
+    return _number(rope, "attention_factor", grown)
 
 
 def _of_positions(config: Config, rope: Config, family: Family, key: str, former: str) -> float:
@@ -363,12 +415,15 @@ def _write_rope(config: Any, family: Family) -> dict[str, Any]:
     if config.rope_scaling is not None:
         kind = next(kind for kind, cls in _SCALINGS.items() if isinstance(config.rope_scaling, cls))
         rope |= {"rope_type": kind, **asdict(config.rope_scaling)}
+        rope |= {key: list(value) for key, value in rope.items() if isinstance(value, tuple)}
     if "partial_rotary_factor" in family.rope:
         rope["partial_rotary_factor"] = config.partial_rotary_factor
     if "rope_local_base_freq" in family.rope:
         local = {"rope_type": "default", "rope_theta": config.rope_local_base_freq}
         return {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
-    return {
+    length = "original_max_position_embeddings"
+    first = {length: rope[length]} if length in family.rope and length in rope else {}
+    return first | {
         "rope_parameters": rope,
         "rope_theta": config.rope_theta,  # with rope_scaling, where Transformers 4 looks
         "rope_scaling": rope if config.rope_scaling is not None else None,

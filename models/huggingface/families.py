@@ -7,13 +7,25 @@ no family beyond this file. docs/models.md shows how to add one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...tensor_parallel.plans import Column, FusedHeads, KeyValue, Local, OnAllHeads, OnHeads, Row, Style, Vocab
+from ...tensor_parallel.plans import (
+    Column,
+    FusedHeads,
+    KeyValue,
+    Local,
+    OnAllHeads,
+    OnEachHead,
+    OnHeads,
+    Row,
+    Style,
+    Vocab,
+)
 from ..config import DecoderConfig, DeepseekConfig, GPTConfig, LlamaConfig, MixtralConfig, TransformerConfig
-from .names import Fused, Names, PerExpert, Repeated, Transposed
+from .names import Fused, Names, PerExpert, PerHead, Repeated, Transposed
 
 Config = Mapping[str, Any]  # content of a config.json
 Key = str | tuple[str, Any]
@@ -31,9 +43,11 @@ class Family:
         names: triax's parameter names -> Hugging Face's, or a function that makes this table from a ``config.json``.
         keys: field of the configuration -> key of ``config.json``, or (key, its default in transformers' configuration
             class). A key without a default must be there. null stands for 0 where the field's own default is 0.
+        inverse: fields whose value is 1 divided by the key's.
         flags: fields that have the same value in all models of the family.
         only: key of ``config.json`` -> the values that are supported. The first one is its default, and is written.
-        rope: defaults of the rotary positions: ``rope_theta`` and, if the family has it, ``partial_rotary_factor``;
+        rope: defaults of the rotary positions: ``rope_theta`` and, if the family has it, ``partial_rotary_factor``, and
+            ``original_max_position_embeddings`` if the family's class has one;
             the same under the names ``rotary_emb_base`` and ``rotary_pct``, if Transformers 4 wrote these. Empty: the
             family has no rotary positions.
         scalings: the types of ``rope_type`` that the family has, beside ``default``.
@@ -57,7 +71,7 @@ class Family:
     flags: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     rope: Mapping[str, float] = field(default_factory=dict)
-    scalings: tuple[str, ...] = ("llama3", "yarn", "linear")
+    scalings: tuple[str, ...] = ("llama3", "yarn", "linear", "dynamic", "longrope")
     window: str = ""
     window_size: int | None = None
     slides: Callable[[Config, int], bool] | None = None
@@ -65,6 +79,7 @@ class Family:
     write: Callable[[Any], dict[str, Any]] | None = None
     blocks: bool = True
     embedding_dropout: str = ""
+    inverse: tuple[str, ...] = ()
 
     @property
     def architecture(self) -> str:
@@ -85,10 +100,16 @@ _LLAMA_KEYS: dict[str, Key] = _COMMON | {
     "head_dim": ("head_dim", 0),
     "rms_norm_eps": ("rms_norm_eps", 1e-6),
 }
+_GPT2_SIZES: dict[str, Key] = dict(
+    zip(_SIZES, ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"), strict=True)
+)
 _TIED: dict[str, Key] = {"tie_word_embeddings": ("tie_word_embeddings", True)}
 _ATTENTION_BIAS: dict[str, Key] = dict.fromkeys(("qkv_bias", "out_bias"), ("attention_bias", False))
 _NO_DROPOUT: dict[str, tuple[Any, ...]] = {"attention_dropout": (0.0, None)}
 _SILU: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",), **_NO_DROPOUT}
+_ACTS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2")  # of ``models/layers.ACTIVATIONS``
+_ANY_ACT: dict[str, tuple[Any, ...]] = {"hidden_act": _ACTS, **_NO_DROPOUT}
+_HIDDEN_ACT: dict[str, Key] = {"hidden_act": ("hidden_act", "silu")}
 _NO_BIASES: dict[str, tuple[Any, ...]] = {"attention_bias": (False,)}
 _LAYER_NORM = {"norm": "layer", "gated": False}
 
@@ -252,6 +273,33 @@ _STARCODER2_NAMES: Names = {
     **_NORMS,
     **_block(1, mlp__up=f"{_AT}.mlp.c_fc.*", mlp__down=f"{_AT}.mlp.c_proj.*"),
 }
+_GLM_NAMES: Names = {**_LLAMA_NAMES, **_block(1, mlp__gate_up=f"{_AT}.mlp.gate_up_proj.*")}
+_GLM4_NAMES: Names = {
+    **_GLM_NAMES,
+    **_block(1, post_norm1=f"{_AT}.post_self_attn_layernorm.*", post_norm2=f"{_AT}.post_mlp_layernorm.*"),
+}
+_STABLELM_NAMES: Names = {
+    **_LLAMA_NAMES,
+    **{
+        f"layers.{{i+1}}.attention.{part}_norm.weight": PerHead(
+            f"{_AT}.self_attn.{part}_layernorm.norms.{{h}}.weight", part
+        )
+        for part in "qk"
+    },
+}
+_HYPERCLOVA_NAMES: Names = {
+    **_LLAMA_NAMES,
+    **_block(1, post_norm1=f"{_AT}.post_norm1.*", post_norm2=f"{_AT}.post_norm2.*"),
+}
+_HUNYUAN_NAMES: Names = {
+    **_LLAMA_NAMES,
+    **_block(
+        1,
+        attention__q_norm=f"{_AT}.self_attn.query_layernorm.*",
+        attention__k_norm=f"{_AT}.self_attn.key_layernorm.*",
+    ),
+}
+_VAULTGEMMA_NAMES: Names = {**_LLAMA_NAMES, **_block(1, norm2=f"{_AT}.pre_feedforward_layernorm.*")}
 _GEMMA2_NAMES: Names = {**_LLAMA_ENDS, **_ATTENTION, **_SANDWICH, **_GATED}
 _NEOX = "gpt_neox.layers.{i}"
 _NEOX_NAMES: Names = {
@@ -278,6 +326,53 @@ _PHI_NAMES: Names = {
         mlp__up=f"{_AT}.mlp.fc1.*",
         mlp__down=f"{_AT}.mlp.fc2.*",
     ),
+}
+_H = "transformer.h.{i}"
+_BLOOM_NAMES: Names = {
+    **_ends("transformer.word_embeddings", "transformer.ln_f", 2),
+    "layers.1.norm.*": "transformer.word_embeddings_layernorm.*",
+    **_block(
+        2,
+        norm1=f"{_H}.input_layernorm.*",
+        norm2=f"{_H}.post_attention_layernorm.*",
+        attention__q=Fused(f"{_H}.self_attention.query_key_value.*", "q"),
+        attention__kv=Fused(f"{_H}.self_attention.query_key_value.*", "kv"),
+        attention__out=f"{_H}.self_attention.dense.*",
+        mlp__up=f"{_H}.mlp.dense_h_to_4h.*",
+        mlp__down=f"{_H}.mlp.dense_4h_to_h.*",
+    ),
+}
+_GPTJ_NAMES: Names = {
+    **_ends("transformer.wte", "transformer.ln_f"),
+    **_block(
+        1,
+        norm1=f"{_H}.ln_1.*",
+        attention__q=f"{_H}.attn.q_proj.*",
+        attention__kv=(f"{_H}.attn.k_proj.*", f"{_H}.attn.v_proj.*"),
+        attention__out=f"{_H}.attn.out_proj.*",
+        mlp__up=f"{_H}.mlp.fc_in.*",
+        mlp__down=f"{_H}.mlp.fc_out.*",
+    ),
+}
+_GPT_NEO_NAMES: Names = {
+    **_ends("transformer.wte", "transformer.ln_f", 2),
+    "layers.1.weight": "transformer.wpe.weight",
+    **_block(
+        2,
+        norm1=f"{_H}.ln_1.*",
+        norm2=f"{_H}.ln_2.*",
+        attention__q=f"{_H}.attn.attention.q_proj.*",
+        attention__kv=(f"{_H}.attn.attention.k_proj.*", f"{_H}.attn.attention.v_proj.*"),
+        attention__out=f"{_H}.attn.attention.out_proj.*",
+        mlp__up=f"{_H}.mlp.c_fc.*",
+        mlp__down=f"{_H}.mlp.c_proj.*",
+    ),
+}
+_NANOCHAT_NAMES: Names = {
+    **_ends("model.embed_tokens", "model.norm", 2),
+    "layers.1.norm.*": "model.norm.*",  # without parameters, and used twice
+    **{ours.replace("{i+1}", "{i+2}"): theirs for ours, theirs in _ATTENTION.items()},
+    **_block(2, mlp__up=f"{_AT}.mlp.fc1.*", mlp__down=f"{_AT}.mlp.fc2.*"),
 }
 _OPT = "model.decoder.layers.{i}"
 _OPT_NAMES: Names = {
@@ -354,6 +449,21 @@ def _exaone4_read(config: Config) -> dict[str, Any]:
     return {"no_rope_layers": [int(each) for each in slides]}
 
 
+def _cohere2_read(config: Config) -> dict[str, Any]:
+    """Blocks without a window have no rotary positions."""
+    depth, types = config["num_hidden_layers"], config.get("layer_types")
+    slides = [_cohere2_slides(config, i) for i in range(depth)] if types is None else ["sliding" in t for t in types]
+    return {"no_rope_layers": [int(each) for each in slides][:depth]}
+
+
+def _cohere2_slides(config: Config, block: int) -> bool:
+    return (block + 1) % config.get("sliding_window_pattern", 4) != 0
+
+
+def _stablelm_read(config: Config) -> dict[str, Any]:
+    return {"shared_norm": bool(config.get("use_parallel_residual", False))}
+
+
 def _gemma_read(config: Config) -> dict[str, Any]:
     act = config.get("hidden_act", "gelu_pytorch_tanh")
     return {"hidden_act": "gelu_pytorch_tanh" if act == "gelu" else act}  # as transformers reads the first files
@@ -373,6 +483,116 @@ def _opt_read(config: Config) -> dict[str, Any]:
     return {}
 
 
+def _bloom_read(config: Config) -> dict[str, Any]:
+    width = config.get("n_embed") or config.get("hidden_size") or 64
+    return {"hidden_size": width, "intermediate_size": 4 * width}
+
+
+def _bloom_write(config: DecoderConfig) -> dict[str, Any]:
+    return {"n_embed": None} if config.intermediate_size == 4 * config.hidden_size else {"hidden_size": None}
+
+
+def _gptj_read(config: Config) -> dict[str, Any]:
+    rotated, width = config.get("rotary_dim", 64), config["n_embd"] // max(config["n_head"], 1)
+    if type(rotated) is not int or not 0 < rotated <= width:
+        raise ValueError(f"rotary_dim is {rotated!r}, but must be from 2 to n_embd / n_head = {width}.")
+    factor = rotated / width
+    while int(width * factor) < rotated:  # the quotient was rounded down
+        factor = math.nextafter(factor, 2.0)
+    return {"partial_rotary_factor": factor, "intermediate_size": config.get("n_inner") or 4 * config["n_embd"]}
+
+
+def _gptj_write(config: DecoderConfig) -> dict[str, Any]:
+    return {"rotary_dim": config.rotary_dim, "n_inner": config.intermediate_size, "attn_pdrop": 0.0} | {
+        "embd_pdrop": config.dropout
+    }
+
+
+def _gpt_neo_read(config: Config) -> dict[str, Any]:
+    """``attention_types`` are pairs of a list of ``global`` and ``local``, and a number of repetitions."""
+    types = config.get("attention_types") or [[["global", "local"], 12]]
+    found = [kind for kinds, count in types for kind in kinds * count]
+    names = {"global": "full_attention", "local": "sliding_attention"}
+    if len(found) != config["num_layers"] or not set(found) <= set(names):
+        raise ValueError(
+            f"attention_types {types} are {len(found)} blocks, but num_layers is {config['num_layers']}. Give one "
+            "of 'global' and 'local' for each block."
+        )
+    return {
+        "layer_types": [names[kind] for kind in found],
+        "intermediate_size": config.get("intermediate_size") or 4 * config["hidden_size"],
+    }
+
+
+def _gpt_neo_write(config: DecoderConfig) -> dict[str, Any]:
+    kinds = ["global" if config.window_of(i) is None else "local" for i in range(config.num_hidden_layers)]
+    return {
+        "attention_types": [[kinds, 1]],
+        "window_size": config.sliding_window or 256,
+        "intermediate_size": config.intermediate_size,
+        "embed_dropout": config.dropout,
+    }
+
+
+def _helium_read(config: Config) -> dict[str, Any]:
+    heads, dim, width = config["num_attention_heads"], config.get("head_dim", 128), config["hidden_size"]
+    if dim and heads * dim != width:
+        raise ValueError(
+            f"helium with num_attention_heads={heads} of head_dim={dim} is not implemented for hidden_size={width}, "
+            "which transformers' output projection takes. Give head_dim = hidden_size / num_attention_heads."
+        )
+    return {}
+
+
+def _hunyuan_read(config: Config) -> dict[str, Any]:
+    """Scaling with a fixed ``alpha`` is a larger base of the rotary wavelengths."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    alpha, dim = rope.get("alpha"), _head_dim(config)
+    if rope.get("rope_type", rope.get("type")) != "dynamic" or not alpha:
+        return {}
+    if type(alpha) not in (int, float) or not 0 < alpha < math.inf or dim <= 2:
+        raise ValueError(f"alpha is {alpha!r}, but must be a number above 0, for heads of more than 2 channels.")
+    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 1e4)
+    return {"rope_theta": theta * alpha ** (dim / (dim - 2)), "rope_scaling": None}
+
+
+def _seed_oss_write(config: DecoderConfig) -> dict[str, Any]:
+    return {"attention_dropout": 0.0}
+
+
+def _hyperclova_read(config: Config) -> dict[str, Any]:
+    found: dict[str, Any] = {"norm_place": "both" if config.get("use_post_norm", True) else "before"}
+    if config.get("attention_multiplier") is None:
+        found["attention_multiplier"] = _head_dim(config) ** -0.5
+    return found
+
+
+def _head_dim(config: Config) -> int:
+    return int(config.get("head_dim") or config["hidden_size"] // max(config["num_attention_heads"], 1))
+
+
+def _hyperclova_write(config: DecoderConfig) -> dict[str, Any]:
+    return {"use_post_norm": config.norm_place == "both"}
+
+
+def _internlm3_read(config: Config) -> dict[str, Any]:
+    """Published files have ``qkv_bias`` and ``bias`` for ``attention_bias`` and ``mlp_bias``, which must be equal."""
+    attention, mlp = (config.get(new, config.get(old, False)) for new, old in _INTERNLM3_BIASES)
+    if type(attention) is not bool or attention != mlp:
+        raise ValueError(
+            f"qkv_bias is {attention!r} and bias is {mlp!r}, but InternLM3 has one setting for all biases. Write "
+            "true or false for both."
+        )
+    return dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), attention)
+
+
+_INTERNLM3_BIASES = (("attention_bias", "qkv_bias"), ("mlp_bias", "bias"))
+
+
+def _internlm3_write(config: DecoderConfig) -> dict[str, Any]:
+    return {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+
+
 def _falcon_norms(config: Config) -> int:
     """Return the number of norms of a block with the new architecture."""
     return int(config.get("num_ln_in_parallel_attn") or 2)
@@ -382,6 +602,7 @@ def _falcon_read(config: Config) -> dict[str, Any]:
     heads, new = config["num_attention_heads"], bool(config.get("new_decoder_architecture", False))
     parallel = new or bool(config.get("parallel_attn", True))
     return {
+        "alibi": "rounded" if config.get("alibi") else "",
         "num_key_value_heads": (config.get("num_kv_heads") or heads)
         if new
         else (1 if config.get("multi_query", True) else heads),
@@ -395,6 +616,7 @@ def _falcon_write(config: DecoderConfig) -> dict[str, Any]:
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     new = config.parallel_residual and (not config.shared_norm or kv_heads not in (1, heads))
     return {
+        "alibi": config.alibi == "rounded",
         "num_kv_heads": kv_heads,
         "new_decoder_architecture": new,
         "num_ln_in_parallel_attn": (1 if config.shared_norm else 2) if new else None,
@@ -462,9 +684,11 @@ def _llama_plan(config: Any) -> dict[str, Style]:
         "*.self_attn.q_proj": Column(unit=dim, group="qkv"),
         "*.self_attn.[kv]_proj": KeyValue(heads, kv_heads, dim, group="qkv"),
         "*.self_attn.[qk]_norm": OnHeads(),
+        "*.self_attn.*_layernorm": OnHeads(),
         **{f"*.self_attn.{out}": Row(unit=dim) for out in ("o_proj", "dense", "out_proj")},
         "*.mlp.gate_proj": Column(group="gate_up"),
         "*.mlp.up_proj": Column(group="gate_up"),
+        "*.mlp.gate_up_proj": Column(parts=2),
         "*.mlp.down_proj": Row(),
         **{f"*layers.*.{up}": Column() for up in ("mlp.c_fc", "mlp.fc1", "fc1")},
         **{f"*layers.*.{down}": Row() for down in ("mlp.c_proj", "mlp.fc2", "fc2")},
@@ -478,12 +702,27 @@ def _olmo2_plan(config: Any) -> dict[str, Style]:
     return {**norms, **_llama_plan(config)}
 
 
-def _gemma_plan(config: Any) -> dict[str, Style]:
-    return {**_llama_plan(config), "*embed_tokens": Vocab(scale=config.hidden_size**0.5)}
+def _cohere_plan(config: Any) -> dict[str, Style]:
+    heads, kv_heads, _ = _heads(config)
+    norms = {"*.self_attn.q_norm": OnEachHead(heads), "*.self_attn.k_norm": OnEachHead(kv_heads)}
+    return {**norms, **_llama_plan(config)}
 
 
 def _opt_plan(config: Any) -> dict[str, Style]:
     return {"*.self_attn": Local({"num_heads": 1}), **_llama_plan(config)}
+
+
+def _stablelm_plan(config: Any) -> dict[str, Style]:
+    if config.qk_layernorm:
+        raise ValueError(
+            "parallelize does not shard a StableLM with qk_layernorm=True, which keeps the norm of each head in a "
+            "module of its own. Take the layers of load_hf(path)."
+        )
+    return _opt_plan(config)
+
+
+def _gemma_plan(config: Any) -> dict[str, Style]:
+    return {**_llama_plan(config), "*embed_tokens": Vocab(scale=config.hidden_size**0.5)}
 
 
 def _phi3_plan(config: Any) -> dict[str, Style]:
@@ -496,6 +735,22 @@ def _phi3_plan(config: Any) -> dict[str, Style]:
         "*.self_attn.o_proj": Row(unit=dim),
         "*.mlp.gate_up_proj": Column(parts=2),
         "*.mlp.down_proj": Row(),
+        "lm_head": Column(gather_output=True),
+    }
+
+
+def _gptj_plan(config: Any) -> dict[str, Style]:
+    """Return the plan of GPT-J and of GPT-Neo, whose attention lies one module deeper."""
+    dim = config.hidden_size // config.num_attention_heads
+    deeper = config.model_type == "gpt_neo"
+    attention, count = ("*.attn.attention", "num_heads") if deeper else ("*.attn", "num_attention_heads")
+    return {
+        "*wte": Vocab(),
+        attention: Local({count: 1}),
+        "*.[qkv]_proj": Column(unit=dim, group="qkv"),
+        "*.out_proj": Row(unit=dim),
+        **{f"*.mlp.{up}": Column() for up in ("fc_in", "c_fc")},
+        **{f"*.mlp.{down}": Row() for down in ("fc_out", "c_proj")},
         "lm_head": Column(gather_output=True),
     }
 
@@ -516,8 +771,8 @@ def _falcon_plan(config: Any) -> dict[str, Style]:
     heads, dim = config.num_attention_heads, config.hidden_size // config.num_attention_heads
     if config.alibi:
         raise ValueError(
-            "parallelize does not shard a Falcon with alibi=True, whose position biases are made for all heads. Take a "
-            "Falcon with rotary positions, or a grid with tensor=1."
+            "parallelize does not shard a Falcon with alibi=True, whose position biases are made for all heads. Take "
+            "the layers of load_hf(path)."
         )
     kv_heads = config.num_kv_heads if config.new_decoder_architecture else 1 if config.multi_query else heads
     counts = {"num_heads": 1} | ({} if kv_heads == 1 else {"num_kv_heads": 1})
@@ -697,6 +952,42 @@ _OLMO2 = _like(
     flags={"norm_place": "after", "qk_norm_all_heads": True},
 )
 
+_GLM = _like(
+    _LLAMA,
+    "Glm",
+    config=DecoderConfig,
+    names=_GLM_NAMES,
+    keys={
+        **_HIDDEN_ACT,
+        "num_key_value_heads": ("num_key_value_heads", 2),
+        "head_dim": ("head_dim", 128),
+        "rms_norm_eps": ("rms_norm_eps", 1.5625e-7),
+        "qkv_bias": ("attention_bias", True),
+    },
+    flags={"rope_interleaved": True},
+    only=_ANY_ACT,
+    rope={"partial_rotary_factor": 0.5},
+)
+_LAYER_NORM_EPS: dict[str, Key] = {"rms_norm_eps": ("layer_norm_eps", 1e-5)}
+_COHERE = _like(
+    _LLAMA,
+    "Cohere",
+    plan=_cohere_plan,
+    config=DecoderConfig,
+    keys={
+        **_TIED,
+        **_HIDDEN_ACT,
+        **_LAYER_NORM_EPS,
+        **_ATTENTION_BIAS,
+        "head_dim": None,
+        "logit_scale": ("logit_scale", 0.0625),
+        "qk_norm_per_head": ("use_qk_norm", False),
+    },
+    flags={"norm": "layer_weight", "parallel_residual": True, "shared_norm": True, "rope_interleaved": True},
+    only=_ANY_ACT,
+    rope={"rope_theta": 5e5},
+)
+
 FAMILIES: dict[str, Family] = {
     "gpt2": Family(
         "GPT2",
@@ -704,11 +995,7 @@ FAMILIES: dict[str, Family] = {
         GPTConfig,
         _GPT2_NAMES,
         {
-            **{
-                name: f"n_{short}"
-                for name, short in zip(_SIZES[1:], ("positions", "embd", "layer", "head"), strict=True)
-            },
-            "vocab_size": "vocab_size",
+            **_GPT2_SIZES,
             "dropout": ("resid_pdrop", 0.1),
             "tie_word_embeddings": ("tie_word_embeddings", True),
             "initializer_range": ("initializer_range", 0.02),
@@ -727,6 +1014,24 @@ FAMILIES: dict[str, Family] = {
     "llama": _like(_LLAMA, "Llama", keys=_BIASES),
     "mistral": _like(
         _LLAMA, "Mistral", keys={"num_key_value_heads": ("num_key_value_heads", 8)}, window="all", window_size=4096
+    ),
+    "ministral": _like(
+        _LLAMA,
+        "Ministral",
+        keys={"num_key_value_heads": ("num_key_value_heads", 8)},
+        window="types",
+        window_size=4096,
+    ),
+    "internlm3": _like(
+        _LLAMA,
+        "Llama",  # transformers' Llama runs it
+        keys={
+            "num_key_value_heads": ("num_key_value_heads", 2),
+            "head_dim": ("head_dim", 128),
+            "rms_norm_eps": ("rms_norm_eps", 1e-5),
+        },
+        read=_internlm3_read,
+        write=_internlm3_write,
     ),
     "qwen2": _QWEN2,
     "qwen3": _like(
@@ -752,8 +1057,8 @@ FAMILIES: dict[str, Family] = {
         config=DecoderConfig,
         names=_PHI3_NAMES,
         keys={"rms_norm_eps": ("rms_norm_eps", 1e-5), "dropout": ("resid_pdrop", 0.0)},
-        rope={"partial_rotary_factor": 1.0},
-        scalings=(),
+        rope={"partial_rotary_factor": 1.0, "original_max_position_embeddings": 4096},
+        scalings=("longrope",),
         window="all",
     ),
     "olmo2": _OLMO2,
@@ -804,6 +1109,185 @@ FAMILIES: dict[str, Family] = {
         window="all",
         embedding_dropout="embedding_dropout",
     ),
+    "granite": _like(
+        _LLAMA,
+        "Granite",
+        config=DecoderConfig,
+        keys={
+            **_BIASES,
+            **_HIDDEN_ACT,
+            **{f"{name}_multiplier": (f"{name}_multiplier", 1.0) for name in ("embedding", "attention", "residual")},
+            "logit_scale": ("logits_scaling", 1.0),
+        },
+        only=_ANY_ACT,
+        inverse=("logit_scale",),
+    ),
+    "hyperclovax": _like(
+        _LLAMA,
+        "HyperCLOVAX",
+        config=DecoderConfig,
+        names=_HYPERCLOVA_NAMES,
+        keys={
+            **_BIASES,
+            **_HIDDEN_ACT,
+            **{f"{name}_multiplier": (f"{name}_multiplier", 1.0) for name in ("embedding", "residual")},
+            "attention_multiplier": ("attention_multiplier", None),
+            "logit_scale": ("logits_scaling", 1.0),
+        },
+        only=_ANY_ACT,
+        read=_hyperclova_read,
+        write=_hyperclova_write,
+    ),
+    "cohere": _COHERE,
+    "cohere2": _like(
+        _COHERE,
+        "Cohere2",
+        plan=_llama_plan,
+        keys={"qk_norm_per_head": None},
+        rope=_ROPE,
+        window="types",
+        window_size=4096,
+        slides=_cohere2_slides,
+        read=_cohere2_read,
+    ),
+    "glm": _GLM,
+    "glm4": _like(_GLM, "Glm4", names=_GLM4_NAMES, flags={"norm_place": "both"}),
+    "ernie4_5": _like(
+        _LLAMA,
+        "Ernie4_5",
+        config=DecoderConfig,
+        keys={
+            **_TIED,
+            **_HIDDEN_ACT,
+            **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), ("use_bias", False)),
+            "num_key_value_heads": ("num_key_value_heads", 2),
+            "head_dim": ("head_dim", 128),
+            "rms_norm_eps": ("rms_norm_eps", 1e-5),
+        },
+        flags={"rope_interleaved": True},
+        only={"hidden_act": _ACTS, "attention_dropout": None},
+        rope={"rope_theta": 5e5},
+    ),
+    "helium": _like(
+        _LLAMA,
+        "Helium",
+        config=DecoderConfig,
+        keys={
+            **_HIDDEN_ACT,
+            "num_key_value_heads": ("num_key_value_heads", 20),
+            "head_dim": ("head_dim", 128),
+            "rms_norm_eps": ("rms_norm_eps", 1e-8),
+            "qkv_bias": ("attention_bias", False),
+            "mlp_bias": ("mlp_bias", False),
+        },
+        flags={"rope_interleaved": True},
+        only=_ANY_ACT,
+        rope={"rope_theta": 1e5},
+        read=_helium_read,
+    ),
+    "seed_oss": _like(
+        _LLAMA,
+        "SeedOss",
+        config=DecoderConfig,
+        keys={
+            **_HIDDEN_ACT,
+            "num_key_value_heads": ("num_key_value_heads", 8),
+            "head_dim": ("head_dim", 128),
+            "qkv_bias": ("attention_bias", True),
+            "out_bias": ("attention_out_bias", False),
+            "mlp_bias": ("mlp_bias", False),
+            "dropout": ("residual_dropout", 0.1),
+        },
+        only={"hidden_act": _ACTS, "attention_dropout": None},
+        write=_seed_oss_write,
+    ),
+    "stablelm": _like(
+        _LLAMA,
+        "StableLm",
+        plan=_stablelm_plan,
+        config=DecoderConfig,
+        names=_STABLELM_NAMES,
+        keys={
+            **_HIDDEN_ACT,
+            **_LAYER_NORM_EPS,
+            "num_key_value_heads": ("num_key_value_heads", 32),
+            "head_dim": None,
+            "qkv_bias": ("use_qkv_bias", False),
+            "qk_norm_per_head": ("qk_layernorm", False),
+            "parallel_residual": ("use_parallel_residual", False),
+            "dropout": ("hidden_dropout", 0.0),
+        },
+        flags={"norm": "layer"},
+        only=_ANY_ACT,
+        rope={"partial_rotary_factor": 0.25},
+        read=_stablelm_read,
+    ),
+    "nemotron": _like(
+        _LLAMA,
+        "Nemotron",
+        config=DecoderConfig,
+        names=_ARCEE_NAMES,
+        keys={
+            **_BIASES,
+            "hidden_act": ("hidden_act", "relu2"),
+            "rms_norm_eps": ("norm_eps", 1e-5),
+            "initializer_range": ("initializer_range", 0.0134),
+        },
+        flags={"norm": "layer_offset", "gated": False},
+        only={"hidden_act": ("relu2", *_ACTS[:-1])},
+        rope={"partial_rotary_factor": 0.5},
+    ),
+    "jais2": _like(
+        _LLAMA,
+        "Jais2",
+        config=DecoderConfig,
+        names=_ARCEE_NAMES,
+        keys={
+            **_LAYER_NORM_EPS,
+            **dict.fromkeys(("qkv_bias", "out_bias"), ("attention_bias", True)),
+            "mlp_bias": ("mlp_bias", True),
+            "hidden_act": ("hidden_act", "relu2"),
+        },
+        flags=_LAYER_NORM,
+        only={"hidden_act": ("relu2", *_ACTS[:-1])},
+    ),
+    "nanochat": _like(
+        _LLAMA,
+        "NanoChat",
+        config=DecoderConfig,
+        names=_NANOCHAT_NAMES,
+        keys={
+            **_ATTENTION_BIAS,
+            "hidden_act": ("hidden_act", "relu2"),
+            "final_logit_softcapping": ("final_logit_softcapping", 15.0),
+        },
+        flags={"norm": "rms_plain", "qk_norm": True, "qk_norm_after": True, "gated": False}
+        | {"embedding_norm": True, "rope_reversed": True},
+        only={"hidden_act": ("relu2", *_ACTS[:-1])},
+    ),
+    "hunyuan_v1_dense": _like(
+        _LLAMA,
+        "HunYuanDenseV1",
+        config=DecoderConfig,
+        names=_HUNYUAN_NAMES,
+        keys={**_ATTENTION_BIAS, **_HIDDEN_ACT, "rms_norm_eps": ("rms_norm_eps", 1e-5)},
+        flags={"qk_norm": True, "qk_norm_after": True},
+        only=_ANY_ACT,
+        read=_hunyuan_read,
+    ),
+    "olmo": _like(
+        _LLAMA,
+        "Olmo",
+        config=DecoderConfig,
+        keys={
+            **_ATTENTION_BIAS,
+            **_HIDDEN_ACT,
+            "rms_norm_eps": None,
+            "clip_qkv": ("clip_qkv", None),
+        },
+        flags={"norm": "layer_plain", "rms_norm_eps": 1e-5},
+        only=_ANY_ACT,
+    ),
     "gemma": _GEMMA,
     "gemma2": _like(
         _GEMMA,
@@ -822,12 +1306,33 @@ FAMILIES: dict[str, Family] = {
         read=None,
         write=None,
     ),
+    "vaultgemma": _like(
+        _GEMMA,
+        "VaultGemma",
+        names=_VAULTGEMMA_NAMES,
+        keys={
+            **_CAPS,
+            "num_key_value_heads": ("num_key_value_heads", 4),
+            "attn_logit_softcapping": ("attn_logit_softcapping", 50.0),
+            "final_logit_softcapping": ("final_logit_softcapping", 30.0),
+        },
+        window="types",
+        window_size=4096,
+        slides=lambda config, block: bool((block + 1) % 2),
+        read=None,
+        write=None,
+    ),
     "gemma3_text": _like(
         _GEMMA,
         "Gemma3",
         names=_GEMMA2_NAMES,
         keys={
             **_CAPS,
+            "vocab_size": ("vocab_size", 262_208),
+            "max_position_embeddings": ("max_position_embeddings", 131_072),
+            "hidden_size": ("hidden_size", 2304),
+            "intermediate_size": ("intermediate_size", 9216),
+            "num_attention_heads": ("num_attention_heads", 8),
             "num_key_value_heads": ("num_key_value_heads", 4),
             "final_logit_softcapping": ("final_logit_softcapping", None),
         },
@@ -856,6 +1361,69 @@ FAMILIES: dict[str, Family] = {
         _NO_DROPOUT,
         {**_ROPE, "partial_rotary_factor": 0.25, "rotary_emb_base": 1e4, "rotary_pct": 0.25},
         embedding_dropout="hidden_dropout",
+    ),
+    "gptj": Family(
+        "GPTJ",
+        _gptj_plan,
+        DecoderConfig,
+        _GPTJ_NAMES,
+        {
+            **_GPT2_SIZES,
+            "tie_word_embeddings": ("tie_word_embeddings", False),
+            "initializer_range": ("initializer_range", 0.02),
+            "rms_norm_eps": ("layer_norm_epsilon", 1e-5),
+            "hidden_act": ("activation_function", "gelu_new"),
+            "dropout": ("resid_pdrop", 0.0),
+        },
+        {**_LAYER_NORM, "parallel_residual": True, "shared_norm": True, "head_bias": True, "mlp_bias": True}
+        | {"rope_interleaved": True},
+        read=_gptj_read,
+        write=_gptj_write,
+        embedding_dropout="embd_pdrop",
+    ),
+    "gpt_neo": Family(
+        "GPTNeo",
+        _gptj_plan,
+        DecoderConfig,
+        _GPT_NEO_NAMES,
+        {
+            **{name: name for name in ("vocab_size", "max_position_embeddings", "hidden_size")},
+            **_TIED,
+            "num_hidden_layers": "num_layers",
+            "num_attention_heads": "num_heads",
+            "initializer_range": ("initializer_range", 0.02),
+            "rms_norm_eps": ("layer_norm_epsilon", 1e-5),
+            "hidden_act": ("activation_function", "gelu_new"),
+            "dropout": ("resid_dropout", 0.0),
+            "sliding_window": ("window_size", 256),
+        },
+        {**_LAYER_NORM, "learned_positions": True, "out_bias": True, "mlp_bias": True, "attention_multiplier": 1.0},
+        _NO_DROPOUT,
+        read=_gpt_neo_read,
+        write=_gpt_neo_write,
+        embedding_dropout="embed_dropout",
+    ),
+    "bloom": Family(
+        "Bloom",
+        None,
+        DecoderConfig,
+        _BLOOM_NAMES,
+        {
+            **_TIED,
+            "vocab_size": "vocab_size",
+            "hidden_size": ("hidden_size", 64),
+            "num_hidden_layers": "n_layer",
+            "num_attention_heads": "n_head",
+            "max_position_embeddings": ("seq_length", 2048),
+            "initializer_range": ("initializer_range", 0.02),
+            "rms_norm_eps": ("layer_norm_epsilon", 1e-5),
+            "dropout": ("hidden_dropout", 0.0),
+        },
+        {**_LAYER_NORM, "embedding_norm": True, "alibi": "added", "hidden_act": "gelu_bloom"}
+        | {"qkv_bias": True, "out_bias": True, "mlp_bias": True},
+        {**_NO_DROPOUT, "apply_residual_connection_post_layernorm": (False,)},
+        read=_bloom_read,
+        write=_bloom_write,
     ),
     "phi": Family(
         "Phi",
@@ -914,7 +1482,7 @@ FAMILIES: dict[str, Family] = {
             "dropout": ("hidden_dropout", 0.0),
         },
         _LAYER_NORM,
-        {**_NO_DROPOUT, "alibi": (False, None)},
+        {**_NO_DROPOUT, "alibi": (False, None, True)},
         _ROPE,
         read=_falcon_read,
         write=_falcon_write,
@@ -978,3 +1546,7 @@ FAMILIES: dict[str, Family] = {
     "t5": Family("T5", _t5_plan, blocks=False),
     "vit": Family("ViT", _vit_plan, blocks=False),
 }
+
+# Multimodal models whose language model is read alone: model_type -> that of their text_config, and the default of
+# tie_word_embeddings, which stands beside it.
+WRAPPERS: dict[str, tuple[str, bool]] = {"gemma3": ("gemma3_text", True)}

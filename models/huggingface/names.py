@@ -52,6 +52,19 @@ class Fused:
 
 
 @dataclass(frozen=True)
+class PerHead:
+    """Name of the tensor of one head, with ``{h}`` for its number, of a parameter (heads, ...) that stacks them.
+
+    Attributes:
+        name: its name.
+        part: ``q``, the heads of the queries; or ``k``, those of the keys.
+    """
+
+    name: str
+    part: str
+
+
+@dataclass(frozen=True)
 class Repeated:
     """Name of a tensor, and the names under which Hugging Face stores it again: they are written, and not read."""
 
@@ -68,7 +81,8 @@ class Entry:
             parameter that triax alone has, such as a count, there are none.
         transposed: True if Hugging Face stores these matrices transposed.
         per_expert: number of tensors of each expert, for a parameter (experts, ...) whose experts are stored one by
-            one; ``theirs`` lists those of expert 0 first. 0: the parameter is stored as a whole.
+            one; ``theirs`` lists those of expert 0 first. 0: the parameter is stored as a whole. Heads that are stored
+            one by one (``PerHead``) count as experts.
         other: another form in which a source may store the parameter, or None. Only the first form is written.
         rows: ranges [start, stop) of rows of the only tensor, which the parameter has in this order. Empty: all rows.
         of: number of rows of that tensor.
@@ -84,7 +98,7 @@ class Entry:
     again: tuple[str, ...] = ()
 
 
-Pattern = str | tuple[str, ...] | Transposed | PerExpert | Fused | Repeated
+Pattern = str | tuple[str, ...] | Transposed | PerExpert | PerHead | Fused | Repeated
 # triax's name -> Hugging Face's. {i} is the block's index, {n} the number of blocks, a final * both weight and bias.
 # A list has the form that is written, then another form that is read too.
 Names = Mapping[str, "Pattern | list[Pattern]"]
@@ -97,7 +111,8 @@ def expand(names: Names, blocks: int, experts: int = 0, heads: tuple[int, int, i
         names: the table.
         blocks: number of blocks of the model.
         experts: number of experts of a block.
-        heads: numbers of query heads and of key/value heads, and the width of a head, which ``Fused`` needs.
+        heads: numbers of query heads and of key/value heads, and the width of a head, which ``Fused`` and ``PerHead``
+            need.
 
     Raises:
         ValueError: a pattern has in braces something other than i, n or e, with or without a number added or
@@ -124,9 +139,15 @@ def _entry(
     heads: tuple[int, int, int] | None,
     other: Entry | None,
 ) -> Entry:
+    if isinstance(form, (Fused, PerHead)) and heads is None:
+        raise ValueError(f"{form.name} depends on the numbers of heads, which are unknown.")
+    if isinstance(form, PerHead):
+        assert heads is not None
+        count = heads[0] if form.part == "q" else heads[1]
+        parts = [_written(form.name, ending, {**numbers, "h": head}) for head in range(count)]
+        return Entry(tuple(parts), per_expert=1, other=other)
     if isinstance(form, Fused):
-        if heads is None:
-            raise ValueError(f"{form.name} holds queries, keys and values, but the numbers of heads are unknown.")
+        assert heads is not None
         total = (heads[0] + 2 * heads[1]) * heads[2]
         return Entry((_written(form.name, ending, numbers),), other=other, rows=form.rows(*heads), of=total)
     if isinstance(form, PerExpert):

@@ -31,7 +31,7 @@ from ...context.order import positions, shard
 from ...grid import Axis, Grid
 from ...pipe.chunked_loss import LastLayer, is_watched, loss_in_chunks, runs_otherwise
 from ...pipe.spec import LayerSpec, TiedLayerSpec
-from ..layers import softcapped
+from ..layers import scaled, softcapped
 from .families import FAMILIES
 from .load import load_hf
 from .names import Names
@@ -78,7 +78,8 @@ class HFModel:
         paths = {ours: theirs for ours, theirs in table.items() if isinstance(theirs, str)}
         self.embedding = paths["layers.0.weight"].removesuffix(".weight")
         self.positions = paths.get("layers.1.weight", "").removesuffix(".weight")
-        self.first = 2 if self.positions else 1  # the number of layers in front of the blocks
+        self.embedding_norm = paths.get("layers.1.norm.*", "").removesuffix(".*")
+        self.first = 1 + bool(self.positions) + bool(self.embedding_norm)  # the number of layers in front of the blocks
         self.norm = paths[f"layers.{{n+{self.first}}}.*"].removesuffix(".*")
         self.blocks = next(theirs for ours, theirs in paths.items() if "{i" in ours).partition(".{i}")[0]
 
@@ -119,6 +120,9 @@ class HFModel:
         found: dict[str, Any] = {"layers.0.weight": f"{self.embedding}.weight"}
         if self.positions:
             found["layers.1.weight"] = f"{self.positions}.weight"
+        if self.embedding_norm:
+            for name, _ in whole.get_submodule(self.embedding_norm).named_parameters():
+                found[f"layers.1.norm.{name}"] = f"{self.embedding_norm}.{name}"
         for name, _ in whole.get_submodule(f"{self.blocks}.0").named_parameters():
             found[f"layers.{{i+{first}}}.block.{name}"] = f"{self.blocks}.{{i}}.{name}"
         for name, _ in whole.get_submodule(self.norm).named_parameters():
@@ -131,9 +135,16 @@ class HFModel:
         """Apply the dropout of the embeddings."""
         return F.dropout(x, getattr(self.config, self.family.embedding_dropout or "", 0.0), training)
 
+    def embedding_scale(self, embedding: Any) -> float:
+        """Return the factor of the token embeddings, which the module has (Gemma) or the model (Granite)."""
+        return float(getattr(embedding, "scalar_embed_scale", getattr(self.config, "embedding_multiplier", 1.0)))
+
     def capped(self, logits: Tensor) -> Tensor:
-        """Apply the cap of the logits, if the model has one."""
-        return softcapped(logits, getattr(self.config, "final_logit_softcapping", None))
+        """Apply the factor and the cap of the logits, if the model has them."""
+        place = self.family.keys.get("logit_scale", "")
+        factor = getattr(self.config, place if isinstance(place, str) else place[0], 1.0)
+        factor = 1.0 / factor if "logit_scale" in self.family.inverse else factor
+        return softcapped(scaled(logits, factor), getattr(self.config, "final_logit_softcapping", None))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HFModel) and self.config.to_dict() == other.config.to_dict()
@@ -147,10 +158,10 @@ class HFModel:
 def hf_layers(model_or_config: Any, attention: str = "ring") -> list[LayerSpec]:
     """Return a transformers model as layers for a ``PipelineModule``: ids (B, T) -> logits (B, T, V).
 
-    The list is ``[embedding, (positions,) block 0, ..., block L - 1, norm, head]``, where a tied head is the embedding
-    again. The layers are built later, by the ``PipelineModule``. Every row must be one document without padding.
-    Dropout is transformers' own, drawn from each process's generator. Set it to 0 if different grids must give equal
-    results.
+    The list is ``[embedding, (norm,) (positions,) block 0, ..., block L - 1, norm, head]``, where a tied head is the
+    embedding again. The layers are built later, by the ``PipelineModule``. Every row must be one document without
+    padding. Dropout is transformers' own, drawn from each process's generator. Set it to 0 if different grids must give
+    equal results.
 
     Args:
         model_or_config: a model such as ``LlamaForCausalLM``, of a family that docs/models.md lists, from which the
@@ -166,13 +177,14 @@ def hf_layers(model_or_config: Any, attention: str = "ring") -> list[LayerSpec]:
     """
     live = isinstance(model_or_config, nn.Module)
     hf = HFModel(model_or_config.config if live else model_or_config)
-    positions = [LayerSpec(Positions, hf)] if hf.positions else []
+    positions = [LayerSpec(Norm, hf, hf.embedding_norm)] if hf.embedding_norm else []
+    positions += [LayerSpec(Positions, hf)] if hf.positions else []
     blocks = [LayerSpec(HFBlock, hf, index, attention=attention) for index in range(hf.config.num_hidden_layers)]
     first, head = LayerSpec(Embedding, hf), LayerSpec(Head, hf)
     if hf.config.tie_word_embeddings:
         first = TiedLayerSpec("embed", Embedding, hf)
         head = TiedLayerSpec("embed", Embedding, hf, forward_fn=Embedding.attend)
-    layers = [first, *positions, *blocks, LayerSpec(Norm, hf), head]
+    layers = [first, *positions, *blocks, LayerSpec(Norm, hf, hf.norm), head]
     return load_hf(model_or_config, layers, names=hf.names()) if live else layers
 
 
@@ -190,7 +202,7 @@ class Embedding(nn.Embedding):
         theirs = hf.whole().get_submodule(hf.embedding)
         super().__init__(theirs.num_embeddings, theirs.embedding_dim, theirs.padding_idx)
         self.hf, self.context = hf, grid.context
-        self.scale = getattr(theirs, "scalar_embed_scale", 1.0)  # of Gemma
+        self.scale = hf.embedding_scale(theirs)
         hf.initialize(self)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -240,7 +252,7 @@ class HFBlock(nn.Module):
         super().__init__()
         self.config, self.context = hf.config, grid.context
         whole = hf.whole()
-        self.block: nn.Module = type(whole.get_submodule(f"{hf.blocks}.0"))(hf.config, layer_idx=index)
+        self.block: nn.Module = type(whole.get_submodule(f"{hf.blocks}.0"))(hf.config, index)
         if grid.context.size > 1:
             if not getattr(whole, "_supports_attention_backend", False):
                 raise ValueError(
@@ -248,7 +260,14 @@ class HFBlock(nn.Module):
                     "needs. Use a grid with context=1, or the layers of load_hf(path)."
                 )
             _attend_over_context(self.block, grid, attention)
-        rotary = getattr(whole.get_submodule(hf.blocks.rpartition(".")[0]), "rotary_emb", None)
+        base = whole.get_submodule(hf.blocks.rpartition(".")[0])
+        rotary, self.alibi = getattr(base, "rotary_emb", None), getattr(type(base), "build_alibi_tensor", None)
+        kind = getattr(rotary, "rope_type", None)
+        if grid.context.size > 1 and {"longrope", "dynamic"} & set(kind.values() if isinstance(kind, dict) else [kind]):
+            raise ValueError(
+                f"rope_type={kind!r} depends on the length of a row, of which each rank of context={grid.context.size} "
+                "has a part. Use a grid with context=1, or the layers of load_hf(path)."
+            )
         self.rotary = None if rotary is None else type(rotary)(hf.config)
         types = getattr(hf.config, "layer_types", None)
         window = getattr(hf.config, "sliding_window", None) is not None
@@ -270,19 +289,22 @@ class HFBlock(nn.Module):
             given["position_embeddings"] = self.rotary(x, positions, *kind)
         if hasattr(self.config, "alibi"):  # Falcon's blocks want it, also where there is none
             given["alibi"] = None
+        if self.alibi is not None:  # of Bloom
+            whole = torch.ones(x.shape[:2], dtype=torch.int64, device=x.device)
+            given["alibi"] = self.alibi(None, whole, self.config.n_head, x.dtype)
         y = self.block(x, **given)
         found: Tensor = y[0] if isinstance(y, tuple) else y
         return found
 
 
 class Norm(nn.Module):
-    """The norm in front of the head: (B, T, D) -> (B, T, D)."""
+    """A norm of the model, such as that in front of the head, by its name: (B, T, D) -> (B, T, D)."""
 
     hollow = False
 
-    def __init__(self, hf: HFModel) -> None:
+    def __init__(self, hf: HFModel, path: str) -> None:
         super().__init__()
-        self.norm: nn.Module = hf.make(hf.norm)
+        self.norm: nn.Module = hf.make(path)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize: (B, T, D) -> (B, T, D)."""

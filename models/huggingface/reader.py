@@ -14,7 +14,8 @@ from ...base.errors import ConfigError
 from ...base.files import read_object
 from ...grid import Grid
 from ...grid.layout import Layout
-from .config import layer_count, read_config
+from .config import layer_count, read_config, text_name, text_part
+from .families import WRAPPERS
 from .folder_settings import Settings, settings_of_folder, settings_of_model
 from .names import Entry
 
@@ -89,7 +90,8 @@ class _Folder:
                 f"{folder} has no *.safetensors ({found}). Let transformers write the folder, "
                 "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)."
             )
-        self._files: dict[str, Any] = {}
+        whole = read_object(folder / "config.json").get("model_type") in WRAPPERS
+        self._files: dict[str, tuple[Any, str]] = {}
         self.shapes = {}
         for file in names:
             if not (folder / file).is_file():
@@ -97,14 +99,16 @@ class _Folder:
                 raise FileNotFoundError(f"{folder / file} is no file{why}. Copy the whole folder.")
             opened = open_weights(folder / file)
             for name in opened.keys():  # noqa: SIM118, it is not a mapping
-                self._files[name] = opened
-                self.shapes[name] = tuple(opened.get_slice(name).get_shape())
+                if (own := text_name(name) if whole else name) is not None:
+                    self._files[own] = opened, name
+                    self.shapes[own] = tuple(opened.get_slice(name).get_shape())
         if (depth := layer_count(self.config)) > len(self.shapes):
             raise ConfigError(f"{self.file} counts {depth} blocks, but {folder} has {len(self.shapes)} tensors only.")
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """Read a part of a tensor."""
-        read: Tensor = self._files[name].get_slice(name)[part]
+        opened, stored = self._files[name]
+        read: Tensor = opened.get_slice(stored)[part]
         return read
 
 
@@ -113,9 +117,11 @@ class _Model:
 
     def __init__(self, model: Any) -> None:
         self.where, self.file = f"the {type(model).__name__}", f"the configuration of the {type(model).__name__}"
-        self.config = model.config.to_dict()
+        given = model.config.to_dict()
+        self.config, whole = text_part(given), given.get("model_type") in WRAPPERS
         self.settings = settings_of_model(model)
-        self._weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+        named = ((text_name(name) if whole else name, tensor) for name, tensor in model.state_dict().items())
+        self._weights = {name: tensor.detach() for name, tensor in named if name is not None}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._weights.items()}
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:

@@ -16,7 +16,6 @@ import re
 import sys
 from collections.abc import Iterator
 from functools import partial
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +103,7 @@ def cells(kind: str, method: str) -> dict[str, str]:
 
 def kinds() -> list[str]:
     """Every type of model that triax has layers for, as config.json has it under ``model_type``."""
-    return [point.name for point in entry_points(group="triax.models")]
+    return sorted(name for name, family in FAMILIES.items() if family.config is not None)
 
 
 def page(results: Iterator[tuple[str, str, dict[str, str]]]) -> str:

@@ -52,6 +52,21 @@ VALUES: dict[str, Any] = {
     "layer_norm_eps": 3e-4,
     "layer_norm_epsilon": 3e-4,
     "norm_epsilon": 3e-4,
+    "norm_eps": 3e-4,
+    "embedding_multiplier": 2.5,
+    "attention_multiplier": 0.5,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 3.0,
+    "logit_scale": 0.3,
+    "hidden_act": "gelu",
+    "activation_function": "gelu",
+    "num_layers": 4,
+    "num_heads": 4,
+    "window_size": 5,
+    "attention_types": [[["local", "global"], 2]],
+    "rotary_dim": 8,
+    "resid_dropout": 0.3,
+    "n_embed": 64,
     "initializer_range": 0.03,
     "init_std": 0.03,
     "clip_qkv": 2.0,
@@ -72,6 +87,14 @@ MORE: dict[str, dict[str, Any]] = {
     "gemma2": {"attn_logit_softcapping": 5.0},
     "falcon": {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1, "bias": True},
     "starcoder2": {"use_bias": False},
+    "helium": {"head_dim": 16, "mlp_bias": True},
+    "seed_oss": {"attention_out_bias": True, "mlp_bias": True},
+    "hyperclovax": {"use_post_norm": False},
+    "bloom": {"hidden_size": 80},
+    "internlm3": {"attention_bias": True, "mlp_bias": True},
+    "cohere": {"use_qk_norm": True},
+    "ernie4_5": {"use_bias": True},
+    "stablelm": {"qk_layernorm": True, "use_qkv_bias": True, "use_parallel_residual": True},
     "opt": {"enable_bias": False},
     "gpt_neox": {"use_parallel_residual": False, "attention_bias": False},
     "deepseek_v3": {"norm_topk_prob": False, "rope_interleave": False},
@@ -99,7 +122,10 @@ def whole(family: str) -> dict[str, Any]:
     values = {key: value for key, value in (VALUES | MORE.get(family, {})).items() if key in defaults}
     if "head_dim" not in ours.keys:
         values.pop("head_dim", None)
-    if family != "phi":
+    for key in ("hidden_act", "activation_function"):
+        if key in ours.only and values.get(key) not in ours.only[key]:
+            values.pop(key, None)
+    if family not in ("phi", "gptj"):  # their heads have a bias
         values["tie_word_embeddings"] = not defaults["tie_word_embeddings"]
     if isinstance(defaults.get("attention_bias"), bool) and "attention_bias" not in ours.only:
         values.setdefault("attention_bias", not defaults["attention_bias"])

@@ -22,7 +22,7 @@ from triax.models.deepseek import deepseek_layers
 from triax.models.huggingface import reader
 from triax.models.huggingface.config import from_hf, to_hf
 from triax.models.huggingface.export import export
-from triax.models.huggingface.families import FAMILIES
+from triax.models.huggingface.families import FAMILIES, WRAPPERS
 from triax.models.huggingface.load import LAYERS, config_from_hf, load_hf
 from triax.models.huggingface.save import save_hf
 from triax.models.layers import NextTokenLoss
@@ -341,7 +341,7 @@ def test_fields_of_checkpoints(config: Any) -> None:
 def test_every_family_has_an_entry_point() -> None:
     """`triax generate` finds a family by its name."""
     declared = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]["entry-points"]["triax.models"]
-    assert declared.keys() == {name for name, family in FAMILIES.items() if family.config is not None}
+    assert declared.keys() == {name for name, family in FAMILIES.items() if family.config is not None} | WRAPPERS.keys()
 
 
 @pytest.mark.parametrize("config", [CONFIG, DEEPSEEK], ids=["mixtral", "deepseek"])

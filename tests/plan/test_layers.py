@@ -53,6 +53,13 @@ CONFIGS: dict[str, TransformerConfig] = {
         **_SIZES, norm="layer", learned_positions=True, position_offset=2, gated=False, tie_word_embeddings=True
     ),
     "olmoe": replace(MixtralConfig.preset("mixtral-tiny"), qk_norm_all_heads=True, num_key_value_heads=4),
+    "granite": DecoderConfig(**_SIZES, logit_scale=2.0, residual_multiplier=0.5, embedding_multiplier=3.0),
+    "cohere": DecoderConfig(
+        **_SIZES, norm="layer_weight", parallel_residual=True, shared_norm=True, qk_norm_per_head=True
+    ),
+    "nemotron": DecoderConfig(**_SIZES, norm="layer_offset", hidden_act="relu2", gated=False),
+    "olmo": DecoderConfig(**_SIZES, norm="layer_plain", clip_qkv=0.5),
+    "nanochat": DecoderConfig(**_SIZES, norm="rms_plain", qk_norm=True),
     "olmo2": DecoderConfig(**_SIZES, norm_place="after"),
     "mixtral": MixtralConfig.preset("mixtral-tiny"),
     "mixtral-dense": MixtralConfig.preset("mixtral-tiny", decoder_sparse_step=2, intermediate_size=88, qk_norm=True),

@@ -16,6 +16,9 @@ _LLAMA = _SIZES | {"num_key_value_heads": 2}
 _FALCON = {name: value for name, value in _SIZES.items() if name != "intermediate_size"} | {"ffn_hidden_size": 44}
 _GEMMA = _LLAMA | {"head_dim": 6}
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
+_LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.2, 1.3]}
+_LONG |= {"long_factor": [1.0, 2.0, 3.5, 5.0]}
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 3.0}
 _LOCAL = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -25,6 +28,10 @@ _FULL_YARN = {
     "full_attention": {**_YARN, "rope_theta": 5e5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
 }
+_GPT2 = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 32, "n_layer": 3, "n_head": 4} | _TOKENS
+_GPT_NEO = {name: value for name, value in _HEADS.items() if name not in ("num_hidden_layers", "num_attention_heads")}
+_GPT_NEO |= {"vocab_size": VOCABULARY, "num_layers": 3, "num_heads": 4, "window_size": 4, **_TOKENS}
+_BLOOM = {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 3, "n_head": 4} | _TOKENS
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": (
         "gpt2",
@@ -53,6 +60,13 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
         | {"sliding_window": 5, "tie_word_embeddings": True},
     ),
+    "phi3-longrope": ("phi3", _LLAMA | {"rope_parameters": _LONG, "original_max_position_embeddings": 24}),
+    "phi3-long-rows": (
+        "phi3",
+        _LLAMA | {"rope_parameters": _LONG | {"attention_factor": 1.3}, "original_max_position_embeddings": 8},
+    ),
+    "llama-dynamic": ("llama", _LLAMA | {"rope_parameters": _DYNAMIC}),
+    "llama-dynamic-long-rows": ("llama", _LLAMA | {"rope_parameters": _DYNAMIC, "max_position_embeddings": 8}),
     "olmo2": ("olmo2", _LLAMA),
     "olmo3": ("olmo3", _LLAMA | {"sliding_window": 4, "layer_types": _MIXED}),
     "olmo3-yarn": ("olmo3", _LLAMA | {"sliding_window": 4, "layer_types": _MIXED, "rope_parameters": _FULL_YARN}),
@@ -61,6 +75,93 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "arcee": ("arcee", _LLAMA),
     "arcee-biases": ("arcee", _LLAMA | {"attention_bias": True, "mlp_bias": True, "rope_parameters": _YARN}),
     "starcoder2": ("starcoder2", _LLAMA | {"sliding_window": 5, "residual_dropout": 0.0, "embedding_dropout": 0.0}),
+    "granite": (
+        "granite",
+        _LLAMA
+        | {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.4, "logits_scaling": 1.7},
+    ),
+    "granite-tied": (
+        "granite",
+        _LLAMA
+        | {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}
+        | {"logits_scaling": 3.0, "embedding_multiplier": 0.7, "rope_parameters": _YARN},
+    ),
+    "cohere": ("cohere", _LLAMA),
+    "cohere-norms": (
+        "cohere",
+        _LLAMA | {"use_qk_norm": True, "attention_bias": True, "logit_scale": 1.5, "tie_word_embeddings": False},
+    ),
+    "cohere2": ("cohere2", _LLAMA | {"sliding_window": 4, "layer_types": _MIXED}),
+    "cohere2-pattern": (
+        "cohere2",
+        _LLAMA | {"sliding_window": 5, "sliding_window_pattern": 2, "attention_bias": True, "logit_scale": 2.0},
+    ),
+    "glm": ("glm", _LLAMA | {"head_dim": 8}),
+    "glm-plain": (
+        "glm",
+        _LLAMA
+        | {"head_dim": 6, "attention_bias": False, "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+    ),
+    "glm4": ("glm4", _LLAMA | {"head_dim": 8}),
+    "ernie4_5": ("ernie4_5", _LLAMA | {"head_dim": 6}),
+    "ernie4_5-biases": ("ernie4_5", _LLAMA | {"head_dim": None, "use_bias": True, "tie_word_embeddings": False}),
+    "stablelm": ("stablelm", _LLAMA),
+    "stablelm-one-key": ("stablelm", _LLAMA | {"num_key_value_heads": 1, "use_qkv_bias": True}),
+    "stablelm-norms": (
+        "stablelm",
+        _LLAMA | {"qk_layernorm": True, "num_key_value_heads": 1, "use_parallel_residual": True},
+    ),
+    "nemotron": ("nemotron", _LLAMA),
+    "nemotron-biases": (
+        "nemotron",
+        _LLAMA | {"head_dim": 12, "attention_bias": True, "mlp_bias": True, "hidden_act": "silu"},
+    ),
+    "olmo": ("olmo", _LLAMA),
+    "olmo-clipped": ("olmo", _LLAMA | {"clip_qkv": 0.5, "attention_bias": True, "tie_word_embeddings": True}),
+    "ministral": ("ministral", _LLAMA | {"sliding_window": 4, "layer_types": _MIXED, "head_dim": 8}),
+    "ministral-window": ("ministral", _LLAMA | {"sliding_window": 5, "head_dim": 6}),
+    "internlm3": ("internlm3", _LLAMA | {"head_dim": 6}),
+    "internlm3-biases": ("internlm3", _LLAMA | {"head_dim": None, "attention_bias": True, "mlp_bias": True}),
+    "hyperclovax": ("hyperclovax", _LLAMA | {"attention_multiplier": 0.2, "residual_multiplier": 0.5}),
+    "hyperclovax-plain": ("hyperclovax", _LLAMA | {"use_post_norm": False, "logits_scaling": 2.5, "mlp_bias": True}),
+    "helium": ("helium", _LLAMA | {"head_dim": 8}),
+    "helium-biases": ("helium", _LLAMA | {"head_dim": 8, "attention_bias": True, "mlp_bias": True}),
+    "seed_oss": ("seed_oss", _LLAMA | {"head_dim": 6, "attention_dropout": 0.0, "residual_dropout": 0.0}),
+    "seed_oss-biases": (
+        "seed_oss",
+        _LLAMA
+        | {"head_dim": None, "attention_dropout": 0.0, "residual_dropout": 0.0, "tie_word_embeddings": True}
+        | {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True},
+    ),
+    "jais2": ("jais2", _LLAMA),
+    "jais2-plain": ("jais2", _LLAMA | {"attention_bias": False, "mlp_bias": False, "hidden_act": "gelu"}),
+    "nanochat": ("nanochat", _LLAMA | {"final_logit_softcapping": 2.0}),
+    "nanochat-uncapped": ("nanochat", _LLAMA | {"final_logit_softcapping": None, "attention_bias": True}),
+    "vaultgemma": (
+        "vaultgemma",
+        _GEMMA
+        | {"query_pre_attn_scalar": 10, "sliding_window": 5}
+        | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gptj": ("gptj", _GPT2 | {"rotary_dim": 4}),
+    "gptj-gelu": ("gptj", _GPT2 | {"rotary_dim": 8, "n_inner": 44, "activation_function": "gelu"}),
+    "gpt_neo": ("gpt_neo", _GPT_NEO | {"attention_types": [[["global", "local"], 1], [["local"], 1]]}),
+    "gpt_neo-global": (
+        "gpt_neo",
+        _GPT_NEO | {"attention_types": [[["global"], 3]], "intermediate_size": 44, "tie_word_embeddings": False},
+    ),
+    "bloom": ("bloom", _BLOOM),
+    "bloom-six-heads": ("bloom", _BLOOM | {"hidden_size": 36, "n_head": 6, "tie_word_embeddings": False}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", _LLAMA | {"head_dim": 6}),
+    "hunyuan_v1_dense-biases": (
+        "hunyuan_v1_dense",
+        _LLAMA | {"head_dim": 8, "attention_bias": True, "rope_parameters": _YARN},
+    ),
+    "hunyuan_v1_dense-alpha": (
+        "hunyuan_v1_dense",
+        _LLAMA | {"head_dim": 8, "rope_parameters": _DYNAMIC | {"alpha": 50.0}},
+    ),
     "gemma": ("gemma", _GEMMA),
     "gemma2": (
         "gemma2",
@@ -84,8 +185,17 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "falcon": ("falcon", _FALCON),
     "falcon-40b": ("falcon", _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
+    "falcon-alibi": ("falcon", _FALCON | {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}),
+    "falcon-alibi-one-key": ("falcon", _FALCON | {"alibi": True}),
     "falcon-rw": ("falcon", _FALCON | {"multi_query": False, "parallel_attn": False, "bias": True}),
 }
+
+# Cases whose models ``parallelize`` and ``hf_layers`` refuse, and the setting for which they do.
+NOT_SHARDED = {"stablelm-norms": "qk_layernorm=True"}
+NOT_LISTED = dict.fromkeys(("falcon-alibi", "falcon-alibi-one-key"), "alibi=True")
+NOT_SHARDED |= NOT_LISTED
+# Cases whose rows are longer than what is generated with the KV cache.
+NOT_GENERATED = ("phi3-long-rows", "llama-dynamic-long-rows")
 
 COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
