@@ -47,8 +47,11 @@ class CausalAttention(nn.Module):
         kind, window, sparsity: as for ``SelfAttention``.
         scale: factor of the scores; None: dim ** -0.5, of the width of a query.
         softcap: cap c of the scores, which become c tanh(scores / c); None: no cap.
+        sinks: have attention sinks: for each head one more score, which takes a part of the softmax, and adds nothing
+            to the output (gpt-oss).
 
     Attributes:
+        sinks: (H,), these scores, sharded by heads, with initial values 0; None without sinks.
         cache, heads, kv_heads, recompute: as for ``SelfAttention``.
     """
 
@@ -68,6 +71,7 @@ class CausalAttention(nn.Module):
         sparsity: Sparsity | None = None,
         scale: float | None = None,
         softcap: float | None = None,
+        sinks: bool = False,
     ) -> None:
         super().__init__()
         if softcap is not None and (grid.context.size > 1 or sparsity is not None):
@@ -80,6 +84,8 @@ class CausalAttention(nn.Module):
         self.rope = rope
         start, stop = split(heads, self.axis.size, self.axis.rank)
         self.heads = self.kv_heads = stop - start  # this rank's
+        layout = Layout((heads,), shard_dim=0)
+        self.sinks = sharded_parameter(layout, _ZERO, self.axis.rank, self.axis.size) if sinks else None
         self._looks_at: list[int] | None = None  # for each query head the head of k and v, where that is irregular
 
     def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -90,7 +96,8 @@ class CausalAttention(nn.Module):
             documents: document number of each token, integers (B, T), for packed rows (see ``packed.py``). Every rank
                 passes the numbers of the whole sequence.
         """
-        if self.cache is None and (self.grid.context.size > 1 or self.window is not None or self.sparsity is not None):
+        parts = self.window is not None or self.sparsity is not None or self.sinks is not None
+        if self.cache is None and (parts or self.grid.context.size > 1):
             return self._project_out(self._attend_by_blocks(*self._project(x), documents))
         q, k, v = self._project(x)  # (B, heads, T, dim), twice (B, kv_heads, T, dim)
         packed = packing(documents, q.dtype) if documents is not None and self.cache is None else None
@@ -128,7 +135,7 @@ class CausalAttention(nn.Module):
         """
         k, v = self._of_own_heads(k, v)
         if self.softcap is not None:
-            return self._attend_capped(q, k, v, _mask(q, self.window, documents))
+            return self._attend_plainly(q, k, v, _mask(q, self.window, documents))
         return attention(
             *(q, k, v),
             grid=self.grid,
@@ -137,6 +144,7 @@ class CausalAttention(nn.Module):
             window=self.window,
             sparsity=self.sparsity,
             scale=self.scale,
+            sinks=self.sinks,
         )
 
     def _project_out(self, y: Tensor) -> Tensor:
@@ -162,11 +170,12 @@ class CausalAttention(nn.Module):
         Returns:
             (B, heads, T, dim).
         """
-        if mask is None and (self.window is not None or self.softcap is not None):  # prefill
+        plain = self.softcap is not None or self.sinks is not None
+        if mask is None and (plain or self.window is not None):  # prefill
             return self.attend_in_parts(q, k, v)
         k, v = self._of_own_heads(k, v)
-        if self.softcap is not None and mask is not None:
-            return self._attend_capped(q, k, v, mask)
+        if plain and mask is not None:
+            return self._attend_plainly(q, k, v, mask)
         if self._looks_at is None and mask is not None and q.device.type != "cpu":
             # Elsewhere than on a CPU no fused kernel takes both a mask and fewer heads of k and v.
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
@@ -174,13 +183,17 @@ class CausalAttention(nn.Module):
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=k.shape[1] != q.shape[1]
         )
 
-    def _attend_capped(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        """Softmax attention with capped scores, as for ``attend``: (B, heads, T, dim)."""
-        assert self.softcap is not None
+    def _attend_plainly(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        """Softmax attention with capped scores or with sinks, as for ``attend``: (B, heads, T, dim)."""
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if self.scale is None else self.scale)
-        scores = self.softcap * torch.tanh(scores / self.softcap) + mask  # (B, heads, T, S)
-        return scores.softmax(-1, torch.promote_types(q.dtype, torch.float32)).to(q.dtype) @ v
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        scores = scores + mask  # (B, heads, T, S)
+        if self.sinks is not None:
+            scores = torch.cat([scores, self.sinks[:, None, None].expand(*scores.shape[:3], 1).to(scores.dtype)], -1)
+        shares = scores.softmax(-1, torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+        return shares[..., : k.shape[2]] @ v
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, heads, T, dim), and k and v (B, kv_heads, T, dim), not rotated."""
@@ -220,7 +233,7 @@ class SelfAttention(CausalAttention):
         window: a token attends only to itself and to the ``window`` - 1 tokens before it (sliding window); None: to all
             tokens before it.
         sparsity: block mask of sparse attention, or None.
-        scale, softcap: as for ``CausalAttention``.
+        scale, softcap, sinks: as for ``CausalAttention``.
         norm: class of the norms of ``qk_norm``.
 
     Attributes:
@@ -264,6 +277,7 @@ class SelfAttention(CausalAttention):
         sparsity: Sparsity | None = None,
         scale: float | None = None,
         softcap: float | None = None,
+        sinks: bool = False,
         norm: type[RMSNorm] = RMSNorm,
     ) -> None:
         super().__init__(
@@ -276,6 +290,7 @@ class SelfAttention(CausalAttention):
             sparsity=sparsity,
             scale=scale,
             softcap=softcap,
+            sinks=sinks,
         )
         dim, self.clip = head_dim or width // heads, clip
         self.head_dim = dim

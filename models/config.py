@@ -172,6 +172,8 @@ class DecoderConfig(TransformerConfig):
         fused_qkv: queries, keys and values are one weight, as in GPT-2. There are as many heads of keys as of queries.
         clip_qkv: largest absolute value of queries, keys and values, to which they are clipped before the rotation
             (OLMoE); None: they are not clipped.
+        attention_sinks: have in each head a score of its own beside those of the tokens, which takes a part of the
+            softmax and adds nothing to the output (gpt-oss).
         num_experts: number of experts of a block. The expert axis must divide it.
         num_experts_per_tok: number of experts that each token goes to.
         moe_intermediate_size: width of an expert; 0 means ``intermediate_size``.
@@ -184,6 +186,11 @@ class DecoderConfig(TransformerConfig):
         shared_expert_intermediate_size: width of the expert that every token goes to, beside those chosen for it; 0:
             there is none.
         shared_expert_gate: multiply the output of this expert by the sigmoid of a linear function of the token.
+        moe_bias: add biases to the router and to the linear layers of the experts.
+        swiglu_limit: the experts compute gpt-oss's clamped SwiGLU, ``(up + 1) * gate * sigmoid(swiglu_alpha * gate)``,
+            with ``gate`` at most, and ``up`` within plus and minus, this number. Rows of gate and up lie by turns in
+            one weight. None: SwiGLU.
+        swiglu_alpha: factor in this sigmoid.
 
     Raises:
         ValueError: a number does not divide another one as required, settings contradict each other, no block has
@@ -229,6 +236,7 @@ class DecoderConfig(TransformerConfig):
     head_bias: bool = field(default=False, kw_only=True)
     fused_qkv: bool = field(default=False, kw_only=True)
     clip_qkv: float | None = field(default=None, kw_only=True)
+    attention_sinks: bool = field(default=False, kw_only=True)
     num_experts: int = field(default=0, kw_only=True)
     num_experts_per_tok: int = field(default=2, kw_only=True)
     moe_intermediate_size: int = field(default=0, kw_only=True)
@@ -238,6 +246,9 @@ class DecoderConfig(TransformerConfig):
     router_aux_loss_coef: float = field(default=0.001, kw_only=True)
     shared_expert_intermediate_size: int = field(default=0, kw_only=True)
     shared_expert_gate: bool = field(default=False, kw_only=True)
+    moe_bias: bool = field(default=False, kw_only=True)
+    swiglu_limit: float | None = field(default=None, kw_only=True)
+    swiglu_alpha: float = field(default=1.702, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -340,6 +351,18 @@ class DecoderConfig(TransformerConfig):
             raise ValueError(
                 f"shared_expert_intermediate_size is {self.shared_expert_intermediate_size}. Give a width, or 0."
             )
+        if self.swiglu_limit is not None and self.swiglu_limit <= 0:
+            raise ValueError(f"swiglu_limit is {self.swiglu_limit}. Give a number above 0, or None.")
+        if self.swiglu_limit is not None and self.shared_expert_intermediate_size:
+            raise ValueError(
+                f"swiglu_limit is {self.swiglu_limit}, which experts chosen by a router have, but "
+                f"shared_expert_intermediate_size is {self.shared_expert_intermediate_size}. Give one of them."
+            )
+        if self.moe_bias and self.shared_expert_intermediate_size:
+            raise ValueError(
+                "moe_bias is True, which experts chosen by a router have, but shared_expert_intermediate_size is "
+                f"{self.shared_expert_intermediate_size}. Give one of them."
+            )
         if wrong := [layer for layer in self.mlp_only_layers if not 0 <= layer < self.num_hidden_layers]:
             raise ValueError(
                 f"mlp_only_layers has {wrong[0]}, but the blocks are 0 to {self.num_hidden_layers - 1}. Leave it out."
@@ -399,6 +422,8 @@ class DecoderConfig(TransformerConfig):
             "balance_coefficient": self.router_aux_loss_coef * k / len(self.moe_layers),
             "shared_width": self.shared_expert_intermediate_size,
             "shared_gate": self.shared_expert_gate,
+            "bias": self.moe_bias,
+            "clamp": None if self.swiglu_limit is None else (self.swiglu_limit, self.swiglu_alpha),
         }
 
     @property
@@ -409,6 +434,7 @@ class DecoderConfig(TransformerConfig):
         count = 2 * d * q + d * kv  # q, out; k and v
         count += (q + kv if self.qkv_bias else 0) + (d if self.out_bias else 0)
         count += 2 * self.head_dim if self.qk_norm else 0
+        count += self.num_attention_heads if self.attention_sinks else 0
         return count + (q + kv // 2 if self.qk_norm_all_heads else 0)
 
     @property
@@ -417,6 +443,7 @@ class DecoderConfig(TransformerConfig):
         d, hidden, matrices = self.hidden_size, self.intermediate_size, 3 if self.gated else 2
         mlp = matrices * d * hidden + ((matrices - 1) * hidden + d if self.mlp_bias else 0)
         experts = self.num_experts * (3 * d * self.moe_intermediate_size + d)  # and their rows of the router
+        experts += self.num_experts * (2 * self.moe_intermediate_size + d + 1) if self.moe_bias else 0
         shared = self.shared_expert_intermediate_size
         experts += 3 * d * shared + (d if shared and self.shared_expert_gate else 0)
         norm = 2 * d if self.norm == "layer" else d

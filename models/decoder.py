@@ -126,6 +126,7 @@ class DecoderBlock(ResidualBlock):
             clip=config.clip_qkv,
             scale=None if scalar is None else scalar**-0.5,
             softcap=config.attn_logit_softcapping,
+            sinks=config.attention_sinks,
         )
         if not config.learned_positions:  # else the layer of positions has it
             self.max_position_embeddings = config.max_position_embeddings  # the most that generation asks for

@@ -45,6 +45,7 @@ class MoE(AuxiliaryLayer):
         grid: the grid.
         expert: kind of the experts' MLP: ``SwiGLU``, ``GEGLU``, ``GELU``, ``ReLU``, their name, or an ``Activation``.
         width: W, the hidden dim of an expert; by default 4 D, or 8/3 D if the MLP is gated.
+        bias: add biases to the router and to the linear layers of the experts, but not to those of shared experts.
         router: ``softmax`` or ``sigmoid``, see ``router.py``.
         normalize: divide the weights of a token's experts by their sum.
         scale: factor of these weights.
@@ -86,6 +87,7 @@ class MoE(AuxiliaryLayer):
         grid: Grid,
         expert: Activation | str = SwiGLU,
         width: int | None = None,
+        bias: bool = False,
         router: str = "softmax",
         normalize: bool = True,
         scale: float = 1.0,
@@ -136,6 +138,7 @@ class MoE(AuxiliaryLayer):
             groups=groups,
             groups_limit=groups_limit,
             partial=partial,
+            bias=bias,
             biased="bias" in self.balance,
             replicas=None if partial else grid.tensor,
             **weights,
@@ -146,7 +149,7 @@ class MoE(AuxiliaryLayer):
             "shard_tensor": self.shard_tensor,
             "partial": partial and not self.shard_tensor,
         }
-        self.routed = Experts(hidden, width, experts, **place, **weights)
+        self.routed = Experts(hidden, width, experts, bias=bias, **place, **weights)
         shared = shared_width or shared_experts * width
         self.shared = SharedExperts(hidden, shared, **place, **weights) if shared else None
         self.shared_gate: nn.Parameter | None = None

@@ -291,6 +291,7 @@ def same_model(ours: TransformerConfig, theirs: TransformerConfig) -> str | None
 def _read_rope(config: Config, family: Family) -> dict[str, Any]:
     """Return the fields of the rotary positions. Transformers 5 has all in rope_parameters, 4 beside each other."""
     parameters, scaling = _object(config, "rope_parameters"), _object(config, "rope_scaling")
+    parameters = family.scaled if config.get("rope_parameters") is None else parameters
     found: dict[str, Any] = {}
     rope: Config = scaling or parameters  # as transformers, which lets the older key win
     if "rope_local_base_freq" in family.rope:  # other positions in blocks with a sliding window

@@ -37,6 +37,7 @@ class Family:
             the same under the names ``rotary_emb_base`` and ``rotary_pct``, if Transformers 4 wrote these. Empty: the
             family has no rotary positions.
         scalings: the types of ``rope_type`` that the family has, beside ``default``.
+        scaled: ``rope_parameters`` where ``config.json`` has none.
         window_size: default of ``sliding_window``.
         slides: function that tells from the content of ``config.json`` whether a block, counted from 0, has the window,
             if there are no ``layer_types``; None: every block has it.
@@ -58,6 +59,7 @@ class Family:
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     rope: Mapping[str, float] = field(default_factory=dict)
     scalings: tuple[str, ...] = ("llama3", "yarn", "linear")
+    scaled: Mapping[str, Any] = field(default_factory=dict)
     window: str = ""
     window_size: int | None = None
     slides: Callable[[Config, int], bool] | None = None
@@ -169,6 +171,18 @@ _QWEN2_MOE_NAMES: Names = {
     "layers.{i+1}.mlp.shared.gate_up": tuple(f"{_AT}.mlp.shared_expert.{name}_proj.weight" for name in ("gate", "up")),
     "layers.{i+1}.mlp.shared.down": f"{_AT}.mlp.shared_expert.down_proj.weight",
     "layers.{i+1}.mlp.shared_gate": f"{_AT}.mlp.shared_expert_gate.weight",
+}
+_GPT_OSS_NAMES: Names = {
+    **_LLAMA_ENDS,
+    **_ATTENTION,
+    **_NORMS,
+    "layers.{i+1}.attention.sinks": f"{_AT}.self_attn.sinks",
+    "layers.{i+1}.mlp.router.*": f"{_AT}.mlp.router.*",
+    "layers.{i+1}.mlp.routed.gate_up": Transposed(f"{_AT}.mlp.experts.gate_up_proj"),
+    "layers.{i+1}.mlp.routed.gate_up_bias": f"{_AT}.mlp.experts.gate_up_proj_bias",
+    "layers.{i+1}.mlp.routed.down": Transposed(f"{_AT}.mlp.experts.down_proj"),
+    "layers.{i+1}.mlp.routed.down_bias": f"{_AT}.mlp.experts.down_proj_bias",
+    "layers.{i+1}.mlp.past_loads": (),
 }
 _DEEPSEEK_NAMES: Names = {
     **_EXPERT_NAMES,
@@ -416,6 +430,13 @@ def _mixtral_read(config: Config) -> dict[str, Any]:
 
 def _qwen3_moe_write(config: DecoderConfig) -> dict[str, Any]:
     return {"mlp_only_layers": list(config.mlp_only_layers)}
+
+
+def _gpt_oss_read(config: Config) -> dict[str, Any]:
+    kind = config.get("quantization_config") or {"quant_method": "mxfp4"}
+    if not isinstance(kind, Mapping) or kind.get("quant_method") != "mxfp4":
+        raise ValueError("gpt_oss with quantization_config of another quant_method than 'mxfp4' is not implemented.")
+    return {}
 
 
 def _deepseek_v2_read(config: Config) -> dict[str, Any]:
@@ -980,6 +1001,29 @@ FAMILIES: dict[str, Family] = {
         flags={"qk_norm_all_heads": True},
         only={"sliding_window": (None,)},
         window="",
+    ),
+    "gpt_oss": _like(
+        _MIXTRAL,
+        "GptOss",
+        names=_GPT_OSS_NAMES,
+        keys={
+            "num_key_value_heads": ("num_key_value_heads", 8),
+            "head_dim": ("head_dim", 64),
+            "rms_norm_eps": ("rms_norm_eps", 1e-5),
+            "qkv_bias": ("attention_bias", True),
+            "out_bias": ("attention_bias", True),
+            "swiglu_limit": ("swiglu_limit", 7.0),
+            "swiglu_alpha": ("swiglu_alpha", 1.702),
+        },
+        flags={"attention_sinks": True, "moe_bias": True, "norm_topk_prob": True},
+        only={"attention_bias": None, "router_jitter_noise": None},
+        rope={"rope_theta": 1.5e5},
+        scalings=_LLAMA.scalings,
+        scaled={"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096},
+        window="types",
+        window_size=128,
+        slides=lambda config, block: block % 2 == 0,
+        read=_gpt_oss_read,
     ),
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _like(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Transposed:
-    """Name of a weight that Hugging Face stores as (inputs, outputs), as in GPT-2's ``Conv1D``."""
+    """Name of a weight that Hugging Face stores as (..., inputs, outputs): GPT-2's ``Conv1D``, gpt-oss's experts."""
 
     name: str
 
@@ -66,7 +67,7 @@ class Entry:
     Attributes:
         theirs: Hugging Face's names of these tensors, in the order in which they are concatenated along dim 0. Of a
             parameter that triax alone has, such as a count, there are none.
-        transposed: True if Hugging Face stores these matrices transposed.
+        transposed: True if Hugging Face stores these matrices transposed, in their last two dims.
         per_expert: number of tensors of each expert, for a parameter (experts, ...) whose experts are stored one by
             one; ``theirs`` lists those of expert 0 first. 0: the parameter is stored as a whole.
         other: another form in which a source may store the parameter, or None. Only the first form is written.
@@ -82,6 +83,11 @@ class Entry:
     rows: tuple[tuple[int, int], ...] = ()
     of: int = 0
     again: tuple[str, ...] = ()
+
+
+def swapped(lengths: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return lengths of a tensor, or slices of it, with the last two in the other order; of a vector, its own."""
+    return (*lengths[:-2], *lengths[:-3:-1])
 
 
 Pattern = str | tuple[str, ...] | Transposed | PerExpert | Fused | Repeated

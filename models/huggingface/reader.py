@@ -16,7 +16,8 @@ from ...grid import Grid
 from ...grid.layout import Layout
 from .config import layer_count, read_config
 from .folder_settings import Settings, settings_of_folder, settings_of_model
-from .names import Entry
+from .mxfp4 import BLOCK, dequantized
+from .names import Entry, swapped
 
 _LONGEST = 200  # characters of a name
 # Tensors in such files that are no weights: masks and rotary tables.
@@ -99,13 +100,31 @@ class _Folder:
             for name in opened.keys():  # noqa: SIM118, it is not a mapping
                 self._files[name] = opened
                 self.shapes[name] = tuple(opened.get_slice(name).get_shape())
+        self._quantized: set[str] = set()  # names of weights that lie in the files as blocks and scales
+        for name in [name.removesuffix("_blocks") for name in self.shapes if name.endswith("_blocks")]:
+            if f"{name}_scales" in self.shapes:
+                experts, rows, groups = self.shapes.pop(f"{name}_scales")
+                del self.shapes[f"{name}_blocks"]
+                self.shapes[name] = experts, groups * BLOCK, rows
+                self._quantized.add(name)
         if (depth := layer_count(self.config)) > len(self.shapes):
             raise ConfigError(f"{self.file} counts {depth} blocks, but {folder} has {len(self.shapes)} tensors only.")
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """Read a part of a tensor."""
+        if name in self._quantized:
+            return self._dequantized(name, *part)
         read: Tensor = self._files[name].get_slice(name)[part]
         return read
+
+    def _dequantized(self, name: str, experts: slice, inputs: slice, rows: slice) -> Tensor:
+        """Read a part of a weight (experts, inputs, outputs) from its blocks, (experts, outputs, groups, 16)."""
+        groups = slice(inputs.start // BLOCK, -(-inputs.stop // BLOCK))
+        blocks, scales = (
+            self._files[each].get_slice(each)[experts, rows, groups] for each in (f"{name}_blocks", f"{name}_scales")
+        )
+        first = groups.start * BLOCK
+        return dequantized(blocks, scales)[..., inputs.start - first : inputs.stop - first].transpose(1, 2)
 
 
 class _Model:
@@ -230,7 +249,7 @@ def check(source: Source, ours: str, entry: Entry, layout: Layout) -> list[Piece
         if entry.per_expert:
             expert, nth = divmod(index, entry.per_expert)
             start = start if nth else 0
-        pieces.append(Piece(name, shape[::-1] if entry.transposed else shape, expert, start))
+        pieces.append(Piece(name, swapped(shape) if entry.transposed else shape, expert, start))
         start += pieces[-1].shape[0]
     count = len(pieces) // entry.per_expert if entry.per_expert else 1
     each = pieces[: entry.per_expert or None]
@@ -282,7 +301,8 @@ def fetch(source: Source, ours: str, entry: Entry, layout: Layout, grid: Grid) -
             if low < high:
                 shifted = piece.offset - piece.start
                 part = (slice(low + shifted, high + shifted), *rest)
-                read = source.read(piece.name, part[::-1]).t() if transposed else source.read(piece.name, part)
+                read = source.read(piece.name, swapped(part) if transposed else part)
+                read = read.transpose(-1, -2) if transposed and read.dim() > 1 else read
                 shift = local[0].start - rows.start
                 found.append(((*outer, slice(low + shift, high + shift), *local[1:]), read))
     shape = layout.local_shape(*place)

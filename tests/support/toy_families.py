@@ -131,6 +131,18 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe-step": ("Qwen3Moe", _QWEN | {"num_hidden_layers": 5, "decoder_sparse_step": 2, "norm_topk_prob": True}),
     "olmoe": ("Olmoe", {"num_experts": 4, "clip_qkv": 0.4}),
     "olmoe-grouped": ("Olmoe", {"num_experts": 8, "num_key_value_heads": 2, "norm_topk_prob": True}),
+    "gpt_oss": (
+        "GptOss",
+        {"num_local_experts": 4, "num_key_value_heads": 2, "head_dim": 6, "sliding_window": 5, "num_hidden_layers": 3}
+        | {"rope_parameters": _YARN | {"truncate": False}},
+    ),
+    "gpt_oss-plain": (
+        "GptOss",
+        {"num_local_experts": 6, "num_key_value_heads": 4, "head_dim": 10, "sliding_window": 4}
+        | {"attention_bias": False, "swiglu_limit": 0.7, "swiglu_alpha": 1.1, "num_experts_per_tok": 3}
+        | {"layer_types": ["full_attention", "sliding_attention"], "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
     "deepseek_v2": ("DeepseekV2", _DEEPSEEK | {"q_lora_rank": None}),
     "deepseek_v2-yarn": (
         "DeepseekV2",
