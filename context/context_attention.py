@@ -142,9 +142,7 @@ def context_attention(
     return ulysses_attention(q, k, v, axis, length, attend)
 
 
-def _local_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, sinks: Tensor | None = None
-) -> Tensor:
+def _local_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, sinks: Tensor | None = None) -> Tensor:
     """Return the attention over whole sequences in the order of positions."""
     if mask.plain and sinks is None:
         grouped = k.shape[1] != q.shape[1]

@@ -517,7 +517,7 @@ class LlamaConfig(DecoderConfig):
 
 @dataclass(frozen=True, repr=False)
 class MixtralConfig(DecoderConfig):
-    """``DecoderConfig`` with mixtures of experts in place of the MLPs: Mixtral, Qwen3-MoE or OLMoE."""
+    """``DecoderConfig`` with mixtures of experts in place of the MLPs: Mixtral, Qwen-MoE, OLMoE, gpt-oss."""
 
     PRESETS: ClassVar[Presets] = MIXTRAL_PRESETS
     SIZES: ClassVar[tuple[str, ...]] = (*DecoderConfig.SIZES, "num_experts", "num_experts_per_tok")

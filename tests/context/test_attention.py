@@ -81,9 +81,7 @@ def tensors(case: Case, batch: int = 2) -> tuple[list[Tensor], Tensor | None]:
     return whole, documents
 
 
-def plain(
-    q: Tensor, k: Tensor, v: Tensor, case: Case, documents: Tensor | None, sinks: Tensor | None = None
-) -> Tensor:
+def plain(q: Tensor, k: Tensor, v: Tensor, case: Case, documents: Tensor | None, sinks: Tensor | None = None) -> Tensor:
     """Attention with the whole matrix of scores, and with one more column of them for the sinks."""
     at = torch.arange(case.length)
     distance = at[:, None] - at
