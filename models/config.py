@@ -160,6 +160,7 @@ class DecoderConfig(TransformerConfig):
             ``relu2`` (the square of ``relu``).
         gated: the MLP is ``down(act(gate(x)) * up(x))``; False: ``down(act(up(x)))``.
         partial_rotary_factor: fraction of each head's channels, the first ones, that are rotated.
+        rope_interleave: neighbouring channels are rotated as a pair; False: channels of the two halves.
         learned_positions: learned positions that are added to the embeddings, in place of rotary ones.
         position_offset: number of rows before the first position in the table of learned positions (2 in OPT).
         scale_embedding: multiply the token embeddings by the square root of ``hidden_size``.
@@ -191,13 +192,20 @@ class DecoderConfig(TransformerConfig):
             with ``gate`` at most, and ``up`` within plus and minus, this number. Rows of gate and up lie by turns in
             one weight. None: SwiGLU.
         swiglu_alpha: factor in this sigmoid.
+        scoring_func: scores of the experts: ``softmax`` over all of them, or ``sigmoid`` of each.
+        selection_bias: add to the scores, for the selection of experts only, a bias that training moves towards equal
+            loads (DeepSeek-V3).
+        routed_scaling_factor: factor of the weights of a token's experts.
+        n_group, topk_group: a token's experts are chosen from ``topk_group`` of ``n_group`` groups.
 
     Raises:
         ValueError: a number does not divide another one as required, settings contradict each other, no block has
             experts though ``num_experts`` is not 0, or a check of ``TransformerConfig`` fails.
     """
 
-    SIZES: ClassVar[tuple[str, ...]] = (*TransformerConfig.SIZES, "intermediate_size", "decoder_sparse_step")
+    SIZES: ClassVar[tuple[str, ...]] = (
+        *(*TransformerConfig.SIZES, "intermediate_size", "decoder_sparse_step", "n_group", "topk_group"),
+    )
     SHARDED: ClassVar[tuple[str, ...]] = (*TransformerConfig.SHARDED, "intermediate_size")
     BLOCK: ClassVar[str] = "DecoderBlock"  # name of the class of the blocks
 
@@ -226,6 +234,7 @@ class DecoderConfig(TransformerConfig):
     hidden_act: str = field(default="silu", kw_only=True)
     gated: bool = field(default=True, kw_only=True)
     partial_rotary_factor: float = field(default=1.0, kw_only=True)
+    rope_interleave: bool = field(default=False, kw_only=True)
     learned_positions: bool = field(default=False, kw_only=True)
     position_offset: int = field(default=0, kw_only=True)
     scale_embedding: bool = field(default=False, kw_only=True)
@@ -249,6 +258,11 @@ class DecoderConfig(TransformerConfig):
     moe_bias: bool = field(default=False, kw_only=True)
     swiglu_limit: float | None = field(default=None, kw_only=True)
     swiglu_alpha: float = field(default=1.702, kw_only=True)
+    scoring_func: str = field(default="softmax", kw_only=True)
+    selection_bias: bool = field(default=False, kw_only=True)
+    routed_scaling_factor: float = field(default=1.0, kw_only=True)
+    n_group: int = field(default=1, kw_only=True)
+    topk_group: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -263,6 +277,7 @@ class DecoderConfig(TransformerConfig):
             "norm": ("rms", "rms_offset", "layer"),
             "norm_place": ("before", "after", "both"),
             "hidden_act": ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2"),
+            "scoring_func": ("softmax", "sigmoid"),
         }
         for name, values in known.items():
             if getattr(self, name) not in values:
@@ -351,6 +366,7 @@ class DecoderConfig(TransformerConfig):
             raise ValueError(
                 f"shared_expert_intermediate_size is {self.shared_expert_intermediate_size}. Give a width, or 0."
             )
+        _check_groups("num_experts", self.num_experts, self.num_experts_per_tok, self.n_group, self.topk_group)
         if self.swiglu_limit is not None and self.swiglu_limit <= 0:
             raise ValueError(f"swiglu_limit is {self.swiglu_limit}. Give a number above 0, or None.")
         if self.swiglu_limit is not None and self.shared_expert_intermediate_size:
@@ -413,12 +429,17 @@ class DecoderConfig(TransformerConfig):
 
         ``MoE`` has a loss for each block, in which the fractions of the tokens add up to 1.
         """
-        k = self.num_experts_per_tok
+        k, loss = self.num_experts_per_tok, self.router_aux_loss_coef > 0 or not self.selection_bias
         return {
             "experts": self.num_experts,
             "top_k": k,
             "width": self.moe_intermediate_size,
+            "router": self.scoring_func,
             "normalize": self.norm_topk_prob,
+            "scale": self.routed_scaling_factor,
+            "groups": self.n_group,
+            "groups_limit": self.topk_group,
+            "balance": ("bias",) * self.selection_bias + ("sequence",) * loss,
             "balance_coefficient": self.router_aux_loss_coef * k / len(self.moe_layers),
             "shared_width": self.shared_expert_intermediate_size,
             "shared_gate": self.shared_expert_gate,
@@ -610,13 +631,9 @@ class DeepseekConfig(TransformerConfig):
             raise ValueError(f"q_lora_rank is {self.q_lora_rank}. Give at least 1, or None.")
         if self.sliding_window is not None:
             raise ValueError(f"sliding_window is {self.sliding_window}, which DeepSeek's models lack. Leave it out.")
-        each, rest = divmod(self.n_routed_experts, self.n_group)
-        if rest or self.topk_group > self.n_group or self.topk_group * each < self.num_experts_per_tok:
-            raise ValueError(
-                f"num_experts_per_tok={self.num_experts_per_tok} of n_routed_experts={self.n_routed_experts} cannot be "
-                f"chosen from topk_group={self.topk_group} of n_group={self.n_group} equal groups. Give a divisor of "
-                f"{self.n_routed_experts} as n_group, and a larger topk_group, at most n_group."
-            )
+        _check_groups(
+            "n_routed_experts", self.n_routed_experts, self.num_experts_per_tok, self.n_group, self.topk_group
+        )
         if not 0 <= self.first_k_dense_replace < self.num_hidden_layers:
             raise ValueError(
                 f"first_k_dense_replace is {self.first_k_dense_replace}, but there are {self.num_hidden_layers} "
@@ -675,6 +692,16 @@ def _check_experts(experts: int, chosen: int, coefficient: float, name: str) -> 
         )
     if coefficient < 0:
         raise ValueError(f"{name} is {coefficient}. Give 0 or more.")
+
+
+def _check_groups(name: str, experts: int, chosen: int, groups: int, limit: int) -> None:
+    each, rest = divmod(experts, groups)
+    if rest or limit > groups or limit * each < chosen:
+        raise ValueError(
+            f"num_experts_per_tok={chosen} of {name}={experts} cannot be chosen from topk_group={limit} of "
+            f"n_group={groups} equal groups. Give a divisor of {experts} as n_group, and a larger topk_group, at most "
+            "n_group."
+        )
 
 
 # ------------------------------------------------------------------------------------------- fields of checkpoints

@@ -102,7 +102,9 @@ class DecoderBlock(ResidualBlock):
         **moe: Any,
     ) -> None:
         mlp = partial(GatedMLP if config.gated else MLP, activation=config.hidden_act, bias=config.mlp_bias)
-        rope = Rope(config.rotary_dim, *config.rope_of(layer), leading=True) if config.has_rope(layer) else None
+        rope = None
+        if config.has_rope(layer):
+            rope = Rope(config.rotary_dim, *config.rope_of(layer), config.rope_interleave, leading=True)
         scalar = config.query_pre_attn_scalar
         super().__init__(
             config,

@@ -293,7 +293,7 @@ def _decoder(config: DecoderConfig, shard_tensor: bool) -> list[LayerShape]:
     dense, sparse = Feedforward(hidden, config.gated), set(config.moe_layers)
     shared = config.shared_expert_intermediate_size
     experts = Feedforward(config.moe_intermediate_size, True, config.num_experts, config.num_experts_per_tok, shared)
-    clamped = config.swiglu_limit is not None
+    clamped, biased = config.swiglu_limit is not None, config.selection_bias or config.scoring_func == "sigmoid"
     mixture = _experts(d, experts, shard_tensor, config.shared_expert_gate, config.moe_bias, clamped) if sparse else ()
     before, behind = config.norm_place != "after", config.norm_place != "before"
     norms = 1 if config.shared_norm else 4 if before and behind else 2
@@ -317,6 +317,7 @@ def _decoder(config: DecoderConfig, shard_tensor: bool) -> list[LayerShape]:
                 branches=1 if config.shared_norm else 2,
                 norm=kind,
                 dropout=config.dropout > 0,
+                buffers=4 * config.num_experts if layer in sparse and biased else 0,  # the router's bias, fp32
             )
         )
     first, head = _ends(config, config.final_logit_softcapping is not None, config.head_bias)

@@ -16,7 +16,7 @@ from .families import FAMILIES, Config, Family
 from .folder_settings import Settings
 from .names import Entry, Fused, Names, expand
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of the number of experts
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # keys of the number of experts
 _SCALINGS = {"llama3": RopeScaling, "yarn": YarnScaling, "linear": LinearScaling}  # by rope_type
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"  # types of layers with rotary positions of their own
 _MOST = 10_000  # blocks, and experts of a block

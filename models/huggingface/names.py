@@ -16,6 +16,13 @@ class Transposed:
 
 
 @dataclass(frozen=True)
+class OneRow:
+    """Name of a tensor (1, n) of Hugging Face's that is a parameter (n,)."""
+
+    name: str
+
+
+@dataclass(frozen=True)
 class PerExpert:
     """Names of the tensors of one expert, with ``{e}`` for its number, of a parameter (experts, ...).
 
@@ -73,6 +80,7 @@ class Entry:
         other: another form in which a source may store the parameter, or None. Only the first form is written.
         rows: ranges [start, stop) of rows of the only tensor, which the parameter has in this order. Empty: all rows.
         of: number of rows of that tensor.
+        one_row: True if Hugging Face stores the parameter (n,) as (1, n).
         again: further names under which the only tensor is written.
     """
 
@@ -83,6 +91,7 @@ class Entry:
     rows: tuple[tuple[int, int], ...] = ()
     of: int = 0
     again: tuple[str, ...] = ()
+    one_row: bool = False
 
 
 def swapped(lengths: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -90,7 +99,7 @@ def swapped(lengths: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*lengths[:-2], *lengths[:-3:-1])
 
 
-Pattern = str | tuple[str, ...] | Transposed | PerExpert | Fused | Repeated
+Pattern = str | tuple[str, ...] | Transposed | OneRow | PerExpert | Fused | Repeated
 # triax's name -> Hugging Face's. {i} is the block's index, {n} the number of blocks, a final * both weight and bias.
 # A list has the form that is written, then another form that is read too.
 Names = Mapping[str, "Pattern | list[Pattern]"]
@@ -142,6 +151,8 @@ def _entry(
         first, *again = (_written(name, ending, numbers) for name in (form.name, *form.again))
         return Entry((first,), other=other, again=tuple(again))
     transposed = isinstance(form, Transposed)
+    if isinstance(form, OneRow):
+        return Entry((_written(form.name, ending, numbers),), other=other, one_row=True)
     several = (form.name,) if isinstance(form, Transposed) else (form,) if isinstance(form, str) else form
     return Entry(tuple(_written(name, ending, numbers) for name in several), transposed, other=other)
 

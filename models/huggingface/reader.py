@@ -235,6 +235,7 @@ def check(source: Source, ours: str, entry: Entry, layout: Layout) -> list[Piece
                 "names, or the model."
             )
         shape = source.shapes[name]
+        shape = shape[1:] if entry.one_row and shape[0] == 1 else shape
         if entry.rows:
             if shape[0] != entry.of:
                 raise ValueError(
@@ -283,7 +284,7 @@ def fetch(source: Source, ours: str, entry: Entry, layout: Layout, grid: Grid) -
         ValueError: for the same reasons as in ``check``.
     """
     pieces = check(source, ours, entry, layout)
-    transposed = stored(source, entry).transposed
+    transposed, one_row = stored(source, entry).transposed, stored(source, entry).one_row
     place = (grid.tensor.rank, grid.tensor.size, (grid.expert.rank, grid.expert.size))
     found: list[tuple[tuple[int | slice, ...], Tensor]] = []
     for box in layout.boxes(*place):
@@ -301,7 +302,10 @@ def fetch(source: Source, ours: str, entry: Entry, layout: Layout, grid: Grid) -
             if low < high:
                 shifted = piece.offset - piece.start
                 part = (slice(low + shifted, high + shifted), *rest)
-                read = source.read(piece.name, swapped(part) if transposed else part)
+                if one_row:
+                    read = source.read(piece.name, (slice(0, 1), *part))[0]
+                else:
+                    read = source.read(piece.name, swapped(part) if transposed else part)
                 read = read.transpose(-1, -2) if transposed and read.dim() > 1 else read
                 shift = local[0].start - rows.start
                 found.append(((*outer, slice(low + shift, high + shift), *local[1:]), read))

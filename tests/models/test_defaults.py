@@ -65,6 +65,15 @@ VALUES: dict[str, Any] = {
     "sliding_window": 5,
     "max_window_layers": 1,
     "pad_token_id": 0,
+    "shared_expert_intermediate_size": 12,
+    "swiglu_limit": 5.0,
+    "swiglu_alpha": 1.5,
+    "num_shared_experts": 2,
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "moe_num_shared_experts": 1,
+    "moe_layer_start_index": 2,
+    "moe_layer_interval": 2,
 }
 MORE: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": True},
@@ -75,6 +84,12 @@ MORE: dict[str, dict[str, Any]] = {
     "opt": {"enable_bias": False},
     "gpt_neox": {"use_parallel_residual": False, "attention_bias": False},
     "deepseek_v3": {"norm_topk_prob": False, "rope_interleave": False},
+    "qwen2_moe": {"qkv_bias": False, "use_sliding_window": True, "norm_topk_prob": True, "decoder_sparse_step": 2},
+    "glm4_moe": {"use_qk_norm": True, "norm_topk_prob": False},
+    "dots1": {"norm_topk_prob": True},
+    "solar_open": {"norm_topk_prob": False},
+    "exaone_moe": {"norm_topk_prob": False},
+    "flex_olmo": {"norm_topk_prob": True},
     "qwen3_moe": {"norm_topk_prob": True, "decoder_sparse_step": 2},
 }
 KNOWN = [name for name, family in FAMILIES.items() if family.config is not None]

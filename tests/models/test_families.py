@@ -29,7 +29,7 @@ from triax.tensor_parallel.plans import Column, Row
 from exact_norms import exact
 from paths import DOCS
 from toy_families import DENSE as CASES
-from toy_families import VOCABULARY
+from toy_families import MIXTURES, VOCABULARY
 
 Sizes = tuple[int, int, int]  # pipe, data, tensor
 
@@ -383,7 +383,8 @@ def table() -> list[str]:
             cells = [f"`{config_name(family.config)}`", "1e-10", "equal", "1e-10", "1e-10"]
         else:
             where = "[moe.md](moe.md)" if known else ""
-            cells = [f"`{config_name(family.config)}`" if known else "", where, "equal" if known else "", ""]
+            cells = [f"`{config_name(family.config)}`" if known else "", where, "equal" if known else ""]
+            cells.append("1e-10" if family.blocks else "")
             cells.append("1e-10" if family.plan is not None else "")
         lines.append(f"| `{name}` | {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |"))
     return lines
@@ -395,7 +396,8 @@ def config_name(config: type[Any] | None) -> str:
 
 def test_the_table_in_the_docs() -> None:
     """Every family is in a test of this file or of test_moe_models.py, and in the table."""
-    assert {name for name, family in FAMILIES.items() if family.blocks} == {family for family, _ in CASES.values()}
+    checked = {family for family, _ in CASES.values()} | {case.split("-")[0] for case in MIXTURES}
+    assert {name for name, family in FAMILIES.items() if family.blocks} == checked
     assert {name for name, each in FAMILIES.items() if each.config is None} == {case.split("-")[0] for case in ENCODERS}
     text = (DOCS / "models.md").read_text()
     assert "\n".join(table()) in text, "\n".join(table())

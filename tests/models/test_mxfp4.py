@@ -79,7 +79,7 @@ def test_any_part_is_that_part_of_the_whole(tmp_path: Path) -> None:
                 assert torch.equal(source.read(name, part).double(), tensor[part])
 
 
-def logits(sizes: dict[str, int], shard_tensor: bool, folder: str) -> Tensor:
+def logits(sizes: dict[str, Any], shard_tensor: bool, folder: str) -> Tensor:
     torch.set_default_dtype(torch.float64)
     try:
         grid = Grid(**sizes)
