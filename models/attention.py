@@ -28,7 +28,7 @@ from ..randomness.random import Constant, Distribution, sharded_parameter
 from ..tensor_parallel.column import column_linears
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, updated
 from ..tensor_parallel.norm import RMSNorm, sharded_rms_norm
-from .packed import packing, token_positions
+from .packed import packing, positions_within, token_positions
 from .rope import Rope
 
 _ZERO = Constant(0.0)
@@ -49,6 +49,9 @@ class CausalAttention(nn.Module):
         softcap: cap c of the scores, which become c tanh(scores / c); None: no cap.
         sinks: have attention sinks: for each head one more score, which takes a part of the softmax, and adds nothing
             to the output (gpt-oss).
+        chunk: a token attends only to the tokens before it in its chunk of this many tokens; None: no chunks.
+        l2_norm: epsilon of an RMSNorm without a weight over each head of q and of k, behind ``rope``; None: no norm.
+        temperature: (a, n): the queries at position p are multiplied by 1 + a ln(1 + floor((p + 1) / n)); None: by 1.
 
     Attributes:
         sinks: (H,), these scores, sharded by heads, with initial values 0; None without sinks.
@@ -72,6 +75,9 @@ class CausalAttention(nn.Module):
         scale: float | None = None,
         softcap: float | None = None,
         sinks: bool = False,
+        chunk: int | None = None,
+        l2_norm: float | None = None,
+        temperature: tuple[float, int] | None = None,
     ) -> None:
         super().__init__()
         if softcap is not None and (grid.context.size > 1 or sparsity is not None):
@@ -81,7 +87,7 @@ class CausalAttention(nn.Module):
             )
         self.grid, self.axis, self.sequence_parallel = grid, grid.tensor, sequence_parallel
         self.kind, self.window, self.sparsity, self.scale, self.softcap = kind, window, sparsity, scale, softcap
-        self.rope = rope
+        self.rope, self.chunk, self.l2_norm, self.temperature = rope, chunk, l2_norm, temperature
         start, stop = split(heads, self.axis.size, self.axis.rank)
         self.heads = self.kv_heads = stop - start  # this rank's
         layout = Layout((heads,), shard_dim=0)
@@ -96,14 +102,13 @@ class CausalAttention(nn.Module):
             documents: document number of each token, integers (B, T), for packed rows (see ``packed.py``). Every rank
                 passes the numbers of the whole sequence.
         """
-        parts = self.window is not None or self.sparsity is not None or self.sinks is not None
+        parts = any(each is not None for each in (self.window, self.chunk, self.sparsity, self.sinks))
         if self.cache is None and (parts or self.grid.context.size > 1):
             return self._project_out(self._attend_by_blocks(*self._project(x), documents))
         q, k, v = self._project(x)  # (B, heads, T, dim), twice (B, kv_heads, T, dim)
         packed = packing(documents, q.dtype) if documents is not None and self.cache is None else None
-        if self.rope is not None:
-            positions = packed.positions if packed is not None else None
-            q, k = self.rope(q, k, positions if self.cache is None else self.cache.positions)
+        positions = packed.positions if packed is not None else None
+        q, k = self._placed(q, k, positions if self.cache is None else self.cache.positions)
         mask = packed.mask if packed is not None else None
         if self.cache is not None:
             y = self.cache.attend(self, q, k, v)
@@ -115,12 +120,35 @@ class CausalAttention(nn.Module):
 
     def _attend_by_blocks(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
         """Attend over the context axis, or with a window or a block mask; arguments and result as for ``attend``."""
-        if self.rope is not None:
-            q, k = self.rope(q, k, token_positions(q.shape[2], self.grid.context, documents, q.device))
+        q, k = self._placed(q, k, token_positions(q.shape[2], self.grid.context, documents, q.device))
         if self.recompute is not None:
             y: Tensor = self.recompute(self.attend_in_parts, q, k, v, documents)
             return y
         return self.attend_in_parts(q, k, v, documents)
+
+    def _placed(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return queries and keys with their positions, integers (B or 1, T); None: 0 to T - 1."""
+        if self.rope is not None:
+            q, k = self.rope(q, k, positions)
+        if self.l2_norm is not None:
+            q, k = (F.rms_norm(x, x.shape[-1:], eps=self.l2_norm) for x in (q, k))
+        if self.temperature is not None:
+            at = torch.arange(q.shape[2], device=q.device)[None] if positions is None else positions
+            factor, length = self.temperature
+            wide = torch.promote_types(q.dtype, torch.float32)
+            grown = 1 + factor * torch.log1p(((at + 1) // length).to(wide))
+            q = q * grown[:, None, :, None].to(q.dtype)
+        return q, k
+
+    def _in_chunks(self, documents: Tensor | None, q: Tensor) -> Tensor | None:
+        """Return the numbers of the chunks of each document, as documents of their own: integers (B, T_whole)."""
+        if self.chunk is None:
+            return documents
+        if documents is None:
+            whole = torch.arange(q.shape[2] * self.grid.context.size)
+            return (whole // self.chunk).expand(len(q), -1)
+        begins = positions_within(documents) % self.chunk == 0
+        return begins.cumsum(1)
 
     def attend_in_parts(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
         """``context.attention`` of this rank's heads.
@@ -134,6 +162,7 @@ class CausalAttention(nn.Module):
             (B, heads, T, dim).
         """
         k, v = self._of_own_heads(k, v)
+        documents = self._in_chunks(documents, q)
         if self.softcap is not None:
             return self._attend_plainly(q, k, v, _mask(q, self.window, documents))
         return attention(
@@ -171,7 +200,7 @@ class CausalAttention(nn.Module):
             (B, heads, T, dim).
         """
         plain = self.softcap is not None or self.sinks is not None
-        if mask is None and (plain or self.window is not None):  # prefill
+        if mask is None and (plain or self.window is not None or self.chunk is not None):  # prefill
             return self.attend_in_parts(q, k, v)
         k, v = self._of_own_heads(k, v)
         if plain and mask is not None:
@@ -233,7 +262,7 @@ class SelfAttention(CausalAttention):
         window: a token attends only to itself and to the ``window`` - 1 tokens before it (sliding window); None: to all
             tokens before it.
         sparsity: block mask of sparse attention, or None.
-        scale, softcap, sinks: as for ``CausalAttention``.
+        scale, softcap, sinks, chunk, l2_norm, temperature: as for ``CausalAttention``.
         norm: class of the norms of ``qk_norm``.
 
     Attributes:
@@ -278,6 +307,9 @@ class SelfAttention(CausalAttention):
         scale: float | None = None,
         softcap: float | None = None,
         sinks: bool = False,
+        chunk: int | None = None,
+        l2_norm: float | None = None,
+        temperature: tuple[float, int] | None = None,
         norm: type[RMSNorm] = RMSNorm,
     ) -> None:
         super().__init__(
@@ -291,6 +323,9 @@ class SelfAttention(CausalAttention):
             scale=scale,
             softcap=softcap,
             sinks=sinks,
+            chunk=chunk,
+            l2_norm=l2_norm,
+            temperature=temperature,
         )
         dim, self.clip = head_dim or width // heads, clip
         self.head_dim = dim

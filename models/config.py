@@ -148,8 +148,15 @@ class DecoderConfig(TransformerConfig):
         qk_norm_all_heads: apply an RMSNorm to all heads of the queries together, and to those of the keys (OLMoE,
             OLMo-2).
         out_bias, mlp_bias: add biases to the output of attention and to the linear layers of the MLP.
-        layer_types: for each block ``"sliding_attention"``, with ``sliding_window``, or ``"full_attention"``; (): all
-            blocks have the window if there is one.
+        layer_types: for each block ``"sliding_attention"``, with ``sliding_window``, ``"chunked_attention"``, with
+            ``attention_chunk_size``, or ``"full_attention"``; (): all blocks have the window, or the chunks, if there
+            are any.
+        attention_chunk_size: a token attends to the tokens before it within its chunk of this many tokens only (Llama
+            4); None: no chunks.
+        qk_l2_norm: divide each head of queries and keys by the root mean square of its channels, after the rotation, in
+            blocks with rotary positions (Llama 4).
+        attn_scale, floor_scale: in blocks without rotary positions the queries at position p are multiplied by
+            ``1 + attn_scale * ln(1 + floor((p + 1) / floor_scale))`` (Llama 4, arXiv:2501.19399).
         no_rope_layers: for each block 1 if it has rotary positions, 0 if it has none; (): all have them.
         norm: ``rms`` (RMSNorm), ``rms_offset`` (RMSNorm with the factor 1 + weight, Gemma's) or ``layer`` (LayerNorm
             with a bias).
@@ -196,6 +203,7 @@ class DecoderConfig(TransformerConfig):
         selection_bias: add to the scores, for the selection of experts only, a bias that training moves towards equal
             loads (DeepSeek-V3).
         routed_scaling_factor: factor of the weights of a token's experts.
+        weigh_expert_inputs: these weights are factors of the experts' inputs, not of their outputs (Llama 4).
         n_group, topk_group: a token's experts are chosen from ``topk_group`` of ``n_group`` groups.
 
     Raises:
@@ -205,6 +213,7 @@ class DecoderConfig(TransformerConfig):
 
     SIZES: ClassVar[tuple[str, ...]] = (
         *(*TransformerConfig.SIZES, "intermediate_size", "decoder_sparse_step", "n_group", "topk_group"),
+        "floor_scale",
     )
     SHARDED: ClassVar[tuple[str, ...]] = (*TransformerConfig.SHARDED, "intermediate_size")
     BLOCK: ClassVar[str] = "DecoderBlock"  # name of the class of the blocks
@@ -227,6 +236,10 @@ class DecoderConfig(TransformerConfig):
     mlp_bias: bool = field(default=False, kw_only=True)
     layer_types: tuple[str, ...] = field(default=(), kw_only=True)
     no_rope_layers: tuple[int, ...] = field(default=(), kw_only=True)
+    attention_chunk_size: int | None = field(default=None, kw_only=True)
+    qk_l2_norm: bool = field(default=False, kw_only=True)
+    attn_scale: float = field(default=0.0, kw_only=True)
+    floor_scale: int = field(default=8192, kw_only=True)
     norm: str = field(default="rms", kw_only=True)
     norm_place: str = field(default="before", kw_only=True)
     parallel_residual: bool = field(default=False, kw_only=True)
@@ -261,6 +274,7 @@ class DecoderConfig(TransformerConfig):
     scoring_func: str = field(default="softmax", kw_only=True)
     selection_bias: bool = field(default=False, kw_only=True)
     routed_scaling_factor: float = field(default=1.0, kw_only=True)
+    weigh_expert_inputs: bool = field(default=False, kw_only=True)
     n_group: int = field(default=1, kw_only=True)
     topk_group: int = field(default=1, kw_only=True)
 
@@ -293,16 +307,28 @@ class DecoderConfig(TransformerConfig):
                     f"{name} has {len(given)} entries, but num_hidden_layers is {self.num_hidden_layers}. Give one "
                     "for each block."
                 )
+        if self.attention_chunk_size is not None and self.attention_chunk_size < 1:
+            raise ValueError(f"attention_chunk_size is {self.attention_chunk_size}. Give at least 1, or None.")
+        if self.attention_chunk_size is not None and self.sliding_window is not None:
+            raise ValueError(
+                f"sliding_window is {self.sliding_window} and attention_chunk_size is {self.attention_chunk_size}. "
+                "Give one of them."
+            )
         if set(self.layer_types) == {"full_attention"}:
             object.__setattr__(self, "sliding_window", None)
-        if len(set(self.layer_types)) == 1:  # one configuration is written in one way
-            object.__setattr__(self, "layer_types", ())
+            object.__setattr__(self, "attention_chunk_size", None)
         if self.no_rope_layers and all(self.no_rope_layers):
             object.__setattr__(self, "no_rope_layers", ())
-        if unknown := sorted(set(self.layer_types) - {"sliding_attention", "full_attention"}):
-            raise ValueError(f"layer_types has {unknown[0]!r}. Give 'sliding_attention' or 'full_attention'.")
+        if unknown := sorted(set(self.layer_types) - {"sliding_attention", "chunked_attention", "full_attention"}):
+            raise ValueError(
+                f"layer_types has {unknown[0]!r}. Give 'sliding_attention', 'chunked_attention' or 'full_attention'."
+            )
+        if "chunked_attention" in self.layer_types and self.attention_chunk_size is None:
+            raise ValueError("layer_types has 'chunked_attention', but attention_chunk_size is None. Give the length.")
         if "sliding_attention" in self.layer_types and self.sliding_window is None:
             raise ValueError("layer_types has 'sliding_attention', but sliding_window is None. Give the window.")
+        if len(set(self.layer_types)) == 1:  # one configuration is written in one way
+            object.__setattr__(self, "layer_types", ())
 
     def _check_heads(self) -> None:
         heads = self.num_attention_heads
@@ -410,9 +436,12 @@ class DecoderConfig(TransformerConfig):
 
     def window_of(self, layer: int) -> int | None:
         """Return the sliding window of a block, counted from 0, or None."""
-        if self.layer_types and self.layer_types[layer] == "full_attention":
-            return None
-        return self.sliding_window
+        return self.sliding_window if not self.layer_types or self.layer_types[layer] == "sliding_attention" else None
+
+    def chunk_of(self, layer: int) -> int | None:
+        """Return the length of the chunks in which a block attends, counted from 0, or None."""
+        chunked = not self.layer_types or self.layer_types[layer] == "chunked_attention"
+        return self.attention_chunk_size if chunked else None
 
     def has_rope(self, layer: int) -> bool:
         """Return True if a block, counted from 0, has rotary positions."""
@@ -437,6 +466,7 @@ class DecoderConfig(TransformerConfig):
             "router": self.scoring_func,
             "normalize": self.norm_topk_prob,
             "scale": self.routed_scaling_factor,
+            "weigh_inputs": self.weigh_expert_inputs,
             "groups": self.n_group,
             "groups_limit": self.topk_group,
             "balance": ("bias",) * self.selection_bias + ("sequence",) * loss,

@@ -105,7 +105,7 @@ class DecoderBlock(ResidualBlock):
         rope = None
         if config.has_rope(layer):
             rope = Rope(config.rotary_dim, *config.rope_of(layer), config.rope_interleave, leading=True)
-        scalar = config.query_pre_attn_scalar
+        scalar, tuned = config.query_pre_attn_scalar, config.attn_scale and not config.has_rope(layer)
         super().__init__(
             config,
             grid=grid,
@@ -120,6 +120,9 @@ class DecoderBlock(ResidualBlock):
             kv_heads=None if config.fused_qkv else config.num_key_value_heads,
             rope=rope,
             window=config.window_of(layer),
+            chunk=config.chunk_of(layer),
+            l2_norm=config.norm_epsilon if config.qk_l2_norm and config.has_rope(layer) else None,
+            temperature=(config.attn_scale, config.floor_scale) if tuned else None,
             bias=config.qkv_bias,
             out_bias=config.out_bias,
             qk_norm=config.norm_epsilon if config.qk_norm or config.qk_norm_all_heads else None,

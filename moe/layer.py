@@ -49,6 +49,7 @@ class MoE(AuxiliaryLayer):
         router: ``softmax`` or ``sigmoid``, see ``router.py``.
         normalize: divide the weights of a token's experts by their sum.
         scale: factor of these weights.
+        weigh_inputs: the weights are factors of the experts' inputs, not of their outputs (Llama 4).
         groups, groups_limit: limit a token to the experts of ``groups_limit`` out of ``groups`` groups.
         shared_experts: number of experts that every token goes to; they are one dense MLP.
         shared_width: hidden dim of that MLP; by default ``shared_experts`` x W.
@@ -91,6 +92,7 @@ class MoE(AuxiliaryLayer):
         router: str = "softmax",
         normalize: bool = True,
         scale: float = 1.0,
+        weigh_inputs: bool = False,
         groups: int = 1,
         groups_limit: int | None = None,
         shared_experts: int = 0,
@@ -126,7 +128,7 @@ class MoE(AuxiliaryLayer):
                     f"{what}={length} cannot be sharded over tensor={grid.tensor.size}: give a multiple of it, or "
                     "leave out shard_tensor"
                 )
-        self.grid, self.capacity = grid, capacity
+        self.grid, self.capacity, self.weigh_inputs = grid, capacity, weigh_inputs
         self.balance_coefficient, self.bias_rate, self.z_coefficient = balance_coefficient, bias_rate, z_loss
         partial = self.sequence_parallel
         weights: dict[str, Any] = {"init": init, "device": device, "dtype": dtype}
@@ -239,9 +241,13 @@ class MoE(AuxiliaryLayer):
             else:
                 x, weights = copy_all_reduce(x, axis), copy_all_reduce(weights, axis)
         k = chosen.shape[-1]
-        dispatch = Dispatch(chosen.flatten(0, 1), self.experts, self.grid.expert, complete)
-        rows = self.routed(dispatch.scatter(x.flatten(0, 1)), dispatch.groups)
-        y = dispatch.gather(rows, weights[..., :k].flatten(0, 1)).view_as(x)
+        tokens, given, factors = x.flatten(0, 1), chosen.flatten(0, 1), weights[..., :k].flatten(0, 1)
+        if self.weigh_inputs:  # a token is as many as its experts, each with a factor of its own
+            tokens = (tokens[:, None] * factors[..., None].to(x.dtype)).flatten(0, 1)
+            given, factors = given.reshape(-1, 1), torch.ones_like(factors).reshape(-1, 1)
+        dispatch = Dispatch(given, self.experts, self.grid.expert, complete)
+        y = dispatch.gather(self.routed(dispatch.scatter(tokens), dispatch.groups), factors)
+        y = (y.unflatten(0, (-1, k)).sum(1) if self.weigh_inputs else y).view_as(x)
         if self.shared is not None:
             dense = self.shared(x)
             if self.shared_gate is not None:

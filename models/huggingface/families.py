@@ -206,6 +206,19 @@ _DEEPSEEK_V3_NAMES: Names = {
     **_DEEPSEEK_NAMES,
     "layers.{i+1}.mlp.router.correction_bias": f"{_AT}.mlp.gate.e_score_correction_bias",
 }
+_FEED = f"{_AT}.feed_forward"
+_LLAMA4_NAMES: Names = {
+    **_LLAMA_ENDS,
+    **_ATTENTION,
+    **_NORMS,
+    **_block(1, mlp__gate_up=(f"{_FEED}.gate_proj.*", f"{_FEED}.up_proj.*"), mlp__down=f"{_FEED}.down_proj.*"),
+    "layers.{i+1}.mlp.router.weight": f"{_FEED}.router.weight",
+    "layers.{i+1}.mlp.routed.gate_up": Transposed(f"{_FEED}.experts.gate_up_proj"),
+    "layers.{i+1}.mlp.routed.down": Transposed(f"{_FEED}.experts.down_proj"),
+    "layers.{i+1}.mlp.shared.gate_up": tuple(f"{_FEED}.shared_expert.{name}_proj.weight" for name in ("gate", "up")),
+    "layers.{i+1}.mlp.shared.down": f"{_FEED}.shared_expert.down_proj.weight",
+    "layers.{i+1}.mlp.past_loads": (),
+}
 _SHARED_NAMES: Names = {ours: form for ours, form in _DEEPSEEK_NAMES.items() if ".mlp.shared." in ours}
 _GLM4_MOE_NAMES: Names = {
     **_EXPERT_NAMES,
@@ -557,6 +570,34 @@ def _minimax_read(config: Config) -> dict[str, Any]:
     return {"partial_rotary_factor": _count(config, "rotary_dim", None) / max(_count(config, "head_dim", 128), 1)}
 
 
+def _llama4_read(config: Config) -> dict[str, Any]:
+    depth, sparse = config["num_hidden_layers"], config.get("moe_layers")
+    if sparse is None:
+        step = max(_count(config, "interleave_moe_layer_step", 1), 1)
+        sparse = range(step - 1, depth, step)
+    elif not isinstance(sparse, list) or any(type(each) is not int for each in sparse):
+        raise ValueError(f"moe_layers is {str(sparse)[:60]}, but must be a list of numbers of blocks.")
+    rotated = _smollm3_read(config)["no_rope_layers"]
+    types = config.get("layer_types") or [("full_attention", "chunked_attention")[bool(each)] for each in rotated]
+    tuned = config.get("attn_temperature_tuning", True)
+    return {
+        "mlp_only_layers": tuple(block for block in range(depth) if block not in sparse),
+        "no_rope_layers": tuple(rotated),
+        "layer_types": tuple(types)[:depth],
+        "attn_scale": config.get("attn_scale", 0.1) if tuned else 0.0,
+    }
+
+
+def _llama4_write(config: DecoderConfig) -> dict[str, Any]:
+    chunks = map(config.chunk_of, range(config.num_hidden_layers))
+    return {
+        **_smollm3_write(config),
+        "moe_layers": list(config.moe_layers),
+        "layer_types": ["full_attention" if chunk is None else "chunked_attention" for chunk in chunks],
+        "attn_temperature_tuning": config.attn_scale != 0,
+    }
+
+
 def _deepseek_v2_read(config: Config) -> dict[str, Any]:
     grouped = config.get("topk_method") == "group_limited_greedy"
     return {name: (config.get(name) or 1) if grouped else 1 for name in ("n_group", "topk_group")}
@@ -843,6 +884,22 @@ _DEEPSEEK = Family(
     ("yarn",),
     read=_deepseek_v2_read,
     write=_deepseek_v2_write,
+)
+_DEEPSEEK_V3 = _like(
+    _DEEPSEEK,
+    "DeepseekV3",
+    names=_deepseek_v3_names,
+    keys={
+        "norm_topk_prob": ("norm_topk_prob", True),
+        "n_group": ("n_group", 8),
+        "topk_group": ("topk_group", 4),
+        "rope_interleave": ("rope_interleave", True),
+        "num_nextn_predict_layers": ("num_nextn_predict_layers", 0),
+    },
+    flags={"scoring_func": "sigmoid"},
+    only={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "norm_topk_prob": (True, False)},
+    read=None,
+    write=_deepseek_v3_write,
 )
 
 _QWEN2 = _like(
@@ -1256,6 +1313,32 @@ FAMILIES: dict[str, Family] = {
         read=_ernie_moe_read,
         write=_ernie_moe_write,
     ),
+    "llama4_text": _like(
+        _MIXTRAL,
+        "Llama4",
+        names=_LLAMA4_NAMES,
+        keys={
+            **_ATTENTION_BIAS,
+            "num_key_value_heads": ("num_key_value_heads", 8),
+            "head_dim": ("head_dim", 128),
+            "rms_norm_eps": ("rms_norm_eps", 1e-5),
+            "intermediate_size": ("intermediate_size_mlp", 16384),
+            **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), ("intermediate_size", 8192)),
+            "num_experts_per_tok": ("num_experts_per_tok", 1),
+            "attention_chunk_size": ("attention_chunk_size", 8192),
+            "qk_l2_norm": ("use_qk_norm", True),
+            "attn_scale": ("attn_scale", 0.1),
+            "floor_scale": ("floor_scale", 8192),
+            "router_aux_loss_coef": None,
+        },
+        flags={"scoring_func": "sigmoid", "norm_topk_prob": False, "weigh_expert_inputs": True}
+        | {"rope_interleave": True, "router_aux_loss_coef": 0.0},  # transformers' model adds no such loss
+        only={"attention_bias": None},
+        rope={"rope_theta": 5e5},
+        window="",
+        read=_llama4_read,
+        write=_llama4_write,
+    ),
     "flex_olmo": _like(
         _MIXTRAL,
         "FlexOlmo",
@@ -1268,22 +1351,8 @@ FAMILIES: dict[str, Family] = {
         window="",
     ),
     "deepseek_v2": _DEEPSEEK,
-    "deepseek_v3": _like(
-        _DEEPSEEK,
-        "DeepseekV3",
-        names=_deepseek_v3_names,
-        keys={
-            "norm_topk_prob": ("norm_topk_prob", True),
-            "n_group": ("n_group", 8),
-            "topk_group": ("topk_group", 4),
-            "rope_interleave": ("rope_interleave", True),
-            "num_nextn_predict_layers": ("num_nextn_predict_layers", 0),
-        },
-        flags={"scoring_func": "sigmoid"},
-        only={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "norm_topk_prob": (True, False)},
-        read=None,
-        write=_deepseek_v3_write,
-    ),
+    "deepseek_v3": _DEEPSEEK_V3,
+    "kimi_k2": _like(_DEEPSEEK_V3, "DeepseekV3", blocks=False),  # no model of transformers has the name
     "bert": Family("Bert", _bert_plan, blocks=False),
     "roberta": Family("Roberta", _bert_plan, blocks=False),
     "t5": Family("T5", _t5_plan, blocks=False),

@@ -45,9 +45,10 @@ def make(case: str, **changes: Any) -> Any:
     import transformers
 
     family, options = CASES[case]
-    config = getattr(transformers, f"{family}Config")(**COMMON | options | changes)
+    cls: Any = getattr(transformers, f"{family}ForCausalLM")
+    config = cls.config_class(**COMMON | options | changes)
     torch.manual_seed(3)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).double()
+    model = cls(config).double()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(8 if parameter.dim() > 1 else 1).add_(torch.randn_like(parameter), alpha=0.1)
@@ -211,6 +212,7 @@ def test_there_and_back(ranks: Any, tmp_path: Path) -> None:
             Cell("gpt_oss-plain", pipe=2, data=2, expert=2),
             Cell("glm4_moe-yarn", tensor=2, context=2, expert=2),
             Cell("ernie4_5_moe", pipe=2, tensor=2),
+            Cell("llama4_text-mixed", tensor=2, context=2, expert=2, sequence_parallel=True),
             Cell("deepseek_v2-yarn", pipe=2, tensor=2),
             Cell("deepseek_v3", tensor=2, context=2, expert=2, sequence_parallel=True),
         ],
@@ -273,6 +275,7 @@ def check_generation(tmp_path: Path, case: str, run: Any, sizes: tuple[int, int,
 
 GENERATING = ["mixtral-window", "qwen2_moe-window", "gpt_oss", "gpt_oss-plain", "olmoe-grouped"]
 GENERATING += ["glm4_moe", "dots1-window", "exaone_moe-mixed", "minimax_m2-partial", "ernie4_5_moe-interval"]
+GENERATING += ["llama4_text", "llama4_text-mixed"]
 GENERATING += ["deepseek_v2-yarn", "deepseek_v3"]
 
 
@@ -333,6 +336,36 @@ def test_transformers_own_blocks_on_two_stages(ranks: Any, tmp_path: Path) -> No
 @pytest.mark.parametrize("sizes", [{"pipe": 2}, {"data": 2}, {"context": 2}], ids=str)
 def test_transformers_own_blocks_of_every_family(ranks: Any, tmp_path: Path, sizes: dict[str, int]) -> None:
     check_piped(ranks, tmp_path, list(CASES), 2, **sizes)
+
+
+@pytest.mark.parametrize("case", ["gpt_oss", "llama4_text", "llama4_text-mixed"])
+def test_packed_rows(case: str) -> None:
+    """Sinks, chunks and temperatures of packed documents are those of the documents one by one."""
+    model = triax.PipelineModule(load_hf(make(case)), grid=Grid(), dtype=torch.float64)
+    ids, _ = batch()
+    documents = torch.tensor([[0] * 9 + [1] * (LENGTH - 9)]).expand(ROWS, -1).contiguous()
+    with torch.no_grad():
+        together, apart = model((ids, documents)), [model(ids[:, :9]), model(ids[:, 9:])]
+    torch.testing.assert_close(together, torch.cat(apart, 1), rtol=1e-10, atol=1e-10)
+
+
+def test_kimi_k2_is_a_deepseek_v3_of_another_name(tmp_path: Path) -> None:
+    """transformers has no such model: its folder as Moonshot publishes it, without fp8, and its weights come back."""
+    model = make("deepseek_v3").eval()
+    model.save_pretrained(tmp_path / "theirs")
+    file = tmp_path / "theirs" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "kimi_k2", "aux_loss_alpha": 0.0}))
+    mine = triax.PipelineModule(load_hf(tmp_path / "theirs"), grid=Grid(), dtype=torch.float64)
+    ids, _ = batch()
+    with torch.no_grad():
+        found = mine(ids)
+        with exact(model):
+            torch.testing.assert_close(found, model(input_ids=ids).logits, rtol=1e-10, atol=1e-10)
+    save_hf(mine, tmp_path / "ours")
+    theirs, ours = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
+    assert theirs.keys() == ours.keys() and all(torch.equal(theirs[name], ours[name]) for name in theirs)
+    about = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert (about["model_type"], about["architectures"]) == ("kimi_k2", ["DeepseekV3ForCausalLM"])
 
 
 def test_transformers_own_blocks_have_no_load_balancing_loss() -> None:

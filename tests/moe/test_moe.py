@@ -33,6 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "groups_limit": 3,
     },
     "microbatch": {"balance": "microbatch", "expert": "geglu"},
+    "weighed": {"router": "sigmoid", "normalize": False, "weigh_inputs": True, "shared_experts": 1},
     "biased": {"bias": True, "expert": clamped_swiglu(0.3, 1.3)},
 }
 PADDED = ("capacity", "shared", "batch")  # with padding

@@ -94,7 +94,8 @@ def reference(
                 loads[b, e] += 1
                 taken[e] += 1
                 if taken[e] <= capacity:
-                    out = mlp(token, weights[f"routed.{first}"][e], weights["routed.down"][e], act)
+                    given, factor = (token * factor, 1.0) if options.get("weigh_inputs") else (token, factor)
+                    out = mlp(given, weights[f"routed.{first}"][e], weights["routed.down"][e], act)
                     if "routed.down_bias" in weights:
                         y1 = weights[f"routed.{first}"][e] @ token + weights[f"routed.{first}_bias"][e]
                         out = weights["routed.down"][e] @ clamped(y1) + weights["routed.down_bias"][e]

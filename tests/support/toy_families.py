@@ -195,6 +195,19 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"moe_num_shared_experts": 1, "moe_layer_interval": 2, "moe_layer_start_index": 2, "num_hidden_layers": 7}
         | {"moe_layer_end_index": 5, "tie_word_embeddings": False, "moe_k": 3},
     ),
+    "llama4_text": (
+        "Llama4",
+        {"num_local_experts": 4, "num_experts_per_tok": 1, "num_key_value_heads": 2, "head_dim": 6}
+        | {"intermediate_size_mlp": 40, "no_rope_layer_interval": 2, "attention_chunk_size": 5, "floor_scale": 3},
+    ),
+    "llama4_text-mixed": (
+        "Llama4",
+        {"num_local_experts": 6, "num_key_value_heads": 4, "head_dim": 8, "intermediate_size_mlp": 28}
+        | {"num_hidden_layers": 4, "interleave_moe_layer_step": 2, "use_qk_norm": False, "attention_bias": True}
+        | {"layer_types": ["full_attention", "chunked_attention", "chunked_attention", "full_attention"]}
+        | {"no_rope_layers": [1, 0, 1, 1], "attention_chunk_size": 4, "floor_scale": 2, "attn_scale": 0.7}
+        | {"tie_word_embeddings": True},
+    ),
     "flex_olmo": ("FlexOlmo", {"num_experts": 4}),
     "flex_olmo-biases": (
         "FlexOlmo",
