@@ -1304,9 +1304,11 @@ FAMILIES: dict[str, Family] = {
             "num_experts": "moe_num_experts",
             "num_experts_per_tok": ("moe_k", 6),
             "moe_intermediate_size": ("moe_intermediate_size", 1536),
+            "router_aux_loss_coef": None,
         },
-        flags={"selection_bias": True, "rope_interleave": True},
-        only={"router_jitter_noise": None, "attention_bias": None}
+        # transformers' loss, which only output_router_logits switches on, is that of a choice without the bias.
+        flags={"selection_bias": True, "rope_interleave": True, "router_aux_loss_coef": 0.0},
+        only={"router_jitter_noise": None, "attention_bias": None, "output_router_logits": (False, None)}
         | {"use_bias": (False, None), "moe_norm_min": (1e-12,)},
         rope={"rope_theta": 5e5},
         window="",

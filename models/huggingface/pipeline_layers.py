@@ -263,28 +263,36 @@ class HFBlock(nn.Module):
         self.config, self.context = hf.config, grid.context
         whole = hf.whole()
         self.block: nn.Module = type(whole.get_submodule(f"{hf.blocks}.0"))(hf.config, layer_idx=index)
+        types, window = getattr(hf.config, "layer_types", None), getattr(hf.config, "sliding_window", None)
+        self.layer_type = types[index] if types else "full_attention" if window is None else "sliding_attention"
         if grid.context.size > 1:
             if not getattr(whole, "_supports_attention_backend", False):
                 raise ValueError(
                     f"the attention of {type(whole).__name__} cannot be replaced, which context={grid.context.size} "
                     "needs. Use a grid with context=1, or the layers of load_hf(path)."
                 )
-            _attend_over_context(self.block, grid, attention)
+            if getattr(hf.config, "attention_chunk_size", None) is not None:
+                raise ValueError(
+                    "hf_layers cannot spread attention in chunks "
+                    f"(attention_chunk_size={hf.config.attention_chunk_size}) over context={grid.context.size}. Use a "
+                    "grid with context=1, or the layers of load_hf(path)."
+                )
+            _attend_over_context(
+                self.block, grid, attention, window if self.layer_type == "sliding_attention" else None
+            )
         rotary = getattr(whole.get_submodule(hf.blocks.rpartition(".")[0]), "rotary_emb", None)
         self.rotary = None if rotary is None else type(rotary)(hf.config)
-        types = getattr(hf.config, "layer_types", None)
-        window = getattr(hf.config, "sliding_window", None) is not None
-        self.layer_type = types[index] if types else "sliding_attention" if window else "full_attention"
         self.by_type = rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters
         hf.initialize(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the block with its model's mask and positions: (B, T, D) -> (B, T, D)."""
-        from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+        from transformers import masking_utils
 
         positions, mask = _positions(x, self.context)[None], None
         if self.context.size == 1:
-            make = create_sliding_window_causal_mask if self.layer_type == "sliding_attention" else create_causal_mask
+            kinds = {"sliding_attention": "sliding_window_", "chunked_attention": "chunked_"}
+            make = getattr(masking_utils, f"create_{kinds.get(self.layer_type, '')}causal_mask")
             mask = make(self.config, x, attention_mask=None, past_key_values=None, position_ids=positions)
         given: dict[str, Any] = {"attention_mask": mask, "position_ids": positions}
         if self.rotary is not None:
@@ -407,8 +415,10 @@ def _positions(x: Tensor, context: Axis) -> Tensor:
     return positions(x.shape[1] * context.size, context.size, context.rank).to(x.device)
 
 
-def _attend_over_context(block: nn.Module, grid: Grid, kind: str) -> None:
+def _attend_over_context(block: nn.Module, grid: Grid, kind: str, window: int | None) -> None:
     """Let a transformers block's attention call ``context.attention``.
+
+    The window is the block's, because some models have it in their mask only.
 
     Raises:
         ValueError: the block drops attention probabilities, or has no attention that transformers can replace.
@@ -424,7 +434,7 @@ def _attend_over_context(block: nn.Module, grid: Grid, kind: str) -> None:
         )
     for module in found:
         # Kept by the module, not by transformers' registry, which keeps what it is given until the process ends.
-        module.triax_context = (grid, kind)  # type: ignore[assignment]
+        module.triax_context = (grid, kind, window)  # type: ignore[assignment]
         module.config = copy.copy(module.config)
         module.config._attn_implementation = "triax_context"  # type: ignore[union-attr]
 
@@ -433,7 +443,7 @@ def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
     """Compute ``context.attention`` in place of a transformers attention function: (B, T / c, H, D) for its module."""
-    grid, kind = module.triax_context
+    grid, kind, window = module.triax_context
     if options.get("dropout"):
         raise ValueError(
             f"context={grid.context.size} spreads each sequence over ranks, which cannot drop attention "
@@ -444,6 +454,6 @@ def _attend(
             f"context={grid.context.size} spreads each sequence over ranks, which cannot cap the scores, but the "
             f"model caps them at {options['softcap']}. Use a grid with context=1."
         )
-    window, scale, sinks = (options.get(name) for name in ("sliding_window", "scaling", "s_aux"))
+    scale, sinks = options.get("scaling"), options.get("s_aux")
     y = attention(query, key, value, grid=grid, kind=kind, window=window, scale=scale, sinks=sinks)
     return y.transpose(1, 2), None

@@ -188,7 +188,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "MiniMaxM2",
         {"num_local_experts": 6, "num_key_value_heads": 2, "head_dim": 8, "rotary_dim": 4, "num_experts_per_tok": 3},
     ),
-    "ernie4_5_moe": ("Ernie4_5_Moe", _ERNIE | {"router_aux_loss_coef": 0.5}),
+    "ernie4_5_moe": ("Ernie4_5_Moe", _ERNIE),
     "ernie4_5_moe-interval": (
         "Ernie4_5_Moe",
         _ERNIE
