@@ -122,17 +122,24 @@ def backward(
 class Merged:
     """Sum of the outputs of several blocks of keys, weighted by their log-sum-exp.
 
+    Args:
+        shape: shape of the outputs.
+        like: tensor whose dtype and device the outputs have.
+        sinks: (H,), for each head the score of one more key, which every query sees, and whose value is 0; or None.
+
     Attributes:
         out: (B, H, m, width), in ``accumulation_dtype``.
         lse: (B, H, m).
         empty: True until the first block is added.
     """
 
-    def __init__(self, shape: tuple[int, ...], like: Tensor) -> None:
+    def __init__(self, shape: tuple[int, ...], like: Tensor, sinks: Tensor | None = None) -> None:
         dtype = accumulation_dtype(like.dtype)
         self.out = like.new_zeros(shape, dtype=dtype)
         self.lse = like.new_full(shape[:-1], -torch.inf, dtype=dtype)
-        self.empty = True
+        self.empty = sinks is None
+        if sinks is not None:
+            self.lse.copy_(sinks[:, None])
 
     def add(self, queries: slice, out: Tensor, lse: Tensor) -> None:
         """Merge the output of one block for some of the queries."""
@@ -146,6 +153,14 @@ class Merged:
         old, new = (torch.exp(x - both).nan_to_num_(0.0)[..., None] for x in (before, lse))
         total.mul_(old).add_(out * new)
         before.copy_(both)
+
+
+def sinks_gradient(sinks: Tensor | None, dout: Tensor, out: Tensor, lse: Tensor) -> Tensor | None:
+    """Return the gradient of the sinks of ``Merged``, (H,), from the merged output and log-sum-exp; None for None."""
+    if sinks is None:
+        return None
+    delta = (dout.to(lse.dtype) * out).sum(-1)  # (B, H, m); the sinks' values are 0, so that they have no dout v^T
+    return -(torch.exp(sinks[:, None] - lse) * delta).sum((0, 2)).to(sinks.dtype)
 
 
 def _flash(q: Tensor, mask: Tensor | None) -> bool:

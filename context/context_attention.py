@@ -37,6 +37,7 @@ def attention(
     window: int | None = None,
     sparsity: Sparsity | None = None,
     scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention of this rank's tokens with all tokens of their sequences.
 
@@ -58,6 +59,9 @@ def attention(
             ``window`` - 1 tokens before it.
         sparsity: block mask; blocks that it leaves out are not computed.
         scale: factor of the scores; None means dim ** -0.5.
+        sinks: (H,), attention sinks (gpt-oss, Xiao et al. 2023, arXiv:2309.17453): for each head the score of one more
+            key, which every query sees, and whose value is 0. So the weights of the tokens add up to less than 1. Its
+            gradient is that of this rank's tokens. None: no sinks.
 
     Returns:
         (B, H, T_local, width). A token that may attend to nothing has the output 0, and so has padding, except on a
@@ -89,6 +93,7 @@ def attention(
         sparsity=sparsity,
         heads=heads,
         scale=scale,
+        sinks=sinks,
     )
 
 
@@ -105,6 +110,7 @@ def context_attention(
     sparsity: Sparsity | None = None,
     heads: range | None = None,
     scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """``attention`` over any axis.
 
@@ -115,7 +121,7 @@ def context_attention(
     Other arguments, returns, raises: as for ``attention``.
     """
     length = q.shape[2] * axis.size if documents is None else documents.shape[1]
-    _check(q, k, v, axis.size, kind, window, documents)
+    _check(q, k, v, axis.size, kind, window, documents, sinks)
     dtype = product_dtype(q)
     q, k, v = cast(q, dtype), cast(k, dtype), cast(v, dtype)
     mask = Mask(length, causal, window if window is not None and window < length else None, on_cpu(documents))
@@ -124,24 +130,31 @@ def context_attention(
         mask = replace(mask, layout=layout, block=sparsity.block)
     factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale  # exactly as torch
     if axis.size == 1:
-        return _local_attention(q, k, v, mask, factor)
+        return _local_attention(q, k, v, mask, factor, sinks)
     if kind == "ring":
-        return ring_attention(q, k, v, axis, mask, factor)
+        return ring_attention(q, k, v, axis, mask, factor, sinks)
     if kind == "gather":
-        return gather_attention(q, k, v, axis, mask, factor)
+        return gather_attention(q, k, v, axis, mask, factor, sinks)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, held: slice) -> Tensor:
-        return _local_attention(q, k, v, _of_heads(mask, held), factor)
+        return _local_attention(q, k, v, _of_heads(mask, held), factor, _sinks_of(sinks, held))
 
     return ulysses_attention(q, k, v, axis, length, attend)
 
 
-def _local_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+def _local_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, sinks: Tensor | None = None) -> Tensor:
     """Return the attention over whole sequences in the order of positions."""
-    if mask.plain:
+    if mask.plain and sinks is None:
         grouped = k.shape[1] != q.shape[1]
         return F.scaled_dot_product_attention(q, k, v, is_causal=mask.causal, scale=scale, enable_gqa=grouped)
-    return gather_attention(q, k, v, Axis("local", (0,), 0, None), mask, scale)
+    return gather_attention(q, k, v, Axis("local", (0,), 0, None), mask, scale, sinks)
+
+
+def _sinks_of(sinks: Tensor | None, heads: slice) -> Tensor | None:
+    """Return the sinks of some heads; heads beyond the last, which are zeros, have the sink 0."""
+    if sinks is None:
+        return None
+    return F.pad(sinks, (0, max(heads.stop - len(sinks), 0)))[heads]
 
 
 def _of_heads(mask: Mask, heads: slice) -> Mask:
@@ -152,7 +165,16 @@ def _of_heads(mask: Mask, heads: slice) -> Mask:
     return replace(mask, layout=mask.layout[numbers])
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, size: int, kind: str, window: int | None, documents: Tensor | None) -> None:
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    size: int,
+    kind: str,
+    window: int | None,
+    documents: Tensor | None,
+    sinks: Tensor | None,
+) -> None:
     if kind not in KINDS:
         raise ValueError(f"the kind of attention is {kind!r}. Give one of {', '.join(KINDS)}.")
     batch, heads, local, dim = q.shape
@@ -166,6 +188,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, size: int, kind: str, window: int | 
             f"q has {heads} heads, and k and v have {k.shape[1]}. Give a number of heads of k and v that divides "
             f"{heads}, because each of them serves equally many heads of q."
         )
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"sinks are {tuple(sinks.shape)}, but q has {heads} heads. Give a sink for each head of q.")
     if window is not None and window < 1:
         raise ValueError(f"window={window}. Give at least 1, with which a token attends to itself, or None.")
     if size > 1 and local % 2:

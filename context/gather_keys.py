@@ -14,36 +14,40 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..grid.comm.axis import Axis
-from .block import Merged
+from .block import Merged, sinks_gradient
 from .mask import Mask
 from .order import all_gather, reduce_scatter, reshard, runs, unshard
 from .pair import Gradients, Queries, pack, unpack
 
 
-def gather_attention(q: Tensor, k: Tensor, v: Tensor, axis: Axis, mask: Mask, scale: float) -> Tensor:
+def gather_attention(
+    q: Tensor, k: Tensor, v: Tensor, axis: Axis, mask: Mask, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     """Return the attention of this rank's queries with the keys of all ranks. Collective, its backward pass too.
 
     Args, returns: as for ``ring.ring_attention``. With an axis of size 1 nothing is communicated.
     """
-    out: Tensor = _Gathered.apply(q, k, v, axis, mask, scale)
+    out: Tensor = _Gathered.apply(q, k, v, axis, mask, scale, sinks)
     return out
 
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, mask: Mask, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, mask: Mask, scale: float, sinks: Tensor | None
+    ) -> Tensor:
         queries = Queries(q, runs(mask.length, q.shape[2], axis.size, axis.rank), mask, scale)
-        total = Merged((*q.shape[:3], v.shape[3]), q)
+        total = Merged((*q.shape[:3], v.shape[3]), q, sinks)
         queries.forward(total, *_whole(k, v, axis, mask.length), ((0, mask.length),))
         out = total.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, total.lse)
+        ctx.save_for_backward(q, k, v, out, total.lse, sinks)
         ctx.axis, ctx.mask, ctx.scale = axis, mask, scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         axis, length = ctx.axis, ctx.mask.length
         keys, values = _whole(k, v, axis, length)
         queries = Queries(q, runs(length, q.shape[2], axis.size, axis.rank), ctx.mask, ctx.scale)
@@ -54,7 +58,8 @@ class _Gathered(torch.autograd.Function):
         if axis.size > 1:
             parts = [reshard(x, axis.size, k.shape[2], dim=2).flatten(1) for x in (dk, dv)]
             dk, dv = unpack(reduce_scatter(torch.cat(parts, 1), axis), k, v)
-        return grads.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+        dsinks = sinks_gradient(sinks, dout, out, lse)
+        return grads.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, dsinks
 
 
 def _whole(k: Tensor, v: Tensor, axis: Axis, length: int) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from ..grid.comm.axis import Axis
 from ..grid.comm.pending import All, Pending
-from .block import Merged
+from .block import Merged, sinks_gradient
 from .mask import Mask
 from .order import runs
 from .pair import Gradients, Queries, pack, unpack
@@ -26,7 +26,9 @@ from .pair import Gradients, Queries, pack, unpack
 _KEYS, _GRADIENTS = 2, 3  # tags
 
 
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, axis: Axis, mask: Mask, scale: float) -> Tensor:
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, axis: Axis, mask: Mask, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     """Return the attention of this rank's queries with the keys of all ranks. Collective, its backward pass too.
 
     Args:
@@ -35,34 +37,38 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, axis: Axis, mask: Mask, scal
         axis: the context axis.
         mask: the rule by which a query sees a key.
         scale: factor of the scores.
+        sinks: (H,), for each of these heads the score of a key with the value 0 that every query sees; None: no such
+            key.
 
     Returns:
         (B, H, T_local, width). Padding has the output 0 and no gradient.
     """
-    out: Tensor = _Ring.apply(q, k, v, axis, mask, scale)
+    out: Tensor = _Ring.apply(q, k, v, axis, mask, scale, sinks)
     return out
 
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, mask: Mask, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, mask: Mask, scale: float, sinks: Tensor | None
+    ) -> Tensor:
         held = [runs(mask.length, q.shape[2], axis.size, rank) for rank in range(axis.size)]
         queries = Queries(q, held[axis.rank], mask, scale)
-        total, flat = Merged((*q.shape[:3], v.shape[3]), q), pack(k, v)
+        total, flat = Merged((*q.shape[:3], v.shape[3]), q, sinks), pack(k, v)
         for step in range(axis.size):
             arriving, pending = _pass_on(axis, flat, _KEYS) if step < axis.size - 1 else (flat, All([]))
             queries.forward(total, *unpack(flat, k, v), held[axis.rank - step])
             pending.wait()
             flat = arriving
         out = total.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, total.lse)
+        ctx.save_for_backward(q, k, v, out, total.lse, sinks)
         ctx.axis, ctx.mask, ctx.scale = axis, mask, scale
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         axis: Axis = ctx.axis
         last = axis.size - 1
         held = [runs(ctx.mask.length, q.shape[2], axis.size, rank) for rank in range(axis.size)]
@@ -87,7 +93,8 @@ class _Ring(torch.autograd.Function):
         sums, behind = travelling
         behind.wait()
         dk, dv = unpack(own + sums, k, v)
-        return grads.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+        dsinks = sinks_gradient(sinks, dout, out, lse)
+        return grads.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None, dsinks
 
 
 def _pass_on(axis: Axis, tensor: Tensor, tag: int) -> tuple[Tensor, Pending]:

@@ -78,7 +78,7 @@ class KVCache:
         """
         self._stage, self._next = stage, 0
         self._begins = not any(starts)
-        self._masks: dict[tuple[torch.dtype, int | None], Tensor] = {}  # each made by the first layer that needs it
+        self._masks: dict[tuple[Any, ...], Tensor] = {}  # each made by the first layer that needs it
         self._longest = max(starts) + tokens
         first, count = slots[0], len(slots)
         # Contiguous slots are read as a view of the cache; others are gathered into a copy by each attention.
@@ -143,14 +143,18 @@ class KVCache:
         if self._begins:  # the slots are empty: prefill
             y = module.attend(q, k, v)
             return y
-        window = getattr(module, "window", None)
-        if (q.dtype, window) not in self._masks:
-            ahead = torch.arange(self._longest, device=q.device) - places[..., None]  # (B, T, longest)
+        window, chunk = getattr(module, "window", None), getattr(module, "chunk", None)
+        kind = q.dtype, window, chunk
+        if kind not in self._masks:
+            held = torch.arange(self._longest, device=q.device)
+            ahead = held - places[..., None]  # (B, T, longest)
             unseen = ahead > 0 if window is None else (ahead > 0) | (ahead <= -window)
+            if chunk is not None:
+                unseen |= held // chunk != places[..., None] // chunk
             mask = torch.zeros_like(unseen, dtype=q.dtype).masked_fill_(unseen, -torch.inf)
-            self._masks[q.dtype, window] = mask[:, None]
+            self._masks[kind] = mask[:, None]
         keys, values = keys[self._rows, :, : self._longest], values[self._rows, :, : self._longest]
-        y = module.attend(q, keys, values, self._masks[q.dtype, window])
+        y = module.attend(q, keys, values, self._masks[kind])
         return y
 
     @property

@@ -30,7 +30,7 @@ from ..tensor_parallel.column import column_linears
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, updated
 from ..tensor_parallel.norm import RMSNorm, sharded_rms_norm
 from .alibi import Alibi
-from .packed import packing, token_positions
+from .packed import packing, positions_within, token_positions
 from .rope import Rope
 
 _ZERO = Constant(0.0)
@@ -49,8 +49,14 @@ class CausalAttention(nn.Module):
         kind, window, sparsity: as for ``SelfAttention``.
         scale: factor of the scores; None: dim ** -0.5, of the width of a query.
         softcap: cap c of the scores, which become c tanh(scores / c); None: no cap.
+        sinks: have attention sinks: for each head one more score, which takes a part of the softmax, and adds nothing
+            to the output (gpt-oss).
+        chunk: a token attends only to the tokens before it in its chunk of this many tokens; None: no chunks.
+        l2_norm: epsilon of an RMSNorm without a weight over each head of q and of k, behind ``rope``; None: no norm.
+        temperature: (a, n): the queries at position p are multiplied by 1 + a ln(1 + floor((p + 1) / n)); None: by 1.
 
     Attributes:
+        sinks: (H,), these scores, sharded by heads, with initial values 0; None without sinks.
         cache, heads, kv_heads, recompute: as for ``SelfAttention``.
     """
 
@@ -70,6 +76,10 @@ class CausalAttention(nn.Module):
         sparsity: Sparsity | None = None,
         scale: float | None = None,
         softcap: float | None = None,
+        sinks: bool = False,
+        chunk: int | None = None,
+        l2_norm: float | None = None,
+        temperature: tuple[float, int] | None = None,
     ) -> None:
         super().__init__()
         if softcap is not None and (grid.context.size > 1 or sparsity is not None):
@@ -79,9 +89,11 @@ class CausalAttention(nn.Module):
             )
         self.grid, self.axis, self.sequence_parallel = grid, grid.tensor, sequence_parallel
         self.kind, self.window, self.sparsity, self.scale, self.softcap = kind, window, sparsity, scale, softcap
-        self.rope = rope
+        self.rope, self.chunk, self.l2_norm, self.temperature = rope, chunk, l2_norm, temperature
         start, stop = split(heads, self.axis.size, self.axis.rank)
         self.heads = self.kv_heads = stop - start  # this rank's
+        layout = Layout((heads,), shard_dim=0)
+        self.sinks = sharded_parameter(layout, _ZERO, self.axis.rank, self.axis.size) if sinks else None
         self._looks_at: list[int] | None = None  # for each query head the head of k and v, where that is irregular
 
     def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -92,15 +104,16 @@ class CausalAttention(nn.Module):
             documents: document number of each token, integers (B, T), for packed rows (see ``packed.py``). Every rank
                 passes the numbers of the whole sequence.
         """
-        if self.cache is None and (self.grid.context.size > 1 or self.window is not None or self.sparsity is not None):
+        parts = any(each is not None for each in (self.window, self.chunk, self.sparsity, self.sinks))
+        if self.cache is None and (parts or self.grid.context.size > 1):
             return self._project_out(self._attend_by_blocks(*self._project(x), documents))
         q, k, v = self._project(x)  # (B, heads, T, dim), twice (B, kv_heads, T, dim)
         packed = packing(documents, q.dtype) if documents is not None and self.cache is None else None
         positions = packed.positions if packed is not None else None
         if self.cache is None:
-            q, k = self._rotated(q, k, positions, q.shape[2])
+            q, k = self._placed(q, k, positions, q.shape[2])
         else:
-            q, k = self._rotated(q, k, self.cache.positions, 0)
+            q, k = self._placed(q, k, self.cache.positions, 0)
         mask = packed.mask if packed is not None else None
         if self.cache is not None:
             y = self.cache.attend(self, q, k, v)
@@ -113,15 +126,35 @@ class CausalAttention(nn.Module):
     def _attend_by_blocks(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
         """Attend over the context axis, or with a window or a block mask; arguments and result as for ``attend``."""
         length = q.shape[2] * self.grid.context.size if documents is None else documents.shape[1]
-        q, k = self._rotated(q, k, token_positions(q.shape[2], self.grid.context, documents, q.device), length)
+        q, k = self._placed(q, k, token_positions(q.shape[2], self.grid.context, documents, q.device), length)
         if self.recompute is not None:
             y: Tensor = self.recompute(self.attend_in_parts, q, k, v, documents)
             return y
         return self.attend_in_parts(q, k, v, documents)
 
-    def _rotated(self, q: Tensor, k: Tensor, positions: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
-        """Apply the positions to q and k, as ``Rope``."""
-        return (q, k) if self.rope is None else self.rope(q, k, positions, length)
+    def _placed(self, q: Tensor, k: Tensor, positions: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
+        """Return queries and keys with their positions; ``positions`` and ``length`` as for ``Rope``."""
+        if self.rope is not None:
+            q, k = self.rope(q, k, positions, length)
+        if self.l2_norm is not None:
+            q, k = (F.rms_norm(x, x.shape[-1:], eps=self.l2_norm) for x in (q, k))
+        if self.temperature is not None:
+            at = torch.arange(q.shape[2], device=q.device)[None] if positions is None else positions
+            factor, length = self.temperature
+            wide = torch.promote_types(q.dtype, torch.float32)
+            grown = 1 + factor * torch.log1p(((at + 1) // length).to(wide))
+            q = q * grown[:, None, :, None].to(q.dtype)
+        return q, k
+
+    def _in_chunks(self, documents: Tensor | None, q: Tensor) -> Tensor | None:
+        """Return the numbers of the chunks of each document, as documents of their own: integers (B, T_whole)."""
+        if self.chunk is None:
+            return documents
+        if documents is None:
+            whole = torch.arange(q.shape[2] * self.grid.context.size)
+            return (whole // self.chunk).expand(len(q), -1)
+        begins = positions_within(documents) % self.chunk == 0
+        return begins.cumsum(1)
 
     def attend_in_parts(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
         """``context.attention`` of this rank's heads.
@@ -135,8 +168,9 @@ class CausalAttention(nn.Module):
             (B, heads, T, dim).
         """
         k, v = self._of_own_heads(k, v)
+        documents = self._in_chunks(documents, q)
         if self.softcap is not None:
-            return self._attend_capped(q, k, v, _mask(q, self.window, documents))
+            return self._attend_plainly(q, k, v, _mask(q, self.window, documents))
         return attention(
             *(q, k, v),
             grid=self.grid,
@@ -145,6 +179,7 @@ class CausalAttention(nn.Module):
             window=self.window,
             sparsity=self.sparsity,
             scale=self.scale,
+            sinks=self.sinks,
         )
 
     def _project_out(self, y: Tensor) -> Tensor:
@@ -170,11 +205,12 @@ class CausalAttention(nn.Module):
         Returns:
             (B, heads, T, dim).
         """
-        if mask is None and (self.window is not None or self.softcap is not None):  # prefill
+        plain = self.softcap is not None or self.sinks is not None
+        if mask is None and (plain or self.window is not None or self.chunk is not None):  # prefill
             return self.attend_in_parts(q, k, v)
         k, v = self._of_own_heads(k, v)
-        if self.softcap is not None and mask is not None:
-            return self._attend_capped(q, k, v, mask)
+        if plain and mask is not None:
+            return self._attend_plainly(q, k, v, mask)
         if self._looks_at is None and mask is not None and q.device.type != "cpu":
             # Elsewhere than on a CPU no fused kernel takes both a mask and fewer heads of k and v.
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
@@ -182,13 +218,17 @@ class CausalAttention(nn.Module):
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=k.shape[1] != q.shape[1]
         )
 
-    def _attend_capped(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        """Softmax attention with capped scores, as for ``attend``: (B, heads, T, dim)."""
-        assert self.softcap is not None
+    def _attend_plainly(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        """Softmax attention with capped scores or with sinks, as for ``attend``: (B, heads, T, dim)."""
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         scores = q @ k.transpose(2, 3) * (q.shape[3] ** -0.5 if self.scale is None else self.scale)
-        scores = self.softcap * torch.tanh(scores / self.softcap) + mask  # (B, heads, T, S)
-        return scores.softmax(-1, torch.promote_types(q.dtype, torch.float32)).to(q.dtype) @ v
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        scores = scores + mask  # (B, heads, T, S)
+        if self.sinks is not None:
+            scores = torch.cat([scores, self.sinks[:, None, None].expand(*scores.shape[:3], 1).to(scores.dtype)], -1)
+        shares = scores.softmax(-1, torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+        return shares[..., : k.shape[2]] @ v
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q (B, heads, T, dim), and k and v (B, kv_heads, T, dim), not rotated."""
@@ -231,7 +271,7 @@ class SelfAttention(CausalAttention):
         window: a token attends only to itself and to the ``window`` - 1 tokens before it (sliding window); None: to all
             tokens before it.
         sparsity: block mask of sparse attention, or None.
-        scale, softcap: as for ``CausalAttention``.
+        scale, softcap, sinks, chunk, l2_norm, temperature: as for ``CausalAttention``.
         norm: maker of the norms of ``qk_norm``.
 
     Attributes:
@@ -278,6 +318,10 @@ class SelfAttention(CausalAttention):
         sparsity: Sparsity | None = None,
         scale: float | None = None,
         softcap: float | None = None,
+        sinks: bool = False,
+        chunk: int | None = None,
+        l2_norm: float | None = None,
+        temperature: tuple[float, int] | None = None,
         norm: Callable[..., nn.Module] = RMSNorm,
     ) -> None:
         super().__init__(
@@ -290,6 +334,10 @@ class SelfAttention(CausalAttention):
             sparsity=sparsity,
             scale=scale,
             softcap=softcap,
+            sinks=sinks,
+            chunk=chunk,
+            l2_norm=l2_norm,
+            temperature=temperature,
         )
         dim, self.clip, self.norm_after = head_dim or width // heads, clip, norm_after
         self.head_dim = dim

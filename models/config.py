@@ -151,8 +151,15 @@ class DecoderConfig(TransformerConfig):
         qk_norm_per_head: apply a LayerNorm without a bias to each head of the queries and of the keys, with a weight
             for each head (Command R+, StableLM).
         out_bias, mlp_bias: add biases to the output of attention and to the linear layers of the MLP.
-        layer_types: for each block ``"sliding_attention"``, with ``sliding_window``, or ``"full_attention"``; (): all
-            blocks have the window if there is one.
+        layer_types: for each block ``"sliding_attention"``, with ``sliding_window``, ``"chunked_attention"``, with
+            ``attention_chunk_size``, or ``"full_attention"``; (): all blocks have the window, or the chunks, if there
+            are any.
+        attention_chunk_size: a token attends to the tokens before it within its chunk of this many tokens only (Llama
+            4); None: no chunks.
+        qk_l2_norm: divide each head of queries and keys by the root mean square of its channels, after the rotation, in
+            blocks with rotary positions (Llama 4).
+        attn_scale, floor_scale: in blocks without rotary positions the queries at position p are multiplied by
+            ``1 + attn_scale * ln(1 + floor((p + 1) / floor_scale))`` (Llama 4, arXiv:2501.19399).
         no_rope_layers: for each block 1 if it has rotary positions, 0 if it has none; (): all have them.
         norm: ``rms`` (RMSNorm), ``rms_offset`` (RMSNorm with the factor 1 + weight, Gemma's), ``rms_plain`` (without
             parameters), ``layer`` (LayerNorm with a bias), ``layer_offset`` (with the factor 1 + weight, Nemotron's),
@@ -170,7 +177,7 @@ class DecoderConfig(TransformerConfig):
         learned_positions: learned positions that are added to the embeddings, in place of rotary ones.
         position_offset: number of rows before the first position in the table of learned positions (2 in OPT).
         rope_reversed: rotate the other way round, which is the same model with the halves of each head exchanged.
-        rope_interleaved: neighboring channels of a head are rotated as a pair; False: channel i of the first half and
+        rope_interleave: neighboring channels of a head are rotated as a pair; False: channel i of the first half and
             of the second half of the rotated ones.
         scale_embedding: multiply the token embeddings by the square root of ``hidden_size``.
         embedding_multiplier, residual_multiplier: factors of the token embeddings, and of the output of attention and
@@ -186,6 +193,8 @@ class DecoderConfig(TransformerConfig):
         fused_qkv: queries, keys and values are one weight, as in GPT-2. There are as many heads of keys as of queries.
         clip_qkv: largest absolute value of queries, keys and values, to which they are clipped before the rotation
             (OLMoE); None: they are not clipped.
+        attention_sinks: have in each head a score of its own beside those of the tokens, which takes a part of the
+            softmax and adds nothing to the output (gpt-oss).
         num_experts: number of experts of a block. The expert axis must divide it.
         num_experts_per_tok: number of experts that each token goes to.
         moe_intermediate_size: width of an expert; 0 means ``intermediate_size``.
@@ -195,13 +204,30 @@ class DecoderConfig(TransformerConfig):
         mlp_only_layers: further blocks without experts, counted from 0.
         router_aux_loss_coef: factor of the load-balancing loss, as ``transformers`` defines it: a loss of all blocks
             together, in which an expert's fractions of the tokens add up to ``num_experts_per_tok``.
+        shared_expert_intermediate_size: width of the expert that every token goes to, beside those chosen for it; 0:
+            there is none.
+        shared_expert_gate: multiply the output of this expert by the sigmoid of a linear function of the token.
+        moe_bias: add biases to the router and to the linear layers of the experts.
+        swiglu_limit: the experts compute gpt-oss's clamped SwiGLU, ``(up + 1) * gate * sigmoid(swiglu_alpha * gate)``,
+            with ``gate`` at most, and ``up`` within plus and minus, this number. Rows of gate and up lie by turns in
+            one weight. None: SwiGLU.
+        swiglu_alpha: factor in this sigmoid.
+        scoring_func: scores of the experts: ``softmax`` over all of them, or ``sigmoid`` of each.
+        selection_bias: add to the scores, for the selection of experts only, a bias that training moves towards equal
+            loads (DeepSeek-V3).
+        routed_scaling_factor: factor of the weights of a token's experts.
+        weigh_expert_inputs: these weights are factors of the experts' inputs, not of their outputs (Llama 4).
+        n_group, topk_group: a token's experts are chosen from ``topk_group`` of ``n_group`` groups.
 
     Raises:
         ValueError: a number does not divide another one as required, settings contradict each other, no block has
             experts though ``num_experts`` is not 0, or a check of ``TransformerConfig`` fails.
     """
 
-    SIZES: ClassVar[tuple[str, ...]] = (*TransformerConfig.SIZES, "intermediate_size", "decoder_sparse_step")
+    SIZES: ClassVar[tuple[str, ...]] = (
+        *(*TransformerConfig.SIZES, "intermediate_size", "decoder_sparse_step", "n_group", "topk_group"),
+        "floor_scale",
+    )
     SHARDED: ClassVar[tuple[str, ...]] = (*TransformerConfig.SHARDED, "intermediate_size")
     BLOCK: ClassVar[str] = "DecoderBlock"  # name of the class of the blocks
 
@@ -225,6 +251,10 @@ class DecoderConfig(TransformerConfig):
     mlp_bias: bool = field(default=False, kw_only=True)
     layer_types: tuple[str, ...] = field(default=(), kw_only=True)
     no_rope_layers: tuple[int, ...] = field(default=(), kw_only=True)
+    attention_chunk_size: int | None = field(default=None, kw_only=True)
+    qk_l2_norm: bool = field(default=False, kw_only=True)
+    attn_scale: float = field(default=0.0, kw_only=True)
+    floor_scale: int = field(default=8192, kw_only=True)
     norm: str = field(default="rms", kw_only=True)
     norm_place: str = field(default="before", kw_only=True)
     parallel_residual: bool = field(default=False, kw_only=True)
@@ -236,7 +266,7 @@ class DecoderConfig(TransformerConfig):
     alibi: str = field(default="", kw_only=True)
     learned_positions: bool = field(default=False, kw_only=True)
     position_offset: int = field(default=0, kw_only=True)
-    rope_interleaved: bool = field(default=False, kw_only=True)
+    rope_interleave: bool = field(default=False, kw_only=True)
     rope_reversed: bool = field(default=False, kw_only=True)
     scale_embedding: bool = field(default=False, kw_only=True)
     embedding_multiplier: float = field(default=1.0, kw_only=True)
@@ -250,6 +280,7 @@ class DecoderConfig(TransformerConfig):
     head_bias: bool = field(default=False, kw_only=True)
     fused_qkv: bool = field(default=False, kw_only=True)
     clip_qkv: float | None = field(default=None, kw_only=True)
+    attention_sinks: bool = field(default=False, kw_only=True)
     num_experts: int = field(default=0, kw_only=True)
     num_experts_per_tok: int = field(default=2, kw_only=True)
     moe_intermediate_size: int = field(default=0, kw_only=True)
@@ -257,6 +288,17 @@ class DecoderConfig(TransformerConfig):
     decoder_sparse_step: int = field(default=1, kw_only=True)
     mlp_only_layers: tuple[int, ...] = field(default=(), kw_only=True)
     router_aux_loss_coef: float = field(default=0.001, kw_only=True)
+    shared_expert_intermediate_size: int = field(default=0, kw_only=True)
+    shared_expert_gate: bool = field(default=False, kw_only=True)
+    moe_bias: bool = field(default=False, kw_only=True)
+    swiglu_limit: float | None = field(default=None, kw_only=True)
+    swiglu_alpha: float = field(default=1.702, kw_only=True)
+    scoring_func: str = field(default="softmax", kw_only=True)
+    selection_bias: bool = field(default=False, kw_only=True)
+    routed_scaling_factor: float = field(default=1.0, kw_only=True)
+    weigh_expert_inputs: bool = field(default=False, kw_only=True)
+    n_group: int = field(default=1, kw_only=True)
+    topk_group: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -272,6 +314,7 @@ class DecoderConfig(TransformerConfig):
             "norm_place": ("before", "after", "both"),
             "hidden_act": ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_bloom", "relu", "relu2"),
             "alibi": ("", "added", "rounded"),
+            "scoring_func": ("softmax", "sigmoid"),
         }
         for name, values in known.items():
             if getattr(self, name) not in values:
@@ -287,16 +330,28 @@ class DecoderConfig(TransformerConfig):
                     f"{name} has {len(given)} entries, but num_hidden_layers is {self.num_hidden_layers}. Give one "
                     "for each block."
                 )
+        if self.attention_chunk_size is not None and self.attention_chunk_size < 1:
+            raise ValueError(f"attention_chunk_size is {self.attention_chunk_size}. Give at least 1, or None.")
+        if self.attention_chunk_size is not None and self.sliding_window is not None:
+            raise ValueError(
+                f"sliding_window is {self.sliding_window} and attention_chunk_size is {self.attention_chunk_size}. "
+                "Give one of them."
+            )
         if set(self.layer_types) == {"full_attention"}:
             object.__setattr__(self, "sliding_window", None)
-        if len(set(self.layer_types)) == 1:  # one configuration is written in one way
-            object.__setattr__(self, "layer_types", ())
+            object.__setattr__(self, "attention_chunk_size", None)
         if self.no_rope_layers and all(self.no_rope_layers):
             object.__setattr__(self, "no_rope_layers", ())
-        if unknown := sorted(set(self.layer_types) - {"sliding_attention", "full_attention"}):
-            raise ValueError(f"layer_types has {unknown[0]!r}. Give 'sliding_attention' or 'full_attention'.")
+        if unknown := sorted(set(self.layer_types) - {"sliding_attention", "chunked_attention", "full_attention"}):
+            raise ValueError(
+                f"layer_types has {unknown[0]!r}. Give 'sliding_attention', 'chunked_attention' or 'full_attention'."
+            )
+        if "chunked_attention" in self.layer_types and self.attention_chunk_size is None:
+            raise ValueError("layer_types has 'chunked_attention', but attention_chunk_size is None. Give the length.")
         if "sliding_attention" in self.layer_types and self.sliding_window is None:
             raise ValueError("layer_types has 'sliding_attention', but sliding_window is None. Give the window.")
+        if len(set(self.layer_types)) == 1:  # one configuration is written in one way
+            object.__setattr__(self, "layer_types", ())
 
     def _check_heads(self) -> None:
         heads = self.num_attention_heads
@@ -373,6 +428,23 @@ class DecoderConfig(TransformerConfig):
                 f"num_experts is {self.num_experts}, but gated={self.gated} with hidden_act={self.hidden_act!r} is not "
                 "what experts compute. Give gated=True and hidden_act='silu'."
             )
+        if self.shared_expert_intermediate_size < 0:
+            raise ValueError(
+                f"shared_expert_intermediate_size is {self.shared_expert_intermediate_size}. Give a width, or 0."
+            )
+        _check_groups("num_experts", self.num_experts, self.num_experts_per_tok, self.n_group, self.topk_group)
+        if self.swiglu_limit is not None and self.swiglu_limit <= 0:
+            raise ValueError(f"swiglu_limit is {self.swiglu_limit}. Give a number above 0, or None.")
+        if self.swiglu_limit is not None and self.shared_expert_intermediate_size:
+            raise ValueError(
+                f"swiglu_limit is {self.swiglu_limit}, which experts chosen by a router have, but "
+                f"shared_expert_intermediate_size is {self.shared_expert_intermediate_size}. Give one of them."
+            )
+        if self.moe_bias and self.shared_expert_intermediate_size:
+            raise ValueError(
+                "moe_bias is True, which experts chosen by a router have, but shared_expert_intermediate_size is "
+                f"{self.shared_expert_intermediate_size}. Give one of them."
+            )
         if wrong := [layer for layer in self.mlp_only_layers if not 0 <= layer < self.num_hidden_layers]:
             raise ValueError(
                 f"mlp_only_layers has {wrong[0]}, but the blocks are 0 to {self.num_hidden_layers - 1}. Leave it out."
@@ -414,9 +486,12 @@ class DecoderConfig(TransformerConfig):
 
     def window_of(self, layer: int) -> int | None:
         """Return the sliding window of a block, counted from 0, or None."""
-        if self.layer_types and self.layer_types[layer] == "full_attention":
-            return None
-        return self.sliding_window
+        return self.sliding_window if not self.layer_types or self.layer_types[layer] == "sliding_attention" else None
+
+    def chunk_of(self, layer: int) -> int | None:
+        """Return the length of the chunks in which a block attends, counted from 0, or None."""
+        chunked = not self.layer_types or self.layer_types[layer] == "chunked_attention"
+        return self.attention_chunk_size if chunked else None
 
     def has_rope(self, layer: int) -> bool:
         """Return True if a block, counted from 0, has rotary positions."""
@@ -435,13 +510,23 @@ class DecoderConfig(TransformerConfig):
 
         ``MoE`` has a loss for each block, in which the fractions of the tokens add up to 1.
         """
-        k = self.num_experts_per_tok
+        k, loss = self.num_experts_per_tok, self.router_aux_loss_coef > 0 or not self.selection_bias
         return {
             "experts": self.num_experts,
             "top_k": k,
             "width": self.moe_intermediate_size,
+            "router": self.scoring_func,
             "normalize": self.norm_topk_prob,
+            "scale": self.routed_scaling_factor,
+            "weigh_inputs": self.weigh_expert_inputs,
+            "groups": self.n_group,
+            "groups_limit": self.topk_group,
+            "balance": ("bias",) * self.selection_bias + ("sequence",) * loss,
             "balance_coefficient": self.router_aux_loss_coef * k / len(self.moe_layers),
+            "shared_width": self.shared_expert_intermediate_size,
+            "shared_gate": self.shared_expert_gate,
+            "bias": self.moe_bias,
+            "clamp": None if self.swiglu_limit is None else (self.swiglu_limit, self.swiglu_alpha),
         }
 
     @property
@@ -452,6 +537,7 @@ class DecoderConfig(TransformerConfig):
         count = 2 * d * q + d * kv  # q, out; k and v
         count += (q + kv if self.qkv_bias else 0) + (d if self.out_bias else 0)
         count += 2 * self.head_dim if self.qk_norm and self.norm != "rms_plain" else 0
+        count += self.num_attention_heads if self.attention_sinks else 0
         return count + (q + kv // 2 if self.qk_norm_all_heads or self.qk_norm_per_head else 0)
 
     @property
@@ -465,6 +551,9 @@ class DecoderConfig(TransformerConfig):
         d, hidden, matrices = self.hidden_size, self.intermediate_size, 3 if self.gated else 2
         mlp = matrices * d * hidden + ((matrices - 1) * hidden + d if self.mlp_bias else 0)
         experts = self.num_experts * (3 * d * self.moe_intermediate_size + d)  # and their rows of the router
+        experts += self.num_experts * (2 * self.moe_intermediate_size + d + 1) if self.moe_bias else 0
+        shared = self.shared_expert_intermediate_size
+        experts += 3 * d * shared + (d if shared and self.shared_expert_gate else 0)
         norm = self.norm_count
         norms = 1 if self.shared_norm else 4 if self.norm_place == "both" else 2
         embeddings = self.vocab_size * d * (1 if self.tie_word_embeddings else 2)
@@ -515,7 +604,7 @@ class GPTConfig(DecoderConfig):
     rope_scaling: ClassVar[Scaling | None] = None  # type: ignore[misc]
     rope_local_base_freq: ClassVar[float | None] = None  # type: ignore[misc]
     partial_rotary_factor: ClassVar[float] = 1.0  # type: ignore[misc]
-    rope_interleaved: ClassVar[bool] = False  # type: ignore[misc]
+    rope_interleave: ClassVar[bool] = False  # type: ignore[misc]
     rope_reversed: ClassVar[bool] = False  # type: ignore[misc]
     alibi: ClassVar[str] = ""  # type: ignore[misc]
     no_rope_layers: ClassVar[tuple[int, ...]] = ()  # type: ignore[misc]
@@ -539,7 +628,7 @@ class LlamaConfig(DecoderConfig):
 
 @dataclass(frozen=True, repr=False)
 class MixtralConfig(DecoderConfig):
-    """``DecoderConfig`` with mixtures of experts in place of the MLPs: Mixtral, Qwen3-MoE or OLMoE."""
+    """``DecoderConfig`` with mixtures of experts in place of the MLPs: Mixtral, Qwen-MoE, OLMoE, gpt-oss."""
 
     PRESETS: ClassVar[Presets] = MIXTRAL_PRESETS
     SIZES: ClassVar[tuple[str, ...]] = (*DecoderConfig.SIZES, "num_experts", "num_experts_per_tok")
@@ -632,13 +721,9 @@ class DeepseekConfig(TransformerConfig):
             raise ValueError(f"q_lora_rank is {self.q_lora_rank}. Give at least 1, or None.")
         if self.sliding_window is not None:
             raise ValueError(f"sliding_window is {self.sliding_window}, which DeepSeek's models lack. Leave it out.")
-        each, rest = divmod(self.n_routed_experts, self.n_group)
-        if rest or self.topk_group > self.n_group or self.topk_group * each < self.num_experts_per_tok:
-            raise ValueError(
-                f"num_experts_per_tok={self.num_experts_per_tok} of n_routed_experts={self.n_routed_experts} cannot be "
-                f"chosen from topk_group={self.topk_group} of n_group={self.n_group} equal groups. Give a divisor of "
-                f"{self.n_routed_experts} as n_group, and a larger topk_group, at most n_group."
-            )
+        _check_groups(
+            "n_routed_experts", self.n_routed_experts, self.num_experts_per_tok, self.n_group, self.topk_group
+        )
         if not 0 <= self.first_k_dense_replace < self.num_hidden_layers:
             raise ValueError(
                 f"first_k_dense_replace is {self.first_k_dense_replace}, but there are {self.num_hidden_layers} "
@@ -697,6 +782,16 @@ def _check_experts(experts: int, chosen: int, coefficient: float, name: str) -> 
         )
     if coefficient < 0:
         raise ValueError(f"{name} is {coefficient}. Give 0 or more.")
+
+
+def _check_groups(name: str, experts: int, chosen: int, groups: int, limit: int) -> None:
+    each, rest = divmod(experts, groups)
+    if rest or limit > groups or limit * each < chosen:
+        raise ValueError(
+            f"num_experts_per_tok={chosen} of {name}={experts} cannot be chosen from topk_group={limit} of "
+            f"n_group={groups} equal groups. Give a divisor of {experts} as n_group, and a larger topk_group, at most "
+            "n_group."
+        )
 
 
 # ------------------------------------------------------------------------------------------- fields of checkpoints

@@ -138,7 +138,7 @@ class DecoderBlock(ResidualBlock):
         scale = config.attention_multiplier if scalar is None else scalar**-0.5
         rope: Rope | Alibi | None = None
         if config.has_rope(layer):
-            turned = config.rope_interleaved, True, config.rope_reversed
+            turned = config.rope_interleave, True, config.rope_reversed
             rope = Rope(config.rotary_dim, *config.rope_of(layer), *turned)
         elif config.alibi:
             config.check_tensor(grid.tensor.size)
@@ -146,6 +146,7 @@ class DecoderBlock(ResidualBlock):
             rope = Alibi(heads, keys, held, scale, rounded=config.alibi == "rounded")
         norm, _, how = _NORMS[config.norm]
         normed = config.qk_norm or config.qk_norm_all_heads or config.qk_norm_per_head
+        tuned = config.attn_scale and not config.has_rope(layer)
         super().__init__(
             config,
             grid=grid,
@@ -161,6 +162,9 @@ class DecoderBlock(ResidualBlock):
             kv_heads=None if config.fused_qkv else keys,
             rope=rope,
             window=config.window_of(layer),
+            chunk=config.chunk_of(layer),
+            l2_norm=config.norm_epsilon if config.qk_l2_norm and config.has_rope(layer) else None,
+            temperature=(config.attn_scale, config.floor_scale) if tuned else None,
             bias=config.qkv_bias,
             out_bias=config.out_bias,
             qk_norm=config.norm_epsilon if normed else None,
@@ -171,6 +175,7 @@ class DecoderBlock(ResidualBlock):
             clip=config.clip_qkv,
             scale=scale,
             softcap=config.attn_logit_softcapping,
+            sinks=config.attention_sinks,
         )
         if not config.learned_positions:  # else the layer of positions has it
             self.max_position_embeddings = config.generated_positions  # the most that generation asks for

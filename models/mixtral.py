@@ -1,4 +1,7 @@
-"""Mixtral, Qwen3-MoE and OLMoE (arXiv:2401.04088, arXiv:2505.09388, arXiv:2409.02060): ``decoder.py`` with experts."""
+"""Mixtral, Qwen-MoE, OLMoE, gpt-oss: ``decoder.py`` with experts.
+
+arXiv:2401.04088, arXiv:2505.09388, arXiv:2409.02060, arXiv:2508.10925.
+"""
 
 from .config import MixtralConfig as MixtralConfig
 from .decoder import MixtralBlock as MixtralBlock

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..grid import Grid
+from ..moe.experts import clamped_swiglu
 from ..moe.layer import MoE
 from ..randomness.random import Constant, Normal
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
@@ -118,6 +119,8 @@ def make_moe(config: Any, *, grid: Grid, sequence_parallel: bool = False, **opti
     ``options`` are those of ``MOE_OPTIONS``.
     """
     arguments = {"init": Normal(config.initializer_range), **config.moe_arguments(), **options}
+    if clamp := arguments.pop("clamp", None):
+        arguments["expert"] = clamped_swiglu(*clamp)
     return MoE(config.hidden_size, grid=grid, sequence_parallel=sequence_parallel, **arguments)
 
 

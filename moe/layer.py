@@ -45,9 +45,11 @@ class MoE(AuxiliaryLayer):
         grid: the grid.
         expert: kind of the experts' MLP: ``SwiGLU``, ``GEGLU``, ``GELU``, ``ReLU``, their name, or an ``Activation``.
         width: W, the hidden dim of an expert; by default 4 D, or 8/3 D if the MLP is gated.
+        bias: add biases to the router and to the linear layers of the experts, but not to those of shared experts.
         router: ``softmax`` or ``sigmoid``, see ``router.py``.
         normalize: divide the weights of a token's experts by their sum.
         scale: factor of these weights.
+        weigh_inputs: the weights are factors of the experts' inputs, not of their outputs (Llama 4).
         groups, groups_limit: limit a token to the experts of ``groups_limit`` out of ``groups`` groups.
         shared_experts: number of experts that every token goes to; they are one dense MLP.
         shared_width: hidden dim of that MLP; by default ``shared_experts`` x W.
@@ -86,9 +88,11 @@ class MoE(AuxiliaryLayer):
         grid: Grid,
         expert: Activation | str = SwiGLU,
         width: int | None = None,
+        bias: bool = False,
         router: str = "softmax",
         normalize: bool = True,
         scale: float = 1.0,
+        weigh_inputs: bool = False,
         groups: int = 1,
         groups_limit: int | None = None,
         shared_experts: int = 0,
@@ -124,7 +128,7 @@ class MoE(AuxiliaryLayer):
                     f"{what}={length} cannot be sharded over tensor={grid.tensor.size}: give a multiple of it, or "
                     "leave out shard_tensor"
                 )
-        self.grid, self.capacity = grid, capacity
+        self.grid, self.capacity, self.weigh_inputs = grid, capacity, weigh_inputs
         self.balance_coefficient, self.bias_rate, self.z_coefficient = balance_coefficient, bias_rate, z_loss
         partial = self.sequence_parallel
         weights: dict[str, Any] = {"init": init, "device": device, "dtype": dtype}
@@ -136,6 +140,7 @@ class MoE(AuxiliaryLayer):
             groups=groups,
             groups_limit=groups_limit,
             partial=partial,
+            bias=bias,
             biased="bias" in self.balance,
             replicas=None if partial else grid.tensor,
             **weights,
@@ -146,7 +151,7 @@ class MoE(AuxiliaryLayer):
             "shard_tensor": self.shard_tensor,
             "partial": partial and not self.shard_tensor,
         }
-        self.routed = Experts(hidden, width, experts, **place, **weights)
+        self.routed = Experts(hidden, width, experts, bias=bias, **place, **weights)
         shared = shared_width or shared_experts * width
         self.shared = SharedExperts(hidden, shared, **place, **weights) if shared else None
         self.shared_gate: nn.Parameter | None = None
@@ -236,9 +241,13 @@ class MoE(AuxiliaryLayer):
             else:
                 x, weights = copy_all_reduce(x, axis), copy_all_reduce(weights, axis)
         k = chosen.shape[-1]
-        dispatch = Dispatch(chosen.flatten(0, 1), self.experts, self.grid.expert, complete)
-        rows = self.routed(dispatch.scatter(x.flatten(0, 1)), dispatch.groups)
-        y = dispatch.gather(rows, weights[..., :k].flatten(0, 1)).view_as(x)
+        tokens, given, factors = x.flatten(0, 1), chosen.flatten(0, 1), weights[..., :k].flatten(0, 1)
+        if self.weigh_inputs:  # a token is as many as its experts, each with a factor of its own
+            tokens = (tokens[:, None] * factors[..., None].to(x.dtype)).flatten(0, 1)
+            given, factors = given.reshape(-1, 1), torch.ones_like(factors).reshape(-1, 1)
+        dispatch = Dispatch(given, self.experts, self.grid.expert, complete)
+        y = dispatch.gather(self.routed(dispatch.scatter(tokens), dispatch.groups), factors)
+        y = (y.unflatten(0, (-1, k)).sum(1) if self.weigh_inputs else y).view_as(x)
         if self.shared is not None:
             dense = self.shared(x)
             if self.shared_gate is not None:

@@ -2,7 +2,7 @@
 
 | router | scores | as in |
 |---|---|---|
-| ``softmax`` | softmax of the logits over all experts | Mixtral, OLMoE, Qwen3-MoE, DeepSeek-V2 |
+| ``softmax`` | softmax of the logits over all experts | Mixtral, OLMoE, Qwen3-MoE, DeepSeek-V2, gpt-oss |
 | ``sigmoid`` | sigmoid of each logit; the bias is added for the selection only | DeepSeek-V3, arXiv:2412.19437 |
 
 The k experts with the highest scores are chosen, in that order; of equal scores, the lowest expert first. All of it is
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..base.uncompiled import uncompiled
 from ..grid.comm.axis import Axis
 from ..grid.layout import Layout
-from ..randomness.random import Distribution, SampleRandom, Uniform, sharded_parameter, uniform
+from ..randomness.random import Constant, Distribution, SampleRandom, Uniform, sharded_parameter, uniform
 
 _JITTER = 0.01  # Fedus et al. 2021, arXiv:2101.03961
 _TINY = 1e-20  # added to a sum of sigmoids, which may underflow to 0
@@ -79,7 +79,7 @@ class GateNoise(SampleRandom):
 
 
 class Router(nn.Module):
-    """Linear layer without a bias, whose outputs score the experts.
+    """Linear layer whose outputs score the experts.
 
     Args:
         hidden: D.
@@ -92,6 +92,7 @@ class Router(nn.Module):
         groups_limit: number of groups from which the k experts are chosen (``topk_group``). A group's score is its
             highest score (``softmax``, DeepSeek-V2) or the sum of its two highest scores (``sigmoid``, DeepSeek-V3).
         partial: each tensor-parallel rank has other tokens, so that the gradients are summed over the tensor axis.
+        bias: add a bias to the outputs, with initial value 0.
         biased: have a bias for the selection. True for ``sigmoid`` and for ``balance="bias"``.
         replicas: axis of ranks that route the same tokens; all take the choice of its first rank. Their weights may
             differ in the last bit, because their gradients were summed in another order, and so may nearly equal
@@ -102,6 +103,7 @@ class Router(nn.Module):
 
     Attributes:
         weight: (E, D).
+        bias: (E,), or None.
         correction_bias: buffer (E,) float32, added to the scores for the selection only; None without one.
 
     Raises:
@@ -122,6 +124,7 @@ class Router(nn.Module):
         groups: int = 1,
         groups_limit: int | None = None,
         partial: bool = False,
+        bias: bool = False,
         biased: bool = False,
         replicas: Axis | None = None,
         noise: str | None = None,
@@ -151,9 +154,11 @@ class Router(nn.Module):
         self.groups, self.groups_limit = groups, limit
         layout = Layout((experts, hidden), partial=partial)
         self.weight = sharded_parameter(layout, init or Uniform(1 / math.sqrt(hidden)), 0, 1, device, dtype)
+        own = Layout((experts,), partial=partial)
+        self.bias = sharded_parameter(own, Constant(0.0), 0, 1, device, dtype) if bias else None
         biased = biased or kind == "sigmoid"
-        bias = torch.zeros(experts, dtype=torch.float32, device=device) if biased else None
-        self.register_buffer("correction_bias", bias)
+        correction = torch.zeros(experts, dtype=torch.float32, device=device) if biased else None
+        self.register_buffer("correction_bias", correction)
 
     def forward(self, x: Tensor, valid: Tensor | None = None) -> Routing:
         """Route tokens.
@@ -168,7 +173,7 @@ class Router(nn.Module):
             noise = self.noise if self.training else None
             if noise is not None and noise.kind == "jitter":
                 x = x * noise(x)
-            logits = F.linear(x, self.weight.to(dtype))  # (B, T, E)
+            logits = F.linear(x, self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))  # (B, T, E)
             if self.kind == "softmax":
                 scores = shares = logits.softmax(-1)
             else:

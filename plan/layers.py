@@ -212,7 +212,7 @@ def _products(weights: Sequence[Weight], times: int = 1) -> tuple[MatrixProduct,
     """Return the products with the matrices among the weights."""
     found = []
     for weight in weights:
-        if len(weight.shape) < 2 or weight.name.endswith("_norm.weight"):
+        if len(weight.shape) < 2 or weight.name.endswith(("_norm.weight", "bias")):
             continue
         *_, outputs, inputs = weight.shape
         dims = len(weight.shape)
@@ -230,19 +230,36 @@ def _mlp(width: int, hidden: int, gated: bool, bias: bool) -> tuple[Weight, ...]
     return (*first, *_linear("mlp.down", width, hidden, bias, "row"))
 
 
-def _experts(width: int, sizes: Feedforward, shard_tensor: bool) -> tuple[Weight, ...]:
-    """Return the weights of a mixture of gated experts."""
+def _experts(
+    width: int, sizes: Feedforward, shard_tensor: bool, gate: bool = False, bias: bool = False, by_turns: bool = False
+) -> tuple[Weight, ...]:
+    """Return the weights of a mixture of gated experts.
+
+    Args:
+        width: width of the residual stream.
+        sizes: the experts.
+        shard_tensor: the tensor axis shards their hidden width.
+        gate: the shared experts have a gate.
+        bias: router and experts have biases.
+        by_turns: the rows of gate and up lie by turns.
+    """
     shards = shard_tensor
-    weights = [Weight("mlp.router.weight", (sizes.experts, width))]
+    weights = [Weight("mlp.shared_gate", (1, width))] if gate and sizes.shared else []
+    weights += [Weight("mlp.router.weight", (sizes.experts, width))]
+    weights += [Weight("mlp.router.bias", (sizes.experts,))] if bias else []
     for name, each, count in (("routed", sizes.width, sizes.experts), ("shared", sizes.shared, 0)):
         if not each:
             continue
         lead, at = ((count,), 1) if count else ((), 0)
         expert: dict[str, Any] = {"expert_dim": 0} if count else {}
-        first: dict[str, Any] = {"shard_dim": at, "parts": (each, each)} if shards else {}
+        parts: dict[str, Any] = {"parts": (2 * each,), "unit": 2} if by_turns else {"parts": (each, each)}
+        first: dict[str, Any] = {"shard_dim": at, **parts} if shards else {}
         last: dict[str, Any] = {"shard_dim": at + 1} if shards else {}
         weights.append(Weight(f"mlp.{name}.gate_up", (*lead, 2 * each, width), **first, **expert))
         weights.append(Weight(f"mlp.{name}.down", (*lead, width, each), **last, **expert))
+        if bias and count:
+            weights.append(Weight(f"mlp.{name}.gate_up_bias", (count, 2 * each), **first, **expert))
+            weights.append(Weight(f"mlp.{name}.down_bias", (count, width), **expert))
     return tuple(weights)
 
 
@@ -274,8 +291,10 @@ def _decoder(config: DecoderConfig, shard_tensor: bool) -> list[LayerShape]:
     d, hidden, kind = config.hidden_size, config.intermediate_size, config.norm
     attention, mlp = _attention(config), _mlp(d, hidden, config.gated, config.mlp_bias)
     dense, sparse = Feedforward(hidden, config.gated), set(config.moe_layers)
-    experts = Feedforward(config.moe_intermediate_size, True, config.num_experts, config.num_experts_per_tok)
-    mixture = _experts(d, experts, shard_tensor) if sparse else ()
+    shared = config.shared_expert_intermediate_size
+    experts = Feedforward(config.moe_intermediate_size, True, config.num_experts, config.num_experts_per_tok, shared)
+    clamped, biased = config.swiglu_limit is not None, config.selection_bias or config.scoring_func == "sigmoid"
+    mixture = _experts(d, experts, shard_tensor, config.shared_expert_gate, config.moe_bias, clamped) if sparse else ()
     before, behind = config.norm_place != "after", config.norm_place != "before"
     norms = 1 if config.shared_norm else 4 if before and behind else 2
     blocks = []
@@ -298,6 +317,7 @@ def _decoder(config: DecoderConfig, shard_tensor: bool) -> list[LayerShape]:
                 branches=1 if config.shared_norm else 2,
                 norm=kind,
                 dropout=config.dropout > 0,
+                buffers=4 * config.num_experts if layer in sparse and biased else 0,  # the router's bias, fp32
             )
         )
     capped = config.final_logit_softcapping is not None or config.logit_scale != 1.0
@@ -312,7 +332,7 @@ def _attention(config: DecoderConfig) -> tuple[Weight, ...]:
     """Return the weights of the attention of a block."""
     d, heads, keys, dim = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
     queries, pair = heads * dim, {"parts": (keys * dim, keys * dim), "unit": dim, "heads": keys}
-    weights: list[Weight] = []
+    weights = [Weight("attention.sinks", (heads,), 0)] if config.attention_sinks else []
     if config.fused_qkv:
         weights += _linear("attention.qkv", 3 * queries, d, config.qkv_bias, "column", parts=(queries,) * 3, unit=dim)
     else:

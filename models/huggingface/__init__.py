@@ -3,6 +3,7 @@
 families.py: for each family a table of names, a few flags and the plan of ``parallelize``.
 config.py: conversion of ``config.json`` to and from triax's configurations.
 names.py: patterns of parameter names, expanded for a model.
+mxfp4.py: weights of 4 bits, dequantized.
 folder_settings.py: special tokens, generation settings and the tokenizer's files of a folder.
 load.py: ``load_hf`` and ``config_from_hf``.
 reader.py: reader of the weights in a folder or a live model; each rank reads only its slices.

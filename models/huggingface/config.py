@@ -16,8 +16,9 @@ from .families import FAMILIES, WRAPPERS, Config, Family
 from .folder_settings import Settings
 from .names import Entry, Fused, Names, PerHead, expand
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of the number of experts
-_DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")  # keys of the number of blocks
+# Keys of the number of experts, and of blocks.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
 _SCALINGS = {"llama3": RopeScaling, "yarn": YarnScaling, "linear": LinearScaling}  # by rope_type
 _SCALINGS |= {"longrope": LongRopeScaling, "dynamic": DynamicScaling}
 _REQUIRED = {"llama3": ("factor", "low_freq_factor", "high_freq_factor"), "longrope": ("short_factor", "long_factor")}
@@ -325,6 +326,7 @@ def same_model(ours: TransformerConfig, theirs: TransformerConfig) -> str | None
 def _read_rope(config: Config, family: Family) -> dict[str, Any]:
     """Return the fields of the rotary positions. Transformers 5 has all in rope_parameters, 4 beside each other."""
     parameters, scaling = _object(config, "rope_parameters"), _object(config, "rope_scaling")
+    parameters = family.scaled if config.get("rope_parameters") is None else parameters
     found: dict[str, Any] = {}
     rope: Config = scaling or parameters  # as transformers, which lets the older key win
     if "rope_local_base_freq" in family.rope:  # other positions in blocks with a sliding window

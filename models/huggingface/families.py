@@ -25,7 +25,7 @@ from ...tensor_parallel.plans import (
     Vocab,
 )
 from ..config import DecoderConfig, DeepseekConfig, GPTConfig, LlamaConfig, MixtralConfig, TransformerConfig
-from .names import Fused, Names, PerExpert, PerHead, Repeated, Transposed
+from .names import Fused, Names, OneRow, PerExpert, PerHead, Repeated, Transposed
 
 Config = Mapping[str, Any]  # content of a config.json
 Key = str | tuple[str, Any]
@@ -51,6 +51,7 @@ class Family:
             the same under the names ``rotary_emb_base`` and ``rotary_pct``, if Transformers 4 wrote these. Empty: the
             family has no rotary positions.
         scalings: the types of ``rope_type`` that the family has, beside ``default``.
+        scaled: ``rope_parameters`` where ``config.json`` has none.
         window_size: default of ``sliding_window``.
         slides: function that tells from the content of ``config.json`` whether a block, counted from 0, has the window,
             if there are no ``layer_types``; None: every block has it.
@@ -72,6 +73,7 @@ class Family:
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     rope: Mapping[str, float] = field(default_factory=dict)
     scalings: tuple[str, ...] = ("llama3", "yarn", "linear", "dynamic", "longrope")
+    scaled: Mapping[str, Any] = field(default_factory=dict)
     window: str = ""
     window_size: int | None = None
     slides: Callable[[Config, int], bool] | None = None
@@ -185,6 +187,24 @@ def _with_experts(mlp: str, first: tuple[str, ...], last: str) -> Names:
 
 _MIXTRAL_NAMES = _with_experts("block_sparse_moe", ("w1", "w3"), "w2")
 _EXPERT_NAMES = _with_experts("mlp", ("gate_proj", "up_proj"), "down_proj")
+_QWEN2_MOE_NAMES: Names = {
+    **_EXPERT_NAMES,
+    "layers.{i+1}.mlp.shared.gate_up": tuple(f"{_AT}.mlp.shared_expert.{name}_proj.weight" for name in ("gate", "up")),
+    "layers.{i+1}.mlp.shared.down": f"{_AT}.mlp.shared_expert.down_proj.weight",
+    "layers.{i+1}.mlp.shared_gate": f"{_AT}.mlp.shared_expert_gate.weight",
+}
+_GPT_OSS_NAMES: Names = {
+    **_LLAMA_ENDS,
+    **_ATTENTION,
+    **_NORMS,
+    "layers.{i+1}.attention.sinks": f"{_AT}.self_attn.sinks",
+    "layers.{i+1}.mlp.router.*": f"{_AT}.mlp.router.*",
+    "layers.{i+1}.mlp.routed.gate_up": Transposed(f"{_AT}.mlp.experts.gate_up_proj"),
+    "layers.{i+1}.mlp.routed.gate_up_bias": f"{_AT}.mlp.experts.gate_up_proj_bias",
+    "layers.{i+1}.mlp.routed.down": Transposed(f"{_AT}.mlp.experts.down_proj"),
+    "layers.{i+1}.mlp.routed.down_bias": f"{_AT}.mlp.experts.down_proj_bias",
+    "layers.{i+1}.mlp.past_loads": (),
+}
 _DEEPSEEK_NAMES: Names = {
     **_EXPERT_NAMES,
     **_block(
@@ -206,6 +226,47 @@ _DEEPSEEK_NAMES: Names = {
 _DEEPSEEK_V3_NAMES: Names = {
     **_DEEPSEEK_NAMES,
     "layers.{i+1}.mlp.router.correction_bias": f"{_AT}.mlp.gate.e_score_correction_bias",
+}
+_FEED = f"{_AT}.feed_forward"
+_LLAMA4_NAMES: Names = {
+    **_LLAMA_ENDS,
+    **_ATTENTION,
+    **_NORMS,
+    **_block(1, mlp__gate_up=(f"{_FEED}.gate_proj.*", f"{_FEED}.up_proj.*"), mlp__down=f"{_FEED}.down_proj.*"),
+    "layers.{i+1}.mlp.router.weight": f"{_FEED}.router.weight",
+    "layers.{i+1}.mlp.routed.gate_up": Transposed(f"{_FEED}.experts.gate_up_proj"),
+    "layers.{i+1}.mlp.routed.down": Transposed(f"{_FEED}.experts.down_proj"),
+    "layers.{i+1}.mlp.shared.gate_up": tuple(f"{_FEED}.shared_expert.{name}_proj.weight" for name in ("gate", "up")),
+    "layers.{i+1}.mlp.shared.down": f"{_FEED}.shared_expert.down_proj.weight",
+    "layers.{i+1}.mlp.past_loads": (),
+}
+_SHARED_NAMES: Names = {ours: form for ours, form in _DEEPSEEK_NAMES.items() if ".mlp.shared." in ours}
+_GLM4_MOE_NAMES: Names = {
+    **_EXPERT_NAMES,
+    **_SHARED_NAMES,
+    "layers.{i+1}.mlp.router.correction_bias": f"{_AT}.mlp.gate.e_score_correction_bias",
+}
+_ERNIE_MOE_NAMES: Names = {
+    **_EXPERT_NAMES,
+    **_SHARED_NAMES,
+    "layers.{i+1}.mlp.router.correction_bias": [
+        OneRow(f"{_AT}.mlp.moe_statics.e_score_correction_bias"),
+        OneRow(f"{_AT}.mlp.gate.moe_statics.e_score_correction_bias"),
+    ],
+}
+_EXAONE_MOE_NAMES: Names = {
+    **_GLM4_MOE_NAMES,
+    "layers.{i+1}.mlp.router.correction_bias": [
+        f"{_AT}.mlp.e_score_correction_bias",
+        f"{_AT}.mlp.gate.e_score_correction_bias",
+    ],
+}
+_MINIMAX_NAMES: Names = {
+    **_MIXTRAL_NAMES,
+    "layers.{i+1}.mlp.router.correction_bias": [
+        f"{_AT}.block_sparse_moe.e_score_correction_bias",
+        f"{_AT}.mlp.e_score_correction_bias",
+    ],
 }
 
 
@@ -634,6 +695,131 @@ def _qwen3_moe_write(config: DecoderConfig) -> dict[str, Any]:
     return {"mlp_only_layers": list(config.mlp_only_layers)}
 
 
+def _gpt_oss_read(config: Config) -> dict[str, Any]:
+    kind = config.get("quantization_config") or {"quant_method": "mxfp4"}
+    if not isinstance(kind, Mapping) or kind.get("quant_method") != "mxfp4":
+        raise ValueError("gpt_oss with quantization_config of another quant_method than 'mxfp4' is not implemented.")
+    return {}
+
+
+def _count(config: Config, key: str, default: int | None) -> int:
+    """Return the whole number that a key has as its value; the default if it is missing."""
+    value = config.get(key, default)
+    if type(value) is not int or not 0 <= value <= 2**40:
+        raise ValueError(f"{key} is {value!r}, but must be a whole number, 0 or more.")
+    return value
+
+
+def _dense_before(config: Config, first: int) -> tuple[int, ...]:
+    """Return the blocks in front of number ``first``, none of which has experts."""
+    return tuple(range(min(first, config["num_hidden_layers"])))
+
+
+def _glm4_moe_read(first: int, shared: int | None, width: int | None) -> Callable[[Config], dict[str, Any]]:
+    """Return a function that reads the shared experts and the first blocks, which have no experts.
+
+    Args:
+        first, shared, width: defaults of the number of these blocks, of the number of shared experts, and of their
+            width; None: the key must be there.
+    """
+
+    def read(config: Config) -> dict[str, Any]:
+        experts = _count(config, "n_shared_experts", shared) * _count(config, "moe_intermediate_size", width)
+        dense = _dense_before(config, _count(config, "first_k_dense_replace", first))
+        return {"shared_expert_intermediate_size": experts, "mlp_only_layers": dense}
+
+    return read
+
+
+def _glm4_moe_write(config: DecoderConfig) -> dict[str, Any]:
+    experts = config.shared_expert_intermediate_size // config.moe_intermediate_size
+    return {"n_shared_experts": experts, "first_k_dense_replace": len(config.mlp_only_layers)}
+
+
+def _solar_read(config: Config) -> dict[str, Any]:
+    """Read the shared experts. transformers' model cannot run with heads that are rotated in part."""
+    if (part := {**config, **(config.get("rope_parameters") or {})}.get("partial_rotary_factor")) not in (None, 1.0):
+        raise ValueError(f"solar_open with partial_rotary_factor={part!r} is not implemented. Leave it out.")
+    experts = _count(config, "n_shared_experts", 1) * _count(config, "moe_intermediate_size", 1280)
+    return {"shared_expert_intermediate_size": experts}
+
+
+def _exaone_moe_read(config: Config) -> dict[str, Any]:
+    types, depth = config.get("mlp_layer_types"), config["num_hidden_layers"]
+    if types is None:
+        dense = _dense_before(config, _count(config, "first_k_dense_replace", 1))
+    elif not isinstance(types, list) or len(types) < depth or set(types) - {"dense", "sparse"}:
+        raise ValueError(f"mlp_layer_types must be a list of 'dense' and 'sparse', one for each of {depth} blocks.")
+    else:
+        dense = tuple(block for block in range(depth) if types[block] == "dense")
+    experts = _count(config, "num_shared_experts", 1) * _count(config, "moe_intermediate_size", 1024)
+    return {**_exaone4_read(config), "shared_expert_intermediate_size": experts, "mlp_only_layers": dense}
+
+
+def _exaone_moe_write(config: DecoderConfig) -> dict[str, Any]:
+    experts = config.shared_expert_intermediate_size // config.moe_intermediate_size
+    sparse = [block in config.moe_layers for block in range(config.num_hidden_layers)]
+    return {"num_shared_experts": experts, "mlp_layer_types": [("dense", "sparse")[each] for each in sparse]}
+
+
+def _ernie_moe_read(config: Config) -> dict[str, Any]:
+    depth, step = config["num_hidden_layers"], _count(config, "moe_layer_interval", 1)
+    end = depth - 1 if config.get("moe_layer_end_index", -1) == -1 else _count(config, "moe_layer_end_index", None)
+    start = _count(config, "moe_layer_start_index", 1)
+    if not step:
+        raise ValueError("moe_layer_interval is 0. Give at least 1.")
+    sparse = [block for block in range(depth) if (block + 1) % step == 0 and start <= block <= end]
+    experts = _count(config, "moe_num_shared_experts", 2) * _count(config, "moe_intermediate_size", 1536)
+    dense = tuple(block for block in range(depth) if block not in sparse)
+    return {"shared_expert_intermediate_size": experts, "mlp_only_layers": dense}
+
+
+def _ernie_moe_write(config: DecoderConfig) -> dict[str, Any]:
+    sparse = config.moe_layers
+    return {
+        "moe_num_shared_experts": config.shared_expert_intermediate_size // config.moe_intermediate_size,
+        "moe_layer_start_index": sparse[0],
+        "moe_layer_end_index": sparse[-1],
+        "moe_layer_interval": sparse[1] - sparse[0] if len(sparse) > 1 else sparse[0] + 1,
+    }
+
+
+def _minimax_read(config: Config) -> dict[str, Any]:
+    """Read the number of rotated channels, as the published files have it."""
+    rope = config.get("rope_parameters") or {}
+    if config.get("rotary_dim") is None or {**config, **rope}.get("partial_rotary_factor") is not None:
+        return {}
+    return {"partial_rotary_factor": _count(config, "rotary_dim", None) / max(_count(config, "head_dim", 128), 1)}
+
+
+def _llama4_read(config: Config) -> dict[str, Any]:
+    depth, sparse = config["num_hidden_layers"], config.get("moe_layers")
+    if sparse is None:
+        step = max(_count(config, "interleave_moe_layer_step", 1), 1)
+        sparse = range(step - 1, depth, step)
+    elif not isinstance(sparse, list) or any(type(each) is not int for each in sparse):
+        raise ValueError(f"moe_layers is {str(sparse)[:60]}, but must be a list of numbers of blocks.")
+    rotated = _smollm3_read(config)["no_rope_layers"]
+    types = config.get("layer_types") or [("full_attention", "chunked_attention")[bool(each)] for each in rotated]
+    tuned = config.get("attn_temperature_tuning", True)
+    return {
+        "mlp_only_layers": tuple(block for block in range(depth) if block not in sparse),
+        "no_rope_layers": tuple(rotated),
+        "layer_types": tuple(types)[:depth],
+        "attn_scale": config.get("attn_scale", 0.1) if tuned else 0.0,
+    }
+
+
+def _llama4_write(config: DecoderConfig) -> dict[str, Any]:
+    chunks = map(config.chunk_of, range(config.num_hidden_layers))
+    return {
+        **_smollm3_write(config),
+        "moe_layers": list(config.moe_layers),
+        "layer_types": ["full_attention" if chunk is None else "chunked_attention" for chunk in chunks],
+        "attn_temperature_tuning": config.attn_scale != 0,
+    }
+
+
 def _deepseek_v2_read(config: Config) -> dict[str, Any]:
     grouped = config.get("topk_method") == "group_limited_greedy"
     return {name: (config.get(name) or 1) if grouped else 1 for name in ("n_group", "topk_group")}
@@ -881,7 +1067,6 @@ _MIXTRAL = _like(
     _LLAMA,
     "Mixtral",
     plan=None,
-    blocks=False,
     config=MixtralConfig,
     names=_MIXTRAL_NAMES,
     keys={
@@ -890,10 +1075,35 @@ _MIXTRAL = _like(
         "router_aux_loss_coef": ("router_aux_loss_coef", 0.001),
     },
     only={"router_jitter_noise": (0.0,), **_NO_BIASES},
-    scalings=("llama3",),
     window="all",
 )
 _EXPERT_KEYS: dict[str, Key] = {"num_experts": "num_experts", "norm_topk_prob": ("norm_topk_prob", False)}
+_QWEN_MOE_KEYS: dict[str, Key] = _EXPERT_KEYS | {"decoder_sparse_step": ("decoder_sparse_step", 1)}
+_GLM4_MOE = _like(
+    _MIXTRAL,
+    "Glm4Moe",
+    names=_GLM4_MOE_NAMES,
+    keys={
+        "num_key_value_heads": ("num_key_value_heads", 8),
+        "rms_norm_eps": ("rms_norm_eps", 1e-5),
+        "num_experts": "n_routed_experts",
+        "num_experts_per_tok": ("num_experts_per_tok", 8),
+        "moe_intermediate_size": ("moe_intermediate_size", 1408),
+        "norm_topk_prob": ("norm_topk_prob", True),
+        "routed_scaling_factor": ("routed_scaling_factor", 1.0),
+        "n_group": ("n_group", 1),
+        "topk_group": ("topk_group", 1),
+        "qkv_bias": ("attention_bias", False),
+        "qk_norm": ("use_qk_norm", False),
+        "router_aux_loss_coef": None,
+    },
+    flags={"scoring_func": "sigmoid", "selection_bias": True, "router_aux_loss_coef": 0.0},
+    only={"router_jitter_noise": None, "attention_bias": None},
+    rope={"partial_rotary_factor": 0.5},
+    window="",
+    read=_glm4_moe_read(1, 1, 1408),
+    write=lambda config: {**_glm4_moe_write(config), "num_nextn_predict_layers": 0},
+)
 _DEEPSEEK_KEYS: dict[str, Key] = {"q_lora_rank": ("q_lora_rank", 1536)} | {
     name: name
     for name in (
@@ -929,7 +1139,22 @@ _DEEPSEEK = Family(
     ("yarn",),
     read=_deepseek_v2_read,
     write=_deepseek_v2_write,
-    blocks=False,
+)
+_DEEPSEEK_V3 = _like(
+    _DEEPSEEK,
+    "DeepseekV3",
+    names=_deepseek_v3_names,
+    keys={
+        "norm_topk_prob": ("norm_topk_prob", True),
+        "n_group": ("n_group", 8),
+        "topk_group": ("topk_group", 4),
+        "rope_interleave": ("rope_interleave", True),
+        "num_nextn_predict_layers": ("num_nextn_predict_layers", 0),
+    },
+    flags={"scoring_func": "sigmoid"},
+    only={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "norm_topk_prob": (True, False)},
+    read=None,
+    write=_deepseek_v3_write,
 )
 
 _QWEN2 = _like(
@@ -964,7 +1189,7 @@ _GLM = _like(
         "rms_norm_eps": ("rms_norm_eps", 1.5625e-7),
         "qkv_bias": ("attention_bias", True),
     },
-    flags={"rope_interleaved": True},
+    flags={"rope_interleave": True},
     only=_ANY_ACT,
     rope={"partial_rotary_factor": 0.5},
 )
@@ -983,7 +1208,7 @@ _COHERE = _like(
         "logit_scale": ("logit_scale", 0.0625),
         "qk_norm_per_head": ("use_qk_norm", False),
     },
-    flags={"norm": "layer_weight", "parallel_residual": True, "shared_norm": True, "rope_interleaved": True},
+    flags={"norm": "layer_weight", "parallel_residual": True, "shared_norm": True, "rope_interleave": True},
     only=_ANY_ACT,
     rope={"rope_theta": 5e5},
 )
@@ -1164,7 +1389,7 @@ FAMILIES: dict[str, Family] = {
             "head_dim": ("head_dim", 128),
             "rms_norm_eps": ("rms_norm_eps", 1e-5),
         },
-        flags={"rope_interleaved": True},
+        flags={"rope_interleave": True},
         only={"hidden_act": _ACTS, "attention_dropout": None},
         rope={"rope_theta": 5e5},
     ),
@@ -1180,7 +1405,7 @@ FAMILIES: dict[str, Family] = {
             "qkv_bias": ("attention_bias", False),
             "mlp_bias": ("mlp_bias", False),
         },
-        flags={"rope_interleaved": True},
+        flags={"rope_interleave": True},
         only=_ANY_ACT,
         rope={"rope_theta": 1e5},
         read=_helium_read,
@@ -1376,7 +1601,7 @@ FAMILIES: dict[str, Family] = {
             "dropout": ("resid_pdrop", 0.0),
         },
         {**_LAYER_NORM, "parallel_residual": True, "shared_norm": True, "head_bias": True, "mlp_bias": True}
-        | {"rope_interleaved": True},
+        | {"rope_interleave": True},
         read=_gptj_read,
         write=_gptj_write,
         embedding_dropout="embd_pdrop",
@@ -1494,15 +1719,33 @@ FAMILIES: dict[str, Family] = {
         rope={"rope_theta": 1e6},
         flags={"norm_topk_prob": True},
     ),
+    "qwen2_moe": _like(
+        _MIXTRAL,
+        "Qwen2Moe",
+        names=_QWEN2_MOE_NAMES,
+        keys={
+            **_QWEN_MOE_KEYS,
+            "num_key_value_heads": ("num_key_value_heads", 16),
+            "moe_intermediate_size": ("moe_intermediate_size", 1408),
+            "shared_expert_intermediate_size": ("shared_expert_intermediate_size", 5632),
+            "qkv_bias": ("qkv_bias", True),
+        },
+        flags={"shared_expert_gate": True},
+        window="flag types",
+        window_size=4096,
+        slides=lambda config, block: block % 2 == 0 and block < config.get("max_window_layers", 28),
+        only={"attention_bias": None},
+        read=_mixtral_read,
+        write=_qwen3_moe_write,
+    ),
     "qwen3_moe": _like(
         _MIXTRAL,
         "Qwen3Moe",
         names=_EXPERT_NAMES,
         keys={
-            **_EXPERT_KEYS,
+            **_QWEN_MOE_KEYS,
             "num_key_value_heads": ("num_key_value_heads", 4),
             "moe_intermediate_size": ("moe_intermediate_size", 768),
-            "decoder_sparse_step": ("decoder_sparse_step", 1),
         },
         flags={"qk_norm": True},
         window="all flag",
@@ -1524,23 +1767,162 @@ FAMILIES: dict[str, Family] = {
         only={"sliding_window": (None,)},
         window="",
     ),
-    "deepseek_v2": _DEEPSEEK,
-    "deepseek_v3": _like(
-        _DEEPSEEK,
-        "DeepseekV3",
-        names=_deepseek_v3_names,
+    "gpt_oss": _like(
+        _MIXTRAL,
+        "GptOss",
+        names=_GPT_OSS_NAMES,
         keys={
-            "norm_topk_prob": ("norm_topk_prob", True),
-            "n_group": ("n_group", 8),
-            "topk_group": ("topk_group", 4),
-            "rope_interleave": ("rope_interleave", True),
-            "num_nextn_predict_layers": ("num_nextn_predict_layers", 0),
+            "num_key_value_heads": ("num_key_value_heads", 8),
+            "head_dim": ("head_dim", 64),
+            "rms_norm_eps": ("rms_norm_eps", 1e-5),
+            "qkv_bias": ("attention_bias", True),
+            "out_bias": ("attention_bias", True),
+            "swiglu_limit": ("swiglu_limit", 7.0),
+            "swiglu_alpha": ("swiglu_alpha", 1.702),
         },
-        flags={"scoring_func": "sigmoid"},
-        only={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "norm_topk_prob": (True, False)},
-        read=None,
-        write=_deepseek_v3_write,
+        flags={"attention_sinks": True, "moe_bias": True, "norm_topk_prob": True},
+        only={"attention_bias": None, "router_jitter_noise": None},
+        rope={"rope_theta": 1.5e5},
+        scaled={"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096},
+        window="types",
+        window_size=128,
+        slides=lambda config, block: block % 2 == 0,
+        read=_gpt_oss_read,
     ),
+    "glm4_moe": _GLM4_MOE,
+    "dots1": _like(
+        _GLM4_MOE,
+        "Dots1",
+        keys={
+            **_ATTENTION_BIAS,
+            "num_key_value_heads": ("num_key_value_heads", 32),
+            "rms_norm_eps": ("rms_norm_eps", 1e-6),
+            "num_experts_per_tok": "num_experts_per_tok",
+            "norm_topk_prob": ("norm_topk_prob", False),
+            "qk_norm": None,
+        },
+        flags={"qk_norm": True},
+        rope={"partial_rotary_factor": None},
+        window="types",
+        window_size=4096,
+        slides=lambda config, block: block >= _count(config, "max_window_layers", 62),
+        read=_glm4_moe_read(0, None, 1408),
+        write=_glm4_moe_write,
+    ),
+    "solar_open": _like(
+        _GLM4_MOE,
+        "SolarOpen",
+        keys={
+            **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), ("moe_intermediate_size", 1280)),
+            "head_dim": ("head_dim", 128),
+            "qk_norm": None,
+        },
+        rope={"rope_theta": 1e6, "partial_rotary_factor": None},
+        read=_solar_read,
+        write=lambda config: {
+            "n_shared_experts": config.shared_expert_intermediate_size // config.moe_intermediate_size
+        },
+    ),
+    "exaone_moe": _like(
+        _GLM4_MOE,
+        "ExaoneMoe",
+        names=_EXAONE_MOE_NAMES,
+        keys={
+            "num_key_value_heads": ("num_key_value_heads", 32),
+            "num_experts": "num_experts",
+            "moe_intermediate_size": ("moe_intermediate_size", 1024),
+            "routed_scaling_factor": ("routed_scaling_factor", 2.5),
+            "qkv_bias": None,
+            "qk_norm": None,
+        },
+        flags={"qk_norm": True},
+        rope={"partial_rotary_factor": None},
+        window="types",
+        window_size=4096,
+        slides=_exaone4_slides,
+        read=_exaone_moe_read,
+        write=_exaone_moe_write,
+    ),
+    "minimax_m2": _like(
+        _MIXTRAL,
+        "MiniMaxM2",
+        names=_MINIMAX_NAMES,
+        keys={
+            "num_key_value_heads": ("num_key_value_heads", 8),
+            "head_dim": ("head_dim", 128),
+            "num_experts_per_tok": ("num_experts_per_tok", 8),
+            "router_aux_loss_coef": None,
+        },
+        # transformers' loss, which only output_router_logits switches on, is that of a softmax beside the sigmoids.
+        flags={"scoring_func": "sigmoid", "selection_bias": True, "router_aux_loss_coef": 0.0}
+        | {"qk_norm_all_heads": True},
+        only={"attention_bias": None, "output_router_logits": (False, None)},
+        rope={"rope_theta": 5e6, "partial_rotary_factor": 1.0},
+        window="",
+        read=_minimax_read,
+    ),
+    "ernie4_5_moe": _like(
+        _MIXTRAL,
+        "Ernie4_5_Moe",
+        names=_ERNIE_MOE_NAMES,
+        keys={
+            **_TIED,
+            "num_key_value_heads": ("num_key_value_heads", 4),
+            "rms_norm_eps": ("rms_norm_eps", 1e-5),
+            "num_experts": "moe_num_experts",
+            "num_experts_per_tok": ("moe_k", 6),
+            "moe_intermediate_size": ("moe_intermediate_size", 1536),
+            "router_aux_loss_coef": None,
+        },
+        # transformers' loss, which only output_router_logits switches on, is that of a choice without the bias.
+        flags={"selection_bias": True, "rope_interleave": True, "router_aux_loss_coef": 0.0},
+        only={"router_jitter_noise": None, "attention_bias": None, "output_router_logits": (False, None)}
+        | {"use_bias": (False, None), "moe_norm_min": (1e-12,)},
+        rope={"rope_theta": 5e5},
+        window="",
+        read=_ernie_moe_read,
+        write=_ernie_moe_write,
+    ),
+    "llama4_text": _like(
+        _MIXTRAL,
+        "Llama4",
+        names=_LLAMA4_NAMES,
+        keys={
+            **_ATTENTION_BIAS,
+            "num_key_value_heads": ("num_key_value_heads", 8),
+            "head_dim": ("head_dim", 128),
+            "rms_norm_eps": ("rms_norm_eps", 1e-5),
+            "intermediate_size": ("intermediate_size_mlp", 16384),
+            **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), ("intermediate_size", 8192)),
+            "num_experts_per_tok": ("num_experts_per_tok", 1),
+            "attention_chunk_size": ("attention_chunk_size", 8192),
+            "qk_l2_norm": ("use_qk_norm", True),
+            "attn_scale": ("attn_scale", 0.1),
+            "floor_scale": ("floor_scale", 8192),
+            "router_aux_loss_coef": None,
+        },
+        flags={"scoring_func": "sigmoid", "norm_topk_prob": False, "weigh_expert_inputs": True}
+        | {"rope_interleave": True, "router_aux_loss_coef": 0.0},  # transformers' model adds no such loss
+        only={"attention_bias": None},
+        rope={"rope_theta": 5e5},
+        window="",
+        read=_llama4_read,
+        write=_llama4_write,
+    ),
+    "flex_olmo": _like(
+        _MIXTRAL,
+        "FlexOlmo",
+        names={ours: form for ours, form in {**_EXPERT_NAMES, **_OLMO2_NAMES}.items() if ".norm" not in ours},
+        keys={**_EXPERT_KEYS, **_ATTENTION_BIAS, "router_aux_loss_coef": ("router_aux_loss_coef", 0.01)}
+        | {"num_experts_per_tok": ("num_experts_per_tok", 5)},
+        flags={"norm_place": "after", "qk_norm_all_heads": True},
+        only={"router_jitter_noise": None, "attention_bias": None},
+        rope={"rope_theta": 5e5},
+        window="",
+    ),
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK_V3,
+    "kimi_k2": _like(_DEEPSEEK_V3, "DeepseekV3", blocks=False),  # no model of transformers has the name
     "bert": Family("Bert", _bert_plan, blocks=False),
     "roberta": Family("Roberta", _bert_plan, blocks=False),
     "t5": Family("T5", _t5_plan, blocks=False),

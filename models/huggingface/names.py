@@ -5,11 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Transposed:
-    """Name of a weight that Hugging Face stores as (inputs, outputs), as in GPT-2's ``Conv1D``."""
+    """Name of a weight that Hugging Face stores as (..., inputs, outputs): GPT-2's ``Conv1D``, gpt-oss's experts."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class OneRow:
+    """Name of a tensor (1, n) of Hugging Face's that is a parameter (n,)."""
 
     name: str
 
@@ -79,13 +87,14 @@ class Entry:
     Attributes:
         theirs: Hugging Face's names of these tensors, in the order in which they are concatenated along dim 0. Of a
             parameter that triax alone has, such as a count, there are none.
-        transposed: True if Hugging Face stores these matrices transposed.
+        transposed: True if Hugging Face stores these matrices transposed, in their last two dims.
         per_expert: number of tensors of each expert, for a parameter (experts, ...) whose experts are stored one by
             one; ``theirs`` lists those of expert 0 first. 0: the parameter is stored as a whole. Heads that are stored
             one by one (``PerHead``) count as experts.
         other: another form in which a source may store the parameter, or None. Only the first form is written.
         rows: ranges [start, stop) of rows of the only tensor, which the parameter has in this order. Empty: all rows.
         of: number of rows of that tensor.
+        one_row: True if Hugging Face stores the parameter (n,) as (1, n).
         again: further names under which the only tensor is written.
     """
 
@@ -96,9 +105,15 @@ class Entry:
     rows: tuple[tuple[int, int], ...] = ()
     of: int = 0
     again: tuple[str, ...] = ()
+    one_row: bool = False
 
 
-Pattern = str | tuple[str, ...] | Transposed | PerExpert | PerHead | Fused | Repeated
+def swapped(lengths: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return lengths of a tensor, or slices of it, with the last two in the other order; of a vector, its own."""
+    return (*lengths[:-2], *lengths[:-3:-1])
+
+
+Pattern = str | tuple[str, ...] | Transposed | OneRow | PerExpert | PerHead | Fused | Repeated
 # triax's name -> Hugging Face's. {i} is the block's index, {n} the number of blocks, a final * both weight and bias.
 # A list has the form that is written, then another form that is read too.
 Names = Mapping[str, "Pattern | list[Pattern]"]
@@ -157,6 +172,8 @@ def _entry(
         first, *again = (_written(name, ending, numbers) for name in (form.name, *form.again))
         return Entry((first,), other=other, again=tuple(again))
     transposed = isinstance(form, Transposed)
+    if isinstance(form, OneRow):
+        return Entry((_written(form.name, ending, numbers),), other=other, one_row=True)
     several = (form.name,) if isinstance(form, Transposed) else (form,) if isinstance(form, str) else form
     return Entry(tuple(_written(name, ending, numbers) for name in several), transposed, other=other)
 

@@ -1,4 +1,4 @@
-"""Pipeline layers made of Hugging Face's own blocks: ``hf_layers(model)``, for the dense decoders of ``families.py``.
+"""Pipeline layers made of Hugging Face's own blocks: ``hf_layers(model)``, for the decoders of ``families.py``.
 
 layers = hf_layers(transformers_model)                  # LayerSpecs that build themselves with its weights
 model = PipelineModule(layers, grid=Grid(pipe=2), loss_fn=CausalLMLoss())
@@ -32,9 +32,10 @@ from ...grid import Axis, Grid
 from ...pipe.chunked_loss import LastLayer, is_watched, loss_in_chunks, runs_otherwise
 from ...pipe.spec import LayerSpec, TiedLayerSpec
 from ..layers import scaled, softcapped
+from .config import without_modules
 from .families import FAMILIES
 from .load import load_hf
-from .names import Names
+from .names import Names, OneRow
 
 
 class HFModel:
@@ -65,6 +66,12 @@ class HFModel:
         for key, wanted in refused.items():
             if bool(getattr(config, key, wanted)) != wanted:
                 raise ValueError(f"hf_layers does not implement {key}={not wanted}. Take a model without it.")
+        for key in ("router_aux_loss_coef", "aux_loss_alpha"):
+            if getattr(config, key, 0.0):
+                raise ValueError(
+                    f"hf_layers does not add the load-balancing loss, but {key} is {getattr(config, key)}. Set it to 0 "
+                    "in the model's configuration, or take the layers of load_hf(path), which have this loss."
+                )
         if getattr(config, "word_embed_proj_dim", config.hidden_size) != config.hidden_size:
             raise ValueError(
                 f"hf_layers does not implement word_embed_proj_dim={config.word_embed_proj_dim} unlike "
@@ -73,8 +80,7 @@ class HFModel:
         self.config, self.family = config, FAMILIES[kind]
         if config._attn_implementation is None:
             config._attn_implementation = self.whole().config._attn_implementation  # as a model would choose
-        names = self.family.names
-        table = names(config.to_dict()) if callable(names) else names
+        table = self._table()
         paths = {ours: theirs for ours, theirs in table.items() if isinstance(theirs, str)}
         self.embedding = paths["layers.0.weight"].removesuffix(".weight")
         self.positions = paths.get("layers.1.weight", "").removesuffix(".weight")
@@ -87,6 +93,11 @@ class HFModel:
     def architecture(self) -> str:
         """Name of the family's model class, as ``config.json`` lists it under ``architectures``."""
         return self.family.architecture
+
+    def _table(self) -> Names:
+        """Return the family's table of names."""
+        names = self.family.names
+        return names(without_modules(self.config.to_dict())) if callable(names) else names
 
     def whole(self) -> Any:
         """Return a model of one block on the meta device, to look up its modules."""
@@ -115,21 +126,32 @@ class HFModel:
         layer.apply(host._init_weights)
 
     def names(self) -> Names:
-        """Return the table from the parameter names of these layers to transformers' names."""
+        """Return the table from the parameter names of these layers to transformers' names.
+
+        A parameter whose name in files is not its name in transformers' model is written as in files.
+        """
         whole, first = self.whole(), self.first
+        both = {_live(forms[-1]): [*map(_live, forms)] for forms in self._table().values() if isinstance(forms, list)}
         found: dict[str, Any] = {"layers.0.weight": f"{self.embedding}.weight"}
         if self.positions:
             found["layers.1.weight"] = f"{self.positions}.weight"
         if self.embedding_norm:
             for name, _ in whole.get_submodule(self.embedding_norm).named_parameters():
                 found[f"layers.1.norm.{name}"] = f"{self.embedding_norm}.{name}"
-        for name, _ in whole.get_submodule(f"{self.blocks}.0").named_parameters():
-            found[f"layers.{{i+{first}}}.block.{name}"] = f"{self.blocks}.{{i}}.{name}"
+        for name in self._names_of_blocks(type(whole.get_submodule(f"{self.blocks}.0"))):
+            theirs = f"{self.blocks}.{{i}}.{name}"
+            found[f"layers.{{i+{first}}}.block.{name}"] = both.get(theirs, theirs)
         for name, _ in whole.get_submodule(self.norm).named_parameters():
             found[f"layers.{{n+{first}}}.norm.{name}"] = f"{self.norm}.{name}"
         for name, _ in whole.get_submodule("lm_head").named_parameters():  # tied: under no name of ours
             found[f"layers.{{n+{first + 1}}}.{name}"] = f"lm_head.{name}"
         return found
+
+    def _names_of_blocks(self, make: Any) -> dict[str, Tensor]:
+        """Return the parameters and stored buffers of the blocks, which need not all have the same ones."""
+        with torch.device("meta"):
+            blocks = [make(self.config, layer_idx=block) for block in range(self.config.num_hidden_layers)]
+        return {name: tensor for block in blocks for name, tensor in block.state_dict(keep_vars=True).items()}
 
     def dropout(self, x: Tensor, training: bool) -> Tensor:
         """Apply the dropout of the embeddings."""
@@ -252,14 +274,24 @@ class HFBlock(nn.Module):
         super().__init__()
         self.config, self.context = hf.config, grid.context
         whole = hf.whole()
-        self.block: nn.Module = type(whole.get_submodule(f"{hf.blocks}.0"))(hf.config, index)
+        self.block: nn.Module = type(whole.get_submodule(f"{hf.blocks}.0"))(hf.config, layer_idx=index)
+        types, window = getattr(hf.config, "layer_types", None), getattr(hf.config, "sliding_window", None)
+        self.layer_type = types[index] if types else "full_attention" if window is None else "sliding_attention"
         if grid.context.size > 1:
             if not getattr(whole, "_supports_attention_backend", False):
                 raise ValueError(
                     f"the attention of {type(whole).__name__} cannot be replaced, which context={grid.context.size} "
                     "needs. Use a grid with context=1, or the layers of load_hf(path)."
                 )
-            _attend_over_context(self.block, grid, attention)
+            if getattr(hf.config, "attention_chunk_size", None) is not None:
+                raise ValueError(
+                    "hf_layers cannot spread attention in chunks "
+                    f"(attention_chunk_size={hf.config.attention_chunk_size}) over context={grid.context.size}. Use a "
+                    "grid with context=1, or the layers of load_hf(path)."
+                )
+            _attend_over_context(
+                self.block, grid, attention, window if self.layer_type == "sliding_attention" else None
+            )
         base = whole.get_submodule(hf.blocks.rpartition(".")[0])
         rotary, self.alibi = getattr(base, "rotary_emb", None), getattr(type(base), "build_alibi_tensor", None)
         kind = getattr(rotary, "rope_type", None)
@@ -269,19 +301,17 @@ class HFBlock(nn.Module):
                 "has a part. Use a grid with context=1, or the layers of load_hf(path)."
             )
         self.rotary = None if rotary is None else type(rotary)(hf.config)
-        types = getattr(hf.config, "layer_types", None)
-        window = getattr(hf.config, "sliding_window", None) is not None
-        self.layer_type = types[index] if types else "sliding_attention" if window else "full_attention"
         self.by_type = rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters
         hf.initialize(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the block with its model's mask and positions: (B, T, D) -> (B, T, D)."""
-        from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+        from transformers import masking_utils
 
         positions, mask = _positions(x, self.context)[None], None
         if self.context.size == 1:
-            make = create_sliding_window_causal_mask if self.layer_type == "sliding_attention" else create_causal_mask
+            kinds = {"sliding_attention": "sliding_window_", "chunked_attention": "chunked_"}
+            make = getattr(masking_utils, f"create_{kinds.get(self.layer_type, '')}causal_mask")
             mask = make(self.config, x, attention_mask=None, past_key_values=None, position_ids=positions)
         given: dict[str, Any] = {"attention_mask": mask, "position_ids": positions}
         if self.rotary is not None:
@@ -395,6 +425,11 @@ class CausalLMLoss:
         return torch.count_nonzero(followed != self.ignore_index)
 
 
+def _live(form: Any) -> Any:
+    """Return one form of a name for transformers' own parameter, of the shape that files have."""
+    return form.name if isinstance(form, OneRow) else form
+
+
 def _positions(x: Tensor, context: Axis) -> Tensor:
     """Return the positions of this rank's tokens, x (B, T / c, D), in the whole sequence: int64 (T / c,)."""
     if context.size == 1:
@@ -402,8 +437,10 @@ def _positions(x: Tensor, context: Axis) -> Tensor:
     return positions(x.shape[1] * context.size, context.size, context.rank).to(x.device)
 
 
-def _attend_over_context(block: nn.Module, grid: Grid, kind: str) -> None:
+def _attend_over_context(block: nn.Module, grid: Grid, kind: str, window: int | None) -> None:
     """Let a transformers block's attention call ``context.attention``.
+
+    The window is the block's, because some models have it in their mask only.
 
     Raises:
         ValueError: the block drops attention probabilities, or has no attention that transformers can replace.
@@ -419,7 +456,7 @@ def _attend_over_context(block: nn.Module, grid: Grid, kind: str) -> None:
         )
     for module in found:
         # Kept by the module, not by transformers' registry, which keeps what it is given until the process ends.
-        module.triax_context = (grid, kind)  # type: ignore[assignment]
+        module.triax_context = (grid, kind, window)  # type: ignore[assignment]
         module.config = copy.copy(module.config)
         module.config._attn_implementation = "triax_context"  # type: ignore[union-attr]
 
@@ -428,7 +465,7 @@ def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
     """Compute ``context.attention`` in place of a transformers attention function: (B, T / c, H, D) for its module."""
-    grid, kind = module.triax_context
+    grid, kind, window = module.triax_context
     if options.get("dropout"):
         raise ValueError(
             f"context={grid.context.size} spreads each sequence over ranks, which cannot drop attention "
@@ -439,6 +476,6 @@ def _attend(
             f"context={grid.context.size} spreads each sequence over ranks, which cannot cap the scores, but the "
             f"model caps them at {options['softcap']}. Use a grid with context=1."
         )
-    window, scale = options.get("sliding_window"), options.get("scaling")
-    y = attention(query, key, value, grid=grid, kind=kind, window=window, scale=scale)
+    scale, sinks = options.get("scaling"), options.get("s_aux")
+    y = attention(query, key, value, grid=grid, kind=kind, window=window, scale=scale, sinks=sinks)
     return y.transpose(1, 2), None

@@ -17,7 +17,8 @@ from ...grid.layout import Layout
 from .config import layer_count, read_config, text_name, text_part
 from .families import WRAPPERS
 from .folder_settings import Settings, settings_of_folder, settings_of_model
-from .names import Entry
+from .mxfp4 import BLOCK, dequantized
+from .names import Entry, swapped
 
 _LONGEST = 200  # characters of a name
 # Tensors in such files that are no weights: masks and rotary tables.
@@ -102,14 +103,31 @@ class _Folder:
                 if (own := text_name(name) if whole else name) is not None:
                     self._files[own] = opened, name
                     self.shapes[own] = tuple(opened.get_slice(name).get_shape())
+        self._quantized: set[str] = set()  # names of weights that lie in the files as blocks and scales
+        for name in [name.removesuffix("_blocks") for name in self.shapes if name.endswith("_blocks")]:
+            if f"{name}_scales" in self.shapes:
+                experts, rows, groups = self.shapes.pop(f"{name}_scales")
+                del self.shapes[f"{name}_blocks"]
+                self.shapes[name] = experts, groups * BLOCK, rows
+                self._quantized.add(name)
         if (depth := layer_count(self.config)) > len(self.shapes):
             raise ConfigError(f"{self.file} counts {depth} blocks, but {folder} has {len(self.shapes)} tensors only.")
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """Read a part of a tensor."""
+        if name in self._quantized:
+            return self._dequantized(name, *part)
         opened, stored = self._files[name]
         read: Tensor = opened.get_slice(stored)[part]
         return read
+
+    def _dequantized(self, name: str, experts: slice, inputs: slice, rows: slice) -> Tensor:
+        """Read a part of a weight (experts, inputs, outputs) from its blocks, (experts, outputs, groups, 16)."""
+        groups = slice(inputs.start // BLOCK, -(-inputs.stop // BLOCK))
+        files = (self._files[each] for each in (f"{name}_blocks", f"{name}_scales"))
+        blocks, scales = (opened.get_slice(stored)[experts, rows, groups] for opened, stored in files)
+        first = groups.start * BLOCK
+        return dequantized(blocks, scales)[..., inputs.start - first : inputs.stop - first].transpose(1, 2)
 
 
 class _Model:
@@ -222,6 +240,7 @@ def check(source: Source, ours: str, entry: Entry, layout: Layout) -> list[Piece
                 "names, or the model."
             )
         shape = source.shapes[name]
+        shape = shape[1:] if entry.one_row and shape[0] == 1 else shape
         if entry.rows:
             if shape[0] != entry.of:
                 raise ValueError(
@@ -236,7 +255,7 @@ def check(source: Source, ours: str, entry: Entry, layout: Layout) -> list[Piece
         if entry.per_expert:
             expert, nth = divmod(index, entry.per_expert)
             start = start if nth else 0
-        pieces.append(Piece(name, shape[::-1] if entry.transposed else shape, expert, start))
+        pieces.append(Piece(name, swapped(shape) if entry.transposed else shape, expert, start))
         start += pieces[-1].shape[0]
     count = len(pieces) // entry.per_expert if entry.per_expert else 1
     each = pieces[: entry.per_expert or None]
@@ -270,7 +289,7 @@ def fetch(source: Source, ours: str, entry: Entry, layout: Layout, grid: Grid) -
         ValueError: for the same reasons as in ``check``.
     """
     pieces = check(source, ours, entry, layout)
-    transposed = stored(source, entry).transposed
+    transposed, one_row = stored(source, entry).transposed, stored(source, entry).one_row
     place = (grid.tensor.rank, grid.tensor.size, (grid.expert.rank, grid.expert.size))
     found: list[tuple[tuple[int | slice, ...], Tensor]] = []
     for box in layout.boxes(*place):
@@ -288,7 +307,11 @@ def fetch(source: Source, ours: str, entry: Entry, layout: Layout, grid: Grid) -
             if low < high:
                 shifted = piece.offset - piece.start
                 part = (slice(low + shifted, high + shifted), *rest)
-                read = source.read(piece.name, part[::-1]).t() if transposed else source.read(piece.name, part)
+                if one_row:
+                    read = source.read(piece.name, (slice(0, 1), *part))[0]
+                else:
+                    read = source.read(piece.name, swapped(part) if transposed else part)
+                read = read.transpose(-1, -2) if transposed and read.dim() > 1 else read
                 shift = local[0].start - rows.start
                 found.append(((*outer, slice(low + shift, high + shift), *local[1:]), read))
     shape = layout.local_shape(*place)

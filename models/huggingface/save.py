@@ -21,7 +21,7 @@ from .config import to_hf
 from .folder_settings import settings_of, write_settings
 from .folder_writer import FolderWriter
 from .merge import is_factor, updates
-from .names import Entry, Names
+from .names import Entry, Names, swapped
 
 
 class Held(NamedTuple):
@@ -265,8 +265,8 @@ def named(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def named_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Return whole-model name -> buffer of the layers of ``triax.models`` in a module: biases of routers, loads."""
-    if hugging_face(module)[0] is not None or wrapping(module) is not None:
+    """Return whole-model name -> buffer of a pipeline's layers: biases of routers, loads."""
+    if hugging_face(module)[0] is not None:
         return {}
     return {name: buffer for name, buffer in module.named_buffers() if not name.startswith("loss_fn.")}
 
@@ -337,8 +337,10 @@ def parts_of(
             raise ValueError(f"{name} {layout.shape} cannot be divided into {len(entry.theirs)} equal parts: {parts}")
         lengths = [length] * count
     shapes: list[tuple[int, ...]] = [(length, *one[1:]) for length in lengths] * experts
+    if entry.one_row:
+        shapes = [(1, *shape) for shape in shapes]
     if entry.transposed:
-        shapes = [shape[::-1] for shape in shapes]
+        shapes = [swapped(shape) for shape in shapes]
     return [(theirs, shape, dtype or held.dtype) for theirs, shape in zip(entry.theirs, shapes, strict=True)]
 
 
@@ -385,12 +387,14 @@ def write_parts(
         (theirs, _, dtype), more = parts[0], added[0]
         writer.write_rows(theirs, (whole if more is None else (whole + more).to(whole.dtype)).to(dtype), entry.rows)
         return
-    lengths = [shape[-1 if entry.transposed else 0] for _, shape, _ in parts]
+    lengths = [(swapped(shape) if entry.transposed else shape)[entry.one_row] for _, shape, _ in parts]
     if entry.per_expert:
         pieces = [piece for expert in whole for piece in expert.split(lengths[: entry.per_expert])]
     else:
         pieces = list(whole.split(lengths)) if whole.dim() else [whole]
     for (theirs, _, dtype), piece, more in zip(parts, pieces, added, strict=True):
         piece = piece if more is None else (piece + more).to(piece.dtype)
+        piece = piece.transpose(-1, -2) if entry.transposed and piece.dim() > 1 else piece
+        piece = piece[None] if entry.one_row else piece
         for name in (theirs, *entry.again):
-            writer.write(name, (piece.t() if entry.transposed else piece).to(dtype))
+            writer.write(name, piece.to(dtype))

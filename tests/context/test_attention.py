@@ -28,6 +28,7 @@ class Case:
     sparsity: Sparsity | None = None
     width: int = 8  # of values; queries and keys have 8
     block: int = 8  # block size of masks without blocks
+    sinks: bool = False
 
 
 PLAIN = [
@@ -59,6 +60,12 @@ SPARSE = [
 # More than 32 blocks in a list, whose length is then rounded up.
 LONG = {"mode": "bigbird", "block": 2, "num_random_blocks": 33}
 SPARSE += [Case(kind, False, length=150, sparsity=make_sparsity(LONG)) for kind in KINDS]
+SINKS = [
+    Case(kind, causal, heads, length, documents, window, sinks=True)
+    for (kind, causal), heads, (length, documents, window) in itertools.product(
+        itertools.product(KINDS, (True, False)), ((4, 2), (3, 1)), ((32, False, None), (29, True, None), (32, False, 7))
+    )
+]
 
 
 def tensors(case: Case, batch: int = 2) -> tuple[list[Tensor], Tensor | None]:
@@ -74,8 +81,8 @@ def tensors(case: Case, batch: int = 2) -> tuple[list[Tensor], Tensor | None]:
     return whole, documents
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, case: Case, documents: Tensor | None) -> Tensor:
-    """Attention with the whole matrix of scores."""
+def plain(q: Tensor, k: Tensor, v: Tensor, case: Case, documents: Tensor | None, sinks: Tensor | None = None) -> Tensor:
+    """Attention with the whole matrix of scores, and with one more column of them for the sinks."""
     at = torch.arange(case.length)
     distance = at[:, None] - at
     seen = torch.ones(1, 1, case.length, case.length, dtype=torch.bool)
@@ -93,6 +100,9 @@ def plain(q: Tensor, k: Tensor, v: Tensor, case: Case, documents: Tensor | None)
     times = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
     scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        column = sinks[:, None, None].expand(*scores.shape[:3], 1)
+        return torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1] @ v
     # A query that sees nothing: its weights are not numbers, and count as 0.
     weights = torch.softmax(scores.masked_fill(~seen.any(-1, keepdim=True), 0.0), -1) * seen.any(-1, keepdim=True)
     return weights @ v
@@ -106,8 +116,9 @@ def errors_on_rank(cases: list[Case]) -> list[float]:
     for case in cases:
         whole, documents = tensors(case)
         inputs = [x.clone().requires_grad_() for x in whole[:3]]
-        expected = plain(inputs[0], inputs[1], inputs[2], case, documents)
-        expected_grads = torch.autograd.grad(expected, inputs, whole[3])
+        sinks = [torch.linspace(-2, 3, case.heads[0]).double().requires_grad_()] if case.sinks else []
+        expected = plain(inputs[0], inputs[1], inputs[2], case, documents, *sinks)
+        *expected_grads, total = torch.autograd.grad(expected, [*inputs, *(sinks or inputs[:1])], whole[3])
         if documents is None and case.length % (2 * axis.size):
             documents = torch.zeros(2, case.length, dtype=torch.int64)
         parts = [shard(x, axis, dim=2).clone().requires_grad_() for x in whole[:3]]
@@ -121,12 +132,16 @@ def errors_on_rank(cases: list[Case]) -> list[float]:
                 documents=documents,
                 window=case.window,
                 sparsity=case.sparsity,
+                sinks=sinks[0] if sinks else None,
             )
-            grads = torch.autograd.grad(out, parts, shard(whole[3], axis, dim=2))
+            *grads, part = torch.autograd.grad(out, [*parts, *(sinks or parts[:1])], shard(whole[3], axis, dim=2))
         finally:
             block_sparse._BLOCK = before
         pairs = zip((out.detach(), *grads), (expected.detach(), *expected_grads), strict=True)
         found.append(max(float((ours - shard(theirs, axis, dim=2)).abs().max()) for ours, theirs in pairs))
+        if case.sinks:  # each rank has the gradient of its own tokens
+            axis.all_reduce(part)
+            found[-1] = max(found[-1], float((part - total).abs().max()))
     return found
 
 
@@ -139,13 +154,13 @@ def check(ranks: Any, size: int, cases: list[Case]) -> None:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_it_equals_plain_attention(ranks: Any, size: int) -> None:
     """A sample with all combinations of two properties, because 5 divides none of their numbers of values."""
-    check(ranks, size, (PLAIN + ODD + SPARSE)[::5])
+    check(ranks, size, (PLAIN + ODD + SPARSE)[::5] + SINKS[::5])
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_all_cases_equal_plain_attention(ranks: Any, size: int) -> None:
-    check(ranks, size, PLAIN + ODD + SPARSE)
+    check(ranks, size, PLAIN + ODD + SPARSE + SINKS)
 
 
 @pytest.mark.parametrize("kernel", ["flash", "plain"])

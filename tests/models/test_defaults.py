@@ -80,6 +80,21 @@ VALUES: dict[str, Any] = {
     "sliding_window": 5,
     "max_window_layers": 1,
     "pad_token_id": 0,
+    "shared_expert_intermediate_size": 12,
+    "swiglu_limit": 5.0,
+    "swiglu_alpha": 1.5,
+    "num_shared_experts": 2,
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "moe_num_shared_experts": 1,
+    "moe_layer_start_index": 2,
+    "moe_layer_interval": 2,
+    "intermediate_size_mlp": 36,
+    "no_rope_layer_interval": 2,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 6,
+    "floor_scale": 7,
+    "attn_scale": 0.3,
 }
 MORE: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": True},
@@ -97,7 +112,14 @@ MORE: dict[str, dict[str, Any]] = {
     "stablelm": {"qk_layernorm": True, "use_qkv_bias": True, "use_parallel_residual": True},
     "opt": {"enable_bias": False},
     "gpt_neox": {"use_parallel_residual": False, "attention_bias": False},
-    "deepseek_v3": {"norm_topk_prob": False, "rope_interleave": False},
+    **{kind: {"norm_topk_prob": False, "rope_interleave": False} for kind in ("deepseek_v3", "kimi_k2")},
+    "qwen2_moe": {"qkv_bias": False, "use_sliding_window": True, "norm_topk_prob": True, "decoder_sparse_step": 2},
+    "glm4_moe": {"use_qk_norm": True, "norm_topk_prob": False},
+    "dots1": {"norm_topk_prob": True},
+    "solar_open": {"norm_topk_prob": False},
+    "exaone_moe": {"norm_topk_prob": False},
+    "llama4_text": {"use_qk_norm": False},
+    "flex_olmo": {"norm_topk_prob": True},
     "qwen3_moe": {"norm_topk_prob": True, "decoder_sparse_step": 2},
 }
 KNOWN = [name for name, family in FAMILIES.items() if family.config is not None]
@@ -106,7 +128,7 @@ KNOWN = [name for name, family in FAMILIES.items() if family.config is not None]
 def class_of(family: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    return CONFIG_MAPPING[family]
+    return CONFIG_MAPPING[{"kimi_k2": "deepseek_v3"}.get(family, family)]
 
 
 def content(config: Any) -> dict[str, Any]:
@@ -129,7 +151,7 @@ def whole(family: str) -> dict[str, Any]:
         values["tie_word_embeddings"] = not defaults["tie_word_embeddings"]
     if isinstance(defaults.get("attention_bias"), bool) and "attention_bias" not in ours.only:
         values.setdefault("attention_bias", not defaults["attention_bias"])
-    return content(class_of(family)(**values))
+    return content(class_of(family)(**values)) | {"model_type": family}
 
 
 def result(config: dict[str, Any], ours: bool) -> Any:
@@ -140,7 +162,8 @@ def result(config: dict[str, Any], ours: bool) -> Any:
         except ValueError as error:
             return str(error)
     try:
-        return from_hf(content(class_of(config["model_type"]).from_dict(config)))
+        theirs = content(class_of(config["model_type"]).from_dict(config))
+        return from_hf(theirs | {"model_type": config["model_type"]})
     except Exception as error:  # of many classes
         return str(error)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from triax.context.order import positions, shard
 from triax.grid import Grid, layout_of
 from triax.moe import MoE, grouped
+from triax.moe.experts import clamped_swiglu
 from triax.randomness.random import seeded
 
 from moe_reference import reference
@@ -32,6 +33,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "groups_limit": 3,
     },
     "microbatch": {"balance": "microbatch", "expert": "geglu"},
+    "weighed": {"router": "sigmoid", "normalize": False, "weigh_inputs": True, "shared_experts": 1},
+    "biased": {"bias": True, "expert": clamped_swiglu(0.3, 1.3)},
 }
 PADDED = ("capacity", "shared", "batch")  # with padding
 PLAIN = {"data": 1, "context": 1, "tensor": 1, "expert": 1}
@@ -79,6 +82,11 @@ def padding() -> Tensor:
 def build(grid: Grid, options: dict[str, Any], **others: Any) -> MoE:
     with seeded(1, "layer"):
         layer = MoE(D, E, K, grid=grid, width=W, dtype=torch.float64, **options, **others)
+    with torch.no_grad():
+        for seed, (name, bias) in enumerate(layer.named_parameters()):
+            if name.endswith("bias"):
+                layout, place = layout_of(bias), (grid.expert.rank, grid.expert.size)
+                bias.copy_(layout.shard(numbers(*layout.shape, seed=seed), grid.tensor.rank, grid.tensor.size, place))
     if layer.router.correction_bias is not None:
         layer.router.correction_bias.copy_(BIAS)
     if layer.past_loads is not None:

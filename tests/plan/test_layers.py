@@ -63,6 +63,16 @@ CONFIGS: dict[str, TransformerConfig] = {
     "olmo2": DecoderConfig(**_SIZES, norm_place="after"),
     "mixtral": MixtralConfig.preset("mixtral-tiny"),
     "mixtral-dense": MixtralConfig.preset("mixtral-tiny", decoder_sparse_step=2, intermediate_size=88, qk_norm=True),
+    "qwen2_moe": MixtralConfig.preset(
+        "mixtral-tiny", shared_expert_intermediate_size=20, shared_expert_gate=True, mlp_only_layers=(0,)
+    ),
+    "gpt_oss": MixtralConfig.preset(
+        "mixtral-tiny", attention_sinks=True, moe_bias=True, swiglu_limit=7.0, qkv_bias=True, out_bias=True
+    ),
+    "llama4": MixtralConfig.preset(
+        "mixtral-tiny", scoring_func="sigmoid", weigh_expert_inputs=True, attention_chunk_size=4, qk_l2_norm=True
+    ),
+    "ernie4_5_moe": MixtralConfig.preset("mixtral-tiny", selection_bias=True, shared_expert_intermediate_size=20),
     "deepseek": DeepseekConfig.preset("deepseek-tiny"),
     "deepseek-v2": DeepseekConfig.preset("deepseek-tiny", q_lora_rank=None, scoring_func="softmax"),
 }

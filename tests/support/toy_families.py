@@ -223,17 +223,107 @@ _DEEPSEEK = {
     "num_key_value_heads": 4,
     "routed_scaling_factor": 1.7,
 }
+_GLM4_MOE = {
+    "num_key_value_heads": 2,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 20,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.7,
+}
+_ERNIE = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 20, "num_key_value_heads": 2}
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_key_value_heads": 2}),
     "mixtral-window": (
         "Mixtral",
         {"num_local_experts": 6, "num_key_value_heads": 4} | {"sliding_window": 5, "tie_word_embeddings": True},
     ),
+    "qwen2_moe": ("Qwen2Moe", _QWEN | {"shared_expert_intermediate_size": 28}),
+    "qwen2_moe-window": (
+        "Qwen2Moe",
+        _QWEN
+        | {"shared_expert_intermediate_size": 16, "qkv_bias": False, "norm_topk_prob": True, "num_hidden_layers": 4}
+        | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 3, "mlp_only_layers": [1]},
+    ),
     # One block with experts: a loss of all blocks together is then a loss of each block.
     "qwen3_moe": ("Qwen3Moe", _QWEN | {"mlp_only_layers": [0], "router_aux_loss_coef": 0.5}),
     "qwen3_moe-step": ("Qwen3Moe", _QWEN | {"num_hidden_layers": 5, "decoder_sparse_step": 2, "norm_topk_prob": True}),
     "olmoe": ("Olmoe", {"num_experts": 4, "clip_qkv": 0.4}),
     "olmoe-grouped": ("Olmoe", {"num_experts": 8, "num_key_value_heads": 2, "norm_topk_prob": True}),
+    "gpt_oss": (
+        "GptOss",
+        {"num_local_experts": 4, "num_key_value_heads": 2, "head_dim": 6, "sliding_window": 5, "num_hidden_layers": 3}
+        | {"rope_parameters": _YARN | {"truncate": False}},
+    ),
+    "gpt_oss-plain": (
+        "GptOss",
+        {"num_local_experts": 6, "num_key_value_heads": 4, "head_dim": 10, "sliding_window": 4}
+        | {"attention_bias": False, "swiglu_limit": 0.7, "swiglu_alpha": 1.1, "num_experts_per_tok": 3}
+        | {"layer_types": ["full_attention", "sliding_attention"], "tie_word_embeddings": True}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
+    "glm4_moe": ("Glm4Moe", _GLM4_MOE | {"use_qk_norm": True, "n_group": 4, "topk_group": 2}),
+    "glm4_moe-yarn": (
+        "Glm4Moe",
+        _GLM4_MOE
+        | {"n_shared_experts": 2, "attention_bias": True, "norm_topk_prob": False, "first_k_dense_replace": 0}
+        | {"head_dim": 16, "rope_parameters": _YARN | {"partial_rotary_factor": 0.75}, "num_experts_per_tok": 3},
+    ),
+    "dots1": ("Dots1", _GLM4_MOE),
+    "dots1-window": (
+        "Dots1",
+        _GLM4_MOE
+        | {"n_group": 2, "topk_group": 1, "norm_topk_prob": True, "attention_bias": True, "num_hidden_layers": 3}
+        | {"max_window_layers": 2, "sliding_window": 5, "first_k_dense_replace": 2},
+    ),
+    "solar_open": ("SolarOpen", _GLM4_MOE | {"head_dim": 6}),
+    "solar_open-biases": (
+        "SolarOpen",
+        _GLM4_MOE | {"head_dim": 8, "attention_bias": True, "n_shared_experts": 2, "rope_parameters": _YARN},
+    ),
+    "exaone_moe": (
+        "ExaoneMoe",
+        {"num_experts": 8, "num_key_value_heads": 2, "moe_intermediate_size": 20, "num_hidden_layers": 3}
+        | {"sliding_window": 5, "sliding_window_pattern": 2},
+    ),
+    "exaone_moe-mixed": (
+        "ExaoneMoe",
+        {"num_experts": 8, "num_key_value_heads": 4, "moe_intermediate_size": 20, "num_hidden_layers": 3}
+        | {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+        | {"mlp_layer_types": ["sparse", "dense", "sparse"], "num_shared_experts": 2, "norm_topk_prob": False}
+        | {"n_group": 4, "topk_group": 2},
+    ),
+    "minimax_m2": ("MiniMaxM2", {"num_local_experts": 4, "num_key_value_heads": 4, "head_dim": 8}),
+    "minimax_m2-partial": (
+        "MiniMaxM2",
+        {"num_local_experts": 6, "num_key_value_heads": 2, "head_dim": 8, "rotary_dim": 4, "num_experts_per_tok": 3},
+    ),
+    "ernie4_5_moe": ("Ernie4_5_Moe", _ERNIE),
+    "ernie4_5_moe-interval": (
+        "Ernie4_5_Moe",
+        _ERNIE
+        | {"moe_num_shared_experts": 1, "moe_layer_interval": 2, "moe_layer_start_index": 2, "num_hidden_layers": 7}
+        | {"moe_layer_end_index": 5, "tie_word_embeddings": False, "moe_k": 3},
+    ),
+    "llama4_text": (
+        "Llama4",
+        {"num_local_experts": 4, "num_experts_per_tok": 1, "num_key_value_heads": 2, "head_dim": 6}
+        | {"intermediate_size_mlp": 40, "no_rope_layer_interval": 2, "attention_chunk_size": 5, "floor_scale": 3},
+    ),
+    "llama4_text-mixed": (
+        "Llama4",
+        {"num_local_experts": 6, "num_key_value_heads": 4, "head_dim": 8, "intermediate_size_mlp": 28}
+        | {"num_hidden_layers": 4, "interleave_moe_layer_step": 2, "use_qk_norm": False, "attention_bias": True}
+        | {"layer_types": ["full_attention", "chunked_attention", "chunked_attention", "full_attention"]}
+        | {"no_rope_layers": [1, 0, 1, 1], "attention_chunk_size": 4, "floor_scale": 2, "attn_scale": 0.7}
+        | {"tie_word_embeddings": True},
+    ),
+    "flex_olmo": ("FlexOlmo", {"num_experts": 4}),
+    "flex_olmo-biases": (
+        "FlexOlmo",
+        {"num_experts": 6, "num_key_value_heads": 2, "attention_bias": True, "norm_topk_prob": True}
+        | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    ),
     "deepseek_v2": ("DeepseekV2", _DEEPSEEK | {"q_lora_rank": None}),
     "deepseek_v2-yarn": (
         "DeepseekV2",
