@@ -279,7 +279,6 @@ class SelfAttention(CausalAttention):
         )
         dim, self.clip = head_dim or width // heads, clip
         self.head_dim = dim
-        start, stop = split(heads, self.axis.size, self.axis.rank)
         common: dict[str, Any] = {"grid": grid, "unit": dim, "sequence_parallel": sequence_parallel}
         inward: dict[str, Any] = {"bias": bias, "init": init, "bias_init": _ZERO}
         if kv_heads is None:
@@ -295,15 +294,9 @@ class SelfAttention(CausalAttention):
                     width, 2 * kv_heads * dim, parts=(kv_heads * dim,) * 2, **common, **inward
                 )
             else:
-                group = heads // kv_heads
-                first, last = start // group, (stop - 1) // group + 1
-                self.kv_heads = last - first
-                heads_here = slice(first, last)
+                heads_here, self._looks_at = shared_heads(heads, kv_heads, self.axis.rank, self.axis.size)
+                self.kv_heads = heads_here.stop - heads_here.start
                 self.kv = WholeKV(width, kv_heads, dim, heads_here, sequence_parallel, grid=grid, **inward)
-                looks_at = [head // group - first for head in range(start, stop)]
-                share, rest = divmod(self.heads, self.kv_heads)
-                if rest or looks_at != [head // share for head in range(self.heads)]:
-                    self._looks_at = looks_at
         if qk_norm is not None and norm_all_heads:
             keys = kv_heads or heads
             if keys % self.axis.size:
@@ -345,6 +338,27 @@ class SelfAttention(CausalAttention):
         form = "b t (parts heads dim) -> parts b heads t dim"
         found: Tensor = rearrange(y, form, parts=parts, dim=self.head_dim)
         return found.unbind()
+
+
+def shared_heads(heads: int, kv_heads: int, rank: int, size: int) -> tuple[slice, list[int] | None]:
+    """Return the range of the key/value heads that a rank's query heads use, and how they share them.
+
+    Args:
+        heads: number of query heads of the whole layer.
+        kv_heads: number of key/value heads, which divides ``heads``.
+        rank, size: rank on the tensor axis, and its size.
+
+    Returns:
+        The range, and for each query head the number of its head in the range; None: neighbouring query heads share
+        one, equally many each.
+    """
+    start, stop = split(heads, size, rank)
+    group = heads // kv_heads
+    first, last = start // group, (stop - 1) // group + 1
+    looks_at = [head // group - first for head in range(start, stop)]
+    share, rest = divmod(stop - start, last - first)
+    regular = not rest and looks_at == [head // share for head in range(stop - start)]
+    return slice(first, last), None if regular else looks_at
 
 
 class AllHeadsRMSNorm(nn.Module):

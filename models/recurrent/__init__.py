@@ -1,0 +1,8 @@
+"""Linear attention and state spaces as layers: a state of fixed size in place of keys and values.
+
+mixer.py: ``RecurrentMixer``, what the layers share: projections, convolution, pieces of the sequence, generation.
+mamba2.py: ``Mamba2``; delta_net.py: ``GatedDeltaNet``.
+state_space.py, delta_rule.py: their recurrences, computed in chunks.
+decays.py: decays between the tokens of a chunk; convolution.py: the short causal convolution.
+initial.py: distributions of the initial decays and time steps.
+"""
