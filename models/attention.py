@@ -91,8 +91,9 @@ class CausalAttention(nn.Module):
                 passes the numbers of the whole sequence.
         """
         if self.cache is None and (self.grid.context.size > 1 or self.window is not None or self.sparsity is not None):
-            return self._project_out(self._attend_by_blocks(*self._project(x), documents))
-        q, k, v = self._project(x)  # (B, heads, T, dim), twice (B, kv_heads, T, dim)
+            q, k, v, *gate = self._project(x)
+            return self._project_out(self._attend_by_blocks(q, k, v, documents), *gate)
+        q, k, v, *gate = self._project(x)  # (B, heads, T, dim), twice (B, kv_heads, T, dim)
         packed = packing(documents, q.dtype) if documents is not None and self.cache is None else None
         if self.rope is not None:
             positions = packed.positions if packed is not None else None
@@ -104,7 +105,7 @@ class CausalAttention(nn.Module):
             y = self.recompute(self.attend, q, k, v, mask)
         else:
             y = self.attend(q, k, v, mask)
-        return self._project_out(y)
+        return self._project_out(y, *gate)
 
     def _attend_by_blocks(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
         """Attend over the context axis, or with a window or a block mask; arguments and result as for ``attend``."""
@@ -139,8 +140,9 @@ class CausalAttention(nn.Module):
             scale=self.scale,
         )
 
-    def _project_out(self, y: Tensor) -> Tensor:
-        out: Tensor = self.out(rearrange(y, "b heads t dim -> b t (heads dim)"))
+    def _project_out(self, y: Tensor, gate: Tensor | None = None) -> Tensor:
+        y = rearrange(y, "b heads t dim -> b t (heads dim)")
+        out: Tensor = self.out(y if gate is None else y * gate.sigmoid())
         return out
 
     def _of_own_heads(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,8 +184,8 @@ class CausalAttention(nn.Module):
         scores = self.softcap * torch.tanh(scores / self.softcap) + mask  # (B, heads, T, S)
         return scores.softmax(-1, torch.promote_types(q.dtype, torch.float32)).to(q.dtype) @ v
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q (B, heads, T, dim), and k and v (B, kv_heads, T, dim), not rotated."""
+    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return q (B, heads, T, dim), k and v (B, kv_heads, T, dim), not rotated, and any gate (B, T, heads dim)."""
         raise NotImplementedError
 
 
@@ -222,11 +224,13 @@ class SelfAttention(CausalAttention):
         sparsity: block mask of sparse attention, or None.
         scale, softcap: as for ``CausalAttention``.
         norm: class of the norms of ``qk_norm``.
+        output_gate: multiply the result of attention by the sigmoid of a projection of x.
 
     Attributes:
         qkv: fused projection without ``kv_heads``: (3 H dim, D), where q, k and v are each sharded by heads.
         q, kv: projections with ``kv_heads``: (H dim, D), sharded by heads, and (2 kv_heads dim, D), keys, then values.
         out: output projection, (D, H dim), sharded by heads.
+        gate: projection to the gate, (H dim, D), sharded by heads, present only with ``output_gate``.
         q_norm, k_norm: norms of queries and keys, present only with ``qk_norm``. Their weight is (dim,) or, with
             ``norm_all_heads``, (H dim,) and (kv_heads dim,), sharded by heads.
         cache: KV cache with the earlier keys and values and the positions of the new tokens during generation, else
@@ -265,6 +269,7 @@ class SelfAttention(CausalAttention):
         scale: float | None = None,
         softcap: float | None = None,
         norm: type[RMSNorm] = RMSNorm,
+        output_gate: bool = False,
     ) -> None:
         super().__init__(
             heads,
@@ -310,28 +315,31 @@ class SelfAttention(CausalAttention):
             # A rank's gradient comes from its own heads alone: partial, as a norm's on sequence shards.
             self.q_norm = norm(dim, qk_norm, grid=grid, sequence_parallel=True)
             self.k_norm = norm(dim, qk_norm, grid=grid, sequence_parallel=True)
+        if output_gate:
+            self.gate = ColumnParallelLinear(width, heads * dim, **common, **inward)
         self.out = RowParallelLinear(heads * dim, width, bias=out_bias, init=out_init, bias_init=_ZERO, **common)
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q (B, heads, T, dim), and k and v (B, kv_heads, T, dim), normalized but not rotated."""
-        q, k, v = self._split(x)
+    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return q (B, heads, T, dim), k and v (B, kv_heads, T, dim), normalized but not rotated, and any gate."""
+        q, k, v, *gate = self._split(x)
         if "q_norm" in self._modules:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.clip is not None:
             q, k, v = (each.clamp(-self.clip, self.clip) for each in (q, k, v))
-        return q, k, v
+        return q, k, v, *gate
 
-    def _split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _split(self, x: Tensor) -> tuple[Tensor, ...]:
+        gates = [self.gate] if "gate" in self._modules else []
         if "qkv" in self._modules:
-            q, k, v = self._by_heads(self.qkv(x), 3)
-            return q, k, v
+            return *self._by_heads(self.qkv(x), 3), *(gate(x) for gate in gates)
         weight, bias = self.kv.used() if isinstance(self.kv, WholeKV) else (self.kv.weight, self.kv.bias)
         # x is gathered, and its gradient reduced, once for q, k and v together.
-        pairs = [(self.q.weight, self.q.bias), (weight, bias)]
-        queries, pair = column_linears(x, pairs, self.axis, self.sequence_parallel)
-        queries, pair = updated(self.q, queries, x), updated(self.kv, pair, x)
+        pairs = [(self.q.weight, self.q.bias), (weight, bias), *((gate.weight, gate.bias) for gate in gates)]
+        outputs = column_linears(x, pairs, self.axis, self.sequence_parallel)
+        layers = (self.q, self.kv, *gates)
+        queries, pair, *gate = (updated(layer, y, x) for layer, y in zip(layers, outputs, strict=True))
         (q,), (k, v) = self._by_heads(queries, 1), self._by_heads(pair, 2)
-        return q, k, v
+        return q, k, v, *gate
 
     def _by_heads(self, y: Tensor, parts: int) -> tuple[Tensor, ...]:
         """Return the parts of a fused projection by heads: (B, T, parts x heads x dim) -> (B, heads, T, dim) each."""

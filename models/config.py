@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 from ..base.errors import nearest
 from ..grid.ranges import check_units
 from .presets import DEEPSEEK_PRESETS, GPT_PRESETS, LLAMA_PRESETS, MIXTRAL_PRESETS, Presets
+from .recurrent.sizes import RecurrentSizes, sizes_from_fields
 from .rope_scaling import LinearScaling, RopeScaling, Scaling, YarnScaling
 
 
@@ -148,8 +149,14 @@ class DecoderConfig(TransformerConfig):
         qk_norm_all_heads: apply an RMSNorm to all heads of the queries together, and to those of the keys (OLMoE,
             OLMo-2).
         out_bias, mlp_bias: add biases to the output of attention and to the linear layers of the MLP.
-        layer_types: for each block ``"sliding_attention"``, with ``sliding_window``, or ``"full_attention"``; (): all
-            blocks have the window if there is one.
+        layer_types: for each block ``"sliding_attention"``, with ``sliding_window``, ``"full_attention"``, or
+            ``"linear_attention"``, with a recurrent layer in place of attention; with ``one_branch`` also ``"mlp"``;
+            (): all blocks have attention, with the window if there is one.
+        linear_attention: sizes of the recurrent layers: ``Mamba2Sizes`` or ``DeltaNetSizes``.
+        one_branch: each block has one branch, attention, a recurrent layer or an MLP, as ``layer_types`` says
+            (Nemotron-H); False: each has an MLP behind the other branch.
+        attn_output_gate: the output of attention is multiplied by the sigmoid of a projection of its input
+            (Qwen3-Next).
         no_rope_layers: for each block 1 if it has rotary positions, 0 if it has none; (): all have them.
         norm: ``rms`` (RMSNorm), ``rms_offset`` (RMSNorm with the factor 1 + weight, Gemma's) or ``layer`` (LayerNorm
             with a bias).
@@ -226,6 +233,9 @@ class DecoderConfig(TransformerConfig):
     head_bias: bool = field(default=False, kw_only=True)
     fused_qkv: bool = field(default=False, kw_only=True)
     clip_qkv: float | None = field(default=None, kw_only=True)
+    linear_attention: RecurrentSizes | None = field(default=None, kw_only=True)
+    one_branch: bool = field(default=False, kw_only=True)
+    attn_output_gate: bool = field(default=False, kw_only=True)
     num_experts: int = field(default=0, kw_only=True)
     num_experts_per_tok: int = field(default=2, kw_only=True)
     moe_intermediate_size: int = field(default=0, kw_only=True)
@@ -262,16 +272,29 @@ class DecoderConfig(TransformerConfig):
                     f"{name} has {len(given)} entries, but num_hidden_layers is {self.num_hidden_layers}. Give one "
                     "for each block."
                 )
-        if set(self.layer_types) == {"full_attention"}:
+        if self.layer_types and "sliding_attention" not in self.layer_types:
             object.__setattr__(self, "sliding_window", None)
-        if len(set(self.layer_types)) == 1:  # one configuration is written in one way
-            object.__setattr__(self, "layer_types", ())
+        if len(set(self.layer_types) - {"linear_attention", "mlp"}) == len(set(self.layer_types)) == 1:
+            object.__setattr__(self, "layer_types", ())  # one configuration is written in one way
         if self.no_rope_layers and all(self.no_rope_layers):
             object.__setattr__(self, "no_rope_layers", ())
-        if unknown := sorted(set(self.layer_types) - {"sliding_attention", "full_attention"}):
-            raise ValueError(f"layer_types has {unknown[0]!r}. Give 'sliding_attention' or 'full_attention'.")
+        known = ["sliding_attention", "full_attention", "linear_attention", *["mlp"] * self.one_branch]
+        if unknown := sorted(set(self.layer_types) - set(known)):
+            raise ValueError(f"layer_types has {unknown[0]!r}. Give one of {', '.join(map(repr, known))}.")
         if "sliding_attention" in self.layer_types and self.sliding_window is None:
             raise ValueError("layer_types has 'sliding_attention', but sliding_window is None. Give the window.")
+        if ("linear_attention" in self.layer_types) != (self.linear_attention is not None):
+            raise ValueError(
+                f"linear_attention is {self.linear_attention}, but layer_types has "
+                f"{self.layer_types.count('linear_attention')} blocks of 'linear_attention'. Give the sizes of these "
+                "blocks, Mamba2Sizes or DeltaNetSizes, or neither."
+            )
+        if self.one_branch and (not self.layer_types or self.parallel_residual or self.norm_place != "before"):
+            raise ValueError(
+                f"one_branch is True with layer_types={self.layer_types}, norm_place={self.norm_place!r} and "
+                f"parallel_residual={self.parallel_residual}. Give the branch of each block in layer_types, "
+                "norm_place='before' and parallel_residual=False."
+            )
 
     def _check_heads(self) -> None:
         heads = self.num_attention_heads
@@ -326,6 +349,8 @@ class DecoderConfig(TransformerConfig):
             return
         object.__setattr__(self, "moe_intermediate_size", self.moe_intermediate_size or self.intermediate_size)
         _check_experts(self.num_experts, self.num_experts_per_tok, self.router_aux_loss_coef, "router_aux_loss_coef")
+        if self.one_branch:
+            raise ValueError(f"num_experts is {self.num_experts}, which one_branch=True cannot have. Give 0.")
         if (self.gated, self.hidden_act) != (True, "silu"):
             raise ValueError(
                 f"num_experts is {self.num_experts}, but gated={self.gated} with hidden_act={self.hidden_act!r} is not "
@@ -360,9 +385,20 @@ class DecoderConfig(TransformerConfig):
         step, dense = self.decoder_sparse_step, self.mlp_only_layers
         return tuple(layer for layer in range(step - 1, self.num_hidden_layers, step) if layer not in dense)
 
+    def check_tensor(self, tensor: int) -> None:
+        """Check that a tensor axis of size ``tensor`` can shard this model, as for ``TransformerConfig``."""
+        super().check_tensor(tensor)
+        if self.linear_attention is not None:
+            check_units("heads of linear_attention", self.linear_attention.heads, 1, tensor)
+
+    def type_of(self, layer: int) -> str:
+        """Return the kind of a block, counted from 0: ``attention``, ``linear_attention`` or ``mlp``."""
+        kind = self.layer_types[layer] if self.layer_types else ""
+        return kind if kind in ("linear_attention", "mlp") else "attention"
+
     def window_of(self, layer: int) -> int | None:
         """Return the sliding window of a block, counted from 0, or None."""
-        if self.layer_types and self.layer_types[layer] == "full_attention":
+        if self.layer_types and self.layer_types[layer] != "sliding_attention":
             return None
         return self.sliding_window
 
@@ -397,6 +433,7 @@ class DecoderConfig(TransformerConfig):
         q, kv = self.num_attention_heads * self.head_dim, 2 * self.num_key_value_heads * self.head_dim
         count = 2 * d * q + d * kv  # q, out; k and v
         count += (q + kv if self.qkv_bias else 0) + (d if self.out_bias else 0)
+        count += d * q if self.attn_output_gate else 0
         count += 2 * self.head_dim if self.qk_norm else 0
         return count + (q + kv // 2 if self.qk_norm_all_heads else 0)
 
@@ -411,9 +448,14 @@ class DecoderConfig(TransformerConfig):
         embeddings = self.vocab_size * d * (1 if self.tie_word_embeddings else 2)
         embeddings += (self.max_position_embeddings + self.position_offset) * d if self.learned_positions else 0
         embeddings += self.vocab_size if self.head_bias else 0
+        kinds = [self.type_of(layer) for layer in range(self.num_hidden_layers)]
         blocks, sparse = self.num_hidden_layers, len(self.moe_layers)
         mixed = (blocks - sparse) * mlp + sparse * experts
-        return embeddings + blocks * (self.attention_count + norms * norm) + mixed + norm
+        if self.one_branch:
+            norms, mixed = 1, kinds.count("mlp") * mlp
+        recurrent = 0 if self.linear_attention is None else self.linear_attention.parameter_count(d)
+        attention = kinds.count("attention") * self.attention_count + kinds.count("linear_attention") * recurrent
+        return embeddings + attention + blocks * norms * norm + mixed + norm
 
 
 @dataclass(frozen=True, repr=False)
@@ -678,4 +720,6 @@ def config_from_fields(kind: str, saved: Mapping[str, Any]) -> TransformerConfig
         if "beta_fast" in scaling:
             scaled = YarnScaling
         renamed["rope_scaling"] = scaled(**{former.get(name, name): value for name, value in scaling.items()})
+    if (sizes := renamed.get("linear_attention")) is not None:
+        renamed["linear_attention"] = sizes_from_fields(sizes)
     return cls(**renamed)

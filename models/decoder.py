@@ -24,6 +24,7 @@ from .config import DecoderConfig
 from .layers import FinalLayerNorm, FinalOffsetRMSNorm, FinalRMSNorm, ResidualBlock, first_and_last
 from .mlp import MLP, GatedMLP, check_moe_options, make_moe
 from .positions import PositionEmbedding
+from .recurrent.layers import make_recurrent
 from .rope import Rope
 
 # Norms by their names in ``DecoderConfig``: of blocks, and before the head.
@@ -102,33 +103,49 @@ class DecoderBlock(ResidualBlock):
         **moe: Any,
     ) -> None:
         mlp = partial(GatedMLP if config.gated else MLP, activation=config.hidden_act, bias=config.mlp_bias)
-        rope = Rope(config.rotary_dim, *config.rope_of(layer), leading=True) if config.has_rope(layer) else None
-        scalar = config.query_pre_attn_scalar
+        kind = config.type_of(layer)
+        branches: dict[str, Any] = {"make_mlp": partial(make_moe, **moe) if layer in config.moe_layers else mlp}
+        if config.one_branch and kind != "mlp":
+            branches["make_mlp"] = None
+        if kind == "mlp":
+            branches["make_attention"] = None
+        elif config.linear_attention is not None and kind == "linear_attention":
+            branches["make_attention"] = partial(make_recurrent, config.linear_attention, config.norm_epsilon)
+        else:
+            branches |= _attention_arguments(config, layer)
         super().__init__(
             config,
             grid=grid,
             sequence_parallel=sequence_parallel,
             attention=attention,
             make_norm=_NORMS[config.norm][0],
-            make_mlp=partial(make_moe, **moe) if layer in config.moe_layers else mlp,
             norm_place=config.norm_place,
             parallel=config.parallel_residual,
             shared_norm=config.shared_norm,
-            head_dim=config.head_dim,
-            kv_heads=None if config.fused_qkv else config.num_key_value_heads,
-            rope=rope,
-            window=config.window_of(layer),
-            bias=config.qkv_bias,
-            out_bias=config.out_bias,
-            qk_norm=config.norm_epsilon if config.qk_norm or config.qk_norm_all_heads else None,
-            norm_all_heads=config.qk_norm_all_heads,
-            norm=OffsetRMSNorm if config.norm == "rms_offset" else RMSNorm,
-            clip=config.clip_qkv,
-            scale=None if scalar is None else scalar**-0.5,
-            softcap=config.attn_logit_softcapping,
+            **branches,
         )
         if not config.learned_positions:  # else the layer of positions has it
             self.max_position_embeddings = config.max_position_embeddings  # the most that generation asks for
+
+
+def _attention_arguments(config: DecoderConfig, layer: int) -> dict[str, Any]:
+    """Return the arguments of ``SelfAttention`` of a block, beside those that ``ResidualBlock`` gives."""
+    scalar = config.query_pre_attn_scalar
+    return {
+        "head_dim": config.head_dim,
+        "kv_heads": None if config.fused_qkv else config.num_key_value_heads,
+        "rope": Rope(config.rotary_dim, *config.rope_of(layer), leading=True) if config.has_rope(layer) else None,
+        "window": config.window_of(layer),
+        "bias": config.qkv_bias,
+        "out_bias": config.out_bias,
+        "qk_norm": config.norm_epsilon if config.qk_norm or config.qk_norm_all_heads else None,
+        "norm_all_heads": config.qk_norm_all_heads,
+        "norm": OffsetRMSNorm if config.norm == "rms_offset" else RMSNorm,
+        "clip": config.clip_qkv,
+        "scale": None if scalar is None else scalar**-0.5,
+        "softcap": config.attn_logit_softcapping,
+        "output_gate": config.attn_output_gate,
+    }
 
 
 class GPTBlock(DecoderBlock):
