@@ -248,6 +248,8 @@ class DecoderConfig(TransformerConfig):
         super().__post_init__()
         self._check_words()
         self._check_lists_of_layers()
+        for name in () if self.fused_qkv else self._unused:  # one configuration is written in one way
+            object.__setattr__(self, name, 2 if name == "head_dim" else 1)
         self._check_heads()
         self._check_settings()
         self._check_mixture()
@@ -387,9 +389,17 @@ class DecoderConfig(TransformerConfig):
 
     def check_tensor(self, tensor: int) -> None:
         """Check that a tensor axis of size ``tensor`` can shard this model, as for ``TransformerConfig``."""
-        super().check_tensor(tensor)
+        for name in (name for name in self.SHARDED if name not in self._unused):
+            check_units(name, getattr(self, name), 1, tensor)
         if self.linear_attention is not None:
             check_units("heads of linear_attention", self.linear_attention.heads, 1, tensor)
+
+    @property
+    def _unused(self) -> tuple[str, ...]:
+        """Names of the sizes that no block has."""
+        kinds = {self.type_of(layer) for layer in range(self.num_hidden_layers)}
+        attention = () if "attention" in kinds else ("num_attention_heads", "num_key_value_heads", "head_dim")
+        return (*attention, *(("intermediate_size",) if self.one_branch and "mlp" not in kinds else ()))
 
     def type_of(self, layer: int) -> str:
         """Return the kind of a block, counted from 0: ``attention``, ``linear_attention`` or ``mlp``."""

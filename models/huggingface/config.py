@@ -17,6 +17,7 @@ from .folder_settings import Settings
 from .names import Entry, Fused, Names, expand
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # keys of the number of experts
+_KINDS = ("layers_block_type", "hybrid_override_pattern")  # keys of Nemotron-H, which list the kind of each block
 _SCALINGS = {"llama3": RopeScaling, "yarn": YarnScaling, "linear": LinearScaling}  # by rope_type
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"  # types of layers with rotary positions of their own
 _MOST = 10_000  # blocks, and experts of a block
@@ -51,7 +52,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def layer_count(config: Mapping[str, Any]) -> int:
     """Return the number of blocks that a ``config.json`` gives under any family's key, or 0 if it gives none."""
-    return int(config.get("num_hidden_layers") or config.get("n_layer") or 0)
+    kinds = next((config[key] for key in _KINDS if isinstance(config.get(key), (list, str))), ())
+    return len(kinds) or int(config.get("num_hidden_layers") or config.get("n_layer") or 0)
 
 
 def expert_count(config: Mapping[str, Any]) -> int:
@@ -152,7 +154,7 @@ def _from_hf(config: Config) -> TransformerConfig:
         if found[ours] is None and types[ours].default == 0:
             found[ours] = 0
         _check_type(config, name, found[ours], str(types[ours].type))
-    if "head_dim" not in family.keys and family.config is not DeepseekConfig:
+    if "head_dim" not in family.keys and "num_attention_heads" in found and family.config is not DeepseekConfig:
         _check_head_dim(config, found)
     if family.rope:
         found |= _read_rope(config, family)

@@ -52,6 +52,21 @@ class Fused:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """Name of a tensor of Hugging Face's, of which a parameter has some rows.
+
+    Attributes:
+        name: its name.
+        rows: ranges [start, stop) of these rows, in the parameter's order.
+        of: number of rows of the tensor.
+    """
+
+    name: str
+    rows: tuple[tuple[int, int], ...]
+    of: int
+
+
+@dataclass(frozen=True)
 class Repeated:
     """Name of a tensor, and the names under which Hugging Face stores it again: they are written, and not read."""
 
@@ -84,7 +99,7 @@ class Entry:
     again: tuple[str, ...] = ()
 
 
-Pattern = str | tuple[str, ...] | Transposed | PerExpert | Fused | Repeated
+Pattern = str | tuple[str, ...] | Transposed | PerExpert | Fused | Rows | Repeated
 # triax's name -> Hugging Face's. {i} is the block's index, {n} the number of blocks, a final * both weight and bias.
 # A list has the form that is written, then another form that is read too.
 Names = Mapping[str, "Pattern | list[Pattern]"]
@@ -129,6 +144,8 @@ def _entry(
             raise ValueError(f"{form.name} holds queries, keys and values, but the numbers of heads are unknown.")
         total = (heads[0] + 2 * heads[1]) * heads[2]
         return Entry((_written(form.name, ending, numbers),), other=other, rows=form.rows(*heads), of=total)
+    if isinstance(form, Rows):
+        return Entry((_written(form.name, ending, numbers),), other=other, rows=form.rows, of=form.of)
     if isinstance(form, PerExpert):
         parts = [_written(name, ending, {**numbers, "e": e}) for e in range(experts) for name in form.names]
         return Entry(tuple(parts), per_expert=len(form.names), other=other)

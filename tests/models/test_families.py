@@ -28,9 +28,9 @@ from triax.tensor_parallel.plans import Column, Row
 
 from exact_norms import exact
 from paths import DOCS
-from toy_families import DENSE as CASES
-from toy_families import VOCABULARY
+from toy_families import DENSE, HYBRIDS, VOCABULARY
 
+CASES = DENSE | HYBRIDS
 Sizes = tuple[int, int, int]  # pipe, data, tensor
 
 ROWS, LENGTH = 2, 14  # a length that two tensor ranks share evenly
@@ -227,7 +227,7 @@ def check_generated(run: Any, folder: Path, cases: list[str], sizes: Sizes) -> N
             assert tokens == theirs[0].tolist(), case
 
 
-REPRESENTATIVE = ["mistral", "gemma2", "gpt_neox", "falcon"]
+REPRESENTATIVE = ["mistral", "gemma2", "gpt_neox", "falcon", "qwen3_5_text", "nemotron_h"]
 
 
 def test_representative_families(ranks: Any, tmp_path: Path) -> None:
@@ -250,13 +250,13 @@ def test_sequence_parallel(ranks: Any, tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_their_blocks_on_two_stages(ranks: Any, tmp_path: Path) -> None:
-    check_piped(ranks, tmp_path, list(CASES))
+    check_piped(ranks, tmp_path, list(DENSE))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_their_model_on_two_tensor_ranks(ranks: Any) -> None:
-    check_parallelized(ranks, list(CASES))
+    check_parallelized(ranks, list(DENSE))
 
 
 @pytest.mark.exhaustive
@@ -380,11 +380,11 @@ def table() -> list[str]:
     """The families' table of docs/models.md: what the tests of this file compare with transformers."""
     heads = ("`model_type`", "`load_hf`, `save_hf`", "pipe 2, tensor 2", "generate")
     lines = [f"| {' | '.join((*heads, '`hf_layers`, pipe 2', '`parallelize`, tensor 2'))} |", "|---" * 6 + "|"]
-    checked = {family for family, _ in CASES.values()}
+    dense, hybrid = ({family for family, _ in cases.values()} for cases in (DENSE, HYBRIDS))
     for name, family in FAMILIES.items():
-        dense, known = name in checked, family.config is not None
-        if dense:
-            cells = [f"`{config_name(family.config)}`", "1e-10", "equal", "1e-10", "1e-10"]
+        known = family.config is not None
+        if name in dense | hybrid:
+            cells = [f"`{config_name(family.config)}`", "1e-10", "equal", *["1e-10" if name in dense else ""] * 2]
         else:
             where = "[moe.md](moe.md)" if known else ""
             cells = [f"`{config_name(family.config)}`" if known else "", where, "equal" if known else "", ""]
@@ -399,7 +399,7 @@ def config_name(config: type[Any] | None) -> str:
 
 def test_the_table_in_the_docs() -> None:
     """Every family is in a test of this file or of test_moe_models.py, and in the table."""
-    assert {name for name, family in FAMILIES.items() if family.blocks} == {family for family, _ in CASES.values()}
+    assert {name for name, family in FAMILIES.items() if family.blocks} == {family for family, _ in DENSE.values()}
     assert {name for name, each in FAMILIES.items() if each.config is None} == {case.split("-")[0] for case in ENCODERS}
     text = (DOCS / "models.md").read_text()
     assert "\n".join(table()) in text, "\n".join(table())
