@@ -443,7 +443,7 @@ class DecoderConfig(TransformerConfig):
         q, kv = self.num_attention_heads * self.head_dim, 2 * self.num_key_value_heads * self.head_dim
         count = 2 * d * q + d * kv  # q, out; k and v
         count += (q + kv if self.qkv_bias else 0) + (d if self.out_bias else 0)
-        count += d * q if self.attn_output_gate else 0
+        count += (d + self.qkv_bias) * q if self.attn_output_gate else 0
         count += 2 * self.head_dim if self.qk_norm else 0
         return count + (q + kv // 2 if self.qk_norm_all_heads else 0)
 
