@@ -1002,7 +1002,6 @@ FAMILIES: dict[str, Family] = {
         only={
             **_NO_DROPOUT,
             "mamba_hidden_act": ("silu",),
-            "sliding_window": (None,),
             "num_nextn_predict_layers": (0,),
         },
         read=hybrids.nemotron_read,

@@ -177,7 +177,16 @@ def _mamba2(config: Config, keys: Mapping[str, tuple[str, Any]], step_min: float
     found: dict[str, Any] = {}
     for ours, (key, default) in keys.items():
         found[ours] = (flag_of if ours.startswith("use_") else count_of)(config, key, default)
-    return Mamba2Sizes(**found, time_step_min=step_min)
+    sizes = Mamba2Sizes(**found, time_step_min=step_min)
+    if keys is not _NEMOTRON:
+        expand = "expand" if keys is _MAMBA2 else "mamba_expand"
+        width, inner = count_of(config, "hidden_size", 4096), sizes.num_heads * sizes.head_dim
+        if count_of(config, expand, 2) * width != inner:
+            raise ValueError(
+                f"{keys['num_heads'][0]}={sizes.num_heads} heads of {keys['head_dim'][0]}={sizes.head_dim} channels are "
+                f"{inner}, but hidden_size={width} times {expand}={count_of(config, expand, 2)} must be the same."
+            )
+    return sizes
 
 
 def _step_min(config: Config) -> float:
