@@ -103,9 +103,7 @@ def _composed(transitions: Tensor, updates: Tensor, reverse: bool) -> tuple[Tens
     return state[..., :size], state[..., size:]
 
 
-def _starts(
-    transitions: Tensor, updates: Tensor, initial: Tensor, axis: Axis, reverse: bool
-) -> tuple[Tensor, Tensor]:
+def _starts(transitions: Tensor, updates: Tensor, initial: Tensor, axis: Axis, reverse: bool) -> tuple[Tensor, Tensor]:
     """Pass the state through the pieces; return the states that this rank's begin with, and what it passes on last."""
     first, second = (1, 0) if reverse else (0, 1)
     starts = torch.empty_like(updates)

@@ -229,6 +229,7 @@ class ResidualBlock(nn.Module):
             tensor = self.mlp.grid.tensor if self.mlp.sequence_parallel else None
             y = self.mlp(x, *valid_and_positions(x, self.context, tensor, documents))
         else:
+            assert self.mlp is not None
             y = self.mlp(x)
         return y
 

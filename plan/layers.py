@@ -180,9 +180,9 @@ def layers_of(config: TransformerConfig, shard_tensor: bool = False) -> list[Lay
     if isinstance(config, DecoderConfig):
         if config.linear_attention is not None or config.one_branch or config.attn_output_gate:
             raise ValueError(
-                f"layer_types has {config.layer_types.count('linear_attention')} blocks of 'linear_attention', one_branch "
-                f"is {config.one_branch} and attn_output_gate is {config.attn_output_gate}, which triax plan does not "
-                "count. Give a configuration without them."
+                f"triax plan does not count blocks of 'linear_attention', of which layer_types has "
+                f"{config.layer_types.count('linear_attention')}, one_branch={config.one_branch} and "
+                f"attn_output_gate={config.attn_output_gate}. Give a configuration without them."
             )
         return _decoder(config, shard_tensor)
     if isinstance(config, DeepseekConfig):

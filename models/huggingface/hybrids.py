@@ -183,8 +183,8 @@ def _mamba2(config: Config, keys: Mapping[str, tuple[str, Any]], step_min: float
         width, inner = count_of(config, "hidden_size", 4096), sizes.num_heads * sizes.head_dim
         if count_of(config, expand, 2) * width != inner:
             raise ValueError(
-                f"{keys['num_heads'][0]}={sizes.num_heads} heads of {keys['head_dim'][0]}={sizes.head_dim} channels are "
-                f"{inner}, but hidden_size={width} times {expand}={count_of(config, expand, 2)} must be the same."
+                f"{keys['num_heads'][0]}={sizes.num_heads} heads of {keys['head_dim'][0]}={sizes.head_dim} channels "
+                f"are {inner}, but hidden_size={width} times {expand}={count_of(config, expand, 2)} must be the same."
             )
     return sizes
 

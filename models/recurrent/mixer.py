@@ -1,13 +1,13 @@
 """What Mamba2 and Gated DeltaNet have in common, sharded by heads over the tensor axis.
 
 Both project each token to a value and a gate of H heads, to two vectors that G groups of heads have in common (as
-grouped queries share keys and values), and to a few numbers for each head. A short causal convolution mixes neighbouring
-tokens, a recurrence carries a state of N x P numbers for each head along the sequence, the gate multiplies, and a
-projection leads back to the residual stream.
+grouped queries share keys and values), and to a few numbers for each head. A short causal convolution mixes
+neighbouring tokens, a recurrence carries a state of N x P numbers for each head along the sequence, the gate
+multiplies, and a projection leads back to the residual stream.
 
-The value's heads are sharded over the tensor-parallel ranks, unevenly if their number does not divide H. If it divides
-G, the groups are sharded too; else each rank holds the weights of all groups, computes those that its heads use, and the
-gradients are summed over the tensor axis.
+The value's heads are sharded over the tensor-parallel ranks, unevenly if the number of ranks does not divide H. If it
+divides G, the groups are sharded too; else each rank holds the weights of all groups, computes those that its heads
+use, and the gradients are summed over the tensor axis.
 
 On a grid with a context axis a rank has two pieces of each sequence, in zigzag order (``context/order.py``), which run
 side by side. ``context/previous.py`` fetches what is in front of them for the convolution, and ``context/scan.py``
@@ -106,11 +106,13 @@ class RecurrentMixer(nn.Module):
             raise ValueError(f"groups={groups} does not divide heads={heads}. Give a divisor of {heads}.")
         self.grid, self.axis, self.sequence_parallel = grid, grid.tensor, sequence_parallel
         self.head_dim, self.state, self.kernel = head_dim, state, kernel
-        axis, common = grid.tensor, {"grid": grid, "sequence_parallel": sequence_parallel}
+        axis = grid.tensor
+        common: dict[str, Any] = {"grid": grid, "sequence_parallel": sequence_parallel}
         inward: dict[str, Any] = {"bias": bias, "init": init, "bias_init": _ZERO}
         self.value = ColumnParallelLinear(width, heads * head_dim, unit=head_dim, **common, **inward)
         self.gate = ColumnParallelLinear(width, heads * head_dim, unit=head_dim, **common, **inward)
-        self.numbers = ColumnParallelLinear(width, numbers * heads, parts=(heads,) * numbers, unit=1, **common, **inward)
+        parts = (heads,) * numbers
+        self.numbers = ColumnParallelLinear(width, numbers * heads, parts=parts, unit=1, **common, **inward)
         start, stop = split(heads, axis.size, axis.rank)
         self.heads = stop - start  # this rank's
         make = partial(sharded_parameter, rank=axis.rank, size=axis.size)
@@ -197,7 +199,7 @@ class RecurrentMixer(nn.Module):
         return [value.new_zeros(rows, self.kernel - 1, channels), state]
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
-        pairs = [(each.weight, each.bias) for each in (self.value, self.gate)]
+        pairs: list[tuple[Tensor, Tensor | None]] = [(each.weight, each.bias) for each in (self.value, self.gate)]
         pairs.append(self.pair.used() if isinstance(self.pair, WholeKV) else (self.pair.weight, self.pair.bias))
         pairs.append((self.numbers.weight, self.numbers.bias))
         found = column_linears(x, pairs, self.axis, self.sequence_parallel)
@@ -277,11 +279,15 @@ class RecurrentMixer(nn.Module):
 
     def _kernels(self) -> tuple[Tensor, Tensor | None]:
         """Return weights and biases of the convolution, of the channels of ``inputs``."""
-        select = self.pair.selected if isinstance(self.pair, WholeKV) else _itself
-        weight = torch.cat([self.conv_value, select(self.conv_pair)])
-        if self.conv_value_bias is None:
-            return weight, None
-        return weight, torch.cat([self.conv_value_bias, select(self.conv_pair_bias)])
+        pairs = [self.conv_pair, self.conv_pair_bias]
+        if isinstance(self.pair, WholeKV):
+            pairs = [None if each is None else self.pair.selected(each) for each in pairs]
+        weight, bias = (
+            None if value is None or pair is None else torch.cat([value, pair])
+            for value, pair in zip((self.conv_value, self.conv_value_bias), pairs, strict=True)
+        )
+        assert weight is not None
+        return weight, bias
 
     def _rates(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logarithm of each head's decay, and the strength of its update, (B, T, H) each."""
@@ -313,10 +319,6 @@ def _cut(x: Tensor, pieces: int) -> Tensor:
 def _wide(x: Tensor) -> torch.dtype:
     """Return the dtype of the recurrence: fp32 at least."""
     return torch.promote_types(x.dtype, torch.float32)
-
-
-def _itself(x: Any) -> Any:
-    return x
 
 
 def _without_taps(layout: Layout) -> Layout:

@@ -4,6 +4,7 @@ in outputs and gradients, in float64."""
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -52,7 +53,6 @@ def recurrence(kind: str, starts: Tensor | None, initial: Tensor | None) -> tupl
     """Outputs, the last state and the gradients, token by token and head by head."""
     given = arguments()
     first, second, values, logarithms, strengths = given
-    outputs = torch.zeros(values.shape, dtype=torch.float64)
     last = torch.zeros(ROWS, GROUPS * SHARED, KEYS, VALUES, dtype=torch.float64)
     pieces: dict[tuple[int, ...], Tensor] = {}
     for b in range(ROWS):
@@ -72,8 +72,8 @@ def recurrence(kind: str, starts: Tensor | None, initial: Tensor | None) -> tupl
                         state = decay * state + torch.outer(q, x * beta)
                         pieces[b, t, g, h] = k @ state
                 last[b, head] = state.detach()
-    ordered = [pieces[b, t, g, h] for b in range(ROWS) for t in range(LENGTH) for g in range(GROUPS) for h in range(SHARED)]
-    outputs = torch.stack(ordered).view(values.shape)
+    outputs = torch.stack([pieces[place] for place in product(*map(range, (ROWS, LENGTH, GROUPS, SHARED)))])
+    outputs = outputs.view(values.shape)
     return outputs.detach(), last, gradients(outputs, given)
 
 
@@ -117,7 +117,8 @@ def theirs_delta(**changes: Any) -> tuple[Any, dict[str, Any]]:
 
     sizes = {"linear_num_value_heads": 4, "linear_num_key_heads": 2} | changes
     sizes |= {"linear_key_head_dim": 6, "linear_value_head_dim": 5}
-    config = transformers.Qwen3NextConfig(hidden_size=16, num_hidden_layers=1, layer_types=["linear_attention"], **sizes)
+    types = ["linear_attention"]
+    config = transformers.Qwen3NextConfig(hidden_size=16, num_hidden_layers=1, layer_types=types, **sizes)
     arguments = {"heads": 4, "head_dim": 5, "key_heads": config.linear_num_key_heads, "key_dim": 6}
     return Qwen3NextGatedDeltaNet(config, 0), arguments | {"eps": config.rms_norm_eps}
 
