@@ -11,7 +11,7 @@ from typing import Any
 
 from ..config import DecoderConfig
 from ..recurrent.sizes import DeltaNetSizes, Mamba2Sizes
-from .names import Names, Pattern, Rows
+from .names import Names, Pattern, RowsOf
 
 Config = Mapping[str, Any]  # content of a config.json
 _LINEAR, _FULL = "linear_attention", "full_attention"
@@ -45,7 +45,7 @@ def _words(config: Config, key: str, depth: int | None = None) -> tuple[str, ...
         raise ValueError(f"{key} is {types!r:.60}, but must be a list of words.")
     if depth is not None and len(types) != depth:
         raise ValueError(f"{key} has {len(types)} entries, but num_hidden_layers is {depth}. Give one for each block.")
-    return tuple(_FORMER.get(each, each) for each in types)
+    return tuple(_FORMER.get(each, each) for each in map(str, types))
 
 
 # -------------------------------------------------------------------------------------------------- Gated DeltaNet
@@ -105,7 +105,7 @@ def qwen_names(common: Names, fused: bool) -> Callable[[Config], Names]:
         for ours, first in (("q", 0), ("gate", dim)):  # head by head
             rows = [(at * dim + first, at * dim + first + dim) for at in range(0, 2 * heads, 2)]
             name = "model.layers.{i}.self_attn.q_proj.*"
-            found[f"layers.{{i+1}}.attention.{ours}.*"] = Rows(name, tuple(rows), 2 * heads * dim)
+            found[f"layers.{{i+1}}.attention.{ours}.*"] = RowsOf(name, tuple(rows), 2 * heads * dim)
         for i in (i for i, kind in enumerate(types) if kind == _LINEAR):
             found |= _delta_net_names(f"layers.{i + 1}.attention", f"model.layers.{i}.linear_attn", sizes, fused)
         return found
@@ -132,8 +132,8 @@ def _delta_net_names(ours: str, theirs: str, sizes: DeltaNetSizes, fused: bool) 
     q, k, v, z = _grouped(groups, (key, key, value, value))
     b, a = _grouped(groups, (share, share))
     for name, rows in (("pair", q + k), ("value", v), ("gate", z)):
-        found[f"{ours}.{name}.weight"] = Rows(f"{theirs}.in_proj_qkvz.weight", rows, 2 * keys + 2 * values)
-    found[f"{ours}.numbers.weight"] = Rows(f"{theirs}.in_proj_ba.weight", b + a, 2 * sizes.num_value_heads)
+        found[f"{ours}.{name}.weight"] = RowsOf(f"{theirs}.in_proj_qkvz.weight", rows, 2 * keys + 2 * values)
+    found[f"{ours}.numbers.weight"] = RowsOf(f"{theirs}.in_proj_ba.weight", b + a, 2 * sizes.num_value_heads)
     return found
 
 
@@ -194,7 +194,8 @@ def _step_min(config: Config) -> float:
     limits = config.get("time_step_limit")
     if limits is None:
         return 0.0
-    low, high = limits if isinstance(limits, (list, tuple)) and len(limits) == 2 else (None, None)
+    pair: tuple[Any, Any] = (None, None)
+    low, high = limits if isinstance(limits, (list, tuple)) and len(limits) == 2 else pair
     if type(low) not in (int, float) or not 0 <= low < math.inf or high not in (math.inf, {"__float__": "Infinity"}):
         raise ValueError(f"time_step_limit is {limits!r:.60}, but only [0 or more, Infinity] is implemented.")
     return float(low)
@@ -361,7 +362,7 @@ def _parts(theirs: str, lengths: Mapping[str, int]) -> dict[str, Pattern]:
     found: dict[str, Pattern] = {}
     start, total = 0, sum(lengths.values())
     for ours, length in lengths.items():
-        found[ours] = Rows(theirs, ((start, start + length),), total)
+        found[ours] = RowsOf(theirs, ((start, start + length),), total)
         start += length
     return found
 
@@ -378,8 +379,8 @@ def _grouped(groups: int, lengths: Sequence[int]) -> list[tuple[tuple[int, int],
 
 def _renamed(form: Any, old: str, new: str) -> Any:
     """Return a name, or several, with another prefix."""
-    if isinstance(form, Rows):
-        return Rows(_renamed(form.name, old, new), form.rows, form.of)
+    if isinstance(form, RowsOf):
+        return RowsOf(_renamed(form.name, old, new), form.rows, form.of)
     if isinstance(form, tuple):
         return tuple(_renamed(each, old, new) for each in form)
     return new + form.removeprefix(old)

@@ -52,7 +52,7 @@ class Fused:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowsOf:
     """Name of a tensor of Hugging Face's, of which a parameter has some rows.
 
     Attributes:
@@ -99,7 +99,7 @@ class Entry:
     again: tuple[str, ...] = ()
 
 
-Pattern = str | tuple[str, ...] | Transposed | PerExpert | Fused | Rows | Repeated
+Pattern = str | tuple[str, ...] | Transposed | PerExpert | Fused | RowsOf | Repeated
 # triax's name -> Hugging Face's. {i} is the block's index, {n} the number of blocks, a final * both weight and bias.
 # A list has the form that is written, then another form that is read too.
 Names = Mapping[str, "Pattern | list[Pattern]"]
@@ -144,7 +144,7 @@ def _entry(
             raise ValueError(f"{form.name} holds queries, keys and values, but the numbers of heads are unknown.")
         total = (heads[0] + 2 * heads[1]) * heads[2]
         return Entry((_written(form.name, ending, numbers),), other=other, rows=form.rows(*heads), of=total)
-    if isinstance(form, Rows):
+    if isinstance(form, RowsOf):
         return Entry((_written(form.name, ending, numbers),), other=other, rows=form.rows, of=form.of)
     if isinstance(form, PerExpert):
         parts = [_written(name, ending, {**numbers, "e": e}) for e in range(experts) for name in form.names]

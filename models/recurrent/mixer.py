@@ -279,7 +279,7 @@ class RecurrentMixer(nn.Module):
 
     def _kernels(self) -> tuple[Tensor, Tensor | None]:
         """Return weights and biases of the convolution, of the channels of ``inputs``."""
-        pairs = [self.conv_pair, self.conv_pair_bias]
+        pairs: list[Tensor | None] = [self.conv_pair, self.conv_pair_bias]
         if isinstance(self.pair, WholeKV):
             pairs = [None if each is None else self.pair.selected(each) for each in pairs]
         weight, bias = (
