@@ -2,7 +2,8 @@
 
 A layer of ``models/`` that needs positions or earlier keys has an attribute ``cache``, None in training. During
 generation it is a ``KVCache``: the layer reads ``cache.positions`` and calls ``cache.attend``. A rank stores the keys
-and values of its own layers and heads only.
+and values of its own layers and heads only. A recurrent layer calls ``cache.recur``, and the cache keeps its state,
+whose size does not depend on the number of tokens.
 
 On a grid with a context axis a prompt is computed in parts (``context/order.py``), and each rank then keeps the keys
 and values of the whole prompt: the tokens that follow are computed on every rank of the axis.
@@ -10,18 +11,20 @@ and values of the whole prompt: the tokens that follow are computed on every ran
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..context.order import gather, positions
+from ..context.order import gather, positions, runs
 from ..grid import Axis
 
 
 class KVCache:
     """Keys and values of every attention layer of this rank, for a number of sequences, one per slot.
+
+    And the states of every recurrent layer.
 
     All slots have the same length. The memory of a slot is used again after its sequence ends. Each layer of each stage
     has tensors of its own, identified by the order in which layers call ``attend`` and allocated at the first call.
@@ -44,6 +47,7 @@ class KVCache:
         self._device, self._context = device, context
         self._positions: Tensor | None = None
         self._layers: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # (stage, nth) -> (slots, kv heads, length, d)
+        self._states: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # (stage, nth) -> (slots, ...) each
         self._stage = self._next = 0
         self._rows: Tensor | slice = slice(0, 0)
         self._begins = True
@@ -54,6 +58,7 @@ class KVCache:
         if slots > self.slots or length > self.length:
             self.slots, self.length = max(slots, self.slots), max(length, self.length)
             self._layers.clear()
+            self._states.clear()
 
     def in_parts(self, starts: Sequence[int], tokens: int) -> Axis | None:
         """Return the context axis if a forward's tokens are spread over it: those of prompts, not of a decode step."""
@@ -61,11 +66,17 @@ class KVCache:
         return self._context if wanted else None
 
     def copy(self, stage: int, sources: Sequence[int], slots: Sequence[int], tokens: int) -> None:
-        """Copy the keys and values of the first ``tokens`` tokens of some slots to others, in all layers of a stage."""
+        """Copy the keys and values of the first ``tokens`` tokens of some slots to others, in all layers of a stage.
+
+        Recurrent layers have the state behind these tokens, which is copied.
+        """
         from_, to = (torch.tensor(each, device=self._device) for each in (sources, slots))
         for (owner, _), pair in self._layers.items():
             for held in pair if owner == stage else ():
                 held[to, :, :tokens] = held[from_, :, :tokens]
+        for (owner, _), states in self._states.items():
+            for held in states if owner == stage else ():
+                held[to] = held[from_]
 
     def begin(self, stage: int, slots: Sequence[int], starts: Sequence[int], tokens: int) -> None:
         """Prepare for the next forward of a stage.
@@ -78,6 +89,7 @@ class KVCache:
         """
         self._stage, self._next = stage, 0
         self._begins = not any(starts)
+        self._goes_on = None if all(starts) else torch.tensor(starts, device=self._device) > 0  # (B,)
         self._masks: dict[tuple[Any, ...], Tensor] = {}  # each made by the first layer that needs it
         self._longest = max(starts) + tokens
         first, count = slots[0], len(slots)
@@ -107,6 +119,46 @@ class KVCache:
                 "list(stream) or stream.close()."
             )
         return self._positions
+
+    @property
+    def axis(self) -> Axis | None:
+        """The context axis if the tokens of the running batch are spread over it, else None."""
+        return self._axis
+
+    @property
+    def tokens(self) -> int:
+        """Number of new tokens of each sequence of the running batch, of all ranks of the context axis."""
+        return self._tokens
+
+    def valid(self, local: int) -> Tensor | None:
+        """Return which of the ``local`` tokens of this rank are no padding, bool (local,); None: all are none."""
+        if self._axis is None:
+            return None
+        held = runs(self._tokens, local, self._axis.size, self._axis.rank)
+        return torch.arange(local, device=self._device) < sum(stop - start for start, stop in held)
+
+    def recur(self, run: Callable[[list[Tensor]], tuple[Tensor, Sequence[Tensor]]], empty: Sequence[Tensor]) -> Tensor:
+        """Run a recurrent layer from the states of the sequences, and store the states at the end.
+
+        Args:
+            run: takes the states, and returns the layer's output and the new states.
+            empty: states of a sequence without tokens, zeros, (B, ...) each.
+
+        Returns:
+            The output.
+        """
+        key, _ = (self._stage, self._next), self.positions
+        self._next += 1
+        held = self._states.get(key)
+        if held is None or [each.dtype for each in held] != [each.dtype for each in empty]:
+            held = self._states[key] = tuple(each.new_zeros(self.slots, *each.shape[1:]) for each in empty)
+        states = [each[self._rows] for each in held]
+        if self._goes_on is not None:  # a slot that begins has the state of its last sequence
+            states = [each * self._goes_on.view(-1, *[1] * (each.dim() - 1)) for each in states]
+        y, new = run(states)
+        for each, value in zip(held, new, strict=True):
+            each[self._rows] = value
+        return y
 
     def attend(self, module: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store the new keys and values, and attend: each new token to itself and to the earlier ones of its sequence.
@@ -159,5 +211,9 @@ class KVCache:
 
     @property
     def bytes(self) -> int:
-        """Memory in bytes: layers x slots x kv heads x length x (d of k + d of v) elements, of this rank's part."""
-        return sum(t.numel() * t.element_size() for pair in self._layers.values() for t in pair)
+        """Memory in bytes: layers x slots x kv heads x length x (d of k + d of v) elements, of this rank's part.
+
+        Of recurrent layers: layers x slots x (heads x K x V elements of the state, and the convolution's inputs).
+        """
+        held = [*self._layers.values(), *self._states.values()]
+        return sum(tensor.nbytes for tensors in held for tensor in tensors)

@@ -9,6 +9,7 @@ mtp.py: multi-token prediction of DeepSeek-V3, and its loss; replicated_linear.p
 layers.py: layers that all models share: token embedding and head, residual block, final norm, loss.
 log_probs.py: ``LogProbsLoss``, losses of the labels' log-probabilities.
 attention.py: causal self-attention with heads over the tensor axis, grouped queries, KV cache.
+recurrent/: linear attention and state spaces: Mamba2, Gated DeltaNet.
 mlp.py: MLP, gated MLP, mixture of experts.
 positions.py: learned positions; rope.py: rotary positions; alibi.py: biases that grow with the position.
 packed.py: several documents in one row of tokens.

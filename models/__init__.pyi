@@ -14,6 +14,8 @@ from .llama import LlamaLoss as LlamaLoss
 from .mixtral import mixtral_layers as mixtral_layers
 from .mtp import MTPLoss as MTPLoss
 from .packed import pack as pack
+from .recurrent.sizes import DeltaNetSizes as DeltaNetSizes
+from .recurrent.sizes import Mamba2Sizes as Mamba2Sizes
 from .rope_scaling import LinearScaling as LinearScaling
 from .rope_scaling import RopeScaling as RopeScaling
 from .rope_scaling import YarnScaling as YarnScaling

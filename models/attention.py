@@ -105,9 +105,9 @@ class CausalAttention(nn.Module):
                 passes the numbers of the whole sequence.
         """
         parts = any(each is not None for each in (self.window, self.chunk, self.sparsity, self.sinks))
+        q, k, v, *gate = self._project(x)  # (B, heads, T, dim), twice (B, kv_heads, T, dim)
         if self.cache is None and (parts or self.grid.context.size > 1):
-            return self._project_out(self._attend_by_blocks(*self._project(x), documents))
-        q, k, v = self._project(x)  # (B, heads, T, dim), twice (B, kv_heads, T, dim)
+            return self._project_out(self._attend_by_blocks(q, k, v, documents), *gate)
         packed = packing(documents, q.dtype) if documents is not None and self.cache is None else None
         positions = packed.positions if packed is not None else None
         if self.cache is None:
@@ -121,7 +121,7 @@ class CausalAttention(nn.Module):
             y = self.recompute(self.attend, q, k, v, mask)
         else:
             y = self.attend(q, k, v, mask)
-        return self._project_out(y)
+        return self._project_out(y, *gate)
 
     def _attend_by_blocks(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
         """Attend over the context axis, or with a window or a block mask; arguments and result as for ``attend``."""
@@ -182,8 +182,9 @@ class CausalAttention(nn.Module):
             sinks=self.sinks,
         )
 
-    def _project_out(self, y: Tensor) -> Tensor:
-        out: Tensor = self.out(rearrange(y, "b heads t dim -> b t (heads dim)"))
+    def _project_out(self, y: Tensor, gate: Tensor | None = None) -> Tensor:
+        y = rearrange(y, "b heads t dim -> b t (heads dim)")
+        out: Tensor = self.out(y if gate is None else y * gate.sigmoid())
         return out
 
     def _of_own_heads(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -230,8 +231,8 @@ class CausalAttention(nn.Module):
         shares = scores.softmax(-1, torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
         return shares[..., : k.shape[2]] @ v
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q (B, heads, T, dim), and k and v (B, kv_heads, T, dim), not rotated."""
+    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return q (B, heads, T, dim), k and v (B, kv_heads, T, dim), not rotated, and any gate (B, T, heads dim)."""
         raise NotImplementedError
 
 
@@ -273,11 +274,13 @@ class SelfAttention(CausalAttention):
         sparsity: block mask of sparse attention, or None.
         scale, softcap, sinks, chunk, l2_norm, temperature: as for ``CausalAttention``.
         norm: maker of the norms of ``qk_norm``.
+        output_gate: multiply the result of attention by the sigmoid of a projection of x.
 
     Attributes:
         qkv: fused projection without ``kv_heads``: (3 H dim, D), where q, k and v are each sharded by heads.
         q, kv: projections with ``kv_heads``: (H dim, D), sharded by heads, and (2 kv_heads dim, D), keys, then values.
         out: output projection, (D, H dim), sharded by heads.
+        gate: projection to the gate, (H dim, D), sharded by heads, present only with ``output_gate``.
         q_norm, k_norm: norms of queries and keys, present only with ``qk_norm``. Their weight is (dim,) or, with
             ``norm_all_heads``, (H dim,) and (kv_heads dim,), sharded by heads; with ``norm_per_head``, (H, dim) and
             (kv_heads, dim).
@@ -323,6 +326,7 @@ class SelfAttention(CausalAttention):
         l2_norm: float | None = None,
         temperature: tuple[float, int] | None = None,
         norm: Callable[..., nn.Module] = RMSNorm,
+        output_gate: bool = False,
     ) -> None:
         super().__init__(
             heads,
@@ -341,7 +345,6 @@ class SelfAttention(CausalAttention):
         )
         dim, self.clip, self.norm_after = head_dim or width // heads, clip, norm_after
         self.head_dim = dim
-        start, stop = split(heads, self.axis.size, self.axis.rank)
         common: dict[str, Any] = {"grid": grid, "unit": dim, "sequence_parallel": sequence_parallel}
         inward: dict[str, Any] = {"bias": bias, "init": init, "bias_init": _ZERO}
         if kv_heads is None:
@@ -357,15 +360,9 @@ class SelfAttention(CausalAttention):
                     width, 2 * kv_heads * dim, parts=(kv_heads * dim,) * 2, **common, **inward
                 )
             else:
-                group = heads // kv_heads
-                first, last = start // group, (stop - 1) // group + 1
-                self.kv_heads = last - first
-                heads_here = slice(first, last)
+                heads_here, self._looks_at = shared_heads(heads, kv_heads, self.axis.rank, self.axis.size)
+                self.kv_heads = heads_here.stop - heads_here.start
                 self.kv = WholeKV(width, kv_heads, dim, heads_here, sequence_parallel, grid=grid, **inward)
-                looks_at = [head // group - first for head in range(start, stop)]
-                share, rest = divmod(self.heads, self.kv_heads)
-                if rest or looks_at != [head // share for head in range(self.heads)]:
-                    self._looks_at = looks_at
         if qk_norm is not None and norm_all_heads:
             keys = kv_heads or heads
             if keys % self.axis.size:
@@ -383,38 +380,62 @@ class SelfAttention(CausalAttention):
             # A rank's gradient comes from its own heads alone: partial, as a norm's on sequence shards.
             self.q_norm = norm(dim, qk_norm, grid=grid, sequence_parallel=True)
             self.k_norm = norm(dim, qk_norm, grid=grid, sequence_parallel=True)
+        if output_gate:
+            self.gate = ColumnParallelLinear(width, heads * dim, **common, **inward)
         self.out = RowParallelLinear(heads * dim, width, bias=out_bias, init=out_init, bias_init=_ZERO, **common)
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q (B, heads, T, dim), and k and v (B, kv_heads, T, dim), normalized but not rotated."""
-        q, k, v = self._split(x)
+    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return q (B, heads, T, dim), k and v (B, kv_heads, T, dim), normalized but not rotated, and any gate."""
+        q, k, v, *gate = self._split(x)
         if "q_norm" in self._modules and not self.norm_after:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.clip is not None:
             q, k, v = (each.clamp(-self.clip, self.clip) for each in (q, k, v))
-        return q, k, v
+        return q, k, v, *gate
 
-    def _rotated(self, q: Tensor, k: Tensor, positions: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
-        q, k = super()._rotated(q, k, positions, length)
+    def _placed(self, q: Tensor, k: Tensor, positions: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
+        q, k = super()._placed(q, k, positions, length)
         return (self.q_norm(q), self.k_norm(k)) if self.norm_after else (q, k)
 
-    def _split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _split(self, x: Tensor) -> tuple[Tensor, ...]:
+        gates = [self.gate] if "gate" in self._modules else []
         if "qkv" in self._modules:
-            q, k, v = self._by_heads(self.qkv(x), 3)
-            return q, k, v
+            return *self._by_heads(self.qkv(x), 3), *(gate(x) for gate in gates)
         weight, bias = self.kv.used() if isinstance(self.kv, WholeKV) else (self.kv.weight, self.kv.bias)
         # x is gathered, and its gradient reduced, once for q, k and v together.
-        pairs = [(self.q.weight, self.q.bias), (weight, bias)]
-        queries, pair = column_linears(x, pairs, self.axis, self.sequence_parallel)
-        queries, pair = updated(self.q, queries, x), updated(self.kv, pair, x)
+        pairs = [(self.q.weight, self.q.bias), (weight, bias), *((gate.weight, gate.bias) for gate in gates)]
+        outputs = column_linears(x, pairs, self.axis, self.sequence_parallel)
+        layers = (self.q, self.kv, *gates)
+        queries, pair, *gate = (updated(layer, y, x) for layer, y in zip(layers, outputs, strict=True))
         (q,), (k, v) = self._by_heads(queries, 1), self._by_heads(pair, 2)
-        return q, k, v
+        return q, k, v, *gate
 
     def _by_heads(self, y: Tensor, parts: int) -> tuple[Tensor, ...]:
         """Return the parts of a fused projection by heads: (B, T, parts x heads x dim) -> (B, heads, T, dim) each."""
         form = "b t (parts heads dim) -> parts b heads t dim"
         found: Tensor = rearrange(y, form, parts=parts, dim=self.head_dim)
         return found.unbind()
+
+
+def shared_heads(heads: int, kv_heads: int, rank: int, size: int) -> tuple[slice, list[int] | None]:
+    """Return the range of the key/value heads that a rank's query heads use, and how they share them.
+
+    Args:
+        heads: number of query heads of the whole layer.
+        kv_heads: number of key/value heads, which divides ``heads``.
+        rank, size: rank on the tensor axis, and its size.
+
+    Returns:
+        The range, and for each query head the number of its head in the range; None: neighbouring query heads share
+        one, equally many each.
+    """
+    start, stop = split(heads, size, rank)
+    group = heads // kv_heads
+    first, last = start // group, (stop - 1) // group + 1
+    looks_at = [head // group - first for head in range(start, stop)]
+    share, rest = divmod(stop - start, last - first)
+    regular = not rest and looks_at == [head // share for head in range(stop - start)]
+    return slice(first, last), None if regular else looks_at
 
 
 class AllHeadsRMSNorm(nn.Module):

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 from ..base.errors import nearest
 from ..grid.ranges import check_units
 from .presets import DEEPSEEK_PRESETS, GPT_PRESETS, LLAMA_PRESETS, MIXTRAL_PRESETS, Presets
+from .recurrent.sizes import RecurrentSizes, sizes_from_fields
 from .rope_scaling import DynamicScaling, LinearScaling, LongRopeScaling, RopeScaling, Scaling, YarnScaling
 
 
@@ -152,14 +153,20 @@ class DecoderConfig(TransformerConfig):
             for each head (Command R+, StableLM).
         out_bias, mlp_bias: add biases to the output of attention and to the linear layers of the MLP.
         layer_types: for each block ``"sliding_attention"``, with ``sliding_window``, ``"chunked_attention"``, with
-            ``attention_chunk_size``, or ``"full_attention"``; (): all blocks have the window, or the chunks, if there
-            are any.
+            ``attention_chunk_size``, ``"full_attention"``, or ``"linear_attention"``, with a recurrent layer in place
+            of attention; with ``one_branch`` also ``"mlp"``; (): all blocks have attention, with the window or the
+            chunks if there are any.
         attention_chunk_size: a token attends to the tokens before it within its chunk of this many tokens only (Llama
             4); None: no chunks.
         qk_l2_norm: divide each head of queries and keys by the root mean square of its channels, after the rotation, in
             blocks with rotary positions (Llama 4).
         attn_scale, floor_scale: in blocks without rotary positions the queries at position p are multiplied by
             ``1 + attn_scale * ln(1 + floor((p + 1) / floor_scale))`` (Llama 4, arXiv:2501.19399).
+        linear_attention: sizes of the recurrent layers: ``Mamba2Sizes`` or ``DeltaNetSizes``.
+        one_branch: each block has one branch, attention, a recurrent layer or an MLP, as ``layer_types`` says
+            (Nemotron-H); False: each has an MLP behind the other branch.
+        attn_output_gate: the output of attention is multiplied by the sigmoid of a projection of its input
+            (Qwen3-Next).
         no_rope_layers: for each block 1 if it has rotary positions, 0 if it has none; (): all have them.
         norm: ``rms`` (RMSNorm), ``rms_offset`` (RMSNorm with the factor 1 + weight, Gemma's), ``rms_plain`` (without
             parameters), ``layer`` (LayerNorm with a bias), ``layer_offset`` (with the factor 1 + weight, Nemotron's),
@@ -281,6 +288,9 @@ class DecoderConfig(TransformerConfig):
     fused_qkv: bool = field(default=False, kw_only=True)
     clip_qkv: float | None = field(default=None, kw_only=True)
     attention_sinks: bool = field(default=False, kw_only=True)
+    linear_attention: RecurrentSizes | None = field(default=None, kw_only=True)
+    one_branch: bool = field(default=False, kw_only=True)
+    attn_output_gate: bool = field(default=False, kw_only=True)
     num_experts: int = field(default=0, kw_only=True)
     num_experts_per_tok: int = field(default=2, kw_only=True)
     moe_intermediate_size: int = field(default=0, kw_only=True)
@@ -304,6 +314,8 @@ class DecoderConfig(TransformerConfig):
         super().__post_init__()
         self._check_words()
         self._check_lists_of_layers()
+        for name in () if self.fused_qkv else self._unused:  # one configuration is written in one way
+            object.__setattr__(self, name, 2 if name == "head_dim" else 1)
         self._check_heads()
         self._check_settings()
         self._check_mixture()
@@ -337,21 +349,35 @@ class DecoderConfig(TransformerConfig):
                 f"sliding_window is {self.sliding_window} and attention_chunk_size is {self.attention_chunk_size}. "
                 "Give one of them."
             )
-        if set(self.layer_types) == {"full_attention"}:
+        kinds = set(self.layer_types)
+        if kinds and "sliding_attention" not in kinds:
             object.__setattr__(self, "sliding_window", None)
+        if kinds and "chunked_attention" not in kinds:
             object.__setattr__(self, "attention_chunk_size", None)
         if self.no_rope_layers and all(self.no_rope_layers):
             object.__setattr__(self, "no_rope_layers", ())
-        if unknown := sorted(set(self.layer_types) - {"sliding_attention", "chunked_attention", "full_attention"}):
-            raise ValueError(
-                f"layer_types has {unknown[0]!r}. Give 'sliding_attention', 'chunked_attention' or 'full_attention'."
-            )
-        if "chunked_attention" in self.layer_types and self.attention_chunk_size is None:
+        known = ["sliding_attention", "chunked_attention", "full_attention", "linear_attention"]
+        known += ["mlp"] * self.one_branch
+        if unknown := sorted(kinds - set(known)):
+            raise ValueError(f"layer_types has {unknown[0]!r}. Give one of {', '.join(map(repr, known))}.")
+        if "chunked_attention" in kinds and self.attention_chunk_size is None:
             raise ValueError("layer_types has 'chunked_attention', but attention_chunk_size is None. Give the length.")
-        if "sliding_attention" in self.layer_types and self.sliding_window is None:
+        if "sliding_attention" in kinds and self.sliding_window is None:
             raise ValueError("layer_types has 'sliding_attention', but sliding_window is None. Give the window.")
-        if len(set(self.layer_types)) == 1:  # one configuration is written in one way
+        if len(kinds - {"linear_attention", "mlp"}) == len(kinds) == 1:  # one configuration is written in one way
             object.__setattr__(self, "layer_types", ())
+        if ("linear_attention" in kinds) != (self.linear_attention is not None):
+            raise ValueError(
+                f"linear_attention is {self.linear_attention}, but layer_types has "
+                f"{self.layer_types.count('linear_attention')} blocks of 'linear_attention'. Give the sizes of these "
+                "blocks, Mamba2Sizes or DeltaNetSizes, or neither."
+            )
+        if self.one_branch and (not self.layer_types or self.parallel_residual or self.norm_place != "before"):
+            raise ValueError(
+                f"one_branch is True with layer_types={self.layer_types}, norm_place={self.norm_place!r} and "
+                f"parallel_residual={self.parallel_residual}. Give the branch of each block in layer_types, "
+                "norm_place='before' and parallel_residual=False."
+            )
 
     def _check_heads(self) -> None:
         heads = self.num_attention_heads
@@ -423,6 +449,8 @@ class DecoderConfig(TransformerConfig):
             return
         object.__setattr__(self, "moe_intermediate_size", self.moe_intermediate_size or self.intermediate_size)
         _check_experts(self.num_experts, self.num_experts_per_tok, self.router_aux_loss_coef, "router_aux_loss_coef")
+        if self.one_branch:
+            raise ValueError(f"num_experts is {self.num_experts}, which one_branch=True cannot have. Give 0.")
         if (self.gated, self.hidden_act) != (True, "silu"):
             raise ValueError(
                 f"num_experts is {self.num_experts}, but gated={self.gated} with hidden_act={self.hidden_act!r} is not "
@@ -484,6 +512,25 @@ class DecoderConfig(TransformerConfig):
         step, dense = self.decoder_sparse_step, self.mlp_only_layers
         return tuple(layer for layer in range(step - 1, self.num_hidden_layers, step) if layer not in dense)
 
+    def check_tensor(self, tensor: int) -> None:
+        """Check that a tensor axis of size ``tensor`` can shard this model, as for ``TransformerConfig``."""
+        for name in (name for name in self.SHARDED if name not in self._unused):
+            check_units(name, getattr(self, name), 1, tensor)
+        if self.linear_attention is not None:
+            check_units("heads of linear_attention", self.linear_attention.heads, 1, tensor)
+
+    @property
+    def _unused(self) -> tuple[str, ...]:
+        """Names of the sizes that no block has."""
+        kinds = {self.type_of(layer) for layer in range(self.num_hidden_layers)}
+        attention = () if "attention" in kinds else ("num_attention_heads", "num_key_value_heads", "head_dim")
+        return (*attention, *(("intermediate_size",) if self.one_branch and "mlp" not in kinds else ()))
+
+    def type_of(self, layer: int) -> str:
+        """Return the kind of a block, counted from 0: ``attention``, ``linear_attention`` or ``mlp``."""
+        kind = self.layer_types[layer] if self.layer_types else ""
+        return kind if kind in ("linear_attention", "mlp") else "attention"
+
     def window_of(self, layer: int) -> int | None:
         """Return the sliding window of a block, counted from 0, or None."""
         return self.sliding_window if not self.layer_types or self.layer_types[layer] == "sliding_attention" else None
@@ -536,6 +583,7 @@ class DecoderConfig(TransformerConfig):
         q, kv = self.num_attention_heads * self.head_dim, 2 * self.num_key_value_heads * self.head_dim
         count = 2 * d * q + d * kv  # q, out; k and v
         count += (q + kv if self.qkv_bias else 0) + (d if self.out_bias else 0)
+        count += (d + self.qkv_bias) * q if self.attn_output_gate else 0
         count += 2 * self.head_dim if self.qk_norm and self.norm != "rms_plain" else 0
         count += self.num_attention_heads if self.attention_sinks else 0
         return count + (q + kv // 2 if self.qk_norm_all_heads or self.qk_norm_per_head else 0)
@@ -559,9 +607,14 @@ class DecoderConfig(TransformerConfig):
         embeddings = self.vocab_size * d * (1 if self.tie_word_embeddings else 2)
         embeddings += (self.max_position_embeddings + self.position_offset) * d if self.learned_positions else 0
         embeddings += (self.vocab_size if self.head_bias else 0) + (norm if self.embedding_norm else 0)
+        kinds = [self.type_of(layer) for layer in range(self.num_hidden_layers)]
         blocks, sparse = self.num_hidden_layers, len(self.moe_layers)
         mixed = (blocks - sparse) * mlp + sparse * experts
-        return embeddings + blocks * (self.attention_count + norms * norm) + mixed + norm
+        if self.one_branch:
+            norms, mixed = 1, kinds.count("mlp") * mlp
+        recurrent = 0 if self.linear_attention is None else self.linear_attention.parameter_count(d)
+        attention = kinds.count("attention") * self.attention_count + kinds.count("linear_attention") * recurrent
+        return embeddings + attention + blocks * norms * norm + mixed + norm
 
 
 @dataclass(frozen=True, repr=False)
@@ -839,4 +892,6 @@ def config_from_fields(kind: str, saved: Mapping[str, Any]) -> TransformerConfig
         elif scaled is LinearScaling and "original_max_position_embeddings" in scaling:
             scaled = DynamicScaling
         renamed["rope_scaling"] = scaled(**{former.get(name, name): value for name, value in scaling.items()})
+    if (sizes := renamed.get("linear_attention")) is not None:
+        renamed["linear_attention"] = sizes_from_fields(sizes)
     return cls(**renamed)

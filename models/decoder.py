@@ -34,6 +34,7 @@ from .layers import (
 from .mlp import MLP, GatedMLP, check_moe_options, make_moe
 from .packed import attach, detach
 from .positions import PositionEmbedding
+from .recurrent.layers import make_recurrent
 from .rope import Rope
 
 # Norms by their names in ``DecoderConfig``: of blocks, before the head, and their arguments.
@@ -134,51 +135,69 @@ class DecoderBlock(ResidualBlock):
         **moe: Any,
     ) -> None:
         mlp = partial(GatedMLP if config.gated else MLP, activation=config.hidden_act, bias=config.mlp_bias)
-        heads, keys, scalar = config.num_attention_heads, config.num_key_value_heads, config.query_pre_attn_scalar
-        scale = config.attention_multiplier if scalar is None else scalar**-0.5
-        rope: Rope | Alibi | None = None
-        if config.has_rope(layer):
-            turned = config.rope_interleave, True, config.rope_reversed
-            rope = Rope(config.rotary_dim, *config.rope_of(layer), *turned)
-        elif config.alibi:
-            config.check_tensor(grid.tensor.size)
-            scale, held = scale or config.head_dim**-0.5, split(heads, grid.tensor.size, grid.tensor.rank)
-            rope = Alibi(heads, keys, held, scale, rounded=config.alibi == "rounded")
         norm, _, how = _NORMS[config.norm]
-        normed = config.qk_norm or config.qk_norm_all_heads or config.qk_norm_per_head
-        tuned = config.attn_scale and not config.has_rope(layer)
+        kind = config.type_of(layer)
+        branches: dict[str, Any] = {"make_mlp": partial(make_moe, **moe) if layer in config.moe_layers else mlp}
+        if config.one_branch and kind != "mlp":
+            branches["make_mlp"] = None
+        if kind == "mlp":
+            branches["make_attention"] = None
+        elif config.linear_attention is not None and kind == "linear_attention":
+            branches["make_attention"] = partial(make_recurrent, config.linear_attention, config.norm_epsilon)
+        else:
+            branches |= _attention_arguments(config, layer, grid)
         super().__init__(
             config,
             grid=grid,
             sequence_parallel=sequence_parallel,
             attention=attention,
             make_norm=partial(norm, **how),
-            make_mlp=partial(make_moe, **moe) if layer in config.moe_layers else mlp,
             norm_place=config.norm_place,
             parallel=config.parallel_residual,
             shared_norm=config.shared_norm,
             multiplier=config.residual_multiplier,
-            head_dim=config.head_dim,
-            kv_heads=None if config.fused_qkv else keys,
-            rope=rope,
-            window=config.window_of(layer),
-            chunk=config.chunk_of(layer),
-            l2_norm=config.norm_epsilon if config.qk_l2_norm and config.has_rope(layer) else None,
-            temperature=(config.attn_scale, config.floor_scale) if tuned else None,
-            bias=config.qkv_bias,
-            out_bias=config.out_bias,
-            qk_norm=config.norm_epsilon if normed else None,
-            norm_all_heads=config.qk_norm_all_heads,
-            norm_per_head=config.qk_norm_per_head,
-            norm_after=config.qk_norm_after,
-            norm=partial(norm, **how) if config.norm.startswith("rms") else RMSNorm,
-            clip=config.clip_qkv,
-            scale=scale,
-            softcap=config.attn_logit_softcapping,
-            sinks=config.attention_sinks,
+            **branches,
         )
         if not config.learned_positions:  # else the layer of positions has it
             self.max_position_embeddings = config.generated_positions  # the most that generation asks for
+
+
+def _attention_arguments(config: DecoderConfig, layer: int, grid: Grid) -> dict[str, Any]:
+    """Return the arguments of ``SelfAttention`` of a block, beside those that ``ResidualBlock`` gives."""
+    heads, keys, scalar = config.num_attention_heads, config.num_key_value_heads, config.query_pre_attn_scalar
+    scale = config.attention_multiplier if scalar is None else scalar**-0.5
+    rope: Rope | Alibi | None = None
+    if config.has_rope(layer):
+        turned = config.rope_interleave, True, config.rope_reversed
+        rope = Rope(config.rotary_dim, *config.rope_of(layer), *turned)
+    elif config.alibi:
+        config.check_tensor(grid.tensor.size)
+        scale, held = scale or config.head_dim**-0.5, split(heads, grid.tensor.size, grid.tensor.rank)
+        rope = Alibi(heads, keys, held, scale, rounded=config.alibi == "rounded")
+    norm, _, how = _NORMS[config.norm]
+    normed = config.qk_norm or config.qk_norm_all_heads or config.qk_norm_per_head
+    tuned = config.attn_scale and not config.has_rope(layer)
+    return {
+        "head_dim": config.head_dim,
+        "kv_heads": None if config.fused_qkv else keys,
+        "rope": rope,
+        "window": config.window_of(layer),
+        "chunk": config.chunk_of(layer),
+        "l2_norm": config.norm_epsilon if config.qk_l2_norm and config.has_rope(layer) else None,
+        "temperature": (config.attn_scale, config.floor_scale) if tuned else None,
+        "bias": config.qkv_bias,
+        "out_bias": config.out_bias,
+        "qk_norm": config.norm_epsilon if normed else None,
+        "norm_all_heads": config.qk_norm_all_heads,
+        "norm_per_head": config.qk_norm_per_head,
+        "norm_after": config.qk_norm_after,
+        "norm": partial(norm, **how) if config.norm.startswith("rms") else RMSNorm,
+        "clip": config.clip_qkv,
+        "scale": scale,
+        "softcap": config.attn_logit_softcapping,
+        "sinks": config.attention_sinks,
+        "output_gate": config.attn_output_gate,
+    }
 
 
 class GPTBlock(DecoderBlock):

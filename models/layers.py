@@ -25,7 +25,7 @@ from ..randomness.random import Dropout, Normal
 from ..tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from ..tensor_parallel.embedding import VocabParallelEmbedding, VocabParallelHead
 from ..tensor_parallel.norm import LayerNorm, OffsetLayerNorm, OffsetRMSNorm, RMSNorm
-from .attention import CausalAttention, SelfAttention
+from .attention import SelfAttention
 from .config import TransformerConfig
 from .packed import attach, check_documents, detach, valid_and_positions
 
@@ -173,7 +173,8 @@ def first_and_last(
 class ResidualBlock(nn.Module):
     """One transformer layer: x = x + attention(norm1(x)), then x = x + mlp(norm2(x)): (B, T, D) -> (B, T, D).
 
-    Dropout acts on the output of attention and of MLP. The MLP may be a mixture of experts, ``MoE``.
+    Dropout acts on the output of attention and of MLP. The MLP may be a mixture of experts, ``MoE``, and attention a
+    recurrent layer. A block may also have one of the two alone.
 
     Args:
         config: the model's configuration.
@@ -181,8 +182,10 @@ class ResidualBlock(nn.Module):
         sequence_parallel: input and output are this rank's shards of the sequence, (B, T / t, D).
         attention: how the ranks of the context axis compute attention: ``ring``, ``ulysses`` or ``gather``.
         make_norm: the norms' maker, called as ``make_norm(width, epsilon, grid=..., sequence_parallel=...)``.
-        make_attention: maker of the attention, called with width, heads, these arguments and ``others``.
-        make_mlp: the MLP's maker, called as ``make_mlp(config, grid=..., sequence_parallel=...)``.
+        make_attention: maker of the attention, called with width, heads, these arguments and ``others``; None: the
+            block has none.
+        make_mlp: the MLP's maker, called as ``make_mlp(config, grid=..., sequence_parallel=...)``; None: the block has
+            none.
         norm_place: the norms are ``before`` the branches, ``after`` them, or ``both``.
         parallel: attention and MLP both take the block's input, and both are added to it.
         shared_norm: one norm for attention and MLP, with ``parallel``.
@@ -205,8 +208,8 @@ class ResidualBlock(nn.Module):
         sequence_parallel: bool = False,
         attention: str = "ring",
         make_norm: Callable[..., nn.Module],
-        make_attention: Callable[..., CausalAttention] = SelfAttention,
-        make_mlp: Callable[..., nn.Module],
+        make_attention: Callable[..., nn.Module] | None = SelfAttention,
+        make_mlp: Callable[..., nn.Module] | None,
         norm_place: str = "before",
         parallel: bool = False,
         shared_norm: bool = False,
@@ -220,12 +223,13 @@ class ResidualBlock(nn.Module):
         inits: dict[str, Any] = {"init": Normal(config.initializer_range), "out_init": Normal(config.residual_std)}
         norm = partial(make_norm, config.hidden_size, config.norm_epsilon, **common)
         before, after = norm_place != "after", norm_place != "before"
-        self.norm1 = norm() if before else None
+        self.norm1 = norm() if before and make_attention is not None else None
         arguments = {"kind": attention, "window": config.sliding_window, **common, **inits, **others}
-        self.attention = make_attention(config.hidden_size, config.num_attention_heads, **arguments)
+        heads = config.num_attention_heads
+        self.attention = None if make_attention is None else make_attention(config.hidden_size, heads, **arguments)
         self.dropout1 = dropout(config.dropout, grid, sequence_parallel)
-        self.norm2 = norm() if before and not shared_norm else None
-        self.mlp = make_mlp(config, **common)
+        self.norm2 = norm() if before and not shared_norm and make_mlp is not None else None
+        self.mlp = None if make_mlp is None else make_mlp(config, **common)
         self.dropout2 = dropout(config.dropout, grid, sequence_parallel)
         self.post_norm1 = norm() if after else None
         self.post_norm2 = norm() if after else None
@@ -234,9 +238,12 @@ class ResidualBlock(nn.Module):
         """Run the layer on x, or on ``(x, documents)`` for packed rows."""
         x, documents = detach(x)
         first = normalized(x, self.norm1)
-        added = self._added(self.attention(first, documents), self.post_norm1, self.dropout1)
-        if not self.parallel:
-            x = first = x + added
+        if self.attention is not None:
+            added = self._added(self.attention(first, documents), self.post_norm1, self.dropout1)
+            if not self.parallel:
+                x = first = x + added
+        if self.mlp is None:
+            return attach(x, documents)
         second = first if self.norm2 is None else self.norm2(x)
         y = self._added(self._run_mlp(second, documents), self.post_norm2, self.dropout2)
         return attach(x + added + y if self.parallel else x + y, documents)
@@ -251,6 +258,7 @@ class ResidualBlock(nn.Module):
             tensor = self.mlp.grid.tensor if self.mlp.sequence_parallel else None
             y = self.mlp(x, *valid_and_positions(x, self.context, tensor, documents))
         else:
+            assert self.mlp is not None
             y = self.mlp(x)
         return y
 

@@ -178,6 +178,12 @@ def layers_of(config: TransformerConfig, shard_tensor: bool = False) -> list[Lay
         ValueError: the model has modules that predict further tokens.
     """
     if isinstance(config, DecoderConfig):
+        if config.linear_attention is not None or config.one_branch or config.attn_output_gate:
+            raise ValueError(
+                f"triax plan does not count blocks of 'linear_attention', of which layer_types has "
+                f"{config.layer_types.count('linear_attention')}, one_branch={config.one_branch} and "
+                f"attn_output_gate={config.attn_output_gate}. Give a configuration without them."
+            )
         return _decoder(config, shard_tensor)
     if isinstance(config, DeepseekConfig):
         if config.num_nextn_predict_layers:

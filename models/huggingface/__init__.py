@@ -1,6 +1,7 @@
 """Hugging Face: weights and configurations in and out, and transformers' own models as lists of layers.
 
 families.py: for each family a table of names, a few flags and the plan of ``parallelize``.
+hybrids.py: settings and names of the recurrent layers of hybrids.
 config.py: conversion of ``config.json`` to and from triax's configurations.
 names.py: patterns of parameter names, expanded for a model.
 mxfp4.py: weights of 4 bits, dequantized.

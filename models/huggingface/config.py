@@ -19,6 +19,7 @@ from .names import Entry, Fused, Names, PerHead, expand
 # Keys of the number of experts, and of blocks.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
+_KINDS = ("layers_block_type", "hybrid_override_pattern")  # of Nemotron-H: the kind of each block
 _SCALINGS = {"llama3": RopeScaling, "yarn": YarnScaling, "linear": LinearScaling}  # by rope_type
 _SCALINGS |= {"longrope": LongRopeScaling, "dynamic": DynamicScaling}
 _REQUIRED = {"llama3": ("factor", "low_freq_factor", "high_freq_factor"), "longrope": ("short_factor", "long_factor")}
@@ -80,7 +81,8 @@ def text_name(name: str) -> str | None:
 
 def layer_count(config: Mapping[str, Any]) -> int:
     """Return the number of blocks that a ``config.json`` gives under any family's key, or 0 if it gives none."""
-    return int(next((config[key] for key in _DEPTHS if config.get(key)), 0))
+    kinds = next((config[key] for key in _KINDS if isinstance(config.get(key), (list, str))), ())
+    return len(kinds) or int(next((config[key] for key in _DEPTHS if config.get(key)), 0))
 
 
 def expert_count(config: Mapping[str, Any]) -> int:
@@ -185,7 +187,7 @@ def _from_hf(config: Config) -> TransformerConfig:
             if not found[ours]:
                 raise ValueError(f"{name} is {_shown(found[ours])}, by which triax would divide. Give another number.")
             found[ours] = 1.0 / found[ours]
-    if "head_dim" not in family.keys and family.config is not DeepseekConfig:
+    if "head_dim" not in family.keys and "num_attention_heads" in found and family.config is not DeepseekConfig:
         _check_head_dim(config, found)
     if family.rope:
         found |= _read_rope(config, family)

@@ -20,7 +20,7 @@ from .folder_settings import settings_of, write_settings
 from .folder_writer import FolderWriter
 from .merge import is_factor, updates
 from .names import Entry
-from .save import Held, linear_names, names_of_layers, parts_of, transposed_layers, write_parts
+from .save import Held, announced, linear_names, names_of_layers, parts_of, transposed_layers, write_parts
 
 Shapes = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -74,15 +74,15 @@ def _export(
         for name, (shape, kind) in tensors.items()
         if name not in factors
     }
-    announced = {part: (shape, kind) for parts in plan.values() for part, shape, kind in parts}
-    writer = FolderWriter(folder, written, announced)
+    tensors_written = announced(plan, entries)
+    writer = FolderWriter(folder, written, tensors_written)
     for name, parts in plan.items():
         if parts:
             added = updates(name, entries[name], factors, 1.0 if options is None else options.scaling, conv1d)
             write_parts(writer, read(name), parts, entries[name], added)
     writer.close()
     write_settings(folder, None if model is None else model.get("settings"), tokenizer)
-    return [*announced]
+    return [*tensors_written]
 
 
 class _HuggingFace:

@@ -25,6 +25,7 @@ from ...tensor_parallel.plans import (
     Vocab,
 )
 from ..config import DecoderConfig, DeepseekConfig, GPTConfig, LlamaConfig, MixtralConfig, TransformerConfig
+from . import hybrids
 from .names import Fused, Names, OneRow, PerExpert, PerHead, Repeated, Transposed
 
 Config = Mapping[str, Any]  # content of a config.json
@@ -321,6 +322,17 @@ _OLMO2_NAMES: Names = {
     **_ATTENTION,
     **_GATED,
     **_block(1, post_norm1=f"{_AT}.post_attention_layernorm.*", post_norm2=f"{_AT}.post_feedforward_layernorm.*"),
+}
+_BAMBA_NAMES: Names = {
+    **_ends("model.embed_tokens", "model.final_layernorm"),
+    **_ATTENTION,
+    **_block(
+        1,
+        norm1=f"{_AT}.input_layernorm.*",
+        norm2=f"{_AT}.pre_ff_layernorm.*",
+        mlp__gate_up=(f"{_AT}.feed_forward.gate_proj.*", f"{_AT}.feed_forward.up_proj.*"),
+        mlp__down=f"{_AT}.feed_forward.down_proj.*",
+    ),
 }
 _ARCEE_NAMES: Names = {
     **_LLAMA_ENDS,
@@ -1766,6 +1778,80 @@ FAMILIES: dict[str, Family] = {
         flags={"qk_norm_all_heads": True},
         only={"sliding_window": (None,)},
         window="",
+    ),
+    "qwen3_5_text": _like(
+        _LLAMA,
+        "Qwen3_5",
+        plan=None,
+        blocks=False,
+        config=DecoderConfig,
+        names=hybrids.qwen_names(_LLAMA_NAMES, fused=False),
+        keys={
+            **_ATTENTION_BIAS,
+            "num_key_value_heads": ("num_key_value_heads", 4),
+            "head_dim": ("head_dim", 256),
+        },
+        flags={"norm": "rms_offset", "qk_norm": True, "attn_output_gate": True},
+        rope={"partial_rotary_factor": 0.25},
+        scalings=(),
+        read=hybrids.qwen_read,
+        write=hybrids.qwen_write,
+    ),
+    "nemotron_h": Family(
+        "NemotronH",
+        config=DecoderConfig,
+        names=hybrids.nemotron_names,
+        keys={
+            **{ours: key for ours, key in _COMMON.items() if ours != "num_hidden_layers"},
+            "num_key_value_heads": ("num_key_value_heads", 8),
+            "head_dim": ("head_dim", 128),
+            "rms_norm_eps": ("layer_norm_epsilon", 1e-5),
+            "hidden_act": ("mlp_hidden_act", "relu2"),
+            "mlp_bias": ("mlp_bias", False),
+        },
+        flags={"gated": False, "one_branch": True},
+        only={
+            **_NO_DROPOUT,
+            "mamba_hidden_act": ("silu",),
+            "num_nextn_predict_layers": (0,),
+        },
+        read=hybrids.nemotron_read,
+        write=hybrids.nemotron_write,
+        blocks=False,
+    ),
+    "bamba": _like(
+        _LLAMA,
+        "Bamba",
+        plan=None,
+        blocks=False,
+        config=DecoderConfig,
+        names=hybrids.bamba_names(_BAMBA_NAMES),
+        keys={
+            **_BIASES,
+            "num_key_value_heads": ("num_key_value_heads", 8),
+            "head_dim": None,
+            "rms_norm_eps": ("rms_norm_eps", 1e-5),
+        },
+        rope={"partial_rotary_factor": 0.5},
+        scalings=(),
+        read=hybrids.bamba_read,
+        write=hybrids.bamba_write,
+    ),
+    "mamba2": Family(
+        "Mamba2",
+        config=DecoderConfig,
+        names=hybrids.mamba2_names,
+        keys={
+            **{name: name for name in ("vocab_size", "hidden_size", "num_hidden_layers")},
+            "tie_word_embeddings": ("tie_word_embeddings", False),
+            "initializer_range": ("initializer_range", 0.1),
+            "rms_norm_eps": ("layer_norm_epsilon", 1e-5),
+        },
+        flags={"one_branch": True},
+        only={"hidden_act": ("silu",)},
+        read=hybrids.mamba2_read,
+        write=hybrids.mamba2_write,
+        blocks=False,
     ),
     "gpt_oss": _like(
         _MIXTRAL,

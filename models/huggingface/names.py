@@ -73,6 +73,21 @@ class PerHead:
 
 
 @dataclass(frozen=True)
+class RowsOf:
+    """Name of a tensor of Hugging Face's, of which a parameter has some rows.
+
+    Attributes:
+        name: its name.
+        rows: ranges [start, stop) of these rows, in the parameter's order.
+        of: number of rows of the tensor.
+    """
+
+    name: str
+    rows: tuple[tuple[int, int], ...]
+    of: int
+
+
+@dataclass(frozen=True)
 class Repeated:
     """Name of a tensor, and the names under which Hugging Face stores it again: they are written, and not read."""
 
@@ -113,7 +128,7 @@ def swapped(lengths: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*lengths[:-2], *lengths[:-3:-1])
 
 
-Pattern = str | tuple[str, ...] | Transposed | OneRow | PerExpert | PerHead | Fused | Repeated
+Pattern = str | tuple[str, ...] | Transposed | OneRow | PerExpert | PerHead | Fused | RowsOf | Repeated
 # triax's name -> Hugging Face's. {i} is the block's index, {n} the number of blocks, a final * both weight and bias.
 # A list has the form that is written, then another form that is read too.
 Names = Mapping[str, "Pattern | list[Pattern]"]
@@ -165,6 +180,8 @@ def _entry(
         assert heads is not None
         total = (heads[0] + 2 * heads[1]) * heads[2]
         return Entry((_written(form.name, ending, numbers),), other=other, rows=form.rows(*heads), of=total)
+    if isinstance(form, RowsOf):
+        return Entry((_written(form.name, ending, numbers),), other=other, rows=form.rows, of=form.of)
     if isinstance(form, PerExpert):
         parts = [_written(name, ending, {**numbers, "e": e}) for e in range(experts) for name in form.names]
         return Entry(tuple(parts), per_expert=len(form.names), other=other)

@@ -244,7 +244,7 @@ def check(source: Source, ours: str, entry: Entry, layout: Layout) -> list[Piece
         if entry.rows:
             if shape[0] != entry.of:
                 raise ValueError(
-                    f"{name} has {shape[0]} rows in {source.where}, but q, k and v of its config.json have "
+                    f"{name} has {shape[0]} rows in {source.where}, but by its config.json there are "
                     f"{entry.of}. Build the model with the sizes of its config.json, config_from_hf(path)."
                 )
             for first, last in entry.rows:

@@ -102,13 +102,7 @@ def save_hf(
             )
         plan = {name: parts_of(name, h, entries, dtype) for name, h in held.items() if not is_factor(name)}
         if grid.rank == 0:
-            tensors = {
-                each: (shape, kind)
-                for name, parts in plan.items()
-                for part, shape, kind in parts
-                for each in (part, *entries[name].again)
-            }
-            writer = FolderWriter(Path(path), written, tensors, max_file_bytes)
+            writer = FolderWriter(Path(path), written, announced(plan, entries), max_file_bytes)
     factors: dict[str, Tensor] = {}
     transposed = transposed_layers(written) if options is not None else set[str]()
     for name, whole in whole_tensors(model, values, held, grid):
@@ -370,6 +364,26 @@ def _whole(parameter: Tensor | None, held: Held, grid: Grid) -> Tensor | None:
         whole = whole.contiguous()
         grid.pipe.broadcast(whole, source=held.owner)
     return whole
+
+
+def announced(
+    plan: Mapping[str, Sequence[tuple[str, tuple[int, ...], torch.dtype]]], entries: Mapping[str, Entry]
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return name -> shape and dtype of the tensors of all parameters, in the order in which they are written.
+
+    A tensor of which several parameters have rows is written when the last of them is there.
+
+    Args:
+        plan: triax's names, in order -> what ``parts_of`` returns.
+        entries: triax's name -> Hugging Face's tensors.
+    """
+    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for name, parts in plan.items():
+        for part, shape, kind in parts:
+            for each in (part, *entries[name].again):
+                found.pop(each, None)
+                found[each] = shape, kind
+    return found
 
 
 def write_parts(

@@ -33,7 +33,7 @@ from triax.models.huggingface.load import LAYERS
 from triax.testing.check import check
 from triax.train.model import loss_for
 
-from toy_families import COMMON, DENSE, MIXTURES
+from toy_families import COMMON, DENSE, HYBRIDS, MIXTURES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "proved.md"
 AXES = ("pipe", "data", "context", "tensor", "expert")
@@ -56,7 +56,7 @@ def settings(kind: str) -> dict[str, Any]:
         family, options = MIXTURES[kind]
         architecture, options = f"{family}ForCausalLM", COMMON | options
     else:
-        architecture, options = FAMILIES[kind].architecture, DENSE[kind][1]
+        architecture, options = FAMILIES[kind].architecture, (DENSE | HYBRIDS)[kind][1]
     made = transformers.AutoConfig.for_model(kind, **options | {"vocab_size": VOCABULARY})
     made.architectures = [architecture]
     found: dict[str, Any] = made.to_dict()

@@ -121,6 +121,16 @@ MORE: dict[str, dict[str, Any]] = {
     "llama4_text": {"use_qk_norm": False},
     "flex_olmo": {"norm_topk_prob": True},
     "qwen3_moe": {"norm_topk_prob": True, "decoder_sparse_step": 2},
+    "qwen3_5_text": {"head_dim": 16, "linear_num_value_heads": 6, "linear_num_key_heads": 3, "linear_key_head_dim": 7}
+    | {"linear_value_head_dim": 9, "linear_conv_kernel_dim": 3}
+    | {"layer_types": ["full_attention", *["linear_attention"] * 3]},
+    "nemotron_h": {"mamba_num_heads": 6, "mamba_head_dim": 7, "ssm_state_size": 9, "n_groups": 2, "conv_kernel": 3}
+    | {"use_bias": True, "use_conv_bias": False, "time_step_min": 0.2, "mlp_bias": True, "mlp_hidden_act": "silu"}
+    | {"layers_block_type": ["mlp", "linear_attention", "full_attention"]},
+    "bamba": {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 7, "mamba_n_groups": 2, "mamba_d_conv": 3}
+    | {"mamba_proj_bias": True, "mamba_conv_bias": False, "attn_layer_indices": [1], "mlp_bias": True},
+    "mamba2": {"num_heads": 2, "state_size": 7, "n_groups": 2, "conv_kernel": 3, "use_bias": True}
+    | {"use_conv_bias": False, "time_step_limit": [0.2, float("inf")]},
 }
 KNOWN = [name for name, family in FAMILIES.items() if family.config is not None]
 
@@ -162,7 +172,8 @@ def result(config: dict[str, Any], ours: bool) -> Any:
         except ValueError as error:
             return str(error)
     try:
-        theirs = content(class_of(config["model_type"]).from_dict(config))
+        kind = class_of(config["model_type"])
+        theirs = content(kind.from_dict(kind._decode_special_floats(config)))
         return from_hf(theirs | {"model_type": config["model_type"]})
     except Exception as error:  # of many classes
         return str(error)

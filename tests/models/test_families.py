@@ -29,9 +29,9 @@ from triax.tensor_parallel.plans import Column, Row
 
 from exact_norms import exact
 from paths import DOCS
-from toy_families import DENSE as CASES
-from toy_families import MIXTURES, NOT_GENERATED, NOT_LISTED, NOT_SHARDED, VOCABULARY
+from toy_families import DENSE, HYBRIDS, MIXTURES, NOT_GENERATED, NOT_LISTED, NOT_SHARDED, VOCABULARY
 
+CASES = DENSE | HYBRIDS
 Sizes = tuple[int, int, int]  # pipe, data, tensor
 
 ROWS, LENGTH = 2, 14  # a length that two tensor ranks share evenly
@@ -233,7 +233,7 @@ def check_generated(run: Any, folder: Path, cases: list[str], sizes: Sizes) -> N
             assert tokens == theirs[0].tolist(), case
 
 
-REPRESENTATIVE = ["mistral", "gemma2", "gpt_neox", "falcon"]
+REPRESENTATIVE = ["mistral", "gemma2", "gpt_neox", "falcon", "qwen3_5_text", "nemotron_h"]
 
 
 def test_representative_families(ranks: Any, tmp_path: Path) -> None:
@@ -256,13 +256,13 @@ def test_sequence_parallel(ranks: Any, tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_their_blocks_on_two_stages(ranks: Any, tmp_path: Path) -> None:
-    check_piped(ranks, tmp_path, [case for case in CASES if case not in NOT_LISTED])
+    check_piped(ranks, tmp_path, [case for case in DENSE if case not in NOT_LISTED])
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_their_model_on_two_tensor_ranks(ranks: Any) -> None:
-    planned = [case for case, (family, _) in CASES.items() if FAMILIES[family].plan is not None]
+    planned = [case for case, (family, _) in DENSE.items() if FAMILIES[family].plan is not None]
     check_parallelized(ranks, [case for case in planned if case not in NOT_SHARDED])
 
 
@@ -447,11 +447,11 @@ def table() -> list[str]:
     """The families' table of docs/models.md: what the tests of this file compare with transformers."""
     heads = ("`model_type`", "`load_hf`, `save_hf`", "pipe 2, tensor 2", "generate")
     lines = [f"| {' | '.join((*heads, '`hf_layers`, pipe 2', '`parallelize`, tensor 2'))} |", "|---" * 6 + "|"]
-    checked = {family for family, _ in CASES.values()}
+    dense, hybrid = ({family for family, _ in cases.values()} for cases in (DENSE, HYBRIDS))
     for name, family in FAMILIES.items():
-        dense, known = name in checked, family.config is not None
-        if dense:
-            cells = [f"`{config_name(family.config)}`", "1e-10", "equal", "1e-10"]
+        known = family.config is not None
+        if name in dense | hybrid:
+            cells = [f"`{config_name(family.config)}`", "1e-10", "equal", "1e-10" if name in dense else ""]
             cells.append("1e-10" if family.plan is not None else "")
         else:
             where = "[moe.md](moe.md)" if known else ""
@@ -468,7 +468,7 @@ def config_name(config: type[Any] | None) -> str:
 
 def test_the_table_in_the_docs() -> None:
     """Every family is in a test of this file or of test_moe_models.py, and in the table."""
-    checked = {family for family, _ in CASES.values()} | {case.split("-")[0] for case in MIXTURES}
+    checked = {family for family, _ in DENSE.values()} | {case.split("-")[0] for case in MIXTURES}
     assert {name for name, family in FAMILIES.items() if family.blocks} == checked
     assert {name for name, each in FAMILIES.items() if each.config is None} == {case.split("-")[0] for case in ENCODERS}
     text = (DOCS / "models.md").read_text()

@@ -363,6 +363,7 @@ def run_program(source: str, sizes: list[str]) -> None:
         ("presets.py", []),
         ("packed.py", []),
         ("packed.py", ["1", "2", "2"]),
+        ("hybrid.py", ["1", "1", "1", "2"]),
         ("own.py", []),
         ("own.py", ["1", "1", "4"]),
     ],
@@ -372,7 +373,7 @@ def test_the_docs_programs_run(ranks: Any, name: str, sizes: list[str]) -> None:
 
 
 def test_the_docs_programs_are_all_run() -> None:
-    assert list(programs()) == ["presets.py", "mtp.py", "packed.py", "own.py", "replaced.py"]
+    assert list(programs()) == ["presets.py", "hybrid.py", "mtp.py", "packed.py", "own.py", "replaced.py"]
 
 
 def run_in(folder: str, source: str, sizes: list[str]) -> str:

@@ -74,6 +74,7 @@ BARE = (
         "models/__init__.py",
         "models/config.py",
         "models/presets.py",
+        "models/recurrent/sizes.py",
         "models/rope_scaling.py",
         "plan",
     ),

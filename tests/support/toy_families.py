@@ -1,6 +1,7 @@
 """transformers' options of toy models, one and more of each family that triax has layers for.
 
 ``DENSE``: case -> (the family, options). The first case of a family stands for it in the table of docs/models.md.
+``HYBRIDS``: the same for hybrids of attention and recurrent layers.
 ``MIXTURES``: the same for mixtures of experts, with the name of transformers' classes, and ``COMMON`` options of all.
 """
 
@@ -196,6 +197,46 @@ NOT_LISTED = dict.fromkeys(("falcon-alibi", "falcon-alibi-one-key"), "alibi=True
 NOT_SHARDED |= NOT_LISTED
 # Cases whose rows are longer than what is generated with the KV cache.
 NOT_GENERATED = ("phi3-long-rows", "llama-dynamic-long-rows")
+_DELTA = _LLAMA | {"head_dim": 8, "num_hidden_layers": 4} | {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
+_DELTA |= {"linear_key_head_dim": 6, "linear_value_head_dim": 5}
+_MAMBA = {"mamba_num_heads": 4, "mamba_head_dim": 6, "ssm_state_size": 5, "n_groups": 2, "chunk_size": 8}
+_BAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 5, "mamba_chunk_size": 8, "mamba_expand": 2}
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5_text": ("qwen3_5_text", _DELTA),
+    "qwen3_5_text-biases": (
+        "qwen3_5_text",
+        _DELTA
+        | {"attention_bias": True, "linear_num_key_heads": 4, "linear_conv_kernel_dim": 3, "num_hidden_layers": 3}
+        | {"layer_types": ["full_attention", "linear_attention", "full_attention"], "tie_word_embeddings": True},
+    ),
+    "nemotron_h": (
+        "nemotron_h",
+        {name: value for name, value in _LLAMA.items() if name != "num_hidden_layers"}
+        | _MAMBA
+        | {"head_dim": 6, "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]},
+    ),
+    "nemotron_h-biases": (
+        "nemotron_h",
+        {name: value for name, value in _LLAMA.items() if name != "num_hidden_layers"}
+        | _MAMBA
+        | {"head_dim": 10, "layers_block_type": ["full_attention", "linear_attention", "mlp"], "mlp_bias": True}
+        | {"use_bias": True, "use_conv_bias": False, "n_groups": 1, "time_step_min": 0.3, "mlp_hidden_act": "silu"},
+    ),
+    "bamba": ("bamba", _LLAMA | _BAMBA | {"attn_layer_indices": [1]}),
+    "bamba-biases": (
+        "bamba",
+        _LLAMA
+        | _BAMBA
+        | {"attn_layer_indices": [0, 2], "mamba_n_groups": 2, "mamba_proj_bias": True, "mamba_conv_bias": False}
+        | {"attention_bias": True, "mlp_bias": True, "time_step_limit": (0.2, float("inf"))},
+    ),
+    "mamba2": (
+        "mamba2",
+        {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 3, "residual_in_fp32": False}
+        | {"num_heads": 4, "head_dim": 16, "state_size": 5, "n_groups": 2, "chunk_size": 8}
+        | _TOKENS,
+    ),
+}
 
 COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,

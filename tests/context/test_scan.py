@@ -1,0 +1,107 @@
+"""The scan of a state, and the tokens in front of a piece, over the context axis: numbers, gradients and bytes sent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from triax.context.order import positions, shard
+from triax.context.previous import previous
+from triax.context.scan import scan
+from triax.grid import Grid
+from triax.testing import count_bytes
+
+BATCH, HEADS, KEYS, VALUES = 2, 3, 4, 5
+
+
+def inputs(kind: str, chunks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Transitions, updates, an initial state, and weights of the states, of the whole sequence."""
+    torch.manual_seed(1)
+    size = KEYS if kind == "matrix" else 1
+    transitions = torch.randn(BATCH, chunks, HEADS, size, size, dtype=torch.float64)
+    updates = torch.randn(BATCH, chunks, HEADS, KEYS, VALUES, dtype=torch.float64)
+    initial = torch.randn(BATCH, HEADS, KEYS, VALUES, dtype=torch.float64)
+    return transitions, updates, initial, torch.randn_like(updates)
+
+
+def one_by_one(kind: str, chunks: int) -> tuple[Tensor, ...]:
+    """The states in front of the chunks, the last state, and the gradients, by the recurrence as it is written."""
+    transitions, updates, state, weights = inputs(kind, chunks)
+    transitions.requires_grad_(), updates.requires_grad_()
+    states = []
+    for i in range(chunks):
+        states.append(state)
+        a = transitions[:, i]
+        state = (a if kind == "matrix" else a * torch.eye(KEYS)) @ state + updates[:, i]
+    before = torch.stack(states, 1)
+    (before * weights).sum().backward()
+    assert transitions.grad is not None and updates.grad is not None
+    return before.detach(), state.detach(), transitions.grad, updates.grad
+
+
+def scanned(kind: str, chunks: int) -> tuple[list[Tensor], dict[str, float], dict[str, float]]:
+    """Return this rank's chunks of what ``one_by_one`` returns, and the bytes sent forward and backward."""
+    grid = Grid(context=torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1)
+    pieces = 1 if grid.context.size == 1 else 2
+    transitions, updates, initial, weights = inputs(kind, chunks)
+    cut = [shard(x, grid.context).unflatten(1, (pieces, -1)) for x in (transitions, updates, weights)]
+    a, u = (x.clone().requires_grad_() for x in cut[:2])
+    with count_bytes(grid) as forward:
+        before, last = scan(a, u, initial, grid.context)
+    with count_bytes(grid) as backward:
+        (before * cut[2]).sum().backward()
+    assert a.grad is not None and u.grad is not None
+    assert not last.requires_grad
+    return [before.detach().flatten(1, 2), last, a.grad.flatten(1, 2), u.grad.flatten(1, 2)], forward, backward
+
+
+@pytest.mark.parametrize("kind", ["number", "matrix"])
+def test_the_scan_is_the_recurrence(ranks: Any, kind: str) -> None:
+    size = BATCH * HEADS * KEYS * VALUES * 8  # |S|
+    for count in (1, 2, 4):
+        for chunks in (8, 16):  # the bytes do not depend on the length
+            right = one_by_one(kind, chunks)
+            every = [scanned(kind, chunks)] if count == 1 else ranks(count, scanned, kind, chunks)
+            for rank, (found, forward, backward) in enumerate(every):
+                held = positions(chunks, count, rank)
+                for i, (mine, whole) in enumerate(zip(found, right, strict=True)):
+                    if i != 1:
+                        torch.testing.assert_close(mine, whole[:, held], rtol=1e-10, atol=1e-10)
+                    elif rank == 0:
+                        torch.testing.assert_close(mine, whole, rtol=1e-10, atol=1e-10)
+                sent = {"context": size * (1 if rank in (0, count - 1) else 2)} if count > 1 else {}
+                assert forward == backward == sent
+
+
+def fetched(length: int, count: int) -> tuple[Tensor, Tensor, dict[str, float], dict[str, float]]:
+    grid = Grid(context=torch.distributed.get_world_size())
+    whole = torch.arange(2.0 * length * 3).double().view(2, length, 3) + 1
+    mine = shard(whole, grid.context).clone().requires_grad_()
+    with count_bytes(grid) as forward:
+        found = previous(mine, count, grid.context)
+    with count_bytes(grid) as backward:
+        (found * (1 + torch.arange(count, dtype=torch.float64)[:, None])).sum().backward()
+    assert mine.grad is not None
+    return found.detach(), mine.grad, forward, backward
+
+
+@pytest.mark.parametrize(("size", "length", "count"), [(2, 16, 3), (4, 32, 3), (2, 8, 3), (4, 8, 3)])
+def test_previous_tokens(ranks: Any, size: int, length: int, count: int) -> None:
+    """Also of pieces that are shorter than what is fetched."""
+    whole = torch.arange(2.0 * length * 3).double().view(2, length, 3) + 1
+    padded = torch.cat([torch.zeros(2, count, 3).double(), whole], 1)
+    piece = length // (2 * size)
+    gradient = torch.zeros(length, dtype=torch.float64)
+    for start in range(0, length, piece):
+        for j in range(count):
+            if start - count + j >= 0:
+                gradient[start - count + j] += 1 + j
+    for rank, (found, grad, forward, backward) in enumerate(ranks(size, fetched, length, count)):
+        for i, number in enumerate((rank, 2 * size - 1 - rank)):
+            assert torch.equal(found[:, i], padded[:, number * piece : number * piece + count])
+        torch.testing.assert_close(grad, gradient[positions(length, size, rank)][None, :, None].expand(2, -1, 3))
+        sent = 2 * min(count, piece) * (2 * 3 * 8) * (size - 1)
+        assert forward == backward == {"context": sent}
