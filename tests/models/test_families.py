@@ -303,7 +303,12 @@ def wrapped() -> tuple[Any, Any]:
     text = {**CASES["gemma3_text"][1], "rope_parameters": None, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     vision |= {"image_size": 8, "patch_size": 4}
-    tokens: dict[str, Any] = {"boi_token_index": 1, "eoi_token_index": 2, "image_token_index": 3, "mm_tokens_per_image": 4}
+    tokens: dict[str, Any] = {
+        "boi_token_index": 1,
+        "eoi_token_index": 2,
+        "image_token_index": 3,
+        "mm_tokens_per_image": 4,
+    }
     torch.manual_seed(3)
     config = transformers.Gemma3Config(text_config=text, vision_config=vision, **tokens)
     torch.set_default_dtype(torch.float64)
