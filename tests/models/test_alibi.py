@@ -48,7 +48,7 @@ def test_the_papers_formula(heads: int, kv_heads: int, documents: Tensor | None,
     y = layer(x, documents)
     found = torch.autograd.grad(y, [x, *layer.parameters()], dy)
 
-    k, v = F.linear(x, layer.kv.weight).chunk(2, dim=-1)  # type: ignore[arg-type]
+    k, v = F.linear(x, layer.kv.weight).chunk(2, dim=-1)
     q, k, v = (t.unflatten(-1, (-1, DIM)).transpose(1, 2) for t in (F.linear(x, layer.q.weight), k, v))
     k, v = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (k, v))
     attended = paper(q, k, v, slopes(heads), documents, window)
@@ -142,7 +142,7 @@ def test_contradicting_settings_are_refused() -> None:
         ({"norm": "layernorm"}, "norm is 'layernorm'"),
     ):
         with pytest.raises(ValueError, match=said):
-            replace(_BASE, **changes)  # type: ignore[arg-type]
+            replace(_BASE, **changes)
     with pytest.raises(ValueError, match="one above 0 for each pair"):
         LongRopeScaling((1.0,), (1.0, 2.0), 8)
     with pytest.raises(ValueError, match="but 4 channels are rotated"):
