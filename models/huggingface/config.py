@@ -165,6 +165,7 @@ def _from_hf(config: Config) -> TransformerConfig:
     family = family_of(config)
     assert family.config is not None
     _check_counts(config)
+    config = {**config, **{key: config[name] for name, key in family.aliases.items() if config.get(name) is not None}}
     for key, values in family.only.items():
         if config.get(key, values[0]) not in values:
             shards = " triax.parallelize shards the Hugging Face model itself." * (family.plan is not None)

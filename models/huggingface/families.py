@@ -46,6 +46,7 @@ class Family:
             class). A key without a default must be there. null stands for 0 where the field's own default is 0.
         inverse: fields whose value is 1 divided by the key's.
         flags: fields that have the same value in all models of the family.
+        aliases: another name of a key -> the key. It counts if a file has both, as in transformers.
         only: key of ``config.json`` -> the values that are supported. The first one is its default, and is written.
         rope: defaults of the rotary positions: ``rope_theta`` and, if the family has it, ``partial_rotary_factor``, and
             ``original_max_position_embeddings`` if the family's class has one;
@@ -83,6 +84,7 @@ class Family:
     blocks: bool = True
     embedding_dropout: str = ""
     inverse: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def architecture(self) -> str:
@@ -106,6 +108,7 @@ _LLAMA_KEYS: dict[str, Key] = _COMMON | {
 _GPT2_SIZES: dict[str, Key] = dict(
     zip(_SIZES, ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"), strict=True)
 )
+_GPT2_ALIASES = {name: str(_GPT2_SIZES[name]) for name in _SIZES[1:]}
 _TIED: dict[str, Key] = {"tie_word_embeddings": ("tie_word_embeddings", True)}
 _ATTENTION_BIAS: dict[str, Key] = dict.fromkeys(("qkv_bias", "out_bias"), ("attention_bias", False))
 _NO_DROPOUT: dict[str, tuple[Any, ...]] = {"attention_dropout": (0.0, None)}
@@ -557,12 +560,7 @@ def _opt_read(config: Config) -> dict[str, Any]:
 
 
 def _bloom_read(config: Config) -> dict[str, Any]:
-    width = config.get("n_embed") or config.get("hidden_size") or 64
-    return {"hidden_size": width, "intermediate_size": 4 * width}
-
-
-def _bloom_write(config: DecoderConfig) -> dict[str, Any]:
-    return {"n_embed": None} if config.intermediate_size == 4 * config.hidden_size else {"hidden_size": None}
+    return {"intermediate_size": 4 * config.get("hidden_size", 64)}
 
 
 def _gptj_read(config: Config) -> dict[str, Any]:
@@ -576,20 +574,22 @@ def _gptj_read(config: Config) -> dict[str, Any]:
 
 
 def _gptj_write(config: DecoderConfig) -> dict[str, Any]:
-    return {"rotary_dim": config.rotary_dim, "n_inner": config.intermediate_size, "attn_pdrop": 0.0} | {
-        "embd_pdrop": config.dropout
-    }
+    return {"rotary_dim": config.rotary_dim, "n_inner": config.intermediate_size, "embd_pdrop": config.dropout}
 
 
 def _gpt_neo_read(config: Config) -> dict[str, Any]:
     """``attention_types`` are pairs of a list of ``global`` and ``local``, and a number of repetitions."""
-    types = config.get("attention_types") or [[["global", "local"], 12]]
-    found = [kind for kinds, count in types for kind in kinds * count]
+    types, depth = config.get("attention_types") or [[["global", "local"], 12]], config["num_layers"]
     names = {"global": "full_attention", "local": "sliding_attention"}
-    if len(found) != config["num_layers"] or not set(found) <= set(names):
+    found: list[str] = []
+    for pair in types if isinstance(types, (list, tuple)) else ():
+        kinds, count = pair if isinstance(pair, (list, tuple)) and len(pair) == 2 else ((), 0)
+        if isinstance(kinds, (list, tuple)) and type(count) is int:
+            found += list(kinds) * min(count, depth)
+    if len(found) != depth or not all(isinstance(kind, str) and kind in names for kind in found):
         raise ValueError(
-            f"attention_types {types} are {len(found)} blocks, but num_layers is {config['num_layers']}. Give one "
-            "of 'global' and 'local' for each block."
+            f"attention_types has {len(found)} blocks, but num_layers is {depth}. Give pairs of a list of 'global' and "
+            "'local' and a number of its repetitions, in all one word for each block."
         )
     return {
         "layer_types": [names[kind] for kind in found],
@@ -1246,6 +1246,7 @@ FAMILIES: dict[str, Family] = {
         },
         read=_gpt2_read,
         write=_gpt2_write,
+        aliases=_GPT2_ALIASES,
         embedding_dropout="embd_pdrop",
     ),
     "llama": _like(_LLAMA, "Llama", keys=_BIASES),
@@ -1614,6 +1615,8 @@ FAMILIES: dict[str, Family] = {
         },
         {**_LAYER_NORM, "parallel_residual": True, "shared_norm": True, "head_bias": True, "mlp_bias": True}
         | {"rope_interleave": True},
+        {"attn_pdrop": (0.0, None)},
+        aliases=_GPT2_ALIASES,
         read=_gptj_read,
         write=_gptj_write,
         embedding_dropout="embd_pdrop",
@@ -1636,6 +1639,7 @@ FAMILIES: dict[str, Family] = {
         },
         {**_LAYER_NORM, "learned_positions": True, "out_bias": True, "mlp_bias": True, "attention_multiplier": 1.0},
         _NO_DROPOUT,
+        aliases={"num_attention_heads": "num_heads", "num_hidden_layers": "num_layers"},
         read=_gpt_neo_read,
         write=_gpt_neo_write,
         embedding_dropout="embed_dropout",
@@ -1659,8 +1663,8 @@ FAMILIES: dict[str, Family] = {
         {**_LAYER_NORM, "embedding_norm": True, "alibi": "added", "hidden_act": "gelu_bloom"}
         | {"qkv_bias": True, "out_bias": True, "mlp_bias": True},
         {**_NO_DROPOUT, "apply_residual_connection_post_layernorm": (False,)},
+        aliases={"num_attention_heads": "n_head", "num_hidden_layers": "n_layer", "n_embed": "hidden_size"},
         read=_bloom_read,
-        write=_bloom_write,
     ),
     "phi": Family(
         "Phi",

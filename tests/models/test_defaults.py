@@ -297,3 +297,16 @@ def test_rotary_options_that_transformers_ignores_are_refused() -> None:
     assert found.rope_scaling.factor == 2.0
     with pytest.raises(ValueError, match="rope_scaling of gemma3_text has no rope_type"):
         from_hf(old | {"rope_scaling": {"type": "linear", "factor": 2.0}})
+
+
+@pytest.mark.parametrize("family", [name for name in KNOWN if FAMILIES[name].aliases])
+def test_other_names_of_keys(family: str) -> None:
+    """transformers' ``attribute_map``: a key has two names, of which published files have either."""
+    full = whole(family)
+    for name, key in FAMILIES[family].aliases.items():
+        renamed = {name if each == key else each: value for each, value in full.items()}
+        assert from_hf(renamed) == from_hf(full) == from_hf(content(class_of(family).from_dict(renamed)))
+        both = full | {name: {"n_layer": 2, "num_layers": 2}.get(key, 32)}
+        found, theirs = result(both, True), result(both, False)
+        if not isinstance(found, str) and not isinstance(theirs, str):  # else 32 heads of one channel
+            assert found == theirs, name
