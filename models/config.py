@@ -167,7 +167,7 @@ class DecoderConfig(TransformerConfig):
             ``relu2`` (the square of ``relu``).
         gated: the MLP is ``down(act(gate(x)) * up(x))``; False: ``down(act(up(x)))``.
         partial_rotary_factor: fraction of each head's channels, the first ones, that are rotated.
-        rope_interleave: neighbouring channels are rotated as a pair; False: channels of the two halves.
+        rope_interleaved: neighbouring channels are rotated as a pair; False: channels of the two halves.
         learned_positions: learned positions that are added to the embeddings, in place of rotary ones.
         position_offset: number of rows before the first position in the table of learned positions (2 in OPT).
         scale_embedding: multiply the token embeddings by the square root of ``hidden_size``.
@@ -247,7 +247,7 @@ class DecoderConfig(TransformerConfig):
     hidden_act: str = field(default="silu", kw_only=True)
     gated: bool = field(default=True, kw_only=True)
     partial_rotary_factor: float = field(default=1.0, kw_only=True)
-    rope_interleave: bool = field(default=False, kw_only=True)
+    rope_interleaved: bool = field(default=False, kw_only=True)
     learned_positions: bool = field(default=False, kw_only=True)
     position_offset: int = field(default=0, kw_only=True)
     scale_embedding: bool = field(default=False, kw_only=True)

@@ -104,7 +104,7 @@ class DecoderBlock(ResidualBlock):
         mlp = partial(GatedMLP if config.gated else MLP, activation=config.hidden_act, bias=config.mlp_bias)
         rope = None
         if config.has_rope(layer):
-            rope = Rope(config.rotary_dim, *config.rope_of(layer), config.rope_interleave, leading=True)
+            rope = Rope(config.rotary_dim, *config.rope_of(layer), config.rope_interleaved, leading=True)
         scalar, tuned = config.query_pre_attn_scalar, config.attn_scale and not config.has_rope(layer)
         super().__init__(
             config,
