@@ -22,7 +22,7 @@ from triax.grid import Grid
 from triax.models.config import DeepseekConfig, MixtralConfig, YarnScaling, config_from_fields
 from triax.models.deepseek import deepseek_layers
 from triax.models.huggingface import reader
-from triax.models.huggingface.config import from_hf, to_hf
+from triax.models.huggingface.config import entries, from_hf, read_config, to_hf
 from triax.models.huggingface.export import export
 from triax.models.huggingface.families import FAMILIES
 from triax.models.huggingface.load import LAYERS, config_from_hf, load_hf
@@ -120,7 +120,9 @@ def train(cell: Cell, folder: str, out: str) -> dict[str, Any]:
             output_fn=logits_of,
             device="meta",
         )
-        share = sum(x.numel() * 8 for x in [*model.parameters(), *model.buffers()])  # biases of routers among them
+        table = entries(None, read_config(Path(folder)))
+        stored = [buffer for name, buffer in model.named_buffers() if name in table]  # biases of routers
+        share = sum(x.numel() * 8 for x in [*model.parameters(), *stored])
         settings = {
             "train_batch_size": ROWS,
             "gradient_accumulation_steps": ROWS // cell.data,
