@@ -502,8 +502,16 @@ def _gpt2_write(config: DecoderConfig) -> dict[str, Any]:
     return {"n_inner": config.intermediate_size, "embd_pdrop": config.dropout, "attn_pdrop": 0.0}
 
 
+def _count(config: Config, key: str, default: int | None, least: int = 0) -> int:
+    """Return the whole number that a key has as its value; the default if it is missing."""
+    value = config.get(key, default)
+    if type(value) is not int or not least <= value <= 2**40:
+        raise ValueError(f"{key} is {repr(value)[:60]}, but must be a whole number, {least} or more.")
+    return value
+
+
 def _smollm3_read(config: Config) -> dict[str, Any]:
-    depth, interval = config["num_hidden_layers"], config.get("no_rope_layer_interval", 4)
+    depth, interval = config["num_hidden_layers"], _count(config, "no_rope_layer_interval", 4, 1)
     kept = config.get("no_rope_layers")
     return {"no_rope_layers": (kept or [int((i + 1) % interval != 0) for i in range(depth)])[:depth]}
 
@@ -513,7 +521,7 @@ def _smollm3_write(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _exaone4_slides(config: Config, block: int) -> bool:
-    return (block + 1) % config.get("sliding_window_pattern", 4) != 0
+    return (block + 1) % _count(config, "sliding_window_pattern", 4, 1) != 0
 
 
 def _exaone4_read(config: Config) -> dict[str, Any]:
@@ -714,14 +722,6 @@ def _gpt_oss_read(config: Config) -> dict[str, Any]:
     return {}
 
 
-def _count(config: Config, key: str, default: int | None) -> int:
-    """Return the whole number that a key has as its value; the default if it is missing."""
-    value = config.get(key, default)
-    if type(value) is not int or not 0 <= value <= 2**40:
-        raise ValueError(f"{key} is {value!r}, but must be a whole number, 0 or more.")
-    return value
-
-
 def _dense_before(config: Config, first: int) -> tuple[int, ...]:
     """Return the blocks in front of number ``first``, none of which has experts."""
     return tuple(range(min(first, config["num_hidden_layers"])))
@@ -736,7 +736,7 @@ def _glm4_moe_read(first: int, shared: int | None, width: int | None) -> Callabl
     """
 
     def read(config: Config) -> dict[str, Any]:
-        experts = _count(config, "n_shared_experts", shared) * _count(config, "moe_intermediate_size", width)
+        experts = _count(config, "n_shared_experts", shared, 1) * _count(config, "moe_intermediate_size", width)
         dense = _dense_before(config, _count(config, "first_k_dense_replace", first))
         return {"shared_expert_intermediate_size": experts, "mlp_only_layers": dense}
 
@@ -752,7 +752,7 @@ def _solar_read(config: Config) -> dict[str, Any]:
     """Read the shared experts. transformers' model cannot run with heads that are rotated in part."""
     if (part := {**config, **(config.get("rope_parameters") or {})}.get("partial_rotary_factor")) not in (None, 1.0):
         raise ValueError(f"solar_open with partial_rotary_factor={part!r} is not implemented. Leave it out.")
-    experts = _count(config, "n_shared_experts", 1) * _count(config, "moe_intermediate_size", 1280)
+    experts = _count(config, "n_shared_experts", 1, 1) * _count(config, "moe_intermediate_size", 1280)
     return {"shared_expert_intermediate_size": experts}
 
 
@@ -764,7 +764,7 @@ def _exaone_moe_read(config: Config) -> dict[str, Any]:
         raise ValueError(f"mlp_layer_types must be a list of 'dense' and 'sparse', one for each of {depth} blocks.")
     else:
         dense = tuple(block for block in range(depth) if types[block] == "dense")
-    experts = _count(config, "num_shared_experts", 1) * _count(config, "moe_intermediate_size", 1024)
+    experts = _count(config, "num_shared_experts", 1, 1) * _count(config, "moe_intermediate_size", 1024)
     return {**_exaone4_read(config), "shared_expert_intermediate_size": experts, "mlp_only_layers": dense}
 
 
@@ -775,11 +775,9 @@ def _exaone_moe_write(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _ernie_moe_read(config: Config) -> dict[str, Any]:
-    depth, step = config["num_hidden_layers"], _count(config, "moe_layer_interval", 1)
+    depth, step = config["num_hidden_layers"], _count(config, "moe_layer_interval", 1, 1)
     end = depth - 1 if config.get("moe_layer_end_index", -1) == -1 else _count(config, "moe_layer_end_index", None)
     start = _count(config, "moe_layer_start_index", 1)
-    if not step:
-        raise ValueError("moe_layer_interval is 0. Give at least 1.")
     sparse = [block for block in range(depth) if (block + 1) % step == 0 and start <= block <= end]
     experts = _count(config, "moe_num_shared_experts", 2) * _count(config, "moe_intermediate_size", 1536)
     dense = tuple(block for block in range(depth) if block not in sparse)
@@ -801,13 +799,13 @@ def _minimax_read(config: Config) -> dict[str, Any]:
     rope = config.get("rope_parameters") or {}
     if config.get("rotary_dim") is None or {**config, **rope}.get("partial_rotary_factor") is not None:
         return {}
-    return {"partial_rotary_factor": _count(config, "rotary_dim", None) / max(_count(config, "head_dim", 128), 1)}
+    return {"partial_rotary_factor": _count(config, "rotary_dim", None, 1) / _count(config, "head_dim", 128, 1)}
 
 
 def _llama4_read(config: Config) -> dict[str, Any]:
     depth, sparse = config["num_hidden_layers"], config.get("moe_layers")
     if sparse is None:
-        step = max(_count(config, "interleave_moe_layer_step", 1), 1)
+        step = _count(config, "interleave_moe_layer_step", 1, 1)
         sparse = range(step - 1, depth, step)
     elif not isinstance(sparse, list) or any(type(each) is not int for each in sparse):
         raise ValueError(f"moe_layers is {str(sparse)[:60]}, but must be a list of numbers of blocks.")

@@ -77,7 +77,7 @@ CONFIGS = {
     "dynamic": replace(_BASE, rope_scaling=DynamicScaling(2.0, 8), max_position_embeddings=8),
     "norms": replace(_BASE, qk_norm_per_head=True, norm="layer_weight", logit_scale=0.3, residual_multiplier=0.4),
     "offsets": replace(_BASE, norm="layer_offset", qk_norm=True, qk_norm_after=True, embedding_multiplier=2.0),
-    "plain": replace(_BASE, norm="rms_plain", qk_norm=True, rope_reversed=True, rope_interleaved=True),
+    "plain": replace(_BASE, norm="rms_plain", qk_norm=True, rope_reversed=True, rope_interleave=True),
 }
 
 

@@ -22,7 +22,7 @@ from triax.grid import Grid
 from triax.models.config import DeepseekConfig, MixtralConfig, YarnScaling, config_from_fields
 from triax.models.deepseek import deepseek_layers
 from triax.models.huggingface import reader
-from triax.models.huggingface.config import from_hf, to_hf
+from triax.models.huggingface.config import entries, from_hf, read_config, to_hf
 from triax.models.huggingface.export import export
 from triax.models.huggingface.families import FAMILIES, WRAPPERS
 from triax.models.huggingface.load import LAYERS, config_from_hf, load_hf
@@ -120,7 +120,9 @@ def train(cell: Cell, folder: str, out: str) -> dict[str, Any]:
             output_fn=logits_of,
             device="meta",
         )
-        share = sum(x.numel() * 8 for x in [*model.parameters(), *model.buffers()])  # biases of routers among them
+        table = entries(None, read_config(Path(folder)))
+        stored = [buffer for name, buffer in model.named_buffers() if name in table]  # biases of routers
+        share = sum(x.numel() * 8 for x in [*model.parameters(), *stored])
         settings = {
             "train_batch_size": ROWS,
             "gradient_accumulation_steps": ROWS // cell.data,
@@ -429,9 +431,15 @@ def of(case: str, **keys: Any) -> Any:
         (lambda: of("minimax_m2", output_router_logits=True), "minimax_m2 with output_router_logits=True"),
         (lambda: of("ernie4_5_moe", output_router_logits=True), "ernie4_5_moe with output_router_logits=True"),
         (lambda: of("ernie4_5_moe", moe_norm_min=0.5), "ernie4_5_moe with moe_norm_min=0.5"),
-        (lambda: of("ernie4_5_moe", moe_layer_interval=0), "moe_layer_interval is 0"),
+        (
+            lambda: of("ernie4_5_moe", moe_layer_interval=0),
+            "moe_layer_interval is 0, but must be a whole number, 1 or more",
+        ),
         (lambda: of("ernie4_5_moe", moe_layer_start_index=None), "moe_layer_start_index is None"),
         (lambda: of("glm4_moe", n_shared_experts="2"), "n_shared_experts is '2'"),
+        (lambda: of("glm4_moe", n_shared_experts=0), "n_shared_experts is 0, but must be a whole number, 1 or more"),
+        (lambda: of("exaone_moe", layer_types=None, sliding_window_pattern="LG"), "sliding_window_pattern is 'LG'"),
+        (lambda: of("llama4_text", moe_layers=None, interleave_moe_layer_step=0), "interleave_moe_layer_step is 0"),
         (lambda: of("glm4_moe", first_k_dense_replace=9), "no block of 2 has experts"),
         (lambda: of("exaone_moe", mlp_layer_types=["dense"]), "mlp_layer_types must be a list of 'dense' and 'sparse'"),
         (lambda: of("solar_open", partial_rotary_factor=0.5), "solar_open with partial_rotary_factor=0.5"),
