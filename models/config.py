@@ -188,6 +188,9 @@ class DecoderConfig(TransformerConfig):
         mlp_only_layers: further blocks without experts, counted from 0.
         router_aux_loss_coef: factor of the load-balancing loss, as ``transformers`` defines it: a loss of all blocks
             together, in which an expert's fractions of the tokens add up to ``num_experts_per_tok``.
+        shared_expert_intermediate_size: width of the expert that every token goes to, beside those chosen for it; 0:
+            there is none.
+        shared_expert_gate: multiply the output of this expert by the sigmoid of a linear function of the token.
 
     Raises:
         ValueError: a number does not divide another one as required, settings contradict each other, no block has
@@ -243,6 +246,8 @@ class DecoderConfig(TransformerConfig):
     decoder_sparse_step: int = field(default=1, kw_only=True)
     mlp_only_layers: tuple[int, ...] = field(default=(), kw_only=True)
     router_aux_loss_coef: float = field(default=0.001, kw_only=True)
+    shared_expert_intermediate_size: int = field(default=0, kw_only=True)
+    shared_expert_gate: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -358,6 +363,10 @@ class DecoderConfig(TransformerConfig):
                 f"num_experts is {self.num_experts}, but gated={self.gated} with hidden_act={self.hidden_act!r} is not "
                 "what experts compute. Give gated=True and hidden_act='silu'."
             )
+        if self.shared_expert_intermediate_size < 0:
+            raise ValueError(
+                f"shared_expert_intermediate_size is {self.shared_expert_intermediate_size}. Give a width, or 0."
+            )
         if wrong := [layer for layer in self.mlp_only_layers if not 0 <= layer < self.num_hidden_layers]:
             raise ValueError(
                 f"mlp_only_layers has {wrong[0]}, but the blocks are 0 to {self.num_hidden_layers - 1}. Leave it out."
@@ -434,6 +443,8 @@ class DecoderConfig(TransformerConfig):
             "width": self.moe_intermediate_size,
             "normalize": self.norm_topk_prob,
             "balance_coefficient": self.router_aux_loss_coef * k / len(self.moe_layers),
+            "shared_width": self.shared_expert_intermediate_size,
+            "shared_gate": self.shared_expert_gate,
         }
 
     @property
@@ -453,6 +464,8 @@ class DecoderConfig(TransformerConfig):
         d, hidden, matrices = self.hidden_size, self.intermediate_size, 3 if self.gated else 2
         mlp = matrices * d * hidden + ((matrices - 1) * hidden + d if self.mlp_bias else 0)
         experts = self.num_experts * (3 * d * self.moe_intermediate_size + d)  # and their rows of the router
+        shared = self.shared_expert_intermediate_size
+        experts += 3 * d * shared + (d if shared and self.shared_expert_gate else 0)
         norm = 2 * d if self.norm == "layer" else d
         norms = 1 if self.shared_norm else 4 if self.norm_place == "both" else 2
         embeddings = self.vocab_size * d * (1 if self.tie_word_embeddings else 2)

@@ -165,6 +165,12 @@ def _with_experts(mlp: str, first: tuple[str, ...], last: str) -> Names:
 
 _MIXTRAL_NAMES = _with_experts("block_sparse_moe", ("w1", "w3"), "w2")
 _EXPERT_NAMES = _with_experts("mlp", ("gate_proj", "up_proj"), "down_proj")
+_QWEN2_MOE_NAMES: Names = {
+    **_EXPERT_NAMES,
+    "layers.{i+1}.mlp.shared.gate_up": tuple(f"{_AT}.mlp.shared_expert.{name}_proj.weight" for name in ("gate", "up")),
+    "layers.{i+1}.mlp.shared.down": f"{_AT}.mlp.shared_expert.down_proj.weight",
+    "layers.{i+1}.mlp.shared_gate": f"{_AT}.mlp.shared_expert_gate.weight",
+}
 _DEEPSEEK_NAMES: Names = {
     **_EXPERT_NAMES,
     **_block(
@@ -651,6 +657,7 @@ _MIXTRAL = _like(
     window="all",
 )
 _EXPERT_KEYS: dict[str, Key] = {"num_experts": "num_experts", "norm_topk_prob": ("norm_topk_prob", False)}
+_QWEN_MOE_KEYS: dict[str, Key] = _EXPERT_KEYS | {"decoder_sparse_step": ("decoder_sparse_step", 1)}
 _DEEPSEEK_KEYS: dict[str, Key] = {"q_lora_rank": ("q_lora_rank", 1536)} | {
     name: name
     for name in (
@@ -938,15 +945,33 @@ FAMILIES: dict[str, Family] = {
         rope={"rope_theta": 1e6},
         flags={"norm_topk_prob": True},
     ),
+    "qwen2_moe": _like(
+        _MIXTRAL,
+        "Qwen2Moe",
+        names=_QWEN2_MOE_NAMES,
+        keys={
+            **_QWEN_MOE_KEYS,
+            "num_key_value_heads": ("num_key_value_heads", 16),
+            "moe_intermediate_size": ("moe_intermediate_size", 1408),
+            "shared_expert_intermediate_size": ("shared_expert_intermediate_size", 5632),
+            "qkv_bias": ("qkv_bias", True),
+        },
+        flags={"shared_expert_gate": True},
+        window="flag types",
+        window_size=4096,
+        slides=lambda config, block: block % 2 == 0 and block < config.get("max_window_layers", 28),
+        only={"attention_bias": None},
+        read=_mixtral_read,
+        write=_qwen3_moe_write,
+    ),
     "qwen3_moe": _like(
         _MIXTRAL,
         "Qwen3Moe",
         names=_EXPERT_NAMES,
         keys={
-            **_EXPERT_KEYS,
+            **_QWEN_MOE_KEYS,
             "num_key_value_heads": ("num_key_value_heads", 4),
             "moe_intermediate_size": ("moe_intermediate_size", 768),
-            "decoder_sparse_step": ("decoder_sparse_step", 1),
         },
         flags={"qk_norm": True},
         window="all flag",

@@ -161,6 +161,13 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "Mixtral",
         {"num_local_experts": 6, "num_key_value_heads": 4} | {"sliding_window": 5, "tie_word_embeddings": True},
     ),
+    "qwen2_moe": ("Qwen2Moe", _QWEN | {"shared_expert_intermediate_size": 28}),
+    "qwen2_moe-window": (
+        "Qwen2Moe",
+        _QWEN
+        | {"shared_expert_intermediate_size": 16, "qkv_bias": False, "norm_topk_prob": True, "num_hidden_layers": 4}
+        | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 3, "mlp_only_layers": [1]},
+    ),
     # One block with experts: a loss of all blocks together is then a loss of each block.
     "qwen3_moe": ("Qwen3Moe", _QWEN | {"mlp_only_layers": [0], "router_aux_loss_coef": 0.5}),
     "qwen3_moe-step": ("Qwen3Moe", _QWEN | {"num_hidden_layers": 5, "decoder_sparse_step": 2, "norm_topk_prob": True}),
