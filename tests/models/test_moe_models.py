@@ -200,6 +200,7 @@ def test_there_and_back(ranks: Any, tmp_path: Path) -> None:
             Cell("qwen3_moe", data=2, tensor=2, expert=2, sequence_parallel=True, stage=3),
             Cell("olmoe", tensor=2, context=2, expert=2, kind="gather"),
             Cell("qwen2_moe-window", data=2, tensor=2, expert=2, stage=1),
+            Cell("qwen3_next", tensor=2, context=2, expert=2),
             Cell("deepseek_v2-yarn", pipe=2, tensor=2),
             Cell("deepseek_v3", tensor=2, context=2, expert=2, sequence_parallel=True),
         ],
@@ -260,7 +261,7 @@ def check_generation(tmp_path: Path, case: str, run: Any, sizes: tuple[int, int,
         assert tokens == theirs[0].tolist()
 
 
-@pytest.mark.parametrize("case", ["mixtral-window", "qwen2_moe-window", "olmoe-grouped", "deepseek_v2-yarn", "deepseek_v3"])
+@pytest.mark.parametrize("case", ["mixtral-window", "qwen2_moe-window", "qwen3_next", "olmoe-grouped", "deepseek_v2-yarn", "deepseek_v3"])
 def test_generation(tmp_path: Path, case: str) -> None:
     check_generation(tmp_path, case, generated, (1, 1, 1))
 
