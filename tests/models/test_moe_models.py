@@ -261,7 +261,9 @@ def check_generation(tmp_path: Path, case: str, run: Any, sizes: tuple[int, int,
         assert tokens == theirs[0].tolist()
 
 
-@pytest.mark.parametrize("case", ["mixtral-window", "qwen2_moe-window", "qwen3_next", "olmoe-grouped", "deepseek_v2-yarn", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "case", ["mixtral-window", "qwen2_moe-window", "qwen3_next", "olmoe-grouped", "deepseek_v2-yarn", "deepseek_v3"]
+)
 def test_generation(tmp_path: Path, case: str) -> None:
     check_generation(tmp_path, case, generated, (1, 1, 1))
 
