@@ -830,6 +830,14 @@ def _llama4_write(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
+def _qwen3_next_read(config: Config) -> dict[str, Any]:
+    return {**hybrids.qwen_read(config), **_mixtral_read(config)}
+
+
+def _qwen3_next_write(config: DecoderConfig) -> dict[str, Any]:
+    return {**hybrids.qwen_write(config), **_qwen3_moe_write(config)}
+
+
 def _deepseek_v2_read(config: Config) -> dict[str, Any]:
     grouped = config.get("topk_method") == "group_limited_greedy"
     return {name: (config.get(name) or 1) if grouped else 1 for name in ("n_group", "topk_group")}
@@ -1751,6 +1759,27 @@ FAMILIES: dict[str, Family] = {
         only={"attention_bias": None},
         read=_mixtral_read,
         write=_qwen3_moe_write,
+    ),
+    "qwen3_next": _like(
+        _MIXTRAL,
+        "Qwen3Next",
+        names=hybrids.qwen_names(_QWEN2_MOE_NAMES, fused=True),
+        keys={
+            **_QWEN_MOE_KEYS,
+            **_ATTENTION_BIAS,
+            "norm_topk_prob": ("norm_topk_prob", True),
+            "num_key_value_heads": ("num_key_value_heads", 2),
+            "head_dim": ("head_dim", 256),
+            "moe_intermediate_size": ("moe_intermediate_size", 512),
+            "shared_expert_intermediate_size": ("shared_expert_intermediate_size", 512),
+        },
+        flags={"norm": "rms_offset", "qk_norm": True, "attn_output_gate": True, "shared_expert_gate": True},
+        only={"attention_bias": None, "router_jitter_noise": None},
+        rope={"partial_rotary_factor": 0.25},
+        scalings=(),
+        window="",
+        read=_qwen3_next_read,
+        write=_qwen3_next_write,
     ),
     "qwen3_moe": _like(
         _MIXTRAL,

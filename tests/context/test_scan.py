@@ -58,22 +58,27 @@ def scanned(kind: str, chunks: int) -> tuple[list[Tensor], dict[str, float], dic
     return [before.detach().flatten(1, 2), last, a.grad.flatten(1, 2), u.grad.flatten(1, 2)], forward, backward
 
 
-@pytest.mark.parametrize("kind", ["number", "matrix"])
-def test_the_scan_is_the_recurrence(ranks: Any, kind: str) -> None:
-    size = BATCH * HEADS * KEYS * VALUES * 8  # |S|
-    for count in (1, 2, 4):
-        for chunks in (8, 16):  # the bytes do not depend on the length
-            right = one_by_one(kind, chunks)
-            every = [scanned(kind, chunks)] if count == 1 else ranks(count, scanned, kind, chunks)
-            for rank, (found, forward, backward) in enumerate(every):
-                held = positions(chunks, count, rank)
-                for i, (mine, whole) in enumerate(zip(found, right, strict=True)):
-                    if i != 1:
-                        torch.testing.assert_close(mine, whole[:, held], rtol=1e-10, atol=1e-10)
-                    elif rank == 0:
-                        torch.testing.assert_close(mine, whole, rtol=1e-10, atol=1e-10)
-                sent = {"context": size * (1 if rank in (0, count - 1) else 2)} if count > 1 else {}
-                assert forward == backward == sent
+CASES = [(kind, chunks) for kind in ("number", "matrix") for chunks in (8, 16)]
+
+
+def scanned_all() -> list[tuple[list[Tensor], dict[str, float], dict[str, float]]]:
+    return [scanned(*case) for case in CASES]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_the_scan_is_the_recurrence(ranks: Any, count: int) -> None:
+    size = BATCH * HEADS * KEYS * VALUES * 8  # |S|, whatever the number of chunks
+    every = [scanned_all()] if count == 1 else ranks(count, scanned_all)
+    for rank, cases in enumerate(every):
+        for (kind, chunks), (found, forward, backward) in zip(CASES, cases, strict=True):
+            held = positions(chunks, count, rank)
+            for i, (mine, whole) in enumerate(zip(found, one_by_one(kind, chunks), strict=True)):
+                if i != 1:
+                    torch.testing.assert_close(mine, whole[:, held], rtol=1e-10, atol=1e-10)
+                elif rank == 0:
+                    torch.testing.assert_close(mine, whole, rtol=1e-10, atol=1e-10)
+            sent = {"context": size * (1 if rank in (0, count - 1) else 2)} if count > 1 else {}
+            assert forward == backward == sent
 
 
 def fetched(length: int, count: int) -> tuple[Tensor, Tensor, dict[str, float], dict[str, float]]:
@@ -88,20 +93,27 @@ def fetched(length: int, count: int) -> tuple[Tensor, Tensor, dict[str, float], 
     return found.detach(), mine.grad, forward, backward
 
 
-@pytest.mark.parametrize(("size", "length", "count"), [(2, 16, 3), (4, 32, 3), (2, 8, 3), (4, 8, 3)])
-def test_previous_tokens(ranks: Any, size: int, length: int, count: int) -> None:
+def fetched_all(cases: list[tuple[int, int]]) -> list[tuple[Tensor, Tensor, dict[str, float], dict[str, float]]]:
+    return [fetched(*case) for case in cases]
+
+
+@pytest.mark.parametrize(("size", "cases"), [(2, [(16, 3), (8, 3)]), (4, [(32, 3), (8, 3)])])
+def test_previous_tokens(ranks: Any, size: int, cases: list[tuple[int, int]]) -> None:
     """Also of pieces that are shorter than what is fetched."""
-    whole = torch.arange(2.0 * length * 3).double().view(2, length, 3) + 1
-    padded = torch.cat([torch.zeros(2, count, 3).double(), whole], 1)
-    piece = length // (2 * size)
-    gradient = torch.zeros(length, dtype=torch.float64)
-    for start in range(0, length, piece):
-        for j in range(count):
-            if start - count + j >= 0:
-                gradient[start - count + j] += 1 + j
-    for rank, (found, grad, forward, backward) in enumerate(ranks(size, fetched, length, count)):
-        for i, number in enumerate((rank, 2 * size - 1 - rank)):
-            assert torch.equal(found[:, i], padded[:, number * piece : number * piece + count])
-        torch.testing.assert_close(grad, gradient[positions(length, size, rank)][None, :, None].expand(2, -1, 3))
-        sent = 2 * min(count, piece) * (2 * 3 * 8) * (size - 1)
-        assert forward == backward == {"context": sent}
+    every = ranks(size, fetched_all, cases)
+    for number, (length, count) in enumerate(cases):
+        whole = torch.arange(2.0 * length * 3).double().view(2, length, 3) + 1
+        padded = torch.cat([torch.zeros(2, count, 3).double(), whole], 1)
+        piece = length // (2 * size)
+        gradient = torch.zeros(length, dtype=torch.float64)
+        for start in range(0, length, piece):
+            for j in range(count):
+                if start - count + j >= 0:
+                    gradient[start - count + j] += 1 + j
+        for rank, results in enumerate(every):
+            found, grad, forward, backward = results[number]
+            for i, at in enumerate((rank, 2 * size - 1 - rank)):
+                assert torch.equal(found[:, i], padded[:, at * piece : at * piece + count])
+            torch.testing.assert_close(grad, gradient[positions(length, size, rank)][None, :, None].expand(2, -1, 3))
+            sent = 2 * min(count, piece) * (2 * 3 * 8) * (size - 1)
+            assert forward == backward == {"context": sent}

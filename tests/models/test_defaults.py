@@ -96,6 +96,9 @@ VALUES: dict[str, Any] = {
     "floor_scale": 7,
     "attn_scale": 0.3,
 }
+_DELTA: dict[str, Any] = {"head_dim": 16, "linear_num_value_heads": 6, "linear_num_key_heads": 3}
+_DELTA |= {"linear_key_head_dim": 7, "linear_value_head_dim": 9, "linear_conv_kernel_dim": 3}
+_DELTA |= {"layer_types": ["full_attention", *["linear_attention"] * 3]}
 MORE: dict[str, dict[str, Any]] = {
     "qwen2": {"use_sliding_window": True},
     "smollm3": {"use_sliding_window": True, "no_rope_layer_interval": 2},
@@ -121,9 +124,8 @@ MORE: dict[str, dict[str, Any]] = {
     "llama4_text": {"use_qk_norm": False},
     "flex_olmo": {"norm_topk_prob": True},
     "qwen3_moe": {"norm_topk_prob": True, "decoder_sparse_step": 2},
-    "qwen3_5_text": {"head_dim": 16, "linear_num_value_heads": 6, "linear_num_key_heads": 3, "linear_key_head_dim": 7}
-    | {"linear_value_head_dim": 9, "linear_conv_kernel_dim": 3}
-    | {"layer_types": ["full_attention", *["linear_attention"] * 3]},
+    "qwen3_5_text": _DELTA,
+    "qwen3_next": _DELTA | {"norm_topk_prob": False, "decoder_sparse_step": 2, "shared_expert_intermediate_size": 28},
     "nemotron_h": {"mamba_num_heads": 6, "mamba_head_dim": 7, "ssm_state_size": 9, "n_groups": 2, "conv_kernel": 3}
     | {"use_bias": True, "use_conv_bias": False, "time_step_min": 0.2, "mlp_bias": True, "mlp_hidden_act": "silu"}
     | {"layers_block_type": ["mlp", "linear_attention", "full_attention"]},

@@ -159,14 +159,25 @@ def test_hybrids_on_grids(ranks: Any) -> None:
     check(
         ranks,
         [
-            (Job(), Place((1, 1, 2, 1))),
             (Job("delta", packed=True), Place((1, 1, 2, 1), stage=2)),
-            (Job("delta"), Place((1, 1, 1, 2), sequence_parallel=True)),
-            (Job("mamba-one-group", packed=True), Place((1, 1, 1, 2))),
+            (Job("mamba-one-group", packed=True), Place((1, 1, 1, 2), sequence_parallel=True)),
             (Job("mamba", length=13, packed=True), Place((2, 1, 2, 1), schedule="zb-h1", stage=1)),
             (Job("delta-one-key", length=11), Place((1, 1, 2, 2), recompute="selective")),
             (Job("mamba-three-groups", length=20, packed=True), Place((1, 1, 4, 1))),
+        ],
+    )
+
+
+@pytest.mark.exhaustive
+def test_more_hybrids_on_grids(ranks: Any) -> None:
+    check(
+        ranks,
+        [
+            (Job(), Place((1, 1, 2, 1))),
+            (Job("delta"), Place((1, 1, 1, 2), sequence_parallel=True)),
+            (Job("mamba"), Place((1, 2, 1, 1), stage=3)),
             (Job("delta", length=26, packed=True), Place((1, 1, 4, 1), recompute="full")),
+            (Job("delta", packed=True), Place((1, 2, 2, 1), stage=3)),
         ],
     )
 
@@ -252,14 +263,15 @@ def test_the_bytes_of_the_states_are_the_formula() -> None:
         assert cache.bytes == 8 * 6 * (2 * state + keys)
 
 
-PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7, 9, 3], [2], [7, 1]]
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 7, 9, 3], [2]]
+NEW = 5
 
 
 def generated(name: str, grid: tuple[int, int, int, int], beams: int) -> list[list[int]]:
     pipe, data, context, tensor = grid
     module = model(CONFIGS[name], triax.Grid(pipe, data, tensor, context=context))
     options: dict[str, Any] = {"num_beams": beams} if beams > 1 else {"temperature": 0}
-    found = triax.init_inference(module, max_length=24).generate(PROMPTS, max_new_tokens=7, **options)
+    found = triax.init_inference(module, max_length=24).generate(PROMPTS, max_new_tokens=NEW, **options)
     return [list(each) for each in found]
 
 
@@ -269,7 +281,7 @@ def greedy(name: str) -> list[list[int]]:
     module, found = model(CONFIGS[name]), []
     for prompt in PROMPTS:
         ids = list(prompt)
-        for _ in range(7):
+        for _ in range(NEW):
             ids.append(int(module(torch.tensor([ids]))[0, -1].argmax()))
         found.append(ids)
     return found
@@ -281,7 +293,7 @@ def searched(name: str, beams: int) -> list[list[int]]:
     module, found = model(CONFIGS[name]), []
     for prompt in PROMPTS:
         kept = [(0.0, list(prompt))]
-        for _ in range(7):
+        for _ in range(NEW):
             logits = module(torch.tensor([ids for _, ids in kept]))[:, -1].log_softmax(-1)
             every = [
                 (score + float(logit), [*ids, token])
@@ -294,9 +306,8 @@ def searched(name: str, beams: int) -> list[list[int]]:
 
 
 def test_generation(ranks: Any) -> None:
-    for name in ("mamba", "delta"):
-        assert generated(name, (1, 1, 1, 1), 1) == greedy(name)
-        assert generated(name, (1, 1, 1, 1), 3) == searched(name, 3)  # states are copied from slot to slot
+    assert generated("delta", (1, 1, 1, 1), 1) == greedy("delta")
+    assert generated("mamba", (1, 1, 1, 1), 3) == searched("mamba", 3)  # states are copied from slot to slot
     for found in ranks(2, generated, "mamba", (1, 1, 2, 1), 1):  # prompts in parts
         assert found == greedy("mamba")
     for found in ranks(2, generated, "delta", (1, 1, 2, 1), 3):

@@ -216,6 +216,7 @@ def test_there_and_back(ranks: Any, tmp_path: Path) -> None:
             Cell("glm4_moe-yarn", tensor=2, context=2, expert=2),
             Cell("ernie4_5_moe", pipe=2, tensor=2),
             Cell("llama4_text-mixed", tensor=2, context=2, expert=2, sequence_parallel=True),
+            Cell("qwen3_next", tensor=2, context=2, expert=2),
             Cell("deepseek_v2-yarn", pipe=2, tensor=2),
             Cell("deepseek_v3", tensor=2, context=2, expert=2, sequence_parallel=True),
         ],
@@ -276,7 +277,7 @@ def check_generation(tmp_path: Path, case: str, run: Any, sizes: tuple[int, int,
         assert tokens == theirs[0].tolist()
 
 
-GENERATING = ["mixtral-window", "qwen2_moe-window", "gpt_oss", "gpt_oss-plain", "olmoe-grouped"]
+GENERATING = ["mixtral-window", "qwen2_moe-window", "qwen3_next", "gpt_oss", "gpt_oss-plain", "olmoe-grouped"]
 GENERATING += ["glm4_moe", "dots1-window", "exaone_moe-mixed", "minimax_m2-partial", "ernie4_5_moe-interval"]
 GENERATING += ["llama4_text", "llama4_text-mixed"]
 GENERATING += ["deepseek_v2-yarn", "deepseek_v3"]

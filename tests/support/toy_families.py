@@ -286,6 +286,21 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"shared_expert_intermediate_size": 16, "qkv_bias": False, "norm_topk_prob": True, "num_hidden_layers": 4}
         | {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 3, "mlp_only_layers": [1]},
     ),
+    "qwen3_next": (
+        "Qwen3Next",
+        _QWEN
+        | {"num_hidden_layers": 4, "head_dim": 8, "shared_expert_intermediate_size": 28}
+        | {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 6}
+        | {"linear_value_head_dim": 5},
+    ),
+    "qwen3_next-dense": (
+        "Qwen3Next",
+        _QWEN
+        | {"num_hidden_layers": 3, "head_dim": 16, "shared_expert_intermediate_size": 16, "mlp_only_layers": [0]}
+        | {"layer_types": ["full_attention", "linear_attention", "linear_attention"], "attention_bias": True}
+        | {"linear_num_value_heads": 6, "linear_num_key_heads": 2, "linear_key_head_dim": 4}
+        | {"linear_value_head_dim": 3, "linear_conv_kernel_dim": 3, "norm_topk_prob": False},
+    ),
     # One block with experts: a loss of all blocks together is then a loss of each block.
     "qwen3_moe": ("Qwen3Moe", _QWEN | {"mlp_only_layers": [0], "router_aux_loss_coef": 0.5}),
     "qwen3_moe-step": ("Qwen3Moe", _QWEN | {"num_hidden_layers": 5, "decoder_sparse_step": 2, "norm_topk_prob": True}),
