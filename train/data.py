@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from ..base.errors import ConfigError, CorruptError
+from ..base.hub import is_here
 from ..data.mixture import Rows
 from ..data.token_data import TokenData
 from ..data.tokenizer import BYTES, open_tokenizer
@@ -67,7 +67,7 @@ def check_data(
     """
     training = open_data(file, sequence, "training", vocab_size=vocab_size)
     named = training.folders[0].index.tokenizer.name
-    if tokenizer is None and (named == BYTES or Path(named).exists()):
+    if tokenizer is None and (named == BYTES or is_here(named)):
         tokenizer = named
     if tokenizer is not None:
         facts = open_tokenizer(tokenizer).facts

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...base.errors import ConfigError
 from ...base.files import read_object
+from ...base.hub import local_folder
 from ...grid import Grid
 from ...grid.layout import Layout
 from .config import layer_count, read_config
@@ -124,17 +125,20 @@ class _Model:
 
 
 def open_source(path_or_model: Any) -> Source:
-    """Return the ``Source`` that reads a folder or a live ``transformers`` model.
+    """Return the ``Source`` that reads a folder, a repository of the Hub, or a live ``transformers`` model.
 
     Raises:
         FileNotFoundError: the folder lacks the files that ``save_pretrained`` writes.
+        ConfigError: as ``base.hub.local_folder``.
         TypeError: the argument is neither a path nor a model.
     """
     if isinstance(path_or_model, (str, Path)):
-        return _Folder(Path(path_or_model))
+        return _Folder(local_folder(path_or_model, weights=True))
     if hasattr(path_or_model, "state_dict") and hasattr(getattr(path_or_model, "config", None), "to_dict"):
         return _Model(path_or_model)
-    raise TypeError(f"got a {type(path_or_model).__name__}. Give the path of a folder, or a transformers model.")
+    raise TypeError(
+        f"got a {type(path_or_model).__name__}. Give the path of a folder, an id of the Hub, or a transformers model."
+    )
 
 
 def find(source: Source, name: str) -> str | None:
