@@ -80,7 +80,8 @@ def load_hf(
             ``ORG/NAME@REVISION``, which is downloaded into huggingface_hub's cache; or a live ``transformers`` model.
         into: the model that receives the weights. It is one of:
             None, which makes the layers of the model that ``config.json`` describes;
-            a list of ``LayerSpec`` s, which is returned with layers that load these weights when they are built;
+            a list of ``LayerSpec`` s, which is returned with layers that load these weights when they are built. What
+            a live model has frozen (``requires_grad_(False)``) is frozen in them;
             a module whose parameters have layouts (a ``PipelineModule`` before its engine, or a module
             that ``parallelize`` sharded), or an ``Engine``, including its fp32 master copy. The values of such a
             module or engine are set at once, collectively over its grid.
@@ -153,7 +154,9 @@ class _Loaded:
             **own,
             **held,
         }.items():  # on the meta device every rank checks every layer and sees the errors
-            check(self.source, ours, _entry(self.entries, ours, layer), layout_of(parameter))
+            pieces = check(self.source, ours, _entry(self.entries, ours, layer), layout_of(parameter))
+            if all(piece.name in self.source.frozen for piece in pieces):
+                parameter.requires_grad_(False)
         if wanted.type == "meta":
             return layer
         filled: dict[nn.Parameter, nn.Parameter] = {}

@@ -7,8 +7,8 @@ save_hf(engine, "path/to/mine")                         # under transformers' na
 
 The blocks are transformers' classes. They run as in transformers' models, with the same causal mask and the same rotary
 positions. The tensor axis shards them by the plan of ``parallelize``; embedding, norm and head are whole on each rank.
-``load_hf`` builds triax's own layers instead. ``hf_layers`` is for models with features that triax's layers do not have.
-This module is imported on first use, and transformers when a layer is built.
+``load_hf`` builds triax's own layers instead. ``hf_layers`` is for models with features that triax's layers lack. This
+module is imported on first use, and transformers when a layer is built.
 
 Of a LLaVA the list begins with the layers of its vision tower (``vision_layers.py``), which see the images of a
 microbatch. Its token embedding, which stands behind them, takes the field ``input_ids`` of the microbatch.
@@ -208,8 +208,8 @@ def hf_layers(model_or_config: Any, attention: str = "ring") -> list[LayerSpec]:
     results.
 
     A ``LlavaForConditionalGeneration`` has the layers of its vision tower in front, ``[patches, block 0, ...,
-    projector]``, whose input is the microbatch: a dict of ``input_ids`` and ``pixel_values`` (N, C, H, W), the images of
-    all its rows in the order of their tokens. N may differ between microbatches, and may be 0.
+    projector]``, whose input is the microbatch: a dict of ``input_ids`` and ``pixel_values`` (N, C, H, W), the images
+    of all its rows in the order of their tokens. N may differ between microbatches, and may be 0.
 
     Args:
         model_or_config: a model such as ``LlamaForCausalLM``, of a family that docs/models.md lists, from which the
@@ -312,8 +312,8 @@ class ImageTextEmbedding(Embedding):
         count, each = int(place.sum()), features.shape[1]
         if count != len(features) * each:
             raise ValueError(
-                f"the microbatch has {count} tokens {self.image_token} for images, but {len(features)} images of {each} "
-                "tokens each. Give pixel_values (N, C, H, W) with the images of these rows, and no others."
+                f"the microbatch has {count} tokens {self.image_token} for images, but {len(features)} images of "
+                f"{each} tokens each. Give pixel_values (N, C, H, W) with the images of these rows, and no others."
             )
         if count:
             x = x.masked_scatter(place[..., None], features.to(x.dtype))
@@ -363,8 +363,8 @@ class HFBlock(nn.Module):
         if grid.tensor.size > 1:
             if hf.family.plan is None:
                 raise ValueError(
-                    f"the grid has tensor={grid.tensor.size}, but no plan says how the blocks of {type(whole).__name__} "
-                    "are sharded. Take the layers of load_hf(path), or a grid with tensor=1."
+                    f"the grid has tensor={grid.tensor.size}, but no plan says how the blocks of "
+                    f"{type(whole).__name__} are sharded. Take the layers of load_hf(path), or a grid with tensor=1."
                 )
             shard_part(self.block, f"{hf.blocks}.{index}", grid, hf.family.plan(hf.config))
 

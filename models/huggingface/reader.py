@@ -33,6 +33,7 @@ class Source(Protocol):
         config: content of ``config.json``.
         shapes: tensor name -> shape.
         settings: what the folder or the model has beside weights.
+        frozen: names of the tensors that are not trained.
     """
 
     where: str
@@ -40,6 +41,7 @@ class Source(Protocol):
     config: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
     settings: Settings
+    frozen: frozenset[str]
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """Return a slice of a tensor as a new tensor of the same dtype, and read only this slice."""
@@ -74,7 +76,7 @@ class _Folder:
     """Source that reads ``model.safetensors``, or the files that ``model.safetensors.index.json`` lists."""
 
     def __init__(self, folder: Path) -> None:
-        self.where, self.file = str(folder), str(folder / "config.json")
+        self.where, self.file, self.frozen = str(folder), str(folder / "config.json"), frozenset()
         self.config = read_config(folder)
         self.settings = settings_of_folder(folder, self.config)
         index = folder / "model.safetensors.index.json"
@@ -118,6 +120,7 @@ class _Model:
         self.settings = settings_of_model(model)
         self._weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._weights.items()}
+        self.frozen = frozenset(name for name, each in model.named_parameters() if not each.requires_grad)
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """Read a part of a tensor."""

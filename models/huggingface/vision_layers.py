@@ -2,8 +2,8 @@
 
     images (N, C, H, W) -> VisionEmbedding -> VisionBlock 0, ... -> Projector -> features (N, P, D) of the image tokens
 
-N is the number of images of the microbatch, of all its rows together, and may be 0: then no layer of the tower runs, and
-none of its weights gets a gradient from this microbatch, as in transformers' model without ``pixel_values``.
+N is the number of images of the microbatch, of all its rows together, and may be 0: then no layer of the tower runs,
+and none of its weights gets a gradient from this microbatch, as in transformers' model without ``pixel_values``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class VisionTower:
         vision = config.vision_config
         if vision.model_type not in TOWERS:
             raise ValueError(
-                f"hf_layers has the vision towers {', '.join(TOWERS)}, but that of the model is a {vision.model_type!r}."
+                f"hf_layers has the vision towers {', '.join(TOWERS)}, but the model has a {vision.model_type!r}."
             )
         layer, blocks = config.vision_feature_layer, vision.num_hidden_layers
         if not isinstance(layer, int) or not -blocks - 1 <= layer <= blocks:
@@ -187,7 +187,7 @@ class Projector(nn.Module):
         tower.initialize(self.projector, "LlavaForConditionalGeneration", config)
         self.unused = nn.Module()
         self.unused.encoder = nn.Module()
-        for name, child in whole.vision_tower.named_children():
+        for name in dict(whole.vision_tower.named_children()):
             if name not in ("embeddings", "pre_layrnorm", "encoder"):
                 self.unused.add_module(name, tower.make(name))
         later = {str(index): tower.make("encoder.layers.0") for index in range(tower.depth, blocks)}
