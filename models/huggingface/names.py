@@ -60,6 +60,14 @@ class Repeated:
 
 
 @dataclass(frozen=True)
+class Renamed:
+    """Name of a tensor in a folder, and its name in a live model, under which it is read too."""
+
+    name: str
+    live: str
+
+
+@dataclass(frozen=True)
 class Entry:
     """Source tensors of one parameter of triax.
 
@@ -73,6 +81,7 @@ class Entry:
         rows: ranges [start, stop) of rows of the only tensor, which the parameter has in this order. Empty: all rows.
         of: number of rows of that tensor.
         again: further names under which the only tensor is written.
+        live: name of the only tensor in a live model, if a folder has another one. Empty: they are equal.
     """
 
     theirs: tuple[str, ...]
@@ -82,9 +91,10 @@ class Entry:
     rows: tuple[tuple[int, int], ...] = ()
     of: int = 0
     again: tuple[str, ...] = ()
+    live: tuple[str, ...] = ()
 
 
-Pattern = str | tuple[str, ...] | Transposed | PerExpert | Fused | Repeated
+Pattern = str | tuple[str, ...] | Transposed | PerExpert | Fused | Repeated | Renamed
 # triax's name -> Hugging Face's. {i} is the block's index, {n} the number of blocks, a final * both weight and bias.
 # A list has the form that is written, then another form that is read too.
 Names = Mapping[str, "Pattern | list[Pattern]"]
@@ -135,6 +145,9 @@ def _entry(
     if isinstance(form, Repeated):
         first, *again = (_written(name, ending, numbers) for name in (form.name, *form.again))
         return Entry((first,), other=other, again=tuple(again))
+    if isinstance(form, Renamed):
+        first, live = (_written(name, ending, numbers) for name in (form.name, form.live))
+        return Entry((first,), live=(live,), other=Entry((live,), other=other))
     transposed = isinstance(form, Transposed)
     several = (form.name,) if isinstance(form, Transposed) else (form,) if isinstance(form, str) else form
     return Entry(tuple(_written(name, ending, numbers) for name in several), transposed, other=other)

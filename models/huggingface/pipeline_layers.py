@@ -41,7 +41,7 @@ from ...pipe.spec import LayerSpec, TiedLayerSpec
 from ..layers import softcapped
 from .families import FAMILIES
 from .load import load_hf
-from .names import Names, expand
+from .names import Names, Renamed, expand
 from .parallelize import shard_part
 from .vision_layers import Projector, VisionBlock, VisionEmbedding, VisionTower
 
@@ -182,12 +182,12 @@ class HFVisionModel:
         found: dict[str, Any] = {}
         for ours, theirs in self.tower.names().items():
             older = theirs.replace("vision_tower.", "vision_tower.vision_model.", 1)
-            found[f"layers.{ours}"] = [theirs, f"model.{theirs}", older]
+            found[f"layers.{ours}"] = [Renamed(theirs, f"model.{theirs}"), older]
         for ours, entry in expand(self.text.names(), self.text.config.num_hidden_layers).items():
             _, index, rest = ours.split(".", 2)
             (theirs,) = entry.theirs
             live = theirs if theirs.startswith("lm_head.") else theirs.replace("model.", "model.language_model.", 1)
-            found[f"layers.{int(index) + self.first}.{rest}"] = [f"language_model.{theirs}", live]
+            found[f"layers.{int(index) + self.first}.{rest}"] = Renamed(f"language_model.{theirs}", live)
         return found
 
     def __eq__(self, other: object) -> bool:
@@ -315,8 +315,7 @@ class ImageTextEmbedding(Embedding):
                 f"the microbatch has {count} tokens {self.image_token} for images, but {len(features)} images of "
                 f"{each} tokens each. Give pixel_values (N, C, H, W) with the images of these rows, and no others."
             )
-        if count:
-            x = x.masked_scatter(place[..., None], features.to(x.dtype))
+        x = x.masked_scatter(place[..., None], features.to(x.dtype))  # also without images: see vision_layers.py
         return self._dropped(shard(x, self.context))
 
 

@@ -219,7 +219,7 @@ def names_of_layers(entries: Mapping[str, Entry]) -> dict[str, tuple[str, ...]]:
     """
     ending = ".weight"
     return {
-        ours.removesuffix(ending): tuple(theirs.removesuffix(ending) for theirs in entry.theirs)
+        ours.removesuffix(ending): tuple(theirs.removesuffix(ending) for theirs in entry.live or entry.theirs)
         for ours, entry in entries.items()
         if ours.endswith(ending) and entry.theirs and not entry.per_expert and not entry.rows
     }

@@ -2,8 +2,9 @@
 
     images (N, C, H, W) -> VisionEmbedding -> VisionBlock 0, ... -> Projector -> features (N, P, D) of the image tokens
 
-N is the number of images of the microbatch, of all its rows together, and may be 0: then no layer of the tower runs,
-and none of its weights gets a gradient from this microbatch, as in transformers' model without ``pixel_values``.
+N is the number of images of the microbatch, of all its rows together, and may be 0. Each layer then runs on a blank
+image, whose output is cut off: replicas run the same layers, which ZeRO needs, and gradients are 0 where one process of
+transformers has none.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class VisionTower:
         layer, blocks = config.vision_feature_layer, vision.num_hidden_layers
         if not isinstance(layer, int) or not -blocks - 1 <= layer <= blocks:
             raise ValueError(
-                f"hf_layers takes the image features of one layer of {blocks}, but vision_feature_layer is {layer}."
+                f"hf_layers takes the image features of one of {blocks} blocks, but vision_feature_layer is {layer}."
             )
         self.config, self.vision = config, vision
         self.depth = layer if layer >= 0 else blocks + 1 + layer
@@ -76,6 +77,9 @@ class VisionTower:
         """Build a module of the tower by its name, with values."""
         layer = self.whole(blocks).model.vision_tower.get_submodule(path)
         layer.to_empty(device=torch.get_default_device()).to(torch.get_default_dtype())
+        for module in layer.modules():
+            if hasattr(module, "config"):
+                module.config = self.vision  # that of all blocks: initial weights depend on their number
         self.initialize(layer, TOWERS[self.vision.model_type], self.vision)
         return layer
 
@@ -143,12 +147,11 @@ class VisionEmbedding(nn.Module):
                 "its first token. Pad on the right: processor.tokenizer.padding_side = 'right'."
             )
         pixels = given.get("pixel_values")
-        if pixels is None or not len(pixels):
-            size, width = self.embeddings.position_embedding.weight.shape  # type: ignore[union-attr]
-            weight: Tensor = self.embeddings.patch_embedding.weight  # type: ignore[union-attr,assignment]
-            return weight.new_zeros(0, size, width)
-        x: Tensor = self.embeddings(pixels)
-        return x if self.pre_layrnorm is None else self.pre_layrnorm(x)
+        if pixels is None:
+            vision, weight = self.tower.vision, next(self.parameters())
+            pixels = weight.new_zeros(0, vision.num_channels, vision.image_size, vision.image_size)
+        x = _run(self.embeddings, pixels)
+        return x if self.pre_layrnorm is None else _run(self.pre_layrnorm, x)
 
 
 class VisionBlock(nn.Module):
@@ -165,7 +168,7 @@ class VisionBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the block: (N, S, D) -> (N, S, D)."""
-        return self.block(x, attention_mask=None) if len(x) else x
+        return _run(self.block, x, attention_mask=None)
 
 
 class Projector(nn.Module):
@@ -198,7 +201,13 @@ class Projector(nn.Module):
         """Project the features that are taken: (N, S, D) -> (N, P, D)."""
         if self.tower.config.vision_feature_select_strategy == "default":
             x = x[:, 1:]  # without that of the class
-        if not len(x):
-            return x.new_zeros(0, x.shape[1], self.tower.config.text_config.hidden_size)
-        y: Tensor = self.projector(x)
+        return _run(self.projector, x)
+
+
+def _run(layer: nn.Module, x: Tensor, **given: Any) -> Tensor:
+    """Run a layer on images (N, ...); without any, on a blank one, whose output is cut off."""
+    if len(x):
+        y: Tensor = layer(x, **given)
         return y
+    y = layer(torch.cat([x, x.new_zeros(1, *x.shape[1:])]), **given)
+    return y[:0]

@@ -50,12 +50,7 @@ def step(engine: Any) -> float:
 def theirs(engine: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors by the names of transformers' live model."""
     table = entries(wrapping(engine.module).names(), {})
-    found = {}
-    for name, tensor in tensors.items():
-        entry = table[name].other
-        assert entry is not None
-        found[entry.theirs[0]] = tensor
-    return found
+    return {table[name].live[0]: tensor for name, tensor in tensors.items()}
 
 
 def trained(case: str, frozen: bool, out: str, *options: Any) -> tuple[float, dict[str, Tensor]]:
@@ -81,6 +76,8 @@ def check(ranks: Any, tmp_path: Path, case: str, frozen: bool, sizes: Sizes, *op
     before, after = (
         reader.from_pretrained(f"{out}/{when}", dtype=torch.float64).state_dict() for when in ("before", "after")
     )
+    if model.config.tie_word_embeddings:
+        wanted["lm_head.weight"] = wanted["model.language_model.embed_tokens.weight"]
     for name, value in model.state_dict().items():
         assert torch.equal(before[name], value), name
         moved = value - LR * wanted[name] if name in wanted else value
@@ -175,11 +172,11 @@ def test_from_a_configuration(tmp_path: Path) -> None:
         for name, parameter in wanted.named_parameters():
             if parameter.numel() > 200:
                 assert drawn[name].std().item() == pytest.approx(parameter.std().item(), rel=0.25), name
-            elif parameter.dim() == 1 and "class_embedding" not in name:
-                assert torch.equal(drawn[name], parameter), name
+            elif parameter.dim() == 1 and "class_embedding" not in name:  # SigLIP draws biases of 1e-6
+                torch.testing.assert_close(drawn[name], parameter, rtol=0.0, atol=1e-5, msg=name)
 
 
-LANGUAGE = r"language_model\..*\.(q_proj|down_proj)"
+LANGUAGE = r".*language_model.*(q_proj|down_proj)"
 
 
 def with_adapters(case: str, sizes: Sizes, stage: int, cut: list[int] | None, out: str) -> Any:
@@ -224,7 +221,7 @@ def test_what_is_refused() -> None:
 
     config = make("clip-llama").config
     config.vision_feature_layer = [-2, -1]
-    with pytest.raises(ValueError, match=r"one layer of 3 blocks, but vision_feature_layer is \[-2, -1\]"):
+    with pytest.raises(ValueError, match=r"one of 3 blocks, but vision_feature_layer is \[-2, -1\]"):
         hf_layers(config)
     config = transformers.LlavaConfig(vision_config=transformers.PixtralVisionConfig())
     with pytest.raises(ValueError, match="clip_vision_model, siglip_vision_model, but the model has a 'pixtral'"):
