@@ -15,6 +15,7 @@ import triax
 from triax import CausalLMLoss, Grid, PipelineModule, hf_layers
 from triax.models.huggingface.config import entries
 from triax.models.huggingface.save import save_hf, wrapping
+from triax.models.huggingface.vision_layers import VisionBlock, VisionEmbedding
 
 from exact_norms import exact
 from vision_models import CASES, IMAGE, IMAGES, make, microbatch, on_one_process, sums
@@ -24,12 +25,21 @@ LR = 0.5
 
 
 def engine_of(
-    source: Any, sizes: Sizes, stage: int, cut: list[int] | None = None, schedule: str = "1f1b", **options: Any
+    source: Any,
+    sizes: Sizes,
+    stage: int,
+    cut: list[int] | None = None,
+    schedule: str = "1f1b",
+    frozen: bool = False,
+    **options: Any,
 ) -> Any:
     pipe, data, context, tensor = sizes
     grid = Grid(pipe=pipe, data=data, context=context, tensor=tensor)
     loss_fn = CausalLMLoss(grid=grid, chunk_tokens=4)
     module = PipelineModule(hf_layers(source), grid=grid, loss_fn=loss_fn, partition=cut, dtype=torch.float64)
+    for layer in module.modules() if frozen else ():
+        if isinstance(layer, (VisionEmbedding, VisionBlock)):
+            layer.requires_grad_(False)
     return triax.Engine(
         module,
         batch=triax.Batch(microbatch=2, microbatches=4),
@@ -174,6 +184,36 @@ def test_from_a_configuration(tmp_path: Path) -> None:
                 assert drawn[name].std().item() == pytest.approx(parameter.std().item(), rel=0.25), name
             elif parameter.dim() == 1 and "class_embedding" not in name:  # SigLIP draws biases of 1e-6
                 torch.testing.assert_close(drawn[name], parameter, rtol=0.0, atol=1e-5, msg=name)
+
+
+def test_a_batch_without_images(tmp_path: Path) -> None:
+    """The tower's gradients are 0, where transformers has none; and a tower that is frozen after it was built."""
+    batches = [microbatch(1, 0), microbatch(0, 2), microbatch(1, 3), microbatch(1, 0)]
+    model = make("clip-llama")
+    total, count = sums(model, batches)
+    (total / count).backward()
+    model.save_pretrained(tmp_path)
+    for frozen in (False, True):
+        engine = engine_of(tmp_path, (1, 1, 1, 1), 0, frozen=frozen)
+        with exact(engine.module):
+            assert engine.train_batch(iter(batches)).item() == pytest.approx(total.item() / count, rel=1e-10)
+        gradients = theirs(engine, engine.gather("gradients"))
+        tower = [name for name in gradients if ".vision_tower." in name]
+        assert bool(tower) is not frozen and not any(gradients[name].any() for name in tower)
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def test_rows_padded_on_the_right() -> None:
+    model, given = make("clip-llama"), microbatch(0, 1)
+    given.pop("labels")
+    mask = torch.arange(given["input_ids"].shape[1]) < torch.tensor([[14], [9]])
+    mine = PipelineModule(hf_layers(model), loss_fn=CausalLMLoss(), dtype=torch.float64)
+    with torch.no_grad():
+        found = mine(given | {"attention_mask": mask.long()}, input_ids=given["input_ids"])
+        wanted = model(**given, attention_mask=mask.long()).logits
+    torch.testing.assert_close(found[mask], wanted[mask], rtol=1e-12, atol=1e-12)
 
 
 LANGUAGE = r".*language_model.*(q_proj|down_proj)"
