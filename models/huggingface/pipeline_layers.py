@@ -39,6 +39,7 @@ from ...grid import Axis, Grid
 from ...pipe.chunked_loss import LastLayer, is_watched, loss_in_chunks, runs_otherwise
 from ...pipe.spec import LayerSpec, TiedLayerSpec
 from ..layers import softcapped
+from .config import read_config
 from .families import FAMILIES
 from .load import load_hf
 from .names import Names, Renamed, expand
@@ -224,25 +225,29 @@ def hf_layers(model_or_config: Any, attention: str = "ring") -> list[LayerSpec]:
     Raises:
         ValueError: the model is of another family, or has a setting such as cross attention.
     """
-    config, source = model_or_config, None
+    config: Any = model_or_config
+    source: Any = None
     if isinstance(model_or_config, nn.Module):
         config, source = model_or_config.config, model_or_config
     elif isinstance(model_or_config, (str, Path)):
         from transformers import AutoConfig
 
         source = local_folder(model_or_config, weights=True)
-        config = AutoConfig.from_pretrained(source, local_files_only=True)
+        read_config(source)  # whose errors name the file, and what is wrong in it
+        config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
     model: HFModel | HFVisionModel
+    front: list[LayerSpec] = []
+    takes: tuple[str, ...] = ()
     if getattr(config, "model_type", None) == "llava":
         model = HFVisionModel(config)
         tower, text = model.tower, model.text
-        front = [LayerSpec(VisionEmbedding, tower)]
-        front += [LayerSpec(VisionBlock, tower, index) for index in range(tower.depth)]
-        front += [LayerSpec(Projector, tower)]
-        embedding, takes = partial(ImageTextEmbedding, model), ("input_ids",)
+        blocks = [LayerSpec(VisionBlock, tower, index) for index in range(tower.depth)]
+        front = [LayerSpec(VisionEmbedding, tower), *blocks, LayerSpec(Projector, tower)]
+        embedding: Callable[..., Embedding] = partial(ImageTextEmbedding, model)
+        takes = ("input_ids",)
     else:
         model = text = HFModel(config)
-        front, embedding, takes = [], partial(Embedding, text), ()
+        embedding = partial(Embedding, text)
     first, head = LayerSpec(embedding, takes=takes), LayerSpec(Head, text)
     if config.tie_word_embeddings:
         first = TiedLayerSpec("embed", embedding, takes=takes)

@@ -76,7 +76,8 @@ class _Folder:
     """Source that reads ``model.safetensors``, or the files that ``model.safetensors.index.json`` lists."""
 
     def __init__(self, folder: Path) -> None:
-        self.where, self.file, self.frozen = str(folder), str(folder / "config.json"), frozenset()
+        self.where, self.file = str(folder), str(folder / "config.json")
+        self.frozen = frozenset[str]()
         self.config = read_config(folder)
         self.settings = settings_of_folder(folder, self.config)
         index = folder / "model.safetensors.index.json"

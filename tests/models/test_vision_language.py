@@ -27,7 +27,7 @@ LR = 0.5
 def engine_of(
     source: Any,
     sizes: Sizes,
-    stage: int,
+    stage: Any,
     cut: list[int] | None = None,
     schedule: str = "1f1b",
     frozen: bool = False,
