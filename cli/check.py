@@ -17,7 +17,7 @@ def check(
     target: Annotated[
         str,
         typer.Argument(
-            help="FILE.py:FUNCTION, which returns the model for a grid; a training file; or a Hugging Face folder."
+            help="FILE.py:FUNCTION, which returns the model for a grid; a training file; a Hugging Face folder or id."
         ),
     ],
     changes: Annotated[
@@ -53,7 +53,7 @@ def check(
 ) -> None:
     """Compare a model on grids with one process: losses, metrics and every gradient, in float64.
 
-    A training file's or a folder's model has random weights, and gets random tokens.
+    A training file's, a folder's or an id's model has random weights, and gets random tokens.
 
     The exit status is 0 if all numbers are equal, and 1 if one differs.
     """

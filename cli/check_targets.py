@@ -1,4 +1,4 @@
-"""Targets of ``triax check``: a function of a Python file, a training file, or a Hugging Face folder."""
+"""Targets of ``triax check``: a function of a Python file, a training file, or a Hugging Face folder or id."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.hub import local_folder
 from ..engine.engines import Engine
 from ..grid import Grid
 from ..models.config import TransformerConfig
@@ -37,7 +38,7 @@ def read_target(target: str, changes: Sequence[str], data: str | None, dry: bool
     """Return the function that builds the model for a grid, and the one that returns its batches.
 
     Args:
-        target: ``FILE.py:FUNCTION``, a training file, or a Hugging Face folder.
+        target: ``FILE.py:FUNCTION``, a training file, or a Hugging Face folder or id.
         changes: ``KEY=VALUE`` for a training file, or for the fields of a folder's configuration.
         data: name of the function of ``FILE.py`` that returns the batches; None: ``batches``, or random ones if the
             file does not have it.
@@ -54,10 +55,12 @@ def read_target(target: str, changes: Sequence[str], data: str | None, dry: bool
         if changes:
             raise ValueError(f"{changes[0]} changes a training file or a folder, and {target} is neither: leave it out")
         return _functions(path, function, data, dry)
-    if not (Path(target) / "config.json").is_file() and not (Path(target).suffix in FILES and Path(target).is_file()):
+    is_file = Path(target).suffix in FILES and Path(target).is_file()
+    if not is_file and not (local_folder(target) / "config.json").is_file():
         raise ValueError(
             f"{target} is neither FILE.py:FUNCTION, such as model.py:build, nor a training file "
-            f"({', '.join(FILES)}), nor a Hugging Face folder with a config.json"
+            f"({', '.join(FILES)}), nor a Hugging Face folder with a config.json, nor an id of the Hub, such "
+            "as Qwen/Qwen3-0.6B"
         )
     if data is not None:
         raise ValueError(f"--data {data} names a function of a Python file, and {target} is none: leave it out")
@@ -117,7 +120,7 @@ def _require_memory(target: str, config: TransformerConfig) -> None:
     count = sum(parameter.numel() for parameter in model.parameters())
     needed, present = _COPIES * 8 * count, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > present:
-        key = "num_hidden_layers" if Path(target).is_dir() else "model.overrides.num_hidden_layers"
+        key = "num_hidden_layers" if Path(target).suffix not in FILES else "model.overrides.num_hidden_layers"
         raise ValueError(
             f"{target} has {count / 1e9:.1f} billion parameters: a check in float64 needs {needed / 2**30:.0f} GiB, "
             f"and this machine has {present / 2**30:.0f} GiB. Check fewer layers: {key}=2"

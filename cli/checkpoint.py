@@ -89,8 +89,8 @@ def export(
         typer.Option("--merge-lora", help="For hf: add LoRA adapters to the weights; default: write them for PEFT."),
     ] = False,
     tokenizer: Annotated[
-        Path | None,
-        typer.Option(help="For hf: folder with the tokenizer's files; default: that from which the model was loaded."),
+        str | None,
+        typer.Option(help="For hf: folder or id of the tokenizer; default: that from which the model was loaded."),
     ] = None,
 ) -> None:
     """Write whole weights and buffers to one safetensors file, or to a folder for Hugging Face, tensor by tensor.

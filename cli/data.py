@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 data = typer.Typer(name="data", help="Tokenize text, and show and verify tokens.", no_args_is_help=True)
 
 Sources = Annotated[
-    list[Path],
-    typer.Argument(help="Text files, .jsonl, .parquet and .arrow files, or folders of them.", metavar="SOURCE"),
+    list[str],
+    typer.Argument(
+        help="Text files, .jsonl, .parquet and .arrow files, folders of them, or hf://datasets/ORG/NAME[@REVISION][/PATH].",
+        metavar="SOURCE",
+    ),
 ]
 Out = Annotated[Path, typer.Option(help="Folder to write.")]
 Where = Annotated[Path, typer.Argument(help="Folder that triax data tokenize wrote.")]
@@ -40,7 +43,9 @@ SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave out documents t
 @data.command()
 def tokenize(
     sources: Sources,
-    tokenizer: Annotated[str, typer.Option(help="bytes, a tokenizer.json, or a folder of transformers.")],
+    tokenizer: Annotated[
+        str, typer.Option(help="bytes, a tokenizer.json, a folder of transformers, or an id, as Qwen/Qwen3-0.6B.")
+    ],
     out: Out,
     processes: Annotated[int, typer.Option(min=0, help="Number of processes. 0: one for each core.")] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Conversations: loss on the assistant's tokens only.")] = False,

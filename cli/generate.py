@@ -20,6 +20,7 @@ import typer
 
 from ..base.errors import ConfigError
 from ..base.files import read_object
+from ..base.hub import local_folder
 from ..grid.environment import read_environment
 from ..grid.topology import Topology
 from ..inference.text import BYTES, Tokenizer
@@ -62,7 +63,10 @@ class GenerateOptions:
 
 def generate(
     run: Annotated[
-        Path, typer.Argument(help="Folder with config.json and *.safetensors, or a run's folder with model/.")
+        str,
+        typer.Argument(
+            help="Folder with config.json and *.safetensors, a run's folder with model/, or an id, as Qwen/Qwen3-0.6B."
+        ),
     ],
     prompt: Annotated[
         str | None, typer.Option(help="Text to continue; with --chat a message. Without it, --chat reads messages.")
@@ -295,17 +299,21 @@ def printable(text: str) -> str:
     return text.translate(_CONTROL) if sys.stdout.isatty() else text
 
 
-def find_model(run: Path) -> Path:
+def find_model(run: str | Path) -> Path:
     """Return the folder with the model: the one given, or ``model`` in it, which a training run writes.
 
     Raises:
-        ConfigError: neither of the two folders has a config.json.
+        ConfigError: neither of the two folders has a config.json; or, for an id, as ``base.hub.local_folder``.
     """
-    for folder in (run, run / "model"):
+    found = local_folder(run, weights=True)
+    for folder in (found, found / "model"):
         if (folder / "config.json").is_file():
             return folder
-    reason = "has neither config.json nor model/config.json" if run.is_dir() else "does not exist"
-    raise ConfigError(f"{run} {reason}. Give a folder as transformers saves it, or a run of triax train.")
+    reason = "has neither config.json nor model/config.json" if found.is_dir() else "does not exist"
+    raise ConfigError(
+        f"{run} {reason}. Give a folder as transformers saves it, a run of triax train, or an id of the Hub, such as "
+        "Qwen/Qwen3-0.6B."
+    )
 
 
 def family(folder: Path) -> Any:

@@ -36,7 +36,7 @@ def memory(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A preset such as llama3-70b, a Hugging Face folder, a JSON file with its fields, or a training file."
+            help="A preset such as llama3-70b, a Hugging Face folder or id, a JSON file of fields, or a training file."
         ),
     ] = None,
     layout: Annotated[

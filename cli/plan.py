@@ -15,6 +15,7 @@ from rich.text import Text
 
 from ..base.errors import ConfigError, nearest, no_such
 from ..base.files import read_object
+from ..base.hub import local_folder
 from ..base.tables import table, terminal
 from .output import bar
 
@@ -36,7 +37,7 @@ def plan(
     model: Annotated[
         str | None,
         typer.Option(
-            help="A preset such as llama3-70b, a Hugging Face folder, a JSON file with its fields, or a training file."
+            help="A preset such as llama3-70b, a Hugging Face folder or id, a JSON file of fields, or a training file."
         ),
     ] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="Number of GPUs. Default: those of --layout.")] = None,
@@ -143,7 +144,7 @@ def model_of(name: str) -> tuple[TransformerConfig, TrainingFile | None, ReadFil
         return model_config(file.model), file, source
     if path.suffix == ".json":
         return _from_fields(read_object(path), path), None, None
-    if path.is_dir():
+    if local_folder(name).is_dir():
         return model_config(ModelSection(folder=name, weights=False)), None, None
     return model_config(ModelSection(preset=name)), None, None
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..base.errors import ConfigError
+from ..base.hub import local_folder
 from .sources import BadDocument
 from .token_file import Array
 from .tokenizer import BYTES, load_transformers
@@ -22,18 +23,18 @@ class ChatTemplate:
     """Chat template of a folder's tokenizer.
 
     Args:
-        folder: the tokenizer's folder, for transformers.
+        folder: the tokenizer's folder, for transformers, or an id of the Hub.
 
     Raises:
         ConfigError: the tokenizer has no chat template, or cannot say which characters a token stands for.
     """
 
     def __init__(self, folder: str | Path) -> None:
-        if str(folder) == BYTES or not Path(folder).is_dir():
+        if str(folder) == BYTES or not (path := local_folder(folder)).is_dir():
             raise ConfigError(
-                f"{folder} has no chat template. Give the folder of a tokenizer of transformers that has one."
+                f"{folder} has no chat template. Give the folder, or the id on the Hub, of a tokenizer that has one."
             )
-        self._tokenizer = load_transformers(Path(folder))
+        self._tokenizer = load_transformers(path)
         if not self._tokenizer.chat_template:
             raise ConfigError(
                 f"{folder} has no chat template. Add a file chat_template.jinja there, or give another tokenizer."

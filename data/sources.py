@@ -22,11 +22,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..base.errors import ConfigError, nearest, to_install
+from ..base.hub import DATA_URI, data_path
 
 FORMATS = ("text", "jsonl", "parquet", "arrow")
 UNITS = {"text": "line", "jsonl": "line", "parquet": "row", "arrow": "row"}
 SPLITS = ("file", "line", "paragraph")
 _SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
+# Of a data set of the Hub, whose other files are about it: README.md and the like.
+_HUB_ENDINGS = (*_SUFFIXES, ".jsonl.gz", ".ndjson.gz", ".txt", ".txt.gz")
 _SKIPPED = {"__pycache__", "node_modules", "site-packages", "dist-packages"}
 _BLANK = re.compile(rb"\n(?:[ \t\r]*\n)+")
 
@@ -83,7 +86,7 @@ def find_sources(paths: Iterable[str | Path], format: str | None = None) -> tupl
     and folders are not read.
 
     Args:
-        paths: files and folders.
+        paths: files and folders, and ``hf://datasets/ORG/NAME[@REVISION][/FILE-OR-FOLDER]`` of the Hub.
         format: format of all files; None: by their names.
 
     Returns:
@@ -96,10 +99,12 @@ def find_sources(paths: Iterable[str | Path], format: str | None = None) -> tupl
         raise ConfigError(f"The format {format} is unknown: {nearest(format, FORMATS)}.")
     found: dict[Path, SourceFile] = {}
     left: Counter[str] = Counter()
-    given = [*map(Path, paths)]
-    for path in given:
+    given = [*map(str, paths)]
+    endings = (*_HUB_ENDINGS, *((".json", ".json.gz") if format == "jsonl" else ()))
+    for name in given:
+        path, of_hub = data_path(name, endings), name.startswith(DATA_URI)
         if path.is_dir():
-            files = [*_walk(path)]
+            files = [file for file in _walk(path) if not of_hub or file.name.endswith(endings)]
             kinds = [format or _format(file) for file in files]
             if any(each != "text" for each in kinds):
                 left["text beside data files"] += sum(each == "text" for each in kinds)
@@ -109,7 +114,10 @@ def find_sources(paths: Iterable[str | Path], format: str | None = None) -> tupl
                 raise ConfigError(f"{path} may be a text or JSON lines. Add --format text, or --format jsonl.")
             files, kinds = [path], [format or _format(path)]
         else:
-            raise ConfigError(f"{path} does not exist. Give text, .jsonl, .parquet or .arrow files, or folders.")
+            raise ConfigError(
+                f"{path} does not exist. Give text, .jsonl, .parquet or .arrow files, or folders; a data set of the "
+                "Hub is hf://datasets/ORG/NAME."
+            )
         for file, kind in zip(files, kinds, strict=True):
             with _named(str(file)):
                 stat = file.stat()
@@ -117,10 +125,11 @@ def find_sources(paths: Iterable[str | Path], format: str | None = None) -> tupl
                     left["binary" if stat.st_size else "empty"] += 1
                     continue
                 source = SourceFile(str(file), kind, stat.st_size, stat.st_mtime_ns)
-                found.setdefault(file.resolve(), source)
+                # In the Hub's cache equal files are links to one.
+                found.setdefault(file.absolute() if of_hub else file.resolve(), source)
     if not found:
         which = ", ".join(f"{count} {reason}" for reason, count in left.items())
-        raise ConfigError(f"There are no documents in {', '.join(map(str, given))}{f' ({which})' if which else ''}.")
+        raise ConfigError(f"There are no documents in {', '.join(given)}{f' ({which})' if which else ''}.")
     return list(found.values()), +left
 
 

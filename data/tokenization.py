@@ -91,8 +91,8 @@ def tokenize(
     """Tokenize files into a folder. A call that was interrupted is repeated to go on.
 
     Args:
-        sources: files and folders, as ``find_sources`` reads them.
-        tokenizer: ``bytes``, a tokenizer.json, or a folder of transformers.
+        sources: files and folders, and data sets of the Hub, as ``find_sources`` reads them.
+        tokenizer: ``bytes``, a tokenizer.json, a folder of transformers, or an id of the Hub.
         out: the folder, which is made.
         processes: number of processes. Above 1, a script needs ``if __name__ == "__main__"``.
         key: name of the text in JSON lines, Parquet and Arrow; by default ``text``, or ``messages``.

@@ -18,6 +18,7 @@ import numpy as np
 
 from ..base.errors import ConfigError, to_install
 from ..base.files import read_object
+from ..base.hub import local_folder
 from .sources import UNITS, BadDocument, Part, Reading, SourceFile, documents
 from .token_file import Array
 from .token_folder import TokenizerFacts
@@ -94,21 +95,22 @@ def open_tokenizer(name: str | Path, end: str | None = None) -> TextTokenizer:
     """Open a tokenizer.
 
     Args:
-        name: ``bytes``, a tokenizer.json, or a folder of transformers.
+        name: ``bytes``, a tokenizer.json, a folder of transformers, or an id of the Hub, as ``Qwen/Qwen3-0.6B``.
         end: token that ends a document, or ``none``; by default the tokenizer's end of a text, byte 0 for ``bytes``.
 
     Raises:
         ConfigError: there is no such tokenizer, or its package is not installed.
     """
-    path = Path(name)
     if str(name) == BYTES:
         opened = _bytes()
-    elif path.is_dir():
-        opened = _folder(path)
+    elif (path := local_folder(name)).is_dir():
+        opened = _folder(path, str(name))
     elif path.is_file():
         opened = _file(path, str(path), None)
     else:
-        raise ConfigError(f"There is no tokenizer {name}. Give bytes, a tokenizer.json, or a folder that contains one.")
+        raise ConfigError(
+            f"There is no tokenizer {name}. Give bytes, a tokenizer.json, a folder that has one, or an id of the Hub."
+        )
     if end is not None:
         opened.end_with(end)
     return opened
@@ -191,7 +193,7 @@ def _bytes() -> TextTokenizer:
     return TextTokenizer(BYTES, vocab, encode, lambda text: text.encode(), decode, 0)
 
 
-def _folder(folder: Path) -> TextTokenizer:
+def _folder(folder: Path, name: str) -> TextTokenizer:
     """Open a folder's tokenizer: by ``tokenizers`` alone if transformers would change nothing, else as it loads it."""
     file, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
     config = read_object(settings) if settings.is_file() else {}
@@ -199,12 +201,12 @@ def _folder(folder: Path) -> TextTokenizer:
     generic = config.get("tokenizer_class", _GENERIC[0]) in _GENERIC and config.keys() <= _HARMLESS
     if file.is_file() and generic and not any(path.exists() for path in maps):
         end = config.get("eos_token")
-        return _file(file, str(folder), end.get("content") if isinstance(end, dict) else end)
+        return _file(file, name, end.get("content") if isinstance(end, dict) else end)
     loaded = load_transformers(folder)
     end = loaded.eos_token_id
     backend = getattr(loaded, "backend_tokenizer", None)
     if backend is not None:
-        return _from_tokenizers(backend, str(folder), end)
+        return _from_tokenizers(backend, name, end)
 
     def encode(texts: list[str]) -> list[Any]:
         return [*loaded(texts)["input_ids"]]
@@ -212,7 +214,7 @@ def _folder(folder: Path) -> TextTokenizer:
     def plain(text: str) -> Any:
         return loaded(text, add_special_tokens=False)["input_ids"]
 
-    return TextTokenizer(str(folder), loaded.get_vocab(), encode, plain, lambda ids: str(loaded.decode(ids)), end)
+    return TextTokenizer(name, loaded.get_vocab(), encode, plain, lambda ids: str(loaded.decode(ids)), end)
 
 
 def _file(file: Path, name: str, end: Any) -> TextTokenizer:

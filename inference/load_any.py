@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..base.errors import ConfigError
 from ..base.files import parse_json, read_text
+from ..base.hub import local_folder
 from ..engine.snapshot.load_weights import load_weights
 from ..grid import Grid
 from ..models.huggingface.load import load_hf
@@ -24,9 +25,9 @@ def load_any(module: nn.Module, source: Source, grid: Grid, base: str | Path = "
 
     Args:
         module: the module; its weights are not sharded yet, except those of a ``PipelineModule``.
-        source: a checkpoint of triax, a folder of transformers, a file of weights (safetensors, or ``torch.save``'s,
-            which is read without running code), several such files, or DeepSpeed's list of files: a dict with
-            ``checkpoints`` and ``base_dir``, or a JSON file with one.
+        source: a checkpoint of triax, a folder of transformers, an id of the Hub, a file of weights (safetensors,
+            or ``torch.save``'s, which is read without running code), several such files, or DeepSpeed's list of
+            files: a dict with ``checkpoints`` and ``base_dir``, or a JSON file with one.
         grid: the grid.
         base: the folder of relative paths.
 
@@ -35,7 +36,7 @@ def load_any(module: nn.Module, source: Source, grid: Grid, base: str | Path = "
     """
     base, files = Path(base), source
     if isinstance(files, (str, Path)):
-        path = base / files
+        path = local_folder(files, weights=True) if base == Path() else base / files
         if (path / "config.json").is_file():
             load_hf(path, into=module, grid=grid)
             return

@@ -133,7 +133,9 @@ class Options:
 
     def changed(self, **values: Any) -> Self:
         """Return the section with other values for some options."""
-        return replace(self, **values)
+        made = replace(self, **values)
+        object.__setattr__(made, "_given", self.given)
+        return made
 
     @classmethod
     def default_of(cls, name: str) -> Any:

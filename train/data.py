@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ..base.errors import ConfigError, CorruptError
+from ..base.hub import is_here
 from ..data.answers import Answers
 from ..data.mixture import Rows
 from ..data.token_data import TokenData
@@ -130,7 +130,7 @@ def check_data(
         return answers, unseen, tokenizer
     training = open_data(file, sequence, "training", vocab_size=vocab_size)
     named = training.folders[0].index.tokenizer.name
-    if tokenizer is None and (named == BYTES or Path(named).exists()):
+    if tokenizer is None and (named == BYTES or is_here(named)):
         tokenizer = named
     if tokenizer is not None:
         facts = open_tokenizer(tokenizer).facts

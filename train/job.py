@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from ..base.errors import ConfigError, describe, nearest, no_such
+from ..base.hub import local_folder, pinned
 from ..base.option_error import OptionError
 from ..grid.topology import Topology
 from ..models.config import CONFIGS, TransformerConfig, config_from_fields
@@ -135,6 +136,7 @@ def resolve(file: TrainingFile, processes: int | None = None, places: int | None
         ConfigError: keys that contradict one another, or that this model or grid cannot have; the message names them
             and says what to change.
     """
+    file = _pinned(file)
     model = model_config(file.model)
     topology = _topology(file, processes, places)
     given = _deepspeed(file)
@@ -174,6 +176,20 @@ def resolve(file: TrainingFile, processes: int | None = None, places: int | None
     )
 
 
+def _pinned(file: TrainingFile) -> TrainingFile:
+    """Return the file with the commits of its model and tokenizer on the Hub, so that all ranks read the same ones."""
+    names = {"model.folder": file.model.folder, "tokenizer": file.tokenizer}
+    found = dict(names)
+    for key, name in names.items():
+        try:
+            found[key] = None if name is None else pinned(name)
+        except ConfigError as error:
+            raise ConfigError(f"{key}: {error}") from error
+    if found == names:
+        return file
+    return file.changed(model=file.model.changed(folder=found["model.folder"]), tokenizer=found["tokenizer"])
+
+
 # ---------------------------------------------------------------------------------------------------- the model
 
 
@@ -193,7 +209,8 @@ def model_config(section: ModelSection) -> TransformerConfig:
         assert section.folder is not None  # the schema requires one of the two
         where = f"model.folder {section.folder}"
         try:
-            found = from_hf(read_config(Path(section.folder)), Path(section.folder) / "config.json")
+            folder = local_folder(section.folder)
+            found = from_hf(read_config(folder), folder / "config.json")
         except (ValueError, OSError) as error:
             raise ConfigError(f"{where}: {error}") from error
     hints = get_type_hints(type(found))
@@ -387,10 +404,9 @@ def _learning_rate(file: TrainingFile, steps: int, tokens: int) -> LearningRate:
 def _tokenizer(file: TrainingFile) -> str | None:
     if file.tokenizer is not None:
         return file.tokenizer
-    folder = None if file.model.folder is None else Path(file.model.folder)
-    if folder is not None and any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
-        return str(folder)
-    return None
+    folder = file.model.folder
+    files = ("tokenizer.json", "tokenizer_config.json")
+    return folder if folder is not None and any((local_folder(folder) / name).exists() for name in files) else None
 
 
 # ------------------------------------------------------------------------------------------------- engine options

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from ..agreement.agreement import agreed
 from ..base.errors import AgreedError, CheckpointError, ConfigError
+from ..base.hub import local_folder
 from ..checkpoint.format import folder as folders
 from ..data.answers import Answers
 from ..data.tokenizer import open_tokenizer
@@ -293,7 +294,7 @@ class TrainingRun:
     def _export(self, folder: Path) -> str | None:
         """Write the model as a Hugging Face folder, with its tokenizer; return why it is not there. Collective."""
         section, named = self.job.file.export, self.tokenizer
-        source = None if named in (None, "bytes") else Path(str(named))
+        source = None if named in (None, "bytes") else local_folder(str(named))
         dtype = None if section is None or section.dtype is None else getattr(torch, section.dtype)
         is_folder = source is not None and source.is_dir()
         try:

@@ -145,11 +145,14 @@ class ExpertsSection(Keys):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection(Keys):
-    """``model``: a preset, or a Hugging Face folder."""
+    """``model``: a preset, or a Hugging Face folder or id."""
 
     preset: str | None = option(None, "Name of a configuration, such as llama3-8b, gpt2 or bytes-small.")
     folder: str | None = option(
-        None, "Hugging Face folder: config.json and, unless weights is false, *.safetensors.", read=path_text
+        None,
+        "Hugging Face folder: config.json and, unless weights is false, *.safetensors; or an id of the Hub, "
+        "ORG/NAME or ORG/NAME@REVISION.",
+        read=path_text,
     )
     weights: bool = option(True, "false: take the folder's shape alone, with random weights from the seed.")
     overrides: dict[str, Any] = option(dict, "Fields of the configuration to change; not with weights.", read=_names)
@@ -477,7 +480,8 @@ class TrainingFile(Keys):
     seed: int = option(0, "Seed of weights, dropout, the order of data and the sample.", least=0, below=SEEDS)
     model: ModelSection = option(REQUIRED, "The model.")
     tokenizer: str | None = option(
-        None, "Tokenizer: its folder, its tokenizer.json, or bytes; null: the model folder's, or the data's."
+        None,
+        "Tokenizer: its folder, its tokenizer.json, its id on the Hub, or bytes; null: the model's, or the data's.",
     )
     data: DataSection = option(REQUIRED, "The data: a folder of tokens, or a section.")
     method: MethodSection | None = option(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from ..base.errors import ConfigError
+from ..base.hub import local_folder
 from ..base.option_error import OptionError
 from ..checkpoint.format.remote import folder_at
 from ..data.tokenizer import open_tokenizer
@@ -48,8 +48,8 @@ def make_job(file: TrainingFile, processes: int | None = None) -> Job:
             f"grid is one of {job.topology.world_size} processes, which this host would start: give smaller axes, or "
             "start them on several hosts by srun, torchrun or triax run"
         )
-    section = file.model
-    if section.has_weights and not any(Path(str(section.folder)).glob("*.safetensors")):
+    section = job.file.model
+    if section.has_weights and not any(local_folder(str(section.folder), weights=True).glob("*.safetensors")):
         raise ConfigError(
             f"model.folder {section.folder} has no *.safetensors, so no weights: give a folder that has them, or "
             "model.weights=false to train its shape from random weights"

@@ -120,7 +120,7 @@ def export_model(
     dtype: torch.dtype | None,
     config: Path | None,
     merge_lora: bool = False,
-    tokenizer: Path | None = None,
+    tokenizer: str | Path | None = None,
 ) -> Sequence[str]:
     """Write a checkpoint's weights and buffers in a package's format. One tensor is in memory at a time.
 

@@ -14,5 +14,6 @@ adapters.py: PEFT's adapters: ``save_lora``, ``load_lora``, ``lora_config``.
 merge.py: products of adapters, which are added to weights.
 parallelize.py: ``triax.parallelize``, with the families' plans.
 export.py: a checkpoint as a folder for ``from_pretrained``.
+vision_layers.py: layers of a vision tower, in front of a language model's.
 pipeline_layers.py: ``hf_layers``, transformers' own blocks over pipeline stages.
 """

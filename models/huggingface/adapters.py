@@ -20,6 +20,7 @@ from ...agreement.agreement import agreed
 from ...base.checks import check_path
 from ...base.errors import ConfigError
 from ...base.files import read_object
+from ...base.hub import local_folder
 from ...base.safetensors import write_file
 from ...grid import Grid, layout_of
 from ...tensor_parallel.lora import LoraOptions, add_adapters
@@ -152,23 +153,24 @@ def _shortest(adapted: set[str], every: set[str]) -> list[str]:
 
 
 def lora_config(path: str | Path) -> dict[str, Any]:
-    """Return the section ``lora`` of a configuration for the adapter in PEFT's folder.
+    """Return the section ``lora`` of a configuration for the adapter in PEFT's folder, or of that id on the Hub.
 
     Raises:
         ValueError: the adapter has a setting that triax does not have, such as DoRA.
     """
     check_path("lora_config", path=path)
-    config = read_object(Path(path) / _CONFIG)
+    file = local_folder(path) / _CONFIG
+    config = read_object(file)
     for key, allowed in _SUPPORTED.items():
         if config.get(key, allowed[0]) not in allowed:
             raise ValueError(
-                f"{Path(path) / _CONFIG} has {key}={config[key]!r}, but triax's adapters are plain LoRA. Train the "
+                f"{file} has {key}={config[key]!r}, but triax's adapters are plain LoRA. Train the "
                 f"adapter with {key}={allowed[0]!r}, or merge it with PEFT's merge_and_unload()."
             )
     kinds: dict[str, Any] = {"r": int, "lora_alpha": (int, float), "target_modules": (str, list)}
     for key, kind in kinds.items():
         if isinstance(config.get(key), bool) or not isinstance(config.get(key), kind):
-            raise ConfigError(f"{Path(path) / _CONFIG} has {key}={config.get(key)!r:.60}. Copy or write it again.")
+            raise ConfigError(f"{file} has {key}={config.get(key)!r:.60}. Copy or write it again.")
     return {
         "rank": config["r"],
         "alpha": config["lora_alpha"],
@@ -181,7 +183,7 @@ def load_lora(path: str | Path, into: Any, *, names: Names | None = None, grid: 
     """Load PEFT's adapter into a model. Collective.
 
     Args:
-        path: a folder with ``adapter_config.json`` and ``adapter_model.safetensors``.
+        path: a folder with ``adapter_config.json`` and ``adapter_model.safetensors``, or an id of the Hub.
         into: an ``Engine`` with the section ``lora`` that ``lora_config(path)`` returns; or a module with its weights,
             which gets the adapters if it has none.
         names: table of parameter names as in ``load_hf``, for models of other families.
@@ -191,9 +193,9 @@ def load_lora(path: str | Path, into: Any, *, names: Names | None = None, grid: 
         ValueError: the model has other adapters than the folder, or the folder has a setting that triax does not have.
     """
     check_path("load_lora", path=path)
-    folder = Path(path)
     module, grid = module_and_grid(into, grid, "load_lora(path, module, grid=grid)")
     with agreed(grid, None):
+        folder = local_folder(path, weights=True)
         settings = lora_config(folder)
         options = LoraOptions(**settings, seed=getattr(module, "seed", 0))
         layers = linear_names(module, names)

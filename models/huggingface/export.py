@@ -33,7 +33,7 @@ def _export(
     dtype: torch.dtype | None = None,
     config: Path | None = None,
     merge_lora: bool = False,
-    tokenizer: Path | None = None,
+    tokenizer: str | Path | None = None,
 ) -> list[str]:
     """Write a folder for ``from_pretrained``: ``config.json``, and the weights in safetensors; or for PEFT.
 
@@ -48,7 +48,8 @@ def _export(
         dtype: dtype of the written weights. If None, each tensor keeps its dtype.
         config: content of a ``config.json`` that is used in place of ``model``.
         merge_lora: write all weights, and add the products of the adapters to them.
-        tokenizer: folder with the tokenizer's files; None: that from which the model was loaded, if any.
+        tokenizer: folder with the tokenizer's files, or an id of the Hub; None: that from which the model was
+            loaded, if any.
 
     Returns:
         Hugging Face's names of the tensors that were written.

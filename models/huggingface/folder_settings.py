@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...base.files import read_object
+from ...base.hub import local_folder
 
 # The settings are plain JSON, which a checkpoint keeps:
 #     family: model_type
@@ -64,7 +65,8 @@ def write_settings(folder: Path, settings: Settings | None, tokenizer: Any = Non
     Args:
         folder: the folder.
         settings: what goes with the model, or None.
-        tokenizer: a ``transformers`` tokenizer, or a folder with a tokenizer's files; None: those of the settings.
+        tokenizer: a ``transformers`` tokenizer, or a folder with a tokenizer's files or an id of the Hub; None: those
+            of the settings.
 
     Raises:
         FileNotFoundError: ``tokenizer`` is a folder without a tokenizer's files.
@@ -77,7 +79,7 @@ def write_settings(folder: Path, settings: Settings | None, tokenizer: Any = Non
     given = tokenizer if tokenizer is not None else None if settings is None else settings["tokenizer"]
     if given is None:
         return
-    files = _files(Path(given))
+    files = _files(local_folder(given))
     if not files and tokenizer is not None:
         raise FileNotFoundError(f"{given} has no tokenizer's files, such as tokenizer.json. Give the folder with them.")
     if not files:

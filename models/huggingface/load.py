@@ -1,6 +1,6 @@
 """Weights from and to Hugging Face: ``load_hf(path)`` and ``save_hf(engine, path)``.
 
-layers = load_hf("path/to/Llama-3.2-1B")                # LayerSpecs that build themselves with these weights
+layers = load_hf("Qwen/Qwen3-0.6B")                     # LayerSpecs that build themselves with these weights
 model = PipelineModule(layers, grid=grid, loss_fn=..., device="meta")
 engine = triax.Engine(model, options)  # every rank reads its own part of the files
 ...
@@ -10,19 +10,21 @@ save_hf(engine, "path/to/mine")                         # transformers' from_pre
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 
 from ...agreement.agreement import agreed
+from ...base.hub import local_folder
 from ...grid import Grid, layout_of
 from ...pipe.spec import LayerSpec, TiedLayerSpec
 from ..config import CONFIGS, DeepseekConfig, TransformerConfig
 from ..decoder import decoder_layers
 from ..deepseek import deepseek_layers
 from .config import entries as expanded
-from .config import from_hf, same_model, without_modules
+from .config import from_hf, read_config, same_model, without_modules
 from .families import FAMILIES
 from .names import Entry, Names
 from .reader import Source, check, check_all_used, fetch, find, open_source, stored
@@ -41,12 +43,16 @@ def config_from_hf(path_or_model: Any) -> TransformerConfig:
     """Return the configuration of a Hugging Face model: for example a ``LlamaConfig``.
 
     Args:
-        path_or_model: a folder as ``save_pretrained`` writes it, or a live model.
+        path_or_model: a folder as ``save_pretrained`` writes it, an id of the Hub as for ``load_hf``, or a live model.
 
     Raises:
-        ValueError: the model is of another family, or has a setting that triax's layers do not support.
+        ValueError: the model is of another family, or has a setting that triax's layers do not support; or there is no
+            such repository.
         FileNotFoundError: the folder has no ``config.json``.
     """
+    if isinstance(path_or_model, (str, Path)):
+        folder = local_folder(path_or_model)
+        return from_hf(read_config(folder), folder / "config.json")
     source = open_source(path_or_model)
     return from_hf(source.config, source.file)
 
@@ -70,10 +76,12 @@ def load_hf(
     """Load Hugging Face's weights into a triax model. Each rank reads only the slices that it holds.
 
     Args:
-        path_or_model: a folder with ``config.json`` and ``*.safetensors``, or a live ``transformers`` model.
+        path_or_model: a folder with ``config.json`` and ``*.safetensors``; an id of the Hub, ``ORG/NAME`` or
+            ``ORG/NAME@REVISION``, which is downloaded into huggingface_hub's cache; or a live ``transformers`` model.
         into: the model that receives the weights. It is one of:
             None, which makes the layers of the model that ``config.json`` describes;
-            a list of ``LayerSpec`` s, which is returned with layers that load these weights when they are built;
+            a list of ``LayerSpec`` s, which is returned with layers that load these weights when they are built. What
+            a live model has frozen (``requires_grad_(False)``) is frozen in them;
             a module whose parameters have layouts (a ``PipelineModule`` before its engine, or a module
             that ``parallelize`` sharded), or an ``Engine``, including its fp32 master copy. The values of such a
             module or engine are set at once, collectively over its grid.
@@ -92,18 +100,20 @@ def load_hf(
 
     Raises:
         ValueError: the model is of another family, sizes or settings differ, a weight is missing in the source, or
-            a weight of the source belongs to no parameter. The message has triax's and Hugging Face's name.
+            a weight of the source belongs to no parameter. The message has triax's and Hugging Face's name. Or there
+            is no such repository, or it is not in the cache and the Hub cannot be reached.
     """
-    source = open_source(path_or_model)
     if into is None:
+        source = open_source(path_or_model)
         config = from_hf(source.config, source.file)
         specs = LAYERS[type(config)](config, sequence_parallel)
         return _self_loading(specs, source, names)
     if isinstance(into, Sequence):
-        return _self_loading(into, source, names)
+        return _self_loading(into, open_source(path_or_model), names)
     module, grid = module_and_grid(into, grid, "load_hf(path, module, grid=grid)")
     assign = getattr(into, "assign", None)
     with agreed(grid, None):
+        source = open_source(path_or_model)
         made_of = _checked(module, source, names, held=assign is not None)
     with agreed(grid, None), torch.no_grad():
         for parameter, (ours, entry) in made_of.items():
@@ -144,7 +154,9 @@ class _Loaded:
             **own,
             **held,
         }.items():  # on the meta device every rank checks every layer and sees the errors
-            check(self.source, ours, _entry(self.entries, ours, layer), layout_of(parameter))
+            pieces = check(self.source, ours, _entry(self.entries, ours, layer), layout_of(parameter))
+            if all(piece.name in self.source.frozen for piece in pieces):
+                parameter.requires_grad_(False)
         if wanted.type == "meta":
             return layer
         filled: dict[nn.Parameter, nn.Parameter] = {}

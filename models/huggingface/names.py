@@ -96,6 +96,14 @@ class Repeated:
 
 
 @dataclass(frozen=True)
+class Renamed:
+    """Name of a tensor in a folder, and its name in a live model, under which it is read too."""
+
+    name: str
+    live: str
+
+
+@dataclass(frozen=True)
 class Entry:
     """Source tensors of one parameter of triax.
 
@@ -111,6 +119,7 @@ class Entry:
         of: number of rows of that tensor.
         one_row: True if Hugging Face stores the parameter (n,) as (1, n).
         again: further names under which the only tensor is written.
+        live: name of the only tensor in a live model, if a folder has another one. Empty: they are equal.
     """
 
     theirs: tuple[str, ...]
@@ -121,6 +130,7 @@ class Entry:
     of: int = 0
     again: tuple[str, ...] = ()
     one_row: bool = False
+    live: tuple[str, ...] = ()
 
 
 def swapped(lengths: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -128,7 +138,7 @@ def swapped(lengths: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*lengths[:-2], *lengths[:-3:-1])
 
 
-Pattern = str | tuple[str, ...] | Transposed | OneRow | PerExpert | PerHead | Fused | RowsOf | Repeated
+Pattern = str | tuple[str, ...] | Transposed | OneRow | PerExpert | PerHead | Fused | RowsOf | Repeated | Renamed
 # triax's name -> Hugging Face's. {i} is the block's index, {n} the number of blocks, a final * both weight and bias.
 # A list has the form that is written, then another form that is read too.
 Names = Mapping[str, "Pattern | list[Pattern]"]
@@ -188,6 +198,9 @@ def _entry(
     if isinstance(form, Repeated):
         first, *again = (_written(name, ending, numbers) for name in (form.name, *form.again))
         return Entry((first,), other=other, again=tuple(again))
+    if isinstance(form, Renamed):
+        first, live = (_written(name, ending, numbers) for name in (form.name, form.live))
+        return Entry((first,), live=(live,), other=Entry((live,), other=other))
     transposed = isinstance(form, Transposed)
     if isinstance(form, OneRow):
         return Entry((_written(form.name, ending, numbers),), other=other, one_row=True)

@@ -42,6 +42,30 @@ def parallelize(module: M, grid: Grid, plan: Mapping[str, Any] | None = None) ->
     return found
 
 
+def shard_part(part: nn.Module, path: str, grid: Grid, plan: Mapping[str, Style]) -> None:
+    """Shard a part of a model, such as a block, by the plan of the whole model. Collective over the tensor axis.
+
+    Args:
+        part: the part, which is sharded in place.
+        path: name of the part in the whole model.
+        grid: grid whose tensor axis shards the part.
+        plan: the plan. Its patterns that match nothing in the part are left out.
+    """
+    whole = inner = nn.Module()
+    *folders, last = path.split(".")
+    for name in folders:
+        inner.add_module(name, nn.Module())
+        inner = inner.get_submodule(name)
+    inner.add_module(last, part)
+    shard(whole, grid, _matching(plan, whole))
+
+
+def _matching(plan: Mapping[str, Style], module: nn.Module) -> dict[str, Style]:
+    """Return the patterns of a plan that match at least one module."""
+    names = [name for name, _ in module.named_modules()]
+    return {pattern: style for pattern, style in plan.items() if any(fnmatchcase(name, pattern) for name in names)}
+
+
 def _resize(*args: Any, **kwargs: Any) -> None:
     """Refuse to resize the embeddings of a sharded model."""
     raise RuntimeError(
@@ -66,11 +90,9 @@ def find_plan(module: nn.Module) -> dict[str, Style]:
             f"there is no built-in plan for {what}, only for {known}. Pass a plan of patterns of module names, such as "
             "plan={'*.up': 'column', '*.down': 'row'}, or add the family (docs/models.md, 'Add a family')."
         )
-    names = [name for name, _ in module.named_modules()]
-    plan = {
-        pattern: style for pattern, style in make(config).items() if any(fnmatchcase(name, pattern) for name in names)
-    }
+    plan = _matching(make(config), module)
     if not any(isinstance(style, Row) for style in plan.values()):
+        names = [name for name, _ in module.named_modules()]
         raise ValueError(
             f"this {type(module).__name__} has the model_type {family!r}, but none of the layers of that family. Its "
             f"modules are {', '.join(names[1:9])}, .... Pass a plan of patterns of these names, plan={{...}}."

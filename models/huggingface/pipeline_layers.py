@@ -1,13 +1,17 @@
 """Pipeline layers made of Hugging Face's own blocks: ``hf_layers(model)``, for the decoders of ``families.py``.
 
-layers = hf_layers(transformers_model)                  # LayerSpecs that build themselves with its weights
+layers = hf_layers(transformers_model)                  # or a folder; LayerSpecs that build themselves with its weights
 model = PipelineModule(layers, grid=Grid(pipe=2), loss_fn=CausalLMLoss())
 engine = triax.Engine(model, options)
 save_hf(engine, "path/to/mine")                         # under transformers' names
 
 The blocks are transformers' classes. They run as in transformers' models, with the same causal mask and the same rotary
-positions. ``load_hf`` builds triax's own layers instead, which the tensor axis shards. ``hf_layers`` is for models with
-features that triax's layers do not have. This module is imported on first use, and transformers when a layer is built.
+positions. The tensor axis shards them by the plan of ``parallelize``; embedding, norm and head are whole on each rank.
+``load_hf`` builds triax's own layers instead. ``hf_layers`` is for models with features that triax's layers lack. This
+module is imported on first use, and transformers when a layer is built.
+
+Of a LLaVA the list begins with the layers of its vision tower (``vision_layers.py``), which see the images of a
+microbatch. Its token embedding, which stands behind them, takes the field ``input_ids`` of the microbatch.
 
 On a grid with a context axis the embedding takes this rank's tokens of the whole ids (``context/order.py``), and the
 blocks call ``context.attention`` in place of the implementation that the configuration names.
@@ -19,6 +23,8 @@ import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,16 +32,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...base.formulas import CHUNK_TOKENS
+from ...base.hub import local_folder
 from ...context.context_attention import attention
 from ...context.order import positions, shard
 from ...grid import Axis, Grid
 from ...pipe.chunked_loss import LastLayer, is_watched, loss_in_chunks, runs_otherwise
 from ...pipe.spec import LayerSpec, TiedLayerSpec
 from ..layers import scaled, softcapped
-from .config import without_modules
+from .config import read_config, without_modules
 from .families import FAMILIES
 from .load import load_hf
-from .names import Names, OneRow
+from .names import Names, OneRow, Renamed, expand
+from .parallelize import shard_part
+from .vision_layers import Projector, VisionBlock, VisionEmbedding, VisionTower
 
 
 class HFModel:
@@ -177,6 +186,52 @@ class HFModel:
         return type(self.config).__name__
 
 
+class HFVisionModel:
+    """Configuration of a LLaVA: a vision tower, its projector, and a language model. All layers of one list share it.
+
+    Args:
+        config: transformers' configuration of the model.
+
+    Attributes:
+        text: the configuration of the language model's layers.
+        tower: the configuration of the tower's layers.
+        first: number of layers in front of the token embedding.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.config, self.text, self.tower = config, HFModel(config.text_config), VisionTower(config)
+        self.family, self.first = self.text.family, self.tower.depth + 2
+
+    @property
+    def architecture(self) -> str:
+        """Name of the model class, as ``config.json`` lists it under ``architectures``."""
+        return "LlavaForConditionalGeneration"
+
+    def names(self) -> Names:
+        """Return the table from the parameter names of these layers to transformers' names.
+
+        Folders have other names than live models, and had others before transformers 5.
+        """
+        found: dict[str, Any] = {}
+        for ours, theirs in self.tower.names().items():
+            older = theirs.replace("vision_tower.", "vision_tower.vision_model.", 1)
+            found[f"layers.{ours}"] = [Renamed(theirs, f"model.{theirs}"), older]
+        for ours, entry in expand(self.text.names(), self.text.config.num_hidden_layers).items():
+            _, index, rest = ours.split(".", 2)
+            (theirs,) = entry.theirs
+            live = theirs if theirs.startswith("lm_head.") else theirs.replace("model.", "model.language_model.", 1)
+            found[f"layers.{int(index) + self.first}.{rest}"] = Renamed(f"language_model.{theirs}", live)
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, HFVisionModel) and self.config.to_dict() == other.config.to_dict()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return type(self.config).__name__
+
+
 def hf_layers(model_or_config: Any, attention: str = "ring") -> list[LayerSpec]:
     """Return a transformers model as layers for a ``PipelineModule``: ids (B, T) -> logits (B, T, V).
 
@@ -185,10 +240,15 @@ def hf_layers(model_or_config: Any, attention: str = "ring") -> list[LayerSpec]:
     padding. Dropout is transformers' own, drawn from each process's generator. Set it to 0 if different grids must give
     equal results.
 
+    A ``LlavaForConditionalGeneration`` has the layers of its vision tower in front, ``[patches, block 0, ...,
+    projector]``, whose input is the microbatch: a dict of ``input_ids`` and ``pixel_values`` (N, C, H, W), the images
+    of all its rows in the order of their tokens. N may differ between microbatches, and may be 0.
+
     Args:
         model_or_config: a model such as ``LlamaForCausalLM``, of a family that docs/models.md lists, from which the
-            layers take their initial weights, or the configuration of such a model. With a configuration, the initial
-            weights are drawn from transformers' distributions, with equal values on every grid.
+            layers take their initial weights, and which of them are frozen; a folder with such a model, or its id on
+            the Hub; or the configuration of such a model. With a configuration, the initial weights are drawn from
+            transformers' distributions, with equal values on every grid.
         attention: how the ranks of the context axis compute attention: ``ring``, ``ulysses`` or ``gather``.
 
     Returns:
@@ -197,17 +257,38 @@ def hf_layers(model_or_config: Any, attention: str = "ring") -> list[LayerSpec]:
     Raises:
         ValueError: the model is of another family, or has a setting such as cross attention.
     """
-    live = isinstance(model_or_config, nn.Module)
-    hf = HFModel(model_or_config.config if live else model_or_config)
-    positions = [LayerSpec(Norm, hf, hf.embedding_norm)] if hf.embedding_norm else []
-    positions += [LayerSpec(Positions, hf)] if hf.positions else []
-    blocks = [LayerSpec(HFBlock, hf, index, attention=attention) for index in range(hf.config.num_hidden_layers)]
-    first, head = LayerSpec(Embedding, hf), LayerSpec(Head, hf)
-    if hf.config.tie_word_embeddings:
-        first = TiedLayerSpec("embed", Embedding, hf)
-        head = TiedLayerSpec("embed", Embedding, hf, forward_fn=Embedding.attend)
-    layers = [first, *positions, *blocks, LayerSpec(Norm, hf, hf.norm), head]
-    return load_hf(model_or_config, layers, names=hf.names()) if live else layers
+    config: Any = model_or_config
+    source: Any = None
+    if isinstance(model_or_config, nn.Module):
+        config, source = model_or_config.config, model_or_config
+    elif isinstance(model_or_config, (str, Path)):
+        from transformers import AutoConfig
+
+        source = local_folder(model_or_config, weights=True)
+        read_config(source)  # whose errors name the file, and what is wrong in it
+        config = AutoConfig.from_pretrained(source, local_files_only=True, trust_remote_code=False)
+    model: HFModel | HFVisionModel
+    front: list[LayerSpec] = []
+    takes: tuple[str, ...] = ()
+    if getattr(config, "model_type", None) == "llava":
+        model = HFVisionModel(config)
+        tower, text = model.tower, model.text
+        blocks = [LayerSpec(VisionBlock, tower, index) for index in range(tower.depth)]
+        front = [LayerSpec(VisionEmbedding, tower), *blocks, LayerSpec(Projector, tower)]
+        embedding: Callable[..., Embedding] = partial(ImageTextEmbedding, model)
+        takes = ("input_ids",)
+    else:
+        model = text = HFModel(config)
+        embedding = partial(Embedding, text)
+    first, head = LayerSpec(embedding, takes=takes), LayerSpec(Head, text)
+    if config.tie_word_embeddings:
+        first = TiedLayerSpec("embed", embedding, takes=takes)
+        head = TiedLayerSpec("embed", embedding, forward_fn=Embedding.attend)
+    positions = [LayerSpec(Norm, text, text.embedding_norm)] if text.embedding_norm else []
+    positions += [LayerSpec(Positions, text)] if text.positions else []
+    blocks = [LayerSpec(HFBlock, text, index, attention=attention) for index in range(text.config.num_hidden_layers)]
+    layers = [*front, first, *positions, *blocks, LayerSpec(Norm, text, text.norm), head]
+    return layers if source is None else load_hf(source, layers, names=model.names())
 
 
 class Embedding(nn.Embedding):
@@ -216,11 +297,6 @@ class Embedding(nn.Embedding):
     hollow = False  # built with its values, and its buffers
 
     def __init__(self, hf: HFModel, *, grid: Grid) -> None:
-        if grid.tensor.size > 1:
-            raise ValueError(
-                f"the grid has tensor={grid.tensor.size}, but the blocks of hf_layers cannot be sharded. Take the "
-                "layers of load_hf(path), or a grid with tensor=1."
-            )
         theirs = hf.whole().get_submodule(hf.embedding)
         super().__init__(theirs.num_embeddings, theirs.embedding_dim, theirs.padding_idx)
         self.hf, self.context = hf, grid.context
@@ -233,20 +309,52 @@ class Embedding(nn.Embedding):
         Raises:
             ValueError: the length is not a multiple of 2 c.
         """
+        self._check_length(ids)
+        return self._dropped(self._vectors(shard(ids, self.context)))
+
+    def attend(self, x: Tensor) -> Tensor:
+        """Multiply by the embedding's weight as a tied head: (B, T, D) -> logits (B, T, V)."""
+        return self.hf.capped(F.linear(x, self.weight))
+
+    def _vectors(self, ids: Tensor) -> Tensor:
+        x = super().forward(ids)
+        return x if self.scale == 1.0 else x * torch.tensor(self.scale, dtype=x.dtype)
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        return x if self.hf.positions else self.hf.dropout(x, self.training)
+
+    def _check_length(self, ids: Tensor) -> None:
         length, step = ids.shape[1], 2 * self.context.size
         if self.context.size > 1 and length % step:
             raise ValueError(
                 f"the rows have {length} tokens, but context={self.context.size} cuts them into {step} equal chunks. "
                 f"Pad them, or cut them, to a multiple of {step}, such as {-(-length // step) * step}."
             )
-        x = super().forward(shard(ids, self.context))
-        if self.scale != 1.0:
-            x = x * torch.tensor(self.scale, dtype=x.dtype)
-        return x if self.hf.positions else self.hf.dropout(x, self.training)
 
-    def attend(self, x: Tensor) -> Tensor:
-        """Multiply by the embedding's weight as a tied head: (B, T, D) -> logits (B, T, V)."""
-        return self.hf.capped(F.linear(x, self.weight))
+
+class ImageTextEmbedding(Embedding):
+    """Token embedding with the features of images at the places of image tokens: (N, P, D) -> (B, T / c, D)."""
+
+    def __init__(self, model: HFVisionModel, *, grid: Grid) -> None:
+        super().__init__(model.text, grid=grid)
+        self.image_token = model.config.image_token_id
+
+    def forward(self, features: Tensor, input_ids: Tensor) -> Tensor:  # type: ignore[override]
+        """Look up the tokens (B, T), and put the features there, image by image: (N, P, D) -> (B, T / c, D).
+
+        Raises:
+            ValueError: the rows have another number of image tokens than the images have features; or as ``Embedding``.
+        """
+        self._check_length(input_ids)
+        x, place = self._vectors(input_ids), input_ids == self.image_token
+        count, each = int(place.sum()), features.shape[1]
+        if count != len(features) * each:
+            raise ValueError(
+                f"the microbatch has {count} tokens {self.image_token} for images, but {len(features)} images of "
+                f"{each} tokens each. Give pixel_values (N, C, H, W) with the images of these rows, and no others."
+            )
+        x = x.masked_scatter(place[..., None], features.to(x.dtype))  # also without images: see vision_layers.py
+        return self._dropped(shard(x, self.context))
 
 
 class Positions(nn.Embedding):
@@ -303,6 +411,13 @@ class HFBlock(nn.Module):
         self.rotary = None if rotary is None else type(rotary)(hf.config)
         self.by_type = rotary is not None and "layer_type" in inspect.signature(rotary.forward).parameters
         hf.initialize(self)
+        if grid.tensor.size > 1:
+            if hf.family.plan is None:
+                raise ValueError(
+                    f"the grid has tensor={grid.tensor.size}, but no plan says how the blocks of "
+                    f"{type(whole).__name__} are sharded. Take the layers of load_hf(path), or a grid with tensor=1."
+                )
+            shard_part(self.block, f"{hf.blocks}.{index}", grid, hf.family.plan(hf.config))
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the block with its model's mask and positions: (B, T, D) -> (B, T, D)."""
@@ -390,7 +505,9 @@ class CausalLMLoss:
         """Return True for the output layers of ``hf_layers``, which may be run in chunks of tokens."""
         if self.chunk_tokens is None or layer is None or is_watched(layer) or runs_otherwise(self):
             return False
-        return function is Embedding.attend if type(layer) is Embedding else function is None and type(layer) is Head
+        return (
+            function is Embedding.attend if isinstance(layer, Embedding) else function is None and type(layer) is Head
+        )
 
     def of_head(self, head: LastLayer, x: Any, labels: Tensor) -> Any:
         """Return the loss of the output layer's input, (B, T, D)."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...base.errors import ConfigError
 from ...base.files import read_object
+from ...base.hub import local_folder
 from ...grid import Grid
 from ...grid.layout import Layout
 from .config import layer_count, read_config, text_name, text_part
@@ -34,6 +35,7 @@ class Source(Protocol):
         config: content of ``config.json``.
         shapes: tensor name -> shape.
         settings: what the folder or the model has beside weights.
+        frozen: names of the tensors that are not trained.
     """
 
     where: str
@@ -41,6 +43,7 @@ class Source(Protocol):
     config: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
     settings: Settings
+    frozen: frozenset[str]
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """Return a slice of a tensor as a new tensor of the same dtype, and read only this slice."""
@@ -76,6 +79,7 @@ class _Folder:
 
     def __init__(self, folder: Path) -> None:
         self.where, self.file = str(folder), str(folder / "config.json")
+        self.frozen = frozenset[str]()
         self.config = read_config(folder)
         self.settings = settings_of_folder(folder, self.config)
         index = folder / "model.safetensors.index.json"
@@ -141,6 +145,7 @@ class _Model:
         named = ((text_name(name) if whole else name, tensor) for name, tensor in model.state_dict().items())
         self._weights = {name: tensor.detach() for name, tensor in named if name is not None}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._weights.items()}
+        self.frozen = frozenset(name for name, each in model.named_parameters() if not each.requires_grad)
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """Read a part of a tensor."""
@@ -148,17 +153,20 @@ class _Model:
 
 
 def open_source(path_or_model: Any) -> Source:
-    """Return the ``Source`` that reads a folder or a live ``transformers`` model.
+    """Return the ``Source`` that reads a folder, a repository of the Hub, or a live ``transformers`` model.
 
     Raises:
         FileNotFoundError: the folder lacks the files that ``save_pretrained`` writes.
+        ConfigError: as ``base.hub.local_folder``.
         TypeError: the argument is neither a path nor a model.
     """
     if isinstance(path_or_model, (str, Path)):
-        return _Folder(Path(path_or_model))
+        return _Folder(local_folder(path_or_model, weights=True))
     if hasattr(path_or_model, "state_dict") and hasattr(getattr(path_or_model, "config", None), "to_dict"):
         return _Model(path_or_model)
-    raise TypeError(f"got a {type(path_or_model).__name__}. Give the path of a folder, or a transformers model.")
+    raise TypeError(
+        f"got a {type(path_or_model).__name__}. Give the path of a folder, an id of the Hub, or a transformers model."
+    )
 
 
 def find(source: Source, name: str) -> str | None:

@@ -65,7 +65,8 @@ def save_hf(
         dtype: dtype of the written weights. If None, each weight keeps its dtype (bf16 for an engine under bf16).
         max_file_bytes: maximum size of a file. Weights with more bytes are written to several files.
         merge_lora: add the products of the model's adapters to the weights. ``save_lora`` writes the adapters.
-        tokenizer: a ``transformers`` tokenizer, or a folder with its files; None: that of the model, if it had one.
+        tokenizer: a ``transformers`` tokenizer, a folder with its files, or an id of the Hub; None: that of the model,
+            if it had one.
 
     Raises:
         ValueError: the model's configuration, its grid or a name is unknown, or the model has adapters and
@@ -212,7 +213,7 @@ def names_of_layers(entries: Mapping[str, Entry]) -> dict[str, tuple[str, ...]]:
     """
     ending = ".weight"
     return {
-        ours.removesuffix(ending): tuple(theirs.removesuffix(ending) for theirs in entry.theirs)
+        ours.removesuffix(ending): tuple(theirs.removesuffix(ending) for theirs in entry.live or entry.theirs)
         for ours, entry in entries.items()
         if ours.endswith(ending) and entry.theirs and not entry.per_expert and not entry.rows
     }

@@ -36,9 +36,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": TEMPLATE}))
     transformers.set_seed(3)
     config = transformers.LlamaConfig(
-        vocab_size=280, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, max_position_embeddings=160, initializer_range=0.5,
-        bos_token_id=None, eos_token_id=256, pad_token_id=None,
+        vocab_size=280,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=160,
+        initializer_range=0.5,
+        bos_token_id=None,
+        eos_token_id=256,
+        pad_token_id=None,
     )
     transformers.LlamaForCausalLM(config).double().save_pretrained(root / "model")
     return root / "model"

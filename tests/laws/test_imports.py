@@ -37,6 +37,7 @@ EXTRAS = {
     "wandb",
     "pyarrow",
     "tokenizers",
+    "huggingface_hub",
     "fsspec",
     "pytest",
     "_pytest",

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from toy_answers import model_of, quiet, row_of, steps, tokenizer
 
 import triax
 from triax import Grid
 from triax.methods import kto_loss, with_baseline, with_reference
 
+from toy_answers import model_of, quiet, row_of, steps, tokenizer
 from trl_in_float64 import exact
 
 STEPS, BATCH, BETA, RATE, UNDESIRABLE = 20, 4, 0.2, 0.1, 1.5

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
-from toy_answers import model_of, quiet, row_of, steps, tokenizer
 
 import triax
 from triax import Grid
 from triax.methods import preference_loss, with_reference
 
+from toy_answers import model_of, quiet, row_of, steps, tokenizer
 from trl_in_float64 import exact
 
 STEPS, PAIRS, BETA = 20, 4, 0.2

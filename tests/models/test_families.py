@@ -138,15 +138,20 @@ def _trained(model: Any, folder: str) -> dict[str, Any]:
     return {"logits": outputs[0], "loss": float(loss), "gradients": engine.gather("gradients")}
 
 
-def piped(cases: list[str], folder: str) -> list[dict[str, Any]]:
-    """Train a step with ``hf_layers`` on two stages."""
+def whole_logits_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return total, torch.count_nonzero(labels != -100)
+
+
+def piped(cases: list[str], folder: str, pipe: int, tensor: int) -> list[dict[str, Any]]:
+    """Train a step with ``hf_layers`` on stages and tensor ranks."""
     found = []
     for case in cases:
-        model, grid = make(case), Grid(pipe=2)
-        pipe = PipelineModule(hf_layers(model), grid=grid, loss_fn=NextTokenLoss(grid, VOCABULARY))
-        with exact(pipe):
-            each = _trained(pipe, f"{folder}/{case}/piped")
-        table = entries(wrapping(pipe).names(), model.config.to_dict())
+        model, grid = make(case), Grid(pipe=pipe, tensor=tensor)
+        module = PipelineModule(hf_layers(model), grid=grid, loss_fn=whole_logits_loss)
+        with exact(module):
+            each = _trained(module, f"{folder}/{case}/piped")
+        table = entries(wrapping(module).names(), model.config.to_dict())
         each["gradients"] = {table[name].theirs[0]: gradient for name, gradient in each["gradients"].items()}
         found.append(each)
     return found
@@ -208,8 +213,9 @@ def same_as(folder: Path, case: str) -> None:
         torch.testing.assert_close(model.eval()(input_ids=ids).logits, right.eval()(input_ids=ids).logits)
 
 
-def check_piped(ranks: Any, folder: Path, cases: list[str]) -> None:
-    for case, found in zip(cases, ranks(2, piped, cases, str(folder), timeout=300)[1], strict=True):
+def check_piped(ranks: Any, folder: Path, cases: list[str], pipe: int, tensor: int) -> None:
+    run = ranks(pipe * tensor, piped, cases, str(folder), pipe, tensor, timeout=300)
+    for case, found in zip(cases, run[-1], strict=True):
         compare(found, wanted(case), f"{case}, hf_layers")
         same_as(folder / case / "piped", case)
 
@@ -255,8 +261,10 @@ def test_sequence_parallel(ranks: Any, tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
-def test_their_blocks_on_two_stages(ranks: Any, tmp_path: Path) -> None:
-    check_piped(ranks, tmp_path, [case for case in DENSE if case not in NOT_LISTED])
+@pytest.mark.parametrize(("pipe", "tensor"), [(2, 1), (1, 2), (2, 2)])
+def test_their_blocks_on_stages_and_tensor_ranks(ranks: Any, tmp_path: Path, pipe: int, tensor: int) -> None:
+    unlisted = {*NOT_LISTED, *(NOT_SHARDED if tensor > 1 else ())}
+    check_piped(ranks, tmp_path, [case for case in DENSE if case not in unlisted], pipe, tensor)
 
 
 @pytest.mark.exhaustive

@@ -1,0 +1,213 @@
+"""Layers of the vision tower of a transformers model such as LLaVA (Liu et al. 2023, arXiv:2304.08485).
+
+    images (N, C, H, W) -> VisionEmbedding -> VisionBlock 0, ... -> Projector -> features (N, P, D) of the image tokens
+
+N is the number of images of the microbatch, of all its rows together, and may be 0. Each layer then runs on a blank
+image, whose output is cut off: replicas run the same layers, which ZeRO needs, and gradients are 0 where one process of
+transformers has none.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...grid import Grid
+from ...tensor_parallel.plans import Column, Row, Style
+from .parallelize import shard_part
+
+# model_type of the tower -> its class in transformers.
+TOWERS = {"clip_vision_model": "CLIPVisionModel", "siglip_vision_model": "SiglipVisionModel"}
+_BATCH = ("input_ids", "pixel_values", "attention_mask")  # entries of a microbatch
+
+
+class VisionTower:
+    """Configuration of a vision tower and of its projector, which all layers of one ``hf_layers`` list share.
+
+    Args:
+        config: transformers' configuration of the whole model.
+
+    Attributes:
+        depth: number of blocks that run: the output of the last of them is projected.
+
+    Raises:
+        ValueError: a tower or a setting that ``hf_layers`` does not run.
+    """
+
+    def __init__(self, config: Any) -> None:
+        vision = config.vision_config
+        if vision.model_type not in TOWERS:
+            raise ValueError(
+                f"hf_layers has the vision towers {', '.join(TOWERS)}, but the model has a {vision.model_type!r}."
+            )
+        layer, blocks = config.vision_feature_layer, vision.num_hidden_layers
+        if not isinstance(layer, int) or not -blocks - 1 <= layer <= blocks:
+            raise ValueError(
+                f"hf_layers takes the image features of one of {blocks} blocks, but vision_feature_layer is {layer}."
+            )
+        self.config, self.vision = config, vision
+        self.depth = layer if layer >= 0 else blocks + 1 + layer
+        if vision._attn_implementation is None:
+            vision._attn_implementation = self.whole(1).config.vision_config._attn_implementation
+
+    def whole(self, blocks: int) -> Any:
+        """Return a model on the meta device with this number of blocks in the tower, and one in the language model."""
+        import transformers
+
+        config = copy.deepcopy(self.config)
+        config.vision_config.num_hidden_layers, config.text_config.num_hidden_layers = blocks, 1
+        with torch.device("meta"):
+            return transformers.LlavaForConditionalGeneration(config)
+
+    def initialize(self, layer: nn.Module, kind: str, config: Any) -> None:
+        """Draw a layer's initial weights from the distributions of a class of transformers."""
+        import transformers
+
+        cls = getattr(transformers, kind)
+        host = cls.__new__(cls)  # its rule needs the configuration, not a whole model
+        nn.Module.__init__(host)
+        host.config = config
+        layer.apply(host._init_weights)
+
+    def make(self, path: str, blocks: int = 1) -> Any:
+        """Build a module of the tower by its name, with values."""
+        layer = self.whole(blocks).model.vision_tower.get_submodule(path)
+        layer.to_empty(device=torch.get_default_device()).to(torch.get_default_dtype())
+        for module in layer.modules():
+            if hasattr(module, "config"):
+                module.config = self.vision  # that of all blocks: initial weights depend on their number
+        self.initialize(layer, TOWERS[self.vision.model_type], self.vision)
+        return layer
+
+    def plan(self) -> dict[str, Style]:
+        """Return the plan by which the tensor axis shards the tower's blocks."""
+        head_dim = self.vision.hidden_size // self.vision.num_attention_heads
+        return {
+            "*.self_attn.[qkv]_proj": Column(unit=head_dim),
+            "*.self_attn.out_proj": Row(unit=head_dim),
+            "*.mlp.fc1": Column(),
+            "*.mlp.fc2": Row(),
+        }
+
+    def names(self) -> dict[str, str]:
+        """Return the parameter names of the tower's layers, ``0.embeddings...``, -> names in transformers' model."""
+        blocks = self.vision.num_hidden_layers
+        tower = "vision_tower."
+        found = {}
+        for name, _ in self.whole(blocks).model.named_parameters():
+            part, _, rest = name.partition(".")
+            first = rest.partition(".")[0]
+            if part == "multi_modal_projector":
+                found[f"{self.depth + 1}.projector.{rest}"] = name
+            elif part == "vision_tower" and first in ("embeddings", "pre_layrnorm"):
+                found[f"0.{rest}"] = name
+            elif part == "vision_tower":
+                number, _, inner = rest.removeprefix("encoder.layers.").partition(".")
+                runs = first == "encoder" and int(number) < self.depth
+                where = f"{int(number) + 1}.block.{inner}" if runs else f"{self.depth + 1}.unused.{rest}"
+                found[where] = tower + rest
+        return found
+
+
+class VisionEmbedding(nn.Module):
+    """Patches of the images of a microbatch, a dict with ``pixel_values`` (N, C, H, W) -> (N, S, D) of the tower.
+
+    Rows of a microbatch may be padded on the right, where no label counts: causal attention does not look there.
+    """
+
+    hollow = False  # built with its values, and its buffers
+
+    def __init__(self, tower: VisionTower) -> None:
+        super().__init__()
+        self.tower = tower
+        self.embeddings: nn.Module = tower.make("embeddings")
+        clip = tower.vision.model_type == "clip_vision_model"
+        self.pre_layrnorm: nn.Module | None = tower.make("pre_layrnorm") if clip else None
+
+    def forward(self, inputs: Tensor | Mapping[str, Tensor]) -> Tensor:
+        """Embed the images of a microbatch; of ids alone, (B, T), there are none.
+
+        Raises:
+            ValueError: the microbatch has other entries, or rows that are padded on the left.
+        """
+        given = {} if isinstance(inputs, Tensor) else inputs
+        if others := [name for name in given if name not in _BATCH]:
+            raise ValueError(
+                f"the microbatch has {', '.join(others)}, which this model does not take. Give it input_ids, labels, "
+                "pixel_values (N, C, H, W) of all its images, and attention_mask."
+            )
+        mask = given.get("attention_mask")
+        if mask is not None and bool((mask[:, 1:] > mask[:, :-1]).any()):
+            raise ValueError(
+                "attention_mask has rows that are padded on the left, but the layers of hf_layers take every row from "
+                "its first token. Pad on the right: processor.tokenizer.padding_side = 'right'."
+            )
+        pixels = given.get("pixel_values")
+        if pixels is None:
+            vision, weight = self.tower.vision, next(self.parameters())
+            pixels = weight.new_zeros(0, vision.num_channels, vision.image_size, vision.image_size)
+        x = _run(self.embeddings, pixels)
+        return x if self.pre_layrnorm is None else _run(self.pre_layrnorm, x)
+
+
+class VisionBlock(nn.Module):
+    """One block of a vision tower: (N, S, D) -> (N, S, D)."""
+
+    hollow = False
+
+    def __init__(self, tower: VisionTower, index: int, *, grid: Grid) -> None:
+        super().__init__()
+        path = "encoder.layers.0"
+        self.block: nn.Module = tower.make(path)
+        if grid.tensor.size > 1:
+            shard_part(self.block, path, grid, tower.plan())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the block: (N, S, D) -> (N, S, D)."""
+        return _run(self.block, x, attention_mask=None)
+
+
+class Projector(nn.Module):
+    """Features of the image tokens from a tower's output: (N, S, D) of the tower -> (N, P, D) of the language model.
+
+    Attributes:
+        unused: what the tower has behind the layer whose features are taken. It does not run, and is not trained.
+    """
+
+    hollow = False
+
+    def __init__(self, tower: VisionTower) -> None:
+        super().__init__()
+        self.tower, config = tower, tower.config
+        blocks = tower.vision.num_hidden_layers
+        whole = tower.whole(blocks).model
+        self.projector: nn.Module = whole.multi_modal_projector.to_empty(device=torch.get_default_device())
+        self.projector.to(torch.get_default_dtype())
+        tower.initialize(self.projector, "LlavaForConditionalGeneration", config)
+        self.unused = nn.Module()
+        self.unused.encoder = nn.Module()
+        for name in dict(whole.vision_tower.named_children()):
+            if name not in ("embeddings", "pre_layrnorm", "encoder"):
+                self.unused.add_module(name, tower.make(name))
+        later = {str(index): tower.make("encoder.layers.0") for index in range(tower.depth, blocks)}
+        self.unused.encoder.layers = nn.ModuleDict(later)
+        self.unused.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Project the features that are taken: (N, S, D) -> (N, P, D)."""
+        if self.tower.config.vision_feature_select_strategy == "default":
+            x = x[:, 1:]  # without that of the class
+        return _run(self.projector, x)
+
+
+def _run(layer: nn.Module, x: Tensor, **given: Any) -> Tensor:
+    """Run a layer on images (N, ...); without any, on a blank one, whose output is cut off."""
+    if len(x):
+        y: Tensor = layer(x, **given)
+        return y
+    y = layer(torch.cat([x, x.new_zeros(1, *x.shape[1:])]), **given)
+    return y[:0]

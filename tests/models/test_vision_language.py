@@ -1,0 +1,278 @@
+"""``hf_layers`` of a LLaVA: tower and language model in one list on any grid, against transformers on one process."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import triax
+from triax import CausalLMLoss, Grid, PipelineModule, hf_layers
+from triax.models.huggingface.config import entries
+from triax.models.huggingface.save import save_hf, wrapping
+from triax.models.huggingface.vision_layers import VisionBlock, VisionEmbedding
+
+from exact_norms import exact
+from vision_models import CASES, IMAGE, IMAGES, make, microbatch, on_one_process, sums
+
+Sizes = tuple[int, int, int, int]  # pipe, data, context, tensor
+LR = 0.5
+
+
+def engine_of(
+    source: Any,
+    sizes: Sizes,
+    stage: Any,
+    cut: list[int] | None = None,
+    schedule: str = "1f1b",
+    frozen: bool = False,
+    **options: Any,
+) -> Any:
+    pipe, data, context, tensor = sizes
+    grid = Grid(pipe=pipe, data=data, context=context, tensor=tensor)
+    loss_fn = CausalLMLoss(grid=grid, chunk_tokens=4)
+    module = PipelineModule(hf_layers(source), grid=grid, loss_fn=loss_fn, partition=cut, dtype=torch.float64)
+    for layer in module.modules() if frozen else ():
+        if isinstance(layer, (VisionEmbedding, VisionBlock)):
+            layer.requires_grad_(False)
+    return triax.Engine(
+        module,
+        batch=triax.Batch(microbatch=2, microbatches=4),
+        optimizer=partial(torch.optim.SGD, lr=LR),
+        zero=stage,
+        schedule=schedule,
+        **options,
+    )
+
+
+def step(engine: Any) -> float:
+    batches = [microbatch(engine.grid.data.rank, number) for number in range(len(IMAGES[0]))]
+    with exact(engine.module):
+        loss: float = engine.train_batch(iter(batches)).item()
+    return loss
+
+
+def theirs(engine: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors by the names of transformers' live model."""
+    table = entries(wrapping(engine.module).names(), {})
+    return {table[name].live[0]: tensor for name, tensor in tensors.items()}
+
+
+def trained(case: str, frozen: bool, out: str, *options: Any) -> tuple[float, dict[str, Tensor]]:
+    engine = engine_of(make(case, frozen), *options)
+    save_hf(engine, f"{out}/before")
+    loss = step(engine)
+    save_hf(engine, f"{out}/after")
+    return loss, theirs(engine, engine.gather("gradients"))
+
+
+def check(ranks: Any, tmp_path: Path, case: str, frozen: bool, sizes: Sizes, *options: Any) -> None:
+    import transformers
+
+    model, out = make(case, frozen), str(tmp_path)
+    loss, wanted = on_one_process(model, sizes[1])
+    world = sizes[0] * sizes[1] * sizes[2] * sizes[3]
+    for found, gradients in ranks(world, trained, case, frozen, out, sizes, *options, timeout=120):
+        assert found == pytest.approx(loss, rel=1e-10)
+        assert gradients.keys() == wanted.keys()
+        for name, gradient in wanted.items():
+            torch.testing.assert_close(gradients[name], gradient, rtol=1e-10, atol=1e-12, msg=name)
+    reader: Any = transformers.LlavaForConditionalGeneration
+    before, after = (
+        reader.from_pretrained(f"{out}/{when}", dtype=torch.float64).state_dict() for when in ("before", "after")
+    )
+    if model.config.tie_word_embeddings:
+        wanted["lm_head.weight"] = wanted["model.language_model.embed_tokens.weight"]
+    for name, value in model.state_dict().items():
+        assert torch.equal(before[name], value), name
+        moved = value - LR * wanted[name] if name in wanted else value
+        torch.testing.assert_close(after[name], moved, rtol=1e-10, atol=0.0 if name not in wanted else 1e-12, msg=name)
+
+
+# The layers are patches, 2 blocks of the tower, projector, embedding, 3 blocks, norm, head.
+@pytest.mark.parametrize(
+    ("case", "frozen", "sizes", "stage", "cut", "schedule"),
+    [
+        ("clip-llama", False, (2, 1, 1, 1), 0, [0, 7, 10], "1f1b"),
+        ("clip-qwen2-tied", False, (4, 1, 1, 1), 0, [0, 1, 2, 6, 10], "zb-h1"),
+        ("clip-llama", True, (2, 2, 1, 1), 2, [0, 3, 10], "1f1b"),
+        ("siglip-llama", False, (1, 2, 1, 1), 3, None, "1f1b"),
+        ("clip-llama", False, (2, 1, 1, 2), 1, [0, 2, 10], "1f1b"),
+        ("clip-llama", False, (1, 1, 2, 1), 0, None, "1f1b"),
+    ],
+)
+def test_gradients_and_weights_are_transformers(
+    ranks: Any,
+    tmp_path: Path,
+    case: str,
+    frozen: bool,
+    sizes: Sizes,
+    stage: int,
+    cut: list[int] | None,
+    schedule: str,
+) -> None:
+    check(ranks, tmp_path, case, frozen, sizes, stage, cut, schedule)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 1, 1), (2, 1, 1, 1), (4, 1, 1, 1), (1, 2, 1, 1), (2, 2, 1, 1), (1, 1, 1, 2), (2, 1, 2, 1)], ids=str
+)
+@pytest.mark.parametrize("case", CASES)
+def test_every_tower_grid_and_stage(
+    ranks: Any, tmp_path: Path, case: str, sizes: Sizes, frozen: bool, stage: int
+) -> None:
+    check(ranks, tmp_path, case, frozen, sizes, stage)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_files_are_transformers(tmp_path: Path, case: str) -> None:
+    model = make(case)
+    model.save_pretrained(tmp_path / "theirs")
+    wanted = load_file(tmp_path / "theirs" / "model.safetensors")
+    for source in (model, tmp_path / "theirs"):
+        mine = PipelineModule(hf_layers(source), loss_fn=CausalLMLoss(), dtype=torch.float64)
+        for number in range(4):
+            given = microbatch(0, number)
+            given.pop("labels")
+            with torch.no_grad():
+                found = mine(given if "pixel_values" in given else given["input_ids"], input_ids=given["input_ids"])
+                assert torch.equal(found, model(**given).logits)
+        save_hf(mine, tmp_path / "mine")
+        ours = load_file(tmp_path / "mine" / "model.safetensors")
+        assert ours.keys() == wanted.keys()
+        assert all(torch.equal(ours[name], tensor) for name, tensor in wanted.items())
+
+
+def test_a_folder_with_the_names_of_older_transformers(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    model = make("clip-llama")
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = {
+        name.replace("vision_tower.", "vision_tower.vision_model."): value for name, value in load_file(file).items()
+    }
+    save_file(tensors, file)
+    given = microbatch(0, 3)
+    given.pop("labels")
+    mine = PipelineModule(hf_layers(tmp_path), loss_fn=CausalLMLoss(), dtype=torch.float64)
+    with torch.no_grad():
+        assert torch.equal(mine(given, input_ids=given["input_ids"]), model(**given).logits)
+
+
+def test_from_a_configuration(tmp_path: Path) -> None:
+    """Weights as transformers draws them."""
+    import transformers
+
+    for case in CASES:
+        config = make(case).config
+        torch.manual_seed(0)
+        wanted = transformers.LlavaForConditionalGeneration(config)
+        save_hf(PipelineModule(hf_layers(config), loss_fn=CausalLMLoss()), tmp_path / case)
+        reader: Any = transformers.LlavaForConditionalGeneration
+        drawn = dict(reader.from_pretrained(tmp_path / case).named_parameters())
+        for name, parameter in wanted.named_parameters():
+            if parameter.numel() > 200:
+                assert drawn[name].std().item() == pytest.approx(parameter.std().item(), rel=0.25), name
+            elif parameter.dim() == 1 and "class_embedding" not in name:  # SigLIP draws biases of 1e-6
+                torch.testing.assert_close(drawn[name], parameter, rtol=0.0, atol=1e-5, msg=name)
+
+
+def test_a_batch_without_images(tmp_path: Path) -> None:
+    """The tower's gradients are 0, where transformers has none; and a tower that is frozen after it was built."""
+    batches = [microbatch(1, 0), microbatch(0, 2), microbatch(1, 3), microbatch(1, 0)]
+    model = make("clip-llama")
+    total, count = sums(model, batches)
+    (total / count).backward()
+    model.save_pretrained(tmp_path)
+    for frozen in (False, True):
+        engine = engine_of(tmp_path, (1, 1, 1, 1), 0, frozen=frozen)
+        with exact(engine.module):
+            assert engine.train_batch(iter(batches)).item() == pytest.approx(total.item() / count, rel=1e-10)
+        gradients = theirs(engine, engine.gather("gradients"))
+        tower = [name for name in gradients if ".vision_tower." in name]
+        assert bool(tower) is not frozen and not any(gradients[name].any() for name in tower)
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def test_rows_padded_on_the_right() -> None:
+    model, given = make("clip-llama"), microbatch(0, 1)
+    given.pop("labels")
+    mask = torch.arange(given["input_ids"].shape[1]) < torch.tensor([[14], [9]])
+    mine = PipelineModule(hf_layers(model), loss_fn=CausalLMLoss(), dtype=torch.float64)
+    with torch.no_grad():
+        found = mine(given | {"attention_mask": mask.long()}, input_ids=given["input_ids"])
+        wanted = model(**given, attention_mask=mask.long()).logits
+    torch.testing.assert_close(found[mask], wanted[mask], rtol=1e-12, atol=1e-12)
+
+
+LANGUAGE = r".*language_model.*(q_proj|down_proj)"
+
+
+def with_adapters(case: str, sizes: Sizes, stage: int, cut: list[int] | None, out: str) -> Any:
+    """Losses of two steps, and the gradients of the second one; the adapters before it are written."""
+    lora = triax.Lora(rank=2, alpha=3.0, targets=LANGUAGE)
+    engine = engine_of(make(case), sizes, stage, cut, lora=lora)
+    losses = [step(engine)]
+    triax.save_lora(engine, out)
+    losses.append(step(engine))
+    return losses, engine.gather("gradients"), wrapping(engine.module).first
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 1, 2)], ids=str)
+def test_adapters_of_the_language_model_equal_pefts(ranks: Any, tmp_path: Path, sizes: Sizes) -> None:
+    import peft
+
+    cut = [0, 6, 10] if sizes[0] == 2 else None
+    stage = 2 if sizes[1] == 2 else 0
+    found = ranks(2, with_adapters, "clip-llama", sizes, stage, cut, str(tmp_path), timeout=120)
+    start, _ = on_one_process(make("clip-llama"), sizes[1])
+    model: Any = peft.PeftModel.from_pretrained(make("clip-llama"), str(tmp_path), is_trainable=True).double()
+    adapted = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert len(adapted) == 12 and all(".language_model.layers." in name for name in adapted)
+    total, count = sums(
+        model.base_model.model, [microbatch(r, n) for r in range(sizes[1]) for n in range(len(IMAGES[r]))]
+    )
+    (total / count).backward()
+    wanted = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for losses, gradients, first in found:
+        assert losses == pytest.approx([start, total.item() / count], rel=1e-10)
+        assert len(gradients) == 12
+        for name, gradient in gradients.items():
+            _, index, rest = name.split(".", 2)
+            layer, _, factor = rest.removeprefix("block.").partition(".lora.")
+            theirs = f"base_model.model.model.language_model.layers.{int(index) - first - 1}.{layer}"
+            grad = wanted[f"{theirs}.lora_{factor[-1]}.default.weight"]
+            torch.testing.assert_close(gradient, grad, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def test_what_is_refused() -> None:
+    import transformers
+
+    config = make("clip-llama").config
+    config.vision_feature_layer = [-2, -1]
+    with pytest.raises(ValueError, match=r"one of 3 blocks, but vision_feature_layer is \[-2, -1\]"):
+        hf_layers(config)
+    config = transformers.LlavaConfig(vision_config=transformers.PixtralVisionConfig())
+    with pytest.raises(ValueError, match="clip_vision_model, siglip_vision_model, but the model has a 'pixtral'"):
+        hf_layers(config)
+    mine = PipelineModule(hf_layers(make("clip-llama")), loss_fn=CausalLMLoss(), dtype=torch.float64)
+    given = microbatch(0, 3)
+    ids = given["input_ids"]
+    for change, said in {
+        ("pixel_values", given["pixel_values"][:2]): f"12 tokens {IMAGE} for images, but 2 images of 4 tokens each",
+        ("image_sizes", ids): "has image_sizes, which this model does not take",
+        ("attention_mask", torch.arange(16) > torch.tensor([[2], [-1]])): "padded on the left",
+    }.items():
+        with pytest.raises(ValueError, match=said):
+            mine({"input_ids": ids, "pixel_values": given["pixel_values"], change[0]: change[1]}, input_ids=ids)
