@@ -25,11 +25,12 @@ from ..models.config import TransformerConfig
 from ..options.engine import EngineOptions
 from ..options.tuning import Tuning
 from ..pipe.program.schedule import Schedule
+from ..pipe.program.simulate import counts_in_flight
 from ..pipe.schedules.registry import RECIPES
 from .cost import CostModel, Work
 from .layers import layers_of
 from .machine import MACHINES
-from .memory import ModelMemory, StateOptions, counts_in_flight
+from .memory import ModelMemory, StateOptions
 from .parallel_layout import ParallelLayout
 
 FILL = 4  # microbatches for each pipe rank, with which a bubble is small (GPipe: Huang et al. 2019, section 2.3)
