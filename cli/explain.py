@@ -11,14 +11,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..base.errors import ConfigError
-from ..base.formulas import STATES
+from ..base.formulas import STATES, optimizer_states
 from ..base.tables import as_text, table
 from ..options.batch import BatchSizes
 from ..pipe.program.simulate import Costs, simulate
 from ..plan.layers import LayerShape
 from ..plan.memory import ModelMemory, RankMemory, StateOptions
 from ..plan.parallel_layout import ParallelLayout
-from ..plan.tuning import optimizer_states
 from ..train.job import Job
 
 

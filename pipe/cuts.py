@@ -66,7 +66,7 @@ class Cut:
 
     def __str__(self) -> str:
         return (
-            f"{self.method}: {list(self.boundaries)}, {self.schedule.name} with {self.schedule.chunks} chunks, "
+            f"{self.method}: {list(self.boundaries)}, {self.schedule.name}, chunks {self.schedule.chunks}, "
             f"{1e3 * self.makespan:.4g} ms, bubble {self.bubble:.1%}, at most {max(self.peaks) / 1e9:.4g} GB a rank"
         )
 
