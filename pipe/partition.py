@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, combinations, pairwise
 
 SEARCHED = ("time", "memory", "auto")  # cuts that are searched by the costs of layers (cuts.py)
+CUTS = ("parameters", "uniform", *SEARCHED)  # cuts by name
 
 
 def uniform(layers: int, parts: int) -> list[int]:

@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..data.dataloader import make_loader
+from ..data.token_data import TokenData
+from ..engine.setup.measured_layers import measure_layers
 from ..grid import Grid
 from ..models.config import TransformerConfig
 from ..models.huggingface.load import LAYERS, load_hf
@@ -15,7 +18,7 @@ from ..models.mtp import MTPLoss
 from ..models.positions import PositionEmbedding
 from ..pipe.module import PipelineModule
 from ..tensor_parallel.embedding import VocabParallelEmbedding
-from .job import Job
+from .job import Job, cut_by
 
 _EMBEDDINGS = (VocabParallelEmbedding, PositionEmbedding, nn.Embedding)
 
@@ -25,21 +28,58 @@ def build_module(job: Job, grid: Grid) -> PipelineModule:
 
     With ZeRO stage 3 the layers are built one after another when the engine is made, so that no rank holds them all.
     """
-    section = job.file.model
-    experts = section.experts.arguments
-    layers = LAYERS[type(job.model)](job.model, job.file.grid.sequence_parallel, section.attention, **experts)
-    if section.has_weights:
-        layers = load_hf(section.folder, layers)
+    layers = layers_of_job(job)
+    if job.file.model.has_weights:
+        layers = load_hf(job.file.model.folder, layers)
+    cut = job.file.schedule.partition
+    if job.file.schedule.searched:  # a dry run measures no layers
+        cut = "parameters" if job.cut is None else job.cut.boundaries
     return PipelineModule(
         layers,
         grid=grid,
         loss_fn=loss_for(job.model, grid),
+        partition=cut,
         chunks=job.schedule.chunks,
         placement=list(job.schedule.placement),
         seed=job.file.seed,
-        dtype=torch.float64 if job.precision == "fp64" else torch.float32,
+        dtype=_dtype(job),
         device="meta" if job.options.zero.stage == 3 else None,
     )
+
+
+def layers_of_job(job: Job) -> list[Any]:
+    """Return the list of layers of a run's model, with random weights."""
+    section = job.file.model
+    experts = section.experts.arguments
+    return LAYERS[type(job.model)](job.model, job.file.grid.sequence_parallel, section.attention, **experts)
+
+
+def with_cut(job: Job, grid: Grid, training: TokenData) -> Job:
+    """Return a run whose cut is known. If it goes by the layers' costs, of which there is no file, measure them.
+
+    The costs are written into the run's folder, as ``layer_costs.json``. Collective.
+    """
+    if not job.file.schedule.searched or job.cut is not None:
+        return job
+    batch = job.batch
+    rows = make_loader(training, batch.train, batch.micro, 0, grid.replicas, job.file.seed)
+    costs = measure_layers(
+        layers_of_job(job),
+        next(iter(rows)),
+        grid=grid,
+        loss_fn=loss_for(job.model, grid),
+        options=job.options,
+        dtype=_dtype(job),
+        seed=job.file.seed,
+    )
+    if grid.rank == 0:
+        job.folder.mkdir(parents=True, exist_ok=True)
+        (job.folder / "layer_costs.json").write_text(costs.to_json(), encoding="utf-8")
+    return cut_by(costs, job)
+
+
+def _dtype(job: Job) -> torch.dtype:
+    return torch.float64 if job.precision == "fp64" else torch.float32
 
 
 def loss_for(model: TransformerConfig, grid: Grid) -> NextTokenLoss | MTPLoss:
