@@ -9,11 +9,6 @@ from ..base.option_error import OptionError
 from .base import Options, option
 
 
-def one_or_more(value: Any) -> Any:
-    """Return a number as a list of one."""
-    return (value,) if isinstance(value, (int, float)) else value
-
-
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions(Options):
     """Pipeline schedule by name, and what a search for one takes into account."""
@@ -31,10 +26,9 @@ class ScheduleOptions(Options):
         "For auto: limit of activations per rank, in units of one microbatch through 1/pipe of the model.",
         above=0,
     )
-    limit: tuple[float, ...] | None = option(
+    limit: float | tuple[float, ...] | None = option(
         None,
         "For partition time, memory and auto: GB (1e9 bytes) that a pipe rank may take, for each, or one for all.",
-        read=one_or_more,
         above=0,
     )
 
@@ -48,8 +42,9 @@ class ScheduleOptions(Options):
     @property
     def limits(self) -> float | tuple[float, ...] | None:
         """The option ``limit`` in bytes, as ``find_cut`` takes it."""
-        sizes = tuple(1e9 * each for each in self.limit or ())
-        return sizes[0] if len(sizes) == 1 else sizes or None
+        if isinstance(self.limit, tuple):
+            return tuple(1e9 * each for each in self.limit)
+        return None if self.limit is None else 1e9 * self.limit
 
     def check(self) -> None:
         """Check the number of costs."""

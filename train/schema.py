@@ -16,7 +16,6 @@ from ..options.compilation import Compile
 from ..options.lora import Lora
 from ..options.monitoring import Wandb
 from ..options.recomputation import Recomputation
-from ..options.schedule import one_or_more
 from ..options.zero import Zero
 from ..pipe.partition import CUTS, SEARCHED
 
@@ -253,10 +252,9 @@ class ScheduleSection(Keys):
         "For partition time, memory and auto: JSON file with the layers' costs; null: the run measures them first.",
         read=path_text,
     )
-    limit: tuple[float, ...] | None = option(
+    limit: float | tuple[float, ...] | None = option(
         None,
         "For partition time, memory and auto: GB (1e9 bytes) that a pipe rank may take, for each, or one for all.",
-        read=one_or_more,
         above=0,
     )
 

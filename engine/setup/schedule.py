@@ -55,7 +55,7 @@ def searched_cut(module: PipelineModule, options: ScheduleOptions, microbatches:
     if costs is None or method not in SEARCHED:
         if options.limit is not None:
             raise OptionError(
-                "schedule.limit", list(options.limit), "it is for PipelineModule(partition='time', 'memory' or 'auto')"
+                "schedule.limit", options.limit, "it is for PipelineModule(partition='time', 'memory' or 'auto')"
             )
         return None
     assert isinstance(method, str)
