@@ -13,7 +13,7 @@ from ..base.tables import table, terminal
 from ..pipe.schedules.choose import make_schedule
 
 if TYPE_CHECKING:
-    from ..pipe.cuts import Cut
+    from ..pipe.schedules.cuts import StageCut
 
 HEADS = ("partition", "schedule", "chunks", "ms", "bubble", "GB of each rank", "boundaries")
 
@@ -32,8 +32,8 @@ def show_cuts(
     Raises:
         ValueError: the costs, the limit or the schedule cannot be used.
     """
-    from ..pipe.cuts import compare_cuts  # it imports numpy
-    from ..pipe.layer_costs import LayerCosts
+    from ..pipe.program.layer_costs import LayerCosts
+    from ..pipe.schedules.cuts import compare_cuts  # it imports numpy
 
     if name == "auto":
         raise ValueError("--layers has a row of the best schedule, auto, in any case: give a schedule's name, or none")
@@ -49,14 +49,14 @@ def show_cuts(
     terminal().print(f"schedule: {{{chosen}}}", soft_wrap=True)
 
 
-def cells(cut: Cut) -> Sequence[str]:
+def cells(cut: StageCut) -> Sequence[str]:
     """Return the cells of a cut's row."""
     peaks = " ".join(f"{peak / 1e9:.3g}" for peak in cut.peaks)
     own = (cut.method, cut.schedule.name, str(cut.schedule.chunks), f"{1e3 * cut.makespan:.4g}", f"{cut.bubble:.1%}")
     return (*own, peaks, " ".join(map(str, cut.boundaries)))
 
 
-def as_dict(cut: Cut) -> dict[str, Any]:
+def as_dict(cut: StageCut) -> dict[str, Any]:
     """Return a cut as an entry of the JSON object."""
     return {
         "partition": cut.method,

@@ -4,8 +4,6 @@ Describing the model:
     spec.py                 LayerSpec, TiedLayerSpec: layers that are built later, on the rank that runs them
     module.py               PipelineModule: the list of layers; builds and runs this rank's stages
     partition.py            cuts the list into stages: uniform, balanced by parameters, by class, or given
-    layer_costs.py          seconds and bytes of each layer, as data
-    cuts.py                 search for a cut by the layers' costs, with its schedule and chunks
     ties.py                 finds tied layers and weights (an embedding and its head) in the list
     placeholders.py         device="meta": parameters without values, filled one layer at a time
 

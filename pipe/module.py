@@ -23,9 +23,9 @@ from ..grid.layout import rename
 from ..grid.loss_terms import NamedLosses, WithLoss, is_named, named_losses
 from ..randomness.random import DropoutState, SampleRandom, seeded
 from .chunked_loss import LastLayer
-from .layer_costs import LayerCosts
 from .partition import SEARCHED, boundaries
 from .placeholders import Placeholders, Put
+from .program.layer_costs import LayerCosts
 from .program.placement import place
 from .recompute.recompute import Recompute
 from .spec import LayerSpec, TiedLayerSpec, require_arguments

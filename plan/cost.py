@@ -46,7 +46,7 @@ from typing import NamedTuple
 
 from ..base.formulas import BYTES, model_states
 from ..models.config import TransformerConfig
-from ..pipe.layer_costs import LayerCost, LayerCosts
+from ..pipe.program.layer_costs import LayerCost, LayerCosts
 from ..pipe.program.simulate import Costs, simulate
 from ..pipe.schedules.registry import RECIPES, named_schedule
 from .collectives import RankGroup, all_gather, all_reduce, all_to_all, message, reduce_scatter
@@ -643,7 +643,7 @@ class CostModel:
         return found
 
     def layer_costs(self, layout: ParallelLayout) -> LayerCosts:
-        """Return the costs of each layer on a layout, from which a cut is searched (pipe/cuts.py)."""
+        """Return the costs of each layer on a layout, from which a cut is searched (pipe/schedules/cuts.py)."""
         tokens, replicas = layout.microbatch * self.work.sequence / layout.context, layout.data * layout.context
         output = self.bytes * tokens * self.types[0].hidden / (layout.tensor if layout.sequence_parallel else 1)
         stride = replicas * layout.tensor

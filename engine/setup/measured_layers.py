@@ -27,8 +27,8 @@ from ...grid.loss_terms import NamedLosses, is_named, named_losses
 from ...monitor.profiler.memory_meter import MemoryMeter
 from ...options.engine import EngineOptions
 from ...pipe.fields import MicrobatchItem, item_of
-from ...pipe.layer_costs import LayerCost, LayerCosts
 from ...pipe.module import PipelineModule
+from ...pipe.program.layer_costs import LayerCost, LayerCosts
 from ...pipe.schema import flatten
 from ...pipe.spec import LayerSpec, TiedLayerSpec
 from ...pipe.ties import typename

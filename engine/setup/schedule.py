@@ -5,12 +5,12 @@ from __future__ import annotations
 from ...base.errors import ConfigError
 from ...base.option_error import OptionError
 from ...options.schedule import ScheduleOptions
-from ...pipe.cuts import Cut, find_cut
 from ...pipe.module import PipelineModule
 from ...pipe.partition import SEARCHED
 from ...pipe.program.schedule import Schedule
 from ...pipe.program.simulate import Costs
 from ...pipe.schedules.choose import make_schedule, require_size
+from ...pipe.schedules.cuts import StageCut, find_cut
 
 
 def training_schedule(
@@ -41,7 +41,9 @@ def training_schedule(
     return given
 
 
-def searched_cut(module: PipelineModule, options: ScheduleOptions, microbatches: int, chunks: int | None) -> Cut | None:
+def searched_cut(
+    module: PipelineModule, options: ScheduleOptions, microbatches: int, chunks: int | None
+) -> StageCut | None:
     """Return the cut that the model's costs ask for; None if it has other boundaries.
 
     Args:

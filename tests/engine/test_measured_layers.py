@@ -187,7 +187,7 @@ def test_the_engine_cuts_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
         ),
         (
             lambda: engine_of("time", batch=triax.Batch(size=8, microbatch="auto"), training_data=DATA),
-            "give microbatch",
+            "is to be found",
         ),
     ],
 )

@@ -132,7 +132,7 @@ def test_a_run_resumed_on_another_grid_equals_plain_pytorch(ranks: Any, place: P
     assert {path.name for path in model.iterdir()} == {"config.json", "model.safetensors"}
 
 
-def test_a_run_that_measures_its_layers_and_cuts_has_the_numbers_of_one_process(ranks: Any, place: Path) -> None:
+def test_a_run_cut_by_measured_layers_has_one_processs_numbers(ranks: Any, place: Path) -> None:
     """A cut by time on two ranks, then a cut by the file of costs that this run has written."""
     changes = ["training.steps=2", "export=false", "checkpoint=false"]
     _, wanted = ranks(1, run, str(place), "name=whole", *changes)[0]

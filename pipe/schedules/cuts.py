@@ -1,6 +1,6 @@
 """Search for a cut of a list of layers into stages by the layers' costs, and for the schedule and chunks that suit it.
 
-    >>> from triax.pipe.layer_costs import LayerCost
+    >>> from triax.pipe.program.layer_costs import LayerCost
     >>> costs = LayerCosts([LayerCost(1.0, 1.0, 1.0)] * 5 + [LayerCost(4.0, 4.0, 4.0)])
     >>> find_cut("time", costs, pipe=2, microbatches=4).boundaries
     (0, 5, 6)
@@ -23,12 +23,12 @@ from typing import Any
 
 import numpy as np
 
-from ..base.errors import ConfigError
-from .layer_costs import LayerCosts
-from .partition import SEARCHED, balanced, uniform
-from .program.schedule import Schedule
-from .program.simulate import counts_in_flight, peak_activations, simulate, timeline_of
-from .schedules.registry import RECIPES, named_schedule
+from ...base.errors import ConfigError
+from ..partition import SEARCHED, balanced, uniform
+from ..program.layer_costs import LayerCosts
+from ..program.schedule import Schedule
+from ..program.simulate import counts_in_flight, peak_activations, simulate, timeline_of
+from .registry import RECIPES, named_schedule
 
 # Schedules of "auto": of equal ones, the first.
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
@@ -43,7 +43,7 @@ Array = Any  # of numpy
 
 
 @dataclass(frozen=True)
-class Cut:
+class StageCut:
     """Cut of a list of layers into the stages of a schedule, with what it costs.
 
     Attributes:
@@ -71,10 +71,10 @@ class Cut:
         )
 
 
-def judged(method: str, costs: LayerCosts, schedule: Schedule, boundaries: Sequence[int]) -> Cut:
+def judged(method: str, costs: LayerCosts, schedule: Schedule, boundaries: Sequence[int]) -> StageCut:
     """Return a cut with what it costs."""
     found = simulate(schedule, costs.of_stages(boundaries, schedule.placement))
-    return Cut(
+    return StageCut(
         method, schedule, tuple(map(int, boundaries)), found.makespan, found.bubble, _peaks(costs, schedule, boundaries)
     )
 
@@ -87,7 +87,7 @@ def find_cut(
     schedule: str | Schedule = "1f1b",
     chunks: int | None = None,
     limit: float | Sequence[float] | None = None,
-) -> Cut:
+) -> StageCut:
     """Search for the best cut. The result depends on the arguments alone, so every rank of a run finds the same one.
 
     Args:
@@ -114,7 +114,7 @@ def find_cut(
     proved = True
     for each in made:
         uniform(len(costs.layers), each.stages)  # refuses too few layers
-        key, cut, exact = _Search(costs, each, limits, method == "memory").run(None if best is None else best[0])
+        key, cut, exact = _CutSearch(costs, each, limits, method == "memory").run(None if best is None else best[0])
         proved = proved and exact
         if best is None or key < best[0]:
             best = key, each, cut
@@ -132,7 +132,7 @@ def compare_cuts(
     schedule: str | Schedule = "1f1b",
     chunks: int | None = None,
     limit: float | Sequence[float] | None = None,
-) -> list[Cut]:
+) -> list[StageCut]:
     """Return cuts beside one another: ``uniform``, ``parameters``, ``time``, ``memory`` and ``auto``.
 
     The first two keep no limit; of the others, those that are found within it. Arguments as for ``find_cut``.
@@ -185,7 +185,7 @@ def _peaks(costs: LayerCosts, schedule: Schedule, boundaries: Sequence[int]) -> 
     return tuple(a + b for a, b in zip(states, kept, strict=True))
 
 
-def _require_within(cut: Cut, costs: LayerCosts, limits: Sequence[float]) -> None:
+def _require_within(cut: StageCut, costs: LayerCosts, limits: Sequence[float]) -> None:
     """Check that a cut keeps the limits.
 
     Raises:
@@ -209,7 +209,7 @@ def _require_within(cut: Cut, costs: LayerCosts, limits: Sequence[float]) -> Non
     )
 
 
-class _Search:
+class _CutSearch:
     """Search for the cut of one schedule.
 
     A cut is a row of boundaries, and K cuts are an array (K, stages + 1). A pair is minimised: for time, (excess over

@@ -1,4 +1,4 @@
-"""Costs of each layer of a list: seconds of its passes and bytes, from which a cut into stages is searched (cuts.py).
+"""Costs of each layer of a list: seconds of its passes and bytes, from which schedules/cuts.py searches for a cut.
 
 ``triax.measure_layers`` measures them, ``triax plan --layer-costs`` computes them by formulas, and both are a JSON file
 that can be written by hand::
@@ -17,9 +17,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import describe, no_such
-from ..base.files import read_object
-from .program.simulate import Costs
+from ...base.errors import describe, no_such
+from ...base.files import read_object
+from .simulate import Costs
 
 
 @dataclass(frozen=True)
