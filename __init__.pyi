@@ -76,6 +76,9 @@ from .options.zero import Offload as Offload
 from .options.zero import OffloadOptimizer as OffloadOptimizer
 from .options.zero import Zero as Zero
 from .pipe.chunked_loss import chunked as chunked
+from .pipe.cuts import StageCut as StageCut
+from .pipe.cuts import compare_cuts as compare_cuts
+from .pipe.cuts import find_cut as find_cut
 from .pipe.module import PipelineModule as PipelineModule
 from .pipe.program.deadlock import ScheduleError as ScheduleError
 from .pipe.program.layer_costs import LayerCost as LayerCost
@@ -85,9 +88,6 @@ from .pipe.program.simulate import Costs as Costs
 from .pipe.program.simulate import simulate as simulate
 from .pipe.program.verify import verify as verify
 from .pipe.schedules.choose import make_schedule as make_schedule
-from .pipe.schedules.cuts import StageCut as StageCut
-from .pipe.schedules.cuts import compare_cuts as compare_cuts
-from .pipe.schedules.cuts import find_cut as find_cut
 from .pipe.spec import LayerSpec as LayerSpec
 from .pipe.spec import TiedLayerSpec as TiedLayerSpec
 from .tensor_parallel.embedding import VocabParallelEmbedding as VocabParallelEmbedding

@@ -13,7 +13,7 @@ from ..base.tables import table, terminal
 from ..pipe.schedules.choose import make_schedule
 
 if TYPE_CHECKING:
-    from ..pipe.schedules.cuts import StageCut
+    from ..pipe.cuts import StageCut
 
 HEADS = ("partition", "schedule", "chunks", "ms", "bubble", "GB of each rank", "boundaries")
 
@@ -32,8 +32,8 @@ def show_cuts(
     Raises:
         ValueError: the costs, the limit or the schedule cannot be used.
     """
+    from ..pipe.cuts import compare_cuts  # it imports numpy
     from ..pipe.program.layer_costs import LayerCosts
-    from ..pipe.schedules.cuts import compare_cuts  # it imports numpy
 
     if name == "auto":
         raise ValueError("--layers has a row of the best schedule, auto, in any case: give a schedule's name, or none")

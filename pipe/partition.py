@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate, combinations, pairwise
 
-SEARCHED = ("time", "memory", "auto")  # cuts that are searched by the costs of layers (schedules/cuts.py)
+SEARCHED = ("time", "memory", "auto")  # cuts that are searched by the costs of layers (pipe/cuts.py)
 CUTS = ("parameters", "uniform", *SEARCHED)  # cuts by name
 
 

@@ -643,7 +643,7 @@ class CostModel:
         return found
 
     def layer_costs(self, layout: ParallelLayout) -> LayerCosts:
-        """Return the costs of each layer on a layout, from which a cut is searched (pipe/schedules/cuts.py)."""
+        """Return the costs of each layer on a layout, from which a cut is searched (pipe/cuts.py)."""
         tokens, replicas = layout.microbatch * self.work.sequence / layout.context, layout.data * layout.context
         output = self.bytes * tokens * self.types[0].hidden / (layout.tensor if layout.sequence_parallel else 1)
         stride = replicas * layout.tensor

@@ -20,12 +20,12 @@ from ..options.dialect import GivenOptions, find_dialect
 from ..options.engine import EngineOptions
 from ..options.named import Optimizer
 from ..options.schedule import ScheduleOptions
+from ..pipe.cuts import StageCut, find_cut
 from ..pipe.partition import boundaries
 from ..pipe.program.layer_costs import LayerCosts
 from ..pipe.program.schedule import Schedule
 from ..pipe.program.simulate import Costs
 from ..pipe.schedules.choose import make_schedule, require_schedule
-from ..pipe.schedules.cuts import StageCut, find_cut
 from .learning_rate import LearningRate
 from .schema import ModelSection, TrainingFile
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from ...base.errors import ConfigError
 from ...base.option_error import OptionError
 from ...options.schedule import ScheduleOptions
+from ...pipe.cuts import StageCut, find_cut
 from ...pipe.module import PipelineModule
 from ...pipe.partition import SEARCHED
 from ...pipe.program.schedule import Schedule
 from ...pipe.program.simulate import Costs
 from ...pipe.schedules.choose import make_schedule, require_size
-from ...pipe.schedules.cuts import StageCut, find_cut
 
 
 def training_schedule(

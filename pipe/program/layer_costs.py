@@ -1,4 +1,4 @@
-"""Costs of each layer of a list: seconds of its passes and bytes, from which schedules/cuts.py searches for a cut.
+"""Costs of each layer of a list: seconds of its passes and bytes, from which pipe/cuts.py searches for a cut.
 
 ``triax.measure_layers`` measures them, ``triax plan --layer-costs`` computes them by formulas, and both are a JSON file
 that can be written by hand::

@@ -8,7 +8,6 @@ squeeze.py      list scheduling of a pattern of ops under a memory limit; v_shap
 registry.py     RECIPES: name -> generator; named_schedule
 search.py       `auto`: the best schedule found for given costs and memory; tune: a named one for given costs
 steady.py       steady states for given costs and memory, from which the search starts
-cuts.py         find_cut: where to cut a list of layers for a schedule, and which schedule, by the layers' costs
 annealing.py    simulated annealing on orders of ops, for the search
 choose.py       make_schedule (public): a named schedule, `auto`, or a file
 """

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from triax.cli.main import app
 from triax.options.schedule import ScheduleOptions
+from triax.pipe.cuts import compare_cuts
 from triax.pipe.program.layer_costs import LayerCost, LayerCosts
-from triax.pipe.schedules.cuts import compare_cuts
 from triax.plan.cost import CostModel
 from triax.train.schema import ScheduleSection
 

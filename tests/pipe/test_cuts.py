@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from triax.base.errors import ConfigError
+from triax.pipe.cuts import SCHEDULES, compare_cuts, find_cut
 from triax.pipe.program.layer_costs import LayerCost, LayerCosts
 from triax.pipe.program.schedule import Schedule
 from triax.pipe.program.simulate import simulate
-from triax.pipe.schedules.cuts import SCHEDULES, compare_cuts, find_cut
 from triax.pipe.schedules.registry import RECIPES, named_schedule
 
 
@@ -92,7 +92,7 @@ def test_the_search_equals_every_cut_simulated_on_more(seed: int) -> None:
 def test_of_too_many_cuts_those_of_the_least_bounds_are_tried(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     costs, _ = random_costs(seed, layers=20)
     wanted = find_cut("time", costs, 4, 8)
-    monkeypatch.setattr("triax.pipe.schedules.cuts.MOST_CUTS", 100)
+    monkeypatch.setattr("triax.pipe.cuts.MOST_CUTS", 100)
     found = find_cut("time", costs, 4, 8)
     assert wanted.proved
     assert found.makespan <= 1.01 * wanted.makespan

@@ -23,12 +23,12 @@ from typing import Any
 
 import numpy as np
 
-from ...base.errors import ConfigError
-from ..partition import SEARCHED, balanced, uniform
-from ..program.layer_costs import LayerCosts
-from ..program.schedule import Schedule
-from ..program.simulate import counts_in_flight, peak_activations, simulate, timeline_of
-from .registry import RECIPES, named_schedule
+from ..base.errors import ConfigError
+from .partition import SEARCHED, balanced, uniform
+from .program.layer_costs import LayerCosts
+from .program.schedule import Schedule
+from .program.simulate import counts_in_flight, peak_activations, simulate, timeline_of
+from .schedules.registry import RECIPES, named_schedule
 
 # Schedules of "auto": of equal ones, the first.
 SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
