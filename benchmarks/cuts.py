@@ -258,7 +258,7 @@ def show_cuts(name: str, rows: list[CutRow]) -> None:
         "to uniform": lambda row: beside(row.times, rows[0].times),
         "to the best of the first three": lambda row: beside(row.times, best.times),
     }
-    show(f"{name}: {len(rows[0].times)} rounds", rows, columns)  # type: ignore[arg-type]
+    show(f"{name}: {len(rows[0].times)} rounds", rows, columns)
 
 
 if __name__ == "__main__":

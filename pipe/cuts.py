@@ -368,11 +368,11 @@ class _CutSearch:
         after = np.zeros((self._stages, self._count + 1), dtype=int)
         for stage in range(self._stages)[::-1]:
             for start in range(stage, self._count):
-                own = [
+                f, i, w = (
                     self._schedule.microbatches * (sums[start + 1 :] - sums[start]) / self._speeds[stage]
                     for sums in (self._sums["forward"], self._sums["inputs"], self._sums["weights"])
-                ]
-                found = np.maximum(self._bound(*own, head[start], tail[start]), need[stage + 1, start + 1 :])
+                )
+                found = np.maximum(self._bound(f, i, w, head[start], tail[start]), need[stage + 1, start + 1 :])
                 at = int(np.argmin(found))
                 need[stage, start], after[stage, start] = found[at], start + 1 + at
         return need, after

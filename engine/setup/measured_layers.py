@@ -97,7 +97,7 @@ def _without_stages(grid: Grid) -> Grid:
     """Return a grid whose pipe ranks are replicas. Collective."""
     if grid.pipe.size == 1:
         return grid
-    sizes = {name: grid.axis(name).size for name in ("tensor", "context", "expert")}
+    sizes: dict[str, Any] = {name: grid.axis(name).size for name in ("tensor", "context", "expert")}
     return Grid(data=grid.pipe.size * grid.data.size, device=grid.device, timeout=grid.timeout, **sizes)
 
 
@@ -160,9 +160,9 @@ def _measure(
             torch.autograd.backward(roots, [torch.ones_like(each) for each in roots])
         whole = marked() - begin
         times.append((passed - start, min(inputs, whole), max(0.0, whole - inputs)))
-    passes = [median(column) for column in zip(*times[1:], strict=True)]
+    first, second, third = (median(column) for column in zip(*times[1:], strict=True))
     sent = sum(each.nbytes for each in tensors_of(output))
-    return LayerCost(*passes, kept=float(kept), output=float(sent)), output
+    return LayerCost(first, second, third, kept=float(kept), output=float(sent)), output
 
 
 def _states(parameter: nn.Parameter, options: EngineOptions, grid: Grid) -> float:
@@ -189,11 +189,11 @@ def _agreed(grid: Grid, found: Sequence[LayerCost]) -> LayerCosts:
         speeds = ()
     layers = []
     for index, cost in enumerate(found):
-        rows = [[*rows[index]] for *_, rows in ranks]
+        rows = [rows[index] for *_, rows in ranks]
         speed = [speeds[at] if speeds else 1.0 for at, *_ in ranks]
-        passes = [median(row[k] * s for row, s in zip(rows, speed, strict=True)) for k in range(len(_SECONDS))]
-        sizes = [max(row[k] for row in rows) for k in range(len(_SECONDS), len(rows[0]))]
-        layers.append(LayerCost(*passes, *sizes, name=cost.name))
+        f, i, w = (median(row[k] * s for row, s in zip(rows, speed, strict=True)) for k in range(len(_SECONDS)))
+        states, kept, output = (max(row[k] for row in rows) for k in range(len(_SECONDS), len(rows[0])))
+        layers.append(LayerCost(f, i, w, states, kept, output, cost.name))
     return LayerCosts(tuple(layers), max(row[1] for row in ranks), max(row[2] for row in ranks), speeds)
 
 

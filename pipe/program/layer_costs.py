@@ -69,7 +69,7 @@ class LayerCosts:
         speeds: speed of each rank of the pipe axis; a pass takes the layers' seconds divided by it. (): all have 1.
     """
 
-    layers: tuple[LayerCost, ...]
+    layers: Sequence[LayerCost]
     latency: float = 0.0
     per_byte: float = 0.0
     speeds: tuple[float, ...] = ()
@@ -135,7 +135,7 @@ class LayerCosts:
                 f'{where} must have "layers", a list of {{"forward": seconds, ...}}, not {describe(listed)}'
             )
         for kind, found in ((cls, [data]), (LayerCost, listed)):
-            names = [each.name for each in fields(kind)]  # type: ignore[arg-type]
+            names = [each.name for each in fields(kind)]
             if unknown := [key for each in found for key in each if key not in names]:
                 raise ValueError(no_such(where, str(unknown[0]), names))
         try:

@@ -97,9 +97,9 @@ def gpt_step(pipe: int, method: str, schedule: str = "1f1b", chunks: int | None 
     tokens = torch.randint(64, (8, 9), generator=torch.Generator().manual_seed(1))
     batch = [(rows[:, :-1], rows[:, 1:]) for rows in tokens.split(2)]
     loss_fn, layers = GPTLoss(grid, vocab_size=64), gpt_layers(GPT)
-    common = {"grid": grid, "loss_fn": loss_fn, "dtype": torch.float64}
+    common: dict[str, Any] = {"grid": grid, "loss_fn": loss_fn, "dtype": torch.float64}
     costs = triax.measure_layers(layers, batch[0], repeats=2, **common)
-    given = {"partition": method, "costs": costs} if pipe > 1 else {}
+    given: dict[str, Any] = {"partition": method, "costs": costs} if pipe > 1 else {}
     model = PipelineModule(layers, **given, **common)
     own = triax.ScheduleOptions(name=schedule, chunks=chunks, limit=limit)
     engine: Any = triax.Engine(model, optimizer=SGD, batch=BATCH, schedule=own)
@@ -202,6 +202,10 @@ def engine_of(partition: str, costs: Any = (), batch: Any = BATCH, **options: An
 
 def test_options_that_layers_alone_cannot_have() -> None:
     layers, pair = [LayerSpec(nn.Linear, 8, 8)] * 2, (torch.randn(2, 8), torch.randn(2, 8))
-    for given, words in (({"lora": {"rank": 2}}, "lora"), ({"recompute": {"interval": 2}}, "recompute.interval")):
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"lora": {"rank": 2}}, "lora"),
+        ({"recompute": {"interval": 2}}, "interval"),
+    ]
+    for given, words in cases:
         options: Any = triax.EngineOptions(batch=BATCH, **given)
         assert words in error_text(partial(triax.measure_layers, layers, pair, options=options))

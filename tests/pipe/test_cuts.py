@@ -23,9 +23,9 @@ def random_costs(seed: int, pipe: int = 4, layers: int | None = None) -> tuple[L
     rows = []
     for number in range(layers or rng.randint(4, 12)):
         size = rng.choice([0.0, 1.0, 1.0, rng.uniform(0, 3), rng.uniform(0, 12)])
-        passes = [size * rng.uniform(0.5, 1.5) for _ in range(3)]
-        kinds = [float(rng.choice([0, 10, rng.randint(0, 100)])) for _ in range(3)]
-        rows.append(LayerCost(*passes, *kinds, name=f"layer {number}"))
+        f, i, w = (size * rng.uniform(0.5, 1.5) for _ in range(3))
+        states, kept, output = (float(rng.choice([0, 10, rng.randint(0, 100)])) for _ in range(3))
+        rows.append(LayerCost(f, i, w, states, kept, output, f"layer {number}"))
     speeds = tuple(rng.uniform(0.4, 1.0) for _ in range(pipe)) if rng.random() < 0.4 else ()
     return LayerCosts(tuple(rows), rng.choice([0.0, 0.3]), rng.choice([0.0, 0.02]), speeds), rng
 
@@ -173,7 +173,7 @@ def test_refusals_of_the_search() -> None:
         (("time", LayerCosts(costs.layers, speeds=(1, 1, 1)), 2, 4), "3 speeds for 2 ranks"),
     ):
         with pytest.raises(ValueError) as error:
-            find_cut(*arguments)  # type: ignore[arg-type]
+            find_cut(*arguments)
         assert words in str(error.value)
 
 
