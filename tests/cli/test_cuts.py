@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from triax.pipe.cuts import compare_cuts
 from triax.pipe.program.layer_costs import LayerCost, LayerCosts
 from triax.plan.cost import CostModel
 from triax.train.schema import ScheduleSection
+
+from paths import DOCS
+from readme_blocks import commands
 
 HEADED = LayerCosts([LayerCost(1e-3, 1e-3, 1e-3, 1e9, 1e8)] * 7 + [LayerCost(4e-3, 4e-3, 4e-3, 2e9, 5e8)])
 
@@ -93,6 +97,20 @@ def test_costs_by_formulas_sum_to_the_planners_step(tmp_path: Path, extra: str) 
     assert 16 * sum(layer.seconds for layer in costs.layers) == pytest.approx(sum(step[kind] for kind in passes))
     assert [layer.name for layer in costs.layers][:2] == ["TokenEmbedding", "LlamaBlock"]
     assert costs.latency > 0 and costs.per_byte > 0
+
+
+def test_the_table_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (DOCS / "schedules.md").read_text()
+    plan, show = (command.split() for _, command in commands(text) if "costs.json" in command)
+    run(*plan[1:])
+    for cut in json.loads(run(*show[1:], "--json"))["cuts"]:
+        (line,) = [line for line in text.splitlines() if line.startswith(f"{cut['partition']}  ")]
+        _, schedule, chunks, ms, bubble, peaks, boundaries = re.split("  +", line)
+        assert (schedule, int(chunks), bubble) == (cut["schedule"], cut["chunks"], f"{cut['bubble']:.1%}")
+        assert float(ms) == pytest.approx(1e3 * cut["seconds"], rel=1e-3)
+        assert boundaries == " ".join(map(str, cut["boundaries"]))
+        assert peaks == " ".join(f"{peak / 1e9:.3g}" for peak in cut["bytes"])
 
 
 @pytest.mark.parametrize(
