@@ -21,6 +21,7 @@ from .engine.engines import Engine as Engine
 from .engine.module_engine import ModuleEngine as ModuleEngine
 from .engine.pipeline_engine import PipelineEngine as PipelineEngine
 from .engine.setup.lora import add_lora as add_lora
+from .engine.setup.measured_layers import measure_layers as measure_layers
 from .engine.snapshot.load_weights import load_weights as load_weights
 from .grid.grid import Grid as Grid
 from .grid.layout import Layout as Layout
@@ -75,8 +76,13 @@ from .options.zero import Offload as Offload
 from .options.zero import OffloadOptimizer as OffloadOptimizer
 from .options.zero import Zero as Zero
 from .pipe.chunked_loss import chunked as chunked
+from .pipe.cuts import StageCut as StageCut
+from .pipe.cuts import compare_cuts as compare_cuts
+from .pipe.cuts import find_cut as find_cut
 from .pipe.module import PipelineModule as PipelineModule
 from .pipe.program.deadlock import ScheduleError as ScheduleError
+from .pipe.program.layer_costs import LayerCost as LayerCost
+from .pipe.program.layer_costs import LayerCosts as LayerCosts
 from .pipe.program.schedule import Schedule as Schedule
 from .pipe.program.simulate import Costs as Costs
 from .pipe.program.simulate import simulate as simulate

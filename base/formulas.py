@@ -9,8 +9,8 @@ Adam and gradients in fp16:
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import NamedTuple
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -37,6 +37,13 @@ STATES = {
     "uncorrectedadam": 2,
     "zerooneadam": 3,
 }
+
+
+def optimizer_states(name: str, options: Mapping[str, Any]) -> int:
+    """Return the number of state tensors of an optimizer; of an unknown one, AdamW's."""
+    return STATES.get(name.lower(), STATES["adamw"]) + sum(
+        bool(options.get(key)) for key in ("momentum", "centered", "amsgrad")
+    )
 
 
 class ModelStates(NamedTuple):

@@ -12,6 +12,7 @@ foreign_options.py: commands that know other libraries' options, by the tables o
 env.py: ``triax env``, versions, devices and backends of this machine, and what is missing for what.
 config.py: ``triax config``, a configuration checked and resolved.
 schedule.py: ``triax schedule``, a pipeline schedule verified, simulated and drawn.
+cuts.py: ``triax schedule --layers``, where to cut a list of layers by their costs.
 check.py: ``triax check``, a model of one's own compared on grids with one process; check_targets.py: what it takes.
 report.py: ``triax report``, an HTML page about a run.
 train.py: ``triax train``, a training run from one file.

@@ -11,13 +11,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..base.errors import ConfigError
-from ..base.formulas import STATES
+from ..base.formulas import STATES, optimizer_states
 from ..base.tables import as_text, table
 from ..pipe.program.simulate import Costs, simulate
 from ..plan.layers import LayerShape
 from ..plan.memory import ModelMemory, RankMemory, StateOptions
 from ..plan.parallel_layout import ParallelLayout
-from ..plan.tuning import optimizer_states
 from ..train.job import Job
 
 
@@ -98,7 +97,10 @@ def memory_of_job(job: Job) -> ModelMemory:
     section = job.options.optimizer
     states = optimizer_states(section.type, section.arguments)
     options = StateOptions.of(job.options, job.precision, states, job.file.training.optimizer.decays)
-    return ModelMemory(job.model, options=options, shard_tensor=bool(job.file.model.experts.shard_tensor))
+    cut = job.file.schedule.partition if job.cut is None else job.cut.boundaries
+    return ModelMemory(
+        job.model, options=options, partition=cut, shard_tensor=bool(job.file.model.experts.shard_tensor)
+    )
 
 
 def text(found: dict[str, Any]) -> str:
@@ -169,6 +171,14 @@ def _notes(job: Job, processes: int | None) -> Iterable[str]:
         yield f"{optimizer.type} is counted with the two state tensors of AdamW"
     if section.asked and (section.granularity == "matmul" or (section.interval or 1) > 1 or section.groups):
         yield "recomputation is counted as that of each layer from its input"
+    own = job.file.schedule
+    if job.cut is not None:
+        yield f"schedule.partition: {job.cut}"
+    elif own.searched:
+        yield (
+            f"schedule.partition {own.partition}: the run measures the layers and then cuts; the stages here have "
+            "equal numbers of parameters. With schedule.layer_costs they are those of the run"
+        )
     if job.document_mask:
         yield "data.document_mask: its mask, and keys and values repeated for each query head, are left out: see --dry"
     if job.file.method is not None:

@@ -65,12 +65,18 @@ def plan(
     time: Annotated[str | None, typer.Option(help="Time of the whole run, such as 3d: prints its tokens.")] = None,
     top: Annotated[int, typer.Option(min=1, help="Number of layouts to list.")] = 10,
     write: Annotated[Path | None, typer.Option(help="Write a training file (.yaml) of the best layout.")] = None,
+    layer_costs: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the costs of each layer of the best layout to this .json file, for `triax schedule --layers`."
+        ),
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw memory and time to this .png, .svg or .pdf file.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with the table and the bars.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Print the fastest layouts of a training run that fit on a cluster."""
-    from ..plan.cost import Work
+    from ..plan.cost import CostModel, Work
     from ..plan.machine import machine as machine_of
     from ..plan.page import page
     from ..plan.picture import picture
@@ -113,6 +119,8 @@ def plan(
         title = f"{model} on {space.gpus:,} x {work.machine.name}, batch {batch:,} of {sequence:,} tokens"
         if html is not None:
             html.write_text(page(result, title), encoding="utf-8")
+        if layer_costs is not None:
+            layer_costs.write_text(CostModel(work).layer_costs(found.layouts[0].layout).to_json(), encoding="utf-8")
         if write is not None:
             _write(write, model, source, work, found.layouts[0].layout)
     except ConfigError:

@@ -22,6 +22,7 @@ from ..pipe.program.verify import verify
 from ..pipe.schedules.choose import NAMES, make_schedule, read_schedule, schedule_names
 from ..pipe.schedules.registry import RECIPES
 from ..pipe.schedules.search import Found, tune
+from .cuts import show_cuts
 
 LARGEST = 2**20  # passes of a microbatch through a stage
 MOST_ROWS = 128  # ranks that are drawn in the terminal
@@ -49,6 +50,13 @@ def schedule(
         float | None,
         typer.Option(help="Limit of activations per rank, in units of one microbatch through 1/pipe of the model."),
     ] = None,
+    layers: Annotated[
+        Path | None,
+        typer.Option(help="JSON file with the costs of each layer: print where to cut them, by default for 1f1b."),
+    ] = None,
+    limit: Annotated[
+        str | None, typer.Option(help="With --layers: GB that a rank may take, or one for each rank: 20,20,40.")
+    ] = None,
     keep_gathered: Annotated[
         bool, typer.Option("--keep-gathered", help="ZeRO stage 3: gather weights once per step, not for each pass.")
     ] = False,
@@ -72,6 +80,15 @@ def schedule(
 ) -> None:
     """Print a pipeline schedule: the operations of each rank, makespan, bubble and peak memory."""
     try:
+        if layers is not None or limit is not None:
+            if layers is None or compare or file or explain or plot or critical or memory or costs != "1,1,1":
+                raise ValueError(
+                    "--layers goes with a schedule's name, --pipe, --microbatches, --chunks, --limit and --json alone, "
+                    "and --limit needs it"
+                )
+            sizes = 4 if pipe is None else pipe
+            show_cuts(layers, name or "1f1b", sizes, microbatches or 2 * sizes, chunks, limit, as_json)
+            return
         if (name is not None) == (compare or file is not None):
             raise ValueError(
                 "Give a schedule's name, or --file, or --compare, or --file with --compare. "

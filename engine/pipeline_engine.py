@@ -47,7 +47,7 @@ from .observer import PipelineObserver
 from .replica_buffers import ReplicaBuffers
 from .setup.compilation import Compilation, compile_pipeline
 from .setup.recomputation import configure_recomputation, log_profile
-from .setup.schedule import training_schedule
+from .setup.schedule import searched_cut, training_schedule
 from .snapshot.capture import buffers
 
 
@@ -88,18 +88,25 @@ class PipelineEngine(Engine):
             raise OptionError(
                 "schedule.chunks", options.schedule.chunks, f"the model was made with chunks={chunks}: leave one out"
             )
-        schedule = training_schedule(
-            model, options.schedule, self.batch.accumulation, options.schedule.chunks or chunks
-        )
+        chunks = options.schedule.chunks or chunks
+        cut = searched_cut(model, options.schedule, self.batch.accumulation, chunks)
+        if cut is None:
+            schedule = training_schedule(model, options.schedule, self.batch.accumulation, chunks)
+        else:
+            schedule = cut.schedule
+            if model.partition == "auto":  # a step of another size has this schedule too
+                own = options.schedule.changed(name=schedule.name, chunks=schedule.chunks)
+                self.options = options = options.changed(schedule=own)
         model.require_untouched()
         try:
-            model.move(schedule.placement)
+            model.move(schedule.placement, None if cut is None else cut.boundaries)
         except ValueError as error:  # too few layers for its stages
             raise ConfigError(
                 f"the schedule {schedule.name} has {schedule.chunks} stages on each of {schedule.pipe} ranks, but "
                 f"{error}"
             ) from error
         notes = configure_recomputation(model, options.recompute, schedule)
+        notes += [] if cut is None else [Note("", f"the layers are cut by {cut}")]
         if model.chunks_follow and schedule.chunks > 1:
             text = (
                 f"the schedule {schedule.name} has {schedule.chunks} stages on each rank, so the model is cut into "

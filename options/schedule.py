@@ -26,6 +26,11 @@ class ScheduleOptions(Options):
         "For auto: limit of activations per rank, in units of one microbatch through 1/pipe of the model.",
         above=0,
     )
+    limit: float | tuple[float, ...] | None = option(
+        None,
+        "For partition time, memory and auto: GB (1e9 bytes) that a pipe rank may take, for each, or one for all.",
+        above=0,
+    )
 
     @classmethod
     def of(cls, value: Any) -> Self:
@@ -33,6 +38,13 @@ class ScheduleOptions(Options):
         if hasattr(value, "orders") and hasattr(value, "placement"):
             return cls(name=value.name, value=value)
         return super().of(value)
+
+    @property
+    def limits(self) -> float | tuple[float, ...] | None:
+        """The option ``limit`` in bytes, as ``find_cut`` takes it."""
+        if isinstance(self.limit, tuple):
+            return tuple(1e9 * each for each in self.limit)
+        return None if self.limit is None else 1e9 * self.limit
 
     def check(self) -> None:
         """Check the number of costs."""

@@ -23,8 +23,9 @@ from ..grid.layout import rename
 from ..grid.loss_terms import NamedLosses, WithLoss, is_named, named_losses
 from ..randomness.random import DropoutState, SampleRandom, seeded
 from .chunked_loss import LastLayer
-from .partition import boundaries
+from .partition import SEARCHED, boundaries
 from .placeholders import Placeholders, Put
+from .program.layer_costs import LayerCosts
 from .program.placement import place
 from .recompute.recompute import Recompute
 from .spec import LayerSpec, TiedLayerSpec, require_arguments
@@ -96,6 +97,9 @@ class PipelineModule(nn.Module):
             belongs to the last stage, and its parameters (``loss_fn.log_sigma``) are trained with the layers'.
         partition: how to cut the list into stages: ``"parameters"`` (the default: the largest stage has as few
             parameters as possible), ``"uniform"``, ``"type:REGEX"``, or boundaries such as ``[0, 8, 16, 23, 30]``.
+            With ``costs``, ``triax.Engine`` cuts for its schedule and microbatches: ``"time"`` makes the step as short
+            as possible, ``"memory"`` the fullest rank as empty, and ``"auto"`` chooses schedule and chunks too.
+        costs: seconds and bytes of each layer, as ``triax.measure_layers`` returns them, equal on all ranks.
         chunks: stages per rank of the pipe axis. None: as many as the ranks in ``placement`` or the boundaries in
             ``partition`` give; without them, ``triax.Engine`` cuts the list as the schedule needs.
         placement: the rank of each stage: ``"loop"`` (0 1 2 0 1 2), ``"v"`` (0 1 2 2 1 0), or a list. The engine moves
@@ -112,7 +116,8 @@ class PipelineModule(nn.Module):
         others: older arguments that an adapter translates, with a warning.
 
     Attributes:
-        grid_is_default: True if no argument said which grid; partition: how the list is cut, as given.
+        grid_is_default: True if no argument said which grid.
+        partition: how the list is cut, as given; once an engine has searched for the cut, its boundaries.
         chunks_follow: True if no argument said how many chunks, so that they follow from the schedule.
         boundaries: stage ``s`` has the layers ``boundaries[s]`` to ``boundaries[s + 1] - 1``.
         placement: the rank of each stage.
@@ -144,6 +149,7 @@ class PipelineModule(nn.Module):
         loss_fn: Callable[[Any, Any], Any] | None = None,
         partition: str | Sequence[int] | None = None,
         *,
+        costs: LayerCosts | None = None,
         chunks: int | None = None,
         placement: str | Sequence[int] = "loop",
         seed: int | None = None,
@@ -165,6 +171,7 @@ class PipelineModule(nn.Module):
         check_kind(call, kinds, "a list of names of classes", checkpointable_layers=checkpointable_layers)
         check_kind(call, (Iterable, NoneType), "a name or a list", partition=partition)
         check_kind(call, Iterable, "a name or a list", placement=placement)
+        check_kind(call, (LayerCosts, NoneType), "triax.LayerCosts", costs=costs)
         check_count(call, chunks=1 if chunks is None else chunks)
         check_count(call, 0, activation_checkpoint_interval=activation_checkpoint_interval)
         if device is not None and str(device).partition(":")[0] != "meta":
@@ -199,6 +206,8 @@ class PipelineModule(nn.Module):
         self.training_started = False
         # The whole model: its list, cut into stages, and the weights that are tied.
         self._list = list(layers)
+        _check_costs(costs, self.partition, len(self._list))
+        self.costs = costs
         self._sources = sources(self._list)
         self._cut(placement, 1 if known is None else known)
         self._broadcast_built_modules()
@@ -450,27 +459,30 @@ class PipelineModule(nn.Module):
             x = self.run_stage(stage, x, fields)
         return self.dropout_state.end(x) if self.training else x
 
-    def move(self, placement: Sequence[int]) -> None:
+    def move(self, placement: Sequence[int], cut: Sequence[int] | None = None) -> None:
         """Move the stages to the ranks of another placement, as a schedule asks for. Collective.
 
-        The list is cut anew if the placement has another number of stages. Layers that come to this rank are built
-        from their seed, so this is for models that still have their initial weights: before training, and before a
-        checkpoint is loaded.
+        The list is cut anew at the boundaries ``cut``, or if the placement has another number of stages. Layers that
+        come to this rank are built from their seed, so this is for models that still have their initial weights:
+        before training, and before a checkpoint is loaded.
 
         Raises:
             RuntimeError: weights were changed since they were built.
         """
-        if tuple(placement) == self.placement:
+        if cut is not None:
+            self.partition = list(cut)
+        if tuple(placement) == self.placement and (cut is None or [*cut] == self.boundaries):
             return
         flags = self.grid.pipe.all_gather_json(self._changed()[:1])
         if any(flags):
             name = next(found[0] for found in flags if found)
+            cuts = "" if cut is None else f"partition={list(cut)} and "
             raise RuntimeError(
                 f"the schedule places the stages on ranks {list(placement)}, but {name} was changed since it was "
-                f"built, and a stage that moves is built anew: pass placement={list(placement)} to PipelineModule, and "
-                "change weights after that"
+                f"built, and a stage that moves is built anew: pass {cuts}placement={list(placement)} to "
+                "PipelineModule, and change weights after that"
             )
-        if len(placement) == len(self.placement):
+        if len(placement) == len(self.placement) and cut is None:
             self.placement = place(placement, self.grid.pipe.size, self.chunks)
         else:
             self._cut(placement, len(placement) // self.grid.pipe.size)
@@ -538,7 +550,9 @@ class PipelineModule(nn.Module):
         """Cut the list into the stages of a placement, and find the weights that stages share."""
         self.placement, self.chunks = place(placement, self.grid.pipe.size, chunks), chunks
         names = [typename(layer) for layer in self._list]
-        self.boundaries = boundaries(self.partition, len(self.placement), names, self._parameter_counts)
+        costs = self.costs
+        weigh = self._parameter_counts if costs is None else lambda: [layer.seconds for layer in costs.layers]
+        self.boundaries = boundaries(self.partition, len(self.placement), names, weigh)
         self._calls = [[self._call(i) for i in range(a, b)] for a, b in pairwise(self.boundaries)]
         stages = [stage for stage, (start, stop) in enumerate(pairwise(self.boundaries)) for _ in range(start, stop)]
         entries, places = self._list, self._sources
@@ -723,6 +737,20 @@ def _native(grid: Any, partition: Any, seed: Any, others: dict[str, Any]) -> tup
         hint = f"did you mean {close[0]}?" if close else f"give some of {', '.join(known)}"
         raise TypeError(f"PipelineModule has no argument {name!r}: {hint}")
     return given["grid"], given["partition"], given["seed"]
+
+
+def _check_costs(costs: LayerCosts | None, partition: str | Sequence[int], layers: int) -> None:
+    """Check that costs are given where they are needed, and for each layer."""
+    searched = partition in SEARCHED if isinstance(partition, str) else False
+    if searched and costs is None:
+        raise ValueError(
+            f"partition={partition!r} needs the costs of the layers: pass costs=triax.measure_layers(layers, "
+            "microbatch, grid=grid, loss_fn=loss_fn), or costs=triax.LayerCosts.from_json(file)"
+        )
+    if costs is not None and not searched:
+        raise ValueError(f"costs have no effect on partition={partition!r}: give {', '.join(SEARCHED)}, or no costs")
+    if costs is not None and len(costs.layers) != layers:
+        raise ValueError(f"the costs are of {len(costs.layers)} layers, and the list has {layers}: give one for each")
 
 
 def _known_chunks(placement: str | Sequence[int], partition: str | Sequence[int], pipe: int) -> int | None:

@@ -11,6 +11,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate, combinations, pairwise
 
+SEARCHED = ("time", "memory", "auto")  # cuts that are searched by the costs of layers (pipe/cuts.py)
+CUTS = ("parameters", "uniform", *SEARCHED)  # cuts by name
+
 
 def uniform(layers: int, parts: int) -> list[int]:
     """Return boundaries of parts with equal numbers of layers; the first parts have one more if they do not divide.
@@ -66,10 +69,11 @@ def boundaries(
 
     Args:
         method: ``"uniform"``, ``"parameters"``, ``"type:REGEX"`` (balances the layers whose class name matches,
-            in any case), or the boundaries themselves.
+            in any case), or the boundaries themselves. ``"time"``, ``"memory"`` and ``"auto"`` stand for a cut that an
+            engine searches for its schedule: until then the weights are balanced.
         stages: number of stages.
         typenames: the name of each layer's class.
-        weights: counts the parameters of each layer; called only for ``"parameters"``.
+        weights: returns the weight of each layer, such as its number of parameters; not called for the other methods.
 
     Raises:
         ValueError: fewer layers than stages, an unknown method, or boundaries that do not place every layer exactly
@@ -80,7 +84,7 @@ def boundaries(
         return _explicit(list(method), stages, layers)
     if method == "uniform":
         return uniform(layers, stages)
-    if method == "parameters":
+    if method in ("parameters", *SEARCHED):
         _check(layers, stages)
         return balanced(weights(), stages) if stages > 1 else [0, layers]
     if method.startswith("type:"):
@@ -93,8 +97,8 @@ def boundaries(
             )
         return balanced(matches, stages)
     raise ValueError(
-        f"there is no partition={method!r}: use 'uniform', 'parameters', 'type:REGEX', or boundaries such "
-        f"as {uniform(layers, stages) if layers >= stages else [0, layers]}"
+        f"there is no partition={method!r}: use 'uniform', 'parameters', 'time', 'memory', 'auto', "
+        f"'type:REGEX', or boundaries such as {uniform(layers, stages) if layers >= stages else [0, layers]}"
     )
 
 

@@ -44,8 +44,9 @@ from itertools import pairwise
 from operator import mul
 from typing import NamedTuple
 
-from ..base.formulas import BYTES
+from ..base.formulas import BYTES, model_states
 from ..models.config import TransformerConfig
+from ..pipe.program.layer_costs import LayerCost, LayerCosts
 from ..pipe.program.simulate import Costs, simulate
 from ..pipe.schedules.registry import RECIPES, named_schedule
 from .collectives import RankGroup, all_gather, all_reduce, all_to_all, message, reduce_scatter
@@ -640,6 +641,27 @@ class CostModel:
                     own += count / expert
             found = self._parameters[key] = (shared, own)
         return found
+
+    def layer_costs(self, layout: ParallelLayout) -> LayerCosts:
+        """Return the costs of each layer on a layout, from which a cut is searched (pipe/cuts.py)."""
+        tokens, replicas = layout.microbatch * self.work.sequence / layout.context, layout.data * layout.context
+        output = self.bytes * tokens * self.types[0].hidden / (layout.tensor if layout.sequence_parallel else 1)
+        stride = replicas * layout.tensor
+        latency, seconds = (message(size, stride, self.machine) for size in (0.0, output))
+        layers = []
+        for kind, shape in zip(self.kinds, self.work.layers, strict=True):
+            forward, inputs, weights, recompute, *_ = self._sums(kind, layout)
+            states = sum(
+                model_states(count, shards, layout.zero, self.work.precision).total
+                for count, shards in zip(
+                    self.parameters(kind, layout.tensor, layout.expert),
+                    (replicas, replicas // layout.expert),
+                    strict=True,
+                )
+            )
+            kept = self.memory.layer_activations(shape, tokens, self.work.sequence, layout)
+            layers.append(LayerCost(forward, inputs + recompute, weights, states, kept, output, shape.name))
+        return LayerCosts(tuple(layers), latency + self.machine.message_overhead, max(0.0, seconds - latency) / output)
 
     def _held(self, counts: tuple[int, ...], layout: ParallelLayout) -> list[tuple[float, RankGroup]]:
         """Return the parameters that a rank holds before ZeRO shards them, with the group of their replicas."""

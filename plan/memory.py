@@ -27,6 +27,7 @@ from ..models.config import TransformerConfig
 from ..options.engine import EngineOptions
 from ..pipe.partition import boundaries
 from ..pipe.program.schedule import Schedule
+from ..pipe.program.simulate import counts_in_flight, largest_counts
 from ..pipe.schedules.registry import RECIPES, named_schedule
 from ..zero.flat import LARGE, REPLICATED, Item
 from ..zero.flat import plan as plan_buckets
@@ -290,7 +291,7 @@ class ModelMemory:
             classes: dict[_Placed, list[tuple[int, ...]]] = {}
             for placed, most in zip(self._placed(layout), flights, strict=True):
                 classes.setdefault(placed, []).extend(most)
-            self._ranks[key] = [_RankClass(placed, _largest(counts)) for placed, counts in classes.items()]
+            self._ranks[key] = [_RankClass(placed, largest_counts(counts)) for placed, counts in classes.items()]
         return max((self._memory(each, layout, sequence) for each in self._ranks[key]), key=lambda memory: memory.total)
 
     def check(self, layout: ParallelLayout, sequence: int) -> None:
@@ -785,31 +786,7 @@ def _interleaved_in_flight(pipe: int, chunks: int, microbatches: int, rank: int)
         held[chunks - 1 - k % period // group] -= end - k
         found.append(tuple(held))
         k = end
-    return _largest(found)
-
-
-def counts_in_flight(schedule: Schedule) -> list[list[tuple[int, ...]]]:
-    """Return what ``in_flight`` does, of a schedule as a value."""
-    change = {"F": 1, "I": 0, "B": -1, "W": -1}
-    found = []
-    for rank, order in enumerate(schedule.orders):
-        place = {stage: i for i, stage in enumerate(s for s, home in enumerate(schedule.placement) if home == rank)}
-        held, seen = [0] * len(place), set()
-        for op in order:
-            held[place[op.stage]] += change[op.kind]
-            if op.kind == "F":
-                seen.add(tuple(held))
-        found.append(_largest(sorted(seen)))
-    return found
-
-
-def _largest(counts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return the tuples that no other one exceeds in all places."""
-    found: list[tuple[int, ...]] = []
-    for each in sorted(set(counts), reverse=True):  # a tuple comes after those that exceed it
-        if not any(all(x <= y for x, y in zip(each, larger, strict=True)) for larger in found):
-            found.append(each)
-    return found
+    return largest_counts(found)
 
 
 def _decays(layer: LayerShape, weight: Weight) -> bool:

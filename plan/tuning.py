@@ -19,17 +19,18 @@ from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 from ..base.errors import ConfigError
-from ..base.formulas import STATES, model_states
+from ..base.formulas import model_states
 from ..base.option_error import Note, refusal
 from ..models.config import TransformerConfig
 from ..options.engine import EngineOptions
 from ..options.tuning import Tuning
 from ..pipe.program.schedule import Schedule
+from ..pipe.program.simulate import counts_in_flight
 from ..pipe.schedules.registry import RECIPES
 from .cost import CostModel, Work
 from .layers import layers_of
 from .machine import MACHINES
-from .memory import ModelMemory, StateOptions, counts_in_flight
+from .memory import ModelMemory, StateOptions
 from .parallel_layout import ParallelLayout
 
 FILL = 4  # microbatches for each pipe rank, with which a bubble is small (GPipe: Huang et al. 2019, section 2.3)
@@ -366,10 +367,3 @@ def model_of(layers: Sequence[Any]) -> TransformerConfig | None:
     """Return the configuration of the model whose layers a list has; None if it is none of ``triax.models``."""
     found = [arg for layer in layers for arg in getattr(layer, "args", ()) if isinstance(arg, TransformerConfig)]
     return found[0] if found and len(layers_of(found[0])) == len(layers) else None
-
-
-def optimizer_states(name: str, options: Mapping[str, Any]) -> int:
-    """Return the number of state tensors of an optimizer; of an unknown one, AdamW's."""
-    return STATES.get(name.lower(), STATES["adamw"]) + sum(
-        bool(options.get(key)) for key in ("momentum", "centered", "amsgrad")
-    )

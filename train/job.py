@@ -21,7 +21,9 @@ from ..options.dialect import GivenOptions, find_dialect
 from ..options.engine import EngineOptions
 from ..options.named import Optimizer
 from ..options.schedule import ScheduleOptions
-from ..pipe.partition import uniform
+from ..pipe.cuts import StageCut, find_cut
+from ..pipe.partition import boundaries
+from ..pipe.program.layer_costs import LayerCosts
 from ..pipe.program.schedule import Schedule
 from ..pipe.program.simulate import Costs
 from ..pipe.schedules.choose import make_schedule, require_schedule
@@ -69,6 +71,7 @@ class Job:
         peak: the highest learning rate; None: ``deepspeed`` names a schedule of its own.
         learning_rate: the schedule; None as ``peak``.
         tokenizer: name for ``open_tokenizer``; None: the data's tokenizer is not checked.
+        cut: the cut by the layers' costs; None: another one, or the layers are not measured yet.
     """
 
     file: TrainingFile
@@ -81,6 +84,7 @@ class Job:
     steps: int
     learning_rate: LearningRate | None
     tokenizer: str | None
+    cut: StageCut | None = None
 
     @property
     def folder(self) -> Path:
@@ -162,7 +166,7 @@ def resolve(file: TrainingFile, processes: int | None = None, places: int | None
             f"sample needs all experts of a layer on one rank, but grid.expert is {topology.expert}: leave sample out, "
             "and run triax generate on the exported model"
         )
-    return Job(
+    job = Job(
         file=file,
         model=model,
         topology=topology,
@@ -174,6 +178,31 @@ def resolve(file: TrainingFile, processes: int | None = None, places: int | None
         learning_rate=None if options.lr_scheduler is not None else _learning_rate(file, steps, batch.train * sequence),
         tokenizer=_tokenizer(file),
     )
+    costs = file.schedule.layer_costs
+    return job if costs is None else cut_by(LayerCosts.from_json(Path(costs)), job)
+
+
+def cut_by(costs: LayerCosts, job: Job) -> Job:
+    """Return a run with the stages, and for ``schedule.partition`` auto the schedule, that the layers' costs give.
+
+    Raises:
+        ConfigError: the costs are of another number of layers, or the memory limit cannot be kept.
+    """
+    section, own = job.file.schedule, job.schedule
+    if len(costs.layers) != job.layers:
+        raise ConfigError(
+            f"schedule.layer_costs {section.layer_costs} has {len(costs.layers)} layers, and the model {job.layers}: "
+            "leave it out, so that the run measures them"
+        )
+    chunks = section.chunks if section.partition == "auto" else own.chunks
+    try:
+        limits = job.options.schedule.limits
+        cut = find_cut(section.partition, costs, own.pipe, own.microbatches, own, chunks, limits)
+    except ValueError as error:
+        raise ConfigError(f"schedule: {error}") from error
+    named = {"name": cut.schedule.name, "chunks": cut.schedule.chunks} if section.partition == "auto" else {}
+    options = job.options.changed(schedule=job.options.schedule.changed(limit=None, **named))
+    return replace(job, cut=cut, schedule=cut.schedule, options=options)
 
 
 def _pinned(file: TrainingFile) -> TrainingFile:
@@ -272,8 +301,10 @@ def _check_model(
             f"model.attention {file.model.attention} has no effect, because grid.context is 1: leave it out, or give "
             "grid.context"
         )
+    cut, count = file.schedule.partition, model.layer_count
+    given = "uniform" if isinstance(cut, str) else cut  # the classes of the layers are not known here
     try:
-        uniform(model.layer_count, len(schedule.placement))
+        boundaries(given, len(schedule.placement), ["layer"] * count, lambda: [1.0] * count)
     except ValueError as error:
         raise ConfigError(f"grid.pipe x chunks is {len(schedule.placement)} stages, but {error}") from error
 
@@ -500,7 +531,7 @@ def _options(file: TrainingFile, given: GivenOptions, batch: int | None) -> Engi
         "precision": half,
         "schedule": {
             key: getattr(file.schedule, key)
-            for key in ("name", "chunks", "costs", "memory")
+            for key in ("name", "chunks", "costs", "memory", "limit")
             if getattr(file.schedule, key) is not None
         },
         "recompute": training.recompute,

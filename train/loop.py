@@ -29,7 +29,7 @@ from .evaluation import Evaluation
 from .job import Job
 from .lowest import LowestLoss
 from .method import AnswerEvaluation, Method
-from .model import build_module, parameter_groups
+from .model import build_module, parameter_groups, with_cut
 from .progress import Reporter, minutes
 from .requeue import requeued
 from .spikes import SpikeGuard
@@ -68,10 +68,11 @@ class TrainingRun:
     """
 
     def __init__(self, job: Job, watches: Sequence[Watch] = (), baseline: Baseline | None = None) -> None:
-        self.job, self._watches, self._baseline = job, list(watches), baseline
+        self._watches, self._baseline = list(watches), baseline
         sizes: dict[str, Any] = job.topology.sizes
         self.grid = Grid(**sizes)
         training, held_out, self.tokenizer = check_data(job.file, job.sequence, job.tokenizer, job.model.vocab_size)
+        self.job = job = with_cut(job, self.grid, training)
         # Opened now: its file may be gone when a sample is due.
         sampled = job.file.sample is not None and self.tokenizer is not None
         self._text = open_tokenizer(str(self.tokenizer), "none") if sampled else None
@@ -254,6 +255,8 @@ class TrainingRun:
             f"grid    {axes}{expert}; ZeRO {job.options.zero.stage}; {job.schedule.name} with "
             f"{job.batch.accumulation} microbatches of {job.batch.micro}"
         )
+        if job.cut is not None:
+            self.report.say(f"cut     {job.cut}")
         rate = job.learning_rate
         if rate is not None and rate.warmup > job.steps:
             self.report.say(f"note    the warmup of {rate.warmup} steps is longer than the run of {job.steps}")

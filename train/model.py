@@ -7,7 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..data.answers import Answers
+from ..data.dataloader import make_loader
+from ..data.token_data import TokenData
+from ..engine.setup.measured_layers import measure_layers
 from ..grid import Grid
+from ..methods.answers import BASELINE, REFERENCE
 from ..methods.kto import kto_loss
 from ..methods.preferences import preference_loss
 from ..models.config import TransformerConfig
@@ -18,7 +23,7 @@ from ..models.mtp import MTPLoss
 from ..models.positions import PositionEmbedding
 from ..pipe.module import PipelineModule
 from ..tensor_parallel.embedding import VocabParallelEmbedding
-from .job import Job
+from .job import Job, cut_by
 from .schema import MethodSection
 
 _EMBEDDINGS = (VocabParallelEmbedding, PositionEmbedding, nn.Embedding)
@@ -29,21 +34,63 @@ def build_module(job: Job, grid: Grid) -> PipelineModule:
 
     With ZeRO stage 3 the layers are built one after another when the engine is made, so that no rank holds them all.
     """
-    section = job.file.model
-    experts = section.experts.arguments
-    layers = LAYERS[type(job.model)](job.model, job.file.grid.sequence_parallel, section.attention, **experts)
-    if section.has_weights:
-        layers = load_hf(section.folder, layers)
+    layers = layers_of_job(job)
+    if job.file.model.has_weights:
+        layers = load_hf(job.file.model.folder, layers)
+    cut = job.file.schedule.partition
+    if job.file.schedule.searched:  # a dry run measures no layers
+        cut = "parameters" if job.cut is None else job.cut.boundaries
     return PipelineModule(
         layers,
         grid=grid,
         loss_fn=loss_for(job.model, grid, job.file.method),
+        partition=cut,
         chunks=job.schedule.chunks,
         placement=list(job.schedule.placement),
         seed=job.file.seed,
-        dtype=torch.float64 if job.precision == "fp64" else torch.float32,
+        dtype=_dtype(job),
         device="meta" if job.options.zero.stage == 3 else None,
     )
+
+
+def layers_of_job(job: Job) -> list[Any]:
+    """Return the list of layers of a run's model, with random weights."""
+    section = job.file.model
+    experts = section.experts.arguments
+    return LAYERS[type(job.model)](job.model, job.file.grid.sequence_parallel, section.attention, **experts)
+
+
+def with_cut(job: Job, grid: Grid, training: TokenData | Answers) -> Job:
+    """Return a run whose cut is known. If it goes by the layers' costs, of which there is no file, measure them.
+
+    The costs are written into the run's folder, as ``layer_costs.json``. Collective.
+    """
+    if not job.file.schedule.searched or job.cut is not None:
+        return job
+    batch = job.batch
+    collate = training.collate if isinstance(training, Answers) else None
+    rows = make_loader(training, batch.train, batch.micro, 0, grid.replicas, job.file.seed, collate=collate)
+    inputs, labels = next(iter(rows))
+    if isinstance(labels, dict):  # no time depends on the reference's numbers
+        nothing = torch.zeros(len(inputs), dtype=torch.float64)
+        labels |= {REFERENCE: nothing, BASELINE: nothing}
+    costs = measure_layers(
+        layers_of_job(job),
+        (inputs, labels),
+        grid=grid,
+        loss_fn=loss_for(job.model, grid, job.file.method),
+        options=job.options,
+        dtype=_dtype(job),
+        seed=job.file.seed,
+    )
+    if grid.rank == 0:
+        job.folder.mkdir(parents=True, exist_ok=True)
+        (job.folder / "layer_costs.json").write_text(costs.to_json(), encoding="utf-8")
+    return cut_by(costs, job)
+
+
+def _dtype(job: Job) -> torch.dtype:
+    return torch.float64 if job.precision == "fp64" else torch.float32
 
 
 def loss_for(

@@ -17,6 +17,7 @@ from ..options.lora import Lora
 from ..options.monitoring import Wandb
 from ..options.recomputation import Recomputation
 from ..options.zero import Zero
+from ..pipe.partition import CUTS, SEARCHED
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)([KMBT]?)", re.IGNORECASE)
 _DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
@@ -103,6 +104,14 @@ def _names(value: Any) -> Any:
     if not isinstance(value, Mapping):
         raise ValueError("give a section {...}")
     return dict(value)
+
+
+def _partition(value: Any) -> Any:
+    """Return a way to cut the layers: a name, or boundaries as a tuple."""
+    boundaries = isinstance(value, (list, tuple)) and all(type(each) is int for each in value)
+    if not boundaries and (not isinstance(value, str) or (value not in CUTS and not value.startswith("type:"))):
+        raise ValueError(f"give {', '.join(CUTS)}, type:REGEX, or boundaries such as [0, 9, 18]")
+    return tuple(value) if boundaries else value
 
 
 def _recompute(value: Any) -> Any:
@@ -276,6 +285,37 @@ class ScheduleSection(Keys):
     memory: float | None = option(
         None, "For auto: limit of activations per rank, in microbatches through 1/pipe of the model.", above=0
     )
+    partition: Any = option(
+        "parameters",
+        "Cut of the layers into stages: parameters, uniform, type:REGEX, boundaries such as [0, 9, 18], or by the "
+        "layers' costs: time, memory, or auto, which chooses the schedule too.",
+        read=_partition,
+    )
+    layer_costs: str | None = option(
+        None,
+        "For partition time, memory and auto: JSON file with the layers' costs; null: the run measures them first.",
+        read=path_text,
+    )
+    limit: float | tuple[float, ...] | None = option(
+        None,
+        "For partition time, memory and auto: GB (1e9 bytes) that a pipe rank may take, for each, or one for all.",
+        above=0,
+    )
+
+    @property
+    def searched(self) -> bool:
+        """True if the cut goes by the layers' costs."""
+        return self.partition in SEARCHED
+
+    def check(self) -> None:
+        """Check that the keys of a cut by the layers' costs, and of a searched schedule, do not mix."""
+        if self.partition == "auto" and self.name not in ("1f1b", "auto"):
+            raise refusal(f"<partition> auto chooses the schedule, and <name> is {self.name}: write time, or no name")
+        if self.searched and self.name == "auto":
+            raise refusal(f"<name> auto does not go with <partition> {self.partition}: write <partition> auto alone")
+        for key in ("layer_costs", "limit"):
+            if getattr(self, key) is not None and not self.searched:
+                raise refusal(f"<{key}> is for <partition> time, memory and auto: leave it out, or give one of them")
 
 
 @dataclass(frozen=True, init=False)

@@ -10,7 +10,7 @@ from ...base.errors import ConfigError
 
 _MEMBERS = "triax.engine_members"  # the entry points of other libraries' names of members -> functions of the engine
 _COMPRESSORS = "triax.gradient_compression"  # the entry points of dataclasses that make an Exchange of buckets
-_TUNERS = "triax.tuners"  # the entry points of modules with Tuner, Measured, model_of and optimizer_states
+_TUNERS = "triax.tuners"  # the entry points of modules with Tuner, Measured and model_of
 _REPLICA_STRATEGIES = "triax.replica_strategies"  # the entry points of modules with step_grid and attach
 
 

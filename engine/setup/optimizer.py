@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ...base.errors import ConfigError
+from ...base.formulas import optimizer_states
 from ...base.option_error import refusal
 from ...grid.grid import Grid
 from ...grid.layout import layout_of
@@ -60,6 +61,16 @@ def choose_optimizer(
     optimizers.require_steps_on(grid.device.type, params)
     _require_fitting(cls, groups)
     return _with_stepper(cls, lambda groups: cls(optimizers.fused(cls, groups, params), **params))
+
+
+def state_tensors(optimizer: Any) -> int:
+    """Return the number of state tensors of an optimizer; of a function that is no class of torch's, AdamW's."""
+    if isinstance(optimizer, Optimizer):
+        return optimizer_states(optimizer.type, optimizer.arguments)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer_states(type(optimizer).__name__, optimizer.defaults)
+    cls, arguments = (None, {}) if optimizer is None else _class_of(optimizer) or (None, {})
+    return optimizer_states("adamw" if cls is None else cls.__name__, arguments)
 
 
 def optimizer_groups(model: nn.Module, optimizer: Any, parameters: Any) -> Groups:

@@ -70,6 +70,24 @@ def configure_recomputation(module: PipelineModule, section: Recomputation, sche
     return [Note("recompute", f": {note}") for note in notes]
 
 
+def recompute_layer(module: PipelineModule, section: Recomputation) -> None:
+    """Install the recomputation of a model of one layer, which is a layer of the model that the options are for.
+
+    Raises:
+        OptionError: the options ask for groups of several layers.
+    """
+    if section.groups or (section.interval or 1) > 1:
+        raise refusal(
+            "<recompute.groups> and <recompute.interval> recompute several layers together, and layers are measured "
+            "one by one: leave them out, or give boundaries"
+        )
+    interval = int(section.granularity != "selective")
+    recompute = _make(module.grid, module.dropout_state, section, interval, None, section.layers)
+    recompute.inputs = _inputs(module.grid, section)
+    module.recompute = recompute
+    recompute.install(module)
+
+
 def _install_tiles(module: nn.Module, grid: Grid, dropout: DropoutState, section: Recomputation) -> int:
     """Make modules run in tiles of tokens, if the options ask for it; return their number."""
     if section.mlp_tile is None:

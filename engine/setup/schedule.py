@@ -1,10 +1,13 @@
-"""Pipeline schedule of a training step, from ``options.schedule``."""
+"""Pipeline schedule of a training step, from ``options.schedule``, and the cut that suits it."""
 
 from __future__ import annotations
 
+from ...base.errors import ConfigError
 from ...base.option_error import OptionError
 from ...options.schedule import ScheduleOptions
+from ...pipe.cuts import StageCut, find_cut
 from ...pipe.module import PipelineModule
+from ...pipe.partition import SEARCHED
 from ...pipe.program.schedule import Schedule
 from ...pipe.program.simulate import Costs
 from ...pipe.schedules.choose import make_schedule, require_size
@@ -36,3 +39,46 @@ def training_schedule(
         hint = "" if chunks is None else " (PipelineModule(..., chunks=) sets the chunks)"
         raise OptionError("schedule.name", reason=f"{error}{hint}") from error
     return given
+
+
+def searched_cut(
+    module: PipelineModule, options: ScheduleOptions, microbatches: int, chunks: int | None
+) -> StageCut | None:
+    """Return the cut that the model's costs ask for; None if it has other boundaries.
+
+    Args:
+        module, options, microbatches: as for ``training_schedule``.
+        chunks: stages per rank; None: as many as the schedule needs and, if it is chosen too, as are best.
+
+    Raises:
+        OptionError: an option has no meaning for such a cut, or the memory limit cannot be kept.
+    """
+    method, costs = module.partition, module.costs
+    if costs is None or method not in SEARCHED:
+        if options.limit is not None:
+            raise OptionError(
+                "schedule.limit", options.limit, "it is for PipelineModule(partition='time', 'memory' or 'auto')"
+            )
+        return None
+    assert isinstance(method, str)
+    for name in ("costs", "memory"):
+        if options.changes(name):
+            reason = f"partition={method!r} goes by the costs of the layers: leave it out, or give <schedule.limit>"
+            raise OptionError(f"schedule.{name}", getattr(options, name), reason)
+    named = options.changes("name") and options.name != "auto"
+    if method == "auto" and named:
+        raise OptionError(
+            "schedule.name", options.name, "partition='auto' chooses the schedule: leave it out, or partition='time'"
+        )
+    if method != "auto" and options.name == "auto":
+        raise OptionError("schedule.name", "auto", "write partition='auto', which chooses schedule and cut together")
+    pipe = module.grid.pipe.size
+    try:
+        if method == "auto":
+            return find_cut(method, costs, pipe, microbatches, chunks=chunks, limit=options.limits)
+        schedule = training_schedule(module, options, microbatches, chunks)
+        return find_cut(method, costs, pipe, microbatches, schedule, limit=options.limits)
+    except ConfigError as error:
+        if isinstance(error, OptionError):
+            raise
+        raise OptionError("schedule.limit", reason=str(error)) from error

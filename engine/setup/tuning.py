@@ -21,11 +21,11 @@ from ...checkpoint.random_states import unchanged_random_states
 from ...data.dataloader import make_loader
 from ...grid.devices import has_room, usable_memory
 from ...options.engine import EngineOptions
-from ...options.named import Optimizer
 from ...pipe.module import PipelineModule
 from ...pipe.schema import flatten
 from ..optimizer_step import OptimizerStep
 from .extensions import tuner
+from .optimizer import state_tensors
 from .schedule import training_schedule
 
 if TYPE_CHECKING:
@@ -64,6 +64,11 @@ class TunedRun:
     """
 
     def __init__(self, model: PipelineModule, options: EngineOptions, data: Any, collate: Any) -> None:
+        if options.tunes_microbatch and model.costs is not None:
+            raise refusal(
+                f"<batch.microbatch> is to be found, but partition={model.partition!r} goes by the costs of layers for "
+                "one size of it: give <batch.microbatch>, or boundaries"
+            )
         grid = self._grid = model.grid
         self._options, self._data, self._collate = options, data, collate
         planning = tuner()
@@ -83,10 +88,7 @@ class TunedRun:
         weights = dtype_of(options.precision.weights)
         dtype = weights or next((p.dtype for p in model.parameters()), torch.float32)
         self.precision = short_name(dtype) or "fp32"
-        optimizer = options.optimizer
-        self.states = planning.optimizer_states(type(optimizer).__name__, getattr(optimizer, "defaults", {}))
-        if isinstance(optimizer, Optimizer):
-            self.states = planning.optimizer_states(optimizer.type, optimizer.arguments)
+        self.states = state_tensors(options.optimizer)
         memory = None if options.tuning is None else options.tuning.memory
         self.memory = 1e9 * (memory or 0.0) or usable_memory(grid.device)
         if data is not None and options.tunes_microbatch:

@@ -10,6 +10,7 @@ verify.py          verify: proves completeness, order, memory limits and freedom
 timeline.py        Timeline: the start and end of each op, simulated or measured
 simulate.py        simulate: costs -> timeline, makespan, bubble, peak activations
 critical.py        CriticalPath: why each op starts when it does, and the ops that make the step as long as it is
+layer_costs.py     LayerCosts: seconds and bytes of each layer of a list, from which a cut into stages is searched
 measured_costs.py  costs_of: measured timelines -> costs
 forward_only.py    forward_only: the schedule of inference and evaluation
 draw.py            timelines as text, as a picture, as a Chrome trace

@@ -10,9 +10,9 @@ rank busy; between two stages of one rank there is no message.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from operator import mul
 
 from .deadlock import Wait, deadlock
 from .ops import Op
@@ -99,18 +99,55 @@ def simulate(schedule: Schedule, costs: Costs | None = None, keep_gathered: bool
     return Simulation(times.makespan, times.bubble, peak_activations(schedule), times)
 
 
-def peak_activations(schedule: Schedule) -> tuple[float, ...]:
+def peak_activations(schedule: Schedule, sizes: Sequence[float] | None = None) -> tuple[float, ...]:
     """Return the most activations that each rank holds at once.
 
-    The unit is the activations of one microbatch in 1/pipe of the model, so that schedules with different chunks
-    compare. An activation is held from the start of its F to the end of its W or B; in a forward-only schedule, during
-    its F only.
+    An activation is held from the start of its F to the end of its W or B; in a forward-only schedule, during its F
+    only.
+
+    Args:
+        schedule: the schedule.
+        sizes: activations of one microbatch in each stage, such as bytes, which are then the unit of the result. None:
+            the unit is the activations of one microbatch in 1/pipe of the model, so that schedules with different
+            chunks compare.
+    """
+    counts = counts_in_flight(schedule)
+    if sizes is None:
+        return tuple(max(map(sum, each), default=0) / schedule.chunks for each in counts)
+    own = [
+        [size for size, home in zip(sizes, schedule.placement, strict=True) if home == r] for r in range(len(counts))
+    ]
+    return tuple(max((sum(map(mul, each, of)) for each in most), default=0) for most, of in zip(counts, own))
+
+
+def counts_in_flight(schedule: Schedule) -> list[list[tuple[int, ...]]]:
+    """Return for each rank the largest numbers of microbatches that its stages hold activations of.
+
+    A rank with several stages may have several largest numbers, of which none is larger in all stages: with two chunks,
+    (3, 1) and (2, 2).
     """
     change = {"F": 1, "I": 0, "B": -1, "W": -1}
-    peaks = [max(accumulate((change[op.kind] for op in order), initial=0)) for order in schedule.orders]
-    if schedule.forward_only:
-        peaks = [min(peak, 1) for peak in peaks]
-    return tuple(peak / schedule.chunks for peak in peaks)
+    found, forward_only = [], schedule.forward_only
+    for rank, order in enumerate(schedule.orders):
+        place = {stage: i for i, stage in enumerate(s for s, home in enumerate(schedule.placement) if home == rank)}
+        held, seen = [0] * len(place), set()
+        for kind, stage, _ in order:
+            held[place[stage]] += change[kind]
+            if kind == "F":
+                seen.add(tuple(held))
+                if forward_only:
+                    held[place[stage]] = 0
+        found.append(largest_counts(seen))
+    return found
+
+
+def largest_counts(counts: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return the tuples that no other one exceeds in all places."""
+    found: list[tuple[int, ...]] = []
+    for each in sorted(set(counts), reverse=True):  # a tuple comes after those that exceed it
+        if not any(all(x <= y for x, y in zip(each, larger, strict=True)) for larger in found):
+            found.append(each)
+    return found
 
 
 def timeline_of(schedule: Schedule, costs: Costs | None = None, keep_gathered: bool = False) -> Timeline:

@@ -65,7 +65,7 @@ def test_methods() -> None:
     [
         ("uniform", 7, "6 layers cannot fill 7 stages"),
         ("parameters", 7, "6 layers cannot fill 7 stages"),
-        ("evenly", 2, "use 'uniform', 'parameters', 'type:REGEX', or boundaries such as [0, 3, 6]"),
+        ("evenly", 2, "'memory', 'auto', 'type:REGEX', or boundaries such as [0, 3, 6]"),
         ("type:Conv", 2, "matches no layer: give a pattern that matches one of Block"),
         ([0, 3], 2, "give 3 boundaries from 0 to 6, for instance [0, 3, 6]"),
         ([0, 3, 5], 2, "give 3 boundaries from 0 to 6"),

@@ -20,9 +20,9 @@ from triax.models.gpt import gpt_layers
 from triax.models.layers import NextTokenLoss
 from triax.models.llama import llama_layers
 from triax.models.mixtral import mixtral_layers
-from triax.pipe.program.simulate import peak_activations
+from triax.pipe.program.simulate import counts_in_flight, peak_activations
 from triax.pipe.schedules.registry import RECIPES, named_schedule
-from triax.plan.memory import ModelMemory, StateOptions, counts_in_flight, in_flight
+from triax.plan.memory import ModelMemory, StateOptions, in_flight
 from triax.plan.parallel_layout import ParallelLayout
 
 from paper_formulas import paper_activations

@@ -82,6 +82,7 @@ BARE = (
 # Files that run without torch, though not without other packages.
 TORCH_FREE = (
     *BARE,
+    "pipe/cuts.py",
     *("compat/__init__.py", "compat/deepspeed/__init__.py", "compat/deepspeed/config"),
     *("compat/deepspeed/ledger.py", "compat/deepspeed/modules.py"),
     "train/__init__.py",

@@ -143,7 +143,7 @@ def options_of(config: Config) -> EngineOptions:
         batch=_batch(config),
         optimizer=None if optimizer is None else native_optimizer(optimizer.type, optimizer.params),
         lr_scheduler=None if scheduler is None else LRSchedule(scheduler.type, **scheduler.params),
-        schedule=_read(ScheduleOptions, "schedule", config, value=None, chunks=None),
+        schedule=_read(ScheduleOptions, "schedule", config, value=None, chunks=None, limit=None),
         zero=_zero(config),
         precision=_precision(config),
         clip=config.gradient_clipping or None,

@@ -1,0 +1,144 @@
+"""Costs of each layer of a list: seconds of its passes and bytes, from which pipe/cuts.py searches for a cut.
+
+``triax.measure_layers`` measures them, ``triax plan --layer-costs`` computes them by formulas, and both are a JSON file
+that can be written by hand::
+
+    {"layers": [{"forward": 1e-4, "inputs": 0, "weights": 2e-4, "states": 4096, "kept": 64, "output": 512}, ...],
+     "latency": 2e-5, "per_byte": 1e-9, "speeds": [1, 0.5]}
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ...base.errors import describe, no_such
+from ...base.files import read_object
+from .simulate import Costs
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """Costs of one layer, for one microbatch on one rank.
+
+    Attributes:
+        forward: seconds of the forward pass.
+        inputs: seconds of the gradient of the inputs.
+        weights: seconds of the gradient of the weights.
+        states: bytes of the weights, their gradients and the optimizer's state.
+        kept: bytes that are kept for the backward pass.
+        output: bytes of the output, which are sent if the next layer is on another rank.
+        name: name of the layer.
+    """
+
+    forward: float
+    inputs: float = 0.0
+    weights: float = 0.0
+    states: float = 0.0
+    kept: float = 0.0
+    output: float = 0.0
+    name: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all passes."""
+        return self.forward + self.inputs + self.weights
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if name != "name" and not (number and 0 <= value <= 1e100):
+                raise ValueError(
+                    f"the cost {name} of the layer {self.name!r} is {value!r}: give a number from 0 to 1e100"
+                )
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """Costs of all layers of a list, of the messages between stages, and the speeds of the ranks.
+
+    Attributes:
+        layers: costs of each layer, those of the loss with the last one.
+        latency: seconds of a message, without its bytes.
+        per_byte: seconds of each byte of a message.
+        speeds: speed of each rank of the pipe axis; a pass takes the layers' seconds divided by it. (): all have 1.
+    """
+
+    layers: Sequence[LayerCost]
+    latency: float = 0.0
+    per_byte: float = 0.0
+    speeds: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        object.__setattr__(self, "speeds", tuple(map(float, self.speeds)))
+        if not self.layers:
+            raise ValueError("the costs have no layers: give the costs of at least one")
+        for name in ("latency", "per_byte"):
+            if not isinstance(value := getattr(self, name), (int, float)) or not 0 <= value <= 1e100:
+                raise ValueError(f"{name} is {value!r}: give seconds from 0 to 1e100")
+        if not all(0 < speed < math.inf for speed in self.speeds):
+            raise ValueError(f"speeds are {list(self.speeds)}: give each rank of the pipe axis a number above 0")
+
+    def speed_of(self, pipe: int) -> tuple[float, ...]:
+        """Return the speed of each rank of a pipe axis.
+
+        Raises:
+            ValueError: the speeds are those of another number of ranks.
+        """
+        if self.speeds and len(self.speeds) != pipe:
+            raise ValueError(
+                f"the costs have {len(self.speeds)} speeds for {pipe} ranks of the pipe axis: give each one"
+            )
+        return self.speeds or (1.0,) * pipe
+
+    def of_stages(self, boundaries: Sequence[int], placement: Sequence[int]) -> Costs:
+        """Return the costs of the stages of a cut, in seconds, for ``simulate``.
+
+        Args:
+            boundaries: stage s has the layers ``boundaries[s]`` to ``boundaries[s + 1] - 1``.
+            placement: the rank of each stage.
+        """
+        speeds = self.speed_of(max(placement) + 1)
+        stages = [self.layers[start:stop] for start, stop in pairwise(boundaries)]
+        passes = {
+            kind: [
+                sum(getattr(layer, name) for layer in stage) / speeds[rank] for stage, rank in zip(stages, placement)
+            ]
+            for kind, name in (("F", "forward"), ("I", "inputs"), ("W", "weights"))
+        }
+        return Costs(**passes, COMM=[self.latency + self.per_byte * stage[-1].output for stage in stages[:-1]])
+
+    def to_json(self) -> str:
+        """Return the costs as JSON, a line for each layer."""
+        layers = ",\n  ".join(json.dumps(asdict(layer)) for layer in self.layers)
+        rest = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "layers"}
+        return f'{{"layers": [\n  {layers}\n ],\n {json.dumps(rest)[1:]}\n'
+
+    @classmethod
+    def from_json(cls, source: str | Path | Mapping[str, Any]) -> LayerCosts:
+        """Read costs in the format of ``to_json``, from a file or an object.
+
+        Raises:
+            ValueError: the file is not there, or has other keys or values; the message names them.
+        """
+        where = "the costs" if isinstance(source, Mapping) else str(source)
+        data = dict(source if isinstance(source, Mapping) else read_object(Path(source)))
+        listed = data.get("layers")
+        if not isinstance(listed, list) or not all(isinstance(each, Mapping) and "forward" in each for each in listed):
+            raise ValueError(
+                f'{where} must have "layers", a list of {{"forward": seconds, ...}}, not {describe(listed)}'
+            )
+        for kind, found in ((cls, [data]), (LayerCost, listed)):
+            names = [each.name for each in fields(kind)]
+            if unknown := [key for each in found for key in each if key not in names]:
+                raise ValueError(no_such(where, str(unknown[0]), names))
+        try:
+            return cls(**{**data, "layers": tuple(LayerCost(**each) for each in listed)})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{where}: {error}") from error

@@ -1,0 +1,134 @@
+"""``triax schedule --layers`` and ``triax plan --layer-costs``: costs of layers to cuts that a training file takes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from triax.cli.main import app
+from triax.options.schedule import ScheduleOptions
+from triax.pipe.cuts import compare_cuts
+from triax.pipe.program.layer_costs import LayerCost, LayerCosts
+from triax.plan.cost import CostModel
+from triax.train.schema import ScheduleSection
+
+from paths import DOCS
+from readme_blocks import commands
+
+HEADED = LayerCosts([LayerCost(1e-3, 1e-3, 1e-3, 1e9, 1e8)] * 7 + [LayerCost(4e-3, 4e-3, 4e-3, 2e9, 5e8)])
+
+
+def run(*words: str, code: int = 0) -> str:
+    done = CliRunner().invoke(app, list(words), env={"COLUMNS": "200"})
+    assert done.exit_code == code, done.output
+    return done.output
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "costs.json"
+    path.write_text(HEADED.to_json())
+    return str(path)
+
+
+def test_the_table_and_a_line_that_a_training_file_takes(file: str) -> None:
+    words = ("schedule", "--layers", file, "--pipe", "2", "--microbatches", "8")
+    found = json.loads(run(*words, "--json"))["cuts"]
+    wanted = compare_cuts(HEADED, 2, 8)
+    assert [each["partition"] for each in found] == ["uniform", "parameters", "time", "memory", "auto"]
+    for each, cut in zip(found, wanted, strict=True):
+        assert (each["seconds"], each["bytes"], each["boundaries"]) == (
+            cut.makespan,
+            list(cut.peaks),
+            [*cut.boundaries],
+        )
+    text = run(*words)
+    (line,) = [line for line in text.splitlines() if line.startswith("schedule: ")]
+    section = ScheduleSection.of(yaml.safe_load(line)["schedule"])
+    assert section.partition == wanted[-1].boundaries and section.name == wanted[-1].schedule.name
+    assert "0 5 8" in text or "0 6 8" in text
+
+
+def test_a_limit_is_kept_or_refused(file: str) -> None:
+    words = ("schedule", "--layers", file, "--pipe", "2", "--microbatches", "8", "--limit")
+    cuts = json.loads(run(*words, "7.5,5", "--json"))["cuts"][2:]
+    assert cuts and all(each["bytes"][0] <= 7.5e9 and each["bytes"][1] <= 5e9 for each in cuts)
+    assert "was found within 4 GB" in run(*words, "4", code=2).replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--limit", "3"], "--limit needs it"),
+        (["--layers", "FILE", "--compare"], "goes with a schedule's name"),
+        (["auto", "--layers", "FILE"], "has a row of the best schedule"),
+        (["--layers", "FILE", "--limit", "x"], "give GB of a rank"),
+        (["--layers", "/no/such.json"], "cannot be read"),
+        (["zb-v", "--layers", "FILE", "--pipe", "5"], "8 layers cannot fill 10 stages"),
+    ],
+)
+def test_refusals(file: str, words: list[str], expected: str) -> None:
+    text = run("schedule", *(file if word == "FILE" else word for word in words), code=2)
+    assert expected in " ".join(text.split())
+
+
+@pytest.mark.parametrize("extra", ["recompute=none", "recompute=full", "tensor=2"])
+def test_costs_by_formulas_sum_to_the_planners_step(tmp_path: Path, extra: str) -> None:
+    from triax.models.config import LlamaConfig
+    from triax.plan.cost import Work
+    from triax.plan.machine import MACHINES
+    from triax.plan.parallel_layout import ParallelLayout
+
+    path, given = tmp_path / "costs.json", dict(part.split("=") for part in extra.split(","))
+    layout = f"pipe=1,data=1,microbatch=1,zero=0,{'' if 'recompute' in given else 'recompute=none,'}{extra}"
+    run("plan", "--model", "llama3-8b", "--batch", "16", "--layout", layout, "--layer-costs", str(path))
+    costs = LayerCosts.from_json(path)
+    model = CostModel(Work(LlamaConfig.preset("llama3-8b"), MACHINES["h100-80g"], 16, 8192))
+    keys: dict[str, Any] = {key: int(value) if value.isdecimal() else value for key, value in given.items()}
+    own = ParallelLayout(microbatch=1, zero=0, sequence_parallel="tensor" in keys, **{"recompute": "none", **keys})
+    step = model.step(own).kinds
+    passes = ("products", "attention", "elementwise", "overhead", "recompute", "tensor")
+    assert 16 * sum(layer.seconds for layer in costs.layers) == pytest.approx(sum(step[kind] for kind in passes))
+    assert [layer.name for layer in costs.layers][:2] == ["TokenEmbedding", "LlamaBlock"]
+    assert costs.latency > 0 and costs.per_byte > 0
+
+
+def test_the_table_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (DOCS / "schedules.md").read_text()
+    plan, show = (command.split() for _, command in commands(text) if "costs.json" in command)
+    run(*plan[1:])
+    for cut in json.loads(run(*show[1:], "--json"))["cuts"]:
+        (line,) = [line for line in text.splitlines() if line.startswith(f"{cut['partition']}  ")]
+        _, schedule, chunks, ms, bubble, peaks, boundaries = re.split("  +", line)
+        assert (schedule, int(chunks), bubble) == (cut["schedule"], cut["chunks"], f"{cut['bubble']:.1%}")
+        assert float(ms) == pytest.approx(1e3 * cut["seconds"], rel=1e-3)
+        assert boundaries == " ".join(map(str, cut["boundaries"]))
+        assert peaks == " ".join(f"{peak / 1e9:.3g}" for peak in cut["bytes"])
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"partition": "evenly"}, "give parameters, uniform, time, memory, auto"),
+        ({"partition": "auto", "name": "zb-v"}, "auto chooses the schedule"),
+        ({"partition": "time", "name": "auto"}, "write partition auto alone"),
+        ({"limit": 3}, "limit is for partition time, memory and auto"),
+        ({"partition": [0, 3.5]}, "boundaries such as"),
+    ],
+)
+def test_refusals_of_the_training_file(section: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError) as error:
+        ScheduleSection.of(section)
+    assert words in str(error.value)
+
+
+def test_one_limit_or_one_for_each_rank() -> None:
+    assert ScheduleOptions(limit=2.5).limits == 2.5e9 and ScheduleSection.of({"partition": "time", "limit": 2}).limit
+    assert ScheduleOptions(limit=(1, 2)).limits == (1e9, 2e9) and ScheduleOptions().limits is None
