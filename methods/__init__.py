@@ -1,7 +1,9 @@
 """Post-training: losses on any grid, and the data that they take.
 
 preferences.py: ``preference_loss``: DPO, IPO, SimPO and ORPO for pairs of a better and a worse answer.
+distillation.py: ``distill_loss``: a student learns a teacher's distribution of the next token.
 reference.py: ``with_reference``: log-probabilities of the answers by the model as it is now.
+teacher.py: ``with_teacher``: a teacher's distributions, by a second model on the same grid.
 """
 
 from ..base.lazy import attach

@@ -13,7 +13,7 @@ import torch
 def exact() -> Iterator[None]:
     """Compute in float64: neither transformers' RMSNorm nor TRL's fused head rounds to fp32."""
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
-    from trl.kernels import chunked_logprob
+    from trl.kernels import chunked_divergence, chunked_logprob
 
     class Torch:
         float32 = torch.float64
@@ -25,13 +25,18 @@ def exact() -> Iterator[None]:
         y: torch.Tensor = self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
         return y
 
-    norm, kernel, plain = LlamaRMSNorm.forward, vars(chunked_logprob), torch.Tensor.float
+    norm, plain = LlamaRMSNorm.forward, torch.Tensor.float
+    kernels = [vars(chunked_divergence), vars(chunked_logprob)]
     kind: Any = LlamaRMSNorm
     tensor: Any = torch.Tensor
-    kind.forward, kernel["torch"], tensor.float = forward, Torch(), torch.Tensor.double
+    kind.forward, tensor.float = forward, torch.Tensor.double
+    for kernel in kernels:
+        kernel["torch"] = Torch()
     torch.set_default_dtype(torch.float64)
     try:
         yield
     finally:
-        kind.forward, kernel["torch"], tensor.float = norm, torch, plain
+        kind.forward, tensor.float = norm, plain
+        for kernel in kernels:
+            kernel["torch"] = torch
         torch.set_default_dtype(torch.float32)
