@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base.errors import nearest
@@ -51,7 +52,8 @@ def distill_loss(
 
     Labels are a dict with ``labels``, integers (B, T), -100 for tokens that do not count, and ``teacher``, which is
 
-    - (B, T, V) or, of this tensor-parallel rank's words, (B, T, V / t): the teacher's logits or log-probabilities;
+    - (B, T, V) or, of this tensor-parallel rank's words, (B, T, V / t): the teacher's logits or log-probabilities, with
+      a column of padding where t does not divide V and the rank has a word less than others;
     - or (B, T, k), with ``teacher_ids``, integers (B, T, k): its log-probabilities, at the temperature, of k different
       words. All others are then one word, the rest (see ``top_divergence``), as TRL does by default.
 
@@ -151,6 +153,11 @@ class DistillLoss:
     def _plain(self) -> NextTokenLoss:
         return NextTokenLoss(self.grid, self.vocab_size, chunk_tokens=self.chunk_tokens)
 
+    @property
+    def _most(self) -> int:
+        """The largest number of words of a tensor-parallel rank."""
+        return -(-self.vocab_size // self.grid.tensor.size)
+
     def _prepared(self, labels: Any, length: int) -> tuple[Callable[[Tensor, Any], Loss], dict[str, Tensor]]:
         """Return a function of the logits (B, n, V / t) of some tokens and of their labels; and the labels of all.
 
@@ -197,7 +204,7 @@ class DistillLoss:
             logits, labels: of some tokens.
         """
         flat = logits.detach().flatten(0, 1)
-        kept = {TEACHER: flat}
+        kept = {TEACHER: F.pad(flat, (0, self._most - flat.shape[1]))}
         if self.top_k is not None:
             top = top_log_probs(flat, self.top_k, self.grid.tensor, self.vocab_size, self.kept_temperature)
             kept = dict(zip((TEACHER, IDS), top, strict=True))
@@ -233,21 +240,23 @@ class DistillLoss:
         wrong = TEACHER not in found or any(len(each) != 3 for each in shapes.values())
         wrong = wrong or any(each[:2] not in (whole, mine.shape) for each in shapes.values())
         start, stop = split(self.vocab_size, self.grid.tensor.size, self.grid.tensor.rank)
+        most = self._most
         width = 0 if wrong else shapes[TEACHER][2]
         if IDS in found:
             wrong = wrong or shapes[IDS] != shapes[TEACHER] or not width < self.vocab_size
         else:
-            wrong = wrong or width not in (self.vocab_size, stop - start)
+            wrong = wrong or width not in (self.vocab_size, most)
         if wrong:
             given = ", ".join(f"{name} {tuple(each)}" for name, each in shapes.items()) or "nothing"
             raise ValueError(
                 f"the teacher's part of the labels is {given}, but for labels {tuple(whole)} it must be {TEACHER!r} "
-                f"{sizes} or, of this rank's words, {(*mine.shape, stop - start)}; or {TEACHER!r} and {IDS!r}, both "
+                f"{sizes} or, of this rank's words, {(*mine.shape, most)}; or {TEACHER!r} and {IDS!r}, both "
                 f"{(*mine.shape, 'k')} with k < {self.vocab_size}: make the microbatches with "
                 "triax.methods.with_teacher"
             )
-        if IDS not in found and width == self.vocab_size:
-            found[TEACHER] = found[TEACHER][..., start:stop]
+        if IDS not in found:
+            place = slice(start, stop) if width == self.vocab_size else slice(stop - start)
+            found[TEACHER] = found[TEACHER][..., place]
         length = mine.shape[1]
         cut = partial(shard, axis=self.grid.context, multiple=length)
         return {name: each if each.shape[1] == length else cut(each) for name, each in found.items()}

@@ -28,9 +28,10 @@ def with_teacher(
 
         B T / c x V / t x bytes of the teacher's logits     or, with top_k,     B T / c x k x (4 + 4)  bytes
 
-    of each pair of tensor and context ranks, t and c the sizes of these axes (8 + 4 for a teacher in float64), and a
-    schema of about 200 bytes. With ``top_k`` each tensor rank sends k (t - 1) such pairs for each token beforehand. The
-    entries stay on the device, whole for each microbatch: call it for the microbatches of one step, or with ``top_k``.
+    from each tensor and context rank, t and c the sizes of these axes, V / t rounded up (8 + 4 for a teacher in
+    float64); and a schema of less than 300 bytes. With ``top_k`` each tensor rank sends k such pairs for each token to
+    the t - 1 others beforehand. The entries stay on the device, whole for each microbatch: call it for the microbatches
+    of one step, or with ``top_k``.
 
     Args:
         engine: engine of the student, whose ``loss_fn`` is a ``distill_loss``.

@@ -11,8 +11,8 @@ import torch
 
 @contextmanager
 def exact() -> Iterator[None]:
-    """Compute in float64: neither transformers' RMSNorm nor TRL's fused head rounds to fp32."""
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    """Compute in float64: neither transformers' RMSNorm nor TRL's fused head rounds to fp32, but rotary angles do."""
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
     from trl.kernels import chunked_divergence, chunked_logprob
 
     class Torch:
@@ -25,18 +25,26 @@ def exact() -> Iterator[None]:
         y: torch.Tensor = self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
         return y
 
-    norm, plain = LlamaRMSNorm.forward, torch.Tensor.float
+    def rotary(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tensor.float = plain
+        try:
+            return angles(self, *args, **kwargs)
+        finally:
+            tensor.float = torch.Tensor.double
+
+    norm, angles, plain = LlamaRMSNorm.forward, LlamaRotaryEmbedding.forward, torch.Tensor.float
     kernels = [vars(chunked_divergence), vars(chunked_logprob)]
     kind: Any = LlamaRMSNorm
+    rope: Any = LlamaRotaryEmbedding
     tensor: Any = torch.Tensor
-    kind.forward, tensor.float = forward, torch.Tensor.double
+    kind.forward, rope.forward, tensor.float = forward, rotary, torch.Tensor.double
     for kernel in kernels:
         kernel["torch"] = Torch()
     torch.set_default_dtype(torch.float64)
     try:
         yield
     finally:
-        kind.forward, tensor.float = norm, plain
+        kind.forward, rope.forward, tensor.float = norm, angles, plain
         for kernel in kernels:
             kernel["torch"] = torch
         torch.set_default_dtype(torch.float32)
