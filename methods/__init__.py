@@ -2,6 +2,7 @@
 
 preferences.py: ``preference_loss``: DPO, IPO, SimPO and ORPO for pairs of a better and a worse answer.
 distillation.py: ``distill_loss``: a student learns a teacher's distribution of the next token.
+reward.py: ``reward_loss``: a score of an answer, learned from such pairs; the model is models/reward.py's.
 reference.py: ``with_reference``: log-probabilities of the answers by the model as it is now.
 teacher.py: ``with_teacher``: a teacher's distributions, by a second model on the same grid.
 """

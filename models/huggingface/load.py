@@ -21,8 +21,9 @@ from ...pipe.spec import LayerSpec, TiedLayerSpec
 from ..config import CONFIGS, DeepseekConfig, TransformerConfig
 from ..decoder import decoder_layers
 from ..deepseek import deepseek_layers
+from ..reward import has_reward_head, reward_layers
 from .config import entries as expanded
-from .config import from_hf, same_model, without_modules
+from .config import from_hf, is_reward, same_model, without_modules
 from .families import FAMILIES
 from .names import Entry, Names
 from .reader import Source, check, check_all_used, fetch, find, open_source, stored
@@ -72,7 +73,8 @@ def load_hf(
     Args:
         path_or_model: a folder with ``config.json`` and ``*.safetensors``, or a live ``transformers`` model.
         into: the model that receives the weights. It is one of:
-            None, which makes the layers of the model that ``config.json`` describes;
+            None, which makes the layers of the model that ``config.json`` describes, a language model or a reward
+            model (``ForSequenceClassification`` with one label);
             a list of ``LayerSpec`` s, which is returned with layers that load these weights when they are built;
             a module whose parameters have layouts (a ``PipelineModule`` before its engine, or a module
             that ``parallelize`` sharded), or an ``Engine``, including its fp32 master copy. The values of such a
@@ -98,6 +100,7 @@ def load_hf(
     if into is None:
         config = from_hf(source.config, source.file)
         specs = LAYERS[type(config)](config, sequence_parallel)
+        specs = reward_layers(specs) if is_reward(source.config) else specs
         return _self_loading(specs, source, names)
     if isinstance(into, Sequence):
         return _self_loading(into, source, names)
@@ -262,5 +265,11 @@ def _same(source: Source, specs: Sequence[Any]) -> None:
     known = FAMILIES.get(str(source.config.get("model_type")))
     if ours is None or known is None or known.config is None:
         return
+    if is_reward(source.config) != has_reward_head(specs):
+        what = "a reward model" if is_reward(source.config) else "a language model"
+        raise ValueError(
+            f"{source.where} has {what}, but the layers are those of another kind. For a reward model with the blocks "
+            "of a language model and a new head write reward_layers(load_hf(path)); for that of a folder load_hf(path)."
+        )
     if differing := same_model(ours, from_hf(source.config, source.file)):
         raise ValueError(f"the model differs from that of {source.where}: {differing}. Use config_from_hf(path).")

@@ -113,7 +113,7 @@ class _Model:
 
     def __init__(self, model: Any) -> None:
         self.where, self.file = f"the {type(model).__name__}", f"the configuration of the {type(model).__name__}"
-        self.config = model.config.to_dict()
+        self.config = model.config.to_dict() | {"architectures": [type(model).__name__]}  # as save_pretrained does
         self.settings = settings_of_model(model)
         self._weights = {name: tensor.detach() for name, tensor in model.state_dict().items()}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._weights.items()}
