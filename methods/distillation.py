@@ -38,6 +38,12 @@ from ..tensor_parallel.divergence import top_divergence, top_log_probs, vocab_pa
 Kind = Literal["forward", "reverse", "jsd"]
 TEACHER, IDS = "teacher", "teacher_ids"  # entries of the labels
 
+_ROUNDED = 0.1  # by which the logarithm of the sum of a few probabilities may be above 0 because bf16 rounds
+_NO_LOG_PROBS = (
+    f"the labels' {TEACHER!r} of k words are no log-probabilities, because their probabilities add up to more than 1: "
+    "give log_softmax(logits / temperature) of the k words, over the whole vocabulary"
+)
+
 
 def distill_loss(
     grid: Grid,
@@ -81,7 +87,7 @@ def distill_loss(
     if beta is not None and kind != "jsd":
         raise ValueError(f"{kind} has no beta, but jsd has: leave it out")
     if beta is not None and not 0 < beta < 1:
-        limit = {0: ": write kind='forward'", 1: ": write kind='reverse'"}.get(beta, "")
+        limit = ": write kind='forward'" if beta == 0 else ": write kind='reverse'" if beta == 1 else ""
         raise ValueError(f"beta is {beta}, but jsd needs a number between 0 and 1, such as 0.5{limit}")
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}: give a number above 0, such as 1.0")
@@ -154,9 +160,9 @@ class DistillLoss:
         return NextTokenLoss(self.grid, self.vocab_size, chunk_tokens=self.chunk_tokens)
 
     @property
-    def _most(self) -> int:
-        """The largest number of words of a tensor-parallel rank."""
-        return -(-self.vocab_size // self.grid.tensor.size)
+    def _widths(self) -> tuple[int, int]:
+        """Numbers of words of the whole vocabulary, and at most of a tensor-parallel rank."""
+        return self.vocab_size, -(-self.vocab_size // self.grid.tensor.size)
 
     def _prepared(self, labels: Any, length: int) -> tuple[Callable[[Tensor, Any], Loss], dict[str, Tensor]]:
         """Return a function of the logits (B, n, V / t) of some tokens and of their labels; and the labels of all.
@@ -168,7 +174,8 @@ class DistillLoss:
         mine, _ = self._plain.local(self._labels(labels), length)
         if self.records is None:
             return self._loss, {"labels": mine, **self._teacher(labels, mine)}
-        self.records.append(found := {})
+        found = dict[str, Tensor]()
+        self.records.append(found)
         places = torch.arange(mine.numel(), device=mine.device).view(mine.shape)
         return partial(self._record, found, mine.shape), {"labels": mine, "places": places}
 
@@ -177,16 +184,26 @@ class DistillLoss:
         teacher, axis, further = labels[TEACHER].flatten(0, 1), self.grid.tensor, (self.beta, self.temperature)
         if IDS in labels:
             ids = labels[IDS].flatten(0, 1)
+            self._check_log_probs(teacher, labels["labels"])
             found, entropies = top_divergence(logits.flatten(0, 1), teacher, ids, axis, self.vocab_size, *further)
         else:
             found, entropies = vocab_parallel_divergence(logits.flatten(0, 1), teacher, axis, *further)
         return self._summed(logits, labels["labels"], found, entropies)
 
+    def _check_log_probs(self, values: Tensor, labels: Tensor) -> None:
+        """Check that a teacher's values (N, k) are log-probabilities: as logits their rest would be unknown."""
+        counts = (labels != self._plain.ignore_index).flatten()
+        fits = (values.detach().float().logsumexp(-1) < _ROUNDED) | ~counts
+        if values.device.type != "cpu":
+            torch._assert_async(fits.all(), _NO_LOG_PROBS)
+        elif not bool(fits.all()):
+            raise ValueError(_NO_LOG_PROBS)
+
     def _summed(self, logits: Tensor, labels: Tensor, divergences: Tensor, entropies: Tensor) -> Loss:
         """Return the loss of the divergences (N,) of tokens with labels (B, n), N = B n."""
         counts = labels != self._plain.ignore_index
         skipped, weight = ~counts.flatten(), torch.count_nonzero(counts)
-        terms = {self.kind: (divergences.masked_fill(skipped, 0.0).sum(), weight)}
+        terms: dict[str, Any] = {self.kind: (divergences.masked_fill(skipped, 0.0).sum(), weight)}
         if self.hard:
             sizes: dict[str, Any] = {"grid": self.grid, "vocab_size": self.vocab_size}
             terms["cross_entropy"] = vocab_parallel_cross_entropy(logits, labels, **sizes, reduction="sum"), weight
@@ -204,7 +221,7 @@ class DistillLoss:
             logits, labels: of some tokens.
         """
         flat = logits.detach().flatten(0, 1)
-        kept = {TEACHER: F.pad(flat, (0, self._most - flat.shape[1]))}
+        kept = {TEACHER: F.pad(flat, (0, self._widths[1] - flat.shape[1]))}
         if self.top_k is not None:
             top = top_log_probs(flat, self.top_k, self.grid.tensor, self.vocab_size, self.kept_temperature)
             kept = dict(zip((TEACHER, IDS), top, strict=True))
@@ -235,26 +252,20 @@ class DistillLoss:
             ValueError: there are none, or their shapes do not fit.
         """
         found = {name: labels[name] for name in (TEACHER, IDS) if labels.get(name) is not None}
-        shapes = {name: getattr(each, "shape", ()) for name, each in found.items()}
-        whole, sizes = labels["labels"].shape, (*mine.shape, self.vocab_size)
-        wrong = TEACHER not in found or any(len(each) != 3 for each in shapes.values())
-        wrong = wrong or any(each[:2] not in (whole, mine.shape) for each in shapes.values())
-        start, stop = split(self.vocab_size, self.grid.tensor.size, self.grid.tensor.rank)
-        most = self._most
-        width = 0 if wrong else shapes[TEACHER][2]
-        if IDS in found:
-            wrong = wrong or shapes[IDS] != shapes[TEACHER] or not width < self.vocab_size
-        else:
-            wrong = wrong or width not in (self.vocab_size, most)
-        if wrong:
-            given = ", ".join(f"{name} {tuple(each)}" for name, each in shapes.items()) or "nothing"
+        shapes = {name: tuple(getattr(each, "shape", ())) for name, each in found.items()}
+        whole = labels["labels"].shape
+        *tokens, width = shapes.get(TEACHER) or (0,)
+        fits = width < self.vocab_size and shapes[IDS] == shapes[TEACHER] if IDS in found else width in self._widths
+        if not fits or tuple(tokens) not in (tuple(whole), tuple(mine.shape)):
+            given = ", ".join(f"{name} {each}" for name, each in shapes.items()) or "nothing"
             raise ValueError(
                 f"the teacher's part of the labels is {given}, but for labels {tuple(whole)} it must be {TEACHER!r} "
-                f"{sizes} or, of this rank's words, {(*mine.shape, most)}; or {TEACHER!r} and {IDS!r}, both "
-                f"{(*mine.shape, 'k')} with k < {self.vocab_size}: make the microbatches with "
+                f"{(*whole, self.vocab_size)} or, of this rank's words, {(*whole, self._widths[1])}; or {TEACHER!r} "
+                f"and {IDS!r}, both {(*whole, 'k')} with k < {self.vocab_size}: make the microbatches with "
                 "triax.methods.with_teacher"
             )
         if IDS not in found:
+            start, stop = split(self.vocab_size, self.grid.tensor.size, self.grid.tensor.rank)
             place = slice(start, stop) if width == self.vocab_size else slice(stop - start)
             found[TEACHER] = found[TEACHER][..., place]
         length = mine.shape[1]

@@ -59,10 +59,10 @@ def reward_layers(layers: Sequence[LayerSpec]) -> list[LayerSpec]:
         (each for spec in layers for each in getattr(spec, "args", ()) if isinstance(each, TransformerConfig)), None
     )
     made = [made_of(spec) for spec in layers]
-    if config is None or not (issubclass(made[-1], (VocabParallelHead, TokenEmbedding))):
-        last = made[-1].__name__ if made else "nothing"
+    if config is None or not issubclass(made[-1], (VocabParallelHead, TokenEmbedding)):
+        name = made[-1].__name__ if made else "nothing"
         raise ValueError(
-            f"the last of the layers is {last}, but a reward model needs triax's layers of a language model, with its "
+            f"the last of the layers is {name}, but a reward model needs triax's layers of a language model, with its "
             "output layer: give reward_layers what llama_layers(config) or load_hf(folder) returns"
         )
     if getattr(config, "num_nextn_predict_layers", 0):

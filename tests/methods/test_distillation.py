@@ -275,6 +275,8 @@ def test_mistakes_are_refused() -> None:
     for wrong in ({"teacher": logits[..., :4]}, {"teacher": logits, "teacher_ids": labels[..., None].expand(2, 3, 8)}):
         with pytest.raises(ValueError, match=r"with k < 8: make the microbatches with triax.methods.with_teacher"):
             loss(logits, {"labels": labels, **wrong})
+    with pytest.raises(ValueError, match="'teacher' of k words are no log-probabilities"):
+        loss(logits, {"labels": labels, "teacher": logits[..., :2], "teacher_ids": labels[..., None].expand(2, 3, 2)})
 
 
 def test_mistakes_of_with_teacher_are_refused() -> None:

@@ -84,7 +84,9 @@ def trl_steps(folder: str) -> list[dict[str, float]]:
     )
     with exact():
         torch.manual_seed(0)
-        model = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SIZES, num_labels=1)).double()
+        model = transformers.LlamaForSequenceClassification(
+            transformers.LlamaConfig(**SIZES | {"num_labels": 1})
+        ).double()
         model.save_pretrained(f"{folder}/first")
         data = datasets.Dataset.from_list(
             [
@@ -215,7 +217,7 @@ def test_a_reward_model_begins_with_a_language_model(tmp_path: Path, tied: bool)
     assert heads[0].shape == (1, 16) and 0.1 < heads[0].std() < 0.3  # initializer_range is 0.2
     live = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward")
     module = triax.PipelineModule(triax.load_hf(live), grid=Grid())
-    assert torch.equal(module.layers["4"].weight, heads[2])  # type: ignore[arg-type, index]
+    assert torch.equal(module.layers["4"].weight, heads[2])  # type: ignore[arg-type]
 
 
 def test_a_checkpoint_is_exported(ranks: Any, tmp_path: Path) -> None:
@@ -261,7 +263,7 @@ def test_mistakes_are_refused(tmp_path: Path) -> None:
     config = triax.LlamaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
     with pytest.raises(ValueError, match="the last of the layers is FinalRMSNorm, but a reward model needs"):
         reward_layers(triax.llama_layers(config)[:-1])
-    three = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SIZES, num_labels=3))
+    three = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SIZES | {"num_labels": 3}))
     with pytest.raises(ValueError, match="LlamaForSequenceClassification with 3 labels is not implemented"):
         triax.load_hf(three)
     olmoe = triax.config_from_hf(transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**SIZES, num_experts=8)))
