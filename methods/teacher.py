@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..agreement.agreement import agreed
 from ..pipe.p2p import channel_between, receive_value
 from ..pipe.schema import flatten, unflatten
 from .distillation import DistillLoss
@@ -51,30 +52,30 @@ def with_teacher(
             that needs them.
     """
     grid = engine.grid
-    student = _loss_of(engine, "the student")
-    loss = _loss_of(teacher, "the teacher")
-    if teacher.grid is not grid:
-        raise ValueError(
-            f"the teacher has a grid of its own, {teacher.grid}, beside the student's, {grid}: make both models with "
-            "grid=engine.grid, the same object"
-        )
-    if loss.vocab_size != student.vocab_size:
-        raise ValueError(
-            f"the student has a vocabulary of {student.vocab_size}, the teacher of {loss.vocab_size}: take a teacher "
-            "with the same tokens"
-        )
-    if top_k is not None and not 1 <= top_k < student.vocab_size:
-        raise ValueError(
-            f"top_k is {top_k}: give a number from 1 to {student.vocab_size - 1}, less than the vocabulary, or None"
-        )
     counts = grid.pipe.all_gather_json(len(microbatches))
-    source = teacher.module.placement[-1]
-    target = engine.module.placement[0 if engine.options.batch.labels == "sent" else -1]
-    if counts[target] != max(counts) or not max(counts):
-        raise ValueError(
-            f"pipe rank {target} reads the student's labels, but was given {counts[target]} microbatches, and another "
-            f"rank {max(counts)}: give with_teacher the same microbatches on each rank that reads data"
-        )
+    with agreed(grid, None):
+        student, loss = _loss_of(engine, "the student"), _loss_of(teacher, "the teacher")
+        source = teacher.module.placement[-1]
+        target = engine.module.placement[0 if engine.options.batch.labels == "sent" else -1]
+        if teacher.grid is not grid:
+            raise ValueError(
+                f"the teacher has a grid of its own, {teacher.grid}, beside the student's, {grid}: make both models "
+                "with grid=engine.grid, the same object"
+            )
+        if loss.vocab_size != student.vocab_size:
+            raise ValueError(
+                f"the student has a vocabulary of {student.vocab_size}, the teacher of {loss.vocab_size}: take a "
+                "teacher with the same tokens"
+            )
+        if top_k is not None and not 1 <= top_k < student.vocab_size:
+            raise ValueError(
+                f"top_k is {top_k}: give a number from 1 to {student.vocab_size - 1}, less than the vocabulary, or None"
+            )
+        if counts[target] != max(counts) or not max(counts):
+            raise ValueError(
+                f"pipe rank {target} reads the student's labels, but was given {counts[target]} microbatches, and "
+                f"another rank {max(counts)}: give with_teacher the same microbatches on each rank that reads data"
+            )
     with loss.recording(top_k, student.temperature) as records:
         teacher.eval_batch(iter(microbatches) if microbatches else None, num_micro_batches=max(counts))
     if source != target:

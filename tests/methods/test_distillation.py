@@ -150,6 +150,7 @@ def trained(
     """Train on a grid with a live teacher, or with its logits as a file has them; return losses and entropies."""
     grid = Grid(**axes, timeout=60)
     options: dict[str, Any] = {"attention": "ring"} if "context" in axes else {}
+    options |= {"sequence_parallel": True} if "tensor" in axes and loss["kind"] == "forward" else {}
     loss_fn = distill_loss(grid, WORDS, chunk_tokens=6, **loss)
     modules = []
     for name in ("first", "teacher"):

@@ -158,6 +158,10 @@ def scores_of(folder: str, ids: Tensor) -> Tensor:
     grid = Grid()
     module = triax.PipelineModule(triax.load_hf(folder), grid=grid, dtype=torch.float64)
     triax.save_hf(module, f"{folder}-again")
+    config = triax.config_from_hf(folder)
+    specs = reward_layers(triax.models.decoder_layers(config))  # type: ignore[arg-type]
+    into = triax.load_hf(folder, triax.PipelineModule(specs, grid=grid, dtype=torch.float64, seed=1))
+    assert all(torch.equal(a, b) for a, b in zip(into.parameters(), module.parameters(), strict=True))
     with torch.no_grad():
         found: Tensor = module.eval()(ids)
     return found
@@ -218,6 +222,19 @@ def test_a_reward_model_begins_with_a_language_model(tmp_path: Path, tied: bool)
     live = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "reward")
     module = triax.PipelineModule(triax.load_hf(live), grid=Grid())
     assert torch.equal(module.layers["4"].weight, heads[2])  # type: ignore[arg-type]
+
+
+def test_adapters_train_the_new_head_too(tmp_path: Path) -> None:
+    grid = Grid()
+    config = triax.LlamaConfig(vocab_size=WORDS, hidden_size=16, num_hidden_layers=1, num_attention_heads=4)
+    module = triax.PipelineModule(reward_layers(triax.llama_layers(config)), grid=grid, loss_fn=reward_loss(grid))
+    batch, adam = triax.Batch(size=8, microbatch=8), partial(torch.optim.Adam, lr=0.003)
+    engine: Any = triax.Engine(module, optimizer=adam, batch=batch, lora=triax.Lora(rank=1))
+    triax.save_hf(engine, tmp_path / "first", merge_lora=True)
+    losses = [engine.train_batch(iter([batch_of(0, 4)])).item() for _ in range(20)]
+    triax.save_hf(engine, tmp_path / "last", merge_lora=True)
+    heads = [load_file(tmp_path / name / "model.safetensors")["score.weight"] for name in ("first", "last")]
+    assert losses[-1] < 0.7 * losses[0] and not torch.equal(*heads)
 
 
 def test_a_checkpoint_is_exported(ranks: Any, tmp_path: Path) -> None:
