@@ -221,8 +221,9 @@ class DistillLoss:
             logits, labels: of some tokens.
         """
         flat = logits.detach().flatten(0, 1)
-        kept = {TEACHER: F.pad(flat, (0, self._widths[1] - flat.shape[1]))}
-        if self.top_k is not None:
+        if self.top_k is None:
+            kept = {TEACHER: F.pad(flat, (0, self._widths[1] - flat.shape[1]))}
+        else:
             top = top_log_probs(flat, self.top_k, self.grid.tensor, self.vocab_size, self.kept_temperature)
             kept = dict(zip((TEACHER, IDS), top, strict=True))
         for name, each in kept.items():

@@ -215,7 +215,7 @@ def test_losses_and_weights_are_those_of_the_equations(
             teacher = model_of(1, LARGER)
             for step in range(STEPS):
                 torch.save(teacher(input_ids=batch_of(step)[0]).logits, tmp_path / f"{step}.pt")
-    for grid in GRIDS if top_k else GRIDS[:1]:
+    for grid in GRIDS if top_k else GRIDS[::2]:
         same_run(ranks, tmp_path, wanted, loss, *grid, "live" if top_k else "stored", top_k)
 
 
