@@ -3,7 +3,10 @@
 answers.py: ``AnswerLoss``: what losses of whole answers share.
 preferences.py: ``preference_loss``: DPO, IPO, SimPO and ORPO for pairs of a better and a worse answer.
 kto.py: ``kto_loss``: KTO for answers that are each desirable or not.
+reward.py: ``reward_loss``: a score of an answer, learned from such pairs; the model is models/reward.py's.
 reference.py: ``with_reference``, ``with_baseline``, ``row_log_probs``: log-probabilities by the model as it is now.
+distillation.py: ``distill_loss``: a student learns a teacher's distribution of the next token.
+teacher.py: ``with_teacher``: a teacher's distributions, by a second model on the same grid.
 """
 
 from ..base.lazy import attach

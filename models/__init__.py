@@ -8,6 +8,7 @@ deepseek.py: ``deepseek_layers``, the architecture of DeepSeek-V2 and DeepSeek-V
 mtp.py: multi-token prediction of DeepSeek-V3, and its loss; replicated_linear.py: linear layer without shards.
 layers.py: layers that all models share: token embedding and head, residual block, final norm, loss.
 log_probs.py: ``LogProbsLoss``, losses of the labels' log-probabilities.
+reward.py: ``reward_layers``, a score of each token in place of logits.
 attention.py: causal self-attention with heads over the tensor axis, grouped queries, KV cache.
 recurrent/: linear attention and state spaces: Mamba2, Gated DeltaNet.
 mlp.py: MLP, gated MLP, mixture of experts.

@@ -5,6 +5,7 @@ linear.py: ``ColumnParallelLinear``, ``RowParallelLinear``.
 column.py: matrix product of column-parallel layers, with collectives that overlap the weight gradients.
 embedding.py: ``VocabParallelEmbedding``, ``VocabParallelHead``, ``gather_logits``.
 cross_entropy.py: cross entropy of logits whose vocabulary is sharded.
+divergence.py: divergence of a student's distribution from a teacher's, both sharded so, for distillation.
 norm.py: ``LayerNorm`` and ``RMSNorm`` under sequence parallelism.
 outside.py: weights of sharded layers as other code sees them; it cannot take a shard for the whole weight.
 lora.py: low-rank adapters of frozen linear layers, sharded like the layers.

@@ -119,7 +119,7 @@ class _CrossEntropy(torch.autograd.Function):
 
         # Of exp z, of z at the label and, to smooth, of z.
         sums = logits.new_zeros((3 if smoothing else 2, rows), dtype=dtype)
-        for block in _blocks(logits):
+        for block in blocks(logits):
             z = _capped(logits[block].to(dtype), cap) - top[block, None]  # (n, V_local)
             at = (labels[block] - start).masked_fill(~mine[block], 0)[:, None]  # (n, 1)
             sums[1, block] = z.gather(1, at)[:, 0].masked_fill(~mine[block], 0.0)
@@ -150,7 +150,7 @@ class _CrossEntropy(torch.autograd.Function):
         mine = _owned(labels, counts, ctx.start, logits.shape[1])
         scale = grads[0].masked_fill(~counts, 0.0)[:, None]  # (N, 1)
         grad = torch.empty_like(logits)
-        for block in _blocks(logits):
+        for block in blocks(logits):
             z = _capped(logits[block].to(log_sum.dtype), ctx.cap)  # (n, V_local)
             g = (z - log_sum[block, None]).exp_()  # the softmax
             if ctx.z_loss:
@@ -174,7 +174,8 @@ def _owned(labels: Tensor, counts: Tensor, start: int, length: int) -> Tensor:
     return counts & (labels >= start) & (labels < start + length)
 
 
-def _blocks(logits: Tensor) -> Iterator[slice]:
+def blocks(logits: Tensor) -> Iterator[slice]:
+    """Yield ranges of rows of logits (N, V_local), whose temporaries are small beside all of them."""
     rows, length = logits.shape
     step = max(1, _BLOCK.get(logits.device.type, _BLOCK_ELSEWHERE) // length)
     for first in range(0, rows, step):

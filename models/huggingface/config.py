@@ -12,7 +12,7 @@ from ...base.errors import ConfigError
 from ...base.files import read_object
 from ..config import DecoderConfig, DeepseekConfig, TransformerConfig
 from ..rope_scaling import DynamicScaling, LinearScaling, LongRopeScaling, RopeScaling, YarnScaling
-from .families import FAMILIES, WRAPPERS, Config, Family
+from .families import CLASSIFIER, FAMILIES, WRAPPERS, Config, Family
 from .folder_settings import Settings
 from .names import Entry, Fused, Names, PerHead, expand
 
@@ -121,8 +121,59 @@ def names_of(config: Config) -> Names:
             "names to Hugging Face's, names={'layers.0.weight': 'model.embed.weight', ...}, or add the family "
             "(docs/models.md, 'Add a family')."
         )
-    names = FAMILIES[name].names
-    return names(config) if callable(names) else names
+    found = FAMILIES[name].names
+    names = found(config) if callable(found) else found
+    return _with_score(names) if is_reward(config) else names
+
+
+def is_reward(config: Config) -> bool:
+    """Return True if a ``config.json`` is that of a reward model: a score of one number in place of logits.
+
+    Raises:
+        ValueError: the model has several scores.
+    """
+    classes = config.get("architectures")
+    name = str(classes[0]) if isinstance(classes, (list, tuple)) and classes else ""
+    if not name.endswith(CLASSIFIER):
+        return False
+    labels = config.get("id2label")
+    count = len(labels) if isinstance(labels, Mapping) else config.get("num_labels", 2)  # transformers' default
+    if count != 1:
+        raise ValueError(f"{name} with {_shown(count)} labels is not implemented, only with num_labels=1, a reward.")
+    return True
+
+
+def as_reward(config: Config) -> dict[str, Any]:
+    """Return the content of the ``config.json`` of a reward model, from that of its language model.
+
+    Raises:
+        ValueError: transformers has no such class in the family.
+    """
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None or not family.classifier:
+        raise ValueError(
+            f"transformers has no class for reward models of model_type {_shown(config.get('model_type'))}. Take a "
+            "model of another family, or write it with the content of config.json as a dict and a table of names."
+        )
+    return {
+        **config,
+        "architectures": [family.classifier],
+        "id2label": {"0": "LABEL_0"},  # transformers counts num_labels by them
+        "label2id": {"LABEL_0": 0},
+    }
+
+
+def _with_score(names: Names) -> Names:
+    """Return a table with the score in place of the output layer."""
+
+    def is_head(form: Any) -> bool:
+        first = form[0] if isinstance(form, list) else form
+        return getattr(first, "name", first) in ("lm_head.*", "lm_head.weight")
+
+    return {
+        ours.replace("*", "weight") if is_head(form) else ours: "score.weight" if is_head(form) else form
+        for ours, form in names.items()
+    }
 
 
 def entries(names: Names | None, config: Config) -> dict[str, Entry]:

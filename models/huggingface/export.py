@@ -14,8 +14,8 @@ from ...grid import Layout
 from ...tensor_parallel.lora import LoraOptions
 from ..config import CONFIGS, config_from_fields
 from .adapters import write_adapters
+from .config import as_reward, is_reward, to_hf
 from .config import entries as expanded
-from .config import to_hf
 from .folder_settings import settings_of, write_settings
 from .folder_writer import FolderWriter
 from .merge import is_factor, updates
@@ -63,6 +63,7 @@ def _export(
     if merge_lora and options is None:
         raise ValueError("the checkpoint has no LoRA adapters to merge. Leave out --merge-lora.")
     if prefix is None:
+        written = as_reward(written) if _has_score(written, tensors) else written
         entries = expanded(None, written)
     else:
         entries = {name: Entry((name.removeprefix(prefix),)) for name in tensors}
@@ -84,6 +85,14 @@ def _export(
     writer.close()
     write_settings(folder, None if model is None else model.get("settings"), tokenizer)
     return [*tensors_written]
+
+
+def _has_score(written: Mapping[str, Any], tensors: Shapes) -> bool:
+    """Return True if the output layer of a checkpoint has one row: the head of a reward model."""
+    if is_reward(written):
+        return False  # the configuration says so already
+    heads = [ours for ours, entry in expanded(None, written).items() if entry.theirs == ("lm_head.weight",)]
+    return any(ours in tensors and tensors[ours][0][0] == 1 for ours in heads)
 
 
 class _HuggingFace:

@@ -31,6 +31,8 @@ from .names import Fused, Names, OneRow, PerExpert, PerHead, Repeated, Transpose
 Config = Mapping[str, Any]  # content of a config.json
 Key = str | tuple[str, Any]
 
+CLASSIFIER = "ForSequenceClassification"  # ending of the names of transformers' classes with a score
+
 
 @dataclass(frozen=True)
 class Family:
@@ -90,6 +92,11 @@ class Family:
     def architecture(self) -> str:
         """Name of the family's class of language models, as ``config.json`` lists it under ``architectures``."""
         return self.prefix + ("LMHeadModel" if self.prefix == "GPT2" else "ForCausalLM")
+
+    @property
+    def classifier(self) -> str:
+        """Name of the family's class of models with a score in place of logits; empty if transformers has none."""
+        return {"Olmoe": "", "Gemma3": f"Gemma3Text{CLASSIFIER}"}.get(self.prefix, self.prefix + CLASSIFIER)
 
 
 # ------------------------------------------------------------------------------------------- keys of config.json

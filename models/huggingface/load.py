@@ -23,8 +23,9 @@ from ...pipe.spec import LayerSpec, TiedLayerSpec
 from ..config import CONFIGS, DeepseekConfig, TransformerConfig
 from ..decoder import decoder_layers
 from ..deepseek import deepseek_layers
+from ..reward import has_reward_head, reward_layers
 from .config import entries as expanded
-from .config import from_hf, read_config, same_model, without_modules
+from .config import from_hf, is_reward, read_config, same_model, without_modules
 from .families import FAMILIES
 from .names import Entry, Names
 from .reader import Source, check, check_all_used, fetch, find, open_source, stored
@@ -79,7 +80,8 @@ def load_hf(
         path_or_model: a folder with ``config.json`` and ``*.safetensors``; an id of the Hub, ``ORG/NAME`` or
             ``ORG/NAME@REVISION``, which is downloaded into huggingface_hub's cache; or a live ``transformers`` model.
         into: the model that receives the weights. It is one of:
-            None, which makes the layers of the model that ``config.json`` describes;
+            None, which makes the layers of the model that ``config.json`` describes, a language model or a reward
+            model (``ForSequenceClassification`` with one label);
             a list of ``LayerSpec`` s, which is returned with layers that load these weights when they are built. What
             a live model has frozen (``requires_grad_(False)``) is frozen in them;
             a module whose parameters have layouts (a ``PipelineModule`` before its engine, or a module
@@ -107,6 +109,7 @@ def load_hf(
         source = open_source(path_or_model)
         config = from_hf(source.config, source.file)
         specs = LAYERS[type(config)](config, sequence_parallel)
+        specs = reward_layers(specs) if is_reward(source.config) else specs
         return _self_loading(specs, source, names)
     if isinstance(into, Sequence):
         return _self_loading(into, open_source(path_or_model), names)
@@ -274,5 +277,11 @@ def _same(source: Source, specs: Sequence[Any]) -> None:
     known = FAMILIES.get(str(source.config.get("model_type")))
     if ours is None or known is None or known.config is None:
         return
+    if is_reward(source.config) != has_reward_head(specs):
+        what = "a reward model" if is_reward(source.config) else "a language model"
+        raise ValueError(
+            f"{source.where} has {what}, but the layers are those of another kind. For a reward model with the blocks "
+            "of a language model and a new head write reward_layers(load_hf(path)); for that of a folder load_hf(path)."
+        )
     if differing := same_model(ours, from_hf(source.config, source.file)):
         raise ValueError(f"the model differs from that of {source.where}: {differing}. Use config_from_hf(path).")

@@ -139,7 +139,7 @@ class _Model:
 
     def __init__(self, model: Any) -> None:
         self.where, self.file = f"the {type(model).__name__}", f"the configuration of the {type(model).__name__}"
-        given = model.config.to_dict()
+        given = model.config.to_dict() | {"architectures": [type(model).__name__]}  # as save_pretrained writes it
         self.config, whole = text_part(given), given.get("model_type") in WRAPPERS
         self.settings = settings_of_model(model)
         named = ((text_name(name) if whole else name, tensor) for name, tensor in model.state_dict().items())

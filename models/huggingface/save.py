@@ -16,8 +16,9 @@ from ...agreement.agreement import agreed
 from ...base.checks import check_path
 from ...grid import Grid, Layout, layout_of
 from ..config import TransformerConfig
+from ..reward import has_reward_head
+from .config import as_reward, to_hf
 from .config import entries as expanded
-from .config import to_hf
 from .folder_settings import settings_of, write_settings
 from .folder_writer import FolderWriter
 from .merge import is_factor, updates
@@ -295,7 +296,10 @@ def written_config(module: nn.Module, config: Any) -> dict[str, Any]:
             "the model has no configuration that can be written. Pass save_hf(model, path, config=GPTConfig(...)), or "
             "the content of config.json as a dict."
         )
-    return to_hf(config, settings_of(module)) if isinstance(config, TransformerConfig) else dict(config)
+    if not isinstance(config, TransformerConfig):
+        return dict(config)
+    written = to_hf(config, settings_of(module))
+    return as_reward(written) if has_reward_head(getattr(module, "layer_specs", ())) else written
 
 
 def parts_of(
