@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +44,8 @@ class Sampling:
             negative ones (Keskar et al. 2019, arXiv:1909.05858); 1 changes nothing.
         processors: functions (ids (1, T), scores (1, V)) -> scores (1, V), applied one after the other to each
             sequence, before the temperature. transformers' ``LogitsProcessor`` s are such functions.
-        logprobs: return the log-probability of each token under the model's own distribution too.
+        logprobs: return the log-probability of each token too: True, under the model's own distribution; "tempered",
+            under softmax(logits / temperature), from which tokens are drawn if no other option acts.
 
     Raises:
         ValueError: a value outside its range.
@@ -55,7 +57,7 @@ class Sampling:
     min_p: float | None = None
     repetition_penalty: float = 1.0
     processors: tuple[LogitsProcessor, ...] = field(default=(), repr=False)  # ranks compare the other options
-    logprobs: bool = False
+    logprobs: bool | Literal["tempered"] = False
 
     def __post_init__(self) -> None:
         if not (self.temperature == 0 or 1e-6 <= self.temperature < math.inf):
@@ -68,6 +70,11 @@ class Sampling:
             raise ValueError(f"min_p is {self.min_p}. Give a probability in [0, 1], or None to keep every token.")
         if not 0 < self.repetition_penalty < math.inf:
             raise ValueError(f"repetition_penalty is {self.repetition_penalty}. Give a positive number; 1 is none.")
+        if self.logprobs == "tempered" and not self.temperature:
+            raise ValueError(
+                "logprobs='tempered' divides the logits by the temperature, which is 0. Give a temperature of at least "
+                "1e-6, or logprobs=True."
+            )
         for each in self.processors:
             if not callable(each):
                 raise ValueError(f"logits_processor has {each!r}. Give functions of (ids, scores) that return scores.")
@@ -141,6 +148,8 @@ def choose(
     ids = torch.where(finite, ids, NOT_FINITE)
     if not sampling.logprobs:
         return ids[:, None].cpu()
+    if sampling.logprobs == "tempered":
+        raw = raw / sampling.temperature
     mine = (ids >= vocabulary.start) & (ids < vocabulary.stop)
     at = (ids - vocabulary.start).clamp(0, raw.shape[1] - 1)
     chosen = raw.gather(1, at[:, None])[:, 0].masked_fill(~mine, -torch.inf)

@@ -2,6 +2,9 @@
 
 preferences.py: ``preference_loss``: DPO, IPO, SimPO and ORPO for pairs of a better and a worse answer.
 reference.py: ``with_reference``: log-probabilities of the answers by the model as it is now.
+policy.py: ``grpo_loss``: GRPO, DAPO, Dr. GRPO and GSPO for drawn answers with advantages.
+rewards.py: users' reward functions, called once for the job, and advantages.
+rollouts.py: ``Rollouts``: answers drawn on the training grid, with rewards, as microbatches.
 """
 
 from ..base.lazy import attach
