@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..base.checks import check_count, check_seed
-from ..base.errors import AgreedError
 from ..context.order import gather
 from ..inference.text import follow
 from ..randomness.random import derive
@@ -168,17 +167,17 @@ class Rollouts:
     def _ids(self, prompt: RolloutPrompt) -> Any:
         """Return a prompt's ids."""
         tokenizer: Any = self._sampler.tokenizer
-        if isinstance(prompt, Tensor) or all(isinstance(each, int) for each in prompt) and not isinstance(prompt, str):
+        if _is_ids(prompt):
             return prompt
         if tokenizer is None:
-            raise ValueError(f"the prompt {prompt!r:.60} is text: give triax.init_inference a tokenizer, or prompts of ids")
+            raise ValueError(f"the prompt {prompt!r:.60} is text: give init_inference a tokenizer, or prompts of ids")
         if isinstance(prompt, str):
             return tokenizer.encode(prompt)
         return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
 
     def _answer(self, prompt: RolloutPrompt, done: Completion) -> Any:
         """Return an answer as reward functions get it: ids, a text, or a conversation of one message."""
-        if isinstance(prompt, Tensor) or isinstance(prompt[0], int):
+        if _is_ids(prompt):
             return done.tokens[done.prompt :]
         kept = done.tokens[:-1] if done.tokens[-1] in self._eos else done.tokens
         tokenizer: Any = self._sampler.tokenizer
@@ -242,6 +241,11 @@ def with_token_reference(engine: PipelineEngine, microbatches: Sequence[tuple[An
         grid.pipe.broadcast(whole, last)
         found.append((inputs, {**labels, TOKEN_REFERENCE: whole.cpu()}))
     return found
+
+
+def _is_ids(prompt: RolloutPrompt) -> bool:
+    """Return True for a prompt that is ids, and neither a text nor a conversation."""
+    return not isinstance(prompt, str) and not any(isinstance(each, Mapping) for each in prompt)
 
 
 def _policy(engine: PipelineEngine, call: str) -> Any:

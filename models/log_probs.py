@@ -33,7 +33,7 @@ class LogProbsLoss:
             rank's tokens.
         ignore_index: label value that is left out.
         chunk_tokens: tokens of a chunk, at most; None: compute whole logits.
-        temperature: divides the logits, as in sampling: the log-probabilities are those of softmax(logits / temperature).
+        temperature: divides the logits, as in sampling: log-probabilities are those of softmax(logits / temperature).
 
     Labels are integers (B, T), the token that follows each position, or a dict that has them as ``labels``. Other
     entries of the dict that have the labels' shape are cut as the labels are, where the context axis shards the

@@ -19,7 +19,8 @@ from torch import Tensor
 
 import triax
 from triax import Grid
-from triax.methods import Rollouts, grpo_loss, with_token_reference
+from triax.context.order import gather, shard
+from triax.methods import Rollouts, grpo_loss
 
 from trl_in_float64 import exact
 
@@ -271,3 +272,109 @@ def test_losses_metrics_and_weights_are_those_of_trl(ranks: Any, tmp_path: Path,
 @pytest.mark.parametrize("name", ["grpo", "grpo's paper", "dr_grpo"])
 def test_further_kinds_are_those_of_trl(ranks: Any, tmp_path: Path, name: str) -> None:
     beside_trl(ranks, tmp_path, name, GRIDS)
+
+
+# ------------------------------------------------------------------------------------------------ the papers' equations
+
+
+def plain(logits: Tensor, data: dict[str, Any], kind: str, level: str, beta: float, right: bool) -> Tensor:
+    """The papers' equations, answer by answer, token by token; at a temperature of 0.7."""
+    answers, tokens = [], 0
+    for row, advantage in enumerate(data["advantages"]):
+        here = [at for at, label in enumerate(data["labels"][row]) if label != -100]
+        logs = torch.stack([(logits[row, at] / 0.7).log_softmax(0)[data["labels"][row, at]] for at in here])
+        old, reference = data["old"][row, here], data["reference"][row, here]
+        ratios = (logs - old).exp()
+        if level == "sequence":
+            ratios = (logs.exp().prod() / old.exp().prod()) ** (1 / len(here))
+            ratios = ratios.expand(len(here))
+        losses = -torch.minimum(ratios * advantage, ratios.clamp(0.9, 1.15) * advantage)
+        kl = reference.exp() / logs.exp() - (reference - logs) - 1
+        answers.append(losses + beta * kl * (ratios if right else 1))
+        tokens += len(here)
+    if kind == "dapo":
+        return sum(each.sum() for each in answers) / tokens  # type: ignore[return-value]
+    mean = [each.sum() / 11 if kind == "dr_grpo" else each.mean() for each in answers]
+    return torch.stack(mean).mean()
+
+
+def labels_of(rows: int, length: int) -> dict[str, Any]:
+    """Labels of answers of several lengths, drawn by a policy near by."""
+    labels = torch.randint(0, 7, (rows, length))
+    for row in range(rows):
+        labels[row, : row % 3 + 1] = -100
+        labels[row, length - row % 2 :] = -100
+    near = {name: torch.randn(rows, length).double() * 0.3 - 2 for name in ("old", "reference")}
+    return {"labels": labels, "advantages": torch.randn(rows).double(), **near}
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dapo", "dr_grpo"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_losses_and_gradients_are_those_of_the_equations(kind: Any, level: Any) -> None:
+    torch.manual_seed(1)
+    data = labels_of(6, 8)
+    for beta, right in ((0.0, True), (0.3, True), (0.3, False)):
+        length = 11 if kind == "dr_grpo" else None
+        options = {"clip": 0.1, "clip_high": 0.15, "level": level, "correct_kl": right, "temperature": 0.7}
+        loss_fn = grpo_loss(Grid(), 7, kind, beta, max_new_tokens=length, **options)  # type: ignore[arg-type]
+        logits = torch.randn(6, 8, 7, dtype=torch.float64, requires_grad=True)
+        loss = loss_fn(logits, data)
+        total, weight = loss.terms[kind]
+        assert weight == loss_fn.weight(data)[kind]
+        wanted = plain(logits, data, kind, level, beta, right)
+        found = torch.autograd.grad(total / weight, logits)[0]
+        torch.testing.assert_close(total / weight, wanted, rtol=0, atol=1e-10)
+        torch.testing.assert_close(found, torch.autograd.grad(wanted, logits)[0], rtol=0, atol=1e-10)
+        clipped, count = loss.metrics["clip_ratio/region_mean"]
+        assert 0 < clipped / count < 1 and ("kl" in loss.metrics) == (beta > 0)
+
+
+def in_parts(data: dict[str, Any], logits: Tensor, level: Any) -> tuple[float, Tensor, float]:
+    """The loss, the gradient of this rank's logits and the share of clipped tokens, of a sequence in parts."""
+    grid = Grid(context=2)
+    loss = grpo_loss(grid, 7, "grpo", 0.3, 0.1, 0.15, level, temperature=0.7)
+    mine = shard(logits, grid.context).requires_grad_()
+    named = loss(mine, data)
+    total, weight = named.terms["grpo"]
+    clipped, count = named.metrics["clip_ratio/region_mean"]
+    sums = torch.stack([torch.as_tensor(each).double().detach() for each in (total, weight, clipped, count)])
+    assert weight == loss.weight(data)["grpo"]
+    grid.context.all_reduce(sums)
+    (gradient,) = torch.autograd.grad(total / sums[1], mine)
+    return (sums[0] / sums[1]).item(), gather(gradient, grid.context, logits.shape[1]), (sums[2] / sums[3]).item()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_sequence_in_parts_has_the_loss_and_the_gradient_of_the_whole(ranks: Any, level: Any) -> None:
+    torch.manual_seed(2)
+    data, logits = labels_of(6, 8), torch.randn(6, 8, 7, dtype=torch.float64, requires_grad=True)
+    wanted = plain(logits, data, "grpo", level, 0.3, True)
+    (gradient,) = torch.autograd.grad(wanted, logits)
+    whole = grpo_loss(Grid(), 7, "grpo", 0.3, 0.1, 0.15, level, temperature=0.7)(logits, data)
+    clipped, count = whole.metrics["clip_ratio/region_mean"]
+    for loss, found, share in ranks(2, in_parts, data, logits.detach(), level):
+        assert loss == pytest.approx(wanted.item(), abs=1e-10) and share == pytest.approx(float(clipped / count))
+        torch.testing.assert_close(found, gradient, rtol=0, atol=1e-10)
+
+
+def test_mistakes_are_refused() -> None:
+    grid = Grid()
+    with pytest.raises(ValueError, match="there is no policy loss 'gspo'"):
+        grpo_loss(grid, 7, "gspo")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="there is no level 'tokens'; did you mean 'token'"):
+        grpo_loss(grid, 7, level="tokens")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="beta is -1: give 0"):
+        grpo_loss(grid, 7, beta=-1)
+    with pytest.raises(ValueError, match=r"clip is 1\.2 and clip_high 1\.2: give a clip between 0 and 1"):
+        grpo_loss(grid, 7, clip=1.2)
+    with pytest.raises(ValueError, match="give max_new_tokens, the most tokens of an answer"):
+        grpo_loss(grid, 7, "dr_grpo")
+    with pytest.raises(ValueError, match="dapo divides by the tokens that there are"):
+        grpo_loss(grid, 7, max_new_tokens=3)
+    with pytest.raises(ValueError, match="temperature=0: give a number above 0"):
+        grpo_loss(grid, 7, temperature=0)
+    data, logits = labels_of(2, 8), torch.zeros(2, 8, 7)
+    for name, shape in (("old", r"\(2, 8\)"), ("advantages", r"\(2,\)"), ("reference", r"\(2, 8\)")):
+        given = data | {name: torch.zeros(3)}
+        with pytest.raises(ValueError, match=rf"{shape}, as labels\['{name}'\], which is a tensor of shape \(3,\)"):
+            grpo_loss(grid, 7, beta=0.1)(logits, given)
