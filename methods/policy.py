@@ -178,7 +178,7 @@ class _Policy:
         if self.beta:
             kl = self._kl(log_probs, labels, mask, ratio)
             rows = rows + self.beta * kl
-        terms = {self.kind: self._mean(rows, lengths, mask)}
+        terms: dict[str, Any] = {self.kind: self._mean(rows, lengths, mask)}
 
         def mean(values: Tensor) -> tuple[Tensor, Any]:
             values = values.detach().to(mask.dtype)

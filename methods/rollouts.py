@@ -187,7 +187,7 @@ class Rollouts:
     def _measured(self, values: Tensor, rewards: Tensor, flat: float) -> dict[str, float]:
         lengths = torch.tensor([len(each.logprobs) for each in self.completions]).double()
         clipped = [each.tokens[-1] not in self._eos for each in self.completions]
-        found = {"reward": rewards.nanmean(), "reward_std": std(rewards), "frac_reward_zero_std": flat}
+        found: dict[str, Any] = {"reward": rewards.nanmean(), "reward_std": std(rewards), "frac_reward_zero_std": flat}
         for name, column in zip(self._rewards.names, values.unbind(1), strict=True):
             found |= {f"rewards/{name}/mean": column.nanmean(), f"rewards/{name}/std": std(column)}
         found |= {"completions/mean_length": lengths.mean(), "completions/min_length": lengths.min()}
