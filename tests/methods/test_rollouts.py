@@ -48,7 +48,7 @@ def small(prompts: Any, completions: Any, completion_ids: Any, **_: Any) -> list
 # ----------------------------------------------------------------------------------------------- the same on every grid
 
 
-def two_steps(axes: dict[str, int], dtype: torch.dtype) -> tuple[list[Any], list[Any], list[Any], dict[str, float]]:
+def two_steps(axes: dict[str, Any], dtype: torch.dtype) -> tuple[list[Any], list[Any], list[Any], dict[str, float]]:
     """Answers, this replica's rows and errors of two calls, of two steps each; and the last metrics."""
     engine = engine_of(Grid(**axes, timeout=60), dtype)
     rollouts = Rollouts(engine, triax.init_inference(engine, max_batch=5), small, group=4, max_new_tokens=7, eos=EOS)
@@ -197,7 +197,8 @@ class Chat:
 
 
 def test_functions_get_texts_conversations_or_ids_as_the_prompts_are() -> None:
-    engine, given = engine_of(Grid()), {}
+    engine = engine_of(Grid())
+    given: dict[str, Any] = {}
 
     async def judge(prompts: Any, completions: Any, completion_ids: Any, **_: Any) -> list[float]:
         given.update(prompts=prompts, completions=completions, ids=completion_ids)
@@ -258,7 +259,7 @@ def test_mistakes_are_refused() -> None:
     with pytest.raises(ValueError, match="group=1: give a whole number of at least 2"):
         make(group=1)
     with pytest.raises(ValueError, match="there is no scale_rewards 'batches'; did you mean 'batch'"):
-        make(scale_rewards="batches")
+        make(scale_rewards="batches")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="2 weights were given for 1 reward functions"):
         make(weights=[1, 2])
     with pytest.raises(ValueError, match="give at least one, and each its own name"):
