@@ -44,8 +44,9 @@ class Sampling:
             negative ones (Keskar et al. 2019, arXiv:1909.05858); 1 changes nothing.
         processors: functions (ids (1, T), scores (1, V)) -> scores (1, V), applied one after the other to each
             sequence, before the temperature. transformers' ``LogitsProcessor`` s are such functions.
-        logprobs: return the log-probability of each token too: True, under the model's own distribution; "tempered",
-            under softmax(logits / temperature), from which tokens are drawn if no other option acts.
+        logprobs: return the log-probability of each token too: True, under the model's own distribution, in float64;
+            "tempered", under softmax(logits / temperature), from which tokens are drawn if no other option acts, in
+            the arithmetic of ``LogProbsLoss``.
 
     Raises:
         ValueError: a value outside its range.
@@ -134,7 +135,7 @@ def choose(
 
     Returns:
         int64 (B, 1) on the CPU, the ids, the same on every rank; ``NOT_FINITE`` if a logit is nan or +inf, or all are
-        -inf. With ``sampling.logprobs`` (B, 2), where the second number has the bits of the float64 log-probability.
+        -inf. If ``sampling.logprobs`` is True (B, 2), where the second has the bits of the float64 log-probability.
     """
     vocabulary = Vocabulary(logits.shape[-1], axis, vocab_size)
     raw = logits.double()  # exact for every dtype of the model
@@ -146,10 +147,8 @@ def choose(
     else:
         ids, finite = _likeliest(x, place)
     ids = torch.where(finite, ids, NOT_FINITE)
-    if not sampling.logprobs:
+    if sampling.logprobs is not True:
         return ids[:, None].cpu()
-    if sampling.logprobs == "tempered":
-        raw = raw / sampling.temperature
     mine = (ids >= vocabulary.start) & (ids < vocabulary.stop)
     at = (ids - vocabulary.start).clamp(0, raw.shape[1] - 1)
     chosen = raw.gather(1, at[:, None])[:, 0].masked_fill(~mine, -torch.inf)

@@ -5,6 +5,7 @@ reference.py: ``with_reference``: log-probabilities of the answers by the model 
 policy.py: ``grpo_loss``: GRPO, DAPO, Dr. GRPO and GSPO for drawn answers with advantages.
 rewards.py: users' reward functions, called once for the job, and advantages.
 rollouts.py: ``Rollouts``: answers drawn on the training grid, with rewards, as microbatches.
+rowwise.py: ``exact_rows``: each token computed alone, so that recorded log-probabilities have the trainer's bits.
 """
 
 from ..base.lazy import attach

@@ -75,18 +75,8 @@ class LogProbsLoss:
 
     def _log_probs(self, logits: Tensor, labels: Tensor, softcap: float | None = None) -> Tensor:
         """Return the log-probability of each label, (B, n)."""
-        if self.temperature != 1.0:
-            exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            logits, softcap = softcapped(exact, softcap) / self.temperature, None
-        return -vocab_parallel_cross_entropy(
-            logits,
-            labels,
-            grid=self.grid,
-            vocab_size=self.vocab_size,
-            ignore_index=self.ignore_index,
-            softcap=softcap,
-            reduction="none",
-        )
+        common: dict[str, Any] = {"ignore_index": self.ignore_index, "softcap": softcap}
+        return label_log_probs(logits, labels, self.grid, self.vocab_size, self.temperature, **common)
 
     def _split(self, labels: Any, length: int | None) -> tuple[Tensor, Any]:
         """Return the labels of this rank's tokens (``length``, or any number), alone and as ``loss_fn`` gets them.
@@ -106,6 +96,38 @@ class LogProbsLoss:
         by_token = [name for name, each in labels.items() if isinstance(each, Tensor) and each.shape == whole.shape]
         cut = {name: self._plain.local((whole, labels[name]), length)[1] for name in by_token}
         return mine, labels | cut | {"labels": mine}
+
+
+def label_log_probs(
+    logits: Tensor,
+    labels: Tensor,
+    grid: Grid,
+    vocab_size: int,
+    temperature: float = 1.0,
+    *,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+) -> Tensor:
+    """Return log softmax(logits / temperature) at each label, 0 at ``ignore_index``. Collective over the tensor axis.
+
+    Args:
+        logits: (..., V / t), this tensor-parallel rank's shard of the vocabulary.
+        labels: integers (...).
+        grid, vocab_size, temperature, ignore_index: as for ``LogProbsLoss``.
+        softcap: cap of the logits, if they do not have it yet.
+    """
+    if temperature != 1.0:
+        exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits, softcap = softcapped(exact, softcap) / temperature, None
+    return -vocab_parallel_cross_entropy(
+        logits,
+        labels,
+        grid=grid,
+        vocab_size=vocab_size,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        reduction="none",
+    )
 
 
 def summed_over_context(rows: Tensor, axis: Axis) -> Tensor:
