@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..base.errors import AgreedError
 from ..context.order import runs, shard
 from ..grid import Axis, Pending
+from ..models.log_probs import label_log_probs
 from ..pipe.module import PipelineModule
 from ..pipe.p2p import channels, receive_value
 from ..pipe.schema import flatten, unflatten
@@ -252,7 +253,12 @@ class DecodeLoop:
             return continuations(logits, sampling, searches, each, axis=axis, vocab_size=vocab_size)
         keys = [(*request.key, len(request.tokens)) for request in requests]
         sequences = [request.tokens for request in requests]
-        return choose(logits, sampling, keys, axis=axis, vocab_size=vocab_size, sequences=sequences)
+        drawn = choose(logits, sampling, keys, axis=axis, vocab_size=vocab_size, sequences=sequences)
+        if sampling.logprobs != "tempered":
+            return drawn
+        ids = drawn[:, 0].to(logits.device).clamp(min=0)  # a token that is not finite ends the stream
+        found = label_log_probs(logits, ids, self._grid, vocab_size, sampling.temperature).double().cpu()
+        return torch.stack([drawn[:, 0], found.view(torch.int64)], dim=1)
 
     def _run_layer(self, stage: int, layer: int, call: Callable[[Any], Any], x: Any) -> Any:
         """Run a layer as ``run_hook``. Behind the last attention layer only the last token of each prompt is kept.

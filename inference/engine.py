@@ -93,8 +93,9 @@ class Completion(NamedTuple):
         tokens: the prompt's ids and the new ones.
         prompt: number of ids of the prompt.
         text: the prompt and the new text, without the token that ended it; None if the prompt was given as ids.
-        logprobs: the log-probability of each new token under the model's own distribution. In beam search it is that
-            behind repetition penalty and processors.
+        logprobs: the log-probability of each new token under the model's own distribution, or with
+            ``logprobs="tempered"`` under that of logits / temperature. In beam search it is that behind repetition
+            penalty and processors.
         score: the score by which beam search ranks the sequences of a prompt; None without beam search.
     """
 
@@ -202,7 +203,7 @@ class InferenceEngine:
         num_beams: int = 1,
         length_penalty: float = 1.0,
         early_stopping: bool | Literal["never"] = False,
-        logprobs: bool = False,
+        logprobs: bool | Literal["tempered"] = False,
     ) -> list[Any]:
         """Continue prompts. Collective: every rank passes the same arguments and gets the same sequences.
 
@@ -227,7 +228,7 @@ class InferenceEngine:
             num_return_sequences: number of sequences of each prompt: draws, or the best of a beam search.
             num_beams: K of ``BeamSearch``, which takes the most likely sequences and draws nothing; 1: no beam search.
             length_penalty, early_stopping: as ``BeamSearch``.
-            logprobs: return ``Completion`` s, with the log-probability of each new token.
+            logprobs: return ``Completion`` s, with the log-probability of each new token, as ``Sampling``.
 
         Returns:
             For each prompt, its tokens and the new ones, the ending token included; of a string prompt, the prompt and
@@ -307,6 +308,8 @@ class InferenceEngine:
         drawn = {name: value for name, value in drawn.items() if value is not None}
         if sampling.temperature not in (0, 1):
             drawn["temperature"] = sampling.temperature
+        if sampling.logprobs == "tempered":
+            drawn["logprobs"] = sampling.logprobs
         if drawn or stream is not None:
             what = ", ".join(f"{name}={value}" for name, value in drawn.items()) or "stream"
             raise ValueError(

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +44,9 @@ class Sampling:
             negative ones (Keskar et al. 2019, arXiv:1909.05858); 1 changes nothing.
         processors: functions (ids (1, T), scores (1, V)) -> scores (1, V), applied one after the other to each
             sequence, before the temperature. transformers' ``LogitsProcessor`` s are such functions.
-        logprobs: return the log-probability of each token under the model's own distribution too.
+        logprobs: return the log-probability of each token too: True, under the model's own distribution, in float64;
+            "tempered", under softmax(logits / temperature), from which tokens are drawn if no other option acts, in
+            the arithmetic of ``LogProbsLoss``.
 
     Raises:
         ValueError: a value outside its range.
@@ -55,7 +58,7 @@ class Sampling:
     min_p: float | None = None
     repetition_penalty: float = 1.0
     processors: tuple[LogitsProcessor, ...] = field(default=(), repr=False)  # ranks compare the other options
-    logprobs: bool = False
+    logprobs: bool | Literal["tempered"] = False
 
     def __post_init__(self) -> None:
         if not (self.temperature == 0 or 1e-6 <= self.temperature < math.inf):
@@ -68,6 +71,11 @@ class Sampling:
             raise ValueError(f"min_p is {self.min_p}. Give a probability in [0, 1], or None to keep every token.")
         if not 0 < self.repetition_penalty < math.inf:
             raise ValueError(f"repetition_penalty is {self.repetition_penalty}. Give a positive number; 1 is none.")
+        if self.logprobs == "tempered" and not self.temperature:
+            raise ValueError(
+                "logprobs='tempered' divides the logits by the temperature, which is 0. Give a temperature of at least "
+                "1e-6, or logprobs=True."
+            )
         for each in self.processors:
             if not callable(each):
                 raise ValueError(f"logits_processor has {each!r}. Give functions of (ids, scores) that return scores.")
@@ -127,7 +135,7 @@ def choose(
 
     Returns:
         int64 (B, 1) on the CPU, the ids, the same on every rank; ``NOT_FINITE`` if a logit is nan or +inf, or all are
-        -inf. With ``sampling.logprobs`` (B, 2), where the second number has the bits of the float64 log-probability.
+        -inf. If ``sampling.logprobs`` is True (B, 2), where the second has the bits of the float64 log-probability.
     """
     vocabulary = Vocabulary(logits.shape[-1], axis, vocab_size)
     raw = logits.double()  # exact for every dtype of the model
@@ -139,7 +147,7 @@ def choose(
     else:
         ids, finite = _likeliest(x, place)
     ids = torch.where(finite, ids, NOT_FINITE)
-    if not sampling.logprobs:
+    if sampling.logprobs is not True:
         return ids[:, None].cpu()
     mine = (ids >= vocabulary.start) & (ids < vocabulary.stop)
     at = (ids - vocabulary.start).clamp(0, raw.shape[1] - 1)

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..base.formulas import CHUNK_TOKENS
-from ..grid import Grid
+from ..grid import Axis, Grid
 from ..pipe.chunked_loss import LastLayer, runs_otherwise, values_in_chunks
 from ..tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from .layers import NextTokenLoss, uncapped
+from .layers import NextTokenLoss, softcapped, uncapped
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,11 @@ class LogProbsLoss:
             rank's tokens.
         ignore_index: label value that is left out.
         chunk_tokens: tokens of a chunk, at most; None: compute whole logits.
+        temperature: divides the logits, as in sampling: log-probabilities are those of softmax(logits / temperature).
 
-    Labels are integers (B, T), the token that follows each position, or a dict that has them as ``labels``. The dict's
-    other entries reach ``loss_fn`` as they are.
+    Labels are integers (B, T), the token that follows each position, or a dict that has them as ``labels``. Other
+    entries of the dict that have the labels' shape are cut as the labels are, where the context axis shards the
+    sequence; the rest reach ``loss_fn`` as they are.
     """
 
     grid: Grid
@@ -42,6 +45,7 @@ class LogProbsLoss:
     loss_fn: Callable[[Tensor, Any], Any]
     ignore_index: int = -100
     chunk_tokens: int | None = CHUNK_TOKENS
+    temperature: float = 1.0
 
     def __call__(self, logits: Tensor, labels: Any) -> Any:
         """Return the loss of logits (B, T, V / t), this tensor-parallel rank's shard of the vocabulary."""
@@ -71,15 +75,8 @@ class LogProbsLoss:
 
     def _log_probs(self, logits: Tensor, labels: Tensor, softcap: float | None = None) -> Tensor:
         """Return the log-probability of each label, (B, n)."""
-        return -vocab_parallel_cross_entropy(
-            logits,
-            labels,
-            grid=self.grid,
-            vocab_size=self.vocab_size,
-            ignore_index=self.ignore_index,
-            softcap=softcap,
-            reduction="none",
-        )
+        common: dict[str, Any] = {"ignore_index": self.ignore_index, "softcap": softcap}
+        return label_log_probs(logits, labels, self.grid, self.vocab_size, self.temperature, **common)
 
     def _split(self, labels: Any, length: int | None) -> tuple[Tensor, Any]:
         """Return the labels of this rank's tokens (``length``, or any number), alone and as ``loss_fn`` gets them.
@@ -94,4 +91,56 @@ class LogProbsLoss:
                 "dict that has it as 'labels'"
             )
         mine, _ = self._plain.local(whole, length)
-        return mine, {**labels, "labels": mine} if isinstance(labels, dict) else mine
+        if not isinstance(labels, dict):
+            return mine, mine
+        by_token = [name for name, each in labels.items() if isinstance(each, Tensor) and each.shape == whole.shape]
+        cut = {name: self._plain.local((whole, labels[name]), length)[1] for name in by_token}
+        return mine, labels | cut | {"labels": mine}
+
+
+def label_log_probs(
+    logits: Tensor,
+    labels: Tensor,
+    grid: Grid,
+    vocab_size: int,
+    temperature: float = 1.0,
+    *,
+    ignore_index: int = -100,
+    softcap: float | None = None,
+) -> Tensor:
+    """Return log softmax(logits / temperature) at each label, 0 at ``ignore_index``. Collective over the tensor axis.
+
+    Args:
+        logits: (..., V / t), this tensor-parallel rank's shard of the vocabulary.
+        labels: integers (...).
+        grid, vocab_size, temperature, ignore_index: as for ``LogProbsLoss``.
+        softcap: cap of the logits, if they do not have it yet.
+    """
+    if temperature != 1.0:
+        exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits, softcap = softcapped(exact, softcap) / temperature, None
+    return -vocab_parallel_cross_entropy(
+        logits,
+        labels,
+        grid=grid,
+        vocab_size=vocab_size,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        reduction="none",
+    )
+
+
+def summed_over_context(rows: Tensor, axis: Axis) -> Tensor:
+    """Return the sums of rows over the context axis, for a loss that every rank of it computes from them. Collective.
+
+    Each rank of the axis computes the whole loss and counts 1 / c of it, so its own part has c times the gradient.
+
+    Args:
+        rows: (B,), sums over this rank's tokens.
+        axis: the context axis, of c ranks.
+    """
+    if axis.size == 1:
+        return rows
+    whole = rows.detach().clone()
+    axis.all_reduce(whole)
+    return whole + axis.size * (rows - rows.detach())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,10 @@ import torch
 
 @contextmanager
 def exact() -> Iterator[None]:
-    """Compute in float64: neither transformers' RMSNorm nor TRL's fused head rounds to fp32, but rotary angles do."""
+    """Compute in float64: neither transformers' RMSNorm nor TRL's fused head rounds to fp32.
+
+    Rotary angles stay in fp32, as triax has them: rows that TRL pads on the left differ by their rounding.
+    """
     from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
     from trl.kernels import chunked_divergence, chunked_logprob
 
@@ -25,26 +29,31 @@ def exact() -> Iterator[None]:
         y: torch.Tensor = self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
         return y
 
-    def rotary(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def angles(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
         tensor.float = plain
         try:
-            return angles(self, *args, **kwargs)
+            return rotary(self, x, position_ids)
         finally:
             tensor.float = torch.Tensor.double
 
-    norm, angles, plain = LlamaRMSNorm.forward, LlamaRotaryEmbedding.forward, torch.Tensor.float
-    kernels = [vars(chunked_divergence), vars(chunked_logprob)]
+    norm, rotary, plain = LlamaRMSNorm.forward, LlamaRotaryEmbedding.forward, torch.Tensor.float
+    modules = [
+        chunked_divergence,
+        chunked_logprob,
+        sys.modules.get("trl.trainer.grpo_trainer"),
+    ]  # its rewards are float32
+    spaces = [vars(module) for module in modules if module is not None]
     kind: Any = LlamaRMSNorm
     rope: Any = LlamaRotaryEmbedding
     tensor: Any = torch.Tensor
-    kind.forward, rope.forward, tensor.float = forward, rotary, torch.Tensor.double
-    for kernel in kernels:
-        kernel["torch"] = Torch()
+    kind.forward, rope.forward, tensor.float = forward, angles, torch.Tensor.double
+    for space in spaces:
+        space["torch"] = Torch()
     torch.set_default_dtype(torch.float64)
     try:
         yield
     finally:
-        kind.forward, rope.forward, tensor.float = norm, angles, plain
-        for kernel in kernels:
-            kernel["torch"] = torch
+        kind.forward, rope.forward, tensor.float = norm, rotary, plain
+        for space in spaces:
+            space["torch"] = torch
         torch.set_default_dtype(torch.float32)
