@@ -171,7 +171,8 @@ class DecoderConfig(TransformerConfig):
         norm: ``rms`` (RMSNorm), ``rms_offset`` (RMSNorm with the factor 1 + weight, Gemma's), ``rms_plain`` (without
             parameters), ``layer`` (LayerNorm with a bias), ``layer_offset`` (with the factor 1 + weight, Nemotron's),
             ``layer_weight`` (without a bias, Command R's) or ``layer_plain`` (without parameters, OLMo's).
-        norm_place: ``before`` each branch, ``after`` it (OLMo-2), or ``both`` (Gemma 2).
+        norm_place: ``before`` each branch, ``after`` it (OLMo-2), ``both`` (Gemma 2), or ``sum``: behind the sum of a
+            branch and its input, without a norm before the head (the first transformers; OPT-350m).
         parallel_residual: attention and MLP both take the block's input, and both are added to it.
         shared_norm: one norm for attention and MLP, with ``parallel_residual``.
         hidden_act: activation of the MLP: ``silu``, ``gelu``, ``gelu_new``, ``gelu_pytorch_tanh``, ``gelu_bloom``
@@ -186,6 +187,8 @@ class DecoderConfig(TransformerConfig):
         rope_reversed: rotate the other way round, which is the same model with the halves of each head exchanged.
         rope_interleave: neighboring channels of a head are rotated as a pair; False: channel i of the first half and
             of the second half of the rotated ones.
+        embedding_size: width of the token embeddings and of the head's input, if they are projected to ``hidden_size``
+            and back (OPT-350m); 0: ``hidden_size``.
         scale_embedding: multiply the token embeddings by the square root of ``hidden_size``.
         embedding_multiplier, residual_multiplier: factors of the token embeddings, and of the output of attention and
             of MLP before it is added (Granite).
@@ -275,6 +278,7 @@ class DecoderConfig(TransformerConfig):
     position_offset: int = field(default=0, kw_only=True)
     rope_interleave: bool = field(default=False, kw_only=True)
     rope_reversed: bool = field(default=False, kw_only=True)
+    embedding_size: int = field(default=0, kw_only=True)
     scale_embedding: bool = field(default=False, kw_only=True)
     embedding_multiplier: float = field(default=1.0, kw_only=True)
     residual_multiplier: float = field(default=1.0, kw_only=True)
@@ -323,7 +327,7 @@ class DecoderConfig(TransformerConfig):
     def _check_words(self) -> None:
         known = {
             "norm": ("rms", "rms_offset", "rms_plain", "layer", "layer_offset", "layer_weight", "layer_plain"),
-            "norm_place": ("before", "after", "both"),
+            "norm_place": ("before", "after", "both", "sum"),
             "hidden_act": ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_bloom", "relu", "relu2"),
             "alibi": ("", "added", "rounded"),
             "scoring_func": ("softmax", "sigmoid"),
@@ -487,7 +491,7 @@ class DecoderConfig(TransformerConfig):
     @property
     def layer_count(self) -> int:
         """Number of entries in the model's list of layers, with those of learned positions and a norm in front."""
-        return super().layer_count + self.learned_positions + self.embedding_norm
+        return super().layer_count + self.learned_positions + self.embedding_norm + 2 * bool(self.embedding_size)
 
     @property
     def rotary_dim(self) -> int:
@@ -604,7 +608,8 @@ class DecoderConfig(TransformerConfig):
         experts += 3 * d * shared + (d if shared and self.shared_expert_gate else 0)
         norm = self.norm_count
         norms = 1 if self.shared_norm else 4 if self.norm_place == "both" else 2
-        embeddings = self.vocab_size * d * (1 if self.tie_word_embeddings else 2)
+        embeddings = self.vocab_size * (self.embedding_size or d) * (1 if self.tie_word_embeddings else 2)
+        embeddings += 2 * self.embedding_size * d  # from their width to d, and back
         embeddings += (self.max_position_embeddings + self.position_offset) * d if self.learned_positions else 0
         embeddings += (self.vocab_size if self.head_bias else 0) + (norm if self.embedding_norm else 0)
         kinds = [self.type_of(layer) for layer in range(self.num_hidden_layers)]
@@ -614,7 +619,8 @@ class DecoderConfig(TransformerConfig):
             norms, mixed = 1, kinds.count("mlp") * mlp
         recurrent = 0 if self.linear_attention is None else self.linear_attention.parameter_count(d)
         attention = kinds.count("attention") * self.attention_count + kinds.count("linear_attention") * recurrent
-        return embeddings + attention + blocks * norms * norm + mixed + norm
+        last = 0 if self.norm_place == "sum" else norm
+        return embeddings + attention + blocks * norms * norm + mixed + last
 
 
 @dataclass(frozen=True, repr=False)

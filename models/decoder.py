@@ -20,6 +20,7 @@ from torch import nn
 from ..grid import Grid
 from ..grid.ranges import split
 from ..pipe.spec import LayerSpec
+from ..randomness.random import Normal
 from ..tensor_parallel.norm import LayerNorm, OffsetLayerNorm, OffsetRMSNorm, RMSNorm
 from .alibi import Alibi
 from .config import DecoderConfig
@@ -29,12 +30,14 @@ from .layers import (
     FinalOffsetRMSNorm,
     FinalRMSNorm,
     ResidualBlock,
+    WithoutNorm,
     first_and_last,
 )
 from .mlp import MLP, GatedMLP, check_moe_options, make_moe
 from .packed import attach, detach
 from .positions import PositionEmbedding
 from .recurrent.layers import make_recurrent
+from .replicated_linear import ReplicatedLinear
 from .rope import Rope
 
 # Norms by their names in ``DecoderConfig``: of blocks, before the head, and their arguments.
@@ -85,16 +88,21 @@ def decoder_layers(
         logit_scale=config.logit_scale,
         softcap=config.final_logit_softcapping,
         bias=config.head_bias,
+        width=config.embedding_size,
     )
     common: dict[str, Any] = {"sequence_parallel": sequence_parallel}
     block = _BLOCKS[config.BLOCK]
     _, norm, how = _NORMS[config.norm]
+    last = LayerSpec(norm, config.hidden_size, config.norm_epsilon, **common, **how)
+    widths = [(config.embedding_size, config.hidden_size)] * bool(config.embedding_size)
     return [
         first,
+        *(LayerSpec(Projection, config, *pair, **common) for pair in widths),
         *([LayerSpec(EmbeddingNorm, config, **common)] * config.embedding_norm),
         *([LayerSpec(PositionEmbedding, config, config.position_offset, **common)] * config.learned_positions),
         *(LayerSpec(block, config, i, attention=attention, **common, **moe) for i in range(config.num_hidden_layers)),
-        LayerSpec(norm, config.hidden_size, config.norm_epsilon, **common, **how),
+        LayerSpec(WithoutNorm) if config.norm_place == "sum" else last,
+        *(LayerSpec(Projection, config, *pair[::-1], **common) for pair in widths),
         head,
     ]
 
@@ -112,6 +120,22 @@ class EmbeddingNorm(nn.Module):
         """Normalize x, or the first of ``(x, documents)`` for packed rows."""
         x, documents = detach(x)
         return attach(self.norm(x), documents)
+
+
+class Projection(nn.Module):
+    """Projection between the width of the token embeddings and that of the model: (B, T, K) -> (B, T, N)."""
+
+    def __init__(
+        self, config: DecoderConfig, inputs: int, outputs: int, *, grid: Grid, sequence_parallel: bool = False
+    ) -> None:
+        super().__init__()
+        init = Normal(config.initializer_range)
+        self.linear = ReplicatedLinear(inputs, outputs, grid=grid, init=init, sequence_parallel=sequence_parallel)
+
+    def forward(self, x: Any) -> Any:
+        """Project x, or the first of ``(x, documents)`` for packed rows."""
+        x, documents = detach(x)
+        return attach(self.linear(x), documents)
 
 
 class DecoderBlock(ResidualBlock):

@@ -142,6 +142,7 @@ def first_and_last(
     logit_scale: float = 1.0,
     softcap: float | None = None,
     bias: bool = False,
+    width: int = 0,
 ) -> tuple[LayerSpec, LayerSpec]:
     """Return the specs of the token embedding and of the head.
 
@@ -154,9 +155,10 @@ def first_and_last(
         logit_scale: factor of the logits.
         softcap: cap of the logits, as for ``softcapped``.
         bias: add a bias to a head that is not tied.
+        width: width of the embeddings and of the head's input; 0: ``hidden_size``.
     """
     common: dict[str, Any] = {"init": Normal(config.initializer_range), "sequence_parallel": sequence_parallel}
-    vocab_size, width = config.vocab_size, config.hidden_size
+    vocab_size, width = config.vocab_size, width or config.hidden_size
     further: dict[str, Any] = {} if scale == 1.0 else {"scale": scale}
     cap: dict[str, Any] = {} if softcap is None else {"softcap": softcap}
     cap |= {} if logit_scale == 1.0 else {"logit_scale": logit_scale}
@@ -173,6 +175,8 @@ def first_and_last(
 class ResidualBlock(nn.Module):
     """One transformer layer: x = x + attention(norm1(x)), then x = x + mlp(norm2(x)): (B, T, D) -> (B, T, D).
 
+    With ``norm_place="sum"`` it is x = norm(x + attention(x)), then x = norm(x + mlp(x)).
+
     Dropout acts on the output of attention and of MLP. The MLP may be a mixture of experts, ``MoE``, and attention a
     recurrent layer. A block may also have one of the two alone.
 
@@ -186,7 +190,7 @@ class ResidualBlock(nn.Module):
             block has none.
         make_mlp: the MLP's maker, called as ``make_mlp(config, grid=..., sequence_parallel=...)``; None: the block has
             none.
-        norm_place: the norms are ``before`` the branches, ``after`` them, or ``both``.
+        norm_place: the norms are ``before`` the branches, ``after`` them, ``both``, or behind the ``sum`` with x.
         parallel: attention and MLP both take the block's input, and both are added to it.
         shared_norm: one norm for attention and MLP, with ``parallel``.
         multiplier: factor of the output of attention and of MLP, before it is added.
@@ -194,7 +198,7 @@ class ResidualBlock(nn.Module):
 
     Attributes:
         norm1, norm2: norms before the branches, or None.
-        post_norm1, post_norm2: norms behind the branches, or None.
+        post_norm1, post_norm2: norms behind the branches, or behind the sums, or None.
 
     Raises:
         ValueError: the tensor axis is larger than the number of heads.
@@ -222,7 +226,8 @@ class ResidualBlock(nn.Module):
         common: dict[str, Any] = {"grid": grid, "sequence_parallel": sequence_parallel}
         inits: dict[str, Any] = {"init": Normal(config.initializer_range), "out_init": Normal(config.residual_std)}
         norm = partial(make_norm, config.hidden_size, config.norm_epsilon, **common)
-        before, after = norm_place != "after", norm_place != "before"
+        before, after = norm_place in ("before", "both"), norm_place != "before"
+        self.norms_sums = norm_place == "sum"
         self.norm1 = norm() if before and make_attention is not None else None
         arguments = {"kind": attention, "window": config.sliding_window, **common, **inits, **others}
         heads = config.num_attention_heads
@@ -241,16 +246,19 @@ class ResidualBlock(nn.Module):
         if self.attention is not None:
             added = self._added(self.attention(first, documents), self.post_norm1, self.dropout1)
             if not self.parallel:
-                x = first = x + added
+                x = first = self._summed(x, added, self.post_norm1)
         if self.mlp is None:
             return attach(x, documents)
         second = first if self.norm2 is None else self.norm2(x)
         y = self._added(self._run_mlp(second, documents), self.post_norm2, self.dropout2)
-        return attach(x + added + y if self.parallel else x + y, documents)
+        return attach(x + added + y if self.parallel else self._summed(x, y, self.post_norm2), documents)
 
     def _added(self, y: Tensor, norm: nn.Module | None, dropout: nn.Module) -> Tensor:
         """Return what the block adds to the residual stream for the output of a branch."""
-        return scaled(dropout(normalized(y, norm)), self.multiplier)
+        return scaled(dropout(y if self.norms_sums else normalized(y, norm)), self.multiplier)
+
+    def _summed(self, x: Tensor, added: Tensor, norm: nn.Module | None) -> Tensor:
+        return normalized(x + added, norm) if self.norms_sums else x + added
 
     def _run_mlp(self, x: Tensor, documents: Tensor | None) -> Tensor:
         y: Tensor
@@ -276,6 +284,14 @@ class FinalNorm:
         """Normalize x, and drop the documents: (B, T, D) -> (B, T, D)."""
         y: Tensor = super().forward(detach(x)[0])  # type: ignore[misc]
         return y
+
+
+class WithoutNorm(nn.Module):
+    """Layer in place of the norm before the head, of a model that has none there."""
+
+    def forward(self, x: Any) -> Tensor:
+        """Drop the documents of packed rows: (B, T, D) -> (B, T, D)."""
+        return detach(x)[0]
 
 
 class FinalLayerNorm(FinalNorm, LayerNorm):

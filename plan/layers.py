@@ -301,7 +301,12 @@ def _decoder(config: DecoderConfig, shard_tensor: bool) -> list[LayerShape]:
     experts = Feedforward(config.moe_intermediate_size, True, config.num_experts, config.num_experts_per_tok, shared)
     clamped, biased = config.swiglu_limit is not None, config.selection_bias or config.scoring_func == "sigmoid"
     mixture = _experts(d, experts, shard_tensor, config.shared_expert_gate, config.moe_bias, clamped) if sparse else ()
-    before, behind = config.norm_place != "after", config.norm_place != "before"
+    if config.embedding_size:
+        raise ValueError(
+            f"embedding_size is {config.embedding_size}: the planner does not count projections of the embeddings. "
+            "Plan a model without them"
+        )
+    before, behind = config.norm_place in ("before", "both"), config.norm_place != "before"
     norms = 1 if config.shared_norm else 4 if before and behind else 2
     blocks = []
     for layer in range(config.num_hidden_layers):
@@ -331,7 +336,8 @@ def _decoder(config: DecoderConfig, shard_tensor: bool) -> list[LayerShape]:
     learned = [_positions(config, config.position_offset)] * config.learned_positions
     if config.embedding_norm:
         learned.insert(0, LayerShape("norm", "EmbeddingNorm", d, _norm("norm.", d, kind), norms=1, norm=kind))
-    return [first, *learned, *blocks, _final_norm(d, kind), head]
+    last = LayerShape("norm", "WithoutNorm", d, ()) if config.norm_place == "sum" else _final_norm(d, kind)
+    return [first, *learned, *blocks, last, head]
 
 
 def _attention(config: DecoderConfig) -> tuple[Weight, ...]:

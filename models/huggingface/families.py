@@ -458,20 +458,36 @@ _NANOCHAT_NAMES: Names = {
     **_block(2, mlp__up=f"{_AT}.mlp.fc1.*", mlp__down=f"{_AT}.mlp.fc2.*"),
 }
 _OPT = "model.decoder.layers.{i}"
-_OPT_NAMES: Names = {
-    **_ends("model.decoder.embed_tokens", "model.decoder.final_layer_norm", 2),
-    "layers.1.weight": "model.decoder.embed_positions.weight",
-    **_block(
-        2,
-        norm1=f"{_OPT}.self_attn_layer_norm.*",
-        norm2=f"{_OPT}.final_layer_norm.*",
-        attention__q=f"{_OPT}.self_attn.q_proj.*",
-        attention__kv=(f"{_OPT}.self_attn.k_proj.*", f"{_OPT}.self_attn.v_proj.*"),
-        attention__out=f"{_OPT}.self_attn.out_proj.*",
-        mlp__up=f"{_OPT}.fc1.*",
-        mlp__down=f"{_OPT}.fc2.*",
-    ),
-}
+
+
+def _opt_names(config: Config) -> Names:
+    """Return OPT's table. OPT-350m has its norms behind the sums, no last norm, and narrower embeddings."""
+    before, narrow = config.get("do_layer_norm_before", True), bool(_opt_width(config))
+    first, norms = 2 + narrow, ("norm1", "norm2") if before else ("post_norm1", "post_norm2")
+    ends = _ends("model.decoder.embed_tokens", "model.decoder.final_layer_norm", first)
+    last = f"layers.{{n+{first}}}.*"
+    if not before:
+        del ends[last]
+    if narrow:
+        ends[f"layers.{{n+{first + 2}}}.*"] = ends.pop(f"layers.{{n+{first + 1}}}.*")
+        ends |= {
+            "layers.1.linear.weight": "model.decoder.project_in.weight",
+            f"layers.{{n+{first + 1}}}.linear.weight": "model.decoder.project_out.weight",
+        }
+    names = dict(zip(norms, (f"{_OPT}.self_attn_layer_norm.*", f"{_OPT}.final_layer_norm.*"), strict=True))
+    return {
+        **ends,
+        f"layers.{first - 1}.weight": "model.decoder.embed_positions.weight",
+        **_block(
+            first,
+            **names,
+            attention__q=f"{_OPT}.self_attn.q_proj.*",
+            attention__kv=(f"{_OPT}.self_attn.k_proj.*", f"{_OPT}.self_attn.v_proj.*"),
+            attention__out=f"{_OPT}.self_attn.out_proj.*",
+            mlp__up=f"{_OPT}.fc1.*",
+            mlp__down=f"{_OPT}.fc2.*",
+        ),
+    }
 
 
 def _falcon_names(config: Config) -> Names:
@@ -564,14 +580,26 @@ def _gemma_write(config: DecoderConfig) -> dict[str, Any]:
     return {"hidden_act": config.hidden_act}
 
 
+def _opt_width(config: Config) -> int:
+    """Return the width of the embeddings; 0: it is that of the model."""
+    width = (
+        config["hidden_size"]
+        if config.get("word_embed_proj_dim") is None
+        else _count(config, "word_embed_proj_dim", None, 1)
+    )
+    return 0 if width == config["hidden_size"] else width
+
+
 def _opt_read(config: Config) -> dict[str, Any]:
-    width = config.get("word_embed_proj_dim") or config["hidden_size"]
-    if width != config["hidden_size"]:
-        raise ValueError(
-            f"opt with word_embed_proj_dim={width} unlike hidden_size={config['hidden_size']} is not implemented. "
-            "triax.parallelize shards the Hugging Face model itself."
-        )
-    return {}
+    before = config.get("do_layer_norm_before", True)
+    if not isinstance(before, bool):
+        raise ValueError(f"do_layer_norm_before is {str(before)[:60]}, but must be true or false.")
+    return {"embedding_size": _opt_width(config), "norm_place": "before" if before else "sum"}
+
+
+def _opt_write(config: DecoderConfig) -> dict[str, Any]:
+    width = config.embedding_size or config.hidden_size
+    return {"word_embed_proj_dim": width, "do_layer_norm_before": config.norm_place == "before"}
 
 
 def _bloom_read(config: Config) -> dict[str, Any]:
@@ -1700,7 +1728,7 @@ FAMILIES: dict[str, Family] = {
         "OPT",
         _opt_plan,
         DecoderConfig,
-        _OPT_NAMES,
+        _opt_names,
         {
             **{name: name for name in _SIZES},
             **_TIED,
@@ -1713,12 +1741,12 @@ FAMILIES: dict[str, Family] = {
         {**_LAYER_NORM, "learned_positions": True, "position_offset": 2, "rms_norm_eps": 1e-5},
         {
             **_NO_DROPOUT,
-            "do_layer_norm_before": (True,),
             "_remove_final_layer_norm": (False,),
             "layer_norm_elementwise_affine": (True,),
             "layerdrop": (0.0,),
         },
         read=_opt_read,
+        write=_opt_write,
     ),
     "falcon": Family(
         "Falcon",

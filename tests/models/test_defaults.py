@@ -113,7 +113,7 @@ MORE: dict[str, dict[str, Any]] = {
     "cohere": {"use_qk_norm": True},
     "ernie4_5": {"use_bias": True},
     "stablelm": {"qk_layernorm": True, "use_qkv_bias": True, "use_parallel_residual": True},
-    "opt": {"enable_bias": False},
+    "opt": {"enable_bias": False, "do_layer_norm_before": False, "word_embed_proj_dim": 24},
     "gpt_neox": {"use_parallel_residual": False, "attention_bias": False},
     **{kind: {"norm_topk_prob": False, "rope_interleave": False} for kind in ("deepseek_v3", "kimi_k2")},
     "qwen2_moe": {"qkv_bias": False, "use_sliding_window": True, "norm_topk_prob": True, "decoder_sparse_step": 2},

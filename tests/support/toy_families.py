@@ -16,6 +16,8 @@ _SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "intermediate_size": 44, **_
 _LLAMA = _SIZES | {"num_key_value_heads": 2}
 _FALCON = {name: value for name, value in _SIZES.items() if name != "intermediate_size"} | {"ffn_hidden_size": 44}
 _GEMMA = _LLAMA | {"head_dim": 6}
+_OPT = {name: value for name, value in _SIZES.items() if name != "intermediate_size"}
+_OPT |= {"ffn_dim": 44, "dropout": 0.0, "word_embed_proj_dim": 32}
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
 _LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.1, 1.2, 1.3]}
 _LONG |= {"long_factor": [1.0, 2.0, 3.5, 5.0]}
@@ -179,11 +181,9 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("gpt_neox", _SIZES),
     "gpt_neox-sequential": ("gpt_neox", _SIZES | {"use_parallel_residual": False, "attention_bias": False}),
     "phi": ("phi", _LLAMA),
-    "opt": (
-        "opt",
-        {name: value for name, value in _SIZES.items() if name != "intermediate_size"}
-        | {"ffn_dim": 44, "dropout": 0.0, "word_embed_proj_dim": 32},
-    ),
+    "opt": ("opt", _OPT),
+    "opt-350m": ("opt", _OPT | {"do_layer_norm_before": False, "word_embed_proj_dim": 20}),
+    "opt-narrow": ("opt", _OPT | {"word_embed_proj_dim": 20, "enable_bias": False}),
     "falcon": ("falcon", _FALCON),
     "falcon-40b": ("falcon", _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True}),
     "falcon-alibi": ("falcon", _FALCON | {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}),
@@ -192,9 +192,9 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 # Cases whose models ``parallelize`` and ``hf_layers`` refuse, and the setting for which they do.
-NOT_SHARDED = {"stablelm-norms": "qk_layernorm=True"}
-NOT_LISTED = dict.fromkeys(("falcon-alibi", "falcon-alibi-one-key"), "alibi=True")
-NOT_SHARDED |= NOT_LISTED
+_ALIBI = dict.fromkeys(("falcon-alibi", "falcon-alibi-one-key"), "alibi=True")
+NOT_SHARDED = {"stablelm-norms": "qk_layernorm=True", **_ALIBI}
+NOT_LISTED = {**_ALIBI, "opt-350m": "do_layer_norm_before=False", "opt-narrow": "word_embed_proj_dim=20"}
 # Cases whose rows are longer than what is generated with the KV cache.
 NOT_GENERATED = ("phi3-long-rows", "llama-dynamic-long-rows")
 _DELTA = _LLAMA | {"head_dim": 8, "num_hidden_layers": 4} | {"linear_num_value_heads": 4, "linear_num_key_heads": 2}
