@@ -240,6 +240,7 @@ def check_generated(run: Any, folder: Path, cases: list[str], sizes: Sizes) -> N
 
 
 REPRESENTATIVE = ["mistral", "gemma2", "gpt_neox", "falcon", "qwen3_5_text", "nemotron_h"]
+REPRESENTATIVE += ["granite", "cohere2", "stablelm-norms", "opt-350m", "bloom", "nanochat"]
 
 
 def test_representative_families(ranks: Any, tmp_path: Path) -> None:
