@@ -979,7 +979,6 @@ _COHERE = _like(
         **_HIDDEN_ACT,
         **_LAYER_NORM_EPS,
         **_ATTENTION_BIAS,
-        "head_dim": None,
         "logit_scale": ("logit_scale", 0.0625),
         "qk_norm_per_head": ("use_qk_norm", False),
     },
