@@ -126,6 +126,11 @@ class Rope:
         Returns:
             The rotated q and k, with unchanged shapes.
         """
+        if isinstance(self.scaling, YarnScaling) and self.scaling.llama_4_scaling_beta:
+            places = torch.arange(q.shape[2], device=q.device)[None] if positions is None else positions
+            past = torch.floor(places / self.scaling.original_max_position_embeddings)
+            grown = 1 + self.scaling.llama_4_scaling_beta * torch.log(1 + past)  # (B or 1, T), in float32
+            q = q * grown[:, None, :, None].to(q.dtype)  # which commutes with the rotation
         if positions is None:
             cos, sin = self._rotations(torch.arange(q.shape[2], device=q.device), q.dtype, length)  # (T, dim / 2)
         elif torch.compiler.is_compiling():  # the compiler cannot trace attributes of a tensor that it makes itself

@@ -71,6 +71,8 @@ class YarnScaling:
         mscale, mscale_all_dim: coefficients of ln ``factor`` in the factors of the rotated channels, and of the scores;
             0: not given.
         attention_factor: factor of the rotated channels; None: computed from the other fields.
+        llama_4_scaling_beta: coefficient b of the factor 1 + b ln(1 + floor(i / L)) of the query at position i, with
+            L = ``original_max_position_embeddings`` (Ministral 3); 0: no factor.
         truncate: round the bounds of the interpolation to whole pairs.
 
     Raises:
@@ -85,6 +87,7 @@ class YarnScaling:
     mscale_all_dim: float = 0.0
     attention_factor: float | None = None
     truncate: bool = True
+    llama_4_scaling_beta: float = 0.0
 
     def __post_init__(self) -> None:
         if self.factor < 1.0 or self.original_max_position_embeddings < 1:

@@ -22,6 +22,7 @@ _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
 _KINDS = ("layers_block_type", "hybrid_override_pattern")  # of Nemotron-H: the kind of each block
 _SCALINGS = {"llama3": RopeScaling, "yarn": YarnScaling, "linear": LinearScaling}  # by rope_type
 _SCALINGS |= {"longrope": LongRopeScaling, "dynamic": DynamicScaling}
+_GROWTH = "llama_4_scaling_beta"
 _REQUIRED = {"llama3": ("factor", "low_freq_factor", "high_freq_factor"), "longrope": ("short_factor", "long_factor")}
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"  # types of layers with rotary positions of their own
 _MOST = 10_000  # blocks, and experts of a block
@@ -224,6 +225,8 @@ def _from_hf(config: Config) -> TransformerConfig:
                 f"{config['model_type']} with {key}={_shown(config[key])} is not implemented, only with "
                 f"{key}={' or '.join(map(repr, values))}.{shards}"
             )
+    if family.default_rope and not (config.get("rope_parameters") or config.get("rope_scaling")):
+        config = {**config, "rope_parameters": family.default_rope}
     types = {each.name: each for each in fields(family.config)}
     found: dict[str, Any] = dict(family.flags)
     for ours, place in family.keys.items():
@@ -424,6 +427,8 @@ def _read_rope(config: Config, family: Family) -> dict[str, Any]:
             if rope.get(each.name) is not None:
                 _check_type(config, each.name, rope[each.name], str(each.type))
         given = {each.name: rope.get(each.name) for each in fields(_SCALINGS[kind])}
+        if _GROWTH not in family.rope:  # transformers takes no notice of it
+            given.pop(_GROWTH, None)
         if kind == "longrope":
             given["attention_factor"] = _longrope_factor(config, rope)
         scaled = _SCALINGS[kind](**{name: value for name, value in given.items() if value is not None})
@@ -471,6 +476,8 @@ def _write_rope(config: Any, family: Family) -> dict[str, Any]:
     if config.rope_scaling is not None:
         kind = next(kind for kind, cls in _SCALINGS.items() if isinstance(config.rope_scaling, cls))
         rope |= {"rope_type": kind, **asdict(config.rope_scaling)}
+        if _GROWTH not in family.rope:
+            rope.pop(_GROWTH, None)
         rope |= {key: list(value) for key, value in rope.items() if isinstance(value, tuple)}
     if "partial_rotary_factor" in family.rope:
         rope["partial_rotary_factor"] = config.partial_rotary_factor

@@ -52,8 +52,10 @@ class Family:
         only: key of ``config.json`` -> the values that are supported. The first one is its default, and is written.
         rope: defaults of the rotary positions: ``rope_theta`` and, if the family has it, ``partial_rotary_factor``, and
             ``original_max_position_embeddings`` if the family's class has one;
+            ``llama_4_scaling_beta`` if it has that;
             the same under the names ``rotary_emb_base`` and ``rotary_pct``, if Transformers 4 wrote these. Empty: the
             family has no rotary positions.
+        default_rope: the rotary positions of a file that says nothing of them, if its class does not take the default.
         scalings: the types of ``rope_type`` that the family has, beside ``default``.
         scaled: ``rope_parameters`` where ``config.json`` has none.
         window_size: default of ``sliding_window``.
@@ -87,6 +89,7 @@ class Family:
     embedding_dropout: str = ""
     inverse: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
+    default_rope: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def architecture(self) -> str:
@@ -1257,7 +1260,6 @@ _COHERE = _like(
         **_HIDDEN_ACT,
         **_LAYER_NORM_EPS,
         **_ATTENTION_BIAS,
-        "head_dim": None,
         "logit_scale": ("logit_scale", 0.0625),
         "qk_norm_per_head": ("use_qk_norm", False),
     },
@@ -1300,6 +1302,21 @@ FAMILIES: dict[str, Family] = {
         keys={"num_key_value_heads": ("num_key_value_heads", 8)},
         window="types",
         window_size=4096,
+    ),
+    "ministral3": _like(
+        _LLAMA,
+        "Ministral3",
+        keys={
+            "num_key_value_heads": ("num_key_value_heads", 8),
+            "head_dim": ("head_dim", 128),
+            "rms_norm_eps": ("rms_norm_eps", 1e-5),
+        },
+        rope={"llama_4_scaling_beta": 0.0},
+        scalings=("yarn",),
+        default_rope={"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0}
+        | {"original_max_position_embeddings": 16384, "mscale": 1.0, "mscale_all_dim": 1.0}
+        | {"llama_4_scaling_beta": 0.1},
+        window="all",
     ),
     "internlm3": _like(
         _LLAMA,

@@ -49,10 +49,11 @@ MISTRAL: Names = {
 
 
 def test_a_family_that_the_user_names(tmp_path: Path) -> None:
-    options = _LLAMA | {"vocab_size": 43, "num_key_value_heads": 4, "head_dim": 4, "attention_bias": False}
-    model = make("SeedOss", options)
+    options = _LLAMA | {"vocab_size": 43, "num_key_value_heads": 4, "head_dim": 4, "bos_token_id": 1}
+    options |= {"layer_types": ["full_attention"] * 3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    model = make("Cwm", options)
     model.save_pretrained(tmp_path / "theirs")
-    with pytest.raises(ValueError, match="model_type is 'seed_oss', but the known ones are gpt2, llama"):
+    with pytest.raises(ValueError, match="model_type is 'cwm', but the known ones are gpt2, llama"):
         load_hf(tmp_path / "theirs")
     config = LlamaConfig(
         vocab_size=43,
@@ -61,7 +62,6 @@ def test_a_family_that_the_user_names(tmp_path: Path) -> None:
         num_hidden_layers=3,
         num_attention_heads=8,
         num_key_value_heads=4,
-        rms_norm_eps=1e-6,
         max_position_embeddings=32,
     )
     mine = triax.PipelineModule(load_hf(tmp_path / "theirs", llama_layers(config), names=MISTRAL), grid=Grid()).eval()
@@ -92,8 +92,8 @@ def test_errors_of_folders(tmp_path: Path) -> None:
         ("Llama", {"hidden_act": "gelu", "num_key_value_heads": 2}, "llama with hidden_act='gelu'"),
         (
             "Llama",
-            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            "rope_type='dynamic' is not implemented for llama, only 'default', 'llama3', 'yarn', 'linear'",
+            {"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}},
+            "rope_type='proportional' is not implemented for llama, only 'default', 'llama3', 'yarn', 'linear'",
         ),
     ],
 )
@@ -264,7 +264,7 @@ def run_program(source: str, sizes: list[str], folder: str) -> None:
         pytest.param("sft.py", ["2"], marks=pytest.mark.exhaustive),  # importing trl takes seconds
         ("experts.py", ["1", "1", "2", "2"]),
         ("hf_stages.py", ["2", "2"]),
-        ("seed_oss.py", []),
+        ("cwm.py", []),
         ("shard.py", ["1", "2", "2"]),
         ("plan.py", ["1", "1", "4"]),
         ("plan.py", []),
@@ -285,7 +285,7 @@ def test_the_docs_programs_are_all_run() -> None:
             "finetune.py",
             "experts.py",
             "hf_stages.py",
-            "seed_oss.py",
+            "cwm.py",
             "shard.py",
             "plan.py",
         ),

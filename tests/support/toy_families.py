@@ -92,7 +92,14 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("cohere", _LLAMA),
     "cohere-norms": (
         "cohere",
-        _LLAMA | {"use_qk_norm": True, "attention_bias": True, "logit_scale": 1.5, "tie_word_embeddings": False},
+        _LLAMA
+        | {
+            "use_qk_norm": True,
+            "head_dim": 6,
+            "attention_bias": True,
+            "logit_scale": 1.5,
+            "tie_word_embeddings": False,
+        },
     ),
     "cohere2": ("cohere2", _LLAMA | {"sliding_window": 4, "layer_types": _MIXED}),
     "cohere2-pattern": (
@@ -124,6 +131,16 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo-clipped": ("olmo", _LLAMA | {"clip_qkv": 0.5, "attention_bias": True, "tie_word_embeddings": True}),
     "ministral": ("ministral", _LLAMA | {"sliding_window": 4, "layer_types": _MIXED, "head_dim": 8}),
     "ministral-window": ("ministral", _LLAMA | {"sliding_window": 5, "head_dim": 6}),
+    "ministral3": (
+        "ministral3",
+        _LLAMA | {"head_dim": 6, "rope_parameters": _YARN | {"llama_4_scaling_beta": 0.7}},
+    ),
+    "ministral3-window": (
+        "ministral3",
+        _LLAMA
+        | {"head_dim": 8, "sliding_window": 5, "tie_word_embeddings": True}
+        | {"rope_parameters": _YARN | {"llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
     "internlm3": ("internlm3", _LLAMA | {"head_dim": 6}),
     "internlm3-biases": ("internlm3", _LLAMA | {"head_dim": None, "attention_bias": True, "mlp_bias": True}),
     "hyperclovax": ("hyperclovax", _LLAMA | {"attention_multiplier": 0.2, "residual_multiplier": 0.5}),
