@@ -504,11 +504,12 @@ def test_every_family_has_an_entry_point() -> None:
     assert declared.keys() == {name for name, family in FAMILIES.items() if family.config is not None}
 
 
-@pytest.mark.parametrize("config", [CONFIG, DEEPSEEK], ids=["mixtral", "deepseek"])
+@pytest.mark.parametrize("config", [CONFIG, DEEPSEEK, "gpt_oss", "glm4_moe"], ids=str)
 def test_a_checkpoint_is_exported(tmp_path: Path, config: Any) -> None:
     """Weights and biases under transformers' names; the loads of the step before are left out."""
     import transformers
 
+    config = config_from_hf(make(config)) if isinstance(config, str) else config
     layers = LAYERS[type(config)](config, balance="batch")
     model = triax.PipelineModule(layers, grid=Grid()).eval()
     for name, buffer in model.named_buffers():
