@@ -559,6 +559,11 @@ def _exaone4_read(config: Config) -> dict[str, Any]:
     return {"no_rope_layers": [int(each) for each in slides]}
 
 
+def _exaone4_write(config: DecoderConfig) -> dict[str, Any]:
+    """Write a window where every block is without rotary positions: a model without windows rotates in all blocks."""
+    return {"sliding_window": 4096} if config.no_rope_layers and config.sliding_window is None else {}
+
+
 def _cohere2_read(config: Config) -> dict[str, Any]:
     """Blocks without a window have no rotary positions."""
     depth, types = config["num_hidden_layers"], config.get("layer_types")
@@ -809,7 +814,8 @@ def _exaone_moe_read(config: Config) -> dict[str, Any]:
 def _exaone_moe_write(config: DecoderConfig) -> dict[str, Any]:
     experts = config.shared_expert_intermediate_size // config.moe_intermediate_size
     sparse = [block in config.moe_layers for block in range(config.num_hidden_layers)]
-    return {"num_shared_experts": experts, "mlp_layer_types": [("dense", "sparse")[each] for each in sparse]}
+    types = [("dense", "sparse")[each] for each in sparse]
+    return {**_exaone4_write(config), "num_shared_experts": experts, "mlp_layer_types": types}
 
 
 def _ernie_moe_read(config: Config) -> dict[str, Any]:
@@ -1376,6 +1382,7 @@ FAMILIES: dict[str, Family] = {
         window_size=4096,
         slides=_exaone4_slides,
         read=_exaone4_read,
+        write=_exaone4_write,
     ),
     "arcee": _like(
         _LLAMA,

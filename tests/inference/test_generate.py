@@ -191,7 +191,7 @@ def test_a_folder_names_a_family_and_brings_no_code(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "vocab_size": 300}))
     assert find_model(tmp_path) == tmp_path
     with pytest.raises(
-        ConfigError, match=r"model_type 'mamba', but the installed ones are .*gpt2, .*llama, .*qwen2, qwen3"
+        ConfigError, match=r"model_type 'mamba', but the installed ones are .*gpt2, .*llama, .*qwen2, .*qwen3"
     ):
         family(tmp_path)
     with pytest.raises(ValueError, match=r"no tokenizer.json, and its vocabulary has 300 entries"):

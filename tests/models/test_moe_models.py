@@ -484,17 +484,33 @@ def test_fields_of_checkpoints(config: Any) -> None:
     assert config_from_fields(type(config).__name__, saved) == config
 
 
+@pytest.mark.parametrize("family", ["exaone4", "exaone_moe"])
+def test_windows_that_no_block_has(family: str) -> None:
+    """EXAONE's blocks without a window have no rotary positions, but in a model without windows all have them."""
+    from transformers import AutoConfig
+
+    experts = {} if family == "exaone4" else {"num_experts": 4, "moe_intermediate_size": 8, "first_k_dense_replace": 0}
+    about = AutoConfig.for_model(
+        family,
+        **COMMON | {"layer_types": ["full_attention"] * 2, "sliding_window": 9, "num_key_value_heads": 2} | experts,
+    )
+    config: Any = from_hf(about.to_dict())
+    assert config.no_rope_layers == (0, 0) and config.sliding_window is None
+    assert from_hf(to_hf(config)) == config
+
+
 def test_every_family_has_an_entry_point() -> None:
     """`triax generate` finds a family by its name."""
     declared = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]["entry-points"]["triax.models"]
     assert declared.keys() == {name for name, family in FAMILIES.items() if family.config is not None} | WRAPPERS.keys()
 
 
-@pytest.mark.parametrize("config", [CONFIG, DEEPSEEK], ids=["mixtral", "deepseek"])
+@pytest.mark.parametrize("config", [CONFIG, DEEPSEEK, "gpt_oss", "glm4_moe"], ids=str)
 def test_a_checkpoint_is_exported(tmp_path: Path, config: Any) -> None:
     """Weights and biases under transformers' names; the loads of the step before are left out."""
     import transformers
 
+    config = config_from_hf(make(config)) if isinstance(config, str) else config
     layers = LAYERS[type(config)](config, balance="batch")
     model = triax.PipelineModule(layers, grid=Grid()).eval()
     for name, buffer in model.named_buffers():
