@@ -160,7 +160,8 @@ class DecoderConfig(TransformerConfig):
         no_rope_layers: for each block 1 if it has rotary positions, 0 if it has none; (): all have them.
         norm: ``rms`` (RMSNorm), ``rms_offset`` (RMSNorm with the factor 1 + weight, Gemma's) or ``layer`` (LayerNorm
             with a bias).
-        norm_place: ``before`` each branch, ``after`` it (OLMo-2), or ``both`` (Gemma 2).
+        norm_place: ``before`` each branch, ``after`` it (OLMo-2), ``both`` (Gemma 2), or ``after_attention``: after the
+            branches of blocks with attention, and before those of other blocks (OLMo-Hybrid).
         parallel_residual: attention and MLP both take the block's input, and both are added to it.
         shared_norm: one norm for attention and MLP, with ``parallel_residual``.
         hidden_act: activation of the MLP: ``silu``, ``gelu``, ``gelu_new``, ``gelu_pytorch_tanh``, ``relu`` or
@@ -262,7 +263,7 @@ class DecoderConfig(TransformerConfig):
     def _check_words(self) -> None:
         known = {
             "norm": ("rms", "rms_offset", "layer"),
-            "norm_place": ("before", "after", "both"),
+            "norm_place": ("before", "after", "both", "after_attention"),
             "hidden_act": ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2"),
         }
         for name, values in known.items():

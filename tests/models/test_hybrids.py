@@ -56,7 +56,7 @@ CONFIGS = {
     "delta": DELTA,
     # Heads that the ranks do not share evenly, and fewer groups than ranks.
     "mamba-one-group": replace(MAMBA, linear_attention=Mamba2Sizes(5, 4, 3, use_conv_bias=False, use_bias=True)),
-    "mamba-three-groups": replace(MAMBA, linear_attention=Mamba2Sizes(9, 2, 3, n_groups=3)),
+    "mamba-three-groups": replace(MAMBA, linear_attention=Mamba2Sizes(9, 2, 3, n_groups=3, conv_kernel=1)),
     "delta-one-key": replace(DELTA, linear_attention=DeltaNetSizes(3, 4, 1, 5, conv_kernel=3)),
 }
 
