@@ -163,7 +163,10 @@ def olmo_names(common: Names) -> Callable[[Config], Names]:
         found, sizes = dict(common), _olmo_sizes(config)
         for i, kind in enumerate(_olmo_types(config)):
             ours, theirs = f"layers.{i + 1}", f"model.layers.{i}"
-            middle = [f"{theirs}.post_attention_layernorm.weight", f"{theirs}.feedforward_layer_norm.weight"]
+            middle: list[Pattern] = [
+                f"{theirs}.post_attention_layernorm.weight",
+                f"{theirs}.feedforward_layer_norm.weight",
+            ]
             if kind != _LINEAR:
                 found[f"{ours}.post_norm1.weight"] = middle
                 found[f"{ours}.post_norm2.weight"] = f"{theirs}.post_feedforward_layernorm.weight"
