@@ -26,6 +26,8 @@ def previous(x: Tensor, count: int, axis: Axis) -> Tensor:
         (B, 2, count, C). There are zeros in front of the whole sequence.
     """
     pieces = x.unflatten(1, (2, -1))  # (B, 2, T_local / 2, C)
+    if not count:
+        return pieces[:, :, :0]
     kept = min(count, pieces.shape[2])
     ends = pieces[:, :, pieces.shape[2] - kept :].flatten(1, 2)
     whole = gather(ends, axis, 2 * axis.size * kept, partial=True)  # (B, 2c kept, C), in the order of the sequence

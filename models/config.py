@@ -171,8 +171,9 @@ class DecoderConfig(TransformerConfig):
         norm: ``rms`` (RMSNorm), ``rms_offset`` (RMSNorm with the factor 1 + weight, Gemma's), ``rms_plain`` (without
             parameters), ``layer`` (LayerNorm with a bias), ``layer_offset`` (with the factor 1 + weight, Nemotron's),
             ``layer_weight`` (without a bias, Command R's) or ``layer_plain`` (without parameters, OLMo's).
-        norm_place: ``before`` each branch, ``after`` it (OLMo-2), ``both`` (Gemma 2), or ``sum``: behind the sum of a
-            branch and its input, without a norm before the head (the first transformers; OPT-350m).
+        norm_place: ``before`` each branch, ``after`` it (OLMo-2), ``both`` (Gemma 2), ``after_attention``: after the
+            branches of blocks with attention, and before those of other blocks (OLMo-Hybrid), or ``sum``: behind the
+            sum of a branch and its input, without a norm before the head (the first transformers; OPT-350m).
         parallel_residual: attention and MLP both take the block's input, and both are added to it.
         shared_norm: one norm for attention and MLP, with ``parallel_residual``.
         hidden_act: activation of the MLP: ``silu``, ``gelu``, ``gelu_new``, ``gelu_pytorch_tanh``, ``gelu_bloom``
@@ -327,7 +328,7 @@ class DecoderConfig(TransformerConfig):
     def _check_words(self) -> None:
         known = {
             "norm": ("rms", "rms_offset", "rms_plain", "layer", "layer_offset", "layer_weight", "layer_plain"),
-            "norm_place": ("before", "after", "both", "sum"),
+            "norm_place": ("before", "after", "both", "after_attention", "sum"),
             "hidden_act": ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_bloom", "relu", "relu2"),
             "alibi": ("", "added", "rounded"),
             "scoring_func": ("softmax", "sigmoid"),

@@ -160,7 +160,9 @@ class DecoderBlock(ResidualBlock):
     ) -> None:
         mlp = partial(GatedMLP if config.gated else MLP, activation=config.hidden_act, bias=config.mlp_bias)
         norm, _, how = _NORMS[config.norm]
-        kind = config.type_of(layer)
+        kind, place = config.type_of(layer), config.norm_place
+        if place == "after_attention":
+            place = "after" if kind == "attention" else "before"
         branches: dict[str, Any] = {"make_mlp": partial(make_moe, **moe) if layer in config.moe_layers else mlp}
         if config.one_branch and kind != "mlp":
             branches["make_mlp"] = None
@@ -176,7 +178,7 @@ class DecoderBlock(ResidualBlock):
             sequence_parallel=sequence_parallel,
             attention=attention,
             make_norm=partial(norm, **how),
-            norm_place=config.norm_place,
+            norm_place=place,
             parallel=config.parallel_residual,
             shared_norm=config.shared_norm,
             multiplier=config.residual_multiplier,

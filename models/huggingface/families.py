@@ -1887,6 +1887,17 @@ FAMILIES: dict[str, Family] = {
         read=hybrids.qwen_read,
         write=hybrids.qwen_write,
     ),
+    "olmo_hybrid": _like(
+        _OLMO2,
+        "OlmoHybrid",
+        plan=None,
+        blocks=False,
+        names=hybrids.olmo_names({**_LLAMA_ENDS, **_ATTENTION, **_GATED}),
+        keys={"rms_norm_eps": ("rms_norm_eps", 1e-6)},
+        flags={"norm_place": "after_attention"},
+        read=hybrids.olmo_read,
+        write=hybrids.olmo_write,
+    ),
     "nemotron_h": Family(
         "NemotronH",
         config=DecoderConfig,

@@ -113,6 +113,94 @@ def qwen_names(common: Names, fused: bool) -> Callable[[Config], Names]:
     return names
 
 
+def _olmo_types(config: Config) -> tuple[str, ...]:
+    depth = count_of(config, "num_hidden_layers", 32)
+    types = _words(config, "layer_types", depth) or tuple(_FULL if i % 4 == 3 else _LINEAR for i in range(depth))
+    return types if _FULL in types else (*types[:-1], _FULL)
+
+
+def _olmo_sizes(config: Config) -> DeltaNetSizes:
+    config = {key: value for key, value in config.items() if value is not None}
+    heads = count_of(config, "num_attention_heads", 30)
+    keys = count_of(config, "linear_num_key_heads", heads)
+    dim = count_of(config, "linear_key_head_dim", int(0.75 * count_of(config, "hidden_size", 3840) / keys))
+    return DeltaNetSizes(
+        count_of(config, "linear_num_value_heads", heads),
+        count_of(config, "linear_value_head_dim", 2 * dim),
+        keys,
+        dim,
+        count_of(config, "linear_conv_kernel_dim", 4),
+        flag_of(config, "linear_allow_neg_eigval", True),
+        norm_eps=1e-5,  # whatever rms_norm_eps is
+    )
+
+
+def olmo_read(config: Config) -> dict[str, Any]:
+    """Return the fields of the recurrent layers of an OLMo-Hybrid, and of its positions, which may be none."""
+    types, rope = _olmo_types(config), config.get("rope_scaling") or config.get("rope_parameters") or {}
+    found = {"layer_types": types, "linear_attention": _olmo_sizes(config) if _LINEAR in types else None}
+    theta = rope["rope_theta"] if "rope_theta" in rope else config.get("rope_theta", 1e4)
+    return found | ({"no_rope_layers": (0,) * len(types)} if theta is None else {})
+
+
+def olmo_write(config: DecoderConfig) -> dict[str, Any]:
+    """Return the keys of the recurrent layers of an OLMo-Hybrid, and of its positions if it has none."""
+    found, sizes = qwen_write(config), config.linear_attention
+    if isinstance(sizes, DeltaNetSizes):
+        found["linear_allow_neg_eigval"] = sizes.allow_neg_eigval
+    if config.no_rope_layers:
+        found |= {"rope_parameters": {"rope_type": "default", "rope_theta": None}, "rope_theta": None}
+    return found
+
+
+def olmo_names(common: Names) -> Callable[[Config], Names]:
+    """Return the function that makes the table of an OLMo-Hybrid, from the names of all but norms and recurrent layers.
+
+    Files have other names of two norms, and a tensor of each convolution.
+    """
+
+    def names(config: Config) -> Names:
+        found, sizes = dict(common), _olmo_sizes(config)
+        for i, kind in enumerate(_olmo_types(config)):
+            ours, theirs = f"layers.{i + 1}", f"model.layers.{i}"
+            middle: list[Pattern] = [
+                f"{theirs}.post_attention_layernorm.weight",
+                f"{theirs}.feedforward_layer_norm.weight",
+            ]
+            if kind != _LINEAR:
+                found[f"{ours}.post_norm1.weight"] = middle
+                found[f"{ours}.post_norm2.weight"] = f"{theirs}.post_feedforward_layernorm.weight"
+                continue
+            found[f"{ours}.norm1.weight"] = [
+                f"{theirs}.input_layernorm.weight",
+                f"{theirs}.attention_layer_norm.weight",
+            ]
+            found[f"{ours}.norm2.weight"] = middle
+            found |= _olmo_delta_net(f"{ours}.attention", f"{theirs}.linear_attn", sizes)
+        return found
+
+    return names
+
+
+def _olmo_delta_net(ours: str, theirs: str, sizes: DeltaNetSizes) -> Names:
+    keys, values = sizes.num_key_heads * sizes.key_head_dim, sizes.num_value_heads * sizes.value_head_dim
+    conv = _parts(f"{theirs}.conv1d.weight", {f"{ours}.conv_pair": 2 * keys, f"{ours}.conv_value": values})
+    q, k, v, b, a, g, o = (f"{theirs}.{name}_proj.weight" for name in "qkvbago")
+    qc, kc, vc = (f"{theirs}.{name}_conv1d.weight" for name in "qkv")
+    return {
+        f"{ours}.a_log": f"{theirs}.A_log",
+        f"{ours}.dt_bias": f"{theirs}.dt_bias",
+        f"{ours}.norm.weight": f"{theirs}.o_norm.weight",
+        f"{ours}.pair.weight": (q, k),
+        f"{ours}.value.weight": v,
+        f"{ours}.gate.weight": g,
+        f"{ours}.numbers.weight": (b, a),
+        f"{ours}.out.weight": o,
+        f"{ours}.conv_pair": [conv[f"{ours}.conv_pair"], (qc, kc)],
+        f"{ours}.conv_value": [conv[f"{ours}.conv_value"], vc],
+    }
+
+
 def _delta_net_names(ours: str, theirs: str, sizes: DeltaNetSizes, fused: bool) -> Names:
     keys, values = sizes.num_key_heads * sizes.key_head_dim, sizes.num_value_heads * sizes.value_head_dim
     found: dict[str, Pattern] = {

@@ -35,6 +35,7 @@ class GatedDeltaNet(RecurrentMixer):
         key_heads: number of heads of queries and keys, a divisor of ``heads``.
         key_dim: K, the width of a key's head.
         kernel: width of the convolution.
+        largest_beta: factor of the sigmoid that gives beta: 1, or 2 for transitions with negative eigenvalues.
         eps: epsilon of the norm.
         grid, init, out_init, sequence_parallel: as for ``RecurrentMixer``; the two vectors of a group are q and k, and
             the numbers of a head are b and a.
@@ -52,6 +53,7 @@ class GatedDeltaNet(RecurrentMixer):
         key_heads: int,
         key_dim: int,
         kernel: int = 4,
+        largest_beta: float = 1.0,
         eps: float = 1e-6,
         grid: Grid,
         init: Distribution,
@@ -75,12 +77,13 @@ class GatedDeltaNet(RecurrentMixer):
             out_init=out_init,
             sequence_parallel=sequence_parallel,
         )
+        self.largest_beta = largest_beta
         # A rank's gradient comes from its own heads alone: partial, as a norm's on sequence shards.
         self.norm = RMSNorm(head_dim, eps, grid=grid, sequence_parallel=True)
 
     def _rates(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         b, a = numbers.chunk(2, -1)
-        return -F.softplus(a + self.dt_bias) * self.a_log.to(a.dtype).exp(), b.sigmoid()
+        return -F.softplus(a + self.dt_bias) * self.a_log.to(a.dtype).exp(), self.largest_beta * b.sigmoid()
 
     def _recur(
         self, value: Tensor, first: Tensor, second: Tensor, logarithms: Tensor, strengths: Tensor, **others: Any

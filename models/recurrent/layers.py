@@ -43,6 +43,7 @@ def make_recurrent(
         key_heads=sizes.num_key_heads,
         key_dim=sizes.key_head_dim,
         kernel=sizes.conv_kernel,
-        eps=eps,
+        largest_beta=2.0 if sizes.allow_neg_eigval else 1.0,
+        eps=eps if sizes.norm_eps is None else sizes.norm_eps,
         **place,
     )

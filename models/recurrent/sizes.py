@@ -89,6 +89,9 @@ class DeltaNetSizes(_Sizes):
         num_key_heads: number of heads of queries and keys, a divisor of ``num_value_heads``.
         key_head_dim: width of a key's head.
         conv_kernel: width of the convolution.
+        allow_neg_eigval: beta is from 0 to 2, not to 1, so that a state's transition may have negative eigenvalues
+            (Grazzi et al. 2024, arXiv:2411.12537).
+        norm_eps: epsilon of the layer's norm; None: of the model's norms.
 
     Raises:
         ValueError: a size below 1, or ``num_key_heads`` does not divide ``num_value_heads``.
@@ -99,6 +102,8 @@ class DeltaNetSizes(_Sizes):
     num_key_heads: int
     key_head_dim: int
     conv_kernel: int = 4
+    allow_neg_eigval: bool = False
+    norm_eps: float | None = None
 
     @property
     def heads(self) -> int:

@@ -16,9 +16,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import triax
-from triax.models.config import RopeScaling
+from triax.models.config import DecoderConfig, RopeScaling
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.models.llama import LlamaConfig, llama_layers
+from triax.models.recurrent.sizes import DeltaNetSizes
 
 from checkpoint_jobs import command
 
@@ -235,6 +236,19 @@ MODELS: dict[str, Any] = {
     "qwen2": LlamaConfig(
         53, 32, 24, 2, 4, num_key_value_heads=2, intermediate_size=40, qkv_bias=True, tie_word_embeddings=True
     ),
+    # Tensors of which several parameters have rows, which do not follow one another.
+    "qwen3_5_text": DecoderConfig(
+        *(53, 32, 24, 2, 4),
+        num_key_value_heads=2,
+        intermediate_size=40,
+        head_dim=8,
+        partial_rotary_factor=0.25,
+        norm="rms_offset",
+        qk_norm=True,
+        attn_output_gate=True,
+        layer_types=("linear_attention", "full_attention"),
+        linear_attention=DeltaNetSizes(4, 6, 2, 5),
+    ),
 }
 
 
@@ -267,6 +281,7 @@ def content(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         ("gpt2-untied", (1, 1, 1), False),
         ("llama", (1, 2, 2), True),
         ("qwen2", (2, 1, 1), False),
+        ("qwen3_5_text", (1, 1, 2), True),
     ],
 )
 def test_transformers_reads_what_is_exported(

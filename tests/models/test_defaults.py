@@ -124,6 +124,7 @@ MORE: dict[str, dict[str, Any]] = {
     "llama4_text": {"use_qk_norm": False},
     "flex_olmo": {"norm_topk_prob": True},
     "qwen3_moe": {"norm_topk_prob": True, "decoder_sparse_step": 2},
+    "olmo_hybrid": _DELTA | {"linear_num_value_heads": 3, "linear_num_key_heads": 3, "linear_allow_neg_eigval": False},
     "qwen3_5_text": _DELTA,
     "qwen3_next": _DELTA | {"norm_topk_prob": False, "decoder_sparse_step": 2, "shared_expert_intermediate_size": 28},
     "nemotron_h": {"mamba_num_heads": 6, "mamba_head_dim": 7, "ssm_state_size": 9, "n_groups": 2, "conv_kernel": 3}

@@ -3,7 +3,7 @@ generation from the states of the cache is the forward pass of the whole sequenc
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from triax.models.config import DecoderConfig, config_from_fields
 from triax.models.decoder import decoder_layers
 from triax.models.layers import NextTokenLoss
 from triax.models.recurrent.sizes import DeltaNetSizes, Mamba2Sizes
+from triax.plan.layers import layers_of
 
 VOCABULARY, ROWS = 37, 4
 _COMMON: dict[str, Any] = {
@@ -55,7 +56,7 @@ CONFIGS = {
     "delta": DELTA,
     # Heads that the ranks do not share evenly, and fewer groups than ranks.
     "mamba-one-group": replace(MAMBA, linear_attention=Mamba2Sizes(5, 4, 3, use_conv_bias=False, use_bias=True)),
-    "mamba-three-groups": replace(MAMBA, linear_attention=Mamba2Sizes(9, 2, 3, n_groups=3)),
+    "mamba-three-groups": replace(MAMBA, linear_attention=Mamba2Sizes(9, 2, 3, n_groups=3, conv_kernel=1)),
     "delta-one-key": replace(DELTA, linear_attention=DeltaNetSizes(3, 4, 1, 5, conv_kernel=3)),
 }
 
@@ -319,8 +320,6 @@ def test_generation(ranks: Any) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_configuration_counts_its_parameters_and_is_rebuilt(name: str) -> None:
-    from dataclasses import asdict
-
     config = CONFIGS[name]
     assert config.parameter_count == sum(parameter.numel() for parameter in model(config).parameters())
     assert config_from_fields("DecoderConfig", asdict(config)) == config
@@ -343,3 +342,6 @@ def test_what_does_not_fit_is_refused() -> None:
         DeltaNetSizes(4, 4, 2, 4, conv_kernel=0)
     with pytest.raises(ValueError, match="heads of linear_attention"):
         replace(MAMBA, linear_attention=Mamba2Sizes(2, 4, 4)).check_tensor(4)
+    for config in (MAMBA, DELTA):
+        with pytest.raises(ValueError, match="triax plan does not count blocks of 'linear_attention', of which"):
+            layers_of(config)

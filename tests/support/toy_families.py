@@ -226,6 +226,19 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"attention_bias": True, "linear_num_key_heads": 4, "linear_conv_kernel_dim": 3, "num_hidden_layers": 3}
         | {"layer_types": ["full_attention", "linear_attention", "full_attention"], "tie_word_embeddings": True},
     ),
+    # Queries, keys and values of equal widths: transformers 5.23 saves their convolution in three equal parts.
+    "olmo_hybrid": (
+        "olmo_hybrid",
+        _DELTA
+        | {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_value_head_dim": 3}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
+    ),
+    "olmo_hybrid-rope": (
+        "olmo_hybrid",
+        _LLAMA
+        | {"layer_types": ["full_attention", "linear_attention", "linear_attention"], "linear_num_key_heads": 2}
+        | {"linear_value_head_dim": 6, "linear_allow_neg_eigval": False, "rms_norm_eps": 1e-3},
+    ),
     "nemotron_h": (
         "nemotron_h",
         {name: value for name, value in _LLAMA.items() if name != "num_hidden_layers"}
