@@ -311,8 +311,8 @@ def find_model(run: str | Path) -> Path:
             return folder
     reason = "has neither config.json nor model/config.json" if found.is_dir() else "does not exist"
     raise ConfigError(
-        f"{run} {reason}. Give a folder as transformers saves it, a run of triax train, or an id of the Hub, such as "
-        "Qwen/Qwen3-0.6B."
+        f"{run} {reason}. Give a folder as transformers saves it, or a run of triax train, or an id of the Hub, such "
+        "as Qwen/Qwen3-0.6B."
     )
 
 

@@ -96,7 +96,7 @@ class Repeated:
 
 
 @dataclass(frozen=True)
-class Renamed:
+class FolderName:
     """Name of a tensor in a folder, and its name in a live model, under which it is read too."""
 
     name: str
@@ -138,7 +138,7 @@ def swapped(lengths: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*lengths[:-2], *lengths[:-3:-1])
 
 
-Pattern = str | tuple[str, ...] | Transposed | OneRow | PerExpert | PerHead | Fused | RowsOf | Repeated | Renamed
+Pattern = str | tuple[str, ...] | Transposed | OneRow | PerExpert | PerHead | Fused | RowsOf | Repeated | FolderName
 # triax's name -> Hugging Face's. {i} is the block's index, {n} the number of blocks, a final * both weight and bias.
 # A list has the form that is written, then another form that is read too.
 Names = Mapping[str, "Pattern | list[Pattern]"]
@@ -198,7 +198,7 @@ def _entry(
     if isinstance(form, Repeated):
         first, *again = (_written(name, ending, numbers) for name in (form.name, *form.again))
         return Entry((first,), other=other, again=tuple(again))
-    if isinstance(form, Renamed):
+    if isinstance(form, FolderName):
         first, live = (_written(name, ending, numbers) for name in (form.name, form.live))
         return Entry((first,), live=(live,), other=Entry((live,), other=other))
     transposed = isinstance(form, Transposed)

@@ -42,7 +42,7 @@ from ..layers import scaled, softcapped
 from .config import read_config, without_modules
 from .families import FAMILIES
 from .load import load_hf
-from .names import Names, OneRow, Renamed, expand
+from .names import FolderName, Names, OneRow, expand
 from .parallelize import shard_part
 from .vision_layers import Projector, VisionBlock, VisionEmbedding, VisionTower
 
@@ -215,12 +215,12 @@ class HFVisionModel:
         found: dict[str, Any] = {}
         for ours, theirs in self.tower.names().items():
             older = theirs.replace("vision_tower.", "vision_tower.vision_model.", 1)
-            found[f"layers.{ours}"] = [Renamed(theirs, f"model.{theirs}"), older]
+            found[f"layers.{ours}"] = [FolderName(theirs, f"model.{theirs}"), older]
         for ours, entry in expand(self.text.names(), self.text.config.num_hidden_layers).items():
             _, index, rest = ours.split(".", 2)
             (theirs,) = entry.theirs
             live = theirs if theirs.startswith("lm_head.") else theirs.replace("model.", "model.language_model.", 1)
-            found[f"layers.{int(index) + self.first}.{rest}"] = Renamed(f"language_model.{theirs}", live)
+            found[f"layers.{int(index) + self.first}.{rest}"] = FolderName(f"language_model.{theirs}", live)
         return found
 
     def __eq__(self, other: object) -> bool:

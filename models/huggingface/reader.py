@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...base.errors import ConfigError
 from ...base.files import read_object
@@ -145,7 +145,8 @@ class _Model:
         named = ((text_name(name) if whole else name, tensor) for name, tensor in model.state_dict().items())
         self._weights = {name: tensor.detach() for name, tensor in named if name is not None}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._weights.items()}
-        self.frozen = frozenset(name for name, each in model.named_parameters() if not each.requires_grad)
+        parameters = model.named_parameters() if isinstance(model, nn.Module) else ()
+        self.frozen = frozenset(name for name, each in parameters if not each.requires_grad)
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """Read a part of a tensor."""
