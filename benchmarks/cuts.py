@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import triax
 from triax.pipe.partition import uniform
 
-MICROBATCHES = 8
+MICROBATCHES = 4
 SGD = partial(torch.optim.SGD, lr=1e-4)
 
 
@@ -125,9 +125,9 @@ class Case:
 
 def vocabulary() -> Case:
     """A head of 262,144 words, an embedding that computes nothing forward, and 10 blocks."""
-    words, width = 262_144, 64
-    blocks = [triax.LayerSpec(Mixer, width, "mlp", 2048) for _ in range(10)]
-    ids = torch.randint(words, (2, 33), generator=torch.Generator().manual_seed(0))
+    words, width = 262_144, 32
+    blocks = [triax.LayerSpec(Mixer, width, "mlp", 8192) for _ in range(10)]
+    ids = torch.randint(words, (1, 33), generator=torch.Generator().manual_seed(0))
     head = triax.LayerSpec(nn.Linear, width, words, bias=False)
     return Case([triax.LayerSpec(nn.Embedding, words, width), *blocks, head], ids[:, :-1], ids[:, 1:], [0, 7, 12])
 
@@ -136,7 +136,7 @@ def hybrid() -> Case:
     """Three kinds of layers, of which the dear ones, recurrences, lie at the end."""
     kinds = ["attention", "mlp", "mlp"] * 3 + ["attention", "recurrence", "recurrence", "recurrence"]
     layers = [triax.LayerSpec(Mixer, 128, kind, 256) for kind in kinds]
-    x, y = torch.randn(2, 4, 128, 128, generator=torch.Generator().manual_seed(0))
+    x, y = torch.randn(2, 2, 64, 128, generator=torch.Generator().manual_seed(0))
     return Case(layers, x, y, [0, 9, 13], token_loss=False)
 
 
@@ -146,14 +146,14 @@ def tower() -> Case:
     layers = [triax.LayerSpec(Patches, *each) for each in sizes]
     layers += [triax.LayerSpec(Mixer, 128, "mlp", 512) for _ in range(8)] + [triax.LayerSpec(nn.Linear, 128, 1000)]
     generator = torch.Generator().manual_seed(0)
-    images = torch.randn(4, 3, 48, 48, generator=generator)
-    return Case(layers, images, torch.randint(1000, (4, 64), generator=generator), [0, 6, 13])
+    images = torch.randn(2, 3, 32, 32, generator=generator)
+    return Case(layers, images, torch.randint(1000, (2, 64), generator=generator), [0, 6, 13])
 
 
 def slow_rank() -> Case:
     """12 equal blocks on two ranks, of which the second takes twice as long for each."""
     layers = [triax.LayerSpec(Slowed, 128, 512) for _ in range(12)]
-    x, y = torch.randn(2, 4, 64, 128, generator=torch.Generator().manual_seed(0))
+    x, y = torch.randn(2, 2, 64, 128, generator=torch.Generator().manual_seed(0))
     return Case(layers, x, y, [0, 8, 12], token_loss=False)
 
 
