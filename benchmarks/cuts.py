@@ -3,6 +3,9 @@
     python benchmarks/cuts.py                            # a large vocabulary, a hybrid, a tower, a slow rank
     python benchmarks/cuts.py --cases tower --rounds 21
 
+The cases "asleep" have layers that sleep instead of computing, as those of a device that the host waits for, and take
+no core: other programs on the machine disturb them little.
+
 All cuts of a model live in the same two gloo processes, one thread each, and take turns: each round runs each of them
 once, beginning one further down the list than the round before. The layers are measured before in the same processes.
 Quoted are medians over rounds of the slowest rank's time, optimizer included, and of its ratio to the uniform cut's in
@@ -12,7 +15,8 @@ the same round. Each cut must have computed the same gradients before it is time
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -99,6 +103,24 @@ class _Again(torch.autograd.Function):
         return gradients[0], None
 
 
+class Asleep(nn.Module):
+    """Linear layer that sleeps as long as it would compute elsewhere, and twice as long backward; it takes no core.
+
+    Args:
+        seconds: of the forward pass.
+        slower: the second rank takes so many times longer.
+    """
+
+    def __init__(self, seconds: float, slower: float, grid: triax.Grid) -> None:
+        super().__init__()
+        self.linear, self.seconds = nn.Linear(16, 16), seconds * (slower if grid.rank == 1 else 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        y: Tensor = self.linear(_Again.apply(x, partial(time.sleep, self.seconds)))
+        return y
+
+
 @dataclass(frozen=True)
 class Case:
     """A model, its data, and the cut that one would write by hand.
@@ -157,7 +179,18 @@ def slow_rank() -> Case:
     return Case(layers, x, y, [0, 8, 12], token_loss=False)
 
 
+def asleep(milliseconds: Sequence[float], hand: int, slower: float = 1.0) -> Case:
+    """Layers that sleep, for a machine on which other programs run."""
+    layers = [triax.LayerSpec(Asleep, each / 1e3, slower) for each in milliseconds]
+    x, y = torch.randn(2, 2, 16, generator=torch.Generator().manual_seed(0))
+    return Case(layers, x, y, [0, hand, len(layers)], token_loss=False)
+
+
 CASES: dict[str, Callable[[], Case]] = {
+    "vocabulary, asleep": partial(asleep, [0.0, *[8.0] * 10, 40.0], 7),
+    "hybrid, asleep": partial(asleep, [*[4.0, 8.0, 8.0] * 3, 4.0, 24.0, 24.0, 24.0], 9),
+    "tower, asleep": partial(asleep, [30.0, 30.0, 20.0, 10.0, *[6.0] * 8, 2.0], 6),
+    "slow rank, asleep": partial(asleep, [8.0] * 12, 7, 2.0),
     "vocabulary": vocabulary,
     "hybrid": hybrid,
     "tower": tower,
