@@ -3,6 +3,9 @@
     python benchmarks/cuts.py                            # a large vocabulary, a hybrid, a tower, a slow rank
     python benchmarks/cuts.py --cases tower --rounds 21
 
+The cases "asleep" have layers that sleep instead of computing, as those of a device that the host waits for, and take
+no core: other programs on the machine disturb them little.
+
 All cuts of a model live in the same two gloo processes, one thread each, and take turns: each round runs each of them
 once, beginning one further down the list than the round before. The layers are measured before in the same processes.
 Quoted are medians over rounds of the slowest rank's time, optimizer included, and of its ratio to the uniform cut's in
@@ -12,7 +15,8 @@ the same round. Each cut must have computed the same gradients before it is time
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -26,7 +30,7 @@ from torch import Tensor, nn
 import triax
 from triax.pipe.partition import uniform
 
-MICROBATCHES = 8
+MICROBATCHES = 4
 SGD = partial(torch.optim.SGD, lr=1e-4)
 
 
@@ -99,6 +103,24 @@ class _Again(torch.autograd.Function):
         return gradients[0], None
 
 
+class Asleep(nn.Module):
+    """Linear layer that sleeps as long as it would compute elsewhere, and twice as long backward; it takes no core.
+
+    Args:
+        seconds: of the forward pass.
+        slower: the second rank takes so many times longer.
+    """
+
+    def __init__(self, seconds: float, slower: float, grid: triax.Grid) -> None:
+        super().__init__()
+        self.linear, self.seconds = nn.Linear(16, 16), seconds * (slower if grid.rank == 1 else 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        y: Tensor = self.linear(_Again.apply(x, partial(time.sleep, self.seconds)))
+        return y
+
+
 @dataclass(frozen=True)
 class Case:
     """A model, its data, and the cut that one would write by hand.
@@ -125,9 +147,9 @@ class Case:
 
 def vocabulary() -> Case:
     """A head of 262,144 words, an embedding that computes nothing forward, and 10 blocks."""
-    words, width = 262_144, 64
-    blocks = [triax.LayerSpec(Mixer, width, "mlp", 2048) for _ in range(10)]
-    ids = torch.randint(words, (2, 33), generator=torch.Generator().manual_seed(0))
+    words, width = 262_144, 32
+    blocks = [triax.LayerSpec(Mixer, width, "mlp", 8192) for _ in range(10)]
+    ids = torch.randint(words, (1, 33), generator=torch.Generator().manual_seed(0))
     head = triax.LayerSpec(nn.Linear, width, words, bias=False)
     return Case([triax.LayerSpec(nn.Embedding, words, width), *blocks, head], ids[:, :-1], ids[:, 1:], [0, 7, 12])
 
@@ -136,7 +158,7 @@ def hybrid() -> Case:
     """Three kinds of layers, of which the dear ones, recurrences, lie at the end."""
     kinds = ["attention", "mlp", "mlp"] * 3 + ["attention", "recurrence", "recurrence", "recurrence"]
     layers = [triax.LayerSpec(Mixer, 128, kind, 256) for kind in kinds]
-    x, y = torch.randn(2, 4, 128, 128, generator=torch.Generator().manual_seed(0))
+    x, y = torch.randn(2, 2, 64, 128, generator=torch.Generator().manual_seed(0))
     return Case(layers, x, y, [0, 9, 13], token_loss=False)
 
 
@@ -146,18 +168,29 @@ def tower() -> Case:
     layers = [triax.LayerSpec(Patches, *each) for each in sizes]
     layers += [triax.LayerSpec(Mixer, 128, "mlp", 512) for _ in range(8)] + [triax.LayerSpec(nn.Linear, 128, 1000)]
     generator = torch.Generator().manual_seed(0)
-    images = torch.randn(4, 3, 48, 48, generator=generator)
-    return Case(layers, images, torch.randint(1000, (4, 64), generator=generator), [0, 6, 13])
+    images = torch.randn(2, 3, 32, 32, generator=generator)
+    return Case(layers, images, torch.randint(1000, (2, 64), generator=generator), [0, 6, 13])
 
 
 def slow_rank() -> Case:
     """12 equal blocks on two ranks, of which the second takes twice as long for each."""
     layers = [triax.LayerSpec(Slowed, 128, 512) for _ in range(12)]
-    x, y = torch.randn(2, 4, 64, 128, generator=torch.Generator().manual_seed(0))
+    x, y = torch.randn(2, 2, 64, 128, generator=torch.Generator().manual_seed(0))
     return Case(layers, x, y, [0, 8, 12], token_loss=False)
 
 
+def asleep(milliseconds: Sequence[float], hand: int, slower: float = 1.0) -> Case:
+    """Layers that sleep, for a machine on which other programs run."""
+    layers = [triax.LayerSpec(Asleep, each / 1e3, slower) for each in milliseconds]
+    x, y = torch.randn(2, 2, 16, generator=torch.Generator().manual_seed(0))
+    return Case(layers, x, y, [0, hand, len(layers)], token_loss=False)
+
+
 CASES: dict[str, Callable[[], Case]] = {
+    "vocabulary, asleep": partial(asleep, [0.0, *[8.0] * 10, 40.0], 7),
+    "hybrid, asleep": partial(asleep, [*[4.0, 8.0, 8.0] * 3, 4.0, 24.0, 24.0, 24.0], 9),
+    "tower, asleep": partial(asleep, [30.0, 30.0, 20.0, 10.0, *[6.0] * 8, 2.0], 6),
+    "slow rank, asleep": partial(asleep, [8.0] * 12, 7, 2.0),
     "vocabulary": vocabulary,
     "hybrid": hybrid,
     "tower": tower,

@@ -7,6 +7,7 @@ them are slower.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -59,7 +60,7 @@ def measure_layers(
         layers, grid, loss_fn, dtype, seed: as for ``PipelineModule``.
         microbatch: ``(inputs, labels)``, or a dict, as the engine's data has them; on every rank.
         options: the engine's options, of which precision, ZeRO, optimizer and recomputation count.
-        repeats: passes of which the median is taken.
+        repeats: passes of which the least time is taken, as that of other programs on the machine is not the layer's.
 
     Raises:
         OptionError: an option with which layers cannot be measured one by one.
@@ -142,7 +143,7 @@ def _measure(
         y, _ = forward(map_tensors(leaf, x))
     kept, output = meter.saved, map_tensors(Tensor.detach, y)
     del y
-    times: list[tuple[float, float, float]] = []
+    least = [math.inf] * 3  # of the forward pass, the input gradient and the whole backward pass
     grid.world.barrier()
     for _ in range(repeats + 1):
         leaves = map_tensors(leaf, x)
@@ -158,11 +159,12 @@ def _measure(
         begin = marked()
         if roots:
             torch.autograd.backward(roots, [torch.ones_like(each) for each in roots])
-        whole = marked() - begin
-        times.append((passed - start, min(inputs, whole), max(0.0, whole - inputs)))
-    first, second, third = (median(column) for column in zip(*times[1:], strict=True))
+        taken = passed - start, inputs, marked() - begin
+        least = [min(pair) for pair in zip(least, taken, strict=True)]
+    first, second, whole = least
     sent = sum(each.nbytes for each in tensors_of(output))
-    return LayerCost(first, second, third, kept=float(kept), output=float(sent)), output
+    cost = LayerCost(first, min(second, whole), max(0.0, whole - second), kept=float(kept), output=float(sent))
+    return cost, output
 
 
 def _states(parameter: nn.Parameter, options: EngineOptions, grid: Grid) -> float:
@@ -211,6 +213,6 @@ def _messages(grid: Grid, size: float) -> tuple[float, float]:
                 (grid.pipe.send(data, other, _TAG) if sends else grid.pipe.receive(data, other, _TAG)).wait()
             grid.synchronize()
             taken.append((time.perf_counter() - start) / 2)
-        seconds.append(median(taken[1:]) if taken else 0.0)
+        seconds.append(min(taken, default=0.0))
     grid.world.barrier()
     return seconds[0], max(0.0, seconds[1] - seconds[0]) / max(2, int(size))

@@ -17,6 +17,8 @@ from triax import Grid, LayerCost, LayerCosts, LayerSpec, PipelineModule
 from triax.base.option_error import OptionError
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 
+from paths import DOCS
+from readme_blocks import programs
 from toys import error_text, mean_loss, random_pair, same
 
 GPT = GPTConfig(vocab_size=64, max_position_embeddings=8, hidden_size=16, num_hidden_layers=3, num_attention_heads=2)
@@ -209,3 +211,11 @@ def test_options_that_layers_alone_cannot_have() -> None:
     for given, words in cases:
         options: Any = triax.EngineOptions(batch=BATCH, **given)
         assert words in error_text(partial(triax.measure_layers, layers, pair, options=options))
+
+
+def test_the_program_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
+    found: dict[str, Any] = {"__name__": "cut"}
+    exec(programs((DOCS / "schedules.md").read_text())["cut.py"], found)
+    rows = capsys.readouterr().out.splitlines()
+    assert [row.partition(":")[0] for row in rows] == ["uniform", "parameters", "time", "memory", "auto"]
+    assert found["engine"].module.boundaries == [0, 8] and len(found["costs"].layers) == 8

@@ -118,6 +118,14 @@ def test_moe_compares_and_counts() -> None:
 
 
 @pytest.mark.exhaustive
+def test_cuts_compares() -> None:
+    (rows,) = json.loads(run("cuts.py", "--cases", "slow rank, asleep", "--rounds", "1", "--json"))["results"].values()
+    assert [row["name"] for row in rows] == ["uniform", "parameters", "by hand", "time", "auto"]
+    assert rows[0]["boundaries"] == [0, 6, 12] and rows[3]["boundaries"] in ([0, 8, 12], [0, 9, 12])
+    assert min(row["times"][0] for row in rows) > 0 and rows[3]["simulated"] < rows[0]["simulated"]
+
+
+@pytest.mark.exhaustive
 def test_local_updates_counts_who_steps() -> None:
     args = ("--every", "2", "--step", "0.002", "--seconds", "0.3", "--fast", "1", "--types", "async_diloco", "--json")
     alone, beside = json.loads(run("local_updates.py", *args))["results"]
