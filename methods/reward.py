@@ -5,7 +5,7 @@ With r the score at a row's last token, w the better answer and l the worse one,
     -log sigmoid(r_w - r_l - margin)  +  center (r_w + r_l)^2
 
 Sources: Bradley and Terry 1952; Ouyang et al. 2022, arXiv:2203.02155, equation 1; the margin: Touvron et al. 2023,
-arXiv:2307.09288, section 3.2.2; the centering: Eisenstein et al. 2023, arXiv:2312.09244, section 2.
+arXiv:2307.09288, section 3.2.2; the centering: Eisenstein et al. 2023, arXiv:2312.09244, equation 2.
 """
 
 from __future__ import annotations

@@ -128,20 +128,15 @@ def names_of(config: Config) -> Names:
 
 
 def is_reward(config: Config) -> bool:
-    """Return True if a ``config.json`` is that of a reward model: a score of one number in place of logits.
-
-    Raises:
-        ValueError: the model has several scores.
-    """
+    """Return True if a ``config.json`` is that of a model with a score, or several, in place of logits."""
     classes = config.get("architectures")
-    name = str(classes[0]) if isinstance(classes, (list, tuple)) and classes else ""
-    if not name.endswith(CLASSIFIER):
-        return False
+    return isinstance(classes, (list, tuple)) and bool(classes) and str(classes[0]).endswith(CLASSIFIER)
+
+
+def score_count(config: Config) -> int:
+    """Return the number of scores of such a model, transformers' ``num_labels``."""
     labels = config.get("id2label")
-    count = len(labels) if isinstance(labels, Mapping) else config.get("num_labels", 2)  # transformers' default
-    if count != 1:
-        raise ValueError(f"{name} with {_shown(count)} labels is not implemented, only with num_labels=1, a reward.")
-    return True
+    return len(labels) if isinstance(labels, Mapping) else int(config.get("num_labels") or 2)  # its default
 
 
 def as_reward(config: Config) -> dict[str, Any]:

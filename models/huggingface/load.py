@@ -25,7 +25,7 @@ from ..decoder import decoder_layers
 from ..deepseek import deepseek_layers
 from ..reward import has_reward_head, reward_layers
 from .config import entries as expanded
-from .config import from_hf, is_reward, read_config, same_model, without_modules
+from .config import from_hf, is_reward, read_config, same_model, score_count, without_modules
 from .families import FAMILIES
 from .names import Entry, Names
 from .reader import Source, check, check_all_used, fetch, find, open_source, stored
@@ -277,6 +277,11 @@ def _same(source: Source, specs: Sequence[Any]) -> None:
     known = FAMILIES.get(str(source.config.get("model_type")))
     if ours is None or known is None or known.config is None:
         return
+    if is_reward(source.config) and (count := score_count(source.config)) != 1:
+        raise ValueError(
+            f"{source.where} has {count} scores, but triax's layers have one, a reward: give a folder with "
+            "num_labels=1. triax.parallelize shards the Hugging Face model itself."
+        )
     if is_reward(source.config) != has_reward_head(specs):
         what = "a reward model" if is_reward(source.config) else "a language model"
         raise ValueError(

@@ -281,7 +281,9 @@ def test_mistakes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the last of the layers is FinalRMSNorm, but a reward model needs"):
         reward_layers(triax.llama_layers(config)[:-1])
     three = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**SIZES | {"num_labels": 3}))
-    with pytest.raises(ValueError, match="LlamaForSequenceClassification with 3 labels is not implemented"):
+    with pytest.raises(
+        ValueError, match="the LlamaForSequenceClassification has 3 scores, but triax's layers have one"
+    ):
         triax.load_hf(three)
     olmoe = triax.config_from_hf(transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**SIZES, num_experts=8)))
     module = triax.PipelineModule(reward_layers(triax.models.mixtral_layers(olmoe)), grid=grid)  # type: ignore[arg-type]
