@@ -352,7 +352,7 @@ def in_parts(data: dict[str, Any], logits: Tensor, level: Any) -> tuple[float, T
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_a_sequence_in_parts_has_the_loss_and_the_gradient_of_the_whole(ranks: Any, level: Any) -> None:
+def test_a_sequence_in_parts_has_the_loss_and_gradient_of_all(ranks: Any, level: Any) -> None:
     torch.manual_seed(2)
     data, logits = labels_of(6, 8), torch.randn(6, 8, 7, dtype=torch.float64, requires_grad=True)
     wanted = plain(logits, data, "grpo", level, 0.3, True)

@@ -40,7 +40,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "gradient_compression": (*_LOW, "tensor_parallel/embedding.py", "zero"),
     "engine": _PARTS,
     "inference": (*_PARTS, "models", "engine"),
-    "methods": (*_LOW, "models", "engine"),
+    "methods": (*_LOW, "context", "moe", "models", "engine", "inference"),
     "testing": (*_LOW, "options", "pipe", "monitor/profiler", "engine"),
     "local_sgd": (*_PARTS, "models", "engine"),
     "train": (*_PARTS, "models", "engine", "inference"),
