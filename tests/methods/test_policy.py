@@ -253,7 +253,7 @@ def beside_trl(ranks: Any, folder: Path, name: str, grids: list[Any]) -> None:
             everyone = ranks(math.prod(axes.values()), trained, str(folder), name, axes, schedule, stage, labels)
             for found in everyone:
                 assert found.sequences == run.sequences and found.losses == everyone[0].losses
-                assert found.metrics == everyone[0].metrics
+                assert repr(found.metrics) == repr(everyone[0].metrics)  # of one answer the deviation is nan
         else:
             everyone = [run]
         same_weights(folder)

@@ -71,7 +71,8 @@ def plain(features: dict[str, Any]) -> tuple[float, float, dict[str, Tensor]]:
     names = {parameter: name for name, parameter in module.named_parameters()}
     losses, right = [], []
     for ids, labels in pairs():
-        found = (module(ids) / temperature_of(features)).log_softmax(-1).gather(-1, labels["labels"].clamp(min=0)[..., None])[..., 0]
+        chances = (module(ids) / temperature_of(features)).log_softmax(-1)
+        found = chances.gather(-1, labels["labels"].clamp(min=0)[..., None])[..., 0]
         found = found * (labels["labels"] >= 0)
         rewards = 0.1 * (found.sum(1) - labels["reference"])
         losses.append(-F.logsigmoid(rewards[0] - rewards[1]))
