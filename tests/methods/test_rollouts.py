@@ -14,7 +14,7 @@ from torch import Tensor
 import triax
 from triax import AgreedError, Grid
 from triax.inference.text import BYTES
-from triax.methods import Rollouts, grpo_loss
+from triax.methods import Rollouts, grpo_loss, with_reference
 from triax.methods.rewards import Rewards, advantages
 
 PROMPTS = [list(b"ab"), list(b"xyz "), list(b"q"), list(b"longer one")]
@@ -278,6 +278,8 @@ def test_mistakes_are_refused() -> None:
     trains = triax.Engine(plain, optimizer=torch.optim.AdamW, batch=8)
     with pytest.raises(TypeError, match="an engine whose loss_fn is a NextTokenLoss: make the model with"):
         Rollouts(trains, triax.init_inference(trains), small, max_new_tokens=4)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"make the model with loss_fn=.*preference_loss"):
+        with_reference(engine, [])
     with pytest.raises(ValueError, match="logprobs='tempered' divides the logits by the temperature, which is 0"):
         sampler.generate(PROMPTS, 2, temperature=0, logprobs="tempered")
 
