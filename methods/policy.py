@@ -138,7 +138,7 @@ class _Policy:
             check_count("grpo_loss", max_new_tokens=self.length)
 
     @contextmanager
-    def recording(self) -> Iterator[list[Tensor]]:
+    def recording_tokens(self) -> Iterator[list[Tensor]]:
         """Context in which evaluations append the log-probabilities of each microbatch, (B, T), to a list."""
         self.records = []
         try:

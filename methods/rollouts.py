@@ -229,7 +229,7 @@ def with_token_reference(engine: PipelineEngine, microbatches: Sequence[tuple[An
         TypeError: the model has another loss function.
     """
     policy, grid = _policy(engine, "with_token_reference"), engine.grid
-    with policy.recording() as records:
+    with policy.recording_tokens() as records:
         engine.eval_batch(iter(microbatches), num_micro_batches=len(microbatches))
     found = []
     for index, (inputs, labels) in enumerate(microbatches):

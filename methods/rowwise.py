@@ -60,11 +60,11 @@ def exact_rows(sampler: InferenceEngine) -> Iterator[None]:
     found |= {f"layers with a {name}": has(name) for name in ("window", "sparsity", "softcap")}
     if refused := [what for what, is_so in found.items() if is_so]:
         raise ValueError(f"exact_rows does not cover {'; '.join(refused)}. Leave the context out.")
-    with _Attention(sampler.max_length), _Rows():
+    with _QueryByQuery(sampler.max_length), _RowProducts():
         yield
 
 
-class _Rows(TorchDispatchMode):
+class _RowProducts(TorchDispatchMode):
     """Mode in which products are computed row by row, and activations in whole vectors, but in a backward pass."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -83,7 +83,7 @@ class _Rows(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class _Attention(TorchFunctionMode):
+class _QueryByQuery(TorchFunctionMode):
     """Mode in which attention is computed query by query, over keys of one length."""
 
     def __init__(self, length: int) -> None:

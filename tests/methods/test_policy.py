@@ -253,7 +253,7 @@ def beside_trl(ranks: Any, folder: Path, name: str, grids: list[Any]) -> None:
             everyone = ranks(math.prod(axes.values()), trained, str(folder), name, axes, schedule, stage, labels)
             for found in everyone:
                 assert found.sequences == run.sequences and found.losses == everyone[0].losses
-                assert found.metrics == everyone[0].metrics
+                assert repr(found.metrics) == repr(everyone[0].metrics)  # of one answer the deviation is nan
         else:
             everyone = [run]
         same_weights(folder)
@@ -352,7 +352,7 @@ def in_parts(data: dict[str, Any], logits: Tensor, level: Any) -> tuple[float, T
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_a_sequence_in_parts_has_the_loss_and_the_gradient_of_the_whole(ranks: Any, level: Any) -> None:
+def test_a_sequence_in_parts_has_the_loss_and_gradient_of_all(ranks: Any, level: Any) -> None:
     torch.manual_seed(2)
     data, logits = labels_of(6, 8), torch.randn(6, 8, 7, dtype=torch.float64, requires_grad=True)
     wanted = plain(logits, data, "grpo", level, 0.3, True)

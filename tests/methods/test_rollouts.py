@@ -14,7 +14,7 @@ from torch import Tensor
 import triax
 from triax import AgreedError, Grid
 from triax.inference.text import BYTES
-from triax.methods import Rollouts, grpo_loss
+from triax.methods import Rollouts, grpo_loss, with_reference
 from triax.methods.rewards import Rewards, advantages
 
 PROMPTS = [list(b"ab"), list(b"xyz "), list(b"q"), list(b"longer one")]
@@ -68,7 +68,7 @@ def two_steps(axes: dict[str, Any], dtype: torch.dtype) -> tuple[list[Any], list
     return answers, rows, errors, rollouts.metrics
 
 
-def test_answers_log_probabilities_and_advantages_are_those_of_one_process(ranks: Any) -> None:
+def test_answers_and_their_numbers_are_those_of_one_process(ranks: Any) -> None:
     (wanted,) = ranks(1, two_steps, {}, torch.float64)
     answers, rows, _, metrics = wanted
     assert answers[0] != answers[1] and len({tuple(tokens) for tokens, _ in answers[0]}) > 8
@@ -219,7 +219,7 @@ def test_functions_get_texts_conversations_or_ids_as_the_prompts_are() -> None:
     assert rollouts.completions[0].tokens[:4] == list(b"<ab>")
 
 
-def test_an_answer_that_no_function_judges_has_no_advantage_and_is_in_no_mean() -> None:
+def test_an_answer_that_no_function_judges_is_in_no_mean() -> None:
     def some(completions: Any, **_: Any) -> list[float | None]:
         return [None, 1.0, 2.0, None, 5.0, None]
 
@@ -278,6 +278,8 @@ def test_mistakes_are_refused() -> None:
     trains = triax.Engine(plain, optimizer=torch.optim.AdamW, batch=8)
     with pytest.raises(TypeError, match="an engine whose loss_fn is a NextTokenLoss: make the model with"):
         Rollouts(trains, triax.init_inference(trains), small, max_new_tokens=4)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"make the model with loss_fn=.*preference_loss"):
+        with_reference(engine, [])
     with pytest.raises(ValueError, match="logprobs='tempered' divides the logits by the temperature, which is 0"):
         sampler.generate(PROMPTS, 2, temperature=0, logprobs="tempered")
 

@@ -34,6 +34,10 @@ def pairs() -> list[tuple[Tensor, dict[str, Tensor]]]:
     return found
 
 
+def temperature_of(features: dict[str, Any]) -> float:
+    return 0.7 if "final_logit_softcapping" in features else 1.0
+
+
 def preference(log_probs: Tensor, labels: Any) -> triax.Loss:
     """Return DPO's loss (Rafailov et al. 2023, arXiv:2305.18290, equation 7), and its accuracy."""
     better, worse = 0.1 * (log_probs.sum(1) - labels["reference"])
@@ -42,7 +46,7 @@ def preference(log_probs: Tensor, labels: Any) -> triax.Loss:
 
 def trained(axes: dict[str, Any], schedule: str, stage: Any, features: dict[str, Any]) -> tuple[Any, ...]:
     grid = Grid(**axes, timeout=60)
-    loss_fn = LogProbsLoss(grid, VOCABULARY, preference, chunk_tokens=CHUNK)
+    loss_fn = LogProbsLoss(grid, VOCABULARY, preference, chunk_tokens=CHUNK, temperature=temperature_of(features))
     module = tiny_gpt(grid, loss_fn=loss_fn, **features)
     if module.is_last:
         assert module.loss_takes_head
@@ -67,7 +71,8 @@ def plain(features: dict[str, Any]) -> tuple[float, float, dict[str, Tensor]]:
     names = {parameter: name for name, parameter in module.named_parameters()}
     losses, right = [], []
     for ids, labels in pairs():
-        found = module(ids).log_softmax(-1).gather(-1, labels["labels"].clamp(min=0)[..., None])[..., 0]
+        chances = (module(ids) / temperature_of(features)).log_softmax(-1)
+        found = chances.gather(-1, labels["labels"].clamp(min=0)[..., None])[..., 0]
         found = found * (labels["labels"] >= 0)
         rewards = 0.1 * (found.sum(1) - labels["reference"])
         losses.append(-F.logsigmoid(rewards[0] - rewards[1]))
