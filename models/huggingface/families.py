@@ -443,7 +443,7 @@ def _smollm3_write(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _exaone4_slides(config: Config, block: int) -> bool:
-    return (block + 1) % config.get("sliding_window_pattern", 4) != 0
+    return (block + 1) % _pattern(config, 4) != 0
 
 
 def _exaone4_read(config: Config) -> dict[str, Any]:
@@ -455,6 +455,22 @@ def _exaone4_read(config: Config) -> dict[str, Any]:
     return {"no_rope_layers": [int(each) for each in slides]}
 
 
+def _pattern(config: Config, default: int) -> int:
+    """Return the distance of the blocks without a window."""
+    value = config.get("sliding_window_pattern", default)
+    if type(value) is not int or value < 1:
+        raise ValueError(f"sliding_window_pattern is {value!r}, but must be a whole number of at least 1.")
+    return value
+
+
+def _width(config: Config, key: str, default: int) -> int:
+    """Return the width of the MLP, which may be null."""
+    value = config.get(key) or default
+    if type(value) is not int:
+        raise ValueError(f"{key} is {value!r}, but must be a whole number, or null.")
+    return value
+
+
 def _cohere2_read(config: Config) -> dict[str, Any]:
     """Blocks without a window have no rotary positions."""
     depth, types = config["num_hidden_layers"], config.get("layer_types")
@@ -463,7 +479,7 @@ def _cohere2_read(config: Config) -> dict[str, Any]:
 
 
 def _cohere2_slides(config: Config, block: int) -> bool:
-    return (block + 1) % config.get("sliding_window_pattern", 4) != 0
+    return (block + 1) % _pattern(config, 4) != 0
 
 
 def _stablelm_read(config: Config) -> dict[str, Any]:
@@ -500,7 +516,7 @@ def _gptj_read(config: Config) -> dict[str, Any]:
     factor = rotated / width
     while int(width * factor) < rotated:  # the quotient was rounded down
         factor = math.nextafter(factor, 2.0)
-    return {"partial_rotary_factor": factor, "intermediate_size": config.get("n_inner") or 4 * config["n_embd"]}
+    return {"partial_rotary_factor": factor, "intermediate_size": _width(config, "n_inner", 4 * config["n_embd"])}
 
 
 def _gptj_write(config: DecoderConfig) -> dict[str, Any]:
@@ -523,7 +539,7 @@ def _gpt_neo_read(config: Config) -> dict[str, Any]:
         )
     return {
         "layer_types": [names[kind] for kind in found],
-        "intermediate_size": config.get("intermediate_size") or 4 * config["hidden_size"],
+        "intermediate_size": _width(config, "intermediate_size", 4 * config["hidden_size"]),
     }
 
 
@@ -564,7 +580,10 @@ def _seed_oss_write(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _hyperclova_read(config: Config) -> dict[str, Any]:
-    found: dict[str, Any] = {"norm_place": "both" if config.get("use_post_norm", True) else "before"}
+    behind = config.get("use_post_norm", True)
+    if type(behind) is not bool:
+        raise ValueError(f"use_post_norm is {behind!r}, but must be true or false.")
+    found: dict[str, Any] = {"norm_place": "both" if behind else "before"}
     if config.get("attention_multiplier") is None:
         found["attention_multiplier"] = _head_dim(config) ** -0.5
     return found
@@ -1359,7 +1378,7 @@ FAMILIES: dict[str, Family] = {
         rope={"rope_theta": 1e6, "rope_local_base_freq": 1e4},
         window="types",
         window_size=4096,
-        slides=lambda config, block: bool((block + 1) % config.get("sliding_window_pattern", 6)),
+        slides=lambda config, block: bool((block + 1) % _pattern(config, 6)),
         read=None,
         write=None,
     ),
