@@ -417,6 +417,14 @@ def _falcon_names(config: Config) -> Names:
 # ------------------------------------------------------------------------------ settings that are no single key
 
 
+def _whole(config: Config, key: str, default: int) -> int:
+    """Return a whole number that may be null."""
+    value = config.get(key) or default
+    if type(value) is not int:
+        raise ValueError(f"{key} is {value!r}, but must be a whole number, or null.")
+    return value
+
+
 def _gpt2_read(config: Config) -> dict[str, Any]:
     width = config["n_embd"]
     hidden = config.get("n_inner") or 4 * width
@@ -460,14 +468,6 @@ def _pattern(config: Config, default: int) -> int:
     value = config.get("sliding_window_pattern", default)
     if type(value) is not int or value < 1:
         raise ValueError(f"sliding_window_pattern is {value!r}, but must be a whole number of at least 1.")
-    return value
-
-
-def _width(config: Config, key: str, default: int) -> int:
-    """Return the width of the MLP, which may be null."""
-    value = config.get(key) or default
-    if type(value) is not int:
-        raise ValueError(f"{key} is {value!r}, but must be a whole number, or null.")
     return value
 
 
@@ -516,7 +516,7 @@ def _gptj_read(config: Config) -> dict[str, Any]:
     factor = rotated / width
     while int(width * factor) < rotated:  # the quotient was rounded down
         factor = math.nextafter(factor, 2.0)
-    return {"partial_rotary_factor": factor, "intermediate_size": _width(config, "n_inner", 4 * config["n_embd"])}
+    return {"partial_rotary_factor": factor, "intermediate_size": _whole(config, "n_inner", 4 * config["n_embd"])}
 
 
 def _gptj_write(config: DecoderConfig) -> dict[str, Any]:
@@ -539,7 +539,7 @@ def _gpt_neo_read(config: Config) -> dict[str, Any]:
         )
     return {
         "layer_types": [names[kind] for kind in found],
-        "intermediate_size": _width(config, "intermediate_size", 4 * config["hidden_size"]),
+        "intermediate_size": _whole(config, "intermediate_size", 4 * config["hidden_size"]),
     }
 
 
@@ -617,7 +617,7 @@ def _internlm3_write(config: DecoderConfig) -> dict[str, Any]:
 
 def _falcon_norms(config: Config) -> int:
     """Return the number of norms of a block with the new architecture."""
-    return int(config.get("num_ln_in_parallel_attn") or 2)
+    return _whole(config, "num_ln_in_parallel_attn", 2)
 
 
 def _falcon_read(config: Config) -> dict[str, Any]:
@@ -625,10 +625,10 @@ def _falcon_read(config: Config) -> dict[str, Any]:
     parallel = new or bool(config.get("parallel_attn", True))
     return {
         "alibi": "rounded" if config.get("alibi") else "",
-        "num_key_value_heads": (config.get("num_kv_heads") or heads)
+        "num_key_value_heads": _whole(config, "num_kv_heads", heads)
         if new
         else (1 if config.get("multi_query", True) else heads),
-        "intermediate_size": config.get("ffn_hidden_size") or 4 * config["hidden_size"],
+        "intermediate_size": _whole(config, "ffn_hidden_size", 4 * config["hidden_size"]),
         "parallel_residual": parallel,
         "shared_norm": parallel and (not new or _falcon_norms(config) == 1),
     }
