@@ -412,9 +412,9 @@ def _read_rope(config: Config, family: Family) -> dict[str, Any]:
         if kind != "linear":  # as transformers reads the length of pretraining
             length = "original_max_position_embeddings"
             former = config.get(length) or family.rope.get(length) or rope.get(length)
-            rope[length] = int(former or config["max_position_embeddings"])
+            rope[length] = former or _longest(config, family)
         if kind == "dynamic":  # transformers takes no notice of another length
-            rope[length] = config["max_position_embeddings"]
+            rope[length] = _longest(config, family)
         for name in _REQUIRED.get(kind, ("factor",)):
             if rope.get(name) is None:
                 raise ValueError(f"there is no {name} for rope_type={kind!r} in the rotary positions. Write its value.")
@@ -425,7 +425,7 @@ def _read_rope(config: Config, family: Family) -> dict[str, Any]:
         if _GROWTH not in family.rope:  # transformers takes no notice of it
             given.pop(_GROWTH, None)
         if kind == "longrope":
-            given["attention_factor"] = _longrope_factor(config, rope)
+            given["attention_factor"] = _longrope_factor(_longest(config, family), rope)
         scaled = _SCALINGS[kind](**{name: value for name, value in given.items() if value is not None})
     if "partial_rotary_factor" in family.rope:
         found["partial_rotary_factor"] = _of_positions(config, rope, family, "partial_rotary_factor", "rotary_pct")
@@ -433,13 +433,19 @@ def _read_rope(config: Config, family: Family) -> dict[str, Any]:
     return {**found, "rope_theta": theta, "rope_scaling": scaled}
 
 
-def _longrope_factor(config: Config, rope: Config) -> float:
+def _longest(config: Config, family: Family) -> Any:
+    """Return the length of the longest sequence."""
+    place = family.keys["max_position_embeddings"]
+    return config[place] if isinstance(place, str) else config.get(*place)
+
+
+def _longrope_factor(longest: int, rope: Config) -> float:
     """Return LongRoPE's factor of the rotated channels, after a check of the factors of the pairs."""
     for key in ("short_factor", "long_factor"):
         if not (isinstance(rope[key], (list, tuple)) and all(type(each) in (int, float) for each in rope[key])):
             raise ValueError(f"{key} is {_shown(rope[key])}, but must be a list of numbers.")
     length = rope["original_max_position_embeddings"]
-    factor = _number(rope, "factor", config["max_position_embeddings"] / length)
+    factor = _number(rope, "factor", longest / max(length, 1))
     grown = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 and length > 1 else 1.0
     return _number(rope, "attention_factor", grown)
 

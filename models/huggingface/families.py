@@ -513,6 +513,14 @@ def _falcon_names(config: Config) -> Names:
 # ------------------------------------------------------------------------------ settings that are no single key
 
 
+def _whole(config: Config, key: str, default: int) -> int:
+    """Return a whole number that may be null."""
+    value = config.get(key) or default
+    if type(value) is not int:
+        raise ValueError(f"{key} is {value!r}, but must be a whole number, or null.")
+    return value
+
+
 def _gpt2_read(config: Config) -> dict[str, Any]:
     width = config["n_embd"]
     hidden = config.get("n_inner") or 4 * width
@@ -572,7 +580,7 @@ def _cohere2_read(config: Config) -> dict[str, Any]:
 
 
 def _cohere2_slides(config: Config, block: int) -> bool:
-    return (block + 1) % config.get("sliding_window_pattern", 4) != 0
+    return (block + 1) % _count(config, "sliding_window_pattern", 4, 1) != 0
 
 
 def _stablelm_read(config: Config) -> dict[str, Any]:
@@ -621,7 +629,7 @@ def _gptj_read(config: Config) -> dict[str, Any]:
     factor = rotated / width
     while int(width * factor) < rotated:  # the quotient was rounded down
         factor = math.nextafter(factor, 2.0)
-    return {"partial_rotary_factor": factor, "intermediate_size": config.get("n_inner") or 4 * config["n_embd"]}
+    return {"partial_rotary_factor": factor, "intermediate_size": _whole(config, "n_inner", 4 * config["n_embd"])}
 
 
 def _gptj_write(config: DecoderConfig) -> dict[str, Any]:
@@ -644,7 +652,7 @@ def _gpt_neo_read(config: Config) -> dict[str, Any]:
         )
     return {
         "layer_types": [names[kind] for kind in found],
-        "intermediate_size": config.get("intermediate_size") or 4 * config["hidden_size"],
+        "intermediate_size": _whole(config, "intermediate_size", 4 * config["hidden_size"]),
     }
 
 
@@ -685,7 +693,10 @@ def _seed_oss_write(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _hyperclova_read(config: Config) -> dict[str, Any]:
-    found: dict[str, Any] = {"norm_place": "both" if config.get("use_post_norm", True) else "before"}
+    behind = config.get("use_post_norm", True)
+    if type(behind) is not bool:
+        raise ValueError(f"use_post_norm is {behind!r}, but must be true or false.")
+    found: dict[str, Any] = {"norm_place": "both" if behind else "before"}
     if config.get("attention_multiplier") is None:
         found["attention_multiplier"] = _head_dim(config) ** -0.5
     return found
@@ -719,7 +730,7 @@ def _internlm3_write(config: DecoderConfig) -> dict[str, Any]:
 
 def _falcon_norms(config: Config) -> int:
     """Return the number of norms of a block with the new architecture."""
-    return int(config.get("num_ln_in_parallel_attn") or 2)
+    return _whole(config, "num_ln_in_parallel_attn", 2)
 
 
 def _falcon_read(config: Config) -> dict[str, Any]:
@@ -727,10 +738,10 @@ def _falcon_read(config: Config) -> dict[str, Any]:
     parallel = new or bool(config.get("parallel_attn", True))
     return {
         "alibi": "rounded" if config.get("alibi") else "",
-        "num_key_value_heads": (config.get("num_kv_heads") or heads)
+        "num_key_value_heads": _whole(config, "num_kv_heads", heads)
         if new
         else (1 if config.get("multi_query", True) else heads),
-        "intermediate_size": config.get("ffn_hidden_size") or 4 * config["hidden_size"],
+        "intermediate_size": _whole(config, "ffn_hidden_size", 4 * config["hidden_size"]),
         "parallel_residual": parallel,
         "shared_norm": parallel and (not new or _falcon_norms(config) == 1),
     }
@@ -1644,7 +1655,7 @@ FAMILIES: dict[str, Family] = {
         rope={"rope_theta": 1e6, "rope_local_base_freq": 1e4},
         window="types",
         window_size=4096,
-        slides=lambda config, block: bool((block + 1) % config.get("sliding_window_pattern", 6)),
+        slides=lambda config, block: bool((block + 1) % _count(config, "sliding_window_pattern", 6, 1)),
         read=None,
         write=None,
     ),

@@ -49,7 +49,7 @@ MISTRAL: Names = {
 
 
 def test_a_family_that_the_user_names(tmp_path: Path) -> None:
-    options = _LLAMA | {"vocab_size": 43, "num_key_value_heads": 4, "head_dim": 4, "bos_token_id": 1}
+    options: dict[str, Any] = _LLAMA | {"vocab_size": 43, "num_key_value_heads": 4, "head_dim": 4, "bos_token_id": 1}
     options |= {"layer_types": ["full_attention"] * 3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
     model = make("Cwm", options)
     model.save_pretrained(tmp_path / "theirs")
