@@ -80,7 +80,7 @@ def measure_layers(
     found = []
     for index, entry in enumerate(listed):
         last = index == len(listed) - 1
-        key = (_identity(entry), flatten(x)[1].encode(), last)
+        key = (_identity(entry), flatten(x)[1].encode(), index > 0, last)
         if key not in known:
             module = PipelineModule([entry], alone, loss_fn if last else None, "uniform", seed=seed, dtype=wanted)
             if options.recompute.asked:

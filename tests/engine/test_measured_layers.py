@@ -63,6 +63,7 @@ def test_seconds_and_bytes_are_those_of_the_layers() -> None:
     assert [layer.name for layer in costs.layers] == ["Slow"] * 6
     first, *_, last = costs.layers
     assert costs.layers[1] == costs.layers[4] and first.inputs == 0.0  # the data has no gradient
+    assert costs.layers[1].inputs > 0.0
     assert 0.02 <= last.forward < 0.2 and 0.03 <= last.inputs < 0.2
     count = 8 * 8 + 8
     assert first.states == 4 * 8 * count  # weight, gradient and two states in float64
