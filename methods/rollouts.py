@@ -30,11 +30,6 @@ class Rollouts:
     log-probability of each token while it is drawn. A draw depends on the seed, the engine's ``global_steps``, the
     prompt's index, the answer's index in the group and the token's position, but not on the grid.
 
-        sampler = triax.init_inference(engine, max_batch=32, tokenizer=tokenizer)
-        rollouts = Rollouts(engine, sampler, reward, group=8, max_new_tokens=64)
-        for prompts, answers in data:
-            engine.train_batch(iter(rollouts(prompts, answer=answers)))
-
     Args:
         engine: the engine that trains a model whose ``loss_fn`` is a ``grpo_loss``. Answers are drawn at the loss's
             temperature.

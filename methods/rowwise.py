@@ -37,13 +37,10 @@ _PIECE = 2**15  # elements that one thread takes at once
 def exact_rows(sampler: InferenceEngine) -> Iterator[None]:
     """Context in which the sampler and the engine that trains its model compute each token alone, bit for bit.
 
-        with exact_rows(sampler):
-            data = rollouts(prompts)
-            engine.train_batch(iter(data))  # its ratios are exactly 1
-
-    It is for tests and small models: a product of N rows reads the weights N times, and attention takes time and
-    memory for ``sampler.max_length`` keys. ``Rollouts.largest_difference()`` is 0.0 after such a step, and says so if
-    a layer of your own has another operation.
+    Draw answers and take the first step on them in it: the ratios of that step are exactly 1. It is for tests and small
+    models: a product of N rows reads the weights N times, and attention takes time and memory for
+    ``sampler.max_length`` keys. ``Rollouts.largest_difference()`` is 0.0 after such a step, and says so if a layer of
+    your own has another operation.
 
     Raises:
         ValueError: what it does not cover: a device other than a CPU, a context axis, more than 2 tensor-parallel
