@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..grid import Grid
+from ..models.log_probs import summed_over_context
 
 REFERENCE = "reference"  # entry of the labels: log-probability of each row by the reference model, (B,)
 BASELINE = "baseline"  # entry of the labels: KTO's baseline, the same number in each row, (B,)
@@ -50,17 +51,6 @@ class AnswerLoss:
         finally:
             self.records = None
 
-    def whole(self, rows: Tensor) -> Tensor:
-        """Return the sums of rows (B,) over the context axis, on each of its ranks.
-
-        Each rank of the axis computes the whole loss and counts 1 / c of it, so its own part has c times the gradient.
-        """
-        if (parts := self.grid.context.size) == 1:
-            return rows
-        whole = rows.detach().clone()
-        self.grid.context.all_reduce(whole)
-        return whole + parts * (rows - rows.detach())
-
     def mean(self, values: Tensor) -> tuple[Tensor, float]:
         """Return the pair (sum, weight) of values (n,) that each rank of the context axis has."""
         parts = self.grid.context.size
@@ -85,7 +75,7 @@ class AnswerLoss:
 
     def rows(self, log_probs: Tensor) -> Tensor:
         """Return the log-probability of each row's labels, (B,), and record it if it is wanted."""
-        rows = self.whole(log_probs.sum(1))
+        rows = summed_over_context(log_probs.sum(1), self.grid.context)
         if self.records is not None:
             self.records.append(rows.detach())
         return rows

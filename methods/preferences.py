@@ -26,7 +26,7 @@ from ..base.errors import nearest
 from ..base.formulas import CHUNK_TOKENS
 from ..grid import Grid
 from ..grid.loss_terms import Loss
-from ..models.log_probs import LogProbsLoss
+from ..models.log_probs import LogProbsLoss, summed_over_context
 from .answers import AnswerLoss
 
 Kind = Literal["dpo", "ipo", "simpo", "orpo"]
@@ -91,7 +91,7 @@ class _Pairs(AnswerLoss):
             log_probs: (2 P, T) of this rank's tokens.
             labels: dict.
         """
-        counts = self.whole((labels["labels"] != -100).sum(1).to(log_probs.dtype))
+        counts = summed_over_context((labels["labels"] != -100).sum(1).to(log_probs.dtype), self.grid.context)
         rows = self.rows(log_probs)
         reference = self.reference(labels, rows) if self.uses_reference else torch.zeros_like(rows)
         _check_pairs(rows)
