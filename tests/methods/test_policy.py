@@ -270,7 +270,7 @@ def beside_trl(ranks: Any, folder: Path, name: str, grids: list[Any]) -> None:
     assert run.metrics[0]["completions/min_length"] < NEW == run.metrics[0]["completions/max_length"]
 
 
-@pytest.mark.parametrize("name", ["dapo", "gspo"])
+@pytest.mark.parametrize("name", ["dapo", pytest.param("gspo", marks=pytest.mark.exhaustive)])
 def test_losses_metrics_and_weights_are_those_of_trl(ranks: Any, tmp_path: Path, name: str) -> None:
     beside_trl(ranks, tmp_path, name, GRIDS)
 
