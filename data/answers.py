@@ -281,7 +281,7 @@ def _pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
 
 def _kind(name: str, value: Any, *kinds: type) -> Any:
     """Return a value of one of the types, which is not empty; messages must have a role and a content."""
-    words = {str: "a text", list: "a list of messages"}
+    words: dict[type, str] = {str: "a text", list: "a list of messages"}
     if not isinstance(value, kinds) or not value:
         shown = "empty" if isinstance(value, kinds) else f"a {type(value).__name__}"
         raise BadDocument(f"{name!r} is {shown}, but {' or '.join(words[kind] for kind in kinds)} is needed")
@@ -291,7 +291,7 @@ def _kind(name: str, value: Any, *kinds: type) -> Any:
     return value
 
 
-def _common(first: Sequence[Any], second: Sequence[Any]) -> int:
+def _common(first: Any, second: Any) -> int:
     """Return the number of equal elements at the beginning of two sequences."""
     pairs = zip(first, second)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))

@@ -13,7 +13,7 @@ from ..base.errors import ConfigError, describe, nearest, no_such
 from ..base.hub import local_folder, pinned
 from ..base.option_error import OptionError
 from ..grid.topology import Topology
-from ..models.config import CONFIGS, TransformerConfig, config_from_fields
+from ..models.config import CONFIGS, DeepseekConfig, TransformerConfig, config_from_fields
 from ..models.huggingface.config import from_hf, read_config
 from ..options.base import Options, converted
 from ..options.batch import BatchSizes
@@ -156,10 +156,10 @@ def resolve(file: TrainingFile, processes: int | None = None, places: int | None
     schedule = _schedule(file, options.schedule, topology, batch, model.layer_count)
     _check_model(file, model, topology, schedule, sequence)
     steps = _steps(file, batch, sequence, model.vocab_size)
-    if file.method is not None and getattr(model, "num_nextn_predict_layers", 0):
+    if file.method is not None and isinstance(model, DeepseekConfig) and model.num_nextn_predict_layers:
         raise ConfigError(
             f"method {file.method.name} does not train modules of multi-token prediction, and the model has "
-            f"{model.num_nextn_predict_layers}: give model.overrides {{num_nextn_predict_layers: 0}}"  # type: ignore[attr-defined]
+            f"{model.num_nextn_predict_layers}: give model.overrides {{num_nextn_predict_layers: 0}}"
         )
     if file.sample is not None and topology.expert > 1:
         raise ConfigError(

@@ -103,7 +103,8 @@ class TrainingRun:
         if isinstance(training, Answers):
             assert held_out is None or isinstance(held_out, Answers)
             self.method = Method(job, self.engine, training, held_out)
-            self.evaluation = held_out and AnswerEvaluation(job, held_out, self.engine, self.method)
+            if held_out is not None:
+                self.evaluation = AnswerEvaluation(job, held_out, self.engine, self.method)
         elif held_out is not None:
             assert not isinstance(held_out, Answers)
             self.evaluation = Evaluation(job, held_out, self.engine)
@@ -153,7 +154,8 @@ class TrainingRun:
                     engine.record_trace(report.folder / "timeline.json")
                 except ConfigError as error:  # on every rank
                     report.say(f"note    there is no trace of the last step. {error}")
-            loss = float(engine.train_batch(self.method and self.method.next_batch()))
+            batch = None if self.method is None else self.method.next_batch()
+            loss = float(engine.train_batch(batch))
             self.clock.tick()
             if engine.record_timeline:
                 report.pipeline(step, engine.timeline, job.schedule)

@@ -467,7 +467,7 @@ def _opt_names(config: Config) -> Names:
     """Return OPT's table. OPT-350m has its norms behind the sums, no last norm, and narrower embeddings."""
     before, narrow = config.get("do_layer_norm_before", True), bool(_opt_width(config))
     first, norms = 2 + narrow, ("norm1", "norm2") if before else ("post_norm1", "post_norm2")
-    ends = _ends("model.decoder.embed_tokens", "model.decoder.final_layer_norm", first)
+    ends = dict(_ends("model.decoder.embed_tokens", "model.decoder.final_layer_norm", first))
     last = f"layers.{{n+{first}}}.*"
     if not before:
         del ends[last]

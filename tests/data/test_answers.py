@@ -82,8 +82,8 @@ def test_pairs_have_the_tokens_of_trl(folder: Path) -> None:
     args = trl.DPOConfig(output_dir=str(folder / "out"), report_to="none", use_cpu=True, bf16=False, max_length=None)
     for number, each in enumerate(PAIRS):
         data = datasets.Dataset.from_list([each])
-        models = [transformers.LlamaForCausalLM(config) for _ in range(2)]
-        trainer = trl.DPOTrainer(*models, args=args, train_dataset=data, processing_class=tokenizer)
+        models: dict[str, Any] = {name: transformers.LlamaForCausalLM(config) for name in ("model", "ref_model")}
+        trainer: Any = trl.DPOTrainer(**models, args=args, train_dataset=data, processing_class=tokenizer)
         (wanted,) = trainer.train_dataset
         answers = Answers(write(folder / f"{number}.jsonl", [each]), "pairs", folder / "tokenizer", 64)
         for row, kind in zip(answers.rows, ("chosen_ids", "rejected_ids"), strict=True):
@@ -92,8 +92,10 @@ def test_pairs_have_the_tokens_of_trl(folder: Path) -> None:
 
 
 def test_conversations_count_the_tokens_of_the_assistant(folder: Path) -> None:
-    rows = [{"messages": [*ASKED, turn("assistant", "because"), turn("user", "why?"), turn("assistant", "it is")]}]
-    rows += [{"prompt": "why is", "completion": " it?"}, {"text": "hello"}]  # type: ignore[list-item]
+    rows: list[Any] = [
+        {"messages": [*ASKED, turn("assistant", "because"), turn("user", "why?"), turn("assistant", "it is")]}
+    ]
+    rows += [{"prompt": "why is", "completion": " it?"}, {"text": "hello"}]
     answers = Answers(write(folder / "sft.jsonl", rows), "sft", folder / "tokenizer", 64)
     assert len(answers) == 3 and answers.width == 1 and answers.length == max(len(row.ids) for row in answers.rows) - 1
     import transformers

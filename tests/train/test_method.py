@@ -99,13 +99,12 @@ def trl_run(root: str, method: str) -> list[float]:
     data = datasets.Dataset.from_list(samples(method))
     order = [number for batch in BatchOrder(len(data), BATCH, BATCH, 0, 1, 0) for number in batch]
     options = steps(f"{root}/trl", BATCH, STEPS, RATE)
-    kind: Any = trl.SFTTrainer
+    kind: Any = trl.DPOTrainer if method == "dpo" else trl.SFTTrainer
+    args: Any = trl.SFTConfig(max_length=None, **options)
     if method == "dpo":
-        kind, args = trl.DPOTrainer, trl.DPOConfig(beta=0.1, **options)
-    else:
-        args = trl.SFTConfig(max_length=None, **options)
+        args = trl.DPOConfig(beta=0.1, **options)
 
-    class InOrder(kind):  # type: ignore[misc]
+    class InOrder(kind):
         def _get_train_sampler(self, dataset: Any = None) -> Any:
             return order
 
