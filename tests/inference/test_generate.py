@@ -180,11 +180,11 @@ def test_what_cannot_be_is_one_line(folder: Path) -> None:
 )
 def test_what_the_model_cannot_do(folder: Path, capsys: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(SystemExit) as left:
-        generate(folder, **{"prompt": "x", **options})
+        generate(str(folder), **{"prompt": "x", **options})
     said = capsys.readouterr()
     assert left.value.code == 2 and not said.out and message in said.err and said.err.count("\n") == 1
     with pytest.raises(ConfigError, match="--prompt is empty, but the model needs a text to continue"):
-        generate(folder, prompt="")
+        generate(str(folder), prompt="")
 
 
 def test_a_folder_names_a_family_and_brings_no_code(tmp_path: Path) -> None:
