@@ -219,6 +219,16 @@ _GPT_OSS_NAMES: Names = {
     "layers.{i+1}.mlp.routed.down_bias": f"{_AT}.mlp.experts.down_proj_bias",
     "layers.{i+1}.mlp.past_loads": (),
 }
+_GRANITE_MOE = f"{_AT}.block_sparse_moe"
+_GRANITE_MOE_NAMES: Names = {  # names in files, then those of models of Transformers 5
+    **_LLAMA_ENDS,
+    **_ATTENTION,
+    **_NORMS,
+    "layers.{i+1}.mlp.router.weight": [f"{_GRANITE_MOE}.router.layer.weight", f"{_GRANITE_MOE}.router.weight"],
+    "layers.{i+1}.mlp.routed.gate_up": [f"{_GRANITE_MOE}.input_linear.weight", f"{_GRANITE_MOE}.experts.gate_up_proj"],
+    "layers.{i+1}.mlp.routed.down": [f"{_GRANITE_MOE}.output_linear.weight", f"{_GRANITE_MOE}.experts.down_proj"],
+    "layers.{i+1}.mlp.past_loads": (),
+}
 _DEEPSEEK_NAMES: Names = {
     **_EXPERT_NAMES,
     **_block(
@@ -1136,6 +1146,9 @@ _NEOX_KEYS: dict[str, Key] = _COMMON | {
     "hidden_act": ("hidden_act", "gelu"),
     "rms_norm_eps": ("layer_norm_eps", 1e-5),
 }
+_MULTIPLIERS: dict[str, Key] = {
+    name: (name, 1.0) for name in ("embedding_multiplier", "attention_multiplier", "residual_multiplier")
+}
 _MIXTRAL = _like(
     _LLAMA,
     "Mixtral",
@@ -1430,7 +1443,7 @@ FAMILIES: dict[str, Family] = {
         keys={
             **_BIASES,
             **_HIDDEN_ACT,
-            **{f"{name}_multiplier": (f"{name}_multiplier", 1.0) for name in ("embedding", "attention", "residual")},
+            **_MULTIPLIERS,
             "logit_scale": ("logits_scaling", 1.0),
         },
         only=_ANY_ACT,
@@ -1850,6 +1863,7 @@ FAMILIES: dict[str, Family] = {
         window="",
         read=_qwen3_next_read,
         write=_qwen3_next_write,
+        blocks=False,
     ),
     "qwen3_moe": _like(
         _MIXTRAL,
@@ -2117,6 +2131,16 @@ FAMILIES: dict[str, Family] = {
         only={"router_jitter_noise": None, "attention_bias": None},
         rope={"rope_theta": 5e5},
         window="",
+    ),
+    "granitemoe": _like(
+        _MIXTRAL,
+        "GraniteMoe",
+        names=_GRANITE_MOE_NAMES,
+        keys={**_ATTENTION_BIAS, **_MULTIPLIERS, "logit_scale": ("logits_scaling", 1.0)},
+        flags={"norm_topk_prob": True},
+        only={"router_jitter_noise": None, "attention_bias": None},
+        window="",
+        inverse=("logit_scale",),
     ),
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK_V3,

@@ -479,6 +479,7 @@ def config_name(config: type[Any] | None) -> str:
 def test_the_table_in_the_docs() -> None:
     """Every family is in a test of this file or of test_moe_models.py, and in the table."""
     checked = {family for family, _ in DENSE.values()} | {case.split("-")[0] for case in MIXTURES}
+    checked -= {"qwen3_next"}  # a hybrid, whose states hf_layers does not pass over a context axis
     assert {name for name, family in FAMILIES.items() if family.blocks} == checked
     assert {name for name, each in FAMILIES.items() if each.config is None} == {case.split("-")[0] for case in ENCODERS}
     text = (DOCS / "models.md").read_text()

@@ -303,6 +303,8 @@ _GLM4_MOE = {
     "routed_scaling_factor": 1.7,
 }
 _ERNIE = {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 20, "num_key_value_heads": 2}
+_GRANITE = {"num_local_experts": 4, "num_key_value_heads": 2, "embedding_multiplier": 3.0, "attention_multiplier": 0.2}
+_GRANITE |= {"residual_multiplier": 0.7, "logits_scaling": 2.0}
 MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_key_value_heads": 2}),
     "mixtral-window": (
@@ -409,6 +411,13 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "FlexOlmo",
         {"num_experts": 6, "num_key_value_heads": 2, "attention_bias": True, "norm_topk_prob": True}
         | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    ),
+    "granitemoe": ("GraniteMoe", _GRANITE),
+    "granitemoe-biases": (
+        "GraniteMoe",
+        _GRANITE
+        | {"num_local_experts": 6, "attention_bias": True, "tie_word_embeddings": True}
+        | {"rope_parameters": _YARN},
     ),
     "deepseek_v2": ("DeepseekV2", _DEEPSEEK | {"q_lora_rank": None}),
     "deepseek_v2-yarn": (
