@@ -24,6 +24,7 @@ _SCALINGS = {"llama3": RopeScaling, "yarn": YarnScaling, "linear": LinearScaling
 _SCALINGS |= {"longrope": LongRopeScaling, "dynamic": DynamicScaling}
 _GROWTH = "llama_4_scaling_beta"
 _REQUIRED = {"llama3": ("factor", "low_freq_factor", "high_freq_factor"), "longrope": ("short_factor", "long_factor")}
+INDEXED = "deepseek_v32"
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"  # types of layers with rotary positions of their own
 _MOST = 10_000  # blocks, and experts of a block
 _LARGEST = 2**40  # of all numbers
@@ -57,7 +58,13 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def text_part(config: Config) -> dict[str, Any]:
-    """Return the content of ``config.json`` of the language model of a multimodal model; of another model, its own."""
+    """Return the content of ``config.json`` of the language model of a multimodal model; of another model, its own.
+
+    A DeepSeek-V3.2 is a DeepSeek-V3 whose attention looks at ``index_topk`` tokens, which an indexer chooses. triax
+    reads it in its dense form, a DeepSeek-V3 without the indexer: equal for rows of at most ``index_topk`` tokens.
+    """
+    if config.get("model_type") == INDEXED:
+        return _dense_form(config)
     if config.get("model_type") not in WRAPPERS:
         return dict(config)
     kind, tied = WRAPPERS[config["model_type"]]
@@ -69,11 +76,27 @@ def text_part(config: Config) -> dict[str, Any]:
     return {**inner, "model_type": kind, "tie_word_embeddings": config.get("tie_word_embeddings", tied)}
 
 
-def text_name(name: str) -> str | None:
-    """Return the language model's own name of a tensor of a multimodal model; None: it is of another part.
+def _dense_form(config: Config) -> dict[str, Any]:
+    """Return the content of ``config.json`` of a DeepSeek-V3.2 as a DeepSeek-V3."""
+    types, first = config.get("mlp_layer_types"), config.get("first_k_dense_replace", 3)
+    if isinstance(types, list):
+        first = types.count("dense")
+        if types[:first] != ["dense"] * first or set(types[first:]) - {"sparse"}:
+            raise ValueError("mlp_layer_types must have 'dense' for the first blocks and 'sparse' for the others.")
+    return {**config, "model_type": "deepseek_v3", "first_k_dense_replace": first, "rope_interleave": True}
+
+
+def text_name(kind: Any, name: str) -> str | None:
+    """Return the name of a tensor in the model that ``text_part`` describes; None: it is of another part.
+
+    ``kind`` is the ``model_type``.
 
     Transformers 5 has ``model.language_model.`` in models, and writes ``language_model.model.`` as Transformers 4 did.
     """
+    if kind == INDEXED:
+        return None if ".self_attn.indexer." in name else name
+    if kind not in WRAPPERS:
+        return name
     for prefix, own in (("model.language_model.", "model."), ("language_model.", "")):
         if name.startswith(prefix):
             return own + name.removeprefix(prefix)

@@ -16,7 +16,6 @@ from ...base.hub import local_folder
 from ...grid import Grid
 from ...grid.layout import Layout
 from .config import layer_count, read_config, text_name, text_part
-from .families import WRAPPERS
 from .folder_settings import Settings, settings_of_folder, settings_of_model
 from .mxfp4 import BLOCK, dequantized
 from .names import Entry, swapped
@@ -95,7 +94,7 @@ class _Folder:
                 f"{folder} has no *.safetensors ({found}). Let transformers write the folder, "
                 "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)."
             )
-        whole = read_object(folder / "config.json").get("model_type") in WRAPPERS
+        kind = read_object(folder / "config.json").get("model_type")
         self._files: dict[str, tuple[Any, str]] = {}
         self.shapes = {}
         for file in names:
@@ -104,7 +103,7 @@ class _Folder:
                 raise FileNotFoundError(f"{folder / file} is no file{why}. Copy the whole folder.")
             opened = open_weights(folder / file)
             for name in opened.keys():  # noqa: SIM118, it is not a mapping
-                if (own := text_name(name) if whole else name) is not None:
+                if (own := text_name(kind, name)) is not None:
                     self._files[own] = opened, name
                     self.shapes[own] = tuple(opened.get_slice(name).get_shape())
         self._quantized: set[str] = set()  # names of weights that lie in the files as blocks and scales
@@ -140,9 +139,9 @@ class _Model:
     def __init__(self, model: Any) -> None:
         self.where, self.file = f"the {type(model).__name__}", f"the configuration of the {type(model).__name__}"
         given = model.config.to_dict() | {"architectures": [type(model).__name__]}  # as save_pretrained writes it
-        self.config, whole = text_part(given), given.get("model_type") in WRAPPERS
+        self.config = text_part(given)
         self.settings = settings_of_model(model)
-        named = ((text_name(name) if whole else name, tensor) for name, tensor in model.state_dict().items())
+        named = ((text_name(given.get("model_type"), name), tensor) for name, tensor in model.state_dict().items())
         self._weights = {name: tensor.detach() for name, tensor in named if name is not None}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._weights.items()}
         parameters = model.named_parameters() if isinstance(model, nn.Module) else ()

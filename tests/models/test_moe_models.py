@@ -22,7 +22,7 @@ from triax.grid import Grid
 from triax.models.config import DeepseekConfig, MixtralConfig, YarnScaling, config_from_fields
 from triax.models.deepseek import deepseek_layers
 from triax.models.huggingface import reader
-from triax.models.huggingface.config import entries, from_hf, read_config, to_hf
+from triax.models.huggingface.config import INDEXED, entries, from_hf, read_config, text_part, to_hf
 from triax.models.huggingface.export import export
 from triax.models.huggingface.families import FAMILIES, WRAPPERS
 from triax.models.huggingface.load import LAYERS, config_from_hf, load_hf
@@ -365,6 +365,42 @@ def test_packed_rows(case: str) -> None:
     torch.testing.assert_close(together, torch.cat(apart, 1), rtol=1e-10, atol=1e-10)
 
 
+def test_deepseek_v32_is_read_in_its_dense_form(tmp_path: Path) -> None:
+    """Of rows that the indexer does not shorten, transformers' numbers, gradients too; it is saved as a DeepSeek-V3."""
+    import transformers
+
+    options = COMMON | CASES["deepseek_v3"][1] | {"index_topk": 32, "index_head_dim": 8, "index_n_heads": 2}
+    torch.manual_seed(3)
+    model = transformers.DeepseekV32ForCausalLM(transformers.DeepseekV32Config(**options)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8 if parameter.dim() > 1 else 1).add_(torch.randn_like(parameter), alpha=0.1)
+    model.save_pretrained(tmp_path / "theirs")
+    ids, labels = batch()
+    for source in (tmp_path / "theirs", model):
+        mine = triax.PipelineModule(load_hf(source), grid=Grid(), dtype=torch.float64)
+        found = mine(ids)
+        with exact(model):
+            right = model(input_ids=ids).logits
+            torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-10)
+            loss = F.cross_entropy(right.flatten(0, 1), labels.flatten())
+            model.zero_grad()
+            loss.backward()
+        F.cross_entropy(found.flatten(0, 1), labels.flatten()).backward()
+        embedding = next(iter(mine.parameters())).grad
+        assert embedding is not None and model.model.embed_tokens.weight.grad is not None
+        torch.testing.assert_close(embedding, model.model.embed_tokens.weight.grad, rtol=1e-10, atol=1e-10)
+    save_hf(mine, tmp_path / "ours")
+    about = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert (about["model_type"], about["architectures"]) == ("deepseek_v3", ["DeepseekV3ForCausalLM"])
+    theirs, ours = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
+    assert {name for name in theirs if ".indexer." not in name} == ours.keys()
+    assert all(torch.equal(theirs[name], ours[name]) for name in ours)
+    bad = json.loads((tmp_path / "theirs" / "config.json").read_text()) | {"mlp_layer_types": ["sparse", "dense"]}
+    with pytest.raises(ValueError, match="mlp_layer_types must have 'dense' for the first blocks"):
+        text_part(bad)
+
+
 def test_kimi_k2_is_a_deepseek_v3_of_another_name(tmp_path: Path) -> None:
     """transformers has no such model: its folder as Moonshot publishes it, without fp8, and its weights come back."""
     model = make("deepseek_v3").eval()
@@ -505,7 +541,10 @@ def test_windows_that_no_block_has(family: str) -> None:
 def test_every_family_has_an_entry_point() -> None:
     """`triax generate` finds a family by its name."""
     declared = tomllib.loads((DOCS.parent / "pyproject.toml").read_text())["project"]["entry-points"]["triax.models"]
-    assert declared.keys() == {name for name, family in FAMILIES.items() if family.config is not None} | WRAPPERS.keys()
+    assert declared.keys() == {name for name, family in FAMILIES.items() if family.config is not None} | {
+        *WRAPPERS,
+        INDEXED,
+    }
 
 
 @pytest.mark.parametrize("config", [CONFIG, DEEPSEEK, "gpt_oss", "glm4_moe"], ids=str)
