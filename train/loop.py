@@ -127,8 +127,10 @@ class TrainingRun:
         """
         job, report, engine = self.job, self.report, self.engine
         self._introduce()
-        if self._before and self._before % job.file.evaluate.every == 0 and self.lowest.evaluated < self._before:
-            self.evaluate()  # the checkpoint was written before the evaluation of its step
+        section = job.file.evaluate
+        missed = self._before % section.every == 0 and self.lowest.evaluated < self._before
+        if missed and self.evaluation is not None and (section.best or section.patience):
+            self._compared()  # the checkpoint was written before the evaluation of its step
         if self.step >= job.steps or self.lowest.is_over:
             more = "more steps" if self.step >= job.steps else "a larger evaluate.patience"
             report.say(
@@ -188,13 +190,19 @@ class TrainingRun:
         """Evaluate, note the loss, and return it; None without held-out documents. Collective."""
         if self.evaluation is None:
             return None
+        loss = self._compared()
+        self.engine.monitor.write_events([("Validation/loss", loss, self.engine.global_samples)])
+        return loss
+
+    def _compared(self) -> float:
+        """Evaluate, and compare the loss with the lowest one, whose model is kept if the file asks for it."""
+        assert self.evaluation is not None
         loss = self.evaluation.loss()
         if self.lowest.note(loss, self.step) and self.job.file.evaluate.best:
             problem = self._export(self.job.folder / "best")
             if problem is not None:
                 self.report.say(f"note    {problem}")
         self._note_state()
-        self.engine.monitor.write_events([("Validation/loss", loss, self.engine.global_samples)])
         return loss
 
     def _note_state(self) -> None:

@@ -447,9 +447,9 @@ def test_what_a_forward_would_not_survive_is_refused(ranks: Any) -> None:
 def test_an_unknown_family_says_how_to_add_it() -> None:
     import transformers
 
-    model = transformers.BloomForCausalLM(transformers.BloomConfig(n_layer=1, hidden_size=16, n_head=4, vocab_size=9))
+    model = transformers.MptForCausalLM(transformers.MptConfig(n_layers=1, d_model=16, n_heads=4, vocab_size=9))
     for call in (load_hf, hf_layers, lambda x: parallelize(x, Grid())):
-        with pytest.raises(ValueError, match=r"'bloom'.*docs/models.md, 'Add a family'"):
+        with pytest.raises(ValueError, match=r"'mpt'.*docs/models.md, 'Add a family'"):
             call(model)
 
 
