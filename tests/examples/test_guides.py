@@ -47,7 +47,7 @@ SLOW = {
     *("stages.py 2 1f1b", "stages.py 4 zb-h1", "4 titan.py 1", "bilinear.py 1 4", "bilinear.py 1 2", "signed.py 1"),
     "compare.py 2 1 1",
     "compiled.py aot_eager",
-    *("dpo.py 1 1", "kto.py 1 1", "reward.py 1 1", "distill.py 1 1", "captions.py 1 1"),
+    *("dpo.py 1 1", "kto.py 2 2", "reward.py 2 2", "distill.py 2 2", "captions.py 1 1"),
     *("grpo.py 1 1 240", "grpo.py 2 2 240"),
 }
 # A package: the last tests of this file; a project of its own: tests/testing/test_kit.py.

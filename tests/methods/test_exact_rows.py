@@ -69,7 +69,7 @@ def errors(axes: dict[str, Any], name: str) -> list[tuple[float, float]]:
     ("axes", "name"),
     [
         ({}, "gpt"),
-        ({"pipe": 2, "tensor": 2}, "llama"),
+        pytest.param({"pipe": 2, "tensor": 2}, "llama", marks=pytest.mark.exhaustive),
         pytest.param({}, "llama", marks=pytest.mark.exhaustive),
         pytest.param({"data": 2, "tensor": 2}, "gpt", marks=pytest.mark.exhaustive),
     ],
