@@ -157,7 +157,7 @@ def _command(name: str, revision: str | None, files: Sequence[str] = ()) -> str:
 
 
 def _near(name: str) -> str:
-    """Return a hint at a folder whose name is near to that of a path which does not exist."""
+    """Return a hint at the folder whose name is nearest to the last word of a missing path; '' if none is near."""
     parent, last = Path(name).parent, Path(name).name
     near = close(last, [each.name for each in parent.iterdir() if each.is_dir()]) if parent.is_dir() else None
     return "" if near is None else f" (did you mean {parent / near}?)"

@@ -155,7 +155,7 @@ def vocabulary() -> Case:
 
 
 def hybrid() -> Case:
-    """Three kinds of layers, of which the dear ones, recurrences, lie at the end."""
+    """Three kinds of layers; the slowest kind, recurrences, lies at the end."""
     kinds = ["attention", "mlp", "mlp"] * 3 + ["attention", "recurrence", "recurrence", "recurrence"]
     layers = [triax.LayerSpec(Mixer, 128, kind, 256) for kind in kinds]
     x, y = torch.randn(2, 2, 64, 128, generator=torch.Generator().manual_seed(0))
@@ -173,7 +173,7 @@ def tower() -> Case:
 
 
 def slow_rank() -> Case:
-    """12 equal blocks on two ranks, of which the second takes twice as long for each."""
+    """12 equal blocks on two ranks; the second rank takes twice as long for each block."""
     layers = [triax.LayerSpec(Slowed, 128, 512) for _ in range(12)]
     x, y = torch.randn(2, 2, 64, 128, generator=torch.Generator().manual_seed(0))
     return Case(layers, x, y, [0, 8, 12], token_loss=False)

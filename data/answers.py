@@ -54,8 +54,8 @@ class Answers(Dataset[int]):
         paths: JSON lines, Parquet or Arrow files, or folders of them, such as ``datasets`` saves.
         form: the form of the samples.
         tokenizer: name for ``open_tokenizer``; a folder with a chat template for messages.
-        length: the most tokens of a row. Rows are cut there; a sample of which no token of an answer is left is left
-            out.
+        length: the most tokens of a row. Longer rows are cut there, and a sample is dropped if the cut removes a whole
+            answer.
         multiple: number that divides T, for axes that shard the sequence; it divides ``length``.
 
     Attributes:
@@ -216,7 +216,7 @@ class _SampleReader:
             BadDocument: the chat template refuses its messages.
         """
         prompt, *answers, _ = samples[number]
-        if self._form == "unpaired":  # this answer, and that of the sample before
+        if self._form == "unpaired":  # its own answer, and the answer of the sample before
             answers.append(samples[number - 1][1])
         return self._of_one(prompt, answers)
 

@@ -76,7 +76,7 @@ def grpo_loss(
         beta: coefficient of the KL divergence from the reference model; 0: none.
         clip, clip_high: ratios below 1 - clip and above 1 + clip_high are clipped; ``clip_high`` None: ``clip``.
         level: ratio of each ``token``, or one of each ``sequence``.
-        correct_kl: multiply k by r, so that its gradient is that of the KL divergence, as TRL does by default; False:
+        correct_kl: multiply k by r, so that its gradient equals the KL divergence's, as TRL does by default; False:
             the equation of GRPO's paper.
         max_new_tokens: L, for ``dr_grpo`` alone: the most tokens of an answer.
         temperature: temperature at which the answers were drawn: p is softmax(logits / temperature).

@@ -110,7 +110,7 @@ class Advantages(NamedTuple):
 
 
 def advantages(rewards: Tensor, group: int, scale: Scale) -> Advantages:
-    """Return the advantages of rewards, (N,), of which ``group`` neighbors are the answers to one prompt.
+    """Return the advantages of rewards, (N,), where each run of ``group`` rewards belongs to one prompt's answers.
 
     Raises:
         ValueError: an unknown ``scale``.

@@ -50,7 +50,7 @@ class Measured(NamedTuple):
 
 
 class RunToTune(Protocol):
-    """What is asked of a run. Every rank has its own, and all ranks call ``agree``, ``measure`` and ``time`` together.
+    """Protocol: a run that a tuner asks. All ranks call ``agree``, ``measure`` and ``time`` together.
 
     Attributes:
         rank, pipe_rank: this rank, and its place on the pipe axis.

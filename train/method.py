@@ -14,7 +14,6 @@ from ..base.errors import ConfigError
 from ..base.safetensors import write_file
 from ..data.answers import Answers
 from ..data.dataloader import RepeatingLoader
-from ..data.packing import IGNORED
 from ..engine.pipeline_engine import PipelineEngine
 from ..methods.answers import AnswerLoss
 from ..methods.reference import row_log_probs, with_baseline
@@ -82,7 +81,7 @@ class Method:
         found = torch.empty(len(data.rows) // data.width, data.width, dtype=torch.float64)
         with agreed(grid):
             if grid.rank == 0:
-                found = load_file(file)["log_probs"]
+                found.copy_(load_file(file)["log_probs"])  # raises for another shape, before the others wait for it
         found = found.to(grid.device)
         grid.world.broadcast(found)
         return found.cpu()
@@ -131,20 +130,24 @@ class AnswerEvaluation:
                 f"evaluate has {min(len(data), most or len(data))} held-out samples, less than a batch of {train}: "
                 "hold out more of them, or give a smaller training.batch"
             )
+        batches = range(0, self._count * train, train)
+        self._weights = [self._weight([data[at] for at in range(first, first + train)]) for first in batches]
+
+    def _weight(self, numbers: Sequence[int]) -> float:
+        """Return the weight of a batch's loss: the labels of ``sft`` that count; of the others 1."""
+        if self._data.form != "sft":
+            return 1.0
+        return float(sum(self._data.rows[number].counts[1:].sum() for number in numbers))
 
     def loss(self) -> float:
         """Compute the mean loss, equal on every rank: over tokens for ``sft``, else over samples. Collective."""
-        total = weights = 0.0
+        total = 0.0
         grid, batch = self._engine.grid, self._job.batch
-        for first in range(0, self._count * batch.train, batch.train):
-            numbers = [self._data[at] for at in range(first, first + batch.train)]
+        for step, weight in enumerate(self._weights):
+            numbers = [self._data[at] for at in range(step * batch.train, (step + 1) * batch.train)]
             share = batch.train // grid.replicas
             mine = numbers[grid.replica * share : (grid.replica + 1) * share]
             parts: Sequence[Any] = [mine[at : at + batch.micro] for at in range(0, share, batch.micro)]
             microbatches = self._method.prepared([self._data.collate(each) for each in parts], self._data)
-            weight = 1.0
-            if self._data.form == "sft":
-                weight = float((self._data.collate(numbers)[1] != IGNORED).sum())
             total += weight * float(self._engine.eval_batch(iter(microbatches)))
-            weights += weight
-        return total / weights
+        return total / sum(self._weights)

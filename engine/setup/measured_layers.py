@@ -59,8 +59,8 @@ def measure_layers(
     Args:
         layers, grid, loss_fn, dtype, seed: as for ``PipelineModule``.
         microbatch: ``(inputs, labels)``, or a dict, as the engine's data has them; on every rank.
-        options: the engine's options, of which precision, ZeRO, optimizer and recomputation count.
-        repeats: passes of which the least time is taken, as that of other programs on the machine is not the layer's.
+        options: the engine's options; precision, ZeRO, optimizer and recomputation change the costs.
+        repeats: number of timed passes; the least time counts, because other programs only add to it.
 
     Raises:
         OptionError: an option with which layers cannot be measured one by one.

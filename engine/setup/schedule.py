@@ -48,7 +48,7 @@ def searched_cut(
 
     Args:
         module, options, microbatches: as for ``training_schedule``.
-        chunks: stages per rank; None: as many as the schedule needs and, if it is chosen too, as are best.
+        chunks: stages per rank; None: the schedule's own number, or the best one if the schedule is searched.
 
     Raises:
         OptionError: an option has no meaning for such a cut, or the memory limit cannot be kept.

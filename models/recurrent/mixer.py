@@ -1,4 +1,4 @@
-"""What Mamba2 and Gated DeltaNet have in common, sharded by heads over the tensor axis.
+"""Common part of the layers of Mamba2 and Gated DeltaNet, sharded by heads over the tensor axis.
 
 Both project each token to a value and a gate of H heads, to two vectors that G groups of heads have in common (as
 grouped queries share keys and values), and to a few numbers for each head. A short causal convolution mixes

@@ -210,6 +210,26 @@ def test_held_out_samples_are_evaluated_and_are_not_trained_on(
     assert losses[-1] == pytest.approx(float(loss), rel=1e-10)
 
 
+def test_the_loss_of_held_out_answers_is_a_mean_over_tokens(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two batches have different numbers of tokens."""
+    import transformers
+
+    monkeypatch.chdir(place)
+    run(str(place), "sft", "name=h", "data.held_out=0.4", "evaluate.every=6")
+    rows = [json.loads(line) for line in (place / "runs" / "h" / "metrics.jsonl").read_text().splitlines()]
+    (found,) = [row["Validation/loss"] for row in rows if "Validation/loss" in row]
+    data = Answers("sft.jsonl", "sft", "first", 16)
+    _, held_out = data.split(0.4)
+    ids, labels = data.collate([held_out[at] for at in range(8)])
+    counts = [int((part >= 0).sum()) for part in labels.chunk(2)]
+    assert counts[0] != counts[1]
+    with exact(), torch.no_grad():
+        model = transformers.LlamaForCausalLM.from_pretrained("runs/h/model", dtype=torch.float64)
+        logits = model(input_ids=ids).logits
+        wanted = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    assert found == pytest.approx(float(wanted), rel=1e-10)
+
+
 def test_a_run_that_goes_on_needs_the_numbers_of_its_reference(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
