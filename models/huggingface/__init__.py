@@ -1,6 +1,11 @@
 """Hugging Face: weights and configurations in and out, and transformers' own models as lists of layers.
 
-families.py: for each family a table of names, a few flags and the plan of ``parallelize``.
+families.py: the table of all families; a new family is one entry of a file below.
+family.py: description of a family, and the keys and names that most families share.
+sharding_plans.py: plans of ``parallelize``.
+dense_families.py: families without experts.
+mixture_families.py: mixtures of experts.
+hybrid_families.py: hybrids of attention and recurrent layers.
 hybrids.py: settings and names of the recurrent layers of hybrids.
 config.py: conversion of ``config.json`` to and from triax's configurations.
 names.py: patterns of parameter names, expanded for a model.

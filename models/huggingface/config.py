@@ -12,7 +12,8 @@ from ...base.errors import ConfigError
 from ...base.files import read_object
 from ..config import DecoderConfig, DeepseekConfig, TransformerConfig
 from ..rope_scaling import DynamicScaling, LinearScaling, LongRopeScaling, RopeScaling, YarnScaling
-from .families import CLASSIFIER, FAMILIES, WRAPPERS, Config, Family
+from .families import FAMILIES, WRAPPERS
+from .family import CLASSIFIER, Config, Family
 from .folder_settings import Settings
 from .names import Entry, Fused, Names, PerHead, expand
 

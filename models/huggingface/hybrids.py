@@ -1,6 +1,7 @@
 """Hybrids of attention and recurrent layers in Hugging Face's form: settings and names of their recurrent layers.
 
-``families.py`` has their entries. The table of a hybrid's names depends on its ``config.json``, because blocks differ.
+``hybrid_families.py`` has their entries. The table of a hybrid's names depends on its ``config.json``, because blocks
+differ.
 """
 
 from __future__ import annotations
