@@ -131,7 +131,7 @@ class DecoderConfig(TransformerConfig):
     """Configuration of a decoder-only transformer, with the settings in which the families differ.
 
     With the defaults it is a Llama: rotary positions, pre-RMSNorm, SwiGLU and grouped queries. ``GPTConfig``,
-    ``LlamaConfig`` and ``MixtralConfig`` are this class with other defaults. ``models/huggingface/families.py`` has the
+    ``LlamaConfig`` and ``MixtralConfig`` are this class with other defaults. ``models/huggingface/`` has the
     settings of each family.
 
     Attributes, beside those of ``TransformerConfig``:
