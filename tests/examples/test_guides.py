@@ -45,6 +45,7 @@ PAGES = [page for folder in FOLDERS for page in sorted((DOCS / folder).glob("*.m
 # Commands that run in the sweep: further grids of a program that runs on one of several ranks by default.
 SLOW = {
     *("stages.py 2 1f1b", "stages.py 4 zb-h1", "4 titan.py 1", "bilinear.py 1 4", "bilinear.py 1 2", "signed.py 1"),
+    *("2 ddp.py", "4 gan.py"),
     "compare.py 2 1 1",
     "compiled.py aot_eager",
     *("dpo.py 1 1", "kto.py 2 2", "reward.py 2 2", "distill.py 2 2", "captions.py 1 1"),
