@@ -266,6 +266,8 @@ class MetaValues(TorchFunctionMode):
             return
         if type(found) is Tensor and found.shape == result.shape and found.dtype == result.dtype:
             set_known(result, found)
+            if any(_share(found, known(tensor)) for tensor in tensors):
+                setattr(result, _VALUES, found)  # a view: what is written to the tensor later is seen here too
 
     def _may_be_nan(self, tensor: Tensor, result: Tensor) -> bool:
         return tensor.numel() <= _SMALL and tensor.is_floating_point() and result.is_floating_point()
@@ -276,6 +278,10 @@ class MetaValues(TorchFunctionMode):
 
     def _any_known(self, args: Any) -> bool:
         return any(tensor.is_meta and hasattr(tensor, _VALUES) for tensor in _tensors(args))
+
+
+def _share(view: Tensor, values: Tensor | None) -> bool:
+    return values is not None and view.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
 
 
 def _attention(

@@ -270,6 +270,19 @@ def test_a_rank_that_waits_for_a_message_that_never_comes_is_named() -> None:
 # ------------------------------------------------------------------------------------------- its parts
 
 
+def test_a_view_sees_what_is_written_to_its_tensor_later() -> None:
+    """A loss in chunks returns its number of labels before the backward pass fills it."""
+    with MetaValues(1.0):
+        whole = torch.zeros(2, 3, device="meta")
+        first, number = whole[0], whole.sum()
+        seen = number.detach()
+        whole[0, 1] = 7.0
+        number.copy_(torch.tensor(5.0))
+        assert first.tolist() == [0.0, 7.0, 0.0] and seen.item() == 5.0
+        first.fill_(2.0)
+        assert whole.tolist() == [[2.0] * 3, [0.0] * 3]
+
+
 def test_small_values_are_known_on_the_meta_device() -> None:
     with MetaValues(7.0) as values:
         flags = torch.tensor([3, -3], device="meta")
