@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ...base.errors import ConfigError
+from ...context.order import gather
 from ...engine.module_engine import ModuleEngine
 from ...engine.pipeline_engine import PipelineEngine
 from ...grid.loss_terms import is_named
@@ -31,6 +32,7 @@ from ...optim import schedulers
 from ...tensor_parallel.outside import ReadOutside
 from ..deepspeed.config.schema import Config
 from ..deepspeed.from_config import initialize, read_config
+from .adapters import add_section, save_adapters
 from .auto_values import hidden_size, missing_extra
 from .state_dict import full_state_dict, saved_axes
 
@@ -41,7 +43,7 @@ try:
     from accelerate.utils.memory import clear_device_cache
 
     from .arguments import TrainingArguments
-    from .pipeline import TrainerLoss, check_trainer, copy_weights, optimizer_of, pairs, pipeline_module
+    from .pipeline import TrainerLoss, check_trainer, copy_weights, in_stages, optimizer_of, pairs, pipeline_module
 except ImportError as missing:
     raise missing_extra(missing) from missing
 
@@ -141,13 +143,17 @@ class Trainer(transformers.Trainer):
                 "dataclass that inherits from both"
             )
         self.grid = args.grid
-        self._pipelined = self.grid.pipe.size > 1
+        where = in_stages(self.grid.topology.sizes)
+        self._pipelined = bool(where)  # the model runs as a PipelineModule, of one stage with a context axis alone
         self._copies = self.grid.size // self.grid.replicas  # ranks that get the same samples
+        self._multiple = (
+            2 * self.grid.context.size if self.grid.context.size > 1 else 1
+        )  # of which rows have the length
         self._microbatches: list[Any] = []
         self._uses_count: bool | None = None  # the loss depends on num_items_in_batch; None: not known yet
         super().__init__(model, args, *others, **options)
         if self._pipelined:
-            check_trainer(self, self.grid.pipe.size)
+            check_trainer(self, self.grid, where)
             vars(self)["prediction_step"] = self._predict_on_stages  # also in place of TRL's method
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -231,6 +237,7 @@ class Trainer(transformers.Trainer):
         if self._checked is None:
             raise RuntimeError("the optimizer depends on the length of the run: call train(), which makes it")
         config = self._checked.model_copy(update={"scheduler": None})  # the loop steps the schedule
+        add_section(self.model, config, self.grid, whole=self._pipelined)
         given = None
         if config.optimizer is None:
             given = super().create_optimizer()
@@ -241,6 +248,7 @@ class Trainer(transformers.Trainer):
     def _made(self, config: Config, given: Any = None) -> ModuleEngine | PipelineEngine:
         """Return an engine of the model, with an optimizer over the model's parameters if one is given."""
         self._trained = module = self.model
+        config = config.model_copy(update={"lora": None})  # the model has the adapters
         engine: Any
         if self._pipelined:
             steps, counts_first = self.args.gradient_accumulation_steps, not self._loss_shifts_labels
@@ -254,7 +262,7 @@ class Trainer(transformers.Trainer):
 
     def _sharded(self, model: Any) -> Any:
         """Shard the model over the tensor axis, in place and once; return it."""
-        if self.grid.tensor.size > 1 and not hasattr(model, "triax_parameter_share"):
+        if self.grid.tensor.size > 1 and not self._pipelined and not hasattr(model, "triax_parameter_share"):
             count = getattr(model, "num_parameters", lambda exclude_embeddings: 1)
             whole = count(exclude_embeddings=True)
             parallelize(model, self.grid)
@@ -362,7 +370,7 @@ class Trainer(transformers.Trainer):
             clear_device_cache()
         self._copy_schedule()
         skipped = engine.skipped_steps
-        loss = engine.train_batch(pairs(microbatches))
+        loss = engine.train_batch(pairs(microbatches, self._multiple))
         handle.step_was_skipped = engine.skipped_steps > skipped
         return loss.to(self.args.device)
 
@@ -379,12 +387,13 @@ class Trainer(transformers.Trainer):
         assert isinstance(engine, PipelineEngine)
         self.model.eval()
         labels, loss, logits = inputs.get("labels"), None, None
-        batch, counts, training_loss = pairs([inputs]), labels is not None, engine.module.loss_fn
+        batch, counts, training_loss = pairs([inputs], self._multiple), labels is not None, engine.module.loss_fn
         if type(self).prediction_step is not transformers.Trainer.prediction_step:  # TRL's own, with its own mean
-            engine.module.loss_fn = TrainerLoss()
+            engine.module.loss_fn = TrainerLoss(grid=self.grid)
         try:
             if not prediction_loss_only:
                 loss, (logits,) = engine.eval_batch(batch, True, compute_loss=counts, num_micro_batches=1)
+                logits = gather(logits, self.grid.context, inputs["input_ids"].shape[1])
             elif counts:
                 loss = engine.eval_batch(batch, num_micro_batches=1)
         finally:
@@ -485,8 +494,8 @@ class Trainer(transformers.Trainer):
         The samples that pad the last batch are left out.
         """
         state = self.accelerator.gradient_state
-        where = [self.grid.topology.coordinate(rank) for rank in range(self.grid.size)]
-        firsts = [rank for rank, each in enumerate(where) if not (each.tensor or each.pipe)]
+        where = [self.grid.topology.coordinate(rank)._asdict() for rank in range(self.grid.size)]
+        firsts = [rank for rank, each in enumerate(where) if not any(n for axis, n in each.items() if axis != "data")]
         cut = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
 
         def once(everyone: Tensor) -> Tensor:
@@ -517,8 +526,21 @@ class Trainer(transformers.Trainer):
             copy_weights(self.engine, self.model, everywhere=False)
         elif state_dict is None and self.engine is not None:
             state_dict = full_state_dict(self.engine)
+        if hasattr(self.model, "lora_options"):
+            self._save_adapters(output_dir or self.args.output_dir, state_dict)
+            return
         with self._names_of_peft():
             super()._save(output_dir, state_dict)
+
+    def _save_adapters(self, folder: str | None, state_dict: dict[Any, Any] | None) -> None:
+        """Write the adapters of the section ``lora`` in place of the model, and the rest as transformers does."""
+        if not self.args.should_save or folder is None:
+            return
+        save_adapters(self.model, folder, self.model.state_dict() if state_dict is None else state_dict)
+        made = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if made is not None:
+            made.save_pretrained(folder)
+        torch.save(self.args, Path(folder) / "training_args.bin")
 
     def _names_of_peft(self) -> AbstractContextManager[None]:
         """Context in which modules that PEFT saves whole may be asked for their state dict. Collective in stage 3.
