@@ -34,6 +34,7 @@ from ..deepspeed.config.schema import Config
 from ..deepspeed.from_config import initialize, read_config
 from .adapters import add_section, save_adapters
 from .auto_values import hidden_size, missing_extra
+from .resume import SCHEDULER_FILE, load_folder, read_state, require_files
 from .state_dict import full_state_dict, saved_axes
 
 try:
@@ -562,17 +563,22 @@ class Trainer(transformers.Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         folder = Path(resume_from_checkpoint)
         if not (folder / "latest").is_file():
-            raise ConfigError(
-                f"{folder} has no checkpoint of triax (global_step*, latest): another trainer wrote it, or "
-                "save_only_model was set. To start from its weights, build the model with from_pretrained"
-            )  # loaded by _load_optimizer_and_scheduler, with the engine
+            require_files(folder)  # _load_optimizer_and_scheduler loads either, with the engine
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
         assert self.engine is not None and self.engine.optimizer is not None
-        _, client = self.engine.load_checkpoint(checkpoint)
-        schedule = (client or {}).get("lr_scheduler")
+        folder = Path(checkpoint)
+        if (folder / "latest").is_file():
+            _, client = self.engine.load_checkpoint(checkpoint)
+            schedule = (client or {}).get("lr_scheduler")
+        else:
+            decay, named = self.get_decay_parameter_names(self.model), dict(self.model.named_parameters())
+            trained = [name for name, parameter in named.items() if parameter.requires_grad]
+            order = [name for name in trained if name in decay] + [name for name in trained if name not in decay]
+            load_folder(self.engine, self.model, order, folder)
+            schedule = read_state(folder / SCHEDULER_FILE)
         if schedule is not None and self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(schedule)
             groups = self.engine.optimizer.param_groups
@@ -582,7 +588,7 @@ class Trainer(transformers.Trainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         saved, axes = None if checkpoint is None else saved_axes(Path(checkpoint)), self.grid.topology.sizes
-        if saved == axes:
+        if saved == axes or (saved is None and self._copies == 1):  # else of transformers' own Trainer, or of none
             super()._load_rng_state(checkpoint)
         elif saved is not None and self.grid.rank == 0:
             # States are saved by rank number: on another grid, tensor ranks could get different dropout masks.

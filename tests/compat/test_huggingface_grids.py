@@ -1,35 +1,128 @@
-"""triax.Trainer on pipe x tensor x data x context, and LoRA on each axis, beside transformers' own Trainer in float64."""
+"""triax.Trainer on pipe x tensor x data x context, and LoRA on each axis, beside transformers' own in float64."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from trainer_in_float64 import near, run
+from trainer_in_float64 import SECTION, TARGETS, exact, exported, model_of, near, run
 
 SHORT = {"max_steps": 6, "eval_steps": 3, "save_steps": 3}  # with the short step at the end of an epoch
 
 
-def on(stage: int = 0, **grid: int) -> dict[str, Any]:
-    return {"grid": grid, "triax": {"zero_optimization": {"stage": stage}}}
+def on(stage: int = 0, lora: str = "", **grid: int) -> dict[str, Any]:
+    section = {"lora": {**SECTION, "targets": TARGETS[lora]}} if lora else {}
+    return {"grid": grid, "triax": {"zero_optimization": {"stage": stage}, **section}}
 
 
-def count(options: dict[str, Any]) -> int:
-    ranks = 1
-    for size in options["grid"].values():
-        ranks *= size
-    return ranks
+def runs(ranks: Any, out: Path, options: dict[str, Any] | None, **job: Any) -> list[dict[str, Any]]:
+    """Run on the grid of the options, transformers' own without."""
+    grid = {} if options is None else options["grid"]
+    found: list[dict[str, Any]] = ranks(
+        math.prod(grid.values()), run, str(out), grid.get("data", 1), options, timeout=300, **job
+    )
+    return found
 
 
+@pytest.fixture(scope="module")
+def plain(ranks: Any, tmp_path_factory: Any) -> Any:
+    """transformers' own run on one process, once for each case and kind of adapters."""
+    known: dict[tuple[str, str], tuple[dict[str, Any], Path]] = {}
+
+    def of(case: str, lora: str = "") -> tuple[dict[str, Any], Path]:
+        if (case, lora) not in known:
+            out = tmp_path_factory.mktemp("plain")
+            known[case, lora] = (runs(ranks, out, None, case=case, lora=lora)[0], out)
+        return known[case, lora]
+
+    return of
+
+
+GRIDS = [on(1, pipe=2, tensor=2, data=2), on(0, pipe=2, tensor=2, context=2)]
+SWEEP = [
+    on(2, tensor=2, data=2, context=2),
+    on(3, pipe=2, data=2, context=2),
+    on(3, pipe=2, tensor=2, data=2),
+    on(0, tensor=2, context=2),
+    on(1, context=4),
+]
+CASES = [("llama", each) for each in GRIDS] + [
+    pytest.param(case, each, marks=pytest.mark.exhaustive)
+    for case, each in [("gpt2", each) for each in GRIDS + SWEEP] + [("llama", each) for each in SWEEP]
+]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("case", "options"), CASES, ids=str)
+def test_all_axes_together(ranks: Any, plain: Any, tmp_path: Path, case: str, options: dict[str, Any]) -> None:
+    """20 steps equal transformers', and the saved folder has the trained weights, bit for bit."""
+    wanted, _ = plain(case)
+    for found in runs(ranks, tmp_path, options, case=case):
+        near(found, wanted)
+    read = exported(str(tmp_path / "last"))
+    for name, value in wanted["weights"].items():
+        torch.testing.assert_close(read[name], value, rtol=0, atol=1e-10, msg=name)
+        assert "weights" not in found or torch.equal(read[name], found["weights"][name]), name
+
+
+def factors(folder: Path, case: str) -> dict[str, Any]:
+    """Return the factors of a saved adapter, which PEFT has loaded as they lie in the file."""
+    import peft
+
+    with exact():
+        model: Any = peft.PeftModel.from_pretrained(model_of(case), str(folder))
+    stored = load_file(folder / "adapter_model.safetensors")
+    held = {name.replace(".default", ""): value for name, value in model.state_dict().items() if ".lora_" in name}
+    assert held.keys() == stored.keys() and all(torch.equal(held[name], value) for name, value in stored.items())
+    return stored
+
+
+ADAPTED = [("llama", "peft", each) for each in (on(1, tensor=2, data=2), on(2, pipe=2, tensor=2, data=2))]
+ADAPTED += [
+    ("llama", "section", each) for each in (on(3, "llama", tensor=2, data=2), on(1, "llama", pipe=2, context=2))
+]
+MORE = [(case, "peft", each) for case in ("gpt2", "llama") for each in [on(3, data=2), *GRIDS, *SWEEP]]
+MORE += [
+    (case, "section", on(each["triax"]["zero_optimization"]["stage"], case, **each["grid"]))
+    for case in ("gpt2", "llama")
+    for each in [on(3, data=2), *GRIDS, *SWEEP]
+]
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "options", [on(1, tensor=2), on(1, pipe=2, tensor=2), on(1, context=2), on(2, pipe=2, tensor=2, data=2)], ids=str
+    ("case", "lora", "options"),
+    [*ADAPTED, *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in MORE)],
+    ids=str,
 )
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("case", ["gpt2", "llama"])
-def test_scratch(ranks: Any, tmp_path: Path, case: str, options: dict[str, Any], lora: bool) -> None:
-    (wanted,) = ranks(1, run, str(tmp_path / "plain"), 1, None, case=case, lora=lora, **SHORT)
-    data = options["grid"].get("data", 1)
-    for found in ranks(count(options), run, str(tmp_path / "out"), data, options, case=case, lora=lora, timeout=200, **SHORT):
-        near(found, wanted, 6)
+def test_lora_on_every_axis(
+    ranks: Any, plain: Any, tmp_path: Path, case: str, lora: str, options: dict[str, Any]
+) -> None:
+    """20 steps equal those of PEFT with transformers' Trainer; adapters of a section begin with the same factors."""
+    wanted, out = plain(case, lora)
+    for found in runs(ranks, tmp_path, options, case=case, lora="peft" if lora == "peft" else ""):
+        if lora == "section":
+            found.pop("weights", None)  # under triax's names
+        near(found, wanted)
+    saved, right = factors(tmp_path / "last", case), factors(out / "last", case)
+    assert saved.keys() == right.keys()
+    for name, value in right.items():
+        torch.testing.assert_close(saved[name], value, rtol=0, atol=1e-10, msg=name)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("lora", ["", "peft"])
+def test_resume_from_transformers_folder(ranks: Any, plain: Any, tmp_path: Path, lora: str) -> None:
+    """The second half of transformers' own run, on three grids, one after the other on the last one's folder."""
+    wanted, out = plain("llama", lora)
+    resume = out / "checkpoint-10"
+    for number, options in enumerate((on(2, pipe=2, tensor=2), on(3, data=2))):
+        folder = tmp_path / str(number)
+        for found in runs(ranks, folder, options, case="llama", lora=lora, resume=str(resume), save_steps=5):
+            near(found, wanted)
+        resume = folder / "checkpoint-15"  # of triax

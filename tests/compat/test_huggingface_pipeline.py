@@ -9,6 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+
+import triax
+from triax.base.errors import ConfigError
+
 from trainer_in_float64 import (
     ACCUMULATION,
     BATCH,
@@ -25,9 +29,6 @@ from trainer_in_float64 import (
     run,
     trainer_of,
 )
-
-import triax
-from triax.base.errors import ConfigError
 
 _BERT: dict[str, Any] = {"vocab_size": 53, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
 _BERT |= {"num_attention_heads": 2, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
