@@ -51,6 +51,7 @@ SWEEP = [
     on(0, tensor=2, context=2),
     on(1, context=4),
 ]
+AGAIN = on(3, data=2)  # the grid of the second half
 CASES = [("llama", each) for each in GRIDS] + [
     pytest.param(case, each, marks=pytest.mark.exhaustive)
     for case, each in [("gpt2", each) for each in GRIDS + SWEEP] + [("llama", each) for each in SWEEP]
@@ -60,10 +61,12 @@ CASES = [("llama", each) for each in GRIDS] + [
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("case", "options"), CASES, ids=str)
 def test_all_axes_together(ranks: Any, plain: Any, tmp_path: Path, case: str, options: dict[str, Any]) -> None:
-    """20 steps equal transformers', and the saved folder has the trained weights, bit for bit."""
+    """20 steps equal transformers', and the second half on another grid; the folder has the weights, bit for bit."""
     wanted, _ = plain(case)
     for found in runs(ranks, tmp_path, options, case=case):
         near(found, wanted)
+    for again in runs(ranks, tmp_path / "again", AGAIN, case=case, resume=str(tmp_path / "checkpoint-10")):
+        near(again, wanted)
     read = exported(str(tmp_path / "last"))
     for name, value in wanted["weights"].items():
         torch.testing.assert_close(read[name], value, rtol=0, atol=1e-10, msg=name)
@@ -103,12 +106,18 @@ MORE += [
 def test_lora_on_every_axis(
     ranks: Any, plain: Any, tmp_path: Path, case: str, lora: str, options: dict[str, Any]
 ) -> None:
-    """20 steps equal those of PEFT with transformers' Trainer; adapters of a section begin with the same factors."""
+    """20 steps equal those of PEFT with transformers' Trainer; adapters of a section begin with the same factors.
+
+    So does the second half, on another grid.
+    """
     wanted, out = plain(case, lora)
-    for found in runs(ranks, tmp_path, options, case=case, lora="peft" if lora == "peft" else ""):
-        if lora == "section":
-            found.pop("weights", None)  # under triax's names
-        near(found, wanted)
+    job = {"case": case, "lora": "peft" if lora == "peft" else ""}
+    again = on(1, "" if lora == "peft" else case, tensor=2)
+    for grid, resume in ((options, None), (again, str(tmp_path / "checkpoint-10"))):
+        for found in runs(ranks, tmp_path, grid, resume=resume, **job):
+            if lora == "section":
+                found.pop("weights", None)  # under triax's names
+            near(found, wanted)
     saved, right = factors(tmp_path / "last", case), factors(out / "last", case)
     assert saved.keys() == right.keys()
     for name, value in right.items():
@@ -118,11 +127,9 @@ def test_lora_on_every_axis(
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("lora", ["", "peft"])
 def test_resume_from_transformers_folder(ranks: Any, plain: Any, tmp_path: Path, lora: str) -> None:
-    """The second half of transformers' own run, on three grids, one after the other on the last one's folder."""
+    """The second half of transformers' own run, on two grids."""
     wanted, out = plain("llama", lora)
-    resume = out / "checkpoint-10"
     for number, options in enumerate((on(2, pipe=2, tensor=2), on(3, data=2))):
-        folder = tmp_path / str(number)
-        for found in runs(ranks, folder, options, case="llama", lora=lora, resume=str(resume), save_steps=5):
+        folder, resume = tmp_path / str(number), str(out / "checkpoint-10")
+        for found in runs(ranks, folder, options, case="llama", lora=lora, resume=resume):
             near(found, wanted)
-        resume = folder / "checkpoint-15"  # of triax
