@@ -102,6 +102,12 @@ class TrainingArguments(transformers.TrainingArguments):
                 "the axes pipe, tensor and context need the same samples: use another strategy, or a grid without "
                 "these axes"
             )
+        if shared and getattr(self, "num_generations", None):
+            raise ConfigError(
+                f"{type(self).__name__} divides its generations among all processes, but the ranks of the axes pipe, "
+                "tensor and context need the same ones: use a grid of replicas alone, or triax.methods.grpo_loss and "
+                "triax.methods.Rollouts, which generate on any grid (docs/guides/grpo.md)"
+            )
         stage3 = self.auto_values.get("zero_optimization.stage") == 3
         if self.use_liger_kernel and (tensor > 1 or stage3):
             what = f"{tensor} tensor ranks" if tensor > 1 else "zero_optimization.stage 3"

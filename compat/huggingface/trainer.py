@@ -266,7 +266,13 @@ class Trainer(transformers.Trainer):
         if self.grid.tensor.size > 1 and not self._pipelined and not hasattr(model, "triax_parameter_share"):
             count = getattr(model, "num_parameters", lambda exclude_embeddings: 1)
             whole = count(exclude_embeddings=True)
+            # A hook of transformers, which TRL adds for PEFT: it is moved to the sharded embedding.
+            hooked = getattr(model, "_require_grads_hooks", None) or getattr(model, "_require_grads_hook", None)
+            if hooked:
+                model.disable_input_require_grads()
             parallelize(model, self.grid)
+            if hooked:
+                model.enable_input_require_grads()
             base = model.get_base_model() if hasattr(model, "get_base_model") else model
             head = getattr(base, "get_output_embeddings", lambda: None)()
             if isinstance(head, ReadOutside):
