@@ -94,6 +94,12 @@ class TrainingArguments(transformers.TrainingArguments):
             )
         sizes = _sizes(self._grid_sizes, self.auto_values)
         tensor, shared = sizes.get("tensor", 1), any(sizes.get(axis, 1) > 1 for axis in _AXES if axis != "data")
+        if shared and getattr(self, "num_generations", None):
+            raise ConfigError(
+                f"{type(self).__name__} divides its generations among all processes, but the ranks of the axes pipe, "
+                "tensor and context need the same ones: use a grid of replicas alone, or triax.methods.grpo_loss and "
+                "triax.methods.Rollouts, which generate on any grid (docs/guides/grpo.md)"
+            )
         if where := in_stages(sizes):
             check_arguments(self, where)
         if shared and self.train_sampling_strategy == "batch_rebalance":
@@ -101,12 +107,6 @@ class TrainingArguments(transformers.TrainingArguments):
                 "train_sampling_strategy='batch_rebalance' divides samples among all processes, but the ranks of "
                 "the axes pipe, tensor and context need the same samples: use another strategy, or a grid without "
                 "these axes"
-            )
-        if shared and getattr(self, "num_generations", None):
-            raise ConfigError(
-                f"{type(self).__name__} divides its generations among all processes, but the ranks of the axes pipe, "
-                "tensor and context need the same ones: use a grid of replicas alone, or triax.methods.grpo_loss and "
-                "triax.methods.Rollouts, which generate on any grid (docs/guides/grpo.md)"
             )
         stage3 = self.auto_values.get("zero_optimization.stage") == 3
         if self.use_liger_kernel and (tensor > 1 or stage3):
@@ -147,7 +147,7 @@ class TrainingArguments(transformers.TrainingArguments):
     def to_dict(self) -> dict[str, Any]:
         """Return the arguments as transformers does; the grid as the sizes of its axes."""
         found: dict[str, Any] = super().to_dict()
-        found["grid"] = {axis: self.grid.topology.sizes[axis] for axis in _AXES}
+        found["grid"] = _axes_of(self.grid)
         return found
 
     def __getstate__(self) -> dict[str, Any]:
@@ -165,12 +165,16 @@ class TrainingArguments(transformers.TrainingArguments):
         self._grid = given if isinstance(given, Grid) else None
         self._grid_sizes: Any = given
         if self._grid is not None:
-            sizes = self._grid.topology.sizes
-            self._grid_sizes = {axis: sizes[axis] for axis in _AXES}
+            self._grid_sizes = _axes_of(self._grid)
             if self._grid.expert.size > 1:
                 raise ConfigError(
                     "grid= has an expert axis, which the Trainer does not use: give pipe, data, tensor and context"
                 )
+
+
+def _axes_of(grid: Grid) -> dict[str, int]:
+    """Return the sizes of a grid's axes; the context axis only if the grid has one."""
+    return {axis: size for axis, size in grid.topology.sizes.items() if axis in _AXES}
 
 
 def _sizes(given: Any, values: AutoValues) -> dict[str, int]:

@@ -68,7 +68,9 @@ def check_arguments(args: Any, where: str) -> None:
     Raises:
         ConfigError: they are not; the message names the argument.
     """
-    packed = args.packing and args.packing_strategy != "wrapped" if hasattr(args, "packing") else False
+    tunes = hasattr(args, "packing")  # SFTConfig; other classes of TRL have losses of their own
+    packed = tunes and args.packing and args.packing_strategy != "wrapped"
+    loss = getattr(args, "loss_type", "nll") if tunes else "nll"
     refused = {
         "neftune_noise_alpha": (args.neftune_noise_alpha is not None, "its hook is on the unsplit model's embedding"),
         "label_smoothing_factor": (args.label_smoothing_factor, "the last stage computes the loss without smoothing"),
@@ -86,7 +88,7 @@ def check_arguments(args: Any, where: str) -> None:
         "packing": (packed, "packed rows have positions of several documents, and a stage numbers a row's tokens"),
         "padding_free": (getattr(args, "padding_free", False), "rows of several documents are not supported"),
         "activation_offloading": (getattr(args, "activation_offloading", False), "a stage keeps its activations"),
-        "loss_type": (getattr(args, "loss_type", "nll") not in ("nll", "chunked_nll"), "the loss is cross-entropy"),
+        "loss_type": (loss not in ("nll", "chunked_nll"), "the loss is cross-entropy"),
     }
     for name, (given, reason) in refused.items():
         if given:

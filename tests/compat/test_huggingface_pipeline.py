@@ -167,10 +167,7 @@ def test_what_stages_cannot_run_is_said_before_training(ranks: Any, tmp_path: Pa
     for options, message in (
         ({"grid": {"pipe": 2}, "neftune_noise_alpha": 1.0}, "neftune_noise_alpha is not supported with pipe=2"),
         ({"grid": {"pipe": 2}, "label_smoothing_factor": 0.1}, "label_smoothing_factor is not supported with pipe=2"),
-        (
-            {"grid": {"pipe": 2, "tensor": 2}},
-            r"tensor=2 is not supported with pipe=2.* For both, .*triax\.PipelineModule",
-        ),
+        ({"grid": {"context": 2}, "label_smoothing_factor": 0.1}, "with context=2, .* use a grid with context=1"),
         ({"triax": {"pipeline": {"stages": 2}}, "average_tokens_across_devices": False}, "not supported with pipe=2"),
         ({"grid": {"pipe": 2}, "triax": {"pipeline": {"stages": 3}}}, "pipeline.stages is 3, but grid= has pipe=2"),
         ({"grid": {"pipes": 2}}, "grid= has pipes = 2: give whole numbers"),
@@ -181,7 +178,7 @@ def test_what_stages_cannot_run_is_said_before_training(ranks: Any, tmp_path: Pa
     for found in ranks(2, refused, out, True):
         own, function, classes, family, padding = found
         assert "Loss.compute_loss runs the whole model" in own and "compute_loss_func is not supported" in function
-        assert "must be a GPT2LMHeadModel" in classes and "cannot be cut into pipe=2 stages" in family
+        assert "must be a GPT2LMHeadModel" in classes and "cannot be cut into the parts of pipe=2" in family
         assert "pad on the right" in padding
 
 

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import triax
+from triax.testing.pool import RankFailure
 
 from trl_in_float64 import exact
 
@@ -40,26 +41,15 @@ def early_letters(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [sum(ids) / len(ids) for ids in completion_ids]
 
 
-def given_answers(prompts: list[str], trainer: Any) -> dict[str, Any]:
-    """Return answers that depend on the step and on the place in the batch of all replicas."""
-    first = trainer.accelerator.process_index * len(prompts)
-    tokens = trainer.processing_class(prompts)["input_ids"]
-    places = [trainer.state.global_step + 5 * (first + place) for place in range(len(prompts))]
-    answers = [[2 + (place * step) % 27 for step in range(1, 4 + place % 3)] for place in places]
-    return {"prompt_ids": tokens, "completion_ids": answers, "logprobs": [[0.0] * len(each) for each in answers]}
-
-
 def trained(
     out: str, kind: str, replicas: int, options: dict[str, Any] | None, tied: bool = False, **more: Any
 ) -> dict[str, list[float]]:
     """Train with one of TRL's trainers, TRL's own without options; return the logs, save the weights.
 
-    The kind is the name of the trainer, such as SFT, perhaps with "+LoRA"; or "GRPO+given", with answers that are not
-    drawn from the model.
+    The kind is the name of the trainer, such as SFT, perhaps with "+LoRA".
     """
-    kind, _, more_of_it = kind.partition("+")
-    lora = more_of_it == "LoRA"
-    os.environ.update(CI="1", HF_HUB_OFFLINE="1", TQDM_DISABLE="1", TRL_EXPERIMENTAL_SILENCE="1")  # no telemetry
+    kind, _, lora = kind.partition("+")
+    os.environ.update(CI="1", HF_HUB_OFFLINE="1", TQDM_DISABLE="1")  # no telemetry
     import datasets
     import tokenizers
     import transformers
@@ -86,9 +76,8 @@ def trained(
     if kind == "DPO" and not lora:
         more = {"ref_model": model_of(tied, seed=1), **more}
     if kind == "GRPO":
-        # Padding on the left moves the tokens: rotary angles are rounded to fp32.
-        rows = [{"prompt": f"{a} {b}"} for a, b in pairs if more_of_it != "given" or len(a + b) == 8]
-        more = {"reward_funcs": early_letters, "rollout_func": given_answers if more_of_it else None, **more}
+        rows = [{"prompt": f"{a} {b}"} for a, b in pairs]
+        more = {"reward_funcs": early_letters, **more}
     if lora:
         import peft
 
@@ -122,7 +111,7 @@ def trained(
         data = datasets.Dataset.from_list(rows)
         given = {
             "train_dataset": data,
-            "eval_dataset": data.select(range(min(16, len(data)))),
+            "eval_dataset": data.select(range(16)),
             "processing_class": tokenizer,
         }
         running = trainer(model_of(tied, kind=kind), args=args, **given, **more)
@@ -192,15 +181,28 @@ def test_trls_losses_on_every_grid(ranks: Any, tmp_path: Path, wanted: Any, coun
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("number", [0, 3])
-def test_grpo_of_given_answers_on_two_replicas(ranks: Any, tmp_path: Path, number: int) -> None:
-    """The groups of answers lie on both replicas."""
-    (right,) = ranks(1, trained, str(tmp_path / "plain"), "GRPO+given", 1, None, timeout=300)
-    for found in ranks(2, trained, str(tmp_path), "GRPO+given", 2, stage(number), timeout=300):
-        assert found["loss"] == pytest.approx(right["loss"], rel=1e-10, abs=1e-12)
-        assert found["grad_norm"] == pytest.approx(right["grad_norm"], rel=1e-10)
+def test_grpo_on_two_replicas_beside_two_of_trl(ranks: Any, tmp_path: Path) -> None:
+    """Each replica draws the answers that TRL's own process with its number draws; groups lie on both."""
+    right = ranks(2, trained, str(tmp_path / "plain"), "GRPO", 2, None, timeout=300)[0]
+    assert min(right["grad_norm"]) > 0
     wanted = load_file(tmp_path / "plain" / "last" / "model.safetensors")
-    weights = load_file(tmp_path / "last" / "model.safetensors")
-    assert right["grad_norm"][-1] > 0
-    for name, weight in wanted.items():
-        torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-10)
+    for number in (0, 3):
+        for found in ranks(2, trained, str(tmp_path), "GRPO", 2, stage(number), timeout=300):
+            for key, value in right.items():
+                assert found[key] == pytest.approx(value, rel=1e-10, abs=1e-12), key
+        weights = load_file(tmp_path / "last" / "model.safetensors")
+        for name, weight in wanted.items():
+            torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-10)
+
+
+def test_where_trls_trainers_are_refused(ranks: Any, tmp_path: Path) -> None:
+    """The message comes when the arguments or the trainer are made, and names what to use."""
+    for kind, message in (
+        ("DPO", "DPOTrainer.compute_loss runs the whole model, but with pipe=2 .* use method: dpo of a training file"),
+        ("Reward", "RewardTrainer.compute_loss runs the whole model, but with pipe=2 .* use method: reward"),
+        ("GRPO", "Cfg divides its generations among all processes, .* triax.methods.grpo_loss"),
+    ):
+        with pytest.raises(RankFailure, match=message):
+            ranks(2, trained, str(tmp_path), kind, 1, stage(0, pipe=2))
+    with pytest.raises(RankFailure, match=r"or triax\.methods\.grpo_loss and triax\.methods\.Rollouts"):
+        ranks(2, trained, str(tmp_path), "GRPO", 1, stage(0, tensor=2))
