@@ -27,6 +27,19 @@ _PEFT_PREFIX = "base_model.model."
 _PEFT_FACTOR = re.compile(r"(.+)\.lora_([AB])\.[^.]+\.weight")
 
 
+def check_section(model: Any, config: Mapping[str, Any]) -> None:
+    """Check that not both the model and the configuration have adapters.
+
+    Raises:
+        ConfigError: they have.
+    """
+    if hasattr(model, "peft_config") and config.get("lora") is not None:
+        raise ConfigError(
+            f"the model is a {type(model).__name__} of PEFT, and the configuration has the section lora: give one of "
+            "them"
+        )
+
+
 def add_section(model: nn.Module, config: Config, grid: Grid, whole: bool) -> None:
     """Add the adapters of the configuration's section ``lora`` to a transformers model. Collective.
 
@@ -37,16 +50,11 @@ def add_section(model: nn.Module, config: Config, grid: Grid, whole: bool) -> No
         whole: the model is whole on each rank; False: sharded over the tensor axis.
 
     Raises:
-        ConfigError: a target names no layer; or the model is PEFT's, which has adapters of its own.
+        ConfigError: a target names no layer.
     """
     section = config.lora
     if section is None:
         return
-    if hasattr(model, "peft_config"):
-        raise ConfigError(
-            f"the model is a {type(model).__name__} of PEFT, and the configuration has the section lora: give one of "
-            "them"
-        )
     options = LoraOptions(section.rank, section.alpha, section.targets, section.rslora, seed=config.seed)
     # The Trainer's grid has no expert axis: grid.expert is an axis of one rank.
     add_adapters(model, options, linear_names(model), grid, grid.expert if whole else None)

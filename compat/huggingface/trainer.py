@@ -27,12 +27,12 @@ from ...context.order import gather
 from ...engine.module_engine import ModuleEngine
 from ...engine.pipeline_engine import PipelineEngine
 from ...grid.loss_terms import is_named
-from ...models.huggingface.parallelize import parallelize
+from ...models.huggingface.parallelize import parallelize, plan_of
 from ...optim import schedulers
 from ...tensor_parallel.outside import ReadOutside
 from ..deepspeed.config.schema import Config
 from ..deepspeed.from_config import initialize, read_config
-from .adapters import add_section, save_adapters
+from .adapters import add_section, check_section, save_adapters
 from .auto_values import hidden_size, missing_extra
 from .resume import SCHEDULER_FILE, load_folder, read_state, require_files
 from .state_dict import full_state_dict, saved_axes
@@ -123,7 +123,8 @@ class Trainer(transformers.Trainer):
 
     Raises:
         TypeError: ``args`` are transformers' own class.
-        ConfigError: the model, or a method of a subclass, cannot run over the grid's pipe stages.
+        ConfigError: the model, its adapters, or a method of a subclass cannot run over the grid.
+        ValueError: there is no plan by which tensor ranks share the model.
     """
 
     args: TrainingArguments
@@ -153,8 +154,12 @@ class Trainer(transformers.Trainer):
         self._microbatches: list[Any] = []
         self._uses_count: bool | None = None  # the loss depends on num_items_in_batch; None: not known yet
         super().__init__(model, args, *others, **options)
+        check_section(self.model, self.args.auto_values.config)
         if self._pipelined:
             check_trainer(self, self.grid, where)
+        elif self.grid.tensor.size > 1 and not hasattr(self.model, "triax_parameter_share"):
+            plan_of(self.model, self.grid.tensor.size)
+        if self._pipelined:
             vars(self)["prediction_step"] = self._predict_on_stages  # also in place of TRL's method
 
     def create_accelerator_and_postprocess(self) -> None:

@@ -38,10 +38,7 @@ def parallelize(module: M, grid: Grid, plan: Mapping[str, Any] | None = None) ->
     Raises:
         ValueError: no plan is known for the module. The message says how to give one.
     """
-    found_plan = find_plan(module) if plan is None else plan
-    if plan is None and hasattr(module, "peft_config"):
-        found_plan = dict(_plan_of_peft(module, found_plan, grid.tensor.size))
-    sharded: Any = shard(module, grid, found_plan)
+    sharded: Any = shard(module, grid, plan_of(module, grid.tensor.size) if plan is None else plan)
     if grid.tensor.size > 1 and hasattr(sharded, "resize_token_embeddings"):
         sharded.resize_token_embeddings = _resize  # transformers takes a shard's rows for the whole vocabulary
     found: M = sharded
@@ -80,6 +77,16 @@ def _resize(*args: Any, **kwargs: Any) -> None:
     )
 
 
+def plan_of(module: Any, size: int) -> dict[str, Style]:
+    """Return the plan of a Hugging Face model, or of a PEFT model, for a number of tensor ranks.
+
+    Raises:
+        ValueError: no plan is known for the module, or its adapters are no plain LoRA of linear layers.
+    """
+    plan = find_plan(module)
+    return dict(_plan_of_peft(module, plan, size)) if hasattr(module, "peft_config") else plan
+
+
 def _plan_of_peft(module: Any, plan: Mapping[str, Style], size: int) -> Iterator[tuple[str, Style]]:
     """Yield name and style of the layers of a PEFT model: of the layers that it adapts, and of their factors.
 
@@ -91,6 +98,12 @@ def _plan_of_peft(module: Any, plan: Mapping[str, Style], size: int) -> Iterator
     Raises:
         ValueError: an adapter is no plain LoRA of a linear layer.
     """
+    for key, config in module.peft_config.items():
+        if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
+            raise ValueError(
+                f"the adapter {key!r} is PEFT's {config.peft_type}, but parallelize shards LoRA only. Use "
+                "peft.LoraConfig, or a grid with tensor=1."
+            )
     for name, layer in module.get_base_model().named_modules(remove_duplicate=False):
         style = next((each for pattern, each in plan.items() if fnmatchcase(name, pattern)), None)
         path = f"base_model.model.{name}"
@@ -144,8 +157,8 @@ def find_plan(module: nn.Module) -> dict[str, Style]:
     Raises:
         ValueError: the family is unknown, or the module lacks sub-modules that this family's models have.
     """
-    if hasattr(module, "peft_config") and hasattr(module, "get_base_model"):
-        module = module.get_base_model()
+    if hasattr(module, "peft_config"):
+        module = module.get_base_model()  # type: ignore[operator]
     config: Any = getattr(module, "config", None)
     family = getattr(config, "model_type", None)
     make = FAMILIES[family].plan if family in FAMILIES else None

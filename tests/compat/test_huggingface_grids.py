@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trainer_in_float64 import SECTION, TARGETS, exact, exported, model_of, near, run
+import triax
+from triax.base.errors import ConfigError
 
-SHORT = {"max_steps": 6, "eval_steps": 3, "save_steps": 3}  # with the short step at the end of an epoch
+from trainer_in_float64 import SECTION, TARGETS, exact, exported, model_of, near, run
 
 
 def on(stage: int = 0, lora: str = "", **grid: int) -> dict[str, Any]:
@@ -133,3 +134,47 @@ def test_resume_from_transformers_folder(ranks: Any, plain: Any, tmp_path: Path,
         folder, resume = tmp_path / str(number), str(out / "checkpoint-10")
         for found in runs(ranks, folder, options, case="llama", lora=lora, resume=resume):
             near(found, wanted)
+
+
+def refused(out: str, grid: dict[str, int]) -> list[str]:
+    """Return the messages for models with adapters that the grid cannot share."""
+    import peft
+    import transformers
+
+    def message(model: Any, section: bool = False) -> str:
+        options = on(lora="llama" if section else "", **grid)
+        args = triax.TrainingArguments(out, **options, report_to="none")
+        with pytest.raises((ConfigError, ValueError)) as error:
+            triax.Trainer(model, args)
+        return str(error.value)
+
+    def adapted(config: Any) -> Any:
+        return peft.get_peft_model(model_of("llama"), config)
+
+    plain: dict[str, Any] = {"r": 2, "target_modules": ["q_proj"]}
+    found = [
+        message(adapted(peft.LoraConfig(**plain, use_dora=True))),
+        message(adapted(peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]))),
+        message(adapted(peft.LoraConfig(**plain)), section=True),
+    ]
+    if "pipe" not in grid:
+        return found
+    one_head = transformers.LlamaConfig(hidden_size=24, num_attention_heads=1, num_hidden_layers=1, vocab_size=8)
+    return [
+        *found,
+        message(adapted(peft.LoraConfig(**plain, modules_to_save=["lm_head"]))),
+        message(adapted(peft.LoraConfig(**plain, lora_dropout=0.1))),
+        message(adapted(peft.LoraConfig(**plain, lora_bias=True))),
+        message(transformers.LlamaForCausalLM(one_head)),
+    ]
+
+
+def test_adapters_that_are_refused_at_once(ranks: Any, tmp_path: Path) -> None:
+    for messages in ranks(2, refused, str(tmp_path), {"tensor": 2}):
+        dora, other, both = messages
+        assert "DoraLinearVariant" in dora and "tensor=1" in dora and "IA3" in other and "section lora" in both
+    for messages in ranks(4, refused, str(tmp_path), {"pipe": 2, "tensor": 2}):
+        dora, other, both, whole, drops, bias, heads = messages
+        assert "use_dora=True" in dora and "IA3" in other and "section lora" in both
+        assert "modules_to_save" in whole and "lora_dropout=0.1" in drops and "lora_B.default.bias" in bias
+        assert "cannot be cut into the parts of pipe=2" in heads

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import triax
 from triax.base.errors import ConfigError
@@ -198,7 +199,9 @@ def test_arguments_with_a_grid_travel(tmp_path: Path) -> None:
 
 
 @exact()
-def fine_tuned(out: str, replicas: int, options: dict[str, Any] | None, resume: str | None = None) -> dict[str, Any]:
+def fine_tuned(
+    out: str, replicas: int, options: dict[str, Any] | None, resume: str | None = None, lora: bool = False
+) -> dict[str, Any]:
     """Run ``SFTTrainer`` in float64, on text and a tokenizer of letters; without options, TRL's own."""
     import os
 
@@ -246,6 +249,10 @@ def fine_tuned(out: str, replicas: int, options: dict[str, Any] | None, resume: 
     }
     if "grid" not in (options or {}):  # TRL's own loss rounds to fp32
         data["compute_loss_func"] = exact_loss
+    if lora:
+        import peft
+
+        data["peft_config"] = peft.LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", "down_proj"])
     trainer = kinds[0](model_of("llama"), args=args, **data)
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train(resume_from_checkpoint=resume)
@@ -271,3 +278,16 @@ def test_trls_sft_trainer(ranks: Any, tmp_path: Path) -> None:
             for key, values in wanted.items():
                 assert found[key] == pytest.approx(values, rel=1e-10, abs=1e-12), (key, options)
         assert (Path(where) / "last" / "tokenizer.json").is_file() and exported(f"{where}/last")
+
+
+@pytest.mark.exhaustive
+def test_trls_sft_trainer_with_lora_on_three_axes(ranks: Any, tmp_path: Path) -> None:
+    (wanted,) = ranks(1, fine_tuned, str(tmp_path / "plain"), 1, None, lora=True, timeout=240)
+    options = {"grid": {"pipe": 2, "tensor": 2, "data": 2}, "triax": {"zero_optimization": {"stage": 2}}}
+    for found in ranks(8, fine_tuned, str(tmp_path / "out"), 2, options, lora=True, timeout=240):
+        for key, values in wanted.items():
+            assert found[key] == pytest.approx(values, rel=1e-10, abs=1e-12), key
+    right, saved = (load_file(tmp_path / name / "last" / "adapter_model.safetensors") for name in ("plain", "out"))
+    assert right.keys() == saved.keys()
+    for name, value in right.items():
+        torch.testing.assert_close(saved[name], value, rtol=0, atol=1e-10, msg=name)
