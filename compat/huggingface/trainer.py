@@ -563,7 +563,8 @@ class Trainer(transformers.Trainer):
             part for part in self.model.modules() if isinstance(part._modules.get("modules_to_save"), nn.ModuleDict)
         ]
         parameters = [parameter for part in whole for parameter in part.parameters()]
-        return self.engine.gathered(parameters) if isinstance(self.engine, ModuleEngine) else nullcontext()
+        sharded = isinstance(self.engine, ModuleEngine) and self.engine.zero_optimization_stage() == 3
+        return self.engine.gathered(parameters) if self.engine is not None and sharded else nullcontext()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.engine is not None

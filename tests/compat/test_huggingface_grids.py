@@ -126,6 +126,30 @@ def test_lora_on_every_axis(
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "options", [on(1, tensor=2), pytest.param(on(3, tensor=2, data=2), marks=pytest.mark.exhaustive)], ids=str
+)
+def test_dropout_whole_layers_and_a_second_adapter(
+    ranks: Any, plain: Any, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """PEFT's layers stay on tensor ranks. Two replicas draw other masks than one process: losses must be finite."""
+    wanted, out = plain("llama", "more")
+    for found in runs(ranks, tmp_path, options, case="llama", lora="more"):
+        if "data" not in options["grid"]:
+            near(found, wanted)
+        assert all(map(math.isfinite, found["loss"]))
+    saved, right = (load_file(folder / "last" / "adapter_model.safetensors") for folder in (tmp_path, out))
+    assert saved.keys() == right.keys() and any("lm_head" in name for name in right)
+    second = load_file(tmp_path / "last" / "second" / "adapter_model.safetensors")
+    assert all(
+        torch.equal(second[name], value)
+        for name, value in load_file(out / "last" / "second" / "adapter_model.safetensors").items()
+    )
+    for name, value in right.items() if "data" not in options["grid"] else ():
+        torch.testing.assert_close(saved[name], value, rtol=0, atol=1e-10, msg=name)
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("lora", ["", "peft"])
 def test_resume_from_transformers_folder(ranks: Any, plain: Any, tmp_path: Path, lora: str) -> None:
     """The second half of transformers' own run, on two grids."""

@@ -106,12 +106,16 @@ TARGETS = {"gpt2": ["c_attn", "mlp.c_proj"], "llama": ["q_proj", "v_proj", "o_pr
 SECTION = {"rank": 2, "alpha": 6}
 
 
-def adapted(model: Any, case: str, drawn: bool = False) -> Any:
+def adapted(model: Any, case: str, kind: str = "peft") -> Any:
     """Return a model with LoRA of PEFT. Its factors are both random, or those that triax draws for a section."""
     import peft
 
     torch.manual_seed(1)
     config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=TARGETS[case], task_type="CAUSAL_LM")
+    if kind == "more":  # of column-parallel layers: each rank drops what one process drops
+        targets = ["q_proj", "k_proj", "up_proj"]
+        config = peft.LoraConfig(r=2, target_modules=targets, lora_dropout=0.2, modules_to_save=["lm_head"])
+    drawn = kind == "section"
     if drawn:
         other = model_of(case)
         other.seed = 42  # the Trainer's
@@ -124,6 +128,9 @@ def adapted(model: Any, case: str, drawn: bool = False) -> Any:
             parameter.data.copy_(adapter.A)
         elif not drawn and "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
+    if kind == "more":
+        with_lora.add_adapter("second", peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+        with_lora.set_adapter("default")
     return with_lora
 
 
@@ -138,12 +145,13 @@ def trainer_of(
 ) -> Any:
     """Trainer of the same run on any grid; transformers' own if ``triax_options`` is None.
 
-    With lora="peft" the model has adapters of PEFT; with lora="section", those that a section ``lora`` would add.
+    With lora="peft" the model has adapters of PEFT; with lora="section", those that a section ``lora`` would add; with
+    lora="more", adapters with dropout, a second one, and a whole output layer that is trained.
     """
     import transformers
 
     model = model_of(case) if model is None else model
-    model = adapted(model, case, drawn=lora == "section") if lora else model
+    model = adapted(model, case, lora) if lora else model
 
     common: dict[str, Any] = {
         "output_dir": out,
