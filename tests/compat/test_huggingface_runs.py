@@ -138,7 +138,7 @@ def test_a_folder_of_weights_alone_is_not_resumed(tmp_path: Path) -> None:
     model_of("gpt2").save_pretrained(tmp_path / "checkpoint-5")
     (tmp_path / "checkpoint-5" / "trainer_state.json").write_text("{}")
     trainer = trainer_of("gpt2", str(tmp_path / "out"), 1, {})
-    with pytest.raises(ConfigError, match="has neither a checkpoint of triax .* save_only_model"):
+    with pytest.raises(ConfigError, match=r"has neither a checkpoint of triax .* save_only_model"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
 
 
