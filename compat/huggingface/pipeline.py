@@ -195,9 +195,9 @@ def pipeline_module(
     )
     names = expand(HFModel(model.config).names(), layer_count(model.config.to_dict()))
     own, theirs, layers = plain_names(model), dict(model.named_parameters()), dict[str, tuple[str, ...]]()
-    if (options := adapter_options(model)) is not None:
+    if (lora := adapter_options(model)) is not None:
         layers = linear_names(module)
-        add_adapters(module, options, layers, grid)
+        add_adapters(module, lora, layers, grid)
     for local in module.local_parameters():
         parameter, layout = local.parameter, local.layout
         adapts = is_factor(layout.name)

@@ -111,7 +111,8 @@ def adapted(model: Any, case: str, kind: str = "peft") -> Any:
     import peft
 
     torch.manual_seed(1)
-    config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=TARGETS[case], task_type="CAUSAL_LM")
+    options: dict[str, Any] = {"r": 2, "lora_alpha": 6, "use_rslora": kind == "peft"}
+    config = peft.LoraConfig(**options, target_modules=TARGETS[case], task_type="CAUSAL_LM")
     if kind == "more":  # of column-parallel layers: each rank drops what one process drops
         targets = ["q_proj", "k_proj", "up_proj"]
         config = peft.LoraConfig(r=2, target_modules=targets, lora_dropout=0.2, modules_to_save=["lm_head"])
