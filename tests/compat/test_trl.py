@@ -21,8 +21,8 @@ LETTERS = {letter: number for number, letter in enumerate("._abcdefghijklmnopqrs
 SIZES: dict[str, Any] = {"vocab_size": len(LETTERS), "hidden_size": 24, "intermediate_size": 36}
 SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 SIZES |= {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
-KEYS = ("loss", "grad_norm", "eval_loss", "entropy", "mean_token_accuracy", "num_tokens", "rewards/margins", "margin")
-KEYS += ("reward", "frac_reward_zero_std", "completions/mean_length")
+KEYS = ["loss", "grad_norm", "eval_loss", "entropy", "mean_token_accuracy", "num_tokens", "rewards/margins", "margin"]
+KEYS += ["reward", "frac_reward_zero_std", "completions/mean_length"]
 
 
 def model_of(tied: bool, seed: int = 0, kind: str = "SFT") -> Any:
