@@ -151,7 +151,9 @@ class Adapters(nn.Module):
         return torch.cat(updated, dim=-1) if len(updated) > 1 else updated[0]
 
 
-def add_adapters(model: Any, options: LoraOptions, names: Mapping[str, tuple[str, ...]], grid: Grid) -> None:
+def add_adapters(
+    model: Any, options: LoraOptions, names: Mapping[str, tuple[str, ...]], grid: Grid, axis: Axis | None = None
+) -> None:
     """Freeze a model, and add adapters to the layers that the targets name. Collective.
 
     Args:
@@ -159,6 +161,7 @@ def add_adapters(model: Any, options: LoraOptions, names: Mapping[str, tuple[str
         options: rank, scaling, targets and seed. They become the model's attribute ``lora_options``.
         names: as for ``adapt``.
         grid: the model's grid.
+        axis: the axis that shards the model's layers; None: ``grid.tensor``.
 
     Raises:
         ConfigError: on every rank, if a target matches no layer, or one that cannot be adapted; or if the model has
@@ -169,12 +172,13 @@ def add_adapters(model: Any, options: LoraOptions, names: Mapping[str, tuple[str
         if before != options:
             raise ConfigError(f"the model has adapters of {before}, but lora asks for {options}: give equal options")
         return
+    axis = grid.tensor if axis is None else axis
     matched: set[str] = set()
     with agreed(grid, ConfigError):
         if hasattr(model, "change_layers"):
-            model.change_layers(lambda name, layer: matched.update(adapt(layer, name, options, names, grid.tensor)))
+            model.change_layers(lambda name, layer: matched.update(adapt(layer, name, options, names, axis)))
         else:
-            matched.update(adapt(model, "", options, names, grid.tensor))
+            matched.update(adapt(model, "", options, names, axis))
     found = set[str]().union(*grid.world.all_gather_json(sorted(matched)))
     targets = (options.targets,) if isinstance(options.targets, str) else options.targets
     missing = [target for target in targets if target not in found]

@@ -168,7 +168,7 @@ class _Sharder:
         if layer not in self.done:
             self.done[layer] = self._replacement(name, layer, style).train(layer.training)
             if isinstance(style, (Column, KeyValue)) and style.group:
-                together = self.groups.setdefault((parent, style.group), Together(self.axis))
+                together = self.groups.setdefault((_parent(name), style.group), Together(self.axis))
                 together.members.append(self.done[layer])
                 self.done[layer].together = together
         setattr(self.module.get_submodule(parent), key, self.done[layer])
@@ -220,7 +220,7 @@ class _Sharder:
 
     def _tell(self, name: str, **numbers: int) -> None:
         """Set the numbers of this rank's heads that the module of a projection has as attributes."""
-        attention = self.module.get_submodule(name.rpartition(".")[0])
+        attention = self.module.get_submodule(_parent(name))
         for key, number in numbers.items():
             if hasattr(attention, key):
                 setattr(attention, key, number)
@@ -237,6 +237,11 @@ class _Sharder:
             set_layout(parameter, layout)
         elif before != layout:
             raise ValueError(f"{name} and {other} are tied, but the plan shards them differently. Give both one style.")
+
+
+def _parent(name: str) -> str:
+    """Return the name of the module that calls a layer. PEFT puts a layer, as ``base_layer``, into one of its own."""
+    return name.removesuffix(".base_layer").rpartition(".")[0]
 
 
 def _fused(style: FusedHeads) -> Column:
@@ -344,8 +349,9 @@ def _check(module: nn.Module, name: str, style: Style, axis: Axis) -> None:
     if not fits:
         if hasattr(layer, "base_layer"):
             raise TypeError(
-                f"{name} is a layer of PEFT around another one, which parallelize cannot shard: leave PEFT's adapters "
-                "out, and write the section lora in the configuration (docs/lora.md)."
+                f"{name} is a layer of PEFT around another one. Leave the plan out, if the model is of a family that "
+                f"triax knows: triax.parallelize then shards the adapters too. Or name {name}.base_layer, "
+                f"{name}.lora_A.* and {name}.lora_B.* in the plan."
             )
         raise TypeError(
             f"{name} is a {type(layer).__name__}, but the style {type(style).__name__} needs {wanted}. Change the "
@@ -414,7 +420,7 @@ def _check_over_heads(module: nn.Module, work: Mapping[str, Style]) -> None:
     for name, style in work.items():
         if not isinstance(style, (Column, KeyValue)) or style.unit_of_heads <= 1:
             continue
-        parent = name.rpartition(".")[0]
+        parent = _parent(name)
         attention, projection = module.get_submodule(parent), module.get_submodule(name)
         outputs = (projection.bias if _conv1d(projection) else projection.weight).shape[0]
         for key, parameter in attention.named_parameters(recurse=False):

@@ -4,6 +4,8 @@ arguments.py: ``TrainingArguments``: transformers' own, with ``triax=`` (DeepSpe
 auto_values.py: the configuration's "auto" values, filled in from the arguments and the model.
 trainer.py: ``Trainer``: transformers' loop; the engine runs forward, backward and step, and writes checkpoints.
 pipeline.py: the model's layers over pipe stages, batches for them, and their weights back in the model.
+adapters.py: LoRA, of the configuration's section ``lora`` and of PEFT's models over pipe stages.
+resume.py: the checkpoint folders of transformers' own Trainer, loaded into an engine.
 state_dict.py: the model's full state dict on rank 0, gathered from ZeRO and tensor shards, for ``save_model``.
 """
 

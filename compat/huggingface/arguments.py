@@ -20,9 +20,9 @@ try:
 except ImportError as missing:
     raise missing_extra(missing) from missing
 
-from .pipeline import check_arguments
+from .pipeline import check_arguments, in_stages
 
-_AXES = ("pipe", "data", "tensor")
+_AXES = ("pipe", "data", "tensor", "context")
 
 _COMPILE = 'the engine compiles layers: leave it out, and write "compile": true in the configuration'
 # Arguments without effect on a triax engine, and what to do instead.
@@ -72,7 +72,7 @@ class TrainingArguments(transformers.TrainingArguments):
         _grid: Grid | None = None
     else:
         grid: dict[str, Any] | str | None = field(
-            default=None, metadata={"help": "Sizes of the grid's axes pipe, data and tensor: a dict or JSON."}
+            default=None, metadata={"help": "Sizes of the grid's axes pipe, data, tensor and context: a dict or JSON."}
         )
 
     _VALID_DICT_FIELDS = [*transformers.TrainingArguments._VALID_DICT_FIELDS, "triax"]  # noqa: RUF012 (as in the base class)
@@ -93,13 +93,20 @@ class TrainingArguments(transformers.TrainingArguments):
                 "load_best_model_at_end reads triax's checkpoints, which save_only_model leaves out: give one of them"
             )
         sizes = _sizes(self._grid_sizes, self.auto_values)
-        pipe, tensor = sizes.get("pipe", 1), sizes.get("tensor", 1)
-        if pipe > 1:
-            check_arguments(self, pipe, tensor)
-        if max(pipe, tensor) > 1 and self.train_sampling_strategy == "batch_rebalance":
+        tensor, shared = sizes.get("tensor", 1), any(sizes.get(axis, 1) > 1 for axis in _AXES if axis != "data")
+        if shared and getattr(self, "num_generations", None):
             raise ConfigError(
-                "train_sampling_strategy='batch_rebalance' divides samples among all processes, but tensor ranks "
-                "and pipe ranks need the same samples: use another strategy, or a grid without these axes"
+                f"{type(self).__name__} divides its generations among all processes, but the ranks of the axes pipe, "
+                "tensor and context need the same ones: use a grid of replicas alone, or triax.methods.grpo_loss and "
+                "triax.methods.Rollouts, which generate on any grid (docs/guides/grpo.md)"
+            )
+        if where := in_stages(sizes):
+            check_arguments(self, where)
+        if shared and self.train_sampling_strategy == "batch_rebalance":
+            raise ConfigError(
+                "train_sampling_strategy='batch_rebalance' divides samples among all processes, but the ranks of "
+                "the axes pipe, tensor and context need the same samples: use another strategy, or a grid without "
+                "these axes"
             )
         stage3 = self.auto_values.get("zero_optimization.stage") == 3
         if self.use_liger_kernel and (tensor > 1 or stage3):
@@ -123,10 +130,10 @@ class TrainingArguments(transformers.TrainingArguments):
                 "run or torchrun"
             )
         config: Any = self.accelerator_config
-        if config.split_batches or (max(pipe, tensor) > 1 and config.dispatch_batches):
+        if config.split_batches or (shared and config.dispatch_batches):
             raise ConfigError(
-                "accelerator_config: split_batches, and with tensor or pipe ranks dispatch_batches, would change which "
-                "samples a replica gets: leave them out"
+                "accelerator_config: split_batches, and with tensor, pipe or context ranks dispatch_batches, would "
+                "change which samples a replica gets: leave them out"
             )
         # The engine finds the last backward pass itself: the loop must not look for a DDP module's no_sync.
         config.gradient_accumulation_kwargs = {**(config.gradient_accumulation_kwargs or {}), "sync_each_batch": True}
@@ -134,13 +141,13 @@ class TrainingArguments(transformers.TrainingArguments):
 
     @property
     def place_model_on_device(self) -> bool | None:
-        """False with a pipe axis: the whole model stays in host memory, and each rank builds its stages from it."""
-        return False if self.grid.pipe.size > 1 else super().place_model_on_device
+        """False over stages: the whole model stays in host memory, and each rank builds its stages from it."""
+        return False if in_stages(self.grid.topology.sizes) else super().place_model_on_device
 
     def to_dict(self) -> dict[str, Any]:
         """Return the arguments as transformers does; the grid as the sizes of its axes."""
         found: dict[str, Any] = super().to_dict()
-        found["grid"] = {axis: self.grid.topology.sizes[axis] for axis in _AXES}
+        found["grid"] = _axes_of(self.grid)
         return found
 
     def __getstate__(self) -> dict[str, Any]:
@@ -158,12 +165,16 @@ class TrainingArguments(transformers.TrainingArguments):
         self._grid = given if isinstance(given, Grid) else None
         self._grid_sizes: Any = given
         if self._grid is not None:
-            sizes = self._grid.topology.sizes
-            self._grid_sizes = {axis: sizes[axis] for axis in _AXES}
-            if self._grid.context.size > 1 or self._grid.expert.size > 1:
+            self._grid_sizes = _axes_of(self._grid)
+            if self._grid.expert.size > 1:
                 raise ConfigError(
-                    "grid= has a context or an expert axis, which the Trainer does not use: give pipe, data and tensor"
+                    "grid= has an expert axis, which the Trainer does not use: give pipe, data, tensor and context"
                 )
+
+
+def _axes_of(grid: Grid) -> dict[str, int]:
+    """Return the sizes of a grid's axes; the context axis only if the grid has one."""
+    return {axis: size for axis, size in grid.topology.sizes.items() if axis in _AXES}
 
 
 def _sizes(given: Any, values: AutoValues) -> dict[str, int]:
@@ -177,7 +188,9 @@ def _sizes(given: Any, values: AutoValues) -> dict[str, int]:
     wrong = [f"{key} = {describe(size)}" for key, size in sizes.items() if not _is_size(key, size)]
     if wrong or not isinstance(given, Mapping | None):
         what = ", ".join(wrong) or f"a {type(given).__name__}"
-        raise ConfigError(f'grid= has {what}: give whole numbers for pipe, data and tensor, such as {{"pipe": 2}}')
+        raise ConfigError(
+            f'grid= has {what}: give whole numbers for pipe, data, tensor and context, such as {{"pipe": 2}}'
+        )
     stages = values.get("pipeline.stages")
     for axis, key, wanted in (
         ("pipe", "pipeline.stages", stages if _is_size("pipe", stages) else 1),

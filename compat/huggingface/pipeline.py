@@ -13,42 +13,64 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...base.errors import ConfigError
+from ...context.order import shard
 from ...engine.pipeline_engine import PipelineEngine
 from ...grid import Grid, layout_of
 from ...grid.layout import rename
 from ...models.huggingface.config import layer_count
+from ...models.huggingface.merge import is_factor, layer_of
 from ...models.huggingface.names import expand
-from ...models.huggingface.pipeline_layers import CausalLMLoss, HFModel, hf_layers
+from ...models.huggingface.pipeline_layers import CausalLMLoss, HFBlock, HFModel, hf_layers
+from ...models.huggingface.save import linear_names
 from ...pipe.chunked_loss import LastLayer
 from ...pipe.module import PipelineModule
 from ...pipe.program.simulate import Costs
 from ...pipe.schedules.choose import make_schedule
+from ...tensor_parallel.lora import add_adapters
 from ..deepspeed.config.schema import Config
+from .adapters import adapter_options, plain_names, without_adapters
 
 _COLUMNS = ("input_ids", "labels", "attention_mask")  # of a batch
 _METHODS = ("compute_loss", "prediction_step", "training_step")  # they run the whole model
+_ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout")
+# Modules of trainers of TRL -> what to use over stages in their place.
+_INSTEAD = {
+    "dpo_trainer": "use method: dpo of a training file, or triax.methods.preference_loss (docs/guides/preferences.md)",
+    "kto_trainer": "use method: kto of a training file, or triax.methods.kto_loss (docs/guides/preferences.md)",
+    "reward_trainer": "use method: reward of a training file, or triax.methods.reward_loss (docs/guides/reward.md)",
+    "grpo_trainer": "use triax.methods.grpo_loss and triax.methods.Rollouts (docs/guides/grpo.md)",
+}
 # Modules of classes whose methods the pipeline replaces: they compute the loss of a causal language model.
 _REPLACED_IN = ("transformers.trainer", f"{__name__.rpartition('.')[0]}.trainer", "trl.trainer.sft_trainer")
-_USE_ONE_STAGE = "leave it out, or use a grid with pipe=1"
 
 
-def check_arguments(args: Any, stages: int, tensor: int) -> None:
-    """Check that a pipeline of this many stages supports the values of ``TrainingArguments``.
+def in_stages(sizes: Mapping[str, int]) -> str:
+    """Return the sizes of the axes over which the model runs as ``hf_layers``, such as "pipe=2"; "" without them."""
+    return ", ".join(f"{axis}={sizes[axis]}" for axis in ("pipe", "context") if sizes.get(axis, 1) > 1)
+
+
+def _one(where: str) -> str:
+    """Return a grid without these axes, such as "pipe=1"."""
+    return " and ".join(f"{part.partition('=')[0]}=1" for part in where.split(", "))
+
+
+def check_arguments(args: Any, where: str) -> None:
+    """Check that the values of ``TrainingArguments`` are supported over stages.
+
+    Args:
+        args: the arguments.
+        where: as ``in_stages``.
 
     Raises:
-        ConfigError: it does not; the message names the argument.
+        ConfigError: they are not; the message names the argument.
     """
-    if tensor > 1:
-        raise ConfigError(
-            f"tensor={tensor} is not supported with pipe={stages}, because the Trainer's stages are made of "
-            "transformers' own blocks (hf_layers), which are not sharded over tensor ranks: set one of the two to 1. "
-            "For both, pass the layers of triax.load_hf(path) to triax.PipelineModule, and the model to "
-            "triax.initialize, as docs/huggingface.md shows"
-        )
-    packed = args.packing and args.packing_strategy != "wrapped" if hasattr(args, "packing") else False
+    tunes = hasattr(args, "packing")  # SFTConfig; other classes of TRL have losses of their own
+    packed = tunes and args.packing and args.packing_strategy != "wrapped"
+    loss = getattr(args, "loss_type", "nll") if tunes else "nll"
     refused = {
         "neftune_noise_alpha": (args.neftune_noise_alpha is not None, "its hook is on the unsplit model's embedding"),
         "label_smoothing_factor": (args.label_smoothing_factor, "the last stage computes the loss without smoothing"),
@@ -66,15 +88,18 @@ def check_arguments(args: Any, stages: int, tensor: int) -> None:
         "packing": (packed, "packed rows have positions of several documents, and a stage numbers a row's tokens"),
         "padding_free": (getattr(args, "padding_free", False), "rows of several documents are not supported"),
         "activation_offloading": (getattr(args, "activation_offloading", False), "a stage keeps its activations"),
-        "loss_type": (getattr(args, "loss_type", "nll") not in ("nll", "chunked_nll"), "the loss is cross-entropy"),
+        "loss_type": (loss not in ("nll", "chunked_nll"), "the loss is cross-entropy"),
     }
     for name, (given, reason) in refused.items():
         if given:
-            raise ConfigError(f"{name} is not supported with pipe={stages}, because {reason}: {_USE_ONE_STAGE}")
+            raise ConfigError(
+                f"{name} is not supported with {where}, because {reason}: leave it out, or use a grid with "
+                f"{_one(where)}"
+            )
 
 
-def check_trainer(trainer: Any, stages: int) -> None:
-    """Check that a Trainer's model, loss and methods can run over pipe stages.
+def check_trainer(trainer: Any, grid: Grid, where: str) -> None:
+    """Check that a Trainer's model, loss and methods can run over stages. Collective over the tensor axis.
 
     Raises:
         ConfigError: they cannot; the message says why.
@@ -83,26 +108,31 @@ def check_trainer(trainer: Any, stages: int) -> None:
         owner = next(cls for cls in type(trainer).__mro__ if method in vars(cls))
         if owner.__module__ not in _REPLACED_IN:
             raise ConfigError(
-                f"{owner.__name__}.{method} runs the whole model, but with pipe={stages} a rank has only its stage: "
-                "remove the method, or use a grid with pipe=1"
+                f"{owner.__name__}.{method} runs the whole model, but with {where} a rank has only a part of it: "
+                f"{_INSTEAD.get(owner.__module__.rpartition('.')[2], 'remove the method')}, or use a grid with "
+                f"{_one(where)}"
             )
     if trainer.compute_loss_func is not None:
-        raise ConfigError(f"compute_loss_func is not supported with pipe={stages}: {_USE_ONE_STAGE}")
-    model = trainer.model
-    if hasattr(model, "peft_config"):
         raise ConfigError(
-            f"the model is a {type(model).__name__} of PEFT, whose adapters are not layers of hf_layers, so it cannot "
-            f"run with pipe={stages}: use a grid with pipe=1"
+            f"compute_loss_func is not supported with {where}: leave it out, or use a grid with {_one(where)}"
         )
+    model = trainer.model.get_base_model() if hasattr(trainer.model, "peft_config") else trainer.model
     try:
-        wanted = HFModel(model.config).architecture
+        hf = HFModel(model.config)
+        if type(model).__name__ == hf.architecture:
+            with torch.device("meta"):
+                HFBlock(hf, 0, grid=grid)  # raises ValueError for what the axes tensor and context cannot share
+        dropped = [key for key in _ATTENTION_DROPOUT if getattr(model.config, key, 0.0)]
+        if grid.context.size > 1 and dropped:
+            raise ValueError(f"the context axis cannot drop attention probabilities: set {dropped[0]} to 0")
     except (AttributeError, ValueError) as error:
-        raise ConfigError(f"the model cannot be cut into pipe={stages} stages: {error}") from error
-    if type(model).__name__ != wanted:
+        raise ConfigError(f"the model cannot be cut into the parts of {where}: {error}") from error
+    if type(model).__name__ != hf.architecture:
         raise ConfigError(
-            f"the model is a {type(model).__name__}, but with pipe={stages} a model of its family must be a {wanted}: "
-            "use that class, or a grid with pipe=1"
+            f"the model is a {type(model).__name__}, but with {where} a model of its family must be a "
+            f"{hf.architecture}: use that class, or a grid with {_one(where)}"
         )
+    adapter_options(trainer.model)
 
 
 @dataclass(frozen=True)
@@ -125,8 +155,12 @@ class TrainerLoss(CausalLMLoss):
         return super().of_head(head, x, labels)[0], self.weight(labels)
 
     def weight(self, labels: Tensor) -> Tensor:
-        """Return the number of labels, ()."""
-        return torch.count_nonzero(labels != self.ignore_index) if self.counts_first else super().weight(labels)
+        """Return the number of labels, (): with a context axis, of those of this rank's tokens."""
+        if not self.counts_first:
+            return super().weight(labels)
+        if self.grid is not None:
+            labels = shard(labels, self.grid.context, fill=self.ignore_index)
+        return torch.count_nonzero(labels != self.ignore_index)
 
 
 def pipeline_module(
@@ -135,8 +169,8 @@ def pipeline_module(
     """Return a transformers model as a ``PipelineModule`` whose parameters have transformers' names. Collective.
 
     Args:
-        model: the model, with weights, in host memory. It stays as it is.
-        grid: a grid with a pipe axis.
+        model: the model, with weights, in host memory, perhaps with adapters. It stays as it is.
+        grid: the grid.
         config: the configuration, which names the schedule.
         microbatches: microbatches of a step.
         counts_first: as in ``TrainerLoss``.
@@ -149,22 +183,41 @@ def pipeline_module(
         schedule = make_schedule(options.schedule, stages, microbatches, None, Costs(*options.costs), options.memory)
     except ValueError as error:
         raise ConfigError(f"pipeline.schedule: {error}") from error
+    _broadcast(model, grid)
     # On the schedule's ranks from the beginning: the engine builds a stage that it moves again, under other names.
     module = PipelineModule(
-        hf_layers(model),
+        hf_layers(without_adapters(model)),
         grid=grid,
-        loss_fn=TrainerLoss(counts_first=counts_first),
+        loss_fn=TrainerLoss(grid=grid, counts_first=counts_first),
         chunks=schedule.chunks,
         placement=list(schedule.placement),
         seed=config.seed,
     )
     names = expand(HFModel(model.config).names(), layer_count(model.config.to_dict()))
-    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    own, theirs, layers = plain_names(model), dict(model.named_parameters()), dict[str, tuple[str, ...]]()
+    if (lora := adapter_options(model)) is not None:
+        layers = linear_names(module)
+        add_adapters(module, lora, layers, grid)
     for local in module.local_parameters():
-        (name,) = names[local.layout.name].theirs
-        rename(local.parameter, name, local.layout.tie)
-        local.parameter.requires_grad_(trained[name])
+        parameter, layout = local.parameter, local.layout
+        adapts = is_factor(layout.name)
+        plain = "{}.lora_{}".format(*layer_of(layout.name, layers)) if adapts else names[layout.name].theirs[0]
+        if adapts:
+            whole = theirs[own[plain]].detach()
+            parameter.data.copy_(layout.shard(whole, grid.tensor.rank, grid.tensor.size))
+        rename(parameter, own[plain], layout.tie)
+        parameter.requires_grad_(theirs[own[plain]].requires_grad)
     return module
+
+
+@torch.no_grad()
+def _broadcast(model: nn.Module, grid: Grid) -> None:
+    """Give all tensor ranks the first one's parameters: processes may have drawn other values. Collective."""
+    if grid.tensor.size > 1:
+        for parameter in model.parameters():
+            value = parameter.detach().to(grid.device).contiguous()
+            grid.tensor.broadcast(value)
+            parameter.data.copy_(value)
 
 
 def optimizer_of(optimizer: torch.optim.Optimizer, model: nn.Module, module: PipelineModule) -> torch.optim.Optimizer:
@@ -180,8 +233,12 @@ def optimizer_of(optimizer: torch.optim.Optimizer, model: nn.Module, module: Pip
     return same
 
 
-def pairs(batches: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Tensor, Tensor | None]]:
+def pairs(batches: Iterable[Mapping[str, Any]], multiple: int = 1) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Yield (ids, labels) of each of the Trainer's batches. Padding on the right changes no label's loss.
+
+    Args:
+        batches: the batches.
+        multiple: number to a multiple of which the rows are padded.
 
     Raises:
         ConfigError: a batch has other columns, padding on the left, or labels of padding that count.
@@ -190,7 +247,7 @@ def pairs(batches: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Tensor, Tensor
         others = [name for name in batch if name not in _COLUMNS]
         if others:
             raise ConfigError(
-                f"the batch has {', '.join(others)}, but pipe stages take {', '.join(_COLUMNS)} only: let the data "
+                f"the batch has {', '.join(others)}, but stages take {', '.join(_COLUMNS)} only: let the data "
                 "collator leave the rest out, or use a grid with pipe=1"
             )
         labels, mask = batch.get("labels"), batch.get("attention_mask")
@@ -201,7 +258,9 @@ def pairs(batches: Iterable[Mapping[str, Any]]) -> Iterator[tuple[Tensor, Tensor
             )
         if mask is not None and labels is not None and bool((labels[mask == 0] != -100).any()):
             raise ConfigError("labels of padding count in the loss: set them to -100, as transformers' collators do")
-        yield batch["input_ids"], labels
+        ids = batch["input_ids"]
+        more = [0, -ids.shape[1] % multiple]
+        yield F.pad(ids, more), None if labels is None else F.pad(labels, more, value=-100)
 
 
 @torch.no_grad()
@@ -227,9 +286,10 @@ def copy_weights(engine: PipelineEngine, model: nn.Module, everywhere: bool) -> 
         with engine.gathered([own]) if own is not None and engine.data_axis.options.stage == 3 else nullcontext():
             if not (everywhere or grid.data.is_first):
                 continue
-            target = theirs[name]
-            value = own.detach().contiguous() if own is not None else None
-            if value is None:
+            target, value = theirs[name], None
+            if own is not None:
+                value = layout_of(own).gather(grid.tensor, own.detach(), grid.expert).contiguous()
+            else:
                 value = torch.empty(target.shape, dtype=dtypes[dtype], device=grid.device)
             grid.pipe.broadcast(value, source=owner)
             target.data = value.to(target.device, copy=True)

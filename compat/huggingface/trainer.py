@@ -23,15 +23,18 @@ import torch
 from torch import Tensor, nn
 
 from ...base.errors import ConfigError
+from ...context.order import gather
 from ...engine.module_engine import ModuleEngine
 from ...engine.pipeline_engine import PipelineEngine
 from ...grid.loss_terms import is_named
-from ...models.huggingface.parallelize import parallelize
+from ...models.huggingface.parallelize import parallelize, plan_of
 from ...optim import schedulers
 from ...tensor_parallel.outside import ReadOutside
 from ..deepspeed.config.schema import Config
 from ..deepspeed.from_config import initialize, read_config
+from .adapters import add_section, check_section, save_adapters
 from .auto_values import hidden_size, missing_extra
+from .resume import SCHEDULER_FILE, load_folder, read_state, require_files
 from .state_dict import full_state_dict, saved_axes
 
 try:
@@ -41,7 +44,7 @@ try:
     from accelerate.utils.memory import clear_device_cache
 
     from .arguments import TrainingArguments
-    from .pipeline import TrainerLoss, check_trainer, copy_weights, optimizer_of, pairs, pipeline_module
+    from .pipeline import TrainerLoss, check_trainer, copy_weights, in_stages, optimizer_of, pairs, pipeline_module
 except ImportError as missing:
     raise missing_extra(missing) from missing
 
@@ -120,7 +123,8 @@ class Trainer(transformers.Trainer):
 
     Raises:
         TypeError: ``args`` are transformers' own class.
-        ConfigError: the model, or a method of a subclass, cannot run over the grid's pipe stages.
+        ConfigError: the model, its adapters, or a method of a subclass cannot run over the grid.
+        ValueError: there is no plan by which tensor ranks share the model.
     """
 
     args: TrainingArguments
@@ -141,13 +145,21 @@ class Trainer(transformers.Trainer):
                 "dataclass that inherits from both"
             )
         self.grid = args.grid
-        self._pipelined = self.grid.pipe.size > 1
+        where = in_stages(self.grid.topology.sizes)
+        self._pipelined = bool(where)  # the model runs as a PipelineModule, of one stage with a context axis alone
         self._copies = self.grid.size // self.grid.replicas  # ranks that get the same samples
+        self._multiple = (
+            2 * self.grid.context.size if self.grid.context.size > 1 else 1
+        )  # of which rows have the length
         self._microbatches: list[Any] = []
         self._uses_count: bool | None = None  # the loss depends on num_items_in_batch; None: not known yet
         super().__init__(model, args, *others, **options)
+        check_section(self.model, self.args.auto_values.config)
         if self._pipelined:
-            check_trainer(self, self.grid.pipe.size)
+            check_trainer(self, self.grid, where)
+        elif self.grid.tensor.size > 1 and not hasattr(self.model, "triax_parameter_share"):
+            plan_of(self.model, self.grid.tensor.size)
+        if self._pipelined:
             vars(self)["prediction_step"] = self._predict_on_stages  # also in place of TRL's method
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -231,6 +243,7 @@ class Trainer(transformers.Trainer):
         if self._checked is None:
             raise RuntimeError("the optimizer depends on the length of the run: call train(), which makes it")
         config = self._checked.model_copy(update={"scheduler": None})  # the loop steps the schedule
+        add_section(self.model, config, self.grid, whole=self._pipelined)
         given = None
         if config.optimizer is None:
             given = super().create_optimizer()
@@ -241,6 +254,7 @@ class Trainer(transformers.Trainer):
     def _made(self, config: Config, given: Any = None) -> ModuleEngine | PipelineEngine:
         """Return an engine of the model, with an optimizer over the model's parameters if one is given."""
         self._trained = module = self.model
+        config = config.model_copy(update={"lora": None})  # the model has the adapters
         engine: Any
         if self._pipelined:
             steps, counts_first = self.args.gradient_accumulation_steps, not self._loss_shifts_labels
@@ -254,10 +268,16 @@ class Trainer(transformers.Trainer):
 
     def _sharded(self, model: Any) -> Any:
         """Shard the model over the tensor axis, in place and once; return it."""
-        if self.grid.tensor.size > 1 and not hasattr(model, "triax_parameter_share"):
+        if self.grid.tensor.size > 1 and not self._pipelined and not hasattr(model, "triax_parameter_share"):
             count = getattr(model, "num_parameters", lambda exclude_embeddings: 1)
             whole = count(exclude_embeddings=True)
+            # A hook of transformers, which TRL adds for PEFT: it is moved to the sharded embedding.
+            hooked = getattr(model, "_require_grads_hooks", None) or getattr(model, "_require_grads_hook", None)
+            if hooked:
+                model.disable_input_require_grads()
             parallelize(model, self.grid)
+            if hooked:
+                model.enable_input_require_grads()
             base = model.get_base_model() if hasattr(model, "get_base_model") else model
             head = getattr(base, "get_output_embeddings", lambda: None)()
             if isinstance(head, ReadOutside):
@@ -362,7 +382,7 @@ class Trainer(transformers.Trainer):
             clear_device_cache()
         self._copy_schedule()
         skipped = engine.skipped_steps
-        loss = engine.train_batch(pairs(microbatches))
+        loss = engine.train_batch(pairs(microbatches, self._multiple))
         handle.step_was_skipped = engine.skipped_steps > skipped
         return loss.to(self.args.device)
 
@@ -379,12 +399,13 @@ class Trainer(transformers.Trainer):
         assert isinstance(engine, PipelineEngine)
         self.model.eval()
         labels, loss, logits = inputs.get("labels"), None, None
-        batch, counts, training_loss = pairs([inputs]), labels is not None, engine.module.loss_fn
+        batch, counts, training_loss = pairs([inputs], self._multiple), labels is not None, engine.module.loss_fn
         if type(self).prediction_step is not transformers.Trainer.prediction_step:  # TRL's own, with its own mean
-            engine.module.loss_fn = TrainerLoss()
+            engine.module.loss_fn = TrainerLoss(grid=self.grid)
         try:
             if not prediction_loss_only:
                 loss, (logits,) = engine.eval_batch(batch, True, compute_loss=counts, num_micro_batches=1)
+                logits = gather(logits, self.grid.context, inputs["input_ids"].shape[1])
             elif counts:
                 loss = engine.eval_batch(batch, num_micro_batches=1)
         finally:
@@ -485,8 +506,8 @@ class Trainer(transformers.Trainer):
         The samples that pad the last batch are left out.
         """
         state = self.accelerator.gradient_state
-        where = [self.grid.topology.coordinate(rank) for rank in range(self.grid.size)]
-        firsts = [rank for rank, each in enumerate(where) if not (each.tensor or each.pipe)]
+        where = [self.grid.topology.coordinate(rank)._asdict() for rank in range(self.grid.size)]
+        firsts = [rank for rank, each in enumerate(where) if not any(n for axis, n in each.items() if axis != "data")]
         cut = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
 
         def once(everyone: Tensor) -> Tensor:
@@ -517,8 +538,21 @@ class Trainer(transformers.Trainer):
             copy_weights(self.engine, self.model, everywhere=False)
         elif state_dict is None and self.engine is not None:
             state_dict = full_state_dict(self.engine)
+        if hasattr(self.model, "lora_options"):
+            self._save_adapters(output_dir or self.args.output_dir, state_dict)
+            return
         with self._names_of_peft():
             super()._save(output_dir, state_dict)
+
+    def _save_adapters(self, folder: str | None, state_dict: dict[Any, Any] | None) -> None:
+        """Write the adapters of the section ``lora`` in place of the model, and the rest as transformers does."""
+        if not self.args.should_save or folder is None:
+            return
+        save_adapters(self.model, folder, self.model.state_dict() if state_dict is None else state_dict)
+        made = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if made is not None:
+            made.save_pretrained(folder)
+        torch.save(self.args, Path(folder) / "training_args.bin")
 
     def _names_of_peft(self) -> AbstractContextManager[None]:
         """Context in which modules that PEFT saves whole may be asked for their state dict. Collective in stage 3.
@@ -529,7 +563,8 @@ class Trainer(transformers.Trainer):
             part for part in self.model.modules() if isinstance(part._modules.get("modules_to_save"), nn.ModuleDict)
         ]
         parameters = [parameter for part in whole for parameter in part.parameters()]
-        return self.engine.gathered(parameters) if isinstance(self.engine, ModuleEngine) else nullcontext()
+        sharded = isinstance(self.engine, ModuleEngine) and self.engine.zero_optimization_stage() == 3
+        return self.engine.gathered(parameters) if self.engine is not None and sharded else nullcontext()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         assert self.engine is not None
@@ -540,17 +575,22 @@ class Trainer(transformers.Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         folder = Path(resume_from_checkpoint)
         if not (folder / "latest").is_file():
-            raise ConfigError(
-                f"{folder} has no checkpoint of triax (global_step*, latest): another trainer wrote it, or "
-                "save_only_model was set. To start from its weights, build the model with from_pretrained"
-            )  # loaded by _load_optimizer_and_scheduler, with the engine
+            require_files(folder)  # _load_optimizer_and_scheduler loads either, with the engine
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
         assert self.engine is not None and self.engine.optimizer is not None
-        _, client = self.engine.load_checkpoint(checkpoint)
-        schedule = (client or {}).get("lr_scheduler")
+        folder = Path(checkpoint)
+        if (folder / "latest").is_file():
+            _, client = self.engine.load_checkpoint(checkpoint)
+            schedule = (client or {}).get("lr_scheduler")
+        else:
+            decay, named = self.get_decay_parameter_names(self.model), dict(self.model.named_parameters())
+            trained = [name for name, parameter in named.items() if parameter.requires_grad]
+            order = [name for name in trained if name in decay] + [name for name in trained if name not in decay]
+            load_folder(self.engine, self.model, order, folder)
+            schedule = read_state(folder / SCHEDULER_FILE)
         if schedule is not None and self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(schedule)
             groups = self.engine.optimizer.param_groups
@@ -560,7 +600,7 @@ class Trainer(transformers.Trainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         saved, axes = None if checkpoint is None else saved_axes(Path(checkpoint)), self.grid.topology.sizes
-        if saved == axes:
+        if saved == axes or (saved is None and self._copies == 1):  # else of transformers' own Trainer, or of none
             super()._load_rng_state(checkpoint)
         elif saved is not None and self.grid.rank == 0:
             # States are saved by rank number: on another grid, tensor ranks could get different dropout masks.

@@ -160,21 +160,34 @@ def lora_config(path: str | Path) -> dict[str, Any]:
     """
     check_path("lora_config", path=path)
     file = local_folder(path) / _CONFIG
-    config = read_object(file)
+    return peft_options(read_object(file), str(file))
+
+
+def peft_options(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the section ``lora`` for the settings of PEFT's ``LoraConfig``.
+
+    Args:
+        config: the settings, as ``LoraConfig.to_dict`` and ``adapter_config.json`` have them.
+        where: where they stand, for the messages.
+
+    Raises:
+        ValueError: a setting that triax does not have, such as DoRA.
+    """
     for key, allowed in _SUPPORTED.items():
         if config.get(key, allowed[0]) not in allowed:
             raise ValueError(
-                f"{file} has {key}={config[key]!r}, but triax's adapters are plain LoRA. Train the "
+                f"{where} has {key}={config[key]!r}, but triax's adapters are plain LoRA. Train the "
                 f"adapter with {key}={allowed[0]!r}, or merge it with PEFT's merge_and_unload()."
             )
-    kinds: dict[str, Any] = {"r": int, "lora_alpha": (int, float), "target_modules": (str, list)}
+    kinds: dict[str, Any] = {"r": int, "lora_alpha": (int, float), "target_modules": (str, list, set)}
     for key, kind in kinds.items():
         if isinstance(config.get(key), bool) or not isinstance(config.get(key), kind):
-            raise ConfigError(f"{file} has {key}={config.get(key)!r:.60}. Copy or write it again.")
+            raise ConfigError(f"{where} has {key}={config.get(key)!r:.60}. Copy or write it again.")
+    targets = config["target_modules"]
     return {
         "rank": config["r"],
         "alpha": config["lora_alpha"],
-        "targets": config["target_modules"],
+        "targets": sorted(targets) if isinstance(targets, set) else targets,
         "rslora": bool(config.get("use_rslora", False)),
     }
 

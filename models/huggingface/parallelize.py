@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from ...grid import Grid
 from ...tensor_parallel.parallelize import parallelize as shard
-from ...tensor_parallel.plans import Row, Style
+from ...tensor_parallel.plans import Column, FusedHeads, KeyValue, Row, Style
 from .families import FAMILIES
 
 M = TypeVar("M", bound=nn.Module)
@@ -22,6 +23,8 @@ def parallelize(module: M, grid: Grid, plan: Mapping[str, Any] | None = None) ->
     Every ``nn.Linear``, ``nn.Embedding`` and Hugging Face ``Conv1D`` that the plan names is replaced, in place, by a
     sharded layer that holds this rank's shard of the same ``Parameter``. ``tensor_parallel.parallelize`` describes the
     rest, and the errors.
+
+    A model with PEFT's LoRA keeps PEFT's layers, of which the factors are sharded as ``tensor_parallel/lora.py`` says.
 
     Args:
         module: the module, on the grid's device or on the meta device.
@@ -35,7 +38,7 @@ def parallelize(module: M, grid: Grid, plan: Mapping[str, Any] | None = None) ->
     Raises:
         ValueError: no plan is known for the module. The message says how to give one.
     """
-    sharded: Any = shard(module, grid, find_plan(module) if plan is None else plan)
+    sharded: Any = shard(module, grid, plan_of(module, grid.tensor.size) if plan is None else plan)
     if grid.tensor.size > 1 and hasattr(sharded, "resize_token_embeddings"):
         sharded.resize_token_embeddings = _resize  # transformers takes a shard's rows for the whole vocabulary
     found: M = sharded
@@ -74,12 +77,88 @@ def _resize(*args: Any, **kwargs: Any) -> None:
     )
 
 
+def plan_of(module: Any, size: int) -> dict[str, Style]:
+    """Return the plan of a Hugging Face model, or of a PEFT model, for a number of tensor ranks.
+
+    Raises:
+        ValueError: no plan is known for the module, or its adapters are no plain LoRA of linear layers.
+    """
+    plan = find_plan(module)
+    return dict(_plan_of_peft(module, plan, size)) if hasattr(module, "peft_config") else plan
+
+
+def _plan_of_peft(module: Any, plan: Mapping[str, Style], size: int) -> Iterator[tuple[str, Style]]:
+    """Yield name and style of the layers of a PEFT model: of the layers that it adapts, and of their factors.
+
+    Args:
+        module: the PEFT model.
+        plan: the plan of the model in it.
+        size: number of tensor ranks.
+
+    Raises:
+        ValueError: an adapter is no plain LoRA of a linear layer.
+    """
+    for key, config in module.peft_config.items():
+        if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
+            raise ValueError(
+                f"the adapter {key!r} is PEFT's {config.peft_type}, but parallelize shards LoRA only. Use "
+                "peft.LoraConfig, or a grid with tensor=1."
+            )
+    for name, layer in module.get_base_model().named_modules(remove_duplicate=False):
+        style = next((each for pattern, each in plan.items() if fnmatchcase(name, pattern)), None)
+        path = f"base_model.model.{name}"
+        if style is None:
+            continue
+        if isinstance(copies := layer._modules.get("modules_to_save"), nn.ModuleDict):
+            yield from (
+                (f"{path}.{each}", style) for each in ("original_module", *(f"modules_to_save.{k}" for k in copies))
+            )
+        elif hasattr(layer, "base_layer"):
+            yield f"{path}.base_layer", style
+            _check_peft(path, layer, style, size)
+            if isinstance(style, Row):
+                yield from ((f"{path}.lora_A.{each}", style) for each in layer.lora_A)
+            elif isinstance(style, (Column, KeyValue, FusedHeads)):
+                own = style if isinstance(style, FusedHeads) else replace(style, group="")
+                yield from ((f"{path}.lora_B.{each}", own) for each in layer.lora_B)
+        else:
+            yield path, style
+
+
+def _check_peft(path: str, layer: Any, style: Style, size: int) -> None:
+    """Check that tensor ranks can share a layer of PEFT.
+
+    Raises:
+        ValueError: they cannot; the message says why.
+    """
+    plain = type(layer).__module__ == "peft.tuners.lora.layer" and type(layer).__name__ == "Linear"
+    if size > 1 and (not plain or getattr(layer, "lora_variant", {})):
+        kind = f"{type(layer).__module__}.{type(layer).__name__}"
+        variant = f" with {', '.join(sorted({type(v).__name__ for v in layer.lora_variant.values()}))}" if plain else ""
+        raise ValueError(
+            f"{path} is a {kind}{variant}, but tensor={size} shards plain LoRA of linear layers only. Use "
+            "peft.LoraConfig without variants such as DoRA, with linear layers as target_modules; or a grid with "
+            "tensor=1."
+        )
+    drops = any(getattr(each, "p", 0.0) for each in getattr(layer, "lora_dropout", {}).values())
+    if drops and isinstance(style, Row) and layer.in_features // style.unit % size:
+        raise ValueError(
+            f"{path} has lora_dropout, and {layer.in_features // style.unit} inputs or heads, which tensor={size} does "
+            "not divide: its ranks would draw different numbers of random values, and later drop different elements. "
+            "Set lora_dropout to 0."
+        )
+
+
 def find_plan(module: nn.Module) -> dict[str, Style]:
     """Return the plan of a Hugging Face model: the patterns of its family that match at least one module.
+
+    Of a PEFT model it is the plan of the model in it.
 
     Raises:
         ValueError: the family is unknown, or the module lacks sub-modules that this family's models have.
     """
+    if hasattr(module, "peft_config"):
+        module = module.get_base_model()  # type: ignore[operator]
     config: Any = getattr(module, "config", None)
     family = getattr(config, "model_type", None)
     make = FAMILIES[family].plan if family in FAMILIES else None

@@ -3,180 +3,36 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from torch.utils.data import Dataset
+from safetensors.torch import load_file
 
 import triax
 from triax.base.errors import ConfigError
 
-STEPS, BATCH, ACCUMULATION = 20, 4, 2  # the batch of all replicas
-_NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-_GPT2: dict[str, Any] = {"vocab_size": 53, "n_positions": 16, "n_embd": 24, "n_layer": 3, "n_head": 4}
-_GPT2 |= {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0} | _NO_TOKENS
-_LLAMA: dict[str, Any] = {"vocab_size": 53, "hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 3}
-_LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32} | _NO_TOKENS
+from trainer_in_float64 import (
+    ACCUMULATION,
+    BATCH,
+    GPT2,
+    OTHERS,
+    STEPS,
+    Text,
+    exact,
+    exact_loss,
+    exported,
+    model_of,
+    near,
+    padded,
+    run,
+    trainer_of,
+)
+
 _BERT: dict[str, Any] = {"vocab_size": 53, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
 _BERT |= {"num_attention_heads": 2, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "gpt2": ("GPT2Config", "GPT2LMHeadModel", _GPT2),
-    "llama": ("LlamaConfig", "LlamaForCausalLM", _LLAMA),
-}
-_WIDE = {key: value for key, value in _LLAMA.items() if key != "num_key_value_heads"} | {"hidden_size": 32}
-_STILL = dict.fromkeys(("embd_pdrop", "resid_pdrop", "dropout", "residual_dropout", "embedding_dropout"), 0.0)
-OTHERS: dict[str, dict[str, Any]] = {
-    "OPT": {"ffn_dim": 36, "word_embed_proj_dim": 32, "attention_dropout": 0.0},
-    "GPTNeoX": {},
-    "Phi": {"partial_rotary_factor": 0.5},
-    "Starcoder2": {"num_key_value_heads": 2},
-}
-CASES |= {name: (f"{name}Config", f"{name}ForCausalLM", _WIDE | _STILL | more) for name, more in OTHERS.items()}
-
-
-class Text(Dataset[dict[str, list[int]]]):
-    """Rows of unlike lengths: 44 of them are 5 steps of 2 microbatches, and one of 1."""
-
-    def __init__(self, length: int = 44, first: int = 0) -> None:
-        self.length, self.first = length, first
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
-        if not 0 <= index < self.length:
-            raise IndexError
-        place = self.first + index
-        ids = [(7 * place + (1 + place % 3) * step) % 53 for step in range(5 + place % 8)]
-        return {"input_ids": ids, "labels": [-100] * (place % 4) + ids[place % 4 :]}
-
-
-def padded(rows: list[dict[str, list[int]]], left: bool = False) -> dict[str, Tensor]:
-    """Pad on the right, with a mask."""
-    longest = max(len(row["input_ids"]) for row in rows)
-    whole = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in rows]
-    fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
-    more = {key: [[value] * (longest - len(row[key])) for row in whole] for key, value in fill.items()}
-    return {
-        key: torch.tensor([extra + row[key] if left else row[key] + extra for row, extra in zip(whole, more[key])])
-        for key in fill
-    }
-
-
-def exact_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-    """transformers' loss rounds the logits to fp32; this one does not."""
-    logits, labels = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    count = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
-    return F.cross_entropy(logits, labels, reduction="sum") / count
-
-
-@contextmanager
-def exact() -> Iterator[None]:
-    """Compute in float64, with RMSNorms that do not round to fp32 as transformers' do."""
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        y: Tensor = self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
-        return y
-
-    kind: Any = LlamaRMSNorm
-    rounds, kind.forward = kind.forward, forward
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        kind.forward = rounds
-        torch.set_default_dtype(torch.float32)
-
-
-def model_of(case: str = "gpt2") -> Any:
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    config, model, sizes = CASES[case]
-    torch.manual_seed(0)
-    return getattr(transformers, model)(getattr(transformers, config)(**sizes))
-
-
-def trainer_of(
-    out: str, replicas: int, triax_options: dict[str, Any] | None, case: str = "gpt2", **options: Any
-) -> Any:
-    """Trainer of the same run on any grid; transformers' own if ``triax_options`` is None."""
-    import transformers
-
-    common: dict[str, Any] = {
-        "output_dir": out,
-        "per_device_train_batch_size": BATCH // replicas,
-        "per_device_eval_batch_size": BATCH // replicas,
-        "gradient_accumulation_steps": ACCUMULATION,
-        "max_steps": STEPS,
-        "learning_rate": 1e-2,
-        "warmup_steps": 3,
-        "weight_decay": 0.1,
-        "max_grad_norm": 1.0,
-        "logging_steps": 1,
-        "eval_strategy": "steps",
-        "eval_steps": 10,
-        "save_steps": 10,
-        "report_to": "none",
-        "disable_tqdm": True,
-    } | options
-    data: dict[str, Any] = {"train_dataset": Text(), "eval_dataset": Text(16, 100), "data_collator": padded}
-    if triax_options is None:
-        arguments = transformers.TrainingArguments(use_cpu=True, **common)
-        trainer: Any = transformers.Trainer(model_of(case), arguments, compute_loss_func=exact_loss, **data)
-    else:
-        if "grid" not in triax_options:
-            data["compute_loss_func"] = exact_loss
-        trainer = triax.Trainer(model_of(case), triax.TrainingArguments(**triax_options, **common), **data)
-    trainer.remove_callback(transformers.PrinterCallback)
-    return trainer
-
-
-@exact()
-def run(
-    out: str, replicas: int, triax_options: dict[str, Any] | None, resume: str | None = None, **options: Any
-) -> dict[str, Any]:
-    """Train in float64 and evaluate; what was logged, predictions, and the model's weights when it ends."""
-    trainer = trainer_of(out, replicas, triax_options, **options)
-    trainer.train(resume_from_checkpoint=resume)
-    history = trainer.state.log_history
-    keys = ("loss", "grad_norm", "learning_rate", "eval_loss")
-    found: dict[str, Any] = {key: [row[key] for row in history if key in row] for key in keys}
-    found["predicted"] = trainer.predict(Text(8, 200)).predictions
-    trainer.save_model(f"{out}/last")
-    found["weights"] = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    return found
-
-
-def near(found: dict[str, Any], wanted: dict[str, Any], steps: int = STEPS) -> None:
-    for key, count in (("loss", steps), ("grad_norm", steps), ("learning_rate", steps), ("eval_loss", 2)):
-        assert len(found[key]) == len(wanted[key]) == count, key
-        assert found[key] == pytest.approx(wanted[key], rel=1e-10, abs=1e-12), key
-    assert found["predicted"].shape == wanted["predicted"].shape
-    for index in range(8):  # logits of padding have no meaning
-        length = len(Text(8, 200)[index]["input_ids"])
-        assert abs(found["predicted"][index, :length] - wanted["predicted"][index, :length]).max() < 1e-8
-    for name, value in wanted["weights"].items():
-        torch.testing.assert_close(found["weights"][name], value, rtol=0, atol=1e-9, msg=name)
-
-
-def exported(folder: str) -> dict[str, Tensor]:
-    """Read a folder as transformers does."""
-    import transformers
-
-    reader: Any = transformers.AutoModelForCausalLM
-    model, info = reader.from_pretrained(folder, output_loading_info=True, dtype=torch.float64)
-    assert not any(info.get(key) for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")), info
-    return dict(model.state_dict())
 
 
 def two_by_two(stage: int, **sections: Any) -> dict[str, Any]:
@@ -296,7 +152,7 @@ def refused(out: str, left: bool) -> list[str]:
         return str(error.value)
 
     args = triax.TrainingArguments(out, grid={"pipe": 2}, report_to="none", max_steps=1, disable_tqdm=True)
-    config = transformers.GPT2Config(**_GPT2)
+    config = transformers.GPT2Config(**GPT2)
     found = [
         complaint(lambda: Loss(model_of(), args)),
         complaint(lambda: triax.Trainer(model_of(), args, compute_loss_func=exact_loss)),
@@ -312,10 +168,7 @@ def test_what_stages_cannot_run_is_said_before_training(ranks: Any, tmp_path: Pa
     for options, message in (
         ({"grid": {"pipe": 2}, "neftune_noise_alpha": 1.0}, "neftune_noise_alpha is not supported with pipe=2"),
         ({"grid": {"pipe": 2}, "label_smoothing_factor": 0.1}, "label_smoothing_factor is not supported with pipe=2"),
-        (
-            {"grid": {"pipe": 2, "tensor": 2}},
-            r"tensor=2 is not supported with pipe=2.* For both, .*triax\.PipelineModule",
-        ),
+        ({"grid": {"context": 2}, "label_smoothing_factor": 0.1}, "with context=2, .* use a grid with context=1"),
         ({"triax": {"pipeline": {"stages": 2}}, "average_tokens_across_devices": False}, "not supported with pipe=2"),
         ({"grid": {"pipe": 2}, "triax": {"pipeline": {"stages": 3}}}, "pipeline.stages is 3, but grid= has pipe=2"),
         ({"grid": {"pipes": 2}}, "grid= has pipes = 2: give whole numbers"),
@@ -326,7 +179,7 @@ def test_what_stages_cannot_run_is_said_before_training(ranks: Any, tmp_path: Pa
     for found in ranks(2, refused, out, True):
         own, function, classes, family, padding = found
         assert "Loss.compute_loss runs the whole model" in own and "compute_loss_func is not supported" in function
-        assert "must be a GPT2LMHeadModel" in classes and "cannot be cut into pipe=2 stages" in family
+        assert "must be a GPT2LMHeadModel" in classes and "cannot be cut into the parts of pipe=2" in family
         assert "pad on the right" in padding
 
 
@@ -346,7 +199,9 @@ def test_arguments_with_a_grid_travel(tmp_path: Path) -> None:
 
 
 @exact()
-def fine_tuned(out: str, replicas: int, options: dict[str, Any] | None, resume: str | None = None) -> dict[str, Any]:
+def fine_tuned(
+    out: str, replicas: int, options: dict[str, Any] | None, resume: str | None = None, lora: bool = False
+) -> dict[str, Any]:
     """Run ``SFTTrainer`` in float64, on text and a tokenizer of letters; without options, TRL's own."""
     import os
 
@@ -394,6 +249,10 @@ def fine_tuned(out: str, replicas: int, options: dict[str, Any] | None, resume: 
     }
     if "grid" not in (options or {}):  # TRL's own loss rounds to fp32
         data["compute_loss_func"] = exact_loss
+    if lora:
+        import peft
+
+        data["peft_config"] = peft.LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", "down_proj"])
     trainer = kinds[0](model_of("llama"), args=args, **data)
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train(resume_from_checkpoint=resume)
@@ -419,3 +278,16 @@ def test_trls_sft_trainer(ranks: Any, tmp_path: Path) -> None:
             for key, values in wanted.items():
                 assert found[key] == pytest.approx(values, rel=1e-10, abs=1e-12), (key, options)
         assert (Path(where) / "last" / "tokenizer.json").is_file() and exported(f"{where}/last")
+
+
+@pytest.mark.exhaustive
+def test_trls_sft_trainer_with_lora_on_three_axes(ranks: Any, tmp_path: Path) -> None:
+    (wanted,) = ranks(1, fine_tuned, str(tmp_path / "plain"), 1, None, lora=True, timeout=240)
+    options = {"grid": {"pipe": 2, "tensor": 2, "data": 2}, "triax": {"zero_optimization": {"stage": 2}}}
+    for found in ranks(8, fine_tuned, str(tmp_path / "out"), 2, options, lora=True, timeout=240):
+        for key, values in wanted.items():
+            assert found[key] == pytest.approx(values, rel=1e-10, abs=1e-12), key
+    right, saved = (load_file(tmp_path / name / "last" / "adapter_model.safetensors") for name in ("plain", "out"))
+    assert right.keys() == saved.keys()
+    for name, value in right.items():
+        torch.testing.assert_close(saved[name], value, rtol=0, atol=1e-10, msg=name)

@@ -260,7 +260,8 @@ def run_program(source: str, sizes: list[str], folder: str) -> None:
         ("finetune.py", []),
         ("trainer.py", ["1", "2", "1"]),
         ("tensor_trainer.py", ["2"]),
-        ("stages_trainer.py", ["2"]),
+        ("stages_trainer.py", ["2", "2"]),
+        ("lora_trainer.py", ["2", "2"]),
         pytest.param("sft.py", ["2"], marks=pytest.mark.exhaustive),  # importing trl takes seconds
         ("experts.py", ["1", "1", "2", "2"]),
         ("hf_stages.py", ["2", "2"]),
@@ -281,6 +282,7 @@ def test_the_docs_programs_are_all_run() -> None:
             "trainer.py",
             "tensor_trainer.py",
             "stages_trainer.py",
+            "lora_trainer.py",
             "sft.py",
             "finetune.py",
             "experts.py",

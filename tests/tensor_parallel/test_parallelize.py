@@ -315,14 +315,37 @@ def test_errors_name_the_module_and_what_fits(ranks: Any) -> None:
 
 
 def over_adapters() -> str:
+    """Compare a PEFT model of one key/value head on two tensor ranks with a whole one; then give a plan of its own."""
     import peft
+    import transformers
 
-    model = peft.get_peft_model(make("qwen2"), peft.LoraConfig(target_modules=["q_proj"]))
+    sizes: Any = {"hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 1, "vocab_size": 13}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=1)
+    options: Any = {"r": 2, "target_modules": "all-linear"}
+    models: list[Any] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model: Any = peft.get_peft_model(transformers.LlamaForCausalLM(config).double(), peft.LoraConfig(**options))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter)
+        models.append(model)
+    grid = Grid(tensor=2)
+    whole, sharded = models[0], parallelize(models[1], grid)
+    ids = torch.arange(12).view(2, 6)
+    for model in (whole, sharded):
+        model(input_ids=ids, labels=ids).loss.backward()
+    torch.testing.assert_close(sharded(input_ids=ids).logits, whole(input_ids=ids).logits, rtol=0, atol=1e-10)
+    own = dict(sharded.named_parameters())
+    for name, parameter in whole.named_parameters():
+        if parameter.requires_grad:
+            right = layout_of(own[name]).shard(parameter.grad, grid.tensor.rank, 2)
+            torch.testing.assert_close(own[name].grad, right, rtol=0, atol=1e-10, msg=name)
     with pytest.raises(TypeError) as caught:
-        parallelize(model, Grid(tensor=2))
+        parallelize(models[0], grid, {"*.q_proj": "column"})
     return str(caught.value)
 
 
-def test_layers_of_peft_are_refused_with_what_to_write(ranks: Any) -> None:
+def test_adapters_of_peft_are_sharded_with_their_layers(ranks: Any) -> None:
     for message in ranks(2, over_adapters):
-        assert "self_attn.q_proj is a layer of PEFT" in message and "write the section lora" in message
+        assert "self_attn.q_proj is a layer of PEFT" in message and "Leave the plan out" in message

@@ -1,0 +1,205 @@
+"""triax.Trainer on pipe x tensor x data x context, and LoRA on each axis, beside transformers' own in float64."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import triax
+from triax.base.errors import ConfigError
+
+from trainer_in_float64 import SECTION, TARGETS, exact, exported, model_of, near, run
+
+
+def on(stage: int = 0, lora: str = "", **grid: int) -> dict[str, Any]:
+    section = {"lora": {**SECTION, "targets": TARGETS[lora]}} if lora else {}
+    return {"grid": grid, "triax": {"zero_optimization": {"stage": stage}, **section}}
+
+
+def runs(ranks: Any, out: Path, options: dict[str, Any] | None, **job: Any) -> list[dict[str, Any]]:
+    """Run on the grid of the options, transformers' own without."""
+    grid = {} if options is None else options["grid"]
+    found: list[dict[str, Any]] = ranks(
+        math.prod(grid.values()), run, str(out), grid.get("data", 1), options, timeout=300, **job
+    )
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(ranks: Any, tmp_path_factory: Any) -> Any:
+    """transformers' own run on one process, once for each case and kind of adapters."""
+    known: dict[tuple[str, str], tuple[dict[str, Any], Path]] = {}
+
+    def of(case: str, lora: str = "") -> tuple[dict[str, Any], Path]:
+        if (case, lora) not in known:
+            out = tmp_path_factory.mktemp("plain")
+            known[case, lora] = (runs(ranks, out, None, case=case, lora=lora)[0], out)
+        return known[case, lora]
+
+    return of
+
+
+GRIDS = [on(1, pipe=2, tensor=2, data=2), on(0, pipe=2, tensor=2, context=2)]
+SWEEP = [
+    on(2, tensor=2, data=2, context=2),
+    on(3, pipe=2, data=2, context=2),
+    on(3, pipe=2, tensor=2, data=2),
+    on(0, tensor=2, context=2),
+    on(1, context=4),
+]
+AGAIN = on(3, data=2)  # the grid of the second half
+CASES = [("llama", each) for each in GRIDS] + [
+    pytest.param(case, each, marks=pytest.mark.exhaustive)
+    for case, each in [("gpt2", each) for each in GRIDS + SWEEP] + [("llama", each) for each in SWEEP]
+]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("case", "options"), CASES, ids=str)
+def test_all_axes_together(ranks: Any, plain: Any, tmp_path: Path, case: str, options: dict[str, Any]) -> None:
+    """20 steps equal transformers', and the second half on another grid; the folder has the weights, bit for bit."""
+    wanted, _ = plain(case)
+    for found in runs(ranks, tmp_path, options, case=case):
+        near(found, wanted)
+    for again in runs(ranks, tmp_path / "again", AGAIN, case=case, resume=str(tmp_path / "checkpoint-10")):
+        near(again, wanted)
+    read = exported(str(tmp_path / "last"))
+    for name, value in wanted["weights"].items():
+        torch.testing.assert_close(read[name], value, rtol=0, atol=1e-10, msg=name)
+        assert "weights" not in found or torch.equal(read[name], found["weights"][name]), name
+
+
+def factors(folder: Path, case: str) -> dict[str, Any]:
+    """Return the factors of a saved adapter, which PEFT has loaded as they lie in the file."""
+    import peft
+
+    with exact():
+        model: Any = peft.PeftModel.from_pretrained(model_of(case), str(folder))
+    stored = load_file(folder / "adapter_model.safetensors")
+    held = {name.replace(".default", ""): value for name, value in model.state_dict().items() if ".lora_" in name}
+    assert held.keys() == stored.keys() and all(torch.equal(held[name], value) for name, value in stored.items())
+    return stored
+
+
+ADAPTED = [("llama", "peft", on(2, pipe=2, tensor=2, data=2))]
+ADAPTED += [
+    ("llama", "section", each) for each in (on(3, "llama", tensor=2, data=2), on(1, "llama", pipe=2, context=2))
+]
+MORE = [("llama", "peft", on(1, tensor=2, data=2))]
+MORE += [(case, "peft", each) for case in ("gpt2", "llama") for each in [on(3, data=2), *GRIDS, *SWEEP]]
+MORE += [
+    (case, "section", on(each["triax"]["zero_optimization"]["stage"], case, **each["grid"]))
+    for case in ("gpt2", "llama")
+    for each in [on(3, data=2), *GRIDS, *SWEEP]
+]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("case", "lora", "options"),
+    [*ADAPTED, *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in MORE)],
+    ids=str,
+)
+def test_lora_on_every_axis(
+    ranks: Any, plain: Any, tmp_path: Path, case: str, lora: str, options: dict[str, Any]
+) -> None:
+    """20 steps equal those of PEFT with transformers' Trainer; adapters of a section begin with the same factors.
+
+    So does the second half, on another grid.
+    """
+    wanted, out = plain(case, lora)
+    job = {"case": case, "lora": "peft" if lora == "peft" else ""}
+    again = on(1, "" if lora == "peft" else case, tensor=2)
+    for grid, resume in ((options, None), (again, str(tmp_path / "checkpoint-10"))):
+        for found in runs(ranks, tmp_path, grid, resume=resume, **job):
+            if lora == "section":
+                found.pop("weights", None)  # under triax's names
+            near(found, wanted)
+    saved, right = factors(tmp_path / "last", case), factors(out / "last", case)
+    assert saved.keys() == right.keys()
+    for name, value in right.items():
+        torch.testing.assert_close(saved[name], value, rtol=0, atol=1e-10, msg=name)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "options", [on(1, tensor=2), pytest.param(on(3, tensor=2, data=2), marks=pytest.mark.exhaustive)], ids=str
+)
+def test_dropout_whole_layers_and_a_second_adapter(
+    ranks: Any, plain: Any, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """PEFT's layers stay on tensor ranks. Two replicas draw other masks than one process: losses must be finite."""
+    wanted, out = plain("llama", "more")
+    for found in runs(ranks, tmp_path, options, case="llama", lora="more"):
+        if "data" not in options["grid"]:
+            near(found, wanted)
+        assert all(map(math.isfinite, found["loss"]))
+    saved, right = (load_file(folder / "last" / "adapter_model.safetensors") for folder in (tmp_path, out))
+    assert saved.keys() == right.keys() and any("lm_head" in name for name in right)
+    second = load_file(tmp_path / "last" / "second" / "adapter_model.safetensors")
+    assert all(
+        torch.equal(second[name], value)
+        for name, value in load_file(out / "last" / "second" / "adapter_model.safetensors").items()
+    )
+    for name, value in right.items() if "data" not in options["grid"] else ():
+        torch.testing.assert_close(saved[name], value, rtol=0, atol=1e-10, msg=name)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("lora", ["", "peft"])
+def test_resume_from_transformers_folder(ranks: Any, plain: Any, tmp_path: Path, lora: str) -> None:
+    """The second half of transformers' own run, on two grids."""
+    wanted, out = plain("llama", lora)
+    for number, options in enumerate((on(2, pipe=2, tensor=2), on(3, data=2))):
+        folder, resume = tmp_path / str(number), str(out / "checkpoint-10")
+        for found in runs(ranks, folder, options, case="llama", lora=lora, resume=resume):
+            near(found, wanted)
+
+
+def refused(out: str, grid: dict[str, int]) -> list[str]:
+    """Return the messages for models with adapters that the grid cannot share."""
+    import peft
+    import transformers
+
+    def message(model: Any, section: bool = False) -> str:
+        options = on(lora="llama" if section else "", **grid)
+        args = triax.TrainingArguments(out, **options, report_to="none")
+        with pytest.raises((ConfigError, ValueError)) as error:
+            triax.Trainer(model, args)
+        return str(error.value)
+
+    def adapted(config: Any) -> Any:
+        return peft.get_peft_model(model_of("llama"), config)
+
+    plain: dict[str, Any] = {"r": 2, "target_modules": ["q_proj"]}
+    found = [
+        message(adapted(peft.LoraConfig(**plain, use_dora=True))),
+        message(adapted(peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]))),
+        message(adapted(peft.LoraConfig(**plain)), section=True),
+    ]
+    if "pipe" not in grid:
+        return found
+    one_head = transformers.LlamaConfig(hidden_size=24, num_attention_heads=1, num_hidden_layers=1, vocab_size=8)
+    return [
+        *found,
+        message(adapted(peft.LoraConfig(**plain, modules_to_save=["lm_head"]))),
+        message(adapted(peft.LoraConfig(**plain, lora_dropout=0.1))),
+        message(adapted(peft.LoraConfig(**plain, lora_bias=True))),
+        message(transformers.LlamaForCausalLM(one_head)),
+    ]
+
+
+def test_adapters_that_are_refused_at_once(ranks: Any, tmp_path: Path) -> None:
+    for messages in ranks(2, refused, str(tmp_path), {"tensor": 2}):
+        dora, other, both = messages
+        assert "DoraLinearVariant" in dora and "tensor=1" in dora and "IA3" in other and "section lora" in both
+    for messages in ranks(4, refused, str(tmp_path), {"pipe": 2, "tensor": 2}):
+        dora, other, both, whole, drops, bias, heads = messages
+        assert "use_dora=True" in dora and "IA3" in other and "section lora" in both
+        assert "modules_to_save" in whole and "lora_dropout=0.1" in drops and "lora_B.default.bias" in bias
+        assert "cannot be cut into the parts of pipe=2" in heads
