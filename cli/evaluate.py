@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -28,7 +28,7 @@ class EvaluateOptions:
     batch: int
     dtype: str | None
     as_json: bool
-    sizes: dict[str, int]
+    sizes: dict[str, Any]
 
 
 def evaluate(
@@ -93,20 +93,21 @@ def evaluate_on_rank(options: EvaluateOptions) -> None:
 
     from ..engine.pipeline_engine import PipelineEngine
     from ..grid.grid import Grid
+    from ..options.batch import Batch
     from ..options.engine import EngineOptions
     from ..pipe.module import PipelineModule
 
     try:
-        from ..compat.lm_eval import TaskEvaluation
+        from ..compat.lm_eval import LmEvalTasks
 
         grid = Grid(**options.sizes)
         dtype = None if options.dtype is None else getattr(torch, options.dtype, None)
         if options.dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"--dtype is {options.dtype}, but it must be float32, float64, bfloat16 or float16.")
         module = PipelineModule(family(options.folder)(options.folder), grid=grid, dtype=dtype)
-        sizes = {"size": options.batch * grid.replicas, "microbatch": options.batch}
-        engine = PipelineEngine(module, EngineOptions(batch=sizes))
-        found = TaskEvaluation(engine, _tokenizer(options.folder), options.tasks, options.samples)
+        sizes: Any = {"size": options.batch * grid.replicas, "microbatch": options.batch}
+        engine = PipelineEngine(module, EngineOptions(batch=Batch(**sizes)))
+        found = LmEvalTasks(engine, _tokenizer(options.folder), options.tasks, options.samples)
         metrics = found.metrics()
     except (ValueError, FileNotFoundError) as error:
         user_error(error)

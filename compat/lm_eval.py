@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from ..base.errors import AgreedError, ConfigError, nearest, to_install
+from ..base.hub import local_folder
 from ..data.tokenizer import BYTES as BYTES_NAME
 from ..data.tokenizer import load_transformers
 from ..engine.pipeline_engine import PipelineEngine
@@ -39,7 +40,7 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "nu
 _NEW_TOKENS = 256  # of a task that gives no number, as in lm-eval's other models
 
 
-class LanguageModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
+class LanguageModel(TemplateLM):
     """lm-eval's model class over an engine: log-likelihoods, rolling log-likelihoods, and generation.
 
     Every rank makes one, and calls ``run`` with a function that calls lm-eval with it. The numbers are those of
@@ -178,9 +179,9 @@ class LanguageModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             sequences.append([*context, *answer][-(self.max_length + 1) :])
             counts.append(len(answer))
         found: list[tuple[float, bool]] = [tuple(each) for each in self._call("score", sequences, counts)]
-        for (texts, _, _), answer in zip(requests, found, strict=True):
+        for (texts, _, _), score in zip(requests, found, strict=True):
             if texts is not None:
-                self.cache_hook.add_partial("loglikelihood", texts, answer)
+                self.cache_hook.add_partial("loglikelihood", texts, score)
         return found
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
@@ -261,7 +262,7 @@ class LanguageModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         """Return the new ids of each context, up to the end of a text or of the first stop string in them."""
         if self._generator is None:
             self._generator = init_inference(self._engine, max_batch=self.batch_size, tokenizer=self._texts)
-        generate = partial(self._generator.generate, eos=self._end, stop_strings=[*until], **options)
+        common: dict[str, Any] = {"eos": self._end, "stop_strings": [*until], **options}
         made: list[list[int]] = [[] for _ in contexts]
         open_ = [index for index, ids in enumerate(contexts) if ids]
         if len(open_) < len(contexts):
@@ -269,7 +270,8 @@ class LanguageModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         while open_:
             prompts = [contexts[index] + made[index] for index in open_]
             rooms = [new - len(made[index]) for index in open_]
-            for index, prompt, ids in zip(open_, prompts, generate(prompts, rooms, seed=[*open_]), strict=True):
+            found = self._generator.generate(prompts, rooms, seed=[*open_], **common)
+            for index, prompt, ids in zip(open_, prompts, found, strict=True):
                 made[index] += ids[len(prompt) :]
             # A stop string that begins in the context ends a generation, but is none of the answer.
             open_ = [index for index in open_ if len(made[index]) < new and not self._is_over(made[index], until)]
@@ -279,7 +281,7 @@ class LanguageModel(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return ids[-1] == self._end or any(stop in self._texts.decode(ids) for stop in until)
 
 
-class TaskEvaluation:
+class LmEvalTasks:
     """Evaluation of an engine's model on tasks of lm-eval: named metrics, equal on every rank. Collective.
 
     Args:
@@ -382,10 +384,11 @@ def tokenizer_named(name: str) -> Tokenizer:
     if Path(name).is_file():
         from transformers import PreTrainedTokenizerFast
 
-        tokenizer: Tokenizer = PreTrainedTokenizerFast(tokenizer_file=name, eos_token="<|endoftext|>")
-        return tokenizer
-    loaded: Tokenizer = load_transformers(Path(name))
-    return loaded
+        tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=name, eos_token="<|endoftext|>")
+    else:
+        tokenizer = load_transformers(local_folder(name))
+    made: Tokenizer = tokenizer
+    return made
 
 
 def _name(task: str, key: str) -> str:

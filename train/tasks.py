@@ -9,7 +9,7 @@ from ..base.errors import ConfigError, nearest
 from ..engine.pipeline_engine import PipelineEngine
 from .schema import EvaluateSection
 
-_GROUP = "triax.task_evaluations"
+_GROUP = "triax.task_evaluations"  # of entry points
 
 
 class TaskEvaluation(Protocol):

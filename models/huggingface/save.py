@@ -177,7 +177,7 @@ class HuggingFaceWeights:
         factors: dict[str, Tensor] = {}
         transposed = transposed_layers(self.config) if self._lora is not None else set[str]()
         scaling = 1.0 if self._lora is None else self._lora.scaling
-        made, failure = _Made(self.shapes), None
+        made, failure = _Collected(self.shapes), None
         for name, whole in whole_tensors(self._model, self._values, self._held, self.grid):
             if is_factor(name):
                 if self.grid.rank == 0 and whole is not None:
@@ -199,7 +199,7 @@ class HuggingFaceWeights:
                 raise failure
 
 
-class _Made(TensorSink):
+class _Collected(TensorSink):
     """Tensors that are made, and not taken yet."""
 
     def __init__(self, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:

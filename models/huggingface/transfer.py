@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from ipaddress import ip_address
 from socket import gethostbyname
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,17 +51,21 @@ def transfer_group(
     if not 0 <= rank < size or size < 2:
         raise ValueError(f"rank is {rank} of {size}: give 0 to the rank that sends, and 1, 2, ... to the receivers")
     limit = timedelta(seconds=timeout)
+    backends: Any = dist  # its stubs do not know that a backend's group is a ProcessGroup
+    made: dist.ProcessGroup
     store = dist.PrefixStore("triax weights", dist.TCPStore(host, int(port), size, rank == 0, limit))
     if torch.device(device).type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
+        options = backends.ProcessGroupNCCL.Options()
         options._timeout = limit
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    if not ip_address(gethostbyname(host)).is_loopback:
-        return dist.ProcessGroupGloo(store, rank, size, limit)
-    settings = dist.ProcessGroupGloo._Options()  # on one host its name may lead to no interface
-    settings._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-    settings._timeout = limit
-    return dist.ProcessGroupGloo(store, rank, size, settings)
+        made = backends.ProcessGroupNCCL(store, rank, size, options)
+    elif not ip_address(gethostbyname(host)).is_loopback:
+        made = backends.ProcessGroupGloo(store, rank, size, limit)
+    else:
+        options = backends.ProcessGroupGloo._Options()  # on one host its name may lead to no interface
+        options._devices = [backends.ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout = limit
+        made = backends.ProcessGroupGloo(store, rank, size, options)
+    return made
 
 
 def send_weights(weights: HuggingFaceWeights, group: dist.ProcessGroup | None) -> int:

@@ -95,7 +95,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def engine_of(root: Path, sizes: dict[str, int]) -> Any:
+def engine_of(root: Path, sizes: dict[str, Any]) -> Any:
     grid = triax.Grid(**sizes)
     module = triax.PipelineModule(load_hf(root / "model"), grid=grid, dtype=torch.float64)
     return triax.Engine(module, batch=triax.Batch(size=2 * grid.data.size, microbatch=2))

@@ -23,7 +23,7 @@ def texts() -> list[list[int]]:
     return [torch.randint(61, (length,), generator=draw).tolist() for length in LENGTHS]
 
 
-def scored(sizes: dict[str, int], loss_fn: Any, zero: int) -> tuple[list[Score], list[Score], dict[str, Any]]:
+def scored(sizes: dict[str, Any], loss_fn: Any, zero: int) -> tuple[list[Score], list[Score], dict[str, Any]]:
     """Scores before and after a step of training, and the weights at first."""
     grid = triax.Grid(**sizes)
     loss_fn = loss_fn or triax.NextTokenLoss(grid, vocab_size=61, chunk_tokens=4)
@@ -32,7 +32,7 @@ def scored(sizes: dict[str, int], loss_fn: Any, zero: int) -> tuple[list[Score],
     for parameter in module.parameters():
         parameter.data *= 5
     options: dict[str, Any] = {"optimizer": torch.optim.SGD, "zero": zero} if zero else {}
-    engine = triax.Engine(module, batch=triax.Batch(size=4, microbatch=2), **options)
+    engine: Any = triax.Engine(module, batch=triax.Batch(size=4, microbatch=2), **options)
     scorer, rows, weights = Scorer(engine), texts(), engine.gather()
     first = scorer(rows, COUNTS)
     if zero:
@@ -62,7 +62,8 @@ def test_scores_equal_plain_pytorch(ranks: Any) -> None:
 
 def test_sequences_that_do_not_fit_are_refused() -> None:
     module = triax.PipelineModule(gpt_layers(SHAPE))
-    scorer = Scorer(triax.Engine(module, batch=triax.Batch(size=2, microbatch=2)))
+    engine: Any = triax.Engine(module, batch=triax.Batch(size=2, microbatch=2))
+    scorer = Scorer(engine)
     for ids, count in (([1], 1), ([1, 2], 2), ([1, 61], 1), ([1] * 34, 1)):
         with pytest.raises(ValueError, match="give 2 to 33 ids below 61"):
             scorer([ids], [count])

@@ -70,7 +70,7 @@ def live() -> int:
     return sum(found.values())
 
 
-def sent(address: str, sizes: dict[str, int], zero: int) -> Any:
+def sent(address: str, sizes: dict[str, Any], zero: Any) -> Any:
     """Send before and after a step; return logits, the bytes sent, and what an iteration held at the most."""
     grid = triax.Grid(**sizes)
     config = LlamaConfig(**SHAPE, rms_norm_eps=1e-5)
