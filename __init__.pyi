@@ -42,7 +42,11 @@ from .models.huggingface.load import load_hf as load_hf
 from .models.huggingface.parallelize import parallelize as parallelize
 from .models.huggingface.pipeline_layers import CausalLMLoss as CausalLMLoss
 from .models.huggingface.pipeline_layers import hf_layers as hf_layers
+from .models.huggingface.save import HuggingFaceWeights as HuggingFaceWeights
 from .models.huggingface.save import save_hf as save_hf
+from .models.huggingface.transfer import receive_weights as receive_weights
+from .models.huggingface.transfer import send_weights as send_weights
+from .models.huggingface.transfer import transfer_group as transfer_group
 from .models.layers import NextTokenLoss as NextTokenLoss
 from .models.llama import llama_layers as llama_layers
 from .models.log_probs import LogProbsLoss as LogProbsLoss

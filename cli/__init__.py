@@ -17,6 +17,7 @@ check.py: ``triax check``, a model of one's own compared on grids with one proce
 report.py: ``triax report``, an HTML page about a run.
 train.py: ``triax train``, a training run from one file.
 generate.py: ``triax generate``, text from a prompt.
+evaluate.py: ``triax evaluate``, the metrics of a model on tasks of lm-eval.
 data.py: ``triax data``, text made into tokens, shown and verified; tokenizers trained.
 checkpoint.py: ``triax checkpoint``, show, verify, diff, export, import and prune checkpoints.
 """

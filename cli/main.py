@@ -14,6 +14,7 @@ from .checkpoint import checkpoint
 from .config import config
 from .data import data
 from .env import env
+from .evaluate import evaluate
 from .foreign_options import Command, RunCommand
 from .generate import generate
 from .grid import grid
@@ -54,6 +55,7 @@ app.command(cls=Command)(grid)
 app.command(cls=Command)(schedule)
 app.command(cls=Command)(train)
 app.command(cls=Command)(generate)
+app.command(cls=Command)(evaluate)
 app.command(cls=Command)(plan)
 app.command(cls=Command)(report)
 app.command(cls=Command)(check)

@@ -6,4 +6,5 @@ moved_names.py: public names of triax that have moved.
 megatron/: Megatron-LM: grids of ``mpu``, layouts of its layers.
 horovod/: Horovod: ``hvd.init``, collectives, ``DistributedOptimizer``.
 huggingface/: transformers: ``Trainer`` and ``TrainingArguments``.
+lm_eval.py: EleutherAI's lm-eval: its model class over an engine, and the metrics of its tasks.
 """

@@ -8,6 +8,7 @@ sampling.py: penalty, processors, temperature, top-k, top-p, min-p; the draw of 
     vocabulary.
 beam_search.py: beam search: which sequences go on, and which have ended.
 text.py: tokenizers for string prompts, and the strings that end a text.
+scoring.py: scores of given texts: the log-probability of each token, by the model of a training engine.
 module_inference.py: ``ModuleInference``: any module, or the engine that trains one; transformers' ``generate``.
 load_any.py: weights of a module from files of any known format.
 int8.py: weights of linear layers in 8 bits, in groups.

@@ -169,7 +169,12 @@ class InferenceEngine:
                 raise ValueError(f"{name} is {size}. Give at least 1.")
         if dtype is not None:
             module.to(dtype=dtype)
-        positions, self.vocab_size = self._agree_on_sizes()
+        count, positions, self.vocab_size = agreed_sizes(module)
+        if not count:
+            raise ValueError(
+                "no layer of the model has the attribute `cache`, which generation needs. Use the layers of "
+                "triax.models, or give your attention layers this attribute (docs/generation.md)."
+            )
         self.max_batch, self.max_length = max_batch, max_length or positions
         if not self.max_length:
             raise ValueError(
@@ -428,24 +433,20 @@ class InferenceEngine:
             text = job.strings[prompt] + follow(self.tokenizer, kept, length)
         return Completion(tokens, length, text, logprobs, score)
 
-    def _agree_on_sizes(self) -> tuple[int, int]:
-        """Return (smallest number of positions of any layer, vocabulary size), with 0 for unknown. Collective.
 
-        Both are equal on all ranks.
-        """
-        positions = [length for m in self.module.modules() if (length := getattr(m, "max_position_embeddings", None))]
-        layers = self.module.layers_of(len(self.module.placement) - 1) if self.module.is_last else []
-        weight = getattr(self.module.layers[str(layers[-1])], "weight", None) if layers else None
-        vocab_size = layout_of(weight).shape[0] if isinstance(weight, Tensor) and weight.dim() == 2 else 0
-        most = torch.tensor([len(layers_with_cache(self.module)), -min(positions, default=2**62), vocab_size])
-        self.grid.world.all_reduce(most, op="max")
-        count, fewest, vocab_size = most.tolist()
-        if not count:
-            raise ValueError(
-                "no layer of the model has the attribute `cache`, which generation needs. Use the layers of "
-                "triax.models, or give your attention layers this attribute (docs/generation.md)."
-            )
-        return (-fewest if fewest > -(2**62) else 0), vocab_size
+def agreed_sizes(module: PipelineModule) -> tuple[int, int, int]:
+    """Return (layers with a cache, positions, vocabulary size) of a model, equal on all ranks. Collective.
+
+    The positions are the smallest number of any layer. A number is 0 if it is unknown.
+    """
+    positions = [length for m in module.modules() if (length := getattr(m, "max_position_embeddings", None))]
+    layers = module.layers_of(len(module.placement) - 1) if module.is_last else []
+    weight = getattr(module.layers[str(layers[-1])], "weight", None) if layers else None
+    vocab_size = layout_of(weight).shape[0] if isinstance(weight, Tensor) and weight.dim() == 2 else 0
+    most = torch.tensor([len(layers_with_cache(module)), -min(positions, default=2**62), vocab_size])
+    module.grid.world.all_reduce(most, op="max")
+    count, fewest, vocab_size = most.tolist()
+    return count, (-fewest if fewest > -(2**62) else 0), vocab_size
 
 
 def _functions(given: LogitsProcessor | Sequence[LogitsProcessor]) -> tuple[LogitsProcessor, ...]:

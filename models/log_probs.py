@@ -50,7 +50,7 @@ class LogProbsLoss:
     def __call__(self, logits: Tensor, labels: Any) -> Any:
         """Return the loss of logits (B, T, V / t), this tensor-parallel rank's shard of the vocabulary."""
         mine, labels = self._split(labels, logits.shape[1])
-        return self.loss_fn(self._log_probs(logits, mine), labels)
+        return self.loss_fn(self.token_values(logits, mine), labels)
 
     def weight(self, labels: Any) -> Any:
         """Return ``loss_fn.weight(labels)``, or None if it has no such method."""
@@ -66,15 +66,23 @@ class LogProbsLoss:
         assert self.chunk_tokens is not None
         head, softcap = uncapped(head)
         mine, labels = self._split(labels, x.shape[1] * head.shards)
-        found = values_in_chunks(head, partial(self._log_probs, softcap=softcap), x, mine, self.chunk_tokens)
+        found = values_in_chunks(head, partial(self.token_values, softcap=softcap), x, mine, self.chunk_tokens)
         return self.loss_fn(found, labels)
 
     @property
     def _plain(self) -> NextTokenLoss:
         return NextTokenLoss(self.grid, self.vocab_size, self.ignore_index, chunk_tokens=self.chunk_tokens)
 
-    def _log_probs(self, logits: Tensor, labels: Tensor, softcap: float | None = None) -> Tensor:
-        """Return the log-probability of each label, (B, n)."""
+    def token_values(self, logits: Tensor, labels: Tensor, softcap: float | None = None) -> Tensor:
+        """Return what ``loss_fn`` gets of each token: its label's log-probability, (B, n).
+
+        Collective over the tensor axis.
+
+        Args:
+            logits: (B, n, V / t), this tensor-parallel rank's shard of the vocabulary.
+            labels: integers (B, n).
+            softcap: cap of the logits, if they do not have it yet.
+        """
         common: dict[str, Any] = {"ignore_index": self.ignore_index, "softcap": softcap}
         return label_log_probs(logits, labels, self.grid, self.vocab_size, self.temperature, **common)
 

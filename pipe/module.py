@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from importlib.metadata import entry_points
 from itertools import pairwise
@@ -385,6 +385,20 @@ class PipelineModule(nn.Module):
         if self.run_hook is None or not self.has_loss_module:
             return loss_fn(outputs, labels)
         return self.run_hook(stage, len(self._list), lambda outputs: _as_nest(loss_fn(outputs, labels)), outputs)
+
+    @contextmanager
+    def other_loss(self, loss_fn: Callable[[Any, Any], Any]) -> Iterator[None]:
+        """Context in which evaluations use another loss function, which has no parameters."""
+        own, placed = self.loss_fn, self._modules.pop("loss_fn", None)
+        self.__dict__["loss_fn"] = loss_fn
+        try:
+            yield
+        finally:
+            if placed is None:
+                self.__dict__["loss_fn"] = own
+            else:
+                del self.__dict__["loss_fn"]
+                self._modules["loss_fn"] = placed
 
     @property
     def has_loss_module(self) -> bool:

@@ -7,7 +7,8 @@ learning_rate.py: the learning rate of each step, as a share of the peak.
 job.py: the resolved run: model configuration, topology, schedule, engine configuration, steps. No torch.
 data.py: training and held-out rows, with the checks of tokenizer and vocabulary.
 evaluation.py: the loss on held-out rows.
-lowest.py: the lowest loss on held-out rows: keep its model, end the run.
+tasks.py: metrics of tasks, by lm-eval.
+lowest.py: the lowest loss on held-out rows, or the best metric: keep its model, end the run.
 method.py: post-training on prompts and answers: the reference model's numbers, and the loss on held-out samples.
 model.py: the ``PipelineModule`` of a job, and its parameter groups.
 clock.py: the time of the steps, and the time limit.

@@ -145,5 +145,5 @@ def check_data(
 
 
 def _require_held_out(file: TrainingFile, held_out: Answers | None) -> None:
-    if held_out is None and "evaluate" in file.given:
+    if held_out is None and "evaluate" in file.given and not file.evaluate.tasks:
         raise ConfigError("evaluate needs documents that are not trained on: give data.held_out or data.validation")

@@ -33,6 +33,7 @@ from .model import build_module, parameter_groups, with_cut
 from .progress import Reporter, minutes
 from .requeue import requeued
 from .spikes import SpikeGuard
+from .tasks import task_evaluation
 
 # Name of a simple model, and its loss on the evaluation's rows: what a run is compared with.
 Baseline = Callable[[Evaluation], tuple[str, float]]
@@ -59,6 +60,7 @@ class TrainingRun:
     Attributes:
         grid, engine: the grid and the engine.
         evaluation: evaluation on held-out rows; None without them.
+        tasks: evaluation on tasks; None without them.
         method: the method of post-training; None: the next token of texts.
         report: prints and draws, on rank 0.
         clock: times of the steps.
@@ -94,7 +96,10 @@ class TrainingRun:
         self.spikes = SpikeGuard(self.engine, job.file.training.spikes, job.checkpoints)
         state = self._load()
         self.spikes.load(state)
-        self.lowest = LowestLoss(job.file.evaluate)
+        self.tasks = task_evaluation(job.file.evaluate, self.engine, self.tokenizer, held_out is not None)
+        self.lowest = LowestLoss(
+            job.file.evaluate, self.tasks is not None and self.tasks.names.get(self._metric, False)
+        )
         self.lowest.load((state or {}).get("lowest"))
         self._before = self.step  # steps of the run before it was resumed
         self._note_state()
@@ -129,7 +134,7 @@ class TrainingRun:
         self._introduce()
         section = job.file.evaluate
         missed = self._before % section.every == 0 and self.lowest.evaluated < self._before
-        if missed and self.evaluation is not None and (section.best or section.patience):
+        if missed and self._is_evaluated and (section.best or section.patience):
             self._compared()  # the checkpoint was written before the evaluation of its step
         if self.step >= job.steps or self.lowest.is_over:
             more = "more steps" if self.step >= job.steps else "a larger evaluate.patience"
@@ -186,24 +191,41 @@ class TrainingRun:
             )
         self._finish(validation)
 
-    def evaluate(self) -> float | None:
-        """Evaluate, note the loss, and return it; None without held-out documents. Collective."""
-        if self.evaluation is None:
-            return None
-        loss = self._compared()
-        self.engine.monitor.write_events([("Validation/loss", loss, self.engine.global_samples)])
-        return loss
+    @property
+    def _metric(self) -> str:
+        """Name of the number by which the best model is found."""
+        return self.job.file.evaluate.metric
 
-    def _compared(self) -> float:
-        """Evaluate, and compare the loss with the lowest one, whose model is kept if the file asks for it."""
-        assert self.evaluation is not None
-        loss = self.evaluation.loss()
-        if self.lowest.note(loss, self.step) and self.job.file.evaluate.best:
+    @property
+    def _is_evaluated(self) -> bool:
+        return self.evaluation is not None or self.tasks is not None
+
+    def evaluate(self) -> float | None:
+        """Evaluate, note the numbers, and return the loss; None without held-out documents. Collective."""
+        if not self._is_evaluated:
+            return None
+        values = self._compared()
+        names = {name: f"Tasks/{name}" if name != "loss" else "Validation/loss" for name in values}
+        samples = self.engine.global_samples
+        self.engine.monitor.write_events([(names[name], value, samples) for name, value in values.items()])
+        if self.tasks is not None:
+            shown = ", ".join(f"{name} {value:.4f}" for name, value in values.items() if name != "loss")
+            self.report.say(f"tasks   step {self.step}: {shown}")
+        return values.get("loss")
+
+    def _compared(self) -> dict[str, float]:
+        """Evaluate, and compare the metric with the best one, whose model is kept if the file asks for it."""
+        values = {} if self.evaluation is None else {"loss": self.evaluation.loss()}
+        values |= {} if self.tasks is None else self.tasks.metrics()
+        if self._metric not in values and self._metric != "loss":
+            raise AgreedError(f"the tasks gave no number for {self._metric}: give another evaluate.metric")
+        best = self._metric in values and self.lowest.note(values[self._metric], self.step)
+        if best and self.job.file.evaluate.best:
             problem = self._export(self.job.folder / "best")
             if problem is not None:
                 self.report.say(f"note    {problem}")
         self._note_state()
-        return loss
+        return values
 
     def _note_state(self) -> None:
         """Give the engine what its next checkpoint is to have of the run."""
@@ -286,16 +308,18 @@ class TrainingRun:
         early = self.step < job.steps
         of, ended = (f" of {job.steps}", f": training.time_limit = {limit} min ended it") if early else ("", "")
         if early and self.lowest.is_over:
-            ended = f": no lower held-out loss in {self.lowest.since} evaluations (evaluate.patience)"
+            what = "lower held-out loss" if self._metric == "loss" else f"better {self._metric}"
+            ended = f": no {what} in {self.lowest.since} evaluations (evaluate.patience)"
         taken = f"steps {self._before + 1} to {self.step}{of}" if self._before else f"{self.step}{of} steps"
         report.say(f"trained {taken} in {minutes(self.clock.elapsed)} min{ended}")
         if validation is not None:
             beside = f"; {name}: {compared:.4f}" if name else ""
             unseen = "documents" if self.method is None else "samples"
             report.say(f"loss    {validation:.4f} {self.unit} on held-out {unseen}{beside}")
-        if validation is not None and job.file.evaluate.best:
-            best = f"{self.lowest.loss:.4f} of step {self.lowest.step}"
-            report.say(f"lowest  {best}: its model is in {job.folder / 'best'}")
+        if self._is_evaluated and job.file.evaluate.best:
+            best = f"{self.lowest.value:.4f} of step {self.lowest.step}"
+            best = f"lowest  {best}" if self._metric == "loss" else f"best    {self._metric} {best}"
+            report.say(f"{best}: its model is in {job.folder / 'best'}")
         if text is not None:
             report.say(f"\n{text}\n")
         if job.export is not None and problem is None:

@@ -106,6 +106,14 @@ def _names(value: Any) -> Any:
     return dict(value)
 
 
+def _tasks(value: Any) -> Any:
+    """Return names of tasks as a tuple, of one or several."""
+    names: Any = [value] if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) and name for name in names):
+        raise ValueError("give a task, or a list of tasks, such as [piqa, tasks/mine.yaml]")
+    return tuple(names)
+
+
 def _partition(value: Any) -> Any:
     """Return a way to cut the layers: a name, or boundaries as a tuple."""
     boundaries = isinstance(value, (list, tuple)) and all(type(each) is int for each in value)
@@ -443,16 +451,30 @@ class TrainingSection(Keys):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateSection(Keys):
-    """``evaluate``: the loss on held-out documents."""
+    """``evaluate``: the loss on held-out documents, and metrics of tasks."""
 
     every: int = option(100, "Evaluate every so many steps, and at the end.", least=1)
     sequences: int | None = option(256, "Sequences to evaluate on, the first ones; null: all.", least=1)
-    best: bool = option(False, "Keep the model of the lowest loss, as a Hugging Face folder: best in the run's folder.")
+    tasks: tuple[str, ...] = option(
+        (),
+        "Tasks of lm-eval to evaluate on too: names, groups, or paths of task files: docs/guides/lm-eval.md.",
+        read=_tasks,
+    )
+    task_samples: int | None = option(None, "Samples of each task, the first ones; null: all.", least=1)
+    metric: str = option("loss", "Number by which best and patience go: loss, or a metric of tasks, such as piqa/acc.")
+    best: bool = option(False, "Keep the model of the best metric, as a Hugging Face folder: best in the run's folder.")
     patience: int | None = option(
         None,
-        "End the run after so many evaluations one after the other without a new lowest loss; null: never.",
+        "End the run after so many evaluations one after the other without a new best metric; null: never.",
         least=1,
     )
+
+    def check(self) -> None:
+        """Check that options of tasks have tasks."""
+        if not self.tasks and self.task_samples is not None:
+            raise refusal("<task_samples> has no effect without <tasks>: leave it out, or give tasks")
+        if not self.tasks and self.metric != "loss":
+            raise refusal(f"<metric> is {self.metric}, and there are no <tasks>: give tasks, or leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,8 @@ mxfp4.py: weights of 4 bits, dequantized.
 folder_settings.py: special tokens, generation settings and the tokenizer's files of a folder.
 load.py: ``load_hf`` and ``config_from_hf``.
 reader.py: reader of the weights in a folder or a live model; each rank reads only its slices.
-save.py: ``save_hf``, which gathers one tensor at a time.
+save.py: weights under Hugging Face's names, gathered one tensor at a time; ``save_hf``.
+transfer.py: the same weights to an inference engine, over a process group.
 folder_writer.py: a folder of safetensors files and its index, written one tensor at a time.
 adapters.py: PEFT's adapters: ``save_lora``, ``load_lora``, ``lora_config``.
 merge.py: products of adapters, which are added to weights.

@@ -14,7 +14,43 @@ from torch import Tensor
 from ...base.safetensors import TensorStream, header
 
 
-class FolderWriter:
+class TensorSink:
+    """Base of a receiver of tensors under Hugging Face's names, one at a time, some of them in ranges of rows.
+
+    Args:
+        tensors: name -> (shape, dtype).
+    """
+
+    def __init__(self, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+        self._tensors = dict(tensors)
+        # A tensor of which some rows are there, and the number missing.
+        self._partial: dict[str, tuple[Tensor, int]] = {}
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Take the next tensor."""
+        raise NotImplementedError
+
+    def write_rows(self, name: str, rows: Tensor, at: Sequence[tuple[int, int]]) -> None:
+        """Add rows to the next tensor, which is taken when it has all of them.
+
+        Args:
+            name: the tensor's name.
+            rows: the rows, one range after another.
+            at: the ranges [start, stop) of the tensor's rows that they are.
+        """
+        shape, dtype = self._tensors[name]
+        if name not in self._partial:
+            self._partial[name] = torch.empty(shape, dtype=dtype, device=rows.device), shape[0]
+        whole, missing = self._partial.pop(name)
+        for piece, (start, stop) in zip(rows.split([stop - start for start, stop in at]), at, strict=True):
+            whole[start:stop] = piece
+        if missing > len(rows):
+            self._partial[name] = whole, missing - len(rows)
+        else:
+            self.write(name, whole)
+
+
+class FolderWriter(TensorSink):
     """Writer of ``config.json`` and of ``model.safetensors``, or of several safetensors files and their index.
 
     Args:
@@ -35,6 +71,7 @@ class FolderWriter:
         tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
         file_bytes: int = 5 * 10**9,
     ) -> None:
+        super().__init__(tensors)
         files: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [{}]
         filled = total = 0
         for name, (shape, dtype) in tensors.items():
@@ -54,9 +91,6 @@ class FolderWriter:
         self._files = {folder / name: held for name, held in zip(names, files, strict=True)}
         self._file_of = {name: path for path, held in self._files.items() for name in held}
         self._stream: TensorStream | None = None
-        self._partial: dict[
-            str, tuple[Tensor, int]
-        ] = {}  # a tensor of which some rows are there, and the number missing
         self._path = folder
         folder.mkdir(parents=True, exist_ok=True)
         for old in (*folder.glob("model*.safetensors"), folder / "model.safetensors.index.json"):
@@ -81,25 +115,6 @@ class FolderWriter:
             self._path, self._stream = path, TensorStream(path, self._files[path], checksums=False)
         # A copy: what numpy has once seen cannot be resized, and ZeRO empties the storages of gathered weights.
         self._stream.write(name, tensor.detach().cpu().clone(memory_format=torch.contiguous_format))
-
-    def write_rows(self, name: str, rows: Tensor, at: Sequence[tuple[int, int]]) -> None:
-        """Add rows to the next tensor, which is written when it has all of them.
-
-        Args:
-            name: the tensor's name.
-            rows: the rows, one range after another.
-            at: the ranges [start, stop) of the tensor's rows that they are.
-        """
-        shape, dtype = self._files[self._file_of[name]][name]
-        if name not in self._partial:
-            self._partial[name] = torch.empty(shape, dtype=dtype), shape[0]
-        whole, missing = self._partial.pop(name)
-        for piece, (start, stop) in zip(rows.split([stop - start for start, stop in at]), at, strict=True):
-            whole[start:stop] = piece
-        if missing > len(rows):
-            self._partial[name] = whole, missing - len(rows)
-        else:
-            self.write(name, whole)
 
     def close(self) -> None:
         """Close the safetensors file that is being written."""

@@ -1,4 +1,4 @@
-"""``save_hf``: writer of a triax model to a folder that ``transformers`` reads, gathered one tensor at a time."""
+"""A model under the names of ``transformers``, gathered one tensor at a time; ``save_hf``, which writes a folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..reward import has_reward_head
 from .config import as_reward, to_hf
 from .config import entries as expanded
 from .folder_settings import settings_of, write_settings
-from .folder_writer import FolderWriter
+from .folder_writer import FolderWriter, TensorSink
 from .merge import is_factor, updates
 from .names import Entry, Names, swapped
 
@@ -75,57 +75,139 @@ def save_hf(
         RuntimeError: rank 0 could not write. The error is raised on every rank.
     """
     check_path("save_hf", path=path)
-    module, grid = module_and_grid(model, grid, "save_hf(module, path, grid=grid)")
+    own: dict[str, Any] = {"config": config, "names": names, "grid": grid, "dtype": dtype, "merge_lora": merge_lora}
+    weights = HuggingFaceWeights(model, **own)
     writer, failure = None, None
-    options = getattr(module, "lora_options", None)
-    with agreed(grid, None):
-        own = named(module)
-        if options is not None and not merge_lora:
-            raise ValueError(
-                "the model has LoRA adapters, which the model of config.json does not have. Pass merge_lora=True to "
-                "add them to the weights, or write them alone with triax.save_lora(model, path)."
-            )
-        for name, parameter in own.items():
-            released = parameter.numel() > 1 and not any(parameter.stride())
-            if parameter.is_meta or (released and not hasattr(model, "gathered")):
-                raise RuntimeError(
-                    f"{name} has no values, because ZeRO stage 3 or an engine holds them. Pass the engine, "
-                    "save_hf(engine, path), or call save_hf within zero.gathered(module)."
-                )
-        written = written_config(module, config)
-        entries = entries_of(module, names, written)
-        buffers = named_buffers(module)
-        values: dict[str, Tensor] = {**own, **{name: b for name, b in buffers.items() if name in entries}}
-        held = held_everywhere(values, grid)
-        if stray := [n for n, b in buffers.items() if n.endswith("correction_bias") and n not in entries and b.any()]:
-            raise ValueError(
-                f"{stray[0]} is not 0, but Hugging Face's {written.get('model_type')} has no bias for the selection of "
-                "experts. Train without balance='bias', or write a family that has it, deepseek_v3."
-            )
-        plan = {name: parts_of(name, h, entries, dtype) for name, h in held.items() if not is_factor(name)}
-        if grid.rank == 0:
-            writer = FolderWriter(Path(path), written, announced(plan, entries), max_file_bytes)
-    factors: dict[str, Tensor] = {}
-    transposed = transposed_layers(written) if options is not None else set[str]()
-    for name, whole in whole_tensors(model, values, held, grid):
-        if writer is None or whole is None or failure is not None:
+    with agreed(weights.grid, None):
+        if weights.grid.rank == 0:
+            writer = FolderWriter(Path(path), weights.config, weights.shapes, max_file_bytes)
+    for name, tensor in weights:
+        if writer is None or tensor is None or failure is not None:
             continue
         try:
-            if is_factor(name):
-                factors[name] = whole
-            elif plan[name]:
-                scaling = 1.0 if options is None else options.scaling
-                added = updates(name, entries[name], factors, scaling, transposed)
-                write_parts(writer, whole, plan[name], entries[name], added)
+            writer.write(name, tensor)
         except Exception as error:  # the others wait in the next collective: they hear of it at the end
             failure = error
-    with agreed(grid, None):
+    with agreed(weights.grid, None):
         if writer is not None:
             writer.close()
             if failure is None:
-                write_settings(Path(path), settings_of(module), tokenizer)
+                write_settings(Path(path), settings_of(weights.module), tokenizer)
         if failure is not None:
             raise RuntimeError(f"rank 0 could not write {path}: {failure}") from failure
+
+
+class HuggingFaceWeights:
+    """Weights of a model, under the names and in the shapes of Hugging Face's model, gathered one tensor at a time.
+
+    Making one and iterating over it are collective: every rank iterates to the end. An iteration gives the weights of
+    that moment: (name, tensor) on rank 0, and (name, None) on the other ranks, in the same order. Rank 0 holds one
+    whole parameter of triax, once more if its dtype changes; under ZeRO stage 3 a layer is gathered in addition. A
+    tensor is valid until the iteration goes on.
+
+    Args:
+        model, config, names, grid, dtype, merge_lora: as for ``save_hf``.
+
+    Attributes:
+        module, grid: the module and its grid.
+        config: content of ``config.json``, without the dtype.
+        shapes: name -> (shape, dtype) of each tensor, in the order of an iteration.
+
+    Raises:
+        ValueError, RuntimeError: on every rank, as ``save_hf``: the model cannot be written.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        config: TransformerConfig | Mapping[str, Any] | None = None,
+        names: Names | None = None,
+        grid: Grid | None = None,
+        dtype: torch.dtype | None = None,
+        merge_lora: bool = False,
+    ) -> None:
+        module, self.grid = module_and_grid(model, grid, "save_hf(module, path, grid=grid)")
+        self.module, self._model = module, model
+        self._lora = options = getattr(module, "lora_options", None)
+        with agreed(self.grid, None):
+            own = named(module)
+            if options is not None and not merge_lora:
+                raise ValueError(
+                    "the model has LoRA adapters, which the model of config.json does not have. Pass merge_lora=True "
+                    "to add them to the weights, or write them alone with triax.save_lora(model, path)."
+                )
+            for name, parameter in own.items():
+                released = parameter.numel() > 1 and not any(parameter.stride())
+                if parameter.is_meta or (released and not hasattr(model, "gathered")):
+                    raise RuntimeError(
+                        f"{name} has no values, because ZeRO stage 3 or an engine holds them. Pass the engine, "
+                        "save_hf(engine, path), or call save_hf within zero.gathered(module)."
+                    )
+            self.config = written_config(module, config)
+            self._entries = entries = entries_of(module, names, self.config)
+            buffers = named_buffers(module)
+            self._values: dict[str, Tensor] = {**own, **{name: b for name, b in buffers.items() if name in entries}}
+            self._held = held = held_everywhere(self._values, self.grid)
+            stray = [n for n, b in buffers.items() if n.endswith("correction_bias") and n not in entries and b.any()]
+            if stray:
+                raise ValueError(
+                    f"{stray[0]} is not 0, but Hugging Face's {self.config.get('model_type')} has no bias for the "
+                    "selection of experts. Train without balance='bias', or write a family that has it, deepseek_v3."
+                )
+            plan = {name: parts_of(name, h, entries, dtype) for name, h in held.items() if not is_factor(name)}
+        self._plan, self.shapes = plan, announced(plan, entries)
+
+    @torch.no_grad()
+    def __iter__(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Yield the name and the tensor of each weight. Collective.
+
+        Raises:
+            Exception: at the end, on every rank, if a tensor could not be made.
+        """
+        ends: dict[str, list[str]] = {}  # triax's name -> the tensors that are whole with it
+        names = (
+            (each, name)
+            for name, parts in self._plan.items()
+            for part, _, _ in parts
+            for each in (part, *self._entries[name].again)
+        )
+        for each, name in dict(names).items():
+            ends.setdefault(name, []).append(each)
+        factors: dict[str, Tensor] = {}
+        transposed = transposed_layers(self.config) if self._lora is not None else set[str]()
+        scaling = 1.0 if self._lora is None else self._lora.scaling
+        made, failure = _Collected(self.shapes), None
+        for name, whole in whole_tensors(self._model, self._values, self._held, self.grid):
+            if is_factor(name):
+                if self.grid.rank == 0 and whole is not None:
+                    factors[name] = whole
+                continue
+            if self.grid.rank:
+                yield from ((each, None) for each in ends.get(name, ()))
+                continue
+            try:
+                if whole is not None and self._plan[name] and failure is None:
+                    added = updates(name, self._entries[name], factors, scaling, transposed)
+                    write_parts(made, whole, self._plan[name], self._entries[name], added)
+            except Exception as error:  # the others wait in the next collective: they hear of it at the end
+                failure = error
+            while made.tensors:
+                yield made.tensors.pop(0)
+        with agreed(self.grid, None):
+            if failure is not None:
+                raise failure
+
+
+class _Collected(TensorSink):
+    """Tensors that are made, and not taken yet."""
+
+    def __init__(self, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+        super().__init__(shapes)
+        self.tensors: list[tuple[str, Tensor]] = []
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        self.tensors.append((name, tensor))
 
 
 def whole_tensors(
@@ -392,7 +474,7 @@ def announced(
 
 
 def write_parts(
-    writer: FolderWriter,
+    writer: TensorSink,
     whole: Tensor,
     parts: list[tuple[str, tuple[int, ...], torch.dtype]],
     entry: Entry,

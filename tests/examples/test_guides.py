@@ -50,6 +50,7 @@ SLOW = {
     "compiled.py aot_eager",
     *("dpo.py 1 1", "kto.py 2 2", "reward.py 2 2", "distill.py 2 2", "captions.py 1 1"),
     *("grpo.py 1 1 240", "grpo.py 2 2 240"),
+    *("evaluate.py 1 1", "transfer.py 1 1 0", "transfer.py 1 1 3"),
 }
 # A package: the last tests of this file; a project of its own: tests/testing/test_kit.py.
 INSTALLED = {"npz_export.py", "test_own_model.py"}

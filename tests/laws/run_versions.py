@@ -40,7 +40,12 @@ def environment(python: str, torch: str) -> Path:
     if not (folder / "installed").exists():
         subprocess.run([f"python{python}", "-m", "venv", "--clear", str(folder)], check=True)
         (folder / "constraints.txt").write_text("\n".join(constraints(torch)) + "\n")
-        packages = ["-c", str(folder / "constraints.txt"), "-e", f"{ROOT}[plot,tensorboard,wandb,hf,data,remote,test]"]
+        packages = [
+            "-c",
+            str(folder / "constraints.txt"),
+            "-e",
+            f"{ROOT}[plot,tensorboard,wandb,hf,eval,data,remote,test]",
+        ]
         subprocess.run([str(made), "-m", "pip", "install", "--quiet", *packages], check=True)
         (folder / "installed").touch()
     return made

@@ -35,6 +35,7 @@ EXTRAS = {
     "accelerate",
     "deepspeed",
     "wandb",
+    "lm_eval",
     "pyarrow",
     "tokenizers",
     "huggingface_hub",
@@ -45,7 +46,7 @@ EXTRAS = {
 }
 # Subclasses of an extra's import it at their top; the front door alone imports them, when they are asked for.
 REACHED_LATE = (
-    *("compat/huggingface/arguments.py", "compat/huggingface/trainer.py"),
+    *("compat/huggingface/arguments.py", "compat/huggingface/trainer.py", "compat/lm_eval.py"),
     *("testing/plugin.py", "testing/strategies.py"),  # pytest's plugin, and what needs hypothesis
 )
 # The one context of an adapter whose API is global.
