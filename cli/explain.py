@@ -51,7 +51,7 @@ def explain(job: Job, processes: int | None = None) -> dict[str, Any]:
         "name": job.file.name,
         "model": {
             "kind": type(job.model).__name__,
-            "parameters": job.model.parameter_count,
+            "parameters": job.parameter_count,
             "layers": len(memory.layers),
         },
         "grid": dict(job.topology.sizes),
