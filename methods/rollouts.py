@@ -160,7 +160,7 @@ class Rollouts:
         found = []
         for first in range(grid.replica * share, len(rows["ids"]), batch.train):
             for start in range(first, first + share, batch.micro):
-                labels = {name: each[start : start + batch.micro] for name, each in rows.items()}
+                labels = {name: each[start : start + batch.micro] for name, each in sorted(rows.items())}
                 found.append((labels.pop("ids"), labels))
         return found if self._reference is None else with_token_reference(self._reference, found)
 

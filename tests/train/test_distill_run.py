@@ -44,12 +44,15 @@ def teacher_of() -> Any:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a student, a teacher, samples, and the teacher's log-probabilities of them."""
+
     root = tmp_path_factory.mktemp("distill")
     write_model(root / "first")
     write_samples(root, "distill", samples())
     with exact(), torch.no_grad():
         teacher = teacher_of()
         teacher.save_pretrained(root / "teacher")
+        small = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | {"num_hidden_layers": 1}))
+        small.save_pretrained(root / "small")
         rows = [
             torch.from_numpy(row.ids).long() for row in Answers(root / "distill.jsonl", "sft", root / "first", 16).rows
         ]
@@ -140,7 +143,10 @@ def test_held_out_samples_are_evaluated(place: Path, monkeypatch: pytest.MonkeyP
         (["method={name: distill, teacher: teacher, beta: 0.5}"], "beta belongs to the kind jsd, and kind is reverse"),
         (["method={name: distill, teacher: teacher, top_k: 29}"], "method.top_k is 29, but the model has 29 words"),
         (["method={name: distill, teacher: nowhere}"], "method.teacher nowhere: "),
-        (["method={name: distill, teacher: teacher}", "grid.pipe=6"], "teacher has 6 layers"),
+        (
+            ["method={name: distill, teacher: small}", "grid.pipe=5"],
+            "teacher small has 4 layers for grid.pipe 5",
+        ),
         ([KINDS["stored"].replace("1.5", "1.0")], "is of temperature 1.5, and method.temperature is 1.0"),
         ([KINDS["stored"], "data=other.jsonl"], "stored.safetensors is not of this data: it has"),
         ([KINDS["stored"].replace("stored.", "none.")], "method.teacher none.safetensors cannot be read"),
