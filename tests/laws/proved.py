@@ -179,7 +179,8 @@ INTRODUCTION = f"""# What was proved: types of models, methods and axes
 `python tests/laws/proved.py` writes this page. In a cell, a toy model of a type of Hugging Face (`model_type`) trains
 two steps on 2 ranks of the axis. "equal" means that losses, metrics, the norm and every gradient are those of one
 process to 1e-10, in float64. The pipe axis runs 1F1B and a zero-bubble schedule, the data axis ZeRO stages 0 and 3.
-Of a type without experts, a run on the expert axis is one on two replicas.
+Of a type without experts, a run on the expert axis is one on two replicas. A type that a method's table does not list
+was not run with it.
 
 That one process equals transformers, torch and TRL, other tests show ([models.md](models.md),
 [guides/preferences.md](guides/preferences.md)), as they run grids of several axes. For your own model there is `triax

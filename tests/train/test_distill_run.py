@@ -44,6 +44,7 @@ def teacher_of() -> Any:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a student, a teacher, samples, and the teacher's log-probabilities of them."""
+    import transformers
 
     root = tmp_path_factory.mktemp("distill")
     write_model(root / "first")
