@@ -17,6 +17,7 @@ from triax.train.file import read_training_file
 from triax.train.start import make_job
 
 from method_runs import BATCH, RATE, STEPS, WORDS, numbers_of, run, same_weights, write_model, write_samples
+from paths import ROOT
 from toy_answers import SIZES, model_of
 from trl_in_float64 import exact
 
@@ -134,6 +135,21 @@ def test_held_out_samples_are_evaluated(place: Path, monkeypatch: pytest.MonkeyP
         s = (logits / TEMPERATURE).softmax(-1)
     assert found["loss"] == pytest.approx(wanted.item(), rel=1e-10)
     assert found["entropy"] == pytest.approx(-(s * s.log()).sum(-1).mean().item(), rel=1e-10)
+
+
+def test_the_guides_program_writes_a_file_of_a_teacher(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    text = (ROOT / "docs" / "guides" / "distillation.md").read_text()
+    (block,) = [each for each in text.split("```python\n") if each.startswith("import torch, transformers")]
+    changes = {"answers.jsonl": "distill.jsonl", "student": "first", "1024": "16", "topk(64)": "topk(5)"}
+    for old, new in changes.items():
+        assert old in block
+        block = block.replace(old, new)
+    exec(block.partition("```")[0], {})
+    top = "kind: forward"
+    live = run(str(place), "distill", f"method={{name: distill, teacher: teacher, top_k: 5, {top}}}", "name=e")
+    stored = run(str(place), "distill", f"method={{name: distill, teacher: t.safetensors, {top}}}", "name=f")
+    assert stored == pytest.approx(live, rel=1e-5)  # the file's numbers are float32
 
 
 @pytest.mark.parametrize(
