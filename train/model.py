@@ -87,7 +87,7 @@ def frozen_engine(job: Job, grid: Grid, folder: str | None) -> PipelineEngine:
         layers = load_hf(file.model.folder, layers)
     loss_fn = loss_for(job.model, grid, file.method)
     module = PipelineModule(layers, grid=grid, loss_fn=loss_fn, seed=file.seed, dtype=_dtype(job))
-    half = job.precision if job.precision in ("bf16", "fp16") else None
+    half: Any = job.precision if job.precision in ("bf16", "fp16") else None
     return PipelineEngine(module, EngineOptions(batch=job.options.batch, precision=half))
 
 

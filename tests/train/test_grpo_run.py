@@ -94,7 +94,8 @@ def by_functions(root: str) -> tuple[list[float], list[dict[str, float]]]:
     sampler = triax.init_inference(engine, max_batch=3, tokenizer=PromptTokenizer("first"))
     functions = [scope["vowels"], scope["like"]]
     more: Any = {"weights": [1.0, 0.5], "scale_rewards": "batch", "group": GROUP, "max_new_tokens": 5}
-    rollouts = Rollouts(engine, sampler, functions, reference=triax.Engine(make(), batch=batch), **more)
+    reference: Any = triax.Engine(make(), batch=batch)
+    rollouts = Rollouts(engine, sampler, functions, reference=reference, **more)
     prompts = Prompts("grpo.jsonl", "first", 18 - 5)
     assert len(prompts) == 8 and prompts.left_out == 1
     losses, drawn = [], []

@@ -43,7 +43,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model(root / "first")
     with exact():
         torch.manual_seed(0)
-        config = transformers.LlamaConfig(**SIZES | {"initializer_range": 0.2}, num_labels=1)
+        config = transformers.LlamaConfig(**SIZES | {"initializer_range": 0.2, "num_labels": 1})
         transformers.LlamaForSequenceClassification(config).double().save_pretrained(root / "first")
     write_samples(root, "reward", [{k: v for k, v in each.items() if v != ""} for each in samples()])
     return root
