@@ -50,7 +50,7 @@ SLOW = {
     *("dpo.py 1 1", "kto.py 2 2", "reward.py 2 2", "distill.py 2 2", "captions.py 1 1"),
     *("grpo.py 1 1 240", "grpo.py 2 2 240"),
 }
-# A package: the last tests of this file; a project of its own: tests/testing/test_kit.py; tests/train/test_distill_run.py.
+# A package: the last tests of this file; a project: tests/testing/test_kit.py; tests/train/test_distill_run.py.
 INSTALLED = {"npz_export.py", "test_own_model.py", "store_teacher.py"}
 FOREIGN = {"sbatch", "srun", "kubectl", "ssh", "mpirun", "export", "nvidia-smi"}  # they need a cluster
 
