@@ -51,7 +51,7 @@ def explain(job: Job, processes: int | None = None) -> dict[str, Any]:
         "name": job.file.name,
         "model": {
             "kind": type(job.model).__name__,
-            "parameters": job.model.parameter_count,
+            "parameters": job.parameter_count,
             "layers": len(memory.layers),
         },
         "grid": dict(job.topology.sizes),
@@ -184,6 +184,10 @@ def _notes(job: Job, processes: int | None) -> Iterable[str]:
     if job.file.method is not None:
         pairs = "a pair is two sequences; " if job.rows == 2 else ""
         yield f"method {job.file.method.name}: {pairs}rows are as long as the data's longest one, at most the sequence"
+        if job.file.method.name == "reward":
+            yield "method reward: stages and bytes are those of the language model, with its output layer"
+        if job.file.method.name in ("distill", "grpo"):
+            yield f"method {job.file.method.name}: a teacher, a reference and a KV cache are left out"
     if job.file.grid.data == "auto" and processes is None and job.topology.size("data") == 1:
         yield "grid.data is auto: --processes N shows the grid of N processes"
     yield "activations, temporaries and margin are those of a GPU with fused kernels; the others are exact"

@@ -8,8 +8,9 @@ Tokens on disk (``triax data``):
     token_file.py: one file of tokens: memory maps of a safetensors file
     token_folder.py: ``TokenFolder``: the files and their index; checks
 
-Rows of prompts with answers, for post-training:
+Prompts with and without answers, for post-training:
     answers.py: ``Answers``: data sets with TRL's columns, for ``sft``, pairs of answers, and answers with a label
+    prompts.py: ``Prompts``: prompts whose answers are drawn, with columns for reward functions
 
 Loaders:
     packing.py: rows of documents: their order in an epoch, and which tokens each row has

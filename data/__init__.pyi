@@ -1,5 +1,6 @@
 from .answers import Answers as Answers
 from .dataloader import RepeatingLoader as RepeatingLoader
+from .prompts import Prompts as Prompts
 from .token_data import TokenData as TokenData
 from .token_folder import TokenFolder as TokenFolder
 from .token_loader import TokenLoader as TokenLoader

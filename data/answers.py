@@ -5,6 +5,7 @@
 | ``sft`` | ``messages``; or ``prompt`` and ``completion``; or ``text`` | the sample |
 | ``pairs`` | ``chosen`` and ``rejected``; ``prompt``, or it is their common beginning | the better, the worse answer |
 | ``unpaired`` | ``prompt``, ``completion`` and ``label`` (true: desirable) | the sample; the answer before it |
+| ``scored`` | ``chosen`` and ``rejected``; there may be ``prompt`` and ``margin`` | the better, the worse answer |
 
 The second row of an ``unpaired`` sample is its prompt with the answer of the sample before, for KTO's baseline. A
 prompt or an answer is a text, or a list of messages for the tokenizer's chat template. The tokens of a row are those of
@@ -32,11 +33,12 @@ from .sources import UNITS, BadDocument, find_sources, records
 from .token_file import Array
 from .tokenizer import TextTokenizer, open_tokenizer
 
-Form = Literal["sft", "pairs", "unpaired"]
+Form = Literal["sft", "pairs", "unpaired", "scored"]
 COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "sft": (("messages",), ("prompt", "completion"), ("text",)),
     "pairs": (("chosen", "rejected"),),
     "unpaired": (("prompt", "completion", "label"),),
+    "scored": (("chosen", "rejected"),),
 }
 
 
@@ -55,7 +57,7 @@ class Answers(Dataset[int]):
         form: the form of the samples.
         tokenizer: name for ``open_tokenizer``; a folder with a chat template for messages.
         length: the most tokens of a row. Longer rows are cut there, and a sample is dropped if the cut removes a whole
-            answer.
+            answer. Rows of ``scored`` are not cut: a pair with a longer one is dropped.
         multiple: number that divides T, for axes that shard the sequence; it divides ``length``.
 
     Attributes:
@@ -85,24 +87,32 @@ class Answers(Dataset[int]):
         for source in find_sources(given)[0]:
             for line, value in records(source):
                 places.append(f"{source.name}, {UNITS[source.format]} {line}")
-                with _at(places[-1]):
+                with at_place(places[-1]):
                     samples.append(reader.read(value))
         self.form, self.width = form, 1 if form == "sft" else 2
         self.reference: Tensor | None = None
         made = []
         for number, place in enumerate(places):
-            with _at(place):
+            with at_place(place):
                 made.append(reader.rows(samples, number))
-        self.cut = sum(len(row.ids) > length + 1 for sample in made for row in sample)
-        kept = [each for each, sample in enumerate(made) if all(row.counts[1 : length + 1].any() for row in sample)]
+        whole = form == "scored"  # every token of a row is an input; else the last one is a label alone
+        self.cut = 0 if whole else sum(len(row.ids) > length + 1 for sample in made for row in sample)
+        kept = [
+            each
+            for each, sample in enumerate(made)
+            if all(0 < len(row.ids) <= length if whole else row.counts[1 : length + 1].any() for row in sample)
+        ]
         self.left_out = len(made) - len(kept)
         if not kept:
             raise ConfigError(
                 f"there is no sample in {', '.join(map(str, given))} whose prompt is shorter than {length} tokens"
             )
         self.rows = [AnswerRow(*(part[: length + 1] for part in row)) for each in kept for row in made[each]]
-        self._desirable = torch.tensor([bool(samples[each][-1]) for each in kept])
-        longest = max(len(row.ids) for row in self.rows) - 1
+        self._judged = [samples[each][-1] for each in kept]  # true or false of an answer, or the margin of a pair
+        if whole and len({each is None for each in self._judged}) > 1:
+            place = places[kept[[each is None for each in self._judged].index(True)]]
+            raise ConfigError(f"{place}: there is no 'margin', but other pairs have one: give each pair one, or none.")
+        longest = max(len(row.ids) for row in self.rows) - (not whole)
         self.length = min(-(-longest // multiple) * multiple, length)
         self._numbers = range(len(kept))
 
@@ -139,15 +149,23 @@ class Answers(Dataset[int]):
 
         Inputs are ids, int64 (B, T); of ``pairs`` (2 P, T), the better answers, then the worse. Labels of ``sft`` are
         int64 (B, T), of the others a dict with these as ``labels`` and, where they are known, ``reference``; of
-        ``unpaired`` also with ``desirable``, bool (B,), and ``sample``, the number of each sample.
+        ``unpaired`` also with ``desirable``, bool (B,), and ``sample``, the number of each sample. Of ``scored`` the
+        inputs are as of ``pairs``, and labels a dict with ``lengths``, int64 (2 P,), and, if the pairs have margins,
+        ``margin``, float64 (P,).
         """
-        ranks = range(self.width if self.form == "pairs" else 1)
-        inputs, labels = self._padded([each * self.width + rank for rank in ranks for each in numbers])
+        ranks = range(self.width if self.form in ("pairs", "scored") else 1)
+        places = [each * self.width + rank for rank in ranks for each in numbers]
+        inputs, labels = self._padded(places)
         if self.form == "sft":
             return inputs, labels
+        if self.form == "scored":
+            ends: dict[str, Tensor] = {"lengths": torch.tensor([len(self.rows[place].ids) for place in places])}
+            margins = [self._judged[each] for each in numbers]
+            return inputs, ends if None in margins else ends | {"margin": torch.tensor(margins, dtype=torch.float64)}
         found: dict[str, Tensor] = {"labels": labels} | self._reference(numbers, ranks)
         if self.form == "unpaired":
-            found |= {"desirable": self._desirable[list(numbers)], "sample": torch.tensor(list(numbers))}
+            good = torch.tensor([bool(self._judged[each]) for each in numbers])
+            found |= {"desirable": good, "sample": torch.tensor(list(numbers))}
         return inputs, found
 
     def mismatched(self, numbers: Sequence[int]) -> tuple[Tensor, Any]:
@@ -188,6 +206,8 @@ class _SampleReader:
     def read(self, value: Any) -> tuple[Any, ...]:
         """Return (prompt, answers ..., label) of a sample; the prompt is None for a whole text or conversation.
 
+        The label of ``scored`` is the margin, or None.
+
         Raises:
             BadDocument: columns are missing, or are of another type.
         """
@@ -201,13 +221,15 @@ class _SampleReader:
         if self._form == "pairs":
             found = _pair(value.get("prompt"), value["chosen"], value["rejected"])
             return *found, True
+        if self._form == "scored":
+            return _scored(value)
         if names == ("messages",) or names == ("text",):
-            return None, _kind(names[0], value[names[0]], list if names[0] == "messages" else str), True
+            return None, kind_of(names[0], value[names[0]], list if names[0] == "messages" else str), True
         label = value.get("label", True)
         if not isinstance(label, (bool, int)):
             raise BadDocument(f"'label' is {label!r}, but true or false is needed")
-        prompt, answer = _kind("prompt", value["prompt"], str, list), value["completion"]
-        return prompt, _kind("completion", answer, type(prompt)), bool(label)
+        prompt, answer = kind_of("prompt", value["prompt"], str, list), value["completion"]
+        return prompt, kind_of("completion", answer, type(prompt)), bool(label)
 
     def rows(self, samples: Sequence[tuple[Any, ...]], number: int) -> list[AnswerRow]:
         """Return the rows of a sample.
@@ -216,6 +238,9 @@ class _SampleReader:
             BadDocument: the chat template refuses its messages.
         """
         prompt, *answers, _ = samples[number]
+        if self._form == "scored":
+            rows = [self._tokens(answer if prompt is None else prompt + answer) for answer in answers]
+            return [AnswerRow(ids, np.ones(len(ids), np.uint8)) for ids in rows]
         if self._form == "unpaired":  # its own answer, and the answer of the sample before
             answers.append(samples[number - 1][1])
         return self._of_one(prompt, answers)
@@ -256,7 +281,7 @@ class _SampleReader:
 
 
 @contextmanager
-def _at(place: str) -> Iterator[None]:
+def at_place(place: str) -> Iterator[None]:
     """Turn a ``BadDocument`` into a ConfigError that begins with the place."""
     try:
         yield
@@ -266,9 +291,9 @@ def _at(place: str) -> Iterator[None]:
 
 def _pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
     """Return prompt, better and worse answer; without a prompt it is the common beginning of the two."""
-    kinds = (str, list) if prompt is None else (type(_kind("prompt", prompt, str, list)),)
-    chosen = _kind("chosen", chosen, *kinds)
-    rejected = _kind("rejected", rejected, type(chosen))
+    kinds = (str, list) if prompt is None else (type(kind_of("prompt", prompt, str, list)),)
+    chosen = kind_of("chosen", chosen, *kinds)
+    rejected = kind_of("rejected", rejected, type(chosen))
     if prompt is not None:
         return prompt, chosen, rejected
     same = _common(chosen, rejected)
@@ -279,7 +304,18 @@ def _pair(prompt: Any, chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
     return chosen[:same], chosen[same:], rejected[same:]
 
 
-def _kind(name: str, value: Any, *kinds: type) -> Any:
+def _scored(value: Any) -> tuple[Any, Any, Any, float | None]:
+    """Return prompt, better and worse answer, and margin of a pair; without a prompt the answers are whole."""
+    prompt, margin = value.get("prompt"), value.get("margin")
+    kinds = (str, list) if prompt is None else (type(kind_of("prompt", prompt, str, list)),)
+    chosen = kind_of("chosen", value["chosen"], *kinds)
+    rejected = kind_of("rejected", value["rejected"], type(chosen))
+    if margin is not None and (isinstance(margin, bool) or not isinstance(margin, (int, float))):
+        raise BadDocument(f"'margin' is {margin!r}, but a number is needed")
+    return prompt, chosen, rejected, margin
+
+
+def kind_of(name: str, value: Any, *kinds: type) -> Any:
     """Return a value of one of the types, which is not empty; messages must have a role and a content."""
     words: dict[type, str] = {str: "a text", list: "a list of messages"}
     if not isinstance(value, kinds) or not value:

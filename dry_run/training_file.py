@@ -13,11 +13,10 @@ import torch
 
 from ..engine.pipeline_engine import PipelineEngine
 from ..grid import Grid
-from ..methods.answers import BASELINE, REFERENCE
 from ..options.checkpoints import Checkpoints
 from ..options.monitoring import Monitoring
 from ..train.job import Job
-from ..train.model import build_module, parameter_groups
+from ..train.model import blank_microbatch, build_module, parameter_groups
 
 
 class JobSteps:
@@ -51,14 +50,11 @@ class JobSteps:
         return replace(self._job, file=file.changed(model=shape))
 
     def _rows(self) -> Iterator[tuple[Any, Any]]:
-        """Yield microbatches in the format of ``TokenData``, or of ``Answers`` with what its method adds."""
+        """Yield microbatches in the format of ``TokenData``, or of a method with all that its loss needs."""
         job = self._job
-        tokens = torch.zeros(job.batch.micro * job.rows, job.sequence, dtype=torch.int64)
-        labels: Any = tokens
-        if job.file.method is not None and job.file.method.form != "sft":
-            rows = torch.zeros(len(tokens), dtype=torch.float64)
-            labels = {"labels": tokens, REFERENCE: rows}
-            if job.file.method.form == "unpaired":
-                labels |= {"desirable": rows == 0, "sample": tokens[:, 0], BASELINE: rows}
+        tokens = torch.zeros(job.batch.micro, job.sequence, dtype=torch.int64)
         while True:
-            yield ((tokens, tokens) if job.document_mask else tokens), labels
+            if job.file.method is not None:
+                yield blank_microbatch(job, job.sequence)
+            else:
+                yield ((tokens, tokens) if job.document_mask else tokens), tokens

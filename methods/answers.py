@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,21 +17,38 @@ REFERENCE = "reference"  # entry of the labels: log-probability of each row by t
 BASELINE = "baseline"  # entry of the labels: KTO's baseline, the same number in each row, (B,)
 
 
+class Recording:
+    """Base class of losses of log-probabilities that can keep these in place of computing a loss.
+
+    Attributes:
+        records: log-probabilities of each microbatch, of its rows, (B,), or tokens, (B, T); None: compute the loss.
+    """
+
+    records: list[Tensor] | None = None
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Tensor]]:
+        """Context in which evaluations append the log-probabilities of each microbatch to a list."""
+        self.records = []
+        try:
+            yield self.records
+        finally:
+            self.records = None
+
+
 @dataclass
-class AnswerLoss:
+class AnswerLoss(Recording):
     """Base class of losses that a ``LogProbsLoss`` gives the log-probabilities (B, T) of a microbatch's labels.
 
     Attributes:
         grid: the grid of the model.
         kind: name of the loss, which is also its term's name.
         beta: strength: factor of the log-probabilities.
-        records: log-probabilities of the rows of each microbatch, in place of a loss; None: compute the loss.
     """
 
     grid: Grid
     kind: str
     beta: float
-    records: list[Tensor] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         if not self.beta > 0:
@@ -41,15 +58,6 @@ class AnswerLoss:
     def uses_reference(self) -> bool:
         """True if the loss needs the log-probabilities of a reference model."""
         return True
-
-    @contextmanager
-    def recording(self) -> Iterator[list[Tensor]]:
-        """Context in which evaluations append the log-probabilities of the rows of each microbatch to a list."""
-        self.records = []
-        try:
-            yield self.records
-        finally:
-            self.records = None
 
     def mean(self, values: Tensor) -> tuple[Tensor, float]:
         """Return the pair (sum, weight) of values (n,) that each rank of the context axis has."""

@@ -20,8 +20,6 @@ arXiv:2512.02556.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -35,6 +33,7 @@ from ..base.formulas import CHUNK_TOKENS
 from ..grid import Grid
 from ..grid.loss_terms import Loss
 from ..models.log_probs import LogProbsLoss, summed_over_context
+from .answers import Recording
 
 PolicyKind = Literal["grpo", "dapo", "dr_grpo"]
 Level = Literal["token", "sequence"]
@@ -93,12 +92,11 @@ def grpo_loss(
 
 
 @dataclass
-class _Policy:
+class _Policy(Recording):
     """Loss of the log-probabilities of B answers; arguments as for ``grpo_loss``.
 
     Attributes:
         length: L of ``dr_grpo``.
-        records: log-probabilities of each microbatch, (B, T), in place of a loss; None: compute the loss.
         difference: largest abs(log p - log o) of the microbatches since it was last read, of this rank.
     """
 
@@ -110,7 +108,6 @@ class _Policy:
     level: Level
     correct_kl: bool
     length: int | None = None
-    records: list[Tensor] | None = field(default=None, init=False)
     difference: Tensor | None = field(default=None, init=False)
 
     def check(self) -> None:
@@ -136,15 +133,6 @@ class _Policy:
             )
         if self.length is not None:
             check_count("grpo_loss", max_new_tokens=self.length)
-
-    @contextmanager
-    def recording_tokens(self) -> Iterator[list[Tensor]]:
-        """Context in which evaluations append the log-probabilities of each microbatch, (B, T), to a list."""
-        self.records = []
-        try:
-            yield self.records
-        finally:
-            self.records = None
 
     def largest_difference(self) -> float:
         """Return the largest abs(log p - log o) of all ranks since the last call. Collective."""

@@ -51,6 +51,7 @@ class Rollouts:
             ``completions/mean_length``, ``completions/min_length``, ``completions/max_length``, and
             ``completions/clipped_ratio``, the share of answers that ``max_new_tokens`` ended.
         completions: the answers of the last call, those to a prompt one behind the other.
+        rows: the rows of the last call as tensors of the whole job, before they are cut into microbatches.
 
     Raises:
         TypeError: the engine's ``loss_fn`` is no ``grpo_loss``.
@@ -102,6 +103,7 @@ class Rollouts:
         self._eos = [] if ends is None else [ends] if isinstance(ends, int) else [*ends]
         self.metrics: dict[str, float] = {}
         self.completions: list[Completion] = []
+        self.rows: dict[str, Tensor] = {}
 
     def __call__(self, prompts: Sequence[RolloutPrompt], **columns: Sequence[Any]) -> list[tuple[Tensor, Any]]:
         """Draw answers, and return the microbatches of this replica: those of one step, or of several. Collective.
@@ -128,12 +130,50 @@ class Rollouts:
         for name, column in columns.items():
             if len(column) != len(prompts):
                 raise ValueError(f"{name} has {len(column)} entries for {len(prompts)} prompts: give one for each")
-        step, ids = engine.global_steps, [self._ids(prompt) for prompt in prompts]
+        step = engine.global_steps
+        seeds = [derive("rollout", self._seed, step, index) for index in range(len(prompts))]
+        values = self._drawn(prompts, columns, group, seeds)
+        rewards = self._rewards.total(values)
+        ahead = advantages(rewards, group, self._scale)
+        self.metrics = self._measured(values, rewards) | {"frac_reward_zero_std": ahead.flat}
+        self.rows = self._whole(ahead.values)
+        return self.microbatches(self.rows)
+
+    def evaluate(self, prompts: Sequence[RolloutPrompt], **columns: Sequence[Any]) -> dict[str, float]:
+        """Draw an answer to each prompt, and return ``metrics`` of them. Collective; nothing is kept for training.
+
+        The draws depend on the seed, the prompt's index and the model, and neither on the step nor on the grid.
+
+        Args, raises: as a call, of any number of prompts.
+        """
+        kept = self.completions
+        seeds = [derive("evaluation", self._seed, index) for index in range(len(prompts))]
+        values = self._drawn(prompts, columns, 1, seeds)
+        found = self._measured(values, self._rewards.total(values))
+        self.completions = kept
+        return found
+
+    def microbatches(self, rows: Mapping[str, Tensor]) -> list[tuple[Tensor, Any]]:
+        """Return this replica's microbatches of whole rows, such as ``rows`` of the last call. Collective."""
+        batch, grid = self._engine.batch, self._engine.grid
+        share = batch.train // grid.replicas
+        found = []
+        for first in range(grid.replica * share, len(rows["ids"]), batch.train):
+            for start in range(first, first + share, batch.micro):
+                labels = {name: each[start : start + batch.micro] for name, each in sorted(rows.items())}
+                found.append((labels.pop("ids"), labels))
+        return found if self._reference is None else with_token_reference(self._reference, found)
+
+    def _drawn(
+        self, prompts: Sequence[RolloutPrompt], columns: Mapping[str, Sequence[Any]], group: int, seeds: Sequence[int]
+    ) -> Tensor:
+        """Draw ``group`` answers to each prompt, and return the value of each reward function for each of them."""
+        engine = self._engine
         self.completions = done = self._sampler.generate(
-            ids,
+            [self._ids(prompt) for prompt in prompts],
             self._longest,
             temperature=engine.module.loss_fn.temperature,
-            seed=[derive("rollout", self._seed, step, index) for index in range(len(prompts))],
+            seed=seeds,
             eos=self._eos or None,
             num_return_sequences=group,
             logprobs="tempered",
@@ -141,14 +181,8 @@ class Rollouts:
         repeated = {name: [each for each in column for _ in range(group)] for name, column in columns.items()}
         asked = [prompt for prompt in prompts for _ in range(group)]
         answers = [self._answer(prompt, each) for prompt, each in zip(asked, done, strict=True)]
-        values = self._rewards(asked, answers, [each.tokens[each.prompt :] for each in done], repeated, step)
-        rewards = self._rewards.total(values)
-        ahead = advantages(rewards, group, self._scale)
-        self.metrics = self._measured(values, rewards, ahead.flat)
-        microbatches = self._microbatches(done, ahead.values)
-        if self._reference is not None:
-            microbatches = with_token_reference(self._reference, microbatches)
-        return microbatches
+        ids = [each.tokens[each.prompt :] for each in done]
+        return self._rewards(asked, answers, ids, repeated, engine.global_steps)
 
     def largest_difference(self) -> float:
         """Return the largest abs(log p - log o) of a token, over all steps since the last call. Collective.
@@ -179,18 +213,19 @@ class Rollouts:
         text = follow(tokenizer, kept, done.prompt)
         return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
-    def _measured(self, values: Tensor, rewards: Tensor, flat: float) -> dict[str, float]:
+    def _measured(self, values: Tensor, rewards: Tensor) -> dict[str, float]:
         lengths = torch.tensor([len(each.logprobs) for each in self.completions]).double()
         clipped = [each.tokens[-1] not in self._eos for each in self.completions]
-        found: dict[str, Any] = {"reward": rewards.nanmean(), "reward_std": std(rewards), "frac_reward_zero_std": flat}
+        found: dict[str, Any] = {"reward": rewards.nanmean(), "reward_std": std(rewards)}
         for name, column in zip(self._rewards.names, values.unbind(1), strict=True):
             found |= {f"rewards/{name}/mean": column.nanmean(), f"rewards/{name}/std": std(column)}
         found |= {"completions/mean_length": lengths.mean(), "completions/min_length": lengths.min()}
         found |= {"completions/max_length": lengths.max(), "completions/clipped_ratio": sum(clipped) / len(clipped)}
         return {name: float(value) for name, value in found.items()}
 
-    def _microbatches(self, done: Sequence[Completion], values: Tensor) -> list[tuple[Tensor, Any]]:
-        """Return the microbatches of this replica, without a reference."""
+    def _whole(self, values: Tensor) -> dict[str, Tensor]:
+        """Return the rows of all answers, with their advantages, (N,)."""
+        done = self.completions
         length = max(len(each.tokens) for each in done) - 1
         ids, labels = torch.zeros(len(done), length, dtype=torch.long), torch.full((len(done), length), -100)
         old = torch.zeros(len(done), length, dtype=torch.float64)
@@ -199,14 +234,7 @@ class Rollouts:
             ids[row, : len(tokens) - 1] = tokens[:-1]
             labels[row, answer] = tokens[each.prompt :]
             old[row, answer] = torch.tensor(each.logprobs, dtype=torch.float64)
-        batch, grid = self._engine.batch, self._engine.grid
-        share = batch.train // grid.replicas
-        found = []
-        for first in range(grid.replica * share, len(done), batch.train):
-            for start in range(first, first + share, batch.micro):
-                rows = slice(start, start + batch.micro)
-                found.append((ids[rows], {"labels": labels[rows], OLD: old[rows], ADVANTAGES: values[rows]}))
-        return found
+        return {"ids": ids, "labels": labels, OLD: old, ADVANTAGES: values}
 
 
 def with_token_reference(engine: PipelineEngine, microbatches: Sequence[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
@@ -224,7 +252,7 @@ def with_token_reference(engine: PipelineEngine, microbatches: Sequence[tuple[An
         TypeError: the model has another loss function.
     """
     policy, grid = _policy(engine, "with_token_reference"), engine.grid
-    with policy.recording_tokens() as records:
+    with policy.recording() as records:
         engine.eval_batch(iter(microbatches), num_micro_batches=len(microbatches))
     found = []
     for index, (inputs, labels) in enumerate(microbatches):

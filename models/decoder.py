@@ -1,7 +1,7 @@
 """Decoder-only transformers as lists of layers: GPT, Llama, Mixtral, Gemma, Phi, OPT, GPT-NeoX, Falcon and more.
 
 One configuration, ``DecoderConfig``, and one block for all of them. Its settings say in what a model differs from a
-Llama (Touvron et al. 2023, arXiv:2302.13971, section 2.2); ``models/huggingface/dense_families.py`` has those of each family.
+Llama (Touvron et al. 2023, arXiv:2302.13971, section 2.2); ``models/huggingface/`` has those of each family.
 Attention and MLP are each a column-parallel and a row-parallel layer over the tensor axis (Shoeybi et al. 2019,
 arXiv:1909.08053, section 3), so a block costs two all-reduces forward and two backward. Dropout acts on the embeddings
 and on the output of each residual branch, and not, as in GPT-2, on the attention probabilities.

@@ -10,6 +10,8 @@ evaluation.py: the loss on held-out rows.
 tasks.py: metrics of tasks, by lm-eval.
 lowest.py: the lowest loss on held-out rows, or the best metric: keep its model, end the run.
 method.py: post-training on prompts and answers: the reference model's numbers, and the loss on held-out samples.
+distilling.py: distillation: a teacher on the run's grid, or a file of its log-probabilities.
+drawing.py: GRPO: answers drawn to prompts, with rewards; the mean reward on held-out prompts.
 model.py: the ``PipelineModule`` of a job, and its parameter groups.
 clock.py: the time of the steps, and the time limit.
 spikes.py: spikes of loss and gradient norm: warn, skip, rewind.

@@ -9,6 +9,7 @@ from ..base.errors import ConfigError, CorruptError
 from ..base.hub import is_here
 from ..data.answers import Answers
 from ..data.mixture import Rows
+from ..data.prompts import Prompts
 from ..data.token_data import TokenData
 from ..data.tokenizer import BYTES, open_tokenizer
 from .schema import TrainingFile
@@ -50,11 +51,15 @@ def training_rows(file: TrainingFile, sequence: int) -> Rows:
     return open_data(file, sequence, "training").rows(file.seed)
 
 
-def described(data: TokenData | Answers, seed: int) -> str:
+def described(data: TokenData | Answers | Prompts, seed: int) -> str:
     """Return how much data there is, for people."""
+    if isinstance(data, Prompts):
+        left = f", {data.left_out:,} without room for an answer left out" if data.left_out else ""
+        return f"{len(data):,} prompts{left}"
     if isinstance(data, Answers):
         cut = f", {data.cut:,} rows cut" if data.cut else ""
-        left = f", {data.left_out:,} samples without room for an answer left out" if data.left_out else ""
+        why = "too long" if data.form == "scored" else "without room for an answer"
+        left = f", {data.left_out:,} samples {why} left out" if data.left_out else ""
         return f"{len(data):,} samples, rows of {data.length:,} tokens{cut}{left}"
     rows = data.rows(seed)
     return f"{rows.documents:,} documents, {rows.tokens:,} tokens"
@@ -62,8 +67,8 @@ def described(data: TokenData | Answers, seed: int) -> str:
 
 def open_answers(
     file: TrainingFile, sequence: int, tokenizer: str | None, vocab_size: int
-) -> tuple[Answers, Answers | None]:
-    """Open the samples of prompts and answers to train on, and those to evaluate on, of a run with a ``method``.
+) -> tuple[Answers | Prompts, Answers | Prompts | None]:
+    """Open the samples to train on, and those to evaluate on, of a run with a ``method``.
 
     Arguments and errors are those of ``check_data``; the tokenizer must be given.
     """
@@ -88,8 +93,10 @@ def open_answers(
     if sequence < unit:
         raise ConfigError(f"training.sequence is {sequence}, but the grid shards sequences of at least {unit} tokens")
 
-    def opened(key: str, paths: Any) -> Answers:
+    def opened(key: str, paths: Any) -> Answers | Prompts:
         try:
+            if method.form == "prompts":
+                return Prompts(paths, tokenizer, sequence - (method.max_new_tokens or 0))
             return Answers(paths, method.form, tokenizer, sequence // unit * unit, unit)
         except ConfigError as error:
             raise ConfigError(f"data.{key}: {error}") from error
@@ -107,10 +114,10 @@ def open_answers(
 
 def check_data(
     file: TrainingFile, sequence: int, tokenizer: str | None, vocab_size: int
-) -> tuple[TokenData | Answers, TokenData | Answers | None, str | None]:
+) -> tuple[TokenData | Answers | Prompts, TokenData | Answers | Prompts | None, str | None]:
     """Open the rows to train on and those to evaluate on, and check them against the tokenizer and the vocabulary.
 
-    With a ``method`` they are ``Answers``.
+    With a ``method`` they are ``Answers``, or ``Prompts``.
 
     Args:
         file: the training file.
@@ -144,6 +151,6 @@ def check_data(
     return training, None, tokenizer
 
 
-def _require_held_out(file: TrainingFile, held_out: Answers | None) -> None:
+def _require_held_out(file: TrainingFile, held_out: Answers | Prompts | None) -> None:
     if held_out is None and "evaluate" in file.given and not file.evaluate.tasks:
         raise ConfigError("evaluate needs documents that are not trained on: give data.held_out or data.validation")

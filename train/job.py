@@ -14,7 +14,7 @@ from ..base.hub import local_folder, pinned
 from ..base.option_error import OptionError
 from ..grid.topology import Topology
 from ..models.config import CONFIGS, DeepseekConfig, TransformerConfig, config_from_fields
-from ..models.huggingface.config import from_hf, read_config
+from ..models.huggingface.config import as_reward, from_hf, is_reward, read_config, to_hf
 from ..options.base import Options, converted
 from ..options.batch import BatchSizes
 from ..options.dialect import GivenOptions, find_dialect
@@ -105,7 +105,21 @@ class Job:
     @property
     def rows(self) -> int:
         """Rows of a sample: 2 of a pair of answers, else 1. A batch counts samples."""
-        return 2 if self.file.method is not None and self.file.method.form == "pairs" else 1
+        return 2 if self.file.method is not None and self.file.method.form in ("pairs", "scored") else 1
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of weights: of a reward model those of the language model, with a score for its output layer."""
+        model = self.model
+        if self.file.method is None or self.file.method.name != "reward":
+            return model.parameter_count
+        head = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
+        return model.parameter_count - head + model.hidden_size
+
+    @property
+    def starts_with_score(self) -> bool:
+        """True if the model's folder is that of a reward model."""
+        return _has_score(self.file.model)
 
     @property
     def document_mask(self) -> bool:
@@ -161,6 +175,13 @@ def resolve(file: TrainingFile, processes: int | None = None, places: int | None
             f"method {file.method.name} does not train modules of multi-token prediction, and the model has "
             f"{model.num_nextn_predict_layers}: give model.overrides {{num_nextn_predict_layers: 0}}"
         )
+    if file.method is not None:
+        _check_method(file, model, topology, batch, sequence)
+    if _has_score(file.model) and (file.method is None or file.method.name != "reward"):
+        raise ConfigError(
+            f"model.folder {file.model.folder} is a reward model, which has scores in place of logits: write method: "
+            "reward, or give a language model"
+        )
     if file.sample is not None and topology.expert > 1:
         raise ConfigError(
             f"sample needs all experts of a layer on one rank, but grid.expert is {topology.expert}: leave sample out, "
@@ -180,6 +201,104 @@ def resolve(file: TrainingFile, processes: int | None = None, places: int | None
     )
     costs = file.schedule.layer_costs
     return job if costs is None else cut_by(LayerCosts.from_json(Path(costs)), job)
+
+
+def _has_score(section: ModelSection) -> bool:
+    return section.has_weights and is_reward(read_config(local_folder(str(section.folder))))
+
+
+def _check_method(
+    file: TrainingFile, model: TransformerConfig, topology: Topology, batch: BatchSizes, most: int
+) -> None:
+    """Check that the method goes with the rest of a file, whose rows have ``most`` tokens.
+
+    Raises:
+        ConfigError: it does not; the message names the keys.
+    """
+    method = file.method
+    assert method is not None
+    if method.name == "reward":
+        if file.sample is not None:
+            raise ConfigError("sample has no effect on a reward model, which writes no text: leave it out")
+        if file.export is not None:
+            try:
+                as_reward(to_hf(model))
+            except ValueError as error:
+                raise ConfigError(f"export cannot write this reward model: {error} Or write export: false") from error
+    if method.name == "distill" and not method.is_stored:
+        _check_second(f"method.teacher {method.teacher}", str(method.teacher), model, topology, most)
+        if method.top_k is not None and method.top_k >= model.vocab_size:
+            raise ConfigError(
+                f"method.top_k is {method.top_k}, but the model has {model.vocab_size} words: give less, or "
+                "leave it out"
+            )
+    if method.name == "distill" and method.is_stored and file.data.validation is not None:
+        raise ConfigError(
+            f"method.teacher {method.teacher} has the tokens of data.training alone: give data.held_out in place of "
+            "data.validation"
+        )
+    if method.name != "grpo":
+        return
+    rows = batch.train * method.steps_per_rollout
+    if rows % method.group:
+        raise ConfigError(
+            f"training.batch {batch.train} x method.steps_per_rollout {method.steps_per_rollout} is {rows} answers, no "
+            f"multiple of method.group {method.group}: give {math.lcm(method.group, rows)} answers, or another group"
+        )
+    assert method.max_new_tokens is not None
+    if method.max_new_tokens >= most:
+        raise ConfigError(
+            f"method.max_new_tokens is {method.max_new_tokens}, which leaves no room for a prompt in training.sequence "
+            f"{most}: give less"
+        )
+    if topology.expert > 1:
+        raise ConfigError(
+            f"method grpo draws answers, for which all experts of a layer must lie on one rank, but grid.expert is "
+            f"{topology.expert}: write expert: 1"
+        )
+    if file.grid.sequence_parallel:
+        raise ConfigError(
+            "grid.sequence_parallel shares a row's tokens evenly, but the answers of method grpo have any length: "
+            "leave it out"
+        )
+    if file.training.spikes.action == "rewind":
+        raise ConfigError(
+            "training.spikes rewind leaves out the batches of a spike, but method grpo would draw the same ones: write "
+            "skip"
+        )
+    if method.reference is not None:
+        _check_second(f"method.reference {method.reference}", method.reference, model, topology, most)
+
+
+def _check_second(what: str, folder: str, model: TransformerConfig, topology: Topology, most: int) -> None:
+    """Check that a teacher or a reference has the vocabulary of a model, and runs on its grid."""
+    try:
+        section = ModelSection(folder=folder)
+        second = model_config(section)
+    except ConfigError as error:
+        raise ConfigError(f"{what}: {str(error).partition(': ')[2] or error}") from error
+    if _has_score(section):
+        raise ConfigError(f"{what} is a reward model, which has scores in place of logits: give a language model")
+    if second.vocab_size != model.vocab_size:
+        raise ConfigError(
+            f"{what} has a vocabulary of {second.vocab_size}, and the model of {model.vocab_size}: give one with the "
+            "same tokens"
+        )
+    if second.max_position_embeddings < most:
+        raise ConfigError(
+            f"{what} has {second.max_position_embeddings} positions, less than training.sequence {most}: give a "
+            "smaller sequence"
+        )
+    if isinstance(second, DeepseekConfig) and second.num_nextn_predict_layers:
+        raise ConfigError(f"{what} has modules of multi-token prediction, which no method takes: give another model")
+    if topology.size("pipe") > second.layer_count:
+        raise ConfigError(
+            f"{what} has {second.layer_count} layers for grid.pipe {topology.size('pipe')}: give fewer stages"
+        )
+    try:
+        second.check_tensor(topology.size("tensor"))
+    except ValueError as error:
+        raise ConfigError(f"grid.tensor is {topology.size('tensor')}, but of {what} {error}") from error
 
 
 def cut_by(costs: LayerCosts, job: Job) -> Job:
@@ -208,6 +327,9 @@ def cut_by(costs: LayerCosts, job: Job) -> Job:
 def _pinned(file: TrainingFile) -> TrainingFile:
     """Return the file with the commits of its model and tokenizer on the Hub, so that all ranks read the same ones."""
     names = {"model.folder": file.model.folder, "tokenizer": file.tokenizer}
+    if file.method is not None:
+        names |= {"method.reference": file.method.reference}
+        names |= {} if file.method.is_stored else {"method.teacher": file.method.teacher}
     found = dict(names)
     for key, name in names.items():
         try:
@@ -216,6 +338,9 @@ def _pinned(file: TrainingFile) -> TrainingFile:
             raise ConfigError(f"{key}: {error}") from error
     if found == names:
         return file
+    if file.method is not None:
+        second = {key.partition(".")[2]: found[key] for key in found if key.startswith("method.")}
+        file = file.changed(method=file.method.changed(**second))
     return file.changed(model=file.model.changed(folder=found["model.folder"]), tokenizer=found["tokenizer"])
 
 
@@ -413,6 +538,8 @@ def _steps(file: TrainingFile, batch: BatchSizes, sequence: int, vocab_size: int
 
     if file.method is not None:
         answers, _ = open_answers(file, sequence, _tokenizer(file), vocab_size)
+        if file.method.form == "prompts":  # a batch counts answers
+            return math.ceil(training.epochs * len(answers) * file.method.group / batch.train)
         return math.ceil(training.epochs * len(answers) / batch.train)
     rows = training_rows(file, sequence)
     if rows.is_mixture:

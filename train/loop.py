@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,15 +17,21 @@ from ..base.errors import AgreedError, CheckpointError, ConfigError
 from ..base.hub import local_folder
 from ..checkpoint.format import folder as folders
 from ..data.answers import Answers
+from ..data.prompts import Prompts
+from ..data.token_data import TokenData
 from ..data.tokenizer import open_tokenizer
 from ..engine.pipeline_engine import PipelineEngine
 from ..grid import Grid
 from ..inference.engine import init_inference
 from ..launcher.launch import user_error
 from ..models.huggingface.save import save_hf
+from ..monitor.files import TERMS
+from ..monitor.format import numbers_in_words
 from ..options.engine import EngineOptions
 from .clock import RunClock
 from .data import check_data, described
+from .distilling import Distilling, numbered
+from .drawing import Drawing, RewardEvaluation
 from .evaluation import Evaluation
 from .job import Job
 from .lowest import LowestLoss
@@ -34,6 +41,8 @@ from .progress import Reporter, minutes
 from .requeue import requeued
 from .spikes import SpikeGuard
 from .tasks import task_evaluation
+
+_OF_A_DRAW = ("reward", "completions/mean_length")
 
 # Name of a simple model, and its loss on the evaluation's rows: what a run is compared with.
 Baseline = Callable[[Evaluation], tuple[str, float]]
@@ -80,7 +89,8 @@ class TrainingRun:
         self._text = open_tokenizer(str(self.tokenizer), "none") if sampled else None
         form = "sft" if job.file.method is None else job.file.method.form
         token = "byte" if self.tokenizer == "bytes" else "token"
-        self.unit = {"pairs": "nats per pair", "unpaired": "mean of answers"}.get(form, f"nats per {token}")
+        units = {"pairs": "nats per pair", "scored": "nats per pair", "unpaired": "mean of answers"}
+        self.unit = units.get(form, "objective" if form == "prompts" else f"nats per {token}")
         monitor = job.file.monitor
         self.report = Reporter(job.folder, self.grid.rank == 0, job.steps, monitor.log_every, self.unit)
         module = build_module(job, self.grid)
@@ -89,9 +99,13 @@ class TrainingRun:
         options = self._options()
         if rate is not None:
             options = options.changed(lr_scheduler=schedule)
-        collate = training.collate if isinstance(training, Answers) else None
+        collate = None
+        if isinstance(training, Answers):
+            is_distilled = job.file.method is not None and job.file.method.name == "distill"
+            collate = partial(numbered, training) if is_distilled else training.collate
+        data = None if isinstance(training, Prompts) else training
         self.engine = PipelineEngine(
-            module, options, parameters=parameter_groups(job, module), training_data=training, collate_fn=collate
+            module, options, parameters=parameter_groups(job, module), training_data=data, collate_fn=collate
         )
         self.spikes = SpikeGuard(self.engine, job.file.training.spikes, job.checkpoints)
         state = self._load()
@@ -102,17 +116,24 @@ class TrainingRun:
         )
         self.lowest.load((state or {}).get("lowest"))
         self._before = self.step  # steps of the run before it was resumed
-        self._note_state()
-        self.evaluation: Evaluation | AnswerEvaluation | None = None
-        self.method: Method | None = None
-        if isinstance(training, Answers):
+        self.evaluation: Evaluation | AnswerEvaluation | RewardEvaluation | None = None
+        self.method: Method | Drawing | None = None
+        if isinstance(training, Prompts):
+            assert self.tokenizer is not None and not isinstance(held_out, (Answers, TokenData))
+            self.method = Drawing(job, self.engine, training, self.tokenizer)
+            self.method.load((state or {}).get("method"))
+            if held_out is not None:
+                self.evaluation = RewardEvaluation(job, held_out, self.method)
+        elif isinstance(training, Answers):
             assert held_out is None or isinstance(held_out, Answers)
-            self.method = Method(job, self.engine, training, held_out)
+            kind = Distilling if job.file.method is not None and job.file.method.name == "distill" else Method
+            self.method = kind(job, self.engine, training, held_out)
             if held_out is not None:
                 self.evaluation = AnswerEvaluation(job, held_out, self.engine, self.method)
         elif held_out is not None:
-            assert not isinstance(held_out, Answers)
+            assert isinstance(held_out, TokenData)
             self.evaluation = Evaluation(job, held_out, self.engine)
+        self._note_state()
         self.facts = described(training, job.file.seed)
         tokens = job.tokens_per_step
         if isinstance(training, Answers):
@@ -162,14 +183,17 @@ class TrainingRun:
                 except ConfigError as error:  # on every rank
                     report.say(f"note    there is no trace of the last step. {error}")
             batch = None if self.method is None else self.method.next_batch()
+            self._note_state()
             loss = float(engine.train_batch(batch))
+            if self.method is not None and self.method.metrics:
+                self._write(TERMS, self.method.metrics)
             self.clock.tick()
             if engine.record_timeline:
                 report.pipeline(step, engine.timeline, job.schedule)
                 self.clock.skip()
             if job.file.monitor.print_losses:
                 report.say(f"step {step} loss {loss!r}")
-            report.step(step, loss, self.clock.speed, self.clock.left(job.steps - step), engine.metrics)
+            report.step(step, loss, self.clock.speed, self.clock.left(job.steps - step), self._shown())
             if self.spikes.rewind():
                 last = False
                 continue
@@ -204,32 +228,49 @@ class TrainingRun:
         """Evaluate, note the numbers, and return the loss; None without held-out documents. Collective."""
         if not self._is_evaluated:
             return None
-        values = self._compared()
-        names = {name: f"Tasks/{name}" if name != "loss" else "Validation/loss" for name in values}
-        samples = self.engine.global_samples
-        self.engine.monitor.write_events([(names[name], value, samples) for name, value in values.items()])
-        if self.tasks is not None:
-            shown = ", ".join(f"{name} {value:.4f}" for name, value in values.items() if name != "loss")
-            self.report.say(f"tasks   step {self.step}: {shown}")
+        values, tasks = self._compared()
+        self._write("Validation/", values)
+        self._write("Tasks/", tasks)
+        if tasks:
+            self.report.say(f"tasks   step {self.step}: {', '.join(numbers_in_words(tasks))}")
         return values.get("loss")
 
-    def _compared(self) -> dict[str, float]:
-        """Evaluate, and compare the metric with the best one, whose model is kept if the file asks for it."""
-        values = {} if self.evaluation is None else {"loss": self.evaluation.loss()}
-        values |= {} if self.tasks is None else self.tasks.metrics()
-        if self._metric not in values and self._metric != "loss":
+    def _compared(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Evaluate, and compare the metric with the best one, whose model is kept if the file asks for it.
+
+        Returns:
+            The numbers of the held-out rows, and those of the tasks.
+        """
+        values: dict[str, float] = {}
+        if self.evaluation is not None:
+            values = {"loss": self.evaluation.loss()}
+            values |= getattr(self.evaluation, "metrics", {})
+        tasks = {} if self.tasks is None else self.tasks.metrics()
+        value = values.get("loss") if self._metric == "loss" else tasks.get(self._metric)
+        if value is None and self._metric != "loss":
             raise AgreedError(f"the tasks gave no number for {self._metric}: give another evaluate.metric")
-        best = self._metric in values and self.lowest.note(values[self._metric], self.step)
-        if best and self.job.file.evaluate.best:
+        if value is not None and self.lowest.note(value, self.step) and self.job.file.evaluate.best:
             problem = self._export(self.job.folder / "best")
             if problem is not None:
                 self.report.say(f"note    {problem}")
         self._note_state()
-        return values
+        return values, tasks
 
     def _note_state(self) -> None:
         """Give the engine what its next checkpoint is to have of the run."""
         self.engine.client_state = {"spikes": self.spikes.state, "lowest": self.lowest.state}
+        if self.method is not None and (state := self.method.state) is not None:
+            self.engine.client_state["method"] = state
+
+    def _write(self, prefix: str, numbers: Mapping[str, float]) -> None:
+        """Write numbers of the step to the monitors."""
+        samples = self.engine.global_samples
+        self.engine.monitor.write_events([(prefix + name, value, samples) for name, value in numbers.items()])
+
+    def _shown(self) -> Mapping[str, float | list[float]]:
+        """Return the numbers of the step's loss, and of a draw its reward and length, for the progress line."""
+        drawn = {} if self.method is None else self.method.metrics
+        return {name: drawn[name] for name in _OF_A_DRAW if name in drawn} | self.engine.metrics
 
     def save(self) -> None:
         """Write a checkpoint now, and wait until it is written. Collective."""
@@ -278,7 +319,7 @@ class TrainingRun:
         job = self.job
         axes = " x ".join(f"{size} {axis}" for axis, size in job.topology.axes.items())
         expert = f", experts over {job.topology.expert}" if job.topology.expert > 1 else ""
-        count = job.model.parameter_count / 1e6
+        count = job.parameter_count / 1e6
         self.report.say(f"data    {self.facts}")
         self.report.say(
             f"model   {count:.2f} M parameters: {job.model.num_hidden_layers} blocks, width {job.model.hidden_size}"
@@ -308,18 +349,30 @@ class TrainingRun:
         early = self.step < job.steps
         of, ended = (f" of {job.steps}", f": training.time_limit = {limit} min ended it") if early else ("", "")
         if early and self.lowest.is_over:
-            what = "lower held-out loss" if self._metric == "loss" else f"better {self._metric}"
+            what = "lower held-out loss"
+            if self._metric != "loss":
+                what = f"better {self._metric}"
+            elif isinstance(self.evaluation, RewardEvaluation):
+                what = "higher held-out reward"
             ended = f": no {what} in {self.lowest.since} evaluations (evaluate.patience)"
         taken = f"steps {self._before + 1} to {self.step}{of}" if self._before else f"{self.step}{of} steps"
         report.say(f"trained {taken} in {minutes(self.clock.elapsed)} min{ended}")
         if validation is not None:
             beside = f"; {name}: {compared:.4f}" if name else ""
             unseen = "documents" if self.method is None else "samples"
-            report.say(f"loss    {validation:.4f} {self.unit} on held-out {unseen}{beside}")
+            if isinstance(self.evaluation, RewardEvaluation):
+                report.say(f"reward  {-validation:.4f} in the mean over held-out prompts")
+            else:
+                report.say(f"loss    {validation:.4f} {self.unit} on held-out {unseen}{beside}")
+            if isinstance(self.evaluation, AnswerEvaluation) and self.evaluation.metrics:
+                report.say(f"        {'  '.join(numbers_in_words(self.evaluation.metrics))}")
         if self._is_evaluated and job.file.evaluate.best:
-            best = f"{self.lowest.value:.4f} of step {self.lowest.step}"
-            best = f"lowest  {best}" if self._metric == "loss" else f"best    {self._metric} {best}"
-            report.say(f"{best}: its model is in {job.folder / 'best'}")
+            best = f"lowest  {self.lowest.value:.4f}"
+            if self._metric != "loss":
+                best = f"best    {self._metric} {self.lowest.value:.4f}"
+            elif isinstance(self.evaluation, RewardEvaluation):
+                best = f"highest {-self.lowest.value:.4f}"
+            report.say(f"{best} of step {self.lowest.step}: its model is in {job.folder / 'best'}")
         if text is not None:
             report.say(f"\n{text}\n")
         if job.export is not None and problem is None:

@@ -41,12 +41,31 @@ class Method:
         self._job, self._engine, self._training = job, engine, training
         loss: Any = getattr(engine.module.loss_fn, "loss_fn", None)
         self._has_baseline = training.form == "unpaired"
-        self._batches = RepeatingLoader(engine.training_dataloader) if self._has_baseline else None  # type: ignore[arg-type]
+        self._batches = RepeatingLoader(engine.training_dataloader) if self.prepares else None  # type: ignore[arg-type]
         if isinstance(loss, AnswerLoss) and loss.uses_reference:
             parts = [training] if held_out is None else [training, held_out]
             for part in parts:
                 shared = part is held_out and part.rows is training.rows  # a share of the same file
                 part.reference = training.reference if shared else self._reference(part)
+
+    @property
+    def prepares(self) -> bool:
+        """True if the microbatches of a step need numbers of a model as it is then."""
+        return self._has_baseline
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Numbers of the last step beside those of its loss, equal on every rank."""
+        return {}
+
+    @property
+    def state(self) -> Any:
+        """Plain data for a checkpoint behind the step that was handed out; None: nothing."""
+        return None
+
+    def collate(self, data: Answers, numbers: Sequence[int]) -> Microbatch:
+        """Return a microbatch of samples, as ``prepared`` takes it."""
+        return data.collate(numbers)
 
     def next_batch(self) -> Iterator[Microbatch] | None:
         """Return the microbatches of the next step; None: the engine reads them itself. Collective."""
@@ -109,6 +128,8 @@ class Method:
 class AnswerEvaluation:
     """Evaluation of a run with a method: the loss of the first held-out samples, equal on every grid.
 
+    ``metrics`` are then the terms and metrics of the loss, as of training, in the mean over the batches.
+
     Whole batches are evaluated: the samples that do not fill a last one are left out.
 
     Args:
@@ -123,6 +144,7 @@ class AnswerEvaluation:
 
     def __init__(self, job: Job, data: Answers, engine: PipelineEngine, method: Method) -> None:
         self._job, self._data, self._engine, self._method = job, data, engine, method
+        self.metrics: dict[str, float] = {}
         train, most = job.batch.train, job.file.evaluate.sequences
         self._count = min(len(data), most or len(data)) // train
         if not self._count:
@@ -141,13 +163,17 @@ class AnswerEvaluation:
 
     def loss(self) -> float:
         """Compute the mean loss, equal on every rank: over tokens for ``sft``, else over samples. Collective."""
-        total = 0.0
+        total, sums = 0.0, dict[str, float]()
         grid, batch = self._engine.grid, self._job.batch
         for step, weight in enumerate(self._weights):
             numbers = [self._data[at] for at in range(step * batch.train, (step + 1) * batch.train)]
             share = batch.train // grid.replicas
             mine = numbers[grid.replica * share : (grid.replica + 1) * share]
             parts: Sequence[Any] = [mine[at : at + batch.micro] for at in range(0, share, batch.micro)]
-            microbatches = self._method.prepared([self._data.collate(each) for each in parts], self._data)
+            microbatches = self._method.prepared([self._method.collate(self._data, each) for each in parts], self._data)
             total += weight * float(self._engine.eval_batch(iter(microbatches)))
+            for name, value in self._engine.metrics.items():
+                if not isinstance(value, list):
+                    sums[name] = sums.get(name, 0.0) + weight * value
+        self.metrics = {name: value / sum(self._weights) for name, value in sums.items()}
         return total / sum(self._weights)

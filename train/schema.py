@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from ..base.checks import SEEDS, check_folder_name, path_text
-from ..base.errors import describe
+from ..base.errors import describe, nearest
 from ..base.option_error import refusal
 from ..options.base import REQUIRED, Options, option
 from ..options.compilation import Compile
@@ -114,6 +114,17 @@ def _tasks(value: Any) -> Any:
     return tuple(names)
 
 
+def _functions(value: Any) -> Any:
+    """Return names of functions, ``file.py:function`` or ``module:function``, of one or several."""
+    names: Any = [value] if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple)) or not names:
+        raise ValueError("give file.py:function or module:function, or a list of them")
+    for name in names:
+        if not isinstance(name, str) or not all(name.rpartition(":")[::2]):
+            raise ValueError(f"{describe(name)} names no function: give file.py:function or module:function")
+    return tuple(names)
+
+
 def _partition(value: Any) -> Any:
     """Return a way to cut the layers: a name, or boundaries as a tuple."""
     boundaries = isinstance(value, (list, tuple)) and all(type(each) is int for each in value)
@@ -198,42 +209,147 @@ class ModelSection(Keys):
         return self.folder is not None and self.weights
 
 
+_PREFERENCES = ("dpo", "ipo", "simpo", "orpo", "kto")
+
+
 @dataclass(frozen=True, kw_only=True)
 class MethodSection(Keys):
     """``method``: post-training with prompts and answers, in place of the next token of a text."""
 
     MAIN: ClassVar = "name"
     HAVE: ClassVar[dict[str, tuple[str, ...]]] = {
-        "beta": ("dpo", "ipo", "simpo", "orpo", "kto"),
+        "beta": (*_PREFERENCES, "distill", "grpo"),
         "margin": ("simpo",),
         "desirable_weight": ("kto",),
         "undesirable_weight": ("kto",),
+        "center": ("reward",),
+        "teacher": ("distill",),
+        "top_k": ("distill",),
+        "hard": ("distill",),
+        "kind": ("distill", "grpo"),
+        "temperature": ("distill", "grpo"),
+        "rewards": ("grpo",),
+        "reward_weights": ("grpo",),
+        "scale_rewards": ("grpo",),
+        "group": ("grpo",),
+        "max_new_tokens": ("grpo",),
+        "steps_per_rollout": ("grpo",),
+        "clip": ("grpo",),
+        "clip_high": ("grpo",),
+        "level": ("grpo",),
+        "correct_kl": ("grpo",),
+        "reference": ("grpo",),
+    }
+    NEED: ClassVar[dict[str, tuple[str, ...]]] = {"distill": ("teacher",), "grpo": ("rewards", "max_new_tokens")}
+    KINDS: ClassVar[dict[str, tuple[str, ...]]] = {
+        "distill": ("reverse", "forward", "jsd"),
+        "grpo": ("dapo", "grpo", "dr_grpo"),
     }
 
-    name: Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto"] = option(
+    name: Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto", "reward", "distill", "grpo"] = option(
         REQUIRED,
-        "sft: learn the answers; dpo, ipo, simpo, orpo: from pairs of answers; kto: from answers with a label.",
+        "sft: learn the answers; dpo, ipo, simpo, orpo: from pairs of answers; kto: from answers with a label; reward: "
+        "a score, from pairs; distill: a teacher's distribution of the answers' tokens; grpo: from rewards of drawn "
+        "answers.",
     )
-    beta: float | None = option(None, "Strength of the preference; null: 0.1, of simpo 2.", above=0.0)
+    beta: float | None = option(
+        None,
+        "Strength of the preference, null: 0.1, of simpo 2; of distill with jsd the share of the teacher, null: 0.5; "
+        "of grpo the factor of the KL divergence from the reference, null: none.",
+        above=0.0,
+    )
     margin: float = option(0.0, "Of simpo: how far the better answer is to be ahead (gamma).", least=0.0)
     desirable_weight: float = option(1.0, "Of kto: weight of the desirable answers.", above=0.0)
     undesirable_weight: float = option(1.0, "Of kto: weight of the other answers.", above=0.0)
+    center: float = option(0.0, "Of reward: factor of the squared sum of a pair's two scores, such as 0.01.", least=0.0)
+    teacher: str | None = option(
+        None,
+        "Of distill: a model's folder, its id on the Hub, or a .safetensors file of stored log-probabilities.",
+    )
+    top_k: int | None = option(
+        None, "Of distill with a model: words that are kept of the teacher's distribution; null: all.", least=1
+    )
+    hard: float = option(0.0, "Of distill: factor of the cross entropy of the labels, which is added.", least=0.0)
+    kind: str | None = option(
+        None,
+        "Of distill: reverse, forward or jsd, null: reverse; of grpo: dapo, grpo or dr_grpo, null: dapo.",
+    )
+    temperature: float = option(
+        1.0, "Of distill: divisor of both models' logits; of grpo: the temperature of the draws.", above=0.0
+    )
+    rewards: tuple[str, ...] | None = option(
+        None, "Of grpo: reward functions, each file.py:function or module:function.", read=_functions
+    )
+    reward_weights: tuple[float, ...] | None = option(None, "Of grpo: weight of each reward function; null: 1.")
+    scale_rewards: Literal["group", "batch", "none"] = option(
+        "group", "Of grpo: divide advantages by the standard deviation of a group's rewards, of all, or not."
+    )
+    group: int = option(8, "Of grpo: answers that are drawn to each prompt.", least=2)
+    max_new_tokens: int | None = option(None, "Of grpo: the most tokens of an answer.", least=1)
+    steps_per_rollout: int = option(1, "Of grpo: optimizer steps that the answers of a draw are for.", least=1)
+    clip: float = option(0.2, "Of grpo: ratios below 1 - clip are clipped.", above=0.0, below=1.0)
+    clip_high: float | None = option(None, "Of grpo: ratios above 1 + clip_high are clipped; null: clip.", above=0.0)
+    level: Literal["token", "sequence"] = option("token", "Of grpo: a ratio for each token, or for each answer.")
+    correct_kl: bool = option(True, "Of grpo with beta: multiply the KL term by the ratio.")
+    reference: str | None = option(
+        None,
+        "Of grpo with beta: the reference model's folder or id; null: the model that training starts from.",
+        needs="beta",
+    )
 
     def check_given(self) -> None:
         """Check that the method has the options that are given."""
         for name, methods in self.HAVE.items():
             if name in self.given and self.name not in methods:
                 raise refusal(f"<{name}> belongs to {', '.join(methods)}, and <name> is {self.name}: leave it out")
+        if self.name == "distill" and self.beta is not None and self.loss_kind != "jsd":
+            raise refusal(f"<beta> belongs to the kind jsd, and <kind> is {self.loss_kind}: leave it out")
+        if "correct_kl" in self.given and self.beta is None:
+            raise refusal("<correct_kl> has no effect without <beta>: leave it out")
+
+    def check(self) -> None:
+        """Check that what the method cannot do without is there, and that it has the kind."""
+        for name in self.NEED.get(self.name, ()):
+            if getattr(self, name) is None:
+                raise refusal(f"<name> is {self.name}, which needs <{name}>: give it")
+        kinds = self.KINDS.get(self.name, ())
+        if self.kind is not None and kinds and self.kind not in kinds:
+            raise refusal(f"<kind> is {self.kind}, which {self.name} does not have; {nearest(self.kind, kinds)}")
+        if self.name == "distill" and self.beta is not None and self.beta >= 1:
+            raise refusal(f"<beta> is {self.beta}, but jsd needs a number below 1, such as 0.5")
+        if self.is_stored and self.top_k is not None:
+            raise refusal(
+                "<teacher> is a file, whose log-probabilities are of the words that it has: leave <top_k> out"
+            )
+        if self.reward_weights is not None and len(self.reward_weights) != len(self.rewards or ()):
+            raise refusal(
+                f"<reward_weights> has {len(self.reward_weights)} numbers for {len(self.rewards or ())} functions of "
+                "<rewards>: give one for each"
+            )
 
     @property
-    def form(self) -> Literal["sft", "pairs", "unpaired"]:
-        """Form of the samples, as of ``triax.data.Answers``."""
-        return "sft" if self.name == "sft" else "unpaired" if self.name == "kto" else "pairs"
+    def form(self) -> Literal["sft", "pairs", "unpaired", "scored", "prompts"]:
+        """Form of the samples, as of ``triax.data.Answers``; ``prompts`` are of ``triax.data.Prompts``."""
+        if self.name in ("sft", "distill"):
+            return "sft"
+        if self.name == "grpo":
+            return "prompts"
+        return "unpaired" if self.name == "kto" else "scored" if self.name == "reward" else "pairs"
 
     @property
     def strength(self) -> float:
-        """The beta that holds."""
+        """The beta of a preference that holds."""
         return self.beta or (2.0 if self.name == "simpo" else 0.1)
+
+    @property
+    def loss_kind(self) -> str:
+        """The kind of distill and grpo that holds."""
+        return self.kind or self.KINDS[self.name][0]
+
+    @property
+    def is_stored(self) -> bool:
+        """True if the teacher is a file of log-probabilities."""
+        return self.teacher is not None and self.teacher.endswith(".safetensors")
 
 
 @dataclass(frozen=True, kw_only=True)

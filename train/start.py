@@ -16,6 +16,7 @@ from ..grid.environment import read_environment
 from ..launcher.launch import launch
 from ..models.huggingface.config import to_hf
 from .data import check_data
+from .drawing import reward_functions
 from .job import Job, resolve
 from .loop import train
 from .schema import TrainingFile
@@ -65,6 +66,8 @@ def make_job(file: TrainingFile, processes: int | None = None) -> Job:
         except ConfigError as error:
             raise ConfigError(f"checkpoint.folder: {error}") from error
     _, _, tokenizer = check_data(file, job.sequence, job.tokenizer, job.model.vocab_size)
+    if file.method is not None and file.method.name == "grpo":
+        reward_functions(job)
     if file.sample is not None and tokenizer is None:
         raise ConfigError(
             "sample needs the tokenizer that made the tokens, which is not where it was: give tokenizer, or leave "

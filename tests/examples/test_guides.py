@@ -52,8 +52,8 @@ SLOW = {
     *("grpo.py 1 1 240", "grpo.py 2 2 240"),
     *("evaluate.py 1 1", "transfer.py 1 1 0", "transfer.py 1 1 3"),
 }
-# A package: the last tests of this file; a project of its own: tests/testing/test_kit.py.
-INSTALLED = {"npz_export.py", "test_own_model.py"}
+# A package: the last tests of this file; a project: tests/testing/test_kit.py; tests/train/test_distill_run.py.
+INSTALLED = {"npz_export.py", "test_own_model.py", "store_teacher.py"}
 FOREIGN = {"sbatch", "srun", "kubectl", "ssh", "mpirun", "export", "nvidia-smi"}  # they need a cluster
 
 

@@ -1,7 +1,8 @@
 """Check every kind of model by every method on every axis, and write docs/proved.md.
 
     python tests/laws/proved.py                          # every cell, some five minutes on two cores
-    python tests/laws/proved.py --types llama --print    # some of them, without writing the page
+    python tests/laws/proved.py --methods kto grpo       # these methods; the page keeps the tables of the others
+    python tests/laws/proved.py --types llama --print    # some types, without writing the page
 
 Each cell is a run of ``triax check`` on 2 ranks: a toy model of the type, as its config.json would make it, trains two
 steps, and losses, metrics, norm and every gradient are those of one process to 1e-10, in float64. A cell that triax
@@ -11,10 +12,11 @@ refuses has its message.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from torch import Tensor
 
 import triax
 from triax import Grid, PipelineModule
-from triax.methods import preference_loss
+from triax.methods import distill_loss, grpo_loss, kto_loss, preference_loss, reward_layers, reward_loss
 from triax.models.huggingface.config import from_hf
 from triax.models.huggingface.families import FAMILIES
 from triax.models.huggingface.load import LAYERS
@@ -42,6 +44,10 @@ METHODS = {
     "lora": "low-rank adapters (`lora=triax.Lora(rank=2)`), next token",
     "sft": "all weights, the loss of answers alone: labels of prompts are -100",
     "dpo": "preferences, `triax.methods.preference_loss`, with the reference's log-probabilities as labels",
+    "kto": "answers with a label, `triax.methods.kto_loss`, with the reference's log-probabilities and the baseline",
+    "reward": "a score, `triax.methods.reward_layers` and `reward_loss`, with margins and centering",
+    "distill": "a teacher's logits as labels, `triax.methods.distill_loss`, reverse divergence",
+    "grpo": "drawn answers as labels, `triax.methods.grpo_loss`, with a reference (beta 0.04)",
 }
 VOCABULARY, LENGTH, MICROBATCHES = 64, 16, 4
 
@@ -66,10 +72,18 @@ def settings(kind: str) -> dict[str, Any]:
 def build(kind: str, method: str, config: dict[str, Any], grid: Grid) -> PipelineModule:
     """The model of a cell."""
     model = from_hf(config, Path(f"{kind}/config.json"))
-    loss: Any = loss_for(model, grid)
-    if method == "dpo":
-        loss = preference_loss(grid, model.vocab_size)
-    return PipelineModule(LAYERS[type(model)](model), grid=grid, loss_fn=loss, dtype=torch.float64, seed=0)
+    layers = LAYERS[type(model)](model)
+    losses: dict[str, Callable[[], Any]] = {
+        "dpo": lambda: preference_loss(grid, model.vocab_size),
+        "kto": lambda: kto_loss(grid, model.vocab_size),
+        "reward": lambda: reward_loss(grid, center=0.1),
+        "distill": lambda: distill_loss(grid, model.vocab_size),
+        "grpo": lambda: grpo_loss(grid, model.vocab_size, beta=0.04),
+    }
+    loss = losses.get(method, lambda: loss_for(model, grid))()
+    if method == "reward":
+        layers = reward_layers(layers)
+    return PipelineModule(layers, grid=grid, loss_fn=loss, dtype=torch.float64, seed=0)
 
 
 def batches(method: str) -> list[list[tuple[Tensor, Any]]]:
@@ -79,11 +93,25 @@ def batches(method: str) -> list[list[tuple[Tensor, Any]]]:
 
     def labels(rows: Tensor) -> Any:
         wanted = rows[:, 1:].clone()
-        if method in ("sft", "dpo"):
+        if method not in ("full", "lora"):
             wanted[:, :5] = -100
-        if method != "dpo":
-            return wanted
-        return {"labels": wanted, "reference": -torch.rand(2, generator=generator).double()}
+
+        def random(*shape: int) -> Tensor:
+            return torch.rand(shape, generator=generator).double()
+
+        if method == "dpo":
+            return {"labels": wanted, "reference": -random(2)}
+        if method == "kto":
+            more = {"desirable": random(2) < 0.5, "baseline": random(1).expand(2)}
+            return {"labels": wanted, "reference": -random(2), **more}
+        if method == "reward":
+            return {"lengths": torch.tensor([LENGTH, LENGTH - 5]), "margin": random(1)}
+        if method == "distill":
+            return {"labels": wanted, "teacher": 4 * random(2, LENGTH, VOCABULARY)}
+        if method == "grpo":
+            old, known = (math.log(1 / VOCABULARY) + 0.2 * (random(2, LENGTH) - 0.5) for _ in range(2))
+            return {"labels": wanted, "old": old, "reference": known, "advantages": random(2) - 0.5}
+        return wanted
 
     return [[(rows[:, :-1], labels(rows)) for rows in batch] for batch in text]
 
@@ -131,12 +159,28 @@ def page(results: Iterator[tuple[str, str, dict[str, str]]]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def written() -> dict[str, list[tuple[str, dict[str, str]]]]:
+    """Method -> its rows (type, cells) on the page as it is."""
+    found: dict[str, list[tuple[str, dict[str, str]]]] = {}
+    text = PAGE.read_text() if PAGE.exists() else ""
+    messages = dict(re.findall(r"^(\d+)\. (.*)$", text.partition("## Messages")[2], re.MULTILINE))
+    for title, table in re.findall(r"^## (\w+): .*\n\n((?:\|.*\n)+)", text, re.MULTILINE):
+        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+        found[title] = [
+            (kind, {axis: "" if cell == "equal" else messages[cell.split("(")[1].rstrip(")")] for axis, cell in pairs})
+            for kind, *cells in rows
+            for pairs in [[*zip(AXES, cells, strict=True)]]
+        ]
+    return found
+
+
 INTRODUCTION = f"""# What was proved: types of models, methods and axes
 
 `python tests/laws/proved.py` writes this page. In a cell, a toy model of a type of Hugging Face (`model_type`) trains
 two steps on 2 ranks of the axis. "equal" means that losses, metrics, the norm and every gradient are those of one
 process to 1e-10, in float64. The pipe axis runs 1F1B and a zero-bubble schedule, the data axis ZeRO stages 0 and 3.
-Of a type without experts, a run on the expert axis is one on two replicas.
+Of a type without experts, a run on the expert axis is one on two replicas. A type that a method's table does not list
+was not run with it.
 
 That one process equals transformers, torch and TRL, other tests show ([models.md](models.md),
 [guides/preferences.md](guides/preferences.md)), as they run grids of several axes. For your own model there is `triax
@@ -153,9 +197,12 @@ def main() -> None:
     options = arguments.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
 
+    kept = {} if options.shows else {name: rows for name, rows in written().items() if name not in options.methods}
+
     def results() -> Iterator[tuple[str, str, dict[str, str]]]:
-        for method in options.methods:
-            for kind in options.types:
+        for method in METHODS:
+            yield from ((kind, method, found) for kind, found in kept.get(method, ()))
+            for kind in options.types if method in options.methods else ():
                 found = cells(kind, method)
                 print(f"{method} {kind}: {found}", file=sys.stderr, flush=True)
                 yield kind, method, found

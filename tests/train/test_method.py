@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,46 +14,10 @@ from torch import Tensor
 from triax.base.errors import ConfigError
 from triax.data.answers import Answers
 from triax.data.dataloader import BatchOrder
-from triax.grid.environment import read_environment
-from triax.train.file import read_training_file
-from triax.train.job import resolve
-from triax.train.loop import TrainingRun, train
 
+from method_runs import BATCH, RATE, STEPS, WORDS, run, same_weights, write_model, write_samples
 from toy_answers import model_of, quiet, steps, tokenizer
 from trl_in_float64 import exact
-
-STEPS, BATCH, RATE = 6, 4, 0.05
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy"]
-FILE = f"""\
-name: NAME
-method: {{name: METHOD}}
-model: {{folder: first}}
-data: {{training: METHOD.jsonl}}
-training:
-  steps: {STEPS}
-  batch: {BATCH}
-  microbatch: 1
-  sequence: 16
-  precision: fp64
-  optimizer: {{type: SGD, decays: all}}
-  learning_rate: {{peak: {RATE}, schedule: constant, warmup_steps: 0}}
-  clip: 0
-checkpoint: {{every: 2}}
-monitor: {{trace: 0}}
-"""
-
-
-class Losses:
-    """Watch that keeps the loss of each step."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def start(self, run: TrainingRun) -> None:
-        pass
-
-    def after_step(self, run: TrainingRun, loss: float) -> None:
-        self.losses.append(loss)
 
 
 def samples(method: str) -> list[dict[str, Any]]:
@@ -70,23 +33,10 @@ def samples(method: str) -> list[dict[str, Any]]:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a model, its tokenizer, and a file of samples of each method."""
     root = tmp_path_factory.mktemp("methods")
-    with exact():
-        model_of().save_pretrained(root / "first")
-    tokenizer().save_pretrained(root / "first")
+    write_model(root / "first")
     for method in ("dpo", "kto", "sft"):
-        (root / f"{method}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in samples(method)))
-        (root / f"{method}.yaml").write_text(FILE.replace("METHOD", method).replace("NAME", method))
+        write_samples(root, method, samples(method))
     return root
-
-
-def run(root: str, method: str, *changes: str) -> list[float]:
-    """Be a rank of a run; return the losses of its steps."""
-    os.chdir(root)
-    environment = read_environment()
-    file, _ = read_training_file(f"{method}.yaml", changes)
-    watch = Losses()
-    train(resolve(file, None if environment is None else environment.world_size), [watch])
-    return watch.losses
 
 
 def trl_run(root: str, method: str) -> list[float]:
@@ -115,13 +65,6 @@ def trl_run(root: str, method: str) -> list[float]:
         trainer.train()
         trainer.save_model(f"{root}/trl-{method}")
         return [row["loss"] for row in trainer.state.log_history if "loss" in row]
-
-
-def same_weights(found: Path, wanted: dict[str, Tensor]) -> None:
-    weights = load_file(found / "model.safetensors")
-    assert weights.keys() == wanted.keys()
-    for name, weight in wanted.items():
-        torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-10, msg=name)
 
 
 @pytest.mark.parametrize("method", ["dpo", "sft"])
@@ -249,7 +192,10 @@ def test_a_run_that_goes_on_needs_the_numbers_of_its_reference(
     [
         (["method.beta=0"], "method.beta"),
         (["method.name=ppo"], "method.name"),
-        (["method={name: sft, beta: 1}"], "method: beta belongs to dpo, ipo, simpo, orpo, kto, and name is sft"),
+        (
+            ["method={name: sft, beta: 1}"],
+            "beta belongs to dpo, ipo, simpo, orpo, kto, distill, grpo, and name is sft",
+        ),
         (["method={name: dpo, margin: 1}"], "method: margin belongs to simpo, and name is dpo"),
         (["data.packing=whole"], "data.packing has no effect with a method"),
         (["data.training={dpo.jsonl: 1.0}"], "a mixture by weights is one of tokens"),

@@ -69,9 +69,14 @@ def test_a_run_reads_every_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     )
     rows = [{"prompt": "a", "completion": "b", "label": True, "chosen": "b", "rejected": "c"}] * 2
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for method in ("simpo", "kto"):
-        common = {"name": method, "method": method, "model": {"preset": "bytes-tiny"}, "tokenizer": "bytes"}
-        more = {"data": "rows.jsonl", "training": {"steps": 1, "batch": 1}, "export": None}
+    (tmp_path / "scores.py").write_text("def same(completions, **columns):\n    return [0.0] * len(completions)\n")
+    grpo = {"name": "grpo", "rewards": "scores.py:same", "group": 2, "max_new_tokens": 2, "beta": 0.1}
+    distill = {"name": "distill", "teacher": "runs/sft/model"}
+    for method in ("sft", "simpo", "kto", "reward", grpo, distill):
+        name = method if isinstance(method, str) else method["name"]
+        common = {"name": name, "method": method, "model": {"preset": "bytes-tiny"}, "tokenizer": "bytes"}
+        more = {"data": "rows.jsonl", "training": {"steps": 1, "batch": 2}}
+        more |= {} if name == "sft" else {"export": None}
         read |= read_while_training(monkeypatch, common | more)
     sections = [cls for cls in vars(schema).values() if isinstance(cls, type) and issubclass(cls, schema.Keys)]
     unread = {(cls.__name__, key) for cls in sections for key in names_of(cls)} - read

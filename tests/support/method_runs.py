@@ -1,0 +1,91 @@
+"""Runs of training files with a ``method``, on a model of letters, as ranks of a pool."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from triax.grid.environment import read_environment
+from triax.train.file import read_training_file
+from triax.train.job import resolve
+from triax.train.loop import TrainingRun, train
+
+from toy_answers import model_of, tokenizer
+from trl_in_float64 import exact
+
+STEPS, BATCH, RATE = 6, 4, 0.05
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy"]
+FILE = f"""\
+name: NAME
+method: {{name: METHOD}}
+model: {{folder: first}}
+data: {{training: METHOD.jsonl}}
+training:
+  steps: {STEPS}
+  batch: {BATCH}
+  microbatch: 1
+  sequence: 16
+  precision: fp64
+  optimizer: {{type: SGD, decays: all}}
+  learning_rate: {{peak: {RATE}, schedule: constant, warmup_steps: 0}}
+  clip: 0
+checkpoint: {{every: 2}}
+monitor: {{trace: 0}}
+"""
+
+
+class Losses:
+    """Watch that keeps the loss of each step."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def start(self, run: TrainingRun) -> None:
+        pass
+
+    def after_step(self, run: TrainingRun, loss: float) -> None:
+        self.losses.append(loss)
+
+
+def write_model(folder: Path) -> None:
+    """Write the first model and its tokenizer."""
+    with exact():
+        model_of().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+
+
+def write_samples(root: Path, method: str, samples: list[dict[str, Any]], file: str = FILE) -> None:
+    """Write samples and the training file of a method."""
+    (root / f"{method}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in samples))
+    (root / f"{method}.yaml").write_text(file.replace("METHOD", method).replace("NAME", method))
+
+
+def run(root: str, method: str, *changes: str) -> list[float]:
+    """Be a rank of a run; return the losses of its steps."""
+    os.chdir(root)
+    environment = read_environment()
+    file, _ = read_training_file(f"{method}.yaml", changes)
+    watch = Losses()
+    train(resolve(file, None if environment is None else environment.world_size), [watch])
+    return watch.losses
+
+
+def same_weights(found: Path, wanted: dict[str, Tensor]) -> None:
+    """Check the weights of a folder."""
+    weights = load_file(found / "model.safetensors")
+    assert weights.keys() == wanted.keys()
+    for name, weight in wanted.items():
+        torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-10, msg=name)
+
+
+def numbers_of(run: Path, prefix: str) -> list[dict[str, float]]:
+    """Return the numbers of metrics.jsonl under names with a prefix, of each line that has some."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    found = [{name.removeprefix(prefix): row[name] for name in row if name.startswith(prefix)} for row in rows]
+    return [each for each in found if each]

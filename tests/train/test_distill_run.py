@@ -1,0 +1,186 @@
+"""Training files with ``method: distill``: the equations on one process, on grids and after a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+
+from triax.base.errors import ConfigError
+from triax.data.answers import Answers
+from triax.data.dataloader import BatchOrder
+from triax.train.file import read_training_file
+from triax.train.start import make_job
+
+from method_runs import BATCH, RATE, STEPS, WORDS, numbers_of, run, same_weights, write_model, write_samples
+from paths import ROOT
+from toy_answers import SIZES, model_of
+from trl_in_float64 import exact
+
+K, TEMPERATURE = 5, 1.5
+KINDS = {
+    "reverse": "method={name: distill, teacher: teacher, hard: 0.5}",
+    "jsd": "method={name: distill, teacher: teacher, kind: jsd, beta: 0.3, temperature: 1.5}",
+    "top": "method={name: distill, teacher: teacher, kind: forward, top_k: 5, temperature: 1.5}",
+    "stored": "method={name: distill, teacher: stored.safetensors, kind: forward, temperature: 1.5}",
+}
+
+
+def samples() -> list[dict[str, Any]]:
+    return [{"prompt": f"{a} ", "completion": b} for a in WORDS for b in WORDS[:4] if a != b]
+
+
+def teacher_of() -> Any:
+    import transformers
+
+    torch.manual_seed(1)
+    sizes = SIZES | {"hidden_size": 24, "num_hidden_layers": 3, "initializer_range": 0.3}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).double()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a student, a teacher, samples, and the teacher's log-probabilities of them."""
+    import transformers
+
+    root = tmp_path_factory.mktemp("distill")
+    write_model(root / "first")
+    write_samples(root, "distill", samples())
+    with exact(), torch.no_grad():
+        teacher = teacher_of()
+        teacher.save_pretrained(root / "teacher")
+        small = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | {"num_hidden_layers": 1}))
+        small.save_pretrained(root / "small")
+        rows = [
+            torch.from_numpy(row.ids).long() for row in Answers(root / "distill.jsonl", "sft", root / "first", 16).rows
+        ]
+        logits = torch.cat([teacher(input_ids=row[None, :-1]).logits[0] for row in rows])
+        kept = (logits / TEMPERATURE).log_softmax(-1).topk(K, -1)
+    tokens, temperature = torch.cat([row[1:] for row in rows]), torch.tensor(TEMPERATURE)
+    found = {"log_probs": kept.values, "ids": kept.indices, "tokens": tokens, "temperature": temperature}
+    save_file(found, root / "stored.safetensors")
+    return root
+
+
+def divergence(kind: str, logits: Any, theirs: Any, wanted: Any) -> Any:
+    """Return the mean loss of tokens with labels (N,) by the equations."""
+    temperature = 1.0 if kind == "reverse" else TEMPERATURE
+    s, t = ((z / temperature).softmax(-1) for z in (logits, theirs))
+    if kind == "reverse":
+        return (s * (s / t).log()).sum(-1).mean() + 0.5 * F.cross_entropy(logits, wanted)
+    if kind == "jsd":
+        m = 0.7 * s + 0.3 * t
+        return (0.3 * t * (t / m).log() + 0.7 * s * (s / m).log()).sum(-1).mean()
+    kept = t.topk(K, -1).indices
+    s, t = (torch.cat([p.gather(-1, kept), 1 - p.gather(-1, kept).sum(-1, True)], -1) for p in (s, t))
+    return (t * (t / s).log()).sum(-1).mean()
+
+
+def plain_run(root: str, kind: str) -> list[float]:
+    """Train by the equations in plain PyTorch on one process; return the losses, and save the weights."""
+    with exact(), torch.enable_grad():
+        student, teacher = model_of(), teacher_of()
+        data = Answers(f"{root}/distill.jsonl", "sft", f"{root}/first", 16)
+        losses = []
+        for numbers in [*BatchOrder(len(data), BATCH, BATCH, 0, 1, 0)][:STEPS]:
+            ids, labels = data.collate(numbers)
+            counts = labels >= 0
+            logits, theirs = student(input_ids=ids).logits[counts], teacher(input_ids=ids).logits[counts].detach()
+            loss = divergence(kind, logits, theirs, labels[counts])
+            gradients = torch.autograd.grad(loss, list(student.parameters()))
+            with torch.no_grad():
+                for parameter, gradient in zip(student.parameters(), gradients, strict=True):
+                    parameter.sub_(RATE * gradient)
+            losses.append(loss.item())
+        student.save_pretrained(f"{root}/last-{kind}")
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["reverse", pytest.param("jsd", marks=pytest.mark.exhaustive), "top"])
+def test_runs_on_grids_have_the_numbers_of_the_equations(ranks: Any, place: Path, kind: str) -> None:
+    """pipe 2 x tensor 2, then data 2 x pipe 2 with zb-v, of top-k resumed with the stored file on context 2."""
+    (losses,) = ranks(1, plain_run, str(place), kind, timeout=300)
+    last = load_file(place / f"last-{kind}" / "model.safetensors")
+    found = ranks(4, run, str(place), "distill", KINDS[kind], f"name=a-{kind}", "grid={pipe: 2, tensor: 2}")[0]
+    assert found == pytest.approx(losses, rel=1e-10)
+    same_weights(place / "runs" / f"a-{kind}" / "model", last)
+    changes, stop = [f"name=b-{kind}", "training.zero=1"], "training.time_limit=0.001s"
+    grid = ["grid={data: 2, pipe: 2}", "schedule=zb-v"]
+    first = ranks(4, run, str(place), "distill", KINDS[kind], *changes, *grid, stop)[0]
+    assert 0 < len(first) < STEPS
+    kind_then = KINDS["stored" if kind == "top" else kind]
+    rest = ranks(2, run, str(place), "distill", kind_then, *changes, "grid.context=2", "training.microbatch=2")[0]
+    assert first + rest == pytest.approx(losses, rel=1e-10)
+    same_weights(place / "runs" / f"b-{kind}" / "model", last)
+
+
+def test_held_out_samples_are_evaluated(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the stored file, whose rows are those of all samples."""
+    import transformers
+
+    monkeypatch.chdir(place)
+    run(str(place), "distill", KINDS["stored"], "name=c", "data.held_out=0.3", "evaluate.every=6")
+    (found,) = numbers_of(place / "runs" / "c", "Validation/")
+    data = Answers("distill.jsonl", "sft", "first", 16)
+    _, held_out = data.split(0.3)
+    ids, labels = data.collate([held_out[at] for at in range(len(held_out) // BATCH * BATCH)])
+    with exact(), torch.no_grad():
+        student = transformers.LlamaForCausalLM.from_pretrained("runs/c/model", dtype=torch.float64)
+        logits, theirs = (model(input_ids=ids).logits[labels >= 0] for model in (student, teacher_of()))
+        wanted = divergence("top", logits, theirs, labels[labels >= 0])
+        s = (logits / TEMPERATURE).softmax(-1)
+    assert found["loss"] == pytest.approx(wanted.item(), rel=1e-10)
+    assert found["entropy"] == pytest.approx(-(s * s.log()).sum(-1).mean().item(), rel=1e-10)
+
+
+def test_the_guides_program_writes_a_file_of_a_teacher(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    text = (ROOT / "docs" / "guides" / "distillation.md").read_text()
+    (block,) = [each for each in text.split("```python\n") if each.startswith("# store_teacher.py")]
+    changes = {"answers.jsonl": "distill.jsonl", "student": "first", "1024": "16", "topk(64)": "topk(5)"}
+    for old, new in changes.items():
+        assert old in block
+        block = block.replace(old, new)
+    exec(block.partition("```")[0], {})
+    top = "kind: forward"
+    live = run(str(place), "distill", f"method={{name: distill, teacher: teacher, top_k: 5, {top}}}", "name=e")
+    stored = run(str(place), "distill", f"method={{name: distill, teacher: t.safetensors, {top}}}", "name=f")
+    assert stored == pytest.approx(live, rel=1e-5)  # the file's numbers are float32
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["method=distill"], "method: name is distill, which needs teacher: give it"),
+        (["method={name: distill, teacher: teacher, kind: grpo}"], "kind is grpo, which distill does not have"),
+        (["method={name: distill, teacher: teacher, beta: 0.5}"], "beta belongs to the kind jsd, and kind is reverse"),
+        (["method={name: distill, teacher: teacher, top_k: 29}"], "method.top_k is 29, but the model has 29 words"),
+        (["method={name: distill, teacher: nowhere}"], "method.teacher nowhere: "),
+        (
+            ["method={name: distill, teacher: small}", "grid.pipe=5"],
+            "teacher small has 4 layers for grid.pipe 5",
+        ),
+        ([KINDS["stored"].replace("1.5", "1.0")], "is of temperature 1.5, and method.temperature is 1.0"),
+        ([KINDS["stored"], "data=other.jsonl"], "stored.safetensors is not of this data: it has"),
+        ([KINDS["stored"].replace("stored.", "none.")], "method.teacher none.safetensors cannot be read"),
+    ],
+)
+def test_mistakes_are_refused(
+    place: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str], message: str, capsys: Any
+) -> None:
+    monkeypatch.chdir(place)
+    (place / "other.jsonl").write_text("".join((place / "distill.jsonl").read_text().splitlines(True)[1:]))
+    try:
+        make_job(read_training_file("distill.yaml", changes)[0])
+        run(str(place), "distill", "name=d", *changes)
+    except ConfigError as error:
+        text = str(error)
+    except SystemExit:
+        text = capsys.readouterr().err
+    else:
+        raise AssertionError("nothing was refused")
+    assert message in text
