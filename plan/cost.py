@@ -167,7 +167,10 @@ class CostModel:
             )
         device = "cpu" if self.on_cores else "cuda"
         self.memory = ModelMemory(
-            work.config, work.precision, fused_attention=work.machine.fused_attention, device=device
+            *(work.config, work.precision),
+            fused_attention=work.machine.fused_attention,
+            fused_kernels=work.machine.fused_kernels,
+            device=device,
         )
         # of the tensor axis, if the backward pass is split: more seconds of input gradients and of weight gradients
         self._shown: dict[tuple[int, ...], tuple[float, float]] = {}
@@ -224,8 +227,8 @@ class CostModel:
             elementwise = moved[0] / machine.elementwise_speed, moved[1] / machine.elementwise_speed
         else:
             elementwise = self._kernels(self.measured, shape, tokens, held, t)
-        if self.on_cores:
-            column = 0.0  # the transport takes the core that computes the weight gradients
+        if self.on_cores or not machine.overlap_tensor:
+            column = 0.0  # the transport takes the core that computes the weight gradients, or the software waits
         # the tensor axis
         hidden = size * tokens * shape.hidden
         branches = len(sharded_products) if shape.kind == "block" else int(shape.kind in ("embedding", "head"))
@@ -241,8 +244,9 @@ class CostModel:
             tensor = ((once if sharded else 0.0) + loss, max(0.0, hidden_reduce - column))
             self._shown[key] = min(hidden_reduce, column), once if sharded else 0.0
         elif sharded:
-            tensor = (2 * branches * once, branches * once + max(0.0, branches * once - column))
-            self._shown[key] = min(branches * once, column), branches * once
+            again = 0.0 if machine.overlap_tensor or self.on_cores else branches * once  # inputs gathered again
+            tensor = (2 * branches * once, branches * once + max(0.0, branches * once - column) + again)
+            self._shown[key] = min(branches * once, column), branches * once - again
         else:
             reduce = branches * all_reduce(hidden, group, machine)
             tensor = (reduce, max(0.0, reduce - column))
@@ -506,7 +510,8 @@ class CostModel:
             shards = layout.tensor if layout.sequence_parallel else 1
             size = self.bytes * tokens * self.types[0].hidden / shards
             stride = layout.data * layout.context * layout.tensor
-            hop = v * (message(size, stride, self.machine) + self.machine.message_overhead)
+            hop = v * self.machine.message_overhead
+            hop += 0.0 if self.machine.overlap_messages else v * message(size, stride, self.machine)
         sums = list(zip(*(self._sums(kind, layout) for kind in range(len(self.types))), strict=True))
         found = []
         for counts, ranks in self.ranks(p, v, zigzag):

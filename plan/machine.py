@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,10 @@ class Machine:
         attention_efficiency: share of ``peak`` that fused attention reaches.
         fused_attention: attention is one kernel that keeps the scores on chip (FlashAttention); False: the scores are
             written to memory and read again.
+        overlap_tensor: the tensor axis sums the gradients of a product's inputs, and gathers its inputs again, during the
+            products of the backward pass; False: behind them.
+        overlap_messages: messages between stages arrive during the passes of other microbatches; False: each pass waits
+            for its own.
         overlap_gradients: gradients are reduced during the backward pass of the last microbatch; False: behind it.
         overlap_pipelined_gradients: the same with several stages.
         overlap_weights: weights are gathered during the forward pass of the first microbatch (ZeRO stages 1 and 2);
@@ -71,6 +75,10 @@ class Machine:
             software waits for it and the device then for its next kernels.
         host_bandwidth: bytes a second between a rank and the CPU's memory.
         host_memory_bandwidth: bytes a second of the CPU's memory, divided by the ranks of a node.
+        fused_kernels: the gate of an MLP and rotary positions are kernels that keep their inputs alone for the backward
+            pass (Transformer Engine); False: as triax computes them.
+        fitted_models: parameters of the models to whose runs the figures are fitted.
+        fitted_error: root mean square of the leave-one-out errors of these runs (logarithms); 0: not known.
         measured: times by size that ``triax plan --measure`` has found, which go before the efficiencies above.
         sources: field -> source of its figure; those of the two fitted ones begin with "fitted".
     """
@@ -86,12 +94,17 @@ class Machine:
     bandwidth_efficiency: float = 0.75
     attention_efficiency: float = 0.5
     fused_attention: bool = True
+    overlap_tensor: bool = True
+    overlap_messages: bool = False
     overlap_gradients: bool = True
     overlap_pipelined_gradients: bool = True
     overlap_weights: bool = False
     message_overhead: float = 0.0
     host_bandwidth: float = 25e9
     host_memory_bandwidth: float = 25e9
+    fused_kernels: bool = False
+    fitted_models: tuple[float, ...] = ()
+    fitted_error: float = 0.0
     measured: MeasuredTimes | None = None
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
@@ -101,10 +114,9 @@ class Machine:
         numbers |= {f"peak.{dtype}": speed for dtype, speed in self.peak.items()}
         for number, link in enumerate(self.links):
             numbers |= {f"links.{number}.{name}": getattr(link, name) for name in ("bandwidth", "efficiency")}
-        if not 0 <= numbers.pop("message_overhead") < float("inf"):
-            raise ValueError(
-                f"message_overhead of the machine {self.name} is {self.message_overhead}. Give seconds, or 0."
-            )
+        for name in ("message_overhead", "fitted_error"):
+            if not 0 <= numbers.pop(name) < float("inf"):
+                raise ValueError(f"{name} of the machine {self.name} is {getattr(self, name)}. Give a number, or 0.")
         for name, value in numbers.items():
             if not 0 < value < float("inf"):
                 raise ValueError(f"{name} of the machine {self.name} is {value}. Give a positive number.")
@@ -132,20 +144,20 @@ class Machine:
         return self.bandwidth * self.bandwidth_efficiency
 
     def unfitted(self, precision: str) -> str | None:
-        """Return a line that says why times are estimates that no run confirms; None if a table or times are fitted."""
+        """Return the reason why no run confirms the figures; None if they are fitted to runs, or measured."""
         if self.measured is not None:
             return None
         missing = [name for name in FITTED if not self.sources.get(name, "").startswith("fitted")]
-        advice = "Times may be wrong by tens of percent: time the machine with triax plan --measure FILE."
         if missing:
-            figures = ", ".join(
-                f"{name} {getattr(self, name)} ({self.sources.get(name, 'assumed')})" for name in missing
-            )
-            return f"machine {self.name}: its figures are not fitted to any run of it: {figures}. {advice}"
+            figures = (f"{name} {getattr(self, name)} ({self.sources.get(name, 'assumed')})" for name in missing)
+            return f"not fitted to any run of it: {', '.join(figures)}"
         if precision not in _FITTED_IN:
-            known = " and ".join(_FITTED_IN)
-            return f"machine {self.name}: its figures are fitted to runs in {known}, not in {precision}. {advice}"
+            return f"fitted to runs in {' and '.join(_FITTED_IN)}, not in {precision}"
         return None
+
+    def with_links(self, efficiency: float) -> Machine:
+        """Return this machine with links of which long messages reach this share of the bandwidth."""
+        return replace(self, links=tuple(replace(link, efficiency=efficiency) for link in self.links))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the description as a machine file holds it."""
@@ -194,6 +206,11 @@ def machine(name: str) -> Machine:
 
 _PARTS = {"NetworkLink": NetworkLink, "MeasuredTimes": MeasuredTimes}
 _TABLES = {"Row": "tuple[float, ...]", "Table": "tuple[Row, ...]"}
+# Fields that say what the software of a run does, beside message_overhead.
+SWITCHES = (
+    *("fused_attention", "fused_kernels", "overlap_tensor", "overlap_messages", "overlap_gradients"),
+    *("overlap_pipelined_gradients", "overlap_weights"),
+)
 _KINDS = {"str": (str,), "bool": (bool,), "int": (int,), "float": (int, float)}
 
 

@@ -170,6 +170,7 @@ class ModelMemory:
         partition: how the list of layers is cut into stages, as for ``PipelineModule``.
         shard_tensor: the tensor axis shards experts.
         fused_attention: attention does not keep its s x s probabilities. False: it does, as in Korthikanti et al.
+        fused_kernels: as for ``Machine``: an MLP's gate and rotary positions keep their inputs alone.
         device: ``cuda`` or ``cpu``. On a CPU torch has no fused RMSNorm, which then keeps more.
         reserve: bytes of the device's context and communicators, part of the margin.
 
@@ -187,11 +188,12 @@ class ModelMemory:
         partition: str | Sequence[int] = "parameters",
         shard_tensor: bool = False,
         fused_attention: bool = True,
+        fused_kernels: bool = False,
         device: str = "cuda",
         reserve: int = 2**30,
     ) -> None:
         self.config, self.fused_attention, self.reserve = config, fused_attention, reserve
-        self.shard_tensor, self._on_cpu = shard_tensor, device == "cpu"
+        self.shard_tensor, self.fused_kernels, self._on_cpu = shard_tensor, fused_kernels, device == "cpu"
         self.options = options or StateOptions(precision=precision, optimizer=optimizer)
         self.layers = layers_of(config, shard_tensor)
         self._partition = partition
@@ -364,7 +366,7 @@ class ModelMemory:
         size, wide = self.options.size, max(self.options.size, 4)
         apart = layout.tensor if layout.sequence_parallel else 1
         sizes, attention, feedforward = (
-            local_sizes(layer, layout, self.shard_tensor),
+            local_sizes(layer, layout, self.shard_tensor, self.fused_kernels),
             layer.attention,
             layer.feedforward,
         )
@@ -373,7 +375,7 @@ class ModelMemory:
         own = sizes.attention
         tiled = self._tile(layer, sequence, layout) < 1.0
         # The output is laid out as the rotated queries, head by head, so the last product's input is a copy of it.
-        if attention.rotated and layout.recompute == "none":
+        if attention.rotated and layout.recompute == "none" and not self.fused_kernels:
             own += sizes.heads * attention.value_dim
         kept = block_activations(
             tokens,
@@ -612,7 +614,7 @@ class ModelMemory:
         elif layer.kind == "head":
             needed += size * tokens * self._vocabulary(layout)  # the gradient of the logits
         elif layer.kind == "block":
-            sizes = local_sizes(layer, layout, self.shard_tensor)
+            sizes = local_sizes(layer, layout, self.shard_tensor, self.fused_kernels)
             part, wide = self._tile(layer, sequence, layout), sizes.product + sizes.activation + sizes.routed
             # Gradients; in tiles also what the tile keeps.
             needed += size * tokens * part * wide * (1 if part == 1.0 else 2)
@@ -689,13 +691,16 @@ class LocalSizes(NamedTuple):
     routed: float
 
 
-def local_sizes(layer: LayerShape, layout: ParallelLayout, shard_tensor: bool = False) -> LocalSizes:
+def local_sizes(
+    layer: LayerShape, layout: ParallelLayout, shard_tensor: bool = False, fused_kernels: bool = False
+) -> LocalSizes:
     """Return the sizes of a block on the tensor-parallel rank with most of them; tokens are spread evenly over experts.
 
     Args:
         layer: a block.
         layout: the layout.
         shard_tensor: the tensor axis shards experts.
+        fused_kernels: as for ``ModelMemory``.
     """
     attention, feedforward, tensor = layer.attention, layer.feedforward, layout.tensor
     assert attention is not None and feedforward is not None
@@ -708,18 +713,20 @@ def local_sizes(layer: LayerShape, layout: ParallelLayout, shard_tensor: bool = 
     else:
         # Rotated keys are new tensors, beside the product of which values are a part.
         kept = heads * (query + value) + keys * (query + value)
-        kept += keys * query if attention.rotated or attention.norms else 0
+        kept += keys * query if (attention.rotated and not fused_kernels) or attention.norms else 0
         kept += heads * query if attention.norms else 0
     factor = 2 if feedforward.gated else 1
     if not feedforward.experts:
         width = -(-feedforward.width // tensor)
-        return LocalSizes(kept, heads, factor * width, factor * width, 0.0)
+        return LocalSizes(kept, heads, factor * width, width if fused_kernels else factor * width, 0.0)
     # Without ``shard_tensor`` each rank has whole experts, for its own tokens.
     share = 1 / tensor if shard_tensor or layout.sequence_parallel else 1.0
     rows = feedforward.per_token * share
     routed = 2 * rows * layer.hidden * (tensor if shard_tensor else 1)
     shared = feedforward.shared * share
     product = factor * (rows * feedforward.width + shared)
+    if fused_kernels:  # the products' inputs: tokens in the order of their experts, and the gate's output
+        return LocalSizes(kept, heads, product, rows * feedforward.width + shared, routed / 2)
     return LocalSizes(kept, heads, product, factor * shared, routed)
 
 
