@@ -108,6 +108,8 @@ class Work:
         batch: sequences of a step over all replicas.
         sequence: tokens of a sequence.
         precision: ``bf16``, ``fp16``, ``fp32`` or ``fp64``, with fp32 masters for the first two.
+        products: dtype of the operands of the blocks' products, such as ``fp8`` or ``mxfp8``, cast for each of them;
+            None: the precision.
     """
 
     config: TransformerConfig
@@ -115,6 +117,7 @@ class Work:
     batch: int
     sequence: int
     precision: str = "bf16"
+    products: str | None = None
 
     @cached_property
     def layers(self) -> list[LayerShape]:
@@ -154,6 +157,8 @@ class CostModel:
         self.work, self.machine = work, work.machine
         self.bytes = BYTES[work.precision]
         self.peak = work.machine.peak_of(work.precision)
+        self.narrow = work.products not in (None, work.precision)
+        self.product_peak = work.machine.peak_of(work.products or work.precision)
         self.types = list(dict.fromkeys(work.layers))
         self.kinds = [self.types.index(layer) for layer in work.layers]
         self._layers: dict[tuple[int, ...], LayerTime] = {}
@@ -184,19 +189,23 @@ class CostModel:
 
     # ------------------------------------------------------------------------------------------------ a layer
 
-    def product(self, m: int, k: int, n: int, calls: int = 1, output: float = 0) -> float:
+    def product(self, m: int, k: int, n: int, calls: int = 1, output: float = 0, narrow: bool = False) -> float:
         """Return the seconds of ``calls`` products of an m x k and a k x n matrix.
 
         Args:
-            output: bytes of an element of the result; by default those of an element of the operands.
+            m, k, n: sizes of the matrices.
+            calls: number of products.
+            output: bytes of an element of the result; by default those of the precision.
+            narrow: the operands are of the dtype ``work.products``, with one byte an element.
         """
         machine = self.machine
         rows, columns = machine.tile
         tiles = math.ceil(m / rows) * math.ceil(n / columns) * calls
         full = m * n * calls / (tiles * rows * columns)  # share of the tiles that is used
         waves = math.ceil(tiles / machine.units) * machine.units / tiles
-        compute = 2 * m * k * n * calls * waves / (self.peak * machine.product_efficiency * full)
-        moved = (self.bytes * (m * k + k * n) + (output or self.bytes) * m * n) * calls
+        peak = self.product_peak if narrow else self.peak
+        compute = 2 * m * k * n * calls * waves / (peak * machine.product_efficiency * full)
+        moved = ((1 if narrow else self.bytes) * (m * k + k * n) + (output or self.bytes) * m * n) * calls
         return max(compute, moved / machine.elementwise_speed)
 
     def layer(self, kind: int, layout: ParallelLayout) -> LayerTime:
@@ -341,10 +350,16 @@ class CostModel:
             shares = self.measured.product(self.work.precision, m, k, n)
             forward, inputs, weights = (2 * m * k * n * calls / (self.peak * share) for share in shares)
             return forward, inputs, weights
+        narrow = self.narrow and shape.kind == "block"
+        cast, back = 0.0, 0.0
+        if narrow:  # operands are read, and written as they are and transposed: inputs and weight, then the gradient
+            each = (self.bytes + 2) * calls / self.machine.elementwise_speed
+            cast, back = each * (m * k + k * n), each * m * n
         return (
-            self.product(m, k, n, calls),
-            self.product(m, n, k, calls),
-            self.product(k, m, n, calls, output=2 * max(4, self.bytes)),  # fp32 gradients are read and written
+            self.product(m, k, n, calls, narrow=narrow) + cast,
+            self.product(m, n, k, calls, narrow=narrow) + back,
+            # fp32 gradients are read and written
+            self.product(k, m, n, calls, output=2 * max(4, self.bytes), narrow=narrow),
         )
 
     def _attention(self, sizes: Attention, tokens: int, layout: ParallelLayout) -> tuple[float, float]:
