@@ -28,7 +28,7 @@ from torch import Tensor
 from ..engine.pipeline_engine import PipelineEngine
 from ..grid import Grid
 from ..grid.comm.axis import Axis
-from ..grid.devices import accelerators, gpu_sizes, wait_for
+from ..grid.devices import accelerators, default_accelerator, gpu_sizes, wait_for
 from ..grid.environment import given_threads
 from ..launcher.launch import cores as own_cores
 from ..launcher.launch import launch
@@ -67,7 +67,7 @@ def measure(name: str, say: Say = print) -> Machine:
         RuntimeError: the ranks that time the links failed.
     """
     on_gpu = accelerators() > 0
-    device = torch.device("cuda" if on_gpu else "cpu")
+    device = default_accelerator() or torch.device("cpu")
     before, threads = torch.get_num_threads(), given_threads() or 1
     torch.set_num_threads(threads)
     try:
@@ -425,7 +425,7 @@ class _Alone:
 
     def host_bandwidth(self) -> float:
         """Return the bytes a second between the device and the CPU's memory."""
-        there = torch.empty(2**24, pin_memory=self.device.type == "cuda")
+        there = torch.empty(2**24, pin_memory=not self.small)
         here = torch.empty(2**24, device=self.device)
         return 4 * there.numel() / self.seconds(lambda: here.copy_(there))
 

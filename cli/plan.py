@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import shlex
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -50,9 +51,19 @@ def plan(
             help="Time this machine for a minute, and write its description to this .json file, for --machine."
         ),
     ] = None,
+    fit: Annotated[
+        Path | None,
+        typer.Option(
+            help="Fit the figures of --machine to the measured runs of this .csv file, and print the errors of each "
+            "run left out. --write then writes the machine file (.json)."
+        ),
+    ] = None,
     sequence: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences of a step, over all replicas.")] = None,
     precision: Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp64.")] = "bf16",
+    products: Annotated[
+        str | None, typer.Option(help="fp8 or mxfp8: operands of the blocks' products, to compare; triax has none.")
+    ] = None,
     memory: Annotated[float | None, typer.Option(help="GB (1e9 bytes) of each GPU. Default: the machine's.")] = None,
     layout: Annotated[
         str | None,
@@ -65,6 +76,9 @@ def plan(
     time: Annotated[str | None, typer.Option(help="Time of the whole run, such as 3d: prints its tokens.")] = None,
     top: Annotated[int, typer.Option(min=1, help="Number of layouts to list.")] = 10,
     write: Annotated[Path | None, typer.Option(help="Write a training file (.yaml) of the best layout.")] = None,
+    sbatch: Annotated[
+        Path | None, typer.Option(help="Write a Slurm script that runs the training file of --write, too.")
+    ] = None,
     layer_costs: Annotated[
         Path | None,
         typer.Option(
@@ -89,6 +103,13 @@ def plan(
             if model is None:
                 return
             machine = str(measure)
+        if fit is not None:
+            from .fit import fit_rows
+
+            fit_rows(fit, machine, write, as_json)
+            return
+        if sbatch is not None and write is None:
+            raise ValueError("--sbatch runs the training file of --write. Give --write run.yaml too.")
         if model is None:
             raise ValueError("--model is missing. Give a preset such as llama3-8b, a folder, or a training file.")
         config, file, source = model_of(model)
@@ -97,7 +118,7 @@ def plan(
         sequence = sequence or config.max_position_embeddings
         if batch is None:
             raise ValueError("--batch is missing. Give the sequences of a step, such as --batch 512.")
-        work = Work(config, machine_of(machine), batch, sequence, precision)
+        work = Work(config, machine_of(machine), batch, sequence, precision, products)
         limit = work.machine.memory if memory is None else memory * 1e9
         run_seconds, run_tokens = seconds(time), count(tokens)
         if why is not None:
@@ -110,19 +131,27 @@ def plan(
         if not found.layouts:
             _none_fits(searcher, found, asked=layout is not None, as_json=as_json)
         result = _result(found, work)
+        if given:
+            result["chosen"] = _chosen(found.layouts[0].layout, given)
         if as_json:
             typer.echo(json.dumps(result))
         else:
             _print(result, limit, _days(work, found, run_tokens, run_seconds))
         if plot is not None:
-            picture(result["layouts"][:5], plot, limit / 2**30, result.get("unfitted", ""))
+            picture(result["layouts"][:5], plot, limit / 2**30, result["trust"]["line"])
         title = f"{model} on {space.gpus:,} x {work.machine.name}, batch {batch:,} of {sequence:,} tokens"
         if html is not None:
             html.write_text(page(result, title), encoding="utf-8")
         if layer_costs is not None:
             layer_costs.write_text(CostModel(work).layer_costs(found.layouts[0].layout).to_json(), encoding="utf-8")
         if write is not None:
-            _write(write, model, source, work, found.layouts[0].layout)
+            best = found.layouts[0].layout
+            _write(write, model, source, work, best, result["trust"]["line"])
+            needed = "" if source is not None else "; set training.steps, training.learning_rate and data.training in it"
+            typer.echo(f"wrote {write}: {best}{needed}", err=as_json)
+            if sbatch is not None:
+                nodes = _sbatch(sbatch, write, best.gpus)
+                typer.echo(f"wrote {sbatch}: {best.gpus} GPUs on {nodes} nodes; sbatch {sbatch}", err=as_json)
     except ConfigError:
         raise
     except (ValueError, OSError, ImportError) as error:
@@ -227,10 +256,16 @@ def _gpus(given: dict[str, list[Any]]) -> int:
     return math.prod(given.get(axis, [1])[0] for axis in ("pipe", "data", "context", "tensor"))
 
 
-def _unfitted(work: Work) -> dict[str, Any]:
-    """Return the first entry of a JSON object: a line about a machine to whose runs nothing is fitted."""
-    line = work.machine.unfitted(work.precision)
-    return {} if line is None else {"unfitted": line}
+def _chosen(layout: ParallelLayout, given: dict[str, list[Any]]) -> dict[str, Any]:
+    """Return the keys of a layout that ``--layout`` left to the search."""
+    return {each.name: getattr(layout, each.name) for each in fields(layout) if each.name not in given}
+
+
+def _trust(work: Work, seconds: float | None) -> dict[str, Any]:
+    """Return the first entry of a JSON object: how far the times can be trusted."""
+    from ..plan.trust import trust
+
+    return trust(work.machine, work.config, work.products or work.precision).to_dict(work.machine.name, seconds)
 
 
 def _result(found: Search, work: Work) -> dict[str, Any]:
@@ -238,8 +273,11 @@ def _result(found: Search, work: Work) -> dict[str, Any]:
     from ..plan.search import to_dict
 
     layouts = [to_dict(planned, work) for planned in found.layouts]
+    trusted = _trust(work, layouts[0]["step_s"] if layouts else None)
+    for layout in layouts:
+        layout["interval_s"] = [layout["step_s"] * trusted["low"], layout["step_s"] * trusted["high"]]
     return {
-        **_unfitted(work),
+        "trust": trusted,
         "layouts": layouts,
         "considered": found.considered,
         "excluded": found.excluded,
@@ -322,16 +360,16 @@ def _why(work: Work, gpus: int | None, limit: float, pair: tuple[str, str], as_j
         if not best:
             raise ValueError(f"no layout is possible with {text}, because {searcher.impossible()}.")
         found.append(to_dict(best[0], work))
-    a, b = found
+    (a, b), trusted = found, _trust(work, None)
     if as_json:
         times = {kind: a["time_s"][kind] - b["time_s"][kind] for kind in a["time_s"]}
         sizes = {kind: a["memory_gib"][kind] - b["memory_gib"][kind] for kind in a["memory_gib"]}
         typer.echo(
-            json.dumps({**_unfitted(work), "layouts": found, "difference": {"time_s": times, "memory_gib": sizes}})
+            json.dumps({"trust": trusted, "layouts": found, "difference": {"time_s": times, "memory_gib": sizes}})
         )
         return
     console = terminal()
-    console.print(*_unfitted(work).values(), f"A: {name_of(a)}", f"B: {name_of(b)}", sep="\n")
+    console.print(trusted["line"], f"A: {name_of(a)}", f"B: {name_of(b)}", sep="\n")
     for key, unit in (("time_s", "seconds a step"), ("memory_gib", "GiB on the fullest GPU")):
         kinds = sorted(a[key], key=lambda kind: -abs(a[key][kind] - b[key][kind]))
         pairs = {kind: (a[key][kind], b[key][kind]) for kind in kinds if a[key][kind] or b[key][kind]}
@@ -345,14 +383,15 @@ def _print(result: dict[str, Any], limit: float, lines: list[str]) -> None:
     from ..plan.page import HEADS, cells
 
     console = terminal()
-    if "unfitted" in result:
-        console.print(result["unfitted"])
+    console.print(result["trust"]["line"])
     console.print(table(HEADS, map(cells, result["layouts"])))
     best = result["layouts"][0]
     _bar(console, "memory of the first, GiB", best["memory_gib"], limit / 2**30)
     _bar(console, "time of the first, seconds", best["time_s"], None)
     excluded = ", ".join(f"{number:,} {_plural(reason, number)}" for reason, number in result["excluded"].items())
     searched = f"{result['considered']:,} layouts in {result['seconds']:.2f} s: {excluded or 'none excluded'}"
+    if "chosen" in result:
+        lines = [*lines, f"chosen by the search: {', '.join(f'{name}={value}' for name, value in result['chosen'].items())}"]
     console.print(*lines, searched, sep="\n")
 
 
@@ -372,12 +411,19 @@ def _bar(console: Console, title: str, kinds: dict[str, float], limit: float | N
     console.print(f"{title}: {figure(total)}{of}", parts, key, sep="\n", soft_wrap=False)
 
 
-def _write(path: Path, model: str, source: ReadFile | None, work: Work, layout: ParallelLayout) -> None:
+def _write(path: Path, model: str, source: ReadFile | None, work: Work, layout: ParallelLayout, note: str) -> None:
     """Write a training file of a layout; other keys are those of the training file that was given."""
     import yaml
 
+    from ..plan.parallel_layout import RECOMPUTATION
+
     if path.suffix not in TRAINING_FILES[:2]:
         raise ValueError(f"--write is {path}, but it must end in .yaml.")
+    if layout.recompute not in RECOMPUTATION or work.products:
+        raise ValueError(
+            f"recompute={layout.recompute} and --products {work.products} are planned, but triax train has no such run. "
+            "Leave them out with --write."
+        )
     content: dict[str, Any] = {} if source is None else copy.deepcopy(source.values)
     if source is None:
         found: dict[str, Any] = {"preset": model}
@@ -402,5 +448,27 @@ def _write(path: Path, model: str, source: ReadFile | None, work: Work, layout: 
         "zero": zero,
     }
     content["training"].pop("batch_tokens", None)
-    comment = "".join(f"# {line}\n" for line in _unfitted(work).values())
-    path.write_text(comment + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    path.write_text(f"# {note}\n" + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+
+
+def _sbatch(path: Path, training: Path, gpus: int, node: int = 8) -> int:
+    """Write a Slurm script that runs a training file, and return its number of nodes."""
+    each = min(gpus, node)
+    if gpus % each:
+        raise ValueError(f"--sbatch has {node} GPUs on a node, and {gpus} are no whole number of nodes.")
+    lines = [
+        "#!/bin/bash",
+        f"#SBATCH --job-name={training.stem}",
+        f"#SBATCH --nodes={gpus // each}",
+        f"#SBATCH --ntasks-per-node={each}",
+        f"#SBATCH --gpus-per-node={each}",
+        "#SBATCH --time=24:00:00",
+        "#SBATCH --signal=USR1@300",
+        "#SBATCH --requeue",
+        "#SBATCH --output=%x-%j.log",
+        "",
+        "# SIGUSR1 comes 300 s before the time limit: the run saves a checkpoint and puts the job back into the queue.",
+        f"srun --cpu-bind=cores triax train {shlex.quote(str(training))}",
+    ]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return gpus // each

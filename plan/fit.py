@@ -24,6 +24,7 @@ from .parallel_layout import ParallelLayout
 
 # Standard deviations of the logarithms of the figures around those of a description.
 SPREADS = {"product_efficiency": 0.25, "bandwidth_efficiency": 0.4, "attention_efficiency": 0.3, "links": 0.5}
+_FEW = 8  # runs of which each fit without one of them is solved to the end
 NOISE = 0.03  # of the logarithm of a run's time: of the run and of the model together
 
 Array = Any  # of numpy
@@ -69,6 +70,13 @@ class MeasuredRun:
         model = self.model(machine)
         return min(model.step(layout).seconds for layout in self.layouts)
 
+    def likely(self, machine: Machine, most: int = 3) -> MeasuredRun:
+        """Return the run with the fastest of its layouts on a machine, so that a fit is fast."""
+        if len(self.layouts) <= most:
+            return self
+        model = self.model(machine)
+        return replace(self, layouts=tuple(sorted(self.layouts, key=lambda each: model.step(each).seconds)[:most]))
+
     def predicted_memory(self, machine: Machine) -> float:
         """Return the predicted bytes of tensors on the fullest rank, without the margin."""
         memory, layout = self.model(machine).memory, self.layouts[0]
@@ -93,34 +101,58 @@ def fit(machine: Machine, runs: Sequence[MeasuredRun]) -> Machine:
     Raises:
         ValueError: there is no run, or the machine has measured tables, which the figures would not change.
     """
-    if machine.measured is not None:
-        raise ValueError(
-            f"the machine {machine.name} has the times of triax plan --measure, which a fit would not change. Give a "
-            "machine without them, such as b200."
-        )
-    if not runs:
-        raise ValueError("there is no run to fit. Give at least one row.")
-    names, start = list(SPREADS), np.log(list(figures(machine).values()))
-    spreads, measured = np.array(list(SPREADS.values())), np.log([run.seconds for run in runs])
-
-    def of(x: Array) -> Machine:
-        return with_figures(machine, {name: min(1.0, math.exp(value)) for name, value in zip(names, x, strict=True)})
-
-    def residuals(x: Array) -> Array:
-        on = of(x)
-        errors = np.log([run.predicted(on) for run in runs]) - measured
-        return np.concatenate([errors / NOISE, (x - start) / spreads])
-
-    return of(least_squares(residuals, start))
+    problem = _Problem(machine, runs)
+    return problem.machine_of(problem.solve(problem.start))
 
 
 def leave_one_out(machine: Machine, runs: Sequence[MeasuredRun]) -> list[float]:
-    """Return for each run the error of its predicted time, predicted / measured - 1, after a fit to the others."""
+    """Return for each run the error of its predicted time, predicted / measured - 1, after a fit to the others.
+
+    Each fit starts where a step of Gauss and Newton leads from the fit to all runs, and ends there if there are many.
+    """
+    problem = _Problem(machine, runs)
+    x = problem.solve(problem.start)
+    jacobian, rest = derivatives(problem.residuals, x), problem.residuals(x)
+    square, gradient = jacobian.T @ jacobian, jacobian.T @ rest
     found = []
     for number, run in enumerate(runs):
+        row = jacobian[number]
+        moved = x - np.linalg.solve(square - np.outer(row, row), gradient - row * rest[number])
         others = [*runs[:number], *runs[number + 1 :]]
-        found.append(run.predicted(fit(machine, others) if others else machine) / run.seconds - 1)
+        if others and len(runs) <= _FEW:
+            moved = _Problem(machine, others).solve(moved)
+        found.append(run.predicted(problem.machine_of(moved)) / run.seconds - 1)
     return found
+
+
+class _Problem:
+    """The squares whose sum a fit makes least: of the runs' errors, and of the figures' distances from the start."""
+
+    def __init__(self, machine: Machine, runs: Sequence[MeasuredRun]) -> None:
+        if machine.measured is not None:
+            raise ValueError(
+                f"the machine {machine.name} has the times of triax plan --measure, which a fit would not change. "
+                "Give a machine without them, such as b200."
+            )
+        if not runs:
+            raise ValueError("there is no run to fit. Give at least one row.")
+        self.machine, self.runs = machine, [run.likely(machine) for run in runs]
+        self.start = np.log(list(figures(machine).values()))
+
+    def machine_of(self, x: Array) -> Machine:
+        """Return the machine with figures that are given by their logarithms."""
+        values = {name: min(1.0, math.exp(value)) for name, value in zip(SPREADS, x, strict=True)}
+        return with_figures(self.machine, values)
+
+    def residuals(self, x: Array) -> Array:
+        """Return the numbers whose squares count: one for each run, and one for each figure."""
+        on = self.machine_of(x)
+        errors = [math.log(run.predicted(on) / run.seconds) / NOISE for run in self.runs]
+        return np.array([*errors, *((x - self.start) / list(SPREADS.values()))])
+
+    def solve(self, start: Array) -> Array:
+        """Return the logarithms of the figures that fit best."""
+        return least_squares(self.residuals, start)
 
 
 def fitted(machine: Machine, runs: Sequence[MeasuredRun], source: str) -> tuple[Machine, list[float]]:
@@ -149,11 +181,10 @@ def least_squares(residuals: Callable[[Array], Array], start: Array, most: int =
     >>> least_squares(lambda x: np.array([x[0] - 3.0, 10 * (x[1] - x[0] ** 2)]), np.array([1.0, 1.0])).round(4).tolist()
     [3.0, 9.0]
     """
-    x, damping, step = np.array(start, dtype=float), 1e-3, 1e-4
+    x, damping = np.array(start, dtype=float), 1e-3
     now = residuals(x)
     for _ in range(most):
-        shifts = step * np.eye(len(x))
-        jacobian = np.stack([(residuals(x + shift) - now) / step for shift in shifts], axis=1)
+        jacobian = derivatives(residuals, x)
         square, gradient = jacobian.T @ jacobian, jacobian.T @ now
         before = float(now @ now)
         while True:
@@ -162,9 +193,15 @@ def least_squares(residuals: Callable[[Array], Array], start: Array, most: int =
             if float(after @ after) < before:
                 break
             damping *= 4
-            if damping > 1e8:
+            if damping > 1e4:
                 return x
         x, now, damping = moved, after, damping / 5
-        if before - float(now @ now) < 1e-9 * before:
+        if before - float(now @ now) < 1e-7 * before:
             break
     return x
+
+
+def derivatives(residuals: Callable[[Array], Array], x: Array, step: float = 1e-4) -> Array:
+    """Return the Jacobian matrix, by central differences: a row for each residual."""
+    shifts = step * np.eye(len(x))
+    return np.stack([(residuals(x + shift) - residuals(x - shift)) / (2 * step) for shift in shifts], axis=1)

@@ -261,8 +261,8 @@ def _value(kind: str, value: Any, place: str) -> Any:
     return value
 
 
-# Figures of a machine of which only the data sheet is known: shares of what it states, as runs of other machines have
-# them within a step. Collectives of triax plan's A100 reach 45 % of InfiniBand's bandwidth, and 75 % of NVLink's alone.
+# Figures of a machine of which only the data sheet is known: round shares of what it states. Within a step collectives
+# reach less than in a loop of their own: on the A100 0.45 of InfiniBand's bandwidth, where nccl-tests have 0.8.
 ASSUMED = {"product_efficiency": 0.6, "bandwidth_efficiency": 0.5, "attention_efficiency": 0.5}
 ASSUMED_LINKS = 0.5
 # The figures that are fitted to published runs (tests/support/published_runs.py).
@@ -271,6 +271,10 @@ _FITTED_IN = ("bf16", "fp16")  # of the runs
 # Figures of which another value makes it another machine than that of the runs. The rest is software and the host.
 _HARDWARE = ("peak", "bandwidth", "links", "units", "tile", "attention_efficiency", *FITTED)
 _NCCL = "busbw of long messages by nccl-tests: about 230 of 300 GB/s over NVLink, 20 of 25 GB/s over InfiniBand"
+_SIMUMAX = (
+    "fitted to SimuMax's 26 runs on 8 B200 (benchmarks/published/b200.csv) by triax plan --fit, from the figures assumed "
+    "for all machines"
+)
 _FITTED = "fitted to published runs: docs/plan.md"
 
 
@@ -285,11 +289,12 @@ def _gpu(
     switch: int,
     sheet: str,
     efficiency: float = 0.8,
+    node: float = 0.75,
     **others: Any,
 ) -> Machine:
     """Make the description of GPUs in nodes of 8, each with a network card of its own (DGX SuperPOD)."""
     links = (
-        NetworkLink("node", 8, nvlink, 10e-6, 0.75),
+        NetworkLink("node", 8, nvlink, 10e-6, node),
         NetworkLink("switch", switch, network, 15e-6, efficiency),
         NetworkLink("network", 0, network, 20e-6, efficiency),
     )
@@ -302,6 +307,7 @@ def _gpu(
         "tile": "cuBLAS's largest common tile of 16-bit products",
         "product_efficiency": _FITTED,
         "bandwidth_efficiency": _FITTED,
+        **({"fitted_models": _FITTED} if "fitted_models" in others else {}),
         "host_bandwidth": "PCIe x16 of the node",
         **others.pop("sources", {}),
     }
@@ -324,6 +330,7 @@ MACHINES: dict[str, Machine] = {
             fused_attention=False,
             overlap_pipelined_gradients=False,
             message_overhead=0.8e-3,
+            fitted_models=(1770195456.0, 18764328960.0, 530649395200.0),
             sources={
                 "links": "NVIDIA A100 80GB SXM data sheet; 0.75 of NVLink by nccl-tests; 0.45 of InfiniBand, because "
                 "arXiv:2104.04473, section 5.9, has 892 GB/s between the 48 ranks each of two stages, both directions "
@@ -344,6 +351,7 @@ MACHINES: dict[str, Machine] = {
             product_efficiency=0.653,
             bandwidth_efficiency=0.363,
             overlap_weights=True,
+            fitted_models=(1753862144.0, 177233092608.0),
             host_bandwidth=50e9,
             sources={
                 "attention_efficiency": _FLASH3,
@@ -365,13 +373,20 @@ MACHINES: dict[str, Machine] = {
         _gpu(
             *("b200", 2250, 180e9, 7.7e12, 148, 900e9, 50e9, 256, "NVIDIA DGX B200 data sheet, dense"),
             narrow=("fp8", "mxfp8"),
-            product_efficiency=0.653,
-            bandwidth_efficiency=0.363,
+            node=0.3497,
+            product_efficiency=0.5065,
+            bandwidth_efficiency=0.4727,
+            attention_efficiency=0.3632,
             host_bandwidth=50e9,
+            fitted_models=(12369207296.0, 13302912000.0, 17087741952.0, 36958706688.0),
+            fitted_error=0.0362,
             sources={
-                "product_efficiency": "of the h100-80g: no published table is fitted",
-                "bandwidth_efficiency": "of the h100-80g: no published table is fitted",
-                "attention_efficiency": "as on the H100: assumed",
+                "product_efficiency": _SIMUMAX,
+                "bandwidth_efficiency": _SIMUMAX,
+                "attention_efficiency": _SIMUMAX,
+                "links": f"NVIDIA DGX B200 data sheet; efficiency of NVLink: {_SIMUMAX}; of the network: {_NCCL}",
+                "fitted_models": _SIMUMAX,
+                "fitted_error": _SIMUMAX,
             },
         ),
         Machine(
