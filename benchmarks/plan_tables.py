@@ -29,7 +29,7 @@ from rounds import print_json
 
 from triax.base.tables import table, terminal
 from triax.cli.fit import read_runs
-from triax.plan.fit import MeasuredRun, figures, fit
+from triax.plan.fit import MeasuredRun, figures, fit, leave_one_out
 from triax.plan.machine import Machine, machine
 from triax.plan.trust import SAME_SIZE, kept, student
 
@@ -131,19 +131,22 @@ def left_out(tables: Sequence[Published]) -> list[Prediction]:
 def of_classes(tables: Sequence[Published]) -> list[Prediction]:
     """Predict every run as of each class: without this run, without all of its size, and from the data sheet."""
     found = []
-    for each in tables:
-        start, sheet = unfitted(each.machine), machine(each.machine).from_data_sheet()
-        every = [run for other in tables if other.machine == each.machine for run in other.runs]
+    for name in dict.fromkeys(each.machine for each in tables):
+        own = [each for each in tables if each.machine == name]
+        start, sheet = unfitted(name), machine(name).from_data_sheet()
+        every = [run for each in own for run in each.runs]
+        alone = iter(leave_one_out(start, every))
         without: dict[float, Machine] = {}
-        for number, run in enumerate(each.runs):
-            found.append(predicted(each, number, sheet, []))
-            others = [other for other in every if not same_size(other, run)]
-            if run.parameters not in without:
-                without[run.parameters] = fit(start, others)
-            found.append(predicted(each, number, without[run.parameters], others))
-            others = [other for other in every if other is not run]
-            if any(same_size(other, run) for other in others):
-                found.append(predicted(each, number, fit(start, others), others))
+        for each in own:
+            for number, run in enumerate(each.runs):
+                found.append(predicted(each, number, sheet, []))
+                others = [other for other in every if not same_size(other, run)]
+                if run.parameters not in without:
+                    without[run.parameters] = fit(start, others)
+                found.append(predicted(each, number, without[run.parameters], others))
+                error = math.log1p(next(alone))
+                if any(same_size(run, other) for other in every if other is not run):
+                    found.append(found[-1]._replace(known="seen machine and size", error=error))
     return found
 
 

@@ -64,7 +64,13 @@ def plan(
     products: Annotated[
         str | None, typer.Option(help="fp8 or mxfp8: operands of the blocks' products, to compare; triax has none.")
     ] = None,
-    memory: Annotated[float | None, typer.Option(help="GB (1e9 bytes) of each GPU. Default: the machine's.")] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(help="GB (1e9 bytes) of each GPU, or of each rank of the pipe axis: 80,80,40. Default: the machine's."),
+    ] = None,
+    speeds: Annotated[
+        str | None, typer.Option(help="Speed of each rank of the pipe axis over the machine's, such as 1,1,0.5.")
+    ] = None,
     layout: Annotated[
         str | None,
         typer.Option(help="Keys that are given, such as pipe=8,tensor=8,recompute=full. The others are searched."),
@@ -118,14 +124,15 @@ def plan(
         sequence = sequence or config.max_position_embeddings
         if batch is None:
             raise ValueError("--batch is missing. Give the sequences of a step, such as --batch 512.")
-        work = Work(config, machine_of(machine), batch, sequence, precision, products)
-        limit = work.machine.memory if memory is None else memory * 1e9
+        work = Work(config, machine_of(machine), batch, sequence, precision, products, tuple(_numbers("--speeds", speeds)))
+        limits = [1e9 * each for each in _numbers("--memory", memory)] or [work.machine.memory]
+        limit = max(limits)
         run_seconds, run_tokens = seconds(time), count(tokens)
         if why is not None:
             _why(work, gpus, limit, why, as_json)
             return
         given = parse_layout(layout or "")
-        space = Space(gpus or _gpus(given), given, limit)
+        space = Space(gpus or _gpus(given), given, limits if len(limits) > 1 else limit)
         searcher = Searcher(work, space)
         found = searcher.run(top)
         if not found.layouts:
@@ -214,6 +221,17 @@ def _from_fields(values: dict[str, Any], path: Path) -> TransformerConfig:
         values |= {"norm": "layer", "gated": False, "learned_positions": True, "hidden_act": "gelu"}
     known = {*kind.settings()} - {"rope_scaling"}
     return kind(**{key: value for key, value in values.items() if key in known and value is not None})
+
+
+def _numbers(option: str, text: str | None) -> list[float]:
+    """Return the numbers of an option, which stand with commas."""
+    try:
+        found = [float(each) for each in (text or "").split(",") if each.strip()]
+    except ValueError:
+        found = [0.0]
+    if not all(0 < each < math.inf for each in found):
+        raise ValueError(f"{option} is {text!r}. Give a number above 0, or one for each rank of the pipe axis: 2,2,1.")
+    return found
 
 
 def parse_layout(text: str) -> dict[str, list[Any]]:
@@ -317,7 +335,7 @@ def _change(searcher: Searcher) -> str:
     from ..plan.search import Searcher, Space
 
     space, work = searcher.space, searcher.work
-    if space.given:
+    if space.given and not searcher.unequal:
         free = Searcher(work, Space(space.gpus, {}, searcher.limit)).run(1).layouts
         if free:
             return f"Without --layout, {free[0].layout} fits."
@@ -415,6 +433,7 @@ def _write(path: Path, model: str, source: ReadFile | None, work: Work, layout: 
     """Write a training file of a layout; other keys are those of the training file that was given."""
     import yaml
 
+    from ..plan.cost import CostModel
     from ..plan.parallel_layout import RECOMPUTATION
 
     if path.suffix not in TRAINING_FILES[:2]:
@@ -436,6 +455,8 @@ def _write(path: Path, model: str, source: ReadFile | None, work: Work, layout: 
     content["grid"] = {name: getattr(layout, name) for name in sizes}
     content["grid"]["sequence_parallel"] = bool(layout.sequence_parallel)
     content["schedule"] = {"name": layout.schedule, "chunks": layout.chunks}
+    if work.speeds:  # a cut that no run makes by itself
+        content["schedule"]["partition"] = CostModel(work).memory.cuts(layout.pipe)
     zero: Any = layout.zero
     if layout.offload:
         zero = {"stage": layout.zero, "offload_optimizer": {"device": "cpu"}}

@@ -8,6 +8,7 @@ of the schedule, messages between stages, the data axis (ZeRO) and the optimizer
 |---|---|---|
 | product m x k x n | the longer of 2mkn / (peak x efficiency x full tiles) and bytes / memory speed | roofline, \
 Williams et al. 2009; tiles and waves: NVIDIA's guide to matrix multiplication |
+| product in fp8 | the same with the peak of fp8, and the writes of both operands' casts | Transformer Engine |
 | attention, fused | causal FLOPs / (peak x efficiency); backward 2.5 times as many, a fifth slower | \
 arXiv:2307.08691, section 4.1 |
 | attention, not fused | two batched products, and 13 bytes a score forward, 17 backward | Korthikanti et al. 2022, \
@@ -110,6 +111,7 @@ class Work:
         precision: ``bf16``, ``fp16``, ``fp32`` or ``fp64``, with fp32 masters for the first two.
         products: dtype of the operands of the blocks' products, such as ``fp8`` or ``mxfp8``, cast for each of them;
             None: the precision.
+        speeds: speed of each rank of the pipe axis over the machine's, as in ``LayerCosts``; (): all have 1.
     """
 
     config: TransformerConfig
@@ -118,6 +120,7 @@ class Work:
     sequence: int
     precision: str = "bf16"
     products: str | None = None
+    speeds: tuple[float, ...] = ()
 
     @cached_property
     def layers(self) -> list[LayerShape]:
@@ -170,11 +173,14 @@ class CostModel:
                 f"the machine {work.machine.name} was measured in {', '.join(self.measured.products)}, not in "
                 f"{work.precision}. Give --precision with one of them."
             )
+        if work.speeds and self.on_cores:
+            raise ValueError("ranks that share cores have no speeds of their own. Leave --speeds out.")
         device = "cpu" if self.on_cores else "cuda"
         self.memory = ModelMemory(
             *(work.config, work.precision),
             fused_attention=work.machine.fused_attention,
             fused_kernels=work.machine.fused_kernels,
+            speeds=work.speeds,
             device=device,
         )
         # of the tensor axis, if the backward pass is split: more seconds of input gradients and of weight gradients
@@ -352,9 +358,10 @@ class CostModel:
             return forward, inputs, weights
         narrow = self.narrow and shape.kind == "block"
         cast, back = 0.0, 0.0
-        if narrow:  # operands are read, and written as they are and transposed: inputs and weight, then the gradient
-            each = (self.bytes + 2) * calls / self.machine.elementwise_speed
-            cast, back = each * (m * k + k * n), each * m * n
+        if narrow:
+            # The kernel that makes the inputs writes them as they are and transposed; the gradient is read for it.
+            # Weights are cast once a step.
+            cast, back = (size * calls / self.machine.elementwise_speed for size in (2 * m * k, (self.bytes + 2) * m * n))
         return (
             self.product(m, k, n, calls, narrow=narrow) + cast,
             self.product(m, n, k, calls, narrow=narrow) + back,
@@ -469,11 +476,13 @@ class CostModel:
         ranks = self._rank_times(layout, zigzag)
         busiest = max(ranks, key=lambda rank: rank.busy)
         kinds = {kind: m * value for kind, value in busiest.kinds.items()}
-        if p > 1:
+        if self.work.speeds:
+            kinds["bubble"] = max(0.0, self._makespan(layout, m, ranks) - m * busiest.busy)
+        elif p > 1:
             if self._closed(layout, m, busiest):
                 kinds["bubble"] = sum(rank.idle(layout) * rank.count for rank in ranks) - busiest.idle(layout)
             else:
-                kinds["bubble"] = max(0.0, self._makespan(layout, m, busiest) - m * busiest.busy)
+                kinds["bubble"] = max(0.0, self._makespan(layout, m, [busiest]) - m * busiest.busy)
         return ranks, kinds
 
     def _closed(self, layout: ParallelLayout, m: int, busiest: _RankTime) -> bool:
@@ -485,13 +494,17 @@ class CostModel:
             return enough and busiest.weights <= min(busiest.forward, busiest.inputs)
         return layout.schedule not in ("interleaved", "looped-bfs") or m % layout.pipe == 0
 
-    def _makespan(self, layout: ParallelLayout, m: int, rank: _RankTime) -> float:
-        """Return the seconds of a schedule in which all ranks are as busy as this one, by simulation.
+    def _makespan(self, layout: ParallelLayout, m: int, ranks: Sequence[_RankTime]) -> float:
+        """Return the seconds of a schedule by simulation: of these ranks, or of ranks that are all as busy as this one.
 
         A long schedule repeats: its makespan is that of a short one and so much for each further microbatch.
         """
         p, v = layout.pipe, layout.chunks
-        costs = Costs(rank.forward, rank.inputs, rank.weights)
+        if len(ranks) == 1:
+            costs = Costs(ranks[0].forward, ranks[0].inputs, ranks[0].weights)
+        else:
+            forward, inputs, weights = zip(*((each.forward, each.inputs, each.weights) for each in ranks), strict=True)
+            costs = Costs(forward, inputs, weights)
 
         def makespan(microbatches: int) -> float:
             key = (layout.schedule, p, v, microbatches, costs)
@@ -529,8 +542,10 @@ class CostModel:
             hop += 0.0 if self.machine.overlap_messages else v * message(size, stride, self.machine)
         sums = list(zip(*(self._sums(kind, layout) for kind in range(len(self.types))), strict=True))
         found = []
-        for counts, ranks in self.ranks(p, v, zigzag):
-            forward, inputs, weights, recompute, *parts = (sum(map(mul, counts, times)) for times in sums)
+        for place, (counts, ranks) in enumerate(self.ranks(p, v, zigzag)):
+            speed = self.work.speeds[place] if self.work.speeds else 1.0
+            seconds = (sum(map(mul, counts, times)) / speed for times in sums)
+            forward, inputs, weights, recompute, *parts = seconds
             kinds = dict(zip(LayerTime._fields, parts, strict=True))
             kinds["recompute"], kinds["pipe"] = recompute, 2 * hop
             found.append(_RankTime(ranks, counts, forward + hop, inputs + recompute + hop, weights, kinds))
@@ -644,7 +659,7 @@ class CostModel:
                 mine = [c * p + (p - 1 - rank if zigzag and c % 2 else rank) for c in range(v)]
                 held = Counter(kind for s in mine for kind in self.kinds[stages[s] : stages[s + 1]])
                 each.append(tuple(held[kind] for kind in range(len(self.types))))
-            found = self._ranks[key] = list(Counter(each).items())
+            found = self._ranks[key] = [(counts, 1) for counts in each] if self.work.speeds else [*Counter(each).items()]
         return found
 
     def parameters(self, kind: int, tensor: int, expert: int) -> tuple[float, float]:
@@ -681,7 +696,7 @@ class CostModel:
             )
             kept = self.memory.layer_activations(shape, tokens, self.work.sequence, layout)
             layers.append(LayerCost(forward, inputs + recompute, weights, states, kept, output, shape.name))
-        return LayerCosts(tuple(layers), latency + self.machine.message_overhead, max(0.0, seconds - latency) / output)
+        return LayerCosts(tuple(layers), latency + self.machine.message_overhead, max(0.0, seconds - latency) / output, self.work.speeds)
 
     def _held(self, counts: tuple[int, ...], layout: ParallelLayout) -> list[tuple[float, RankGroup]]:
         """Return the parameters that a rank holds before ZeRO shards them, with the group of their replicas."""

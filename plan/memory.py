@@ -25,7 +25,7 @@ from typing import NamedTuple
 from ..base.formulas import BYTES, CHUNK_TOKENS, STATES
 from ..models.config import TransformerConfig
 from ..options.engine import EngineOptions
-from ..pipe.partition import boundaries
+from ..pipe.partition import boundaries, by_speed
 from ..pipe.program.schedule import Schedule
 from ..pipe.program.simulate import counts_in_flight, largest_counts
 from ..pipe.schedules.registry import RECIPES, named_schedule
@@ -168,6 +168,7 @@ class ModelMemory:
         precision, optimizer: as for ``StateOptions``.
         options: further options; None: the defaults, with ``precision`` and ``optimizer``.
         partition: how the list of layers is cut into stages, as for ``PipelineModule``.
+        speeds: speed of each rank of the pipe axis, by which ``parameters`` then cuts; (): all have the same.
         shard_tensor: the tensor axis shards experts.
         fused_attention: attention does not keep its s x s probabilities. False: it does, as in Korthikanti et al.
         fused_kernels: as for ``Machine``: an MLP's gate and rotary positions keep their inputs alone.
@@ -186,6 +187,7 @@ class ModelMemory:
         *,
         options: StateOptions | None = None,
         partition: str | Sequence[int] = "parameters",
+        speeds: Sequence[float] = (),
         shard_tensor: bool = False,
         fused_attention: bool = True,
         fused_kernels: bool = False,
@@ -196,7 +198,7 @@ class ModelMemory:
         self.shard_tensor, self.fused_kernels, self._on_cpu = shard_tensor, fused_kernels, device == "cpu"
         self.options = options or StateOptions(precision=precision, optimizer=optimizer)
         self.layers = layers_of(config, shard_tensor)
-        self._partition = partition
+        self._partition, self._speeds = partition, tuple(speeds)
         # Equal layers have one number, by which everything below is remembered.
         numbers: dict[LayerShape, int] = {}
         self._kind_of = [numbers.setdefault(layer, len(numbers)) for layer in self.layers]
@@ -222,7 +224,10 @@ class ModelMemory:
         if stages not in self._cuts:
             names = [layer.name for layer in self.layers]
             counts = [float(layer.parameters) for layer in self.layers]
-            self._cuts[stages] = boundaries(self._partition, stages, names, lambda: counts)
+            if self._speeds and stages == len(self._speeds) and self._partition == "parameters":
+                self._cuts[stages] = by_speed(counts, self._speeds)
+            else:
+                self._cuts[stages] = boundaries(self._partition, stages, names, lambda: counts)
         return self._cuts[stages]
 
     def stages(self, layout: ParallelLayout, schedule: Schedule | None = None) -> list[list[range]]:

@@ -72,12 +72,12 @@ class Space:
     Attributes:
         gpus: number of ranks.
         given: key -> its values.
-        memory: bytes that a rank may hold; None: the machine's.
+        memory: bytes that a rank may hold, or of each rank of the pipe axis; None: the machine's.
     """
 
     gpus: int
     given: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    memory: float | None = None
+    memory: float | Sequence[float] | None = None
 
 
 class _Node(NamedTuple):
@@ -102,7 +102,16 @@ class Searcher:
     def __init__(self, work: Work, space: Space) -> None:
         self.work, self.space, self.model = work, space, CostModel(work)
         self.memory = self.model.memory
-        self.limit = work.machine.memory if space.memory is None else space.memory
+        memory = work.machine.memory if space.memory is None else space.memory
+        self.limits = tuple(memory) if isinstance(memory, Sequence) else ()  # of the ranks of the pipe axis
+        self.limit = max(self.limits) if isinstance(memory, Sequence) else memory
+        for name, numbers in (("speeds", work.speeds), ("memory", self.limits)):
+            if numbers and space.given.get("pipe") != [len(numbers)]:
+                raise ValueError(
+                    f"--{name} has {len(numbers)} numbers, one for each rank of the pipe axis. Give --layout "
+                    f"pipe={len(numbers)} too."
+                )
+        self.unequal = bool(work.speeds or self.limits)
         self.experts = max((layer.feedforward.experts for layer in work.layers if layer.feedforward), default=0)
         self.blocks = [index for index, layer in enumerate(work.layers) if layer.kind == "block"]
         self._variants: dict[tuple[int, int, bool, int], list[tuple[str, int]]] = {}
@@ -161,7 +170,8 @@ class Searcher:
             fair = [v for v in range(1, each + 1) if v <= MOST_CHUNKS or len(self.blocks) % (p * v) == 0]
             for name in schedules:
                 recipe = RECIPES[name]
-                for v in self._free("chunks", fair):
+                # Of unequal ranks each has one stage.
+                for v in self._free("chunks", [1] if self.unequal else fair):
                     if not recipe.accepts(v) or m < recipe.least(p):
                         continue
                     # The closed forms hold with whole groups of microbatches only. Others are simulated if asked for.
@@ -255,7 +265,7 @@ class Searcher:
     def _at_least(self, layout: ParallelLayout, m: int, times: tuple[float, float, float], bubble: float) -> float:
         """Return a lower bound of a step's seconds from those of ``_passes`` and ``_bubble``."""
         p, least = layout.pipe, m * sum(times)
-        found = (least + (p - 1) * bubble) / p
+        found = least / sum(self.work.speeds) if self.work.speeds else (least + (p - 1) * bubble) / p
         if self.model.on_cores:  # all ranks together compute no faster than the cores
             found = max(found, least * layout.gpus / p / self.model.speed_of_all(layout.gpus))
         return found * _JUST_BELOW
@@ -328,8 +338,17 @@ class Searcher:
             ValueError: the batch, the model or the sequence does not admit it.
         """
         self.memory.check(layout, self.work.sequence)
-        peak = self.memory.peak(layout, self.work.batch, self.work.sequence)
-        return Planned(layout, self.model.step(layout), peak)
+        return Planned(layout, self.model.step(layout), self._fullest(layout)[0])
+
+    def _fullest(self, layout: ParallelLayout) -> tuple[RankMemory, bool]:
+        """Return the memory of the fullest pipe rank, and True if all fit."""
+        if not self.limits:
+            peak = self.memory.peak(layout, self.work.batch, self.work.sequence)
+            return peak, peak.total <= self.limit
+        ranks = self.memory.ranks(layout, self.work.batch, self.work.sequence)
+        pairs = [(each.total / limit, each) for each, limit in zip(ranks, self.limits, strict=True)]
+        share, fullest = max(pairs, key=lambda pair: pair[0])
+        return fullest, share <= 1
 
     def run(self, top: int = 10) -> Search:
         """Return the ``top`` fastest layouts that fit."""
@@ -380,6 +399,7 @@ class Searcher:
                     excluded[self.SLOWER] += len(states)
                     continue
                 kept = self._activations_bound(layout, m, schedule, chunks, recompute) * _JUST_BELOW
+                kept = 0.0 if self.unequal else kept  # the rank with most activations may have fewer states
                 if kept + least + fixed > self.limit:
                     excluded[self.MEMORY] += len(states)
                     continue
@@ -400,8 +420,8 @@ class Searcher:
         if len(best) == top and key > best[-1][0]:
             excluded["slower than the layouts kept"] += 1
             return
-        peak = self.memory.peak(layout, self.work.batch, self.work.sequence)
-        if peak.total > self.limit:
+        peak, fits = self._fullest(layout)
+        if not fits:
             excluded[self.MEMORY] += 1
             return
         best.append((key, Planned(layout, step, peak)))
