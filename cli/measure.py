@@ -32,10 +32,11 @@ from ..grid.devices import accelerators, default_accelerator, gpu_sizes, wait_fo
 from ..grid.environment import given_threads
 from ..launcher.launch import cores as own_cores
 from ..launcher.launch import launch
-from ..models.config import GPTConfig, LlamaConfig, TransformerConfig
+from ..models.config import GPTConfig, LlamaConfig, MixtralConfig, TransformerConfig
 from ..models.gpt import gpt_layers
 from ..models.layers import NextTokenLoss
 from ..models.llama import llama_layers
+from ..models.mixtral import mixtral_layers
 from ..models.rope import Rope
 from ..options.batch import Batch
 from ..options.zero import Zero
@@ -53,7 +54,11 @@ Kernel = Callable[[int], tuple[Callable[[], Any], tuple[Tensor, ...]]]  # elemen
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 _RANKS = 8  # the most that are started on one machine
-_MODELS: dict[str, tuple[Any, Any]] = {"GPTBlock": (GPTConfig, gpt_layers), "LlamaBlock": (LlamaConfig, llama_layers)}
+_MODELS: dict[str, tuple[Any, Any]] = {
+    "GPTBlock": (GPTConfig, gpt_layers),
+    "LlamaBlock": (LlamaConfig, llama_layers),
+    "MixtralBlock": (MixtralConfig, mixtral_layers),  # of 4 experts, of which each token goes to 2
+}
 
 
 def measure(name: str, say: Say = print) -> Machine:
@@ -458,6 +463,9 @@ def _config(name: str, layers: int, width: int, sequence: int) -> TransformerCon
     sizes = {"vocab_size": width, "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
     if name == "LlamaBlock":
         sizes |= {"intermediate_size": 4 * width, "num_key_value_heads": heads}
+    if name == "MixtralBlock":
+        sizes |= {"intermediate_size": 2 * width, "num_key_value_heads": heads}
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 2}
     found: TransformerConfig = _MODELS[name][0](max_position_embeddings=sequence, **sizes)
     return found
 
