@@ -241,7 +241,7 @@ def parse_layout(text: str) -> dict[str, list[Any]]:
         ValueError: an unknown key or value; the message names the nearest.
     """
     from ..pipe.schedules.registry import RECIPES
-    from ..plan.parallel_layout import RECOMPUTATION, ParallelLayout
+    from ..plan.parallel_layout import KNOWN_RECOMPUTATION, ParallelLayout
 
     keys = [each.name for each in fields(ParallelLayout)]
     given: dict[str, list[Any]] = {}
@@ -249,7 +249,7 @@ def parse_layout(text: str) -> dict[str, list[Any]]:
         key, equals, value = part.partition("=")
         if key not in keys:
             raise ValueError(no_such("--layout", key, keys))
-        words = {"schedule": [name for name in RECIPES if name != "forward"], "recompute": list(RECOMPUTATION)}
+        words = {"schedule": [name for name in RECIPES if name != "forward"], "recompute": list(KNOWN_RECOMPUTATION)}
         if key in words:
             if value not in words[key]:
                 raise ValueError(f"--layout: there is no {key} {value!r}; {nearest(value, words[key])}")

@@ -18,7 +18,7 @@ figure 3 |
 gradients, unless they are passes of their own, which gather their input again | tensor_parallel/column.py |
 | context | K and V around the ring, twice as much backward, behind the core of attention | arXiv:2310.01889 |
 | expert | two all-to-alls forward, two backward | arXiv:2101.03961 |
-| recompute | the forward pass (full), or the core of attention (selective) | Korthikanti et al. 2022 |
+| recompute | the forward pass (full), of the MLP (mlp), or the core of attention (selective) | Korthikanti et al. 2022 |
 | bubble | idle time of the schedule, with all other pipe ranks' times | pipe/schedules, docs/schedules.md |
 | pipe | each pass waits for its message, 2 s b h bytes (1/t of them under sequence parallelism), and for the \
 software's overhead | Narayanan et al. 2021 |
@@ -185,6 +185,7 @@ class CostModel:
         )
         # of the tensor axis, if the backward pass is split: more seconds of input gradients and of weight gradients
         self._shown: dict[tuple[int, ...], tuple[float, float]] = {}
+        self._mlp: dict[tuple[int, ...], float] = {}  # seconds of the forward pass of a block's MLP
         self._ranks: dict[tuple[int, int, bool], list[tuple[tuple[int, ...], int]]] = {}
         self._parameters: dict[tuple[int, int, int], tuple[float, float]] = {}
         self._simulated: dict[tuple[object, ...], float] = {}
@@ -227,12 +228,13 @@ class CostModel:
         t, machine, size = layout.tensor, self.machine, self.bytes
         tokens = layout.microbatch * self.work.sequence // layout.context
         held = tokens / t if sharded else float(tokens)  # tokens of the hidden states that a rank holds
-        forward = inputs = weights = column = 0.0
+        forward = inputs = weights = column = mlp = 0.0
         sharded_products: set[str] = set()
         experts = {weight.name for weight in shape.weights if weight.expert_dim is not None}
         for product in shape.products:
             times = self._product_times(product, shape, layout, tokens, held, product.weight in experts)
             forward, inputs, weights = (a + b for a, b in zip((forward, inputs, weights), times, strict=True))
+            mlp += times[0] if product.weight.startswith("mlp.") else 0.0
             if product.sharding != "none":
                 sharded_products.add(product.weight.partition(".")[0])
                 column += times[2] if product.sharding == "column" else 0.0
@@ -269,13 +271,16 @@ class CostModel:
         if self.measured is not None and t > 1 and shape.kind == "block":
             call = branches * self.measured.calls.get("tensor", 0.0)
             tensor = tensor[0] + (2 if sharded else 1) * call, tensor[1] + (3 if sharded else 1) * call
+        sent = self._expert(shape, layout, held) if experts else (0.0, 0.0)
+        if shape.kind == "block":  # half of the elementwise kernels, and one of the branches
+            self._mlp[key] = mlp + elementwise[0] / 2 + sent[0] + (tensor[0] / branches if branches else 0.0)
         return LayerTime(
             (forward, inputs, weights),
             attention,
             elementwise,
             tensor,
             self._context(shape.attention, layout, attention) if shape.attention else (0.0, 0.0),
-            self._expert(shape, layout, held) if experts else (0.0, 0.0),
+            sent,
             self._overhead(shape, forward + attention[0] + elementwise[0], inputs + weights + attention[1]),
         )
 
@@ -640,7 +645,8 @@ class CostModel:
         if found is None:
             time, recompute = self.layer(kind, layout), 0.0
             if self.types[kind].kind == "block":
-                recompute = {"none": 0.0, "selective": time.attention[0], "full": time.forward}[layout.recompute]
+                again = {"none": 0.0, "selective": time.attention[0], "full": time.forward, "mlp": self._mlp[key]}
+                recompute = again[layout.recompute]
             inputs, weights = self._shown.get(key, (0.0, 0.0)) if split else (0.0, 0.0)
             parts = {name: sum(part) for name, part in zip(LayerTime._fields, time, strict=True)}
             parts["tensor"] += inputs + weights

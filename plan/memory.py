@@ -378,9 +378,10 @@ class ModelMemory:
         assert attention is not None and feedforward is not None
         taken, numbers = self._of_norms(layer)
         own = sizes.attention
-        tiled = self._tile(layer, sequence, layout) < 1.0
+        # Tiles of the MLP, and an MLP that is computed again, keep its input alone.
+        tiled = self._tile(layer, sequence, layout) < 1.0 or layout.recompute == "mlp"
         # The output is laid out as the rotated queries, head by head, so the last product's input is a copy of it.
-        if attention.rotated and layout.recompute == "none" and not self.fused_kernels:
+        if attention.rotated and layout.recompute in ("none", "mlp") and not self.fused_kernels:
             own += sizes.heads * attention.value_dim
         kept = block_activations(
             tokens,
@@ -393,13 +394,13 @@ class ModelMemory:
             statistics=numbers,
             tensor=layout.tensor,
             sequence_parallel=bool(layout.sequence_parallel),
-            recompute=layout.recompute,
+            recompute="none" if layout.recompute == "mlp" else layout.recompute,
             dropout=layer.dropout,
             precision=self.options.precision,
         )
         if layout.recompute == "full":
             return kept
-        if layout.recompute == "none" and not self.fused_attention:
+        if layout.recompute in ("none", "mlp") and not self.fused_attention:
             kept += _scores(tokens, sequence, layout, sizes.heads, size, layer.dropout)
         kept += size * attention.rotated * sequence / layout.context  # cosines and sines
         if attention.latent:
@@ -622,7 +623,7 @@ class ModelMemory:
             sizes = local_sizes(layer, layout, self.shard_tensor, self.fused_kernels)
             part, wide = self._tile(layer, sequence, layout), sizes.product + sizes.activation + sizes.routed
             # Gradients; in tiles also what the tile keeps.
-            needed += size * tokens * part * wide * (1 if part == 1.0 else 2)
+            needed += size * tokens * part * wide * (1 if part == 1.0 and layout.recompute != "mlp" else 2)
             if layout.recompute == "full":
                 whole = replace(layout, recompute="none")
                 needed += self.layer_activations(layer, tokens, sequence, whole)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from ..pipe.schedules.registry import RECIPES
 from .cost import CLOSED_FORMS, CostModel, StepTime, Work, idle, utilization
 from .memory import FRAGMENTS, RankMemory
-from .parallel_layout import RECOMPUTATION, ParallelLayout
+from .parallel_layout import KNOWN_RECOMPUTATION, RECOMPUTATION, ParallelLayout
 
 SCHEDULES = (
     "1f1b",
@@ -210,7 +210,7 @@ class Searcher:
         """Yield every layout of a node."""
         for schedule, chunks in self.variants(node.layout, node.microbatches):
             for zero, offload in self.stages(node.layout):
-                for recompute in self._free("recompute", RECOMPUTATION):
+                for recompute in self._recomputes():
                     yield self._layout(node.layout, schedule, chunks, zero, offload, recompute)
 
     def _layout(
@@ -233,6 +233,10 @@ class Searcher:
         if (data := given.get("data", [1])[0] * given.get("microbatch", [1])[0]) and self.work.batch % data:
             return f"data x microbatch = {data}, which does not divide batch {self.work.batch}"
         return what or f"{self.work.config.num_hidden_layers} blocks and these numbers of heads"
+
+    def _recomputes(self) -> list[str]:
+        """Return the kinds of recomputation."""
+        return list(self.space.given.get("recompute", RECOMPUTATION))
 
     # -------------------------------------------------------------------------------------------------- the bounds
 
@@ -357,7 +361,7 @@ class Searcher:
         best: list[tuple[tuple[Any, ...], Planned]] = []  # the fastest so far
         considered = 0
         nodes = sorted(self.nodes())
-        recomputes = self._free("recompute", RECOMPUTATION)
+        recomputes = self._recomputes()
         for place, node in enumerate(nodes):
             worst = best[-1][1].time.seconds if len(best) == top else math.inf
             if node.bound > worst:  # and so are all that follow
@@ -432,7 +436,7 @@ class Searcher:
 
     def nearest(self, nodes: Sequence[_Node]) -> Planned | None:
         """Return the layout that needs least memory, of those of the nodes with the least bounds."""
-        recomputes = self._free("recompute", RECOMPUTATION)
+        recomputes = self._recomputes()
 
         def bound(node: _Node, variant: tuple[str, int], stage: tuple[int, bool], recompute: str) -> float:
             states = self._states_bound(node.layout, *stage)
@@ -456,7 +460,7 @@ class Searcher:
 def preference(layout: ParallelLayout, seconds: float) -> tuple[Any, ...]:
     """Return the key by which layouts are ordered: faster ones first, and of equally fast ones the simpler one."""
     return (
-        *(float(f"{seconds:.9g}"), layout.context, layout.offload, RECOMPUTATION.index(layout.recompute), layout.zero),
+        *(float(f"{seconds:.9g}"), layout.context, layout.offload, KNOWN_RECOMPUTATION.index(layout.recompute), layout.zero),
         *(layout.pipe, layout.chunks, layout.tensor, layout.expert, layout.microbatch, layout.schedule),
     )
 

@@ -141,6 +141,10 @@ def test_recomputation_adds_forward_passes_to_the_cost() -> None:
     block = model.layer(model.types.index(model.work.layers[5]), ParallelLayout())
     assert math.isclose(selective.seconds - none.seconds, 8 * 32 * block.attention[0], rel_tol=1e-9)
     assert math.isclose(full.seconds - none.seconds, 8 * 32 * block.forward, rel_tol=1e-9)
+    mlp = model.step(ParallelLayout(recompute="mlp")).kinds["recompute"]
+    assert 0.6 * full.kinds["recompute"] < mlp < 0.75 * full.kinds["recompute"]  # two thirds of the products
+    kept = [model.memory.peak(ParallelLayout(recompute=kind), 8, 2048).activations for kind in ("none", "mlp", "full")]
+    assert kept == sorted(kept, reverse=True) and kept[0] - kept[1] > 0.99 * 32 * 2048 * 2 * 2 * 4 * 4096
     assert math.isclose(full.kinds["recompute"], full.seconds - none.seconds, rel_tol=1e-9)
 
 
