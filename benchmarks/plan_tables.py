@@ -68,7 +68,7 @@ def main() -> None:
         "left_out": coverage(left, [*of_classes(tables), *left]),
     }
     if options.json:
-        print_json([report])
+        print_json(report)
         return
     show(report)
 

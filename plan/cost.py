@@ -351,7 +351,7 @@ class CostModel:
                 n = math.ceil(n / t)
         elif product.sharding == "row":
             k = math.ceil(k / t)
-        elif shape.kind == "block":
+        elif shape.kind in ("block", "projection"):
             m = math.ceil(held)
         if routed:
             assert shape.feedforward is not None
@@ -541,7 +541,7 @@ class CostModel:
         if p > 1 and layout.schedule != "eager-1f1b":
             tokens = layout.microbatch * self.work.sequence / layout.context
             shards = layout.tensor if layout.sequence_parallel else 1
-            size = self.bytes * tokens * self.types[0].hidden / shards
+            size = self.bytes * tokens * self.work.config.hidden_size / shards
             stride = layout.data * layout.context * layout.tensor
             hop = v * self.machine.message_overhead
             hop += 0.0 if self.machine.overlap_messages else v * message(size, stride, self.machine)
@@ -615,7 +615,7 @@ class CostModel:
             numel = self.types[kind].parameters / layout.tensor
             ends[rank] += all_reduce(numel * max(4, self.bytes), RankGroup(2, layout.gpus // p), machine)
         tokens = layout.microbatch * self.work.sequence / layout.context
-        hidden = self.bytes * tokens * self.types[0].hidden / (layout.tensor if layout.sequence_parallel else 1)
+        hidden = self.bytes * tokens * self.work.config.hidden_size / (layout.tensor if layout.sequence_parallel else 1)
         latency = message(0.0, 1, machine) if p > 1 else 0.0
         moved = message(hidden, 1, machine) - latency if p > 1 else 0.0
         busiest = max(ranks, key=lambda rank: ends[rank] + sum(kinds[rank].values()))
@@ -686,7 +686,7 @@ class CostModel:
     def layer_costs(self, layout: ParallelLayout) -> LayerCosts:
         """Return the costs of each layer on a layout, from which a cut is searched (pipe/cuts.py)."""
         tokens, replicas = layout.microbatch * self.work.sequence / layout.context, layout.data * layout.context
-        output = self.bytes * tokens * self.types[0].hidden / (layout.tensor if layout.sequence_parallel else 1)
+        output = self.bytes * tokens * self.work.config.hidden_size / (layout.tensor if layout.sequence_parallel else 1)
         stride = replicas * layout.tensor
         latency, seconds = (message(size, stride, self.machine) for size in (0.0, output))
         layers = []

@@ -337,6 +337,8 @@ class ModelMemory:
             return 9.0 * tokens if layout.tensor > 1 and not full else 0.0  # the shifted ids and a mask
         if layer.kind == "positions":
             return hidden if layer.dropout and not full else 0.0  # the dropout's mask
+        if layer.kind == "projection":
+            return size * tokens * layer.products[0].inputs / apart
         if layer.kind == "norm":
             taken, numbers = self._of_norms(layer)
             return size * hidden if full else size * (taken * hidden + numbers * tokens / apart)

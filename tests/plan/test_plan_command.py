@@ -61,6 +61,9 @@ def test_the_commands_of_the_docs(command: str, tmp_path: Path, monkeypatch: pyt
     assert words[:2] == ["triax", "plan"]
     if "--measure" not in words:
         Path("here.json").write_text(json.dumps(HERE.to_dict()))
+        (rows,) = [block.text for block in blocks(TEXT) if block.text.startswith("model,fields")]
+        Path("rows.csv").write_text(rows)
+        Path("mine.json").write_text(json.dumps({"base": "b200"}))
     assert run(*words[2:])
     assert machine("here.json").measured is not None
 
