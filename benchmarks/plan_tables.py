@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
-from published_runs import LATER_A100, LATER_H100, TABLES, measured_runs
 from rounds import print_json
 
 from triax.base.tables import table, terminal
@@ -32,6 +31,8 @@ from triax.cli.fit import read_runs
 from triax.plan.fit import MeasuredRun, figures, fit, leave_one_out
 from triax.plan.machine import Machine, machine
 from triax.plan.trust import SAME_SIZE, kept, student
+
+from published_runs import LATER_A100, LATER_H100, TABLES, measured_runs
 
 B200 = Path(__file__).resolve().parent / "published" / "b200.csv"
 
@@ -178,7 +179,8 @@ def coverage(found: Sequence[Prediction], classes: Sequence[Prediction]) -> dict
         half = half_width([other for other in classes if apart(other, each)], each.known)
         rows.append({**each._asdict(), "half": half, "inside": abs(each.error) <= half})
     return {
-        **{"runs": len(rows), "inside": mean(row["inside"] for row in rows)},
+        "runs": len(rows),
+        "inside": mean(row["inside"] for row in rows),
         "width": median(math.exp(row["half"]) - math.exp(-row["half"]) for row in rows),
         "classes": {known: half_width(classes, known) for known in dict.fromkeys(each.known for each in classes)},
         "rows": rows,

@@ -66,7 +66,9 @@ def plan(
     ] = None,
     memory: Annotated[
         str | None,
-        typer.Option(help="GB (1e9 bytes) of each GPU, or of each rank of the pipe axis: 80,80,40. Default: the machine's."),
+        typer.Option(
+            help="GB (1e9 bytes) of each GPU, or of each rank of the pipe axis: 80,80,40. Default: the machine's."
+        ),
     ] = None,
     speeds: Annotated[
         str | None, typer.Option(help="Speed of each rank of the pipe axis over the machine's, such as 1,1,0.5.")
@@ -124,7 +126,9 @@ def plan(
         sequence = sequence or config.max_position_embeddings
         if batch is None:
             raise ValueError("--batch is missing. Give the sequences of a step, such as --batch 512.")
-        work = Work(config, machine_of(machine), batch, sequence, precision, products, tuple(_numbers("--speeds", speeds)))
+        work = Work(
+            config, machine_of(machine), batch, sequence, precision, products, tuple(_numbers("--speeds", speeds))
+        )
         limits = [1e9 * each for each in _numbers("--memory", memory)] or [work.machine.memory]
         limit = max(limits)
         run_seconds, run_tokens = seconds(time), count(tokens)
@@ -154,7 +158,9 @@ def plan(
         if write is not None:
             best = found.layouts[0].layout
             _write(write, model, source, work, best, result["trust"]["line"])
-            needed = "" if source is not None else "; set training.steps, training.learning_rate and data.training in it"
+            needed = (
+                "" if source is not None else "; set training.steps, training.learning_rate and data.training in it"
+            )
             typer.echo(f"wrote {write}: {best}{needed}", err=as_json)
             if sbatch is not None:
                 nodes = _sbatch(sbatch, write, best.gpus)
@@ -409,7 +415,10 @@ def _print(result: dict[str, Any], limit: float, lines: list[str]) -> None:
     excluded = ", ".join(f"{number:,} {_plural(reason, number)}" for reason, number in result["excluded"].items())
     searched = f"{result['considered']:,} layouts in {result['seconds']:.2f} s: {excluded or 'none excluded'}"
     if "chosen" in result:
-        lines = [*lines, f"chosen by the search: {', '.join(f'{name}={value}' for name, value in result['chosen'].items())}"]
+        lines = [
+            *lines,
+            f"chosen by the search: {', '.join(f'{name}={value}' for name, value in result['chosen'].items())}",
+        ]
     console.print(*lines, searched, sep="\n")
 
 
@@ -440,8 +449,8 @@ def _write(path: Path, model: str, source: ReadFile | None, work: Work, layout: 
         raise ValueError(f"--write is {path}, but it must end in .yaml.")
     if layout.recompute not in RECOMPUTATION or work.products:
         raise ValueError(
-            f"recompute={layout.recompute} and --products {work.products} are planned, but triax train has no such run. "
-            "Leave them out with --write."
+            f"recompute={layout.recompute} and --products {work.products} are planned, but triax train has no such "
+            "run. Leave them out with --write."
         )
     content: dict[str, Any] = {} if source is None else copy.deepcopy(source.values)
     if source is None:

@@ -18,7 +18,8 @@ figure 3 |
 gradients, unless they are passes of their own, which gather their input again | tensor_parallel/column.py |
 | context | K and V around the ring, twice as much backward, behind the core of attention | arXiv:2310.01889 |
 | expert | two all-to-alls forward, two backward | arXiv:2101.03961 |
-| recompute | the forward pass (full), of the MLP (mlp), or the core of attention (selective) | Korthikanti et al. 2022 |
+| recompute | the forward pass (full), that of the MLP (mlp), or the core of attention (selective) | \
+Korthikanti et al. 2022 |
 | bubble | idle time of the schedule, with all other pipe ranks' times | pipe/schedules, docs/schedules.md |
 | pipe | each pass waits for its message, 2 s b h bytes (1/t of them under sequence parallelism), and for the \
 software's overhead | Narayanan et al. 2021 |
@@ -366,7 +367,9 @@ class CostModel:
         if narrow:
             # The kernel that makes the inputs writes them as they are and transposed; the gradient is read for it.
             # Weights are cast once a step.
-            cast, back = (size * calls / self.machine.elementwise_speed for size in (2 * m * k, (self.bytes + 2) * m * n))
+            cast, back = (
+                size * calls / self.machine.elementwise_speed for size in (2 * m * k, (self.bytes + 2) * m * n)
+            )
         return (
             self.product(m, k, n, calls, narrow=narrow) + cast,
             self.product(m, n, k, calls, narrow=narrow) + back,
@@ -665,7 +668,9 @@ class CostModel:
                 mine = [c * p + (p - 1 - rank if zigzag and c % 2 else rank) for c in range(v)]
                 held = Counter(kind for s in mine for kind in self.kinds[stages[s] : stages[s + 1]])
                 each.append(tuple(held[kind] for kind in range(len(self.types))))
-            found = self._ranks[key] = [(counts, 1) for counts in each] if self.work.speeds else [*Counter(each).items()]
+            found = self._ranks[key] = (
+                [(counts, 1) for counts in each] if self.work.speeds else [*Counter(each).items()]
+            )
         return found
 
     def parameters(self, kind: int, tensor: int, expert: int) -> tuple[float, float]:
@@ -702,7 +707,12 @@ class CostModel:
             )
             kept = self.memory.layer_activations(shape, tokens, self.work.sequence, layout)
             layers.append(LayerCost(forward, inputs + recompute, weights, states, kept, output, shape.name))
-        return LayerCosts(tuple(layers), latency + self.machine.message_overhead, max(0.0, seconds - latency) / output, self.work.speeds)
+        return LayerCosts(
+            tuple(layers),
+            latency + self.machine.message_overhead,
+            max(0.0, seconds - latency) / output,
+            self.work.speeds,
+        )
 
     def _held(self, counts: tuple[int, ...], layout: ParallelLayout) -> list[tuple[float, RankGroup]]:
         """Return the parameters that a rank holds before ZeRO shards them, with the group of their replicas."""

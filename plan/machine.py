@@ -63,8 +63,8 @@ class Machine:
         attention_efficiency: share of ``peak`` that fused attention reaches.
         fused_attention: attention is one kernel that keeps the scores on chip (FlashAttention); False: the scores are
             written to memory and read again.
-        overlap_tensor: the tensor axis sums the gradients of a product's inputs, and gathers its inputs again, during the
-            products of the backward pass; False: behind them.
+        overlap_tensor: the tensor axis sums the gradients of a product's inputs, and gathers its inputs again, while
+            the backward pass computes products; False: behind them.
         overlap_messages: messages between stages arrive during the passes of other microbatches; False: each pass waits
             for its own.
         overlap_gradients: gradients are reduced during the backward pass of the last microbatch; False: behind it.
@@ -272,8 +272,8 @@ _FITTED_IN = ("bf16", "fp16")  # of the runs
 _HARDWARE = ("peak", "bandwidth", "links", "units", "tile", "attention_efficiency", *FITTED)
 _NCCL = "busbw of long messages by nccl-tests: about 230 of 300 GB/s over NVLink, 20 of 25 GB/s over InfiniBand"
 _SIMUMAX = (
-    "fitted to SimuMax's 26 runs on 8 B200 (benchmarks/published/b200.csv) by triax plan --fit, from the figures assumed "
-    "for all machines"
+    "fitted to SimuMax's 26 runs on 8 B200 (benchmarks/published/b200.csv) by triax plan --fit, from the figures "
+    "assumed for all machines"
 )
 _FITTED = "fitted to published runs: docs/plan.md"
 
@@ -312,7 +312,7 @@ def _gpu(
         **others.pop("sources", {}),
     }
     peaks = {"bf16": tflops * 1e12, "fp16": tflops * 1e12, "fp32": tflops * 0.5e12, "fp64": tflops * 0.0625e12}
-    peaks |= {dtype: 2 * tflops * 1e12 for dtype in others.pop("narrow", ())}  # of products' operands
+    peaks |= dict.fromkeys(others.pop("narrow", ()), 2 * tflops * 1000000000000.0)  # of products' operands
     return Machine(name, peaks, memory, bandwidth, links, units, sources=sources, **others)
 
 

@@ -29,8 +29,8 @@ class ParallelLayout:
         chunks: stages per pipe rank.
         schedule: name of a schedule, a key of ``pipe/schedules/registry.RECIPES`` other than ``forward``.
         zero: stage of ZeRO.
-        recompute: ``none``, ``selective`` (the core of attention), ``full`` (each layer from its input) or ``mlp`` (the MLP
-            from its input).
+        recompute: ``none``, ``selective`` (the core of attention), ``full`` (each layer from its input) or ``mlp`` (the
+            MLP from its input).
         offload: masters and optimizer state are kept in CPU memory.
         sequence_parallel: hidden states between tensor-parallel layers are sharded over the sequence; by default True
             if tensor > 1, and False without a tensor axis, which it would not change.

@@ -460,7 +460,13 @@ class Searcher:
 def preference(layout: ParallelLayout, seconds: float) -> tuple[Any, ...]:
     """Return the key by which layouts are ordered: faster ones first, and of equally fast ones the simpler one."""
     return (
-        *(float(f"{seconds:.9g}"), layout.context, layout.offload, KNOWN_RECOMPUTATION.index(layout.recompute), layout.zero),
+        *(
+            float(f"{seconds:.9g}"),
+            layout.context,
+            layout.offload,
+            KNOWN_RECOMPUTATION.index(layout.recompute),
+            layout.zero,
+        ),
         *(layout.pipe, layout.chunks, layout.tensor, layout.expert, layout.microbatch, layout.schedule),
     )
 

@@ -63,7 +63,10 @@ class Trust(NamedTuple):
     def to_dict(self, machine: str, seconds: float | None = None) -> dict[str, Any]:
         """Return the entry ``trust`` of the JSON object."""
         return {
-            **{"class": self.known, "level": LEVEL, "low": self.low, "high": self.high},
+            "class": self.known,
+            "level": LEVEL,
+            "low": self.low,
+            "high": self.high,
             "line": self.line(machine, seconds),
         }
 

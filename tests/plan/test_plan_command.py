@@ -91,7 +91,9 @@ def test_the_issues_layout_from_a_file_of_fields(tmp_path: Path) -> None:
     layout = "pipe=8,data=24,tensor=8,microbatch=2,chunks=2,schedule=interleaved,recompute=full,zero=1"
     sizes = ("--machine", "a100-80g", "--sequence", "2048", "--batch", "2304", "--gpus", "1536")
     found = ask("--model", str(tmp_path / "model.json"), *sizes, "--layout", layout)
-    assert list(found) == ["trust", "layouts", "considered", "excluded", "seconds", "chosen"] and found["considered"] == 1
+    assert (
+        list(found) == ["trust", "layouts", "considered", "excluded", "seconds", "chosen"] and found["considered"] == 1
+    )
     each = found["layouts"][0]
     keys = "pipe data context tensor expert microbatch chunks schedule zero recompute offload step_s tflops_per_gpu mfu"
     assert set(each) == {*keys.split(), "memory_gib", "time_s", "interval_s"}
@@ -236,7 +238,9 @@ def test_each_prediction_says_how_far_it_can_be_trusted(tmp_path: Path) -> None:
     assert known("cpu", "--precision", "fp32", "--memory", "90") == unseen
     assert known("h100-80g", "--precision", "fp32", "--memory", "200") == unseen
     assert known("h100-80g", "--products", "fp8") == unseen
-    assert known(file(**{**every, "name": "own", "sources": {}})) == known(file(base="h100-80g", bandwidth=5e12)) == unseen
+    assert (
+        known(file(**{**every, "name": "own", "sources": {}})) == known(file(base="h100-80g", bandwidth=5e12)) == unseen
+    )
     assert known(file(base="h100-80g", bandwidth=5e12, sources=fitted)) == other
     assert trust(HERE, LlamaConfig.preset("llama3-8b"), "fp32").known == "measured machine"
 
@@ -247,10 +251,14 @@ def test_a_written_plan_dry_runs_and_has_a_slurm_script(tmp_path: Path, monkeypa
     said = run(*sizes, "--layout", "pipe=2,tensor=2", "--write", "run.yaml", "--sbatch", "job.sbatch")
     assert "wrote job.sbatch: 16 GPUs on 2 nodes; sbatch job.sbatch" in said
     script = Path("job.sbatch").read_text()
-    assert "--nodes=2" in script and "--ntasks-per-node=8" in script and "srun --cpu-bind=cores triax train run.yaml" in script
+    assert (
+        "--nodes=2" in script
+        and "--ntasks-per-node=8" in script
+        and "srun --cpu-bind=cores triax train run.yaml" in script
+    )
     done = CliRunner().invoke(app, ["train", "run.yaml", "--dry", "--processes", "16"])
     assert done.exit_code == 0, done.output
-    with pytest.raises(ConfigError, match="Give --write run.yaml too"):
+    with pytest.raises(ConfigError, match=r"Give --write run\.yaml too"):
         run(*sizes, "--sbatch", "job.sbatch")
     with pytest.raises(ConfigError, match="triax train has no such run"):
         run("--model", "llama3-8b", "--gpus", "8", "--batch", "8", "--products", "fp8", "--write", "run.yaml")

@@ -167,7 +167,9 @@ MEGATRON_CORE = PublishedTable(
 LATER_H100 = replace(
     MEGATRON_CORE,
     name="Megatron-LM's README, H100",
-    rows=_rows(*(("175B", 96, 12288, 96, 8, 6, gpus, 1152, 0, 0, mfu * 989) for gpus, mfu in ((96, 0.47), (4608, 0.42)))),
+    rows=_rows(
+        *(("175B", 96, 12288, 96, 8, 6, gpus, 1152, 0, 0, mfu * 989) for gpus, mfu in ((96, 0.47), (4608, 0.42)))
+    ),
     fitted=(),
 )
 LATER_A100 = replace(
