@@ -181,8 +181,8 @@ def measure(processes: int, steps: int) -> list[dict[str, Any]]:
 def build(name: str, layout: ParallelLayout) -> tuple[Any, tuple[torch.Tensor, torch.Tensor]]:
     """Return the engine of a layout, and a microbatch."""
     config, maker, sequence = MODELS[name]
-    axes = {"context": layout.context, "expert": layout.expert}
-    grid = triax.Grid(layout.pipe, layout.data, layout.tensor, **axes, timeout=120)
+    axes = layout.pipe, layout.data, layout.tensor
+    grid = triax.Grid(*axes, context=layout.context, expert=layout.expert, timeout=120)
     model = triax.PipelineModule(
         maker(config, sequence_parallel=bool(layout.sequence_parallel)),
         grid=grid,

@@ -45,7 +45,7 @@ def fit_rows(path: Path, machine: str, write: Path | None, as_json: bool) -> Non
     if write is not None:
         found = replace(found, name=write.stem)
         write.write_text(json.dumps(found.to_dict(), indent=1) + "\n", encoding="utf-8")
-    rows = []
+    rows: list[dict[str, Any]] = []
     for run, error in zip(runs, errors, strict=True):
         rows.append({"name": run.name, "measured_s": run.seconds, "fitted_s": run.predicted(found), "left_out": error})
         if run.memory is not None:
@@ -111,7 +111,7 @@ def _run(
     from ..plan.fit import MeasuredRun
     from ..plan.machine import SWITCHES
     from ..plan.parallel_layout import ParallelLayout
-    from .plan import model_of, parse_layout
+    from .plan_inputs import model_of, parse_layout
 
     key = row["model"], row.get("fields", "")
     if key not in models:

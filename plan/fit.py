@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from ..models.config import TransformerConfig
 from .cost import CostModel, Work
 from .layers import layers_of
@@ -92,7 +90,8 @@ def with_figures(machine: Machine, values: Mapping[str, float]) -> Machine:
     """Return a machine with other figures; the levels of the links keep their ratios."""
     factor = values["links"] / machine.links[0].efficiency
     links = tuple(replace(link, efficiency=min(1.0, link.efficiency * factor)) for link in machine.links)
-    return replace(machine, links=links, **{name: value for name, value in values.items() if name != "links"})
+    others: dict[str, Any] = {name: value for name, value in values.items() if name != "links"}
+    return replace(machine, links=links, **others)
 
 
 def fit(machine: Machine, runs: Sequence[MeasuredRun]) -> Machine:
@@ -101,7 +100,7 @@ def fit(machine: Machine, runs: Sequence[MeasuredRun]) -> Machine:
     Raises:
         ValueError: there is no run, or the machine has measured tables, which the figures would not change.
     """
-    problem = _Problem(machine, runs)
+    problem = _FigureFit(machine, runs)
     return problem.machine_of(problem.solve(problem.start))
 
 
@@ -110,7 +109,9 @@ def leave_one_out(machine: Machine, runs: Sequence[MeasuredRun]) -> list[float]:
 
     Each fit starts where a step of Gauss and Newton leads from the fit to all runs, and ends there if there are many.
     """
-    problem = _Problem(machine, runs)
+    import numpy as np
+
+    problem = _FigureFit(machine, runs)
     x = problem.solve(problem.start)
     jacobian, rest = derivatives(problem.residuals, x), problem.residuals(x)
     square, gradient = jacobian.T @ jacobian, jacobian.T @ rest
@@ -120,15 +121,17 @@ def leave_one_out(machine: Machine, runs: Sequence[MeasuredRun]) -> list[float]:
         moved = x - np.linalg.solve(square - np.outer(row, row), gradient - row * rest[number])
         others = [*runs[:number], *runs[number + 1 :]]
         if others and len(runs) <= _FEW:
-            moved = _Problem(machine, others).solve(moved)
+            moved = _FigureFit(machine, others).solve(moved)
         found.append(run.predicted(problem.machine_of(moved)) / run.seconds - 1)
     return found
 
 
-class _Problem:
+class _FigureFit:
     """The squares whose sum a fit makes least: of the runs' errors, and of the figures' distances from the start."""
 
     def __init__(self, machine: Machine, runs: Sequence[MeasuredRun]) -> None:
+        import numpy as np
+
         if machine.measured is not None:
             raise ValueError(
                 f"the machine {machine.name} has the times of triax plan --measure, which a fit would not change. "
@@ -146,6 +149,8 @@ class _Problem:
 
     def residuals(self, x: Array) -> Array:
         """Return the numbers whose squares count: one for each run, and one for each figure."""
+        import numpy as np
+
         on = self.machine_of(x)
         errors = [math.log(run.predicted(on) / run.seconds) / NOISE for run in self.runs]
         return np.array([*errors, *((x - self.start) / list(SPREADS.values()))])
@@ -178,9 +183,12 @@ def fitted(machine: Machine, runs: Sequence[MeasuredRun], source: str) -> tuple[
 def least_squares(residuals: Callable[[Array], Array], start: Array, most: int = 60) -> Array:
     """Return the argument with the least sum of squares, by Levenberg and Marquardt's method.
 
+    >>> import numpy as np
     >>> least_squares(lambda x: np.array([x[0] - 3.0, 10 * (x[1] - x[0] ** 2)]), np.array([1.0, 1.0])).round(4).tolist()
     [3.0, 9.0]
     """
+    import numpy as np
+
     x, damping = np.array(start, dtype=float), 1e-3
     now = residuals(x)
     for _ in range(most):
@@ -203,5 +211,7 @@ def least_squares(residuals: Callable[[Array], Array], start: Array, most: int =
 
 def derivatives(residuals: Callable[[Array], Array], x: Array, step: float = 1e-4) -> Array:
     """Return the Jacobian matrix, by central differences: a row for each residual."""
+    import numpy as np
+
     shifts = step * np.eye(len(x))
     return np.stack([(residuals(x + shift) - residuals(x - shift)) / (2 * step) for shift in shifts], axis=1)

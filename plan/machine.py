@@ -263,7 +263,7 @@ def _value(kind: str, value: Any, place: str) -> Any:
 
 # Figures of a machine of which only the data sheet is known: round shares of what it states. Within a step collectives
 # reach less than in a loop of their own: on the A100 0.45 of InfiniBand's bandwidth, where nccl-tests have 0.8.
-ASSUMED = {"product_efficiency": 0.6, "bandwidth_efficiency": 0.5, "attention_efficiency": 0.5}
+ASSUMED: dict[str, Any] = {"product_efficiency": 0.6, "bandwidth_efficiency": 0.5, "attention_efficiency": 0.5}
 ASSUMED_LINKS = 0.5
 # The figures that are fitted to published runs (tests/support/published_runs.py).
 FITTED = ("product_efficiency", "bandwidth_efficiency")

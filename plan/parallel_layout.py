@@ -12,7 +12,7 @@ from ..options.engine import EngineOptions
 from ..pipe.schedules.registry import RECIPES
 
 RECOMPUTATION = ("none", "selective", "full")
-# "mlp", as Megatron-core has it, is planned where it is given; triax train has no such run.
+# "mlp" is planned where it is given, for runs of other software; triax train has no such run.
 KNOWN_RECOMPUTATION = (*RECOMPUTATION, "mlp")
 
 

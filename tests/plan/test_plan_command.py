@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from triax.base.errors import ConfigError
 from triax.cli.main import app
-from triax.cli.plan import model_of
+from triax.cli.plan_inputs import model_of
 from triax.models.config import LlamaConfig
 from triax.options.batch import Batch
 from triax.options.engine import EngineOptions
