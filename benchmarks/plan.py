@@ -1,7 +1,7 @@
-"""Predicted and measured step times of 30 layouts on this machine.
+"""Predicted and measured step times of 44 layouts on this machine, with experts, context, offload and recomputation.
 
     triax plan --measure here.json
-    python benchmarks/plan.py here.json                        # all layouts, of 1, 2, 4 and 8 processes: 3 minutes
+    python benchmarks/plan.py here.json                        # all layouts, of 1, 2, 4 and 8 processes: 4 minutes
     python benchmarks/plan.py here.json --processes 1 2 --results times.jsonl
     python benchmarks/plan.py here.json --processes 4 8 --results times.jsonl   # adds to the file, and prints all of it
     python benchmarks/plan.py here.json --processes --results times.jsonl       # prints the file
@@ -31,10 +31,11 @@ from torch import Tensor
 
 import triax
 from triax.base.tables import table, terminal
-from triax.models.config import GPTConfig, LlamaConfig, TransformerConfig
+from triax.models.config import GPTConfig, LlamaConfig, MixtralConfig, TransformerConfig
 from triax.models.gpt import gpt_layers
 from triax.models.layers import NextTokenLoss
 from triax.models.llama import llama_layers
+from triax.models.mixtral import mixtral_layers
 from triax.pipe.schedules.registry import RECIPES
 from triax.plan.cost import CostModel, Work
 from triax.plan.machine import machine
@@ -61,6 +62,20 @@ MODELS: dict[str, tuple[TransformerConfig, Any, int]] = {  # configuration, make
         llama_layers,
         256,
     ),
+    "mixtral": (
+        MixtralConfig(
+            hidden_size=192,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            intermediate_size=256,
+            max_position_embeddings=256,
+            num_experts=4,
+            num_experts_per_tok=2,
+            **SMALL,
+        ),
+        mixtral_layers,
+        256,
+    ),
 }
 LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
     1: [
@@ -70,6 +85,10 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
         ("gpt", {"microbatch": 2, "recompute": "full"}),
         ("llama", {"microbatch": 1}),
         ("llama", {"microbatch": 4, "recompute": "selective"}),
+        ("llama", {"microbatch": 8, "recompute": "full"}),
+        ("mixtral", {"microbatch": 2}),
+        ("mixtral", {"microbatch": 8}),
+        ("mixtral", {"microbatch": 4, "recompute": "full"}),
     ],
     2: [
         ("gpt", {"pipe": 2, "microbatch": 1}),
@@ -82,6 +101,16 @@ LAYOUTS: dict[int, list[tuple[str, dict[str, Any]]]] = {
         ("llama", {"pipe": 2, "microbatch": 1, "schedule": "interleaved", "chunks": 2}),
         ("llama", {"data": 2, "microbatch": 2, "zero": 2, "recompute": "full"}),
         ("llama", {"tensor": 2, "microbatch": 4}),
+        ("gpt", {"data": 2, "microbatch": 2, "zero": 1, "offload": True}),
+        ("gpt", {"data": 2, "microbatch": 4, "zero": 2, "offload": True}),
+        ("gpt", {"pipe": 2, "microbatch": 2, "recompute": "selective"}),
+        ("gpt", {"context": 2, "microbatch": 2}),
+        ("llama", {"context": 2, "microbatch": 4, "zero": 1}),
+        ("llama", {"context": 2, "microbatch": 2, "recompute": "full"}),
+        ("mixtral", {"data": 2, "expert": 2, "microbatch": 2, "zero": 1}),
+        ("mixtral", {"data": 2, "expert": 2, "microbatch": 4, "recompute": "full"}),
+        ("mixtral", {"data": 2, "microbatch": 2, "zero": 1}),
+        ("mixtral", {"pipe": 2, "microbatch": 2}),
     ],
     4: [
         ("gpt", {"pipe": 4, "microbatch": 1}),
@@ -152,7 +181,8 @@ def measure(processes: int, steps: int) -> list[dict[str, Any]]:
 def build(name: str, layout: ParallelLayout) -> tuple[Any, tuple[torch.Tensor, torch.Tensor]]:
     """Return the engine of a layout, and a microbatch."""
     config, maker, sequence = MODELS[name]
-    grid = triax.Grid(layout.pipe, layout.data, layout.tensor, timeout=120)
+    axes = layout.pipe, layout.data, layout.tensor
+    grid = triax.Grid(*axes, context=layout.context, expert=layout.expert, timeout=120)
     model = triax.PipelineModule(
         maker(config, sequence_parallel=bool(layout.sequence_parallel)),
         grid=grid,
@@ -165,7 +195,9 @@ def build(name: str, layout: ParallelLayout) -> tuple[Any, tuple[torch.Tensor, t
         batch=triax.Batch(microbatch=layout.microbatch, microbatches=layout.microbatches(BATCH)),
         optimizer=triax.Optimizer("AdamW", lr=1e-4),
         schedule=layout.schedule,
-        zero=triax.Zero.of(layout.zero),
+        zero=triax.Zero.of(
+            {"stage": layout.zero, "offload_optimizer": {"device": "cpu"}} if layout.offload else layout.zero
+        ),
         recompute=triax.Recomputation.of({} if layout.recompute == "none" else layout.recompute),
     )
     rows = torch.randint(config.vocab_size, (layout.microbatch, sequence + 1))

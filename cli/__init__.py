@@ -4,6 +4,8 @@ main.py: the command itself, and how errors are printed.
 output.py: printed lines that quote files, without their control characters.
 memory.py: ``triax memory``, bytes of each pipe rank by kind, on paper.
 plan.py: ``triax plan``, the fastest layouts that fit on a cluster, and the reasons.
+plan_inputs.py: the model that a name or a file stands for, and the keys of ``--layout``.
+fit.py: ``triax plan --fit``, a machine's figures from a table of runs, with leave-one-out errors.
 grid.py: ``triax grid``, the place of each rank on a grid, and what it holds.
 explain.py: what the run of a training file would be: stages, bytes of each rank, tokens, without ranks and torch.
 measure.py: ``triax plan --measure``: times of this machine, as a machine file.

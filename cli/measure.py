@@ -28,14 +28,15 @@ from torch import Tensor
 from ..engine.pipeline_engine import PipelineEngine
 from ..grid import Grid
 from ..grid.comm.axis import Axis
-from ..grid.devices import accelerators, gpu_sizes, wait_for
+from ..grid.devices import accelerators, default_accelerator, gpu_sizes, wait_for
 from ..grid.environment import given_threads
 from ..launcher.launch import cores as own_cores
 from ..launcher.launch import launch
-from ..models.config import GPTConfig, LlamaConfig, TransformerConfig
+from ..models.config import GPTConfig, LlamaConfig, MixtralConfig, TransformerConfig
 from ..models.gpt import gpt_layers
 from ..models.layers import NextTokenLoss
 from ..models.llama import llama_layers
+from ..models.mixtral import mixtral_layers
 from ..models.rope import Rope
 from ..options.batch import Batch
 from ..options.zero import Zero
@@ -53,7 +54,11 @@ Kernel = Callable[[int], tuple[Callable[[], Any], tuple[Tensor, ...]]]  # elemen
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 _RANKS = 8  # the most that are started on one machine
-_MODELS: dict[str, tuple[Any, Any]] = {"GPTBlock": (GPTConfig, gpt_layers), "LlamaBlock": (LlamaConfig, llama_layers)}
+_MODELS: dict[str, tuple[Any, Any]] = {
+    "GPTBlock": (GPTConfig, gpt_layers),
+    "LlamaBlock": (LlamaConfig, llama_layers),
+    "MixtralBlock": (MixtralConfig, mixtral_layers),  # of 4 experts, of which each token goes to 2
+}
 
 
 def measure(name: str, say: Say = print) -> Machine:
@@ -67,7 +72,7 @@ def measure(name: str, say: Say = print) -> Machine:
         RuntimeError: the ranks that time the links failed.
     """
     on_gpu = accelerators() > 0
-    device = torch.device("cuda" if on_gpu else "cpu")
+    device = default_accelerator() or torch.device("cpu")
     before, threads = torch.get_num_threads(), given_threads() or 1
     torch.set_num_threads(threads)
     try:
@@ -425,7 +430,7 @@ class _Alone:
 
     def host_bandwidth(self) -> float:
         """Return the bytes a second between the device and the CPU's memory."""
-        there = torch.empty(2**24, pin_memory=self.device.type == "cuda")
+        there = torch.empty(2**24, pin_memory=not self.small)
         here = torch.empty(2**24, device=self.device)
         return 4 * there.numel() / self.seconds(lambda: here.copy_(there))
 
@@ -458,6 +463,9 @@ def _config(name: str, layers: int, width: int, sequence: int) -> TransformerCon
     sizes = {"vocab_size": width, "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
     if name == "LlamaBlock":
         sizes |= {"intermediate_size": 4 * width, "num_key_value_heads": heads}
+    if name == "MixtralBlock":
+        sizes |= {"intermediate_size": 2 * width, "num_key_value_heads": heads}
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 2}
     found: TransformerConfig = _MODELS[name][0](max_position_embeddings=sequence, **sizes)
     return found
 

@@ -13,7 +13,7 @@ from ..base.errors import ConfigError
 from ..base.formulas import BYTES, STATES, ModelStates, model_states
 from ..base.tables import table, terminal
 from .output import bar
-from .plan import TRAINING_FILES, model_of, parse_layout
+from .plan_inputs import TRAINING_FILES, model_of, parse_layout
 
 if TYPE_CHECKING:
     from ..plan.memory import ModelMemory, RankMemory

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import shlex
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,24 +14,19 @@ import typer
 from rich.columns import Columns
 from rich.text import Text
 
-from ..base.errors import ConfigError, nearest, no_such
-from ..base.files import read_object
-from ..base.hub import local_folder
+from ..base.errors import ConfigError
 from ..base.tables import table, terminal
 from .output import bar
+from .plan_inputs import TRAINING_FILES, model_of, parse_layout
 
 # All else is imported where it is used: `triax --help` needs none of it.
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..models.config import TransformerConfig
     from ..plan.cost import Work
     from ..plan.parallel_layout import ParallelLayout
     from ..plan.search import Search, Searcher
     from ..train.file import ReadFile
-    from ..train.schema import TrainingFile
-
-TRAINING_FILES = (".yaml", ".yml", ".toml")
 
 
 def plan(
@@ -50,10 +46,28 @@ def plan(
             help="Time this machine for a minute, and write its description to this .json file, for --machine."
         ),
     ] = None,
+    fit: Annotated[
+        Path | None,
+        typer.Option(
+            help="Fit the figures of --machine to the measured runs of this .csv file, and print the errors of each "
+            "run left out. --write then writes the machine file (.json)."
+        ),
+    ] = None,
     sequence: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences of a step, over all replicas.")] = None,
     precision: Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp64.")] = "bf16",
-    memory: Annotated[float | None, typer.Option(help="GB (1e9 bytes) of each GPU. Default: the machine's.")] = None,
+    products: Annotated[
+        str | None, typer.Option(help="fp8 or mxfp8: operands of the blocks' products, to compare; triax has none.")
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="GB (1e9 bytes) of each GPU, or of each rank of the pipe axis: 80,80,40. Default: the machine's."
+        ),
+    ] = None,
+    speeds: Annotated[
+        str | None, typer.Option(help="Speed of each rank of the pipe axis over the machine's, such as 1,1,0.5.")
+    ] = None,
     layout: Annotated[
         str | None,
         typer.Option(help="Keys that are given, such as pipe=8,tensor=8,recompute=full. The others are searched."),
@@ -65,6 +79,9 @@ def plan(
     time: Annotated[str | None, typer.Option(help="Time of the whole run, such as 3d: prints its tokens.")] = None,
     top: Annotated[int, typer.Option(min=1, help="Number of layouts to list.")] = 10,
     write: Annotated[Path | None, typer.Option(help="Write a training file (.yaml) of the best layout.")] = None,
+    sbatch: Annotated[
+        Path | None, typer.Option(help="Write a Slurm script that runs the training file of --write, too.")
+    ] = None,
     layer_costs: Annotated[
         Path | None,
         typer.Option(
@@ -89,6 +106,13 @@ def plan(
             if model is None:
                 return
             machine = str(measure)
+        if fit is not None:
+            from .fit import fit_rows
+
+            fit_rows(fit, machine, write, as_json)
+            return
+        if sbatch is not None and write is None:
+            raise ValueError("--sbatch runs the training file of --write. Give --write run.yaml too.")
         if model is None:
             raise ValueError("--model is missing. Give a preset such as llama3-8b, a folder, or a training file.")
         config, file, source = model_of(model)
@@ -97,32 +121,45 @@ def plan(
         sequence = sequence or config.max_position_embeddings
         if batch is None:
             raise ValueError("--batch is missing. Give the sequences of a step, such as --batch 512.")
-        work = Work(config, machine_of(machine), batch, sequence, precision)
-        limit = work.machine.memory if memory is None else memory * 1e9
+        work = Work(
+            config, machine_of(machine), batch, sequence, precision, products, tuple(_numbers("--speeds", speeds))
+        )
+        limits = [1e9 * each for each in _numbers("--memory", memory)] or [work.machine.memory]
+        limit = max(limits)
         run_seconds, run_tokens = seconds(time), count(tokens)
         if why is not None:
             _why(work, gpus, limit, why, as_json)
             return
         given = parse_layout(layout or "")
-        space = Space(gpus or _gpus(given), given, limit)
+        space = Space(gpus or _gpus(given), given, limits if len(limits) > 1 else limit)
         searcher = Searcher(work, space)
         found = searcher.run(top)
         if not found.layouts:
             _none_fits(searcher, found, asked=layout is not None, as_json=as_json)
         result = _result(found, work)
+        if given:
+            result["chosen"] = _chosen(found.layouts[0].layout, given)
         if as_json:
             typer.echo(json.dumps(result))
         else:
             _print(result, limit, _days(work, found, run_tokens, run_seconds))
         if plot is not None:
-            picture(result["layouts"][:5], plot, limit / 2**30, result.get("unfitted", ""))
+            picture(result["layouts"][:5], plot, limit / 2**30, result["trust"]["line"])
         title = f"{model} on {space.gpus:,} x {work.machine.name}, batch {batch:,} of {sequence:,} tokens"
         if html is not None:
             html.write_text(page(result, title), encoding="utf-8")
         if layer_costs is not None:
             layer_costs.write_text(CostModel(work).layer_costs(found.layouts[0].layout).to_json(), encoding="utf-8")
         if write is not None:
-            _write(write, model, source, work, found.layouts[0].layout)
+            best = found.layouts[0].layout
+            _write(write, model, source, work, best, result["trust"]["line"])
+            needed = (
+                "" if source is not None else "; set training.steps, training.learning_rate and data.training in it"
+            )
+            typer.echo(f"wrote {write}: {best}{needed}", err=as_json)
+            if sbatch is not None:
+                nodes = _sbatch(sbatch, write, best.gpus)
+                typer.echo(f"wrote {sbatch}: {best.gpus} GPUs on {nodes} nodes; sbatch {sbatch}", err=as_json)
     except ConfigError:
         raise
     except (ValueError, OSError, ImportError) as error:
@@ -140,85 +177,15 @@ def _measure(path: Path) -> None:
     typer.echo(f"{path}: {found.sources['measured']}")
 
 
-def model_of(name: str) -> tuple[TransformerConfig, TrainingFile | None, ReadFile | None]:
-    """Return a model's configuration, and the training file that it comes from, checked and as it was read."""
-    from ..train.file import read_training_file
-    from ..train.job import model_config
-    from ..train.schema import ModelSection
-
-    path = Path(name)
-    if path.suffix in TRAINING_FILES:
-        file, source = read_training_file(path)
-        return model_config(file.model), file, source
-    if path.suffix == ".json":
-        return _from_fields(read_object(path), path), None, None
-    if local_folder(name).is_dir():
-        return model_config(ModelSection(folder=name, weights=False)), None, None
-    return model_config(ModelSection(preset=name)), None, None
-
-
-def _from_fields(values: dict[str, Any], path: Path) -> TransformerConfig:
-    """Return the configuration of Hugging Face's fields; without ``model_type``, a GPT or a Llama by its fields."""
-    from ..models.config import DecoderConfig, GPTConfig, LlamaConfig
-    from ..models.huggingface.config import from_hf
-
-    names = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
-    names |= {"n_positions": "max_position_embeddings", "n_inner": "intermediate_size", "ffn_dim": "intermediate_size"}
-    if values.get("model_type") and not (values["model_type"] == "gpt2" and "n_embd" not in values):
-        return from_hf(values if "n_embd" in values else {"max_position_embeddings": 2048, **values}, path)
-    values = {names.get(key, key): value for key, value in values.items()}
-    needed = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-    if missing := [key for key in needed if key not in values]:
-        raise ValueError(f"{path} has no {missing[0]}. Give at least {', '.join(needed)}.")
-    values.setdefault("max_position_embeddings", 2048)
-    grouped = values.get("num_key_value_heads") not in (None, values["num_attention_heads"])
-    gated = grouped or {"rms_norm_eps", "rope_theta"} & set(values)
-    if "hidden_act" in values:
-        gated = values["hidden_act"] == "silu"
-    width, inner = values["hidden_size"], values.get("intermediate_size")
-    if gated:
-        kind: type[TransformerConfig] = LlamaConfig
-    elif inner is None or inner % width == 0:
-        kind, values = GPTConfig, values | ({"mlp_ratio": inner // width} if inner else {})
-    else:
-        kind = DecoderConfig
-        values |= {"norm": "layer", "gated": False, "learned_positions": True, "hidden_act": "gelu"}
-    known = {*kind.settings()} - {"rope_scaling"}
-    return kind(**{key: value for key, value in values.items() if key in known and value is not None})
-
-
-def parse_layout(text: str) -> dict[str, list[Any]]:
-    """Return the keys of ``--layout`` with their values.
-
-    Raises:
-        ValueError: an unknown key or value; the message names the nearest.
-    """
-    from ..pipe.schedules.registry import RECIPES
-    from ..plan.parallel_layout import RECOMPUTATION, ParallelLayout
-
-    keys = [each.name for each in fields(ParallelLayout)]
-    given: dict[str, list[Any]] = {}
-    for part in filter(None, (each.strip() for each in text.split(","))):
-        key, equals, value = part.partition("=")
-        if key not in keys:
-            raise ValueError(no_such("--layout", key, keys))
-        words = {"schedule": [name for name in RECIPES if name != "forward"], "recompute": list(RECOMPUTATION)}
-        if key in words:
-            if value not in words[key]:
-                raise ValueError(f"--layout: there is no {key} {value!r}; {nearest(value, words[key])}")
-            given[key] = [value]
-        elif key in ("offload", "sequence_parallel"):
-            if value.lower() not in ("true", "false", "1", "0", ""):
-                raise ValueError(f"--layout: {key} is {value!r}. Give true or false.")
-            given[key] = [value.lower() in ("true", "1") or not equals]
-        elif not value.isdecimal() or (int(value) < 1 and key != "zero") or (key == "zero" and int(value) > 3):
-            range_ = "0, 1, 2 or 3" if key == "zero" else "a whole number of at least 1"
-            raise ValueError(f"--layout: {key} is {value!r}. Give {range_}.")
-        else:
-            given[key] = [int(value)]
-    if "zero" in given:  # a given stage is meant without offload
-        given.setdefault("offload", [False])
-    return given
+def _numbers(option: str, text: str | None) -> list[float]:
+    """Return the numbers of an option, which stand with commas."""
+    try:
+        found = [float(each) for each in (text or "").split(",") if each.strip()]
+    except ValueError:
+        found = [0.0]
+    if not all(0 < each < math.inf for each in found):
+        raise ValueError(f"{option} is {text!r}. Give a number above 0, or one for each rank of the pipe axis: 2,2,1.")
+    return found
 
 
 def _gpus(given: dict[str, list[Any]]) -> int:
@@ -227,10 +194,16 @@ def _gpus(given: dict[str, list[Any]]) -> int:
     return math.prod(given.get(axis, [1])[0] for axis in ("pipe", "data", "context", "tensor"))
 
 
-def _unfitted(work: Work) -> dict[str, Any]:
-    """Return the first entry of a JSON object: a line about a machine to whose runs nothing is fitted."""
-    line = work.machine.unfitted(work.precision)
-    return {} if line is None else {"unfitted": line}
+def _chosen(layout: ParallelLayout, given: dict[str, list[Any]]) -> dict[str, Any]:
+    """Return the keys of a layout that ``--layout`` left to the search."""
+    return {each.name: getattr(layout, each.name) for each in fields(layout) if each.name not in given}
+
+
+def _trust(work: Work, seconds: float | None) -> dict[str, Any]:
+    """Return the first entry of a JSON object: how far the times can be trusted."""
+    from ..plan.trust import trust
+
+    return trust(work.machine, work.config, work.products or work.precision).to_dict(work.machine.name, seconds)
 
 
 def _result(found: Search, work: Work) -> dict[str, Any]:
@@ -238,8 +211,11 @@ def _result(found: Search, work: Work) -> dict[str, Any]:
     from ..plan.search import to_dict
 
     layouts = [to_dict(planned, work) for planned in found.layouts]
+    trusted = _trust(work, layouts[0]["step_s"] if layouts else None)
+    for layout in layouts:
+        layout["interval_s"] = [layout["step_s"] * trusted["low"], layout["step_s"] * trusted["high"]]
     return {
-        **_unfitted(work),
+        "trust": trusted,
         "layouts": layouts,
         "considered": found.considered,
         "excluded": found.excluded,
@@ -279,7 +255,7 @@ def _change(searcher: Searcher) -> str:
     from ..plan.search import Searcher, Space
 
     space, work = searcher.space, searcher.work
-    if space.given:
+    if space.given and not searcher.unequal:
         free = Searcher(work, Space(space.gpus, {}, searcher.limit)).run(1).layouts
         if free:
             return f"Without --layout, {free[0].layout} fits."
@@ -322,16 +298,16 @@ def _why(work: Work, gpus: int | None, limit: float, pair: tuple[str, str], as_j
         if not best:
             raise ValueError(f"no layout is possible with {text}, because {searcher.impossible()}.")
         found.append(to_dict(best[0], work))
-    a, b = found
+    (a, b), trusted = found, _trust(work, None)
     if as_json:
         times = {kind: a["time_s"][kind] - b["time_s"][kind] for kind in a["time_s"]}
         sizes = {kind: a["memory_gib"][kind] - b["memory_gib"][kind] for kind in a["memory_gib"]}
         typer.echo(
-            json.dumps({**_unfitted(work), "layouts": found, "difference": {"time_s": times, "memory_gib": sizes}})
+            json.dumps({"trust": trusted, "layouts": found, "difference": {"time_s": times, "memory_gib": sizes}})
         )
         return
     console = terminal()
-    console.print(*_unfitted(work).values(), f"A: {name_of(a)}", f"B: {name_of(b)}", sep="\n")
+    console.print(trusted["line"], f"A: {name_of(a)}", f"B: {name_of(b)}", sep="\n")
     for key, unit in (("time_s", "seconds a step"), ("memory_gib", "GiB on the fullest GPU")):
         kinds = sorted(a[key], key=lambda kind: -abs(a[key][kind] - b[key][kind]))
         pairs = {kind: (a[key][kind], b[key][kind]) for kind in kinds if a[key][kind] or b[key][kind]}
@@ -345,14 +321,18 @@ def _print(result: dict[str, Any], limit: float, lines: list[str]) -> None:
     from ..plan.page import HEADS, cells
 
     console = terminal()
-    if "unfitted" in result:
-        console.print(result["unfitted"])
+    console.print(result["trust"]["line"])
     console.print(table(HEADS, map(cells, result["layouts"])))
     best = result["layouts"][0]
     _bar(console, "memory of the first, GiB", best["memory_gib"], limit / 2**30)
     _bar(console, "time of the first, seconds", best["time_s"], None)
     excluded = ", ".join(f"{number:,} {_plural(reason, number)}" for reason, number in result["excluded"].items())
     searched = f"{result['considered']:,} layouts in {result['seconds']:.2f} s: {excluded or 'none excluded'}"
+    if "chosen" in result:
+        lines = [
+            *lines,
+            f"chosen by the search: {', '.join(f'{name}={value}' for name, value in result['chosen'].items())}",
+        ]
     console.print(*lines, searched, sep="\n")
 
 
@@ -372,12 +352,20 @@ def _bar(console: Console, title: str, kinds: dict[str, float], limit: float | N
     console.print(f"{title}: {figure(total)}{of}", parts, key, sep="\n", soft_wrap=False)
 
 
-def _write(path: Path, model: str, source: ReadFile | None, work: Work, layout: ParallelLayout) -> None:
+def _write(path: Path, model: str, source: ReadFile | None, work: Work, layout: ParallelLayout, note: str) -> None:
     """Write a training file of a layout; other keys are those of the training file that was given."""
     import yaml
 
+    from ..plan.cost import CostModel
+    from ..plan.parallel_layout import RECOMPUTATION
+
     if path.suffix not in TRAINING_FILES[:2]:
         raise ValueError(f"--write is {path}, but it must end in .yaml.")
+    if layout.recompute not in RECOMPUTATION or work.products:
+        raise ValueError(
+            f"recompute={layout.recompute} and --products {work.products} are planned, but triax train has no such "
+            "run. Leave them out with --write."
+        )
     content: dict[str, Any] = {} if source is None else copy.deepcopy(source.values)
     if source is None:
         found: dict[str, Any] = {"preset": model}
@@ -390,6 +378,8 @@ def _write(path: Path, model: str, source: ReadFile | None, work: Work, layout: 
     content["grid"] = {name: getattr(layout, name) for name in sizes}
     content["grid"]["sequence_parallel"] = bool(layout.sequence_parallel)
     content["schedule"] = {"name": layout.schedule, "chunks": layout.chunks}
+    if work.speeds:  # a cut that no run makes by itself
+        content["schedule"]["partition"] = CostModel(work).memory.cuts(layout.pipe)
     zero: Any = layout.zero
     if layout.offload:
         zero = {"stage": layout.zero, "offload_optimizer": {"device": "cpu"}}
@@ -402,5 +392,27 @@ def _write(path: Path, model: str, source: ReadFile | None, work: Work, layout: 
         "zero": zero,
     }
     content["training"].pop("batch_tokens", None)
-    comment = "".join(f"# {line}\n" for line in _unfitted(work).values())
-    path.write_text(comment + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    path.write_text(f"# {note}\n" + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+
+
+def _sbatch(path: Path, training: Path, gpus: int, node: int = 8) -> int:
+    """Write a Slurm script that runs a training file, and return its number of nodes."""
+    each = min(gpus, node)
+    if gpus % each:
+        raise ValueError(f"--sbatch has {node} GPUs on a node, and {gpus} are no whole number of nodes.")
+    lines = [
+        "#!/bin/bash",
+        f"#SBATCH --job-name={training.stem}",
+        f"#SBATCH --nodes={gpus // each}",
+        f"#SBATCH --ntasks-per-node={each}",
+        f"#SBATCH --gpus-per-node={each}",
+        "#SBATCH --time=24:00:00",
+        "#SBATCH --signal=USR1@300",
+        "#SBATCH --requeue",
+        "#SBATCH --output=%x-%j.log",
+        "",
+        "# SIGUSR1 comes 300 s before the time limit: the run saves a checkpoint and puts the job back into the queue.",
+        f"srun --cpu-bind=cores triax train {shlex.quote(str(training))}",
+    ]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return gpus // each

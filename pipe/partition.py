@@ -62,6 +62,35 @@ def balanced(weights: Sequence[float], parts: int) -> list[int]:
     return boundaries[::-1]
 
 
+def by_speed(weights: Sequence[float], speeds: Sequence[float]) -> list[int]:
+    """Return boundaries of one part for each speed, of which the largest weight / speed is as small as possible.
+
+    Among those, the sum of their squares is least. No part is empty.
+
+    >>> by_speed([1, 1, 1, 1, 1, 1], [1.0, 2.0])
+    [0, 2, 6]
+    """
+    layers = len(weights)
+    _check(layers, len(speeds))
+    prefix = [0.0, *accumulate(weights)]
+    worst = (math.inf, math.inf)
+    best, cuts = [(0.0, 0.0), *[worst] * layers], []
+    for part, speed in enumerate(speeds, 1):
+        row, cut = [worst] * (layers + 1), [0] * (layers + 1)
+        for stop in range(part, layers - (len(speeds) - part) + 1):
+            for start in range(part - 1, stop):
+                time = (prefix[stop] - prefix[start]) / speed
+                found = max(best[start][0], time), best[start][1] + time * time
+                if found < row[stop]:
+                    row[stop], cut[stop] = found, start
+        best = row
+        cuts.append(cut)
+    found_cuts = [layers]
+    for cut in reversed(cuts):
+        found_cuts.append(cut[found_cuts[-1]])
+    return found_cuts[::-1]
+
+
 def boundaries(
     method: str | Sequence[int], stages: int, typenames: Sequence[str], weights: Callable[[], Sequence[float]]
 ) -> list[int]:

@@ -9,6 +9,8 @@ measured.py         MeasuredTimes: times of kernels, collectives and Python by s
 collectives.py      seconds of rings, trees, all-to-alls and messages on the levels of a network
 cost.py             CostModel: seconds of a step on a layout, term by term
 cores.py            seconds of a schedule whose ranks share the cores of one machine
+fit.py              MeasuredRun, fit: a machine's figures from measured runs, and leave-one-out errors
+trust.py            Trust: interval of a predicted time, by what is known of the machine
 search.py           Searcher: the fastest layouts that fit, by exact lower bounds
 tuning.py           Tuner: microbatch size and ZeRO stage of a configuration, confirmed by measured steps
 picture.py, page.py bars of memory and time as a picture, and as an HTML section

@@ -8,6 +8,7 @@ of the schedule, messages between stages, the data axis (ZeRO) and the optimizer
 |---|---|---|
 | product m x k x n | the longer of 2mkn / (peak x efficiency x full tiles) and bytes / memory speed | roofline, \
 Williams et al. 2009; tiles and waves: NVIDIA's guide to matrix multiplication |
+| product in fp8 | the same with the peak of fp8, and the writes of both operands' casts | Transformer Engine |
 | attention, fused | causal FLOPs / (peak x efficiency); backward 2.5 times as many, a fifth slower | \
 arXiv:2307.08691, section 4.1 |
 | attention, not fused | two batched products, and 13 bytes a score forward, 17 backward | Korthikanti et al. 2022, \
@@ -17,7 +18,8 @@ figure 3 |
 gradients, unless they are passes of their own, which gather their input again | tensor_parallel/column.py |
 | context | K and V around the ring, twice as much backward, behind the core of attention | arXiv:2310.01889 |
 | expert | two all-to-alls forward, two backward | arXiv:2101.03961 |
-| recompute | the forward pass (full), or the core of attention (selective) | Korthikanti et al. 2022 |
+| recompute | the forward pass (full), that of the MLP (mlp), or the core of attention (selective) | \
+Korthikanti et al. 2022 |
 | bubble | idle time of the schedule, with all other pipe ranks' times | pipe/schedules, docs/schedules.md |
 | pipe | each pass waits for its message, 2 s b h bytes (1/t of them under sequence parallelism), and for the \
 software's overhead | Narayanan et al. 2021 |
@@ -108,6 +110,9 @@ class Work:
         batch: sequences of a step over all replicas.
         sequence: tokens of a sequence.
         precision: ``bf16``, ``fp16``, ``fp32`` or ``fp64``, with fp32 masters for the first two.
+        products: dtype of the operands of the blocks' products, such as ``fp8`` or ``mxfp8``, cast for each of them;
+            None: the precision.
+        speeds: speed of each rank of the pipe axis over the machine's, as in ``LayerCosts``; (): all have 1.
     """
 
     config: TransformerConfig
@@ -115,6 +120,8 @@ class Work:
     batch: int
     sequence: int
     precision: str = "bf16"
+    products: str | None = None
+    speeds: tuple[float, ...] = ()
 
     @cached_property
     def layers(self) -> list[LayerShape]:
@@ -154,6 +161,8 @@ class CostModel:
         self.work, self.machine = work, work.machine
         self.bytes = BYTES[work.precision]
         self.peak = work.machine.peak_of(work.precision)
+        self.narrow = work.products not in (None, work.precision)
+        self.product_peak = work.machine.peak_of(work.products or work.precision)
         self.types = list(dict.fromkeys(work.layers))
         self.kinds = [self.types.index(layer) for layer in work.layers]
         self._layers: dict[tuple[int, ...], LayerTime] = {}
@@ -165,12 +174,19 @@ class CostModel:
                 f"the machine {work.machine.name} was measured in {', '.join(self.measured.products)}, not in "
                 f"{work.precision}. Give --precision with one of them."
             )
+        if work.speeds and self.on_cores:
+            raise ValueError("ranks that share cores have no speeds of their own. Leave --speeds out.")
         device = "cpu" if self.on_cores else "cuda"
         self.memory = ModelMemory(
-            work.config, work.precision, fused_attention=work.machine.fused_attention, device=device
+            *(work.config, work.precision),
+            fused_attention=work.machine.fused_attention,
+            fused_kernels=work.machine.fused_kernels,
+            speeds=work.speeds,
+            device=device,
         )
         # of the tensor axis, if the backward pass is split: more seconds of input gradients and of weight gradients
         self._shown: dict[tuple[int, ...], tuple[float, float]] = {}
+        self._mlp: dict[tuple[int, ...], float] = {}  # seconds of the forward pass of a block's MLP
         self._ranks: dict[tuple[int, int, bool], list[tuple[tuple[int, ...], int]]] = {}
         self._parameters: dict[tuple[int, int, int], tuple[float, float]] = {}
         self._simulated: dict[tuple[object, ...], float] = {}
@@ -181,19 +197,23 @@ class CostModel:
 
     # ------------------------------------------------------------------------------------------------ a layer
 
-    def product(self, m: int, k: int, n: int, calls: int = 1, output: float = 0) -> float:
+    def product(self, m: int, k: int, n: int, calls: int = 1, output: float = 0, narrow: bool = False) -> float:
         """Return the seconds of ``calls`` products of an m x k and a k x n matrix.
 
         Args:
-            output: bytes of an element of the result; by default those of an element of the operands.
+            m, k, n: sizes of the matrices.
+            calls: number of products.
+            output: bytes of an element of the result; by default those of the precision.
+            narrow: the operands are of the dtype ``work.products``, with one byte an element.
         """
         machine = self.machine
         rows, columns = machine.tile
         tiles = math.ceil(m / rows) * math.ceil(n / columns) * calls
         full = m * n * calls / (tiles * rows * columns)  # share of the tiles that is used
         waves = math.ceil(tiles / machine.units) * machine.units / tiles
-        compute = 2 * m * k * n * calls * waves / (self.peak * machine.product_efficiency * full)
-        moved = (self.bytes * (m * k + k * n) + (output or self.bytes) * m * n) * calls
+        peak = self.product_peak if narrow else self.peak
+        compute = 2 * m * k * n * calls * waves / (peak * machine.product_efficiency * full)
+        moved = ((1 if narrow else self.bytes) * (m * k + k * n) + (output or self.bytes) * m * n) * calls
         return max(compute, moved / machine.elementwise_speed)
 
     def layer(self, kind: int, layout: ParallelLayout) -> LayerTime:
@@ -209,12 +229,13 @@ class CostModel:
         t, machine, size = layout.tensor, self.machine, self.bytes
         tokens = layout.microbatch * self.work.sequence // layout.context
         held = tokens / t if sharded else float(tokens)  # tokens of the hidden states that a rank holds
-        forward = inputs = weights = column = 0.0
+        forward = inputs = weights = column = mlp = 0.0
         sharded_products: set[str] = set()
         experts = {weight.name for weight in shape.weights if weight.expert_dim is not None}
         for product in shape.products:
             times = self._product_times(product, shape, layout, tokens, held, product.weight in experts)
             forward, inputs, weights = (a + b for a, b in zip((forward, inputs, weights), times, strict=True))
+            mlp += times[0] if product.weight.startswith("mlp.") else 0.0
             if product.sharding != "none":
                 sharded_products.add(product.weight.partition(".")[0])
                 column += times[2] if product.sharding == "column" else 0.0
@@ -224,8 +245,8 @@ class CostModel:
             elementwise = moved[0] / machine.elementwise_speed, moved[1] / machine.elementwise_speed
         else:
             elementwise = self._kernels(self.measured, shape, tokens, held, t)
-        if self.on_cores:
-            column = 0.0  # the transport takes the core that computes the weight gradients
+        if self.on_cores or not machine.overlap_tensor:
+            column = 0.0  # the transport takes the core that computes the weight gradients, or the software waits
         # the tensor axis
         hidden = size * tokens * shape.hidden
         branches = len(sharded_products) if shape.kind == "block" else int(shape.kind in ("embedding", "head"))
@@ -241,8 +262,9 @@ class CostModel:
             tensor = ((once if sharded else 0.0) + loss, max(0.0, hidden_reduce - column))
             self._shown[key] = min(hidden_reduce, column), once if sharded else 0.0
         elif sharded:
-            tensor = (2 * branches * once, branches * once + max(0.0, branches * once - column))
-            self._shown[key] = min(branches * once, column), branches * once
+            again = 0.0 if machine.overlap_tensor or self.on_cores else branches * once  # inputs gathered again
+            tensor = (2 * branches * once, branches * once + max(0.0, branches * once - column) + again)
+            self._shown[key] = min(branches * once, column), branches * once - again
         else:
             reduce = branches * all_reduce(hidden, group, machine)
             tensor = (reduce, max(0.0, reduce - column))
@@ -250,13 +272,16 @@ class CostModel:
         if self.measured is not None and t > 1 and shape.kind == "block":
             call = branches * self.measured.calls.get("tensor", 0.0)
             tensor = tensor[0] + (2 if sharded else 1) * call, tensor[1] + (3 if sharded else 1) * call
+        sent = self._expert(shape, layout, held) if experts else (0.0, 0.0)
+        if shape.kind == "block":  # half of the elementwise kernels, and one of the branches
+            self._mlp[key] = mlp + elementwise[0] / 2 + sent[0] + (tensor[0] / branches if branches else 0.0)
         return LayerTime(
             (forward, inputs, weights),
             attention,
             elementwise,
             tensor,
             self._context(shape.attention, layout, attention) if shape.attention else (0.0, 0.0),
-            self._expert(shape, layout, held) if experts else (0.0, 0.0),
+            sent,
             self._overhead(shape, forward + attention[0] + elementwise[0], inputs + weights + attention[1]),
         )
 
@@ -327,7 +352,7 @@ class CostModel:
                 n = math.ceil(n / t)
         elif product.sharding == "row":
             k = math.ceil(k / t)
-        elif shape.kind == "block":
+        elif shape.kind in ("block", "projection"):
             m = math.ceil(held)
         if routed:
             assert shape.feedforward is not None
@@ -337,10 +362,19 @@ class CostModel:
             shares = self.measured.product(self.work.precision, m, k, n)
             forward, inputs, weights = (2 * m * k * n * calls / (self.peak * share) for share in shares)
             return forward, inputs, weights
+        narrow = self.narrow and shape.kind == "block"
+        cast, back = 0.0, 0.0
+        if narrow:
+            # The kernel that makes the inputs writes them as they are and transposed; the gradient is read for it.
+            # Weights are cast once a step.
+            cast, back = (
+                size * calls / self.machine.elementwise_speed for size in (2 * m * k, (self.bytes + 2) * m * n)
+            )
         return (
-            self.product(m, k, n, calls),
-            self.product(m, n, k, calls),
-            self.product(k, m, n, calls, output=2 * max(4, self.bytes)),  # fp32 gradients are read and written
+            self.product(m, k, n, calls, narrow=narrow) + cast,
+            self.product(m, n, k, calls, narrow=narrow) + back,
+            # fp32 gradients are read and written
+            self.product(k, m, n, calls, output=2 * max(4, self.bytes), narrow=narrow),
         )
 
     def _attention(self, sizes: Attention, tokens: int, layout: ParallelLayout) -> tuple[float, float]:
@@ -450,11 +484,13 @@ class CostModel:
         ranks = self._rank_times(layout, zigzag)
         busiest = max(ranks, key=lambda rank: rank.busy)
         kinds = {kind: m * value for kind, value in busiest.kinds.items()}
-        if p > 1:
+        if self.work.speeds:
+            kinds["bubble"] = max(0.0, self._makespan(layout, m, ranks) - m * busiest.busy)
+        elif p > 1:
             if self._closed(layout, m, busiest):
                 kinds["bubble"] = sum(rank.idle(layout) * rank.count for rank in ranks) - busiest.idle(layout)
             else:
-                kinds["bubble"] = max(0.0, self._makespan(layout, m, busiest) - m * busiest.busy)
+                kinds["bubble"] = max(0.0, self._makespan(layout, m, [busiest]) - m * busiest.busy)
         return ranks, kinds
 
     def _closed(self, layout: ParallelLayout, m: int, busiest: _RankTime) -> bool:
@@ -466,13 +502,17 @@ class CostModel:
             return enough and busiest.weights <= min(busiest.forward, busiest.inputs)
         return layout.schedule not in ("interleaved", "looped-bfs") or m % layout.pipe == 0
 
-    def _makespan(self, layout: ParallelLayout, m: int, rank: _RankTime) -> float:
-        """Return the seconds of a schedule in which all ranks are as busy as this one, by simulation.
+    def _makespan(self, layout: ParallelLayout, m: int, ranks: Sequence[_RankTime]) -> float:
+        """Return the seconds of a schedule by simulation: of these ranks, or of ranks that are all as busy as this one.
 
         A long schedule repeats: its makespan is that of a short one and so much for each further microbatch.
         """
         p, v = layout.pipe, layout.chunks
-        costs = Costs(rank.forward, rank.inputs, rank.weights)
+        if len(ranks) == 1:
+            costs = Costs(ranks[0].forward, ranks[0].inputs, ranks[0].weights)
+        else:
+            forward, inputs, weights = zip(*((each.forward, each.inputs, each.weights) for each in ranks), strict=True)
+            costs = Costs(forward, inputs, weights)
 
         def makespan(microbatches: int) -> float:
             key = (layout.schedule, p, v, microbatches, costs)
@@ -504,13 +544,16 @@ class CostModel:
         if p > 1 and layout.schedule != "eager-1f1b":
             tokens = layout.microbatch * self.work.sequence / layout.context
             shards = layout.tensor if layout.sequence_parallel else 1
-            size = self.bytes * tokens * self.types[0].hidden / shards
+            size = self.bytes * tokens * self.work.config.hidden_size / shards
             stride = layout.data * layout.context * layout.tensor
-            hop = v * (message(size, stride, self.machine) + self.machine.message_overhead)
+            hop = v * self.machine.message_overhead
+            hop += 0.0 if self.machine.overlap_messages else v * message(size, stride, self.machine)
         sums = list(zip(*(self._sums(kind, layout) for kind in range(len(self.types))), strict=True))
         found = []
-        for counts, ranks in self.ranks(p, v, zigzag):
-            forward, inputs, weights, recompute, *parts = (sum(map(mul, counts, times)) for times in sums)
+        for place, (counts, ranks) in enumerate(self.ranks(p, v, zigzag)):
+            speed = self.work.speeds[place] if self.work.speeds else 1.0
+            seconds = (sum(map(mul, counts, times)) / speed for times in sums)
+            forward, inputs, weights, recompute, *parts = seconds
             kinds = dict(zip(LayerTime._fields, parts, strict=True))
             kinds["recompute"], kinds["pipe"] = recompute, 2 * hop
             found.append(_RankTime(ranks, counts, forward + hop, inputs + recompute + hop, weights, kinds))
@@ -575,7 +618,7 @@ class CostModel:
             numel = self.types[kind].parameters / layout.tensor
             ends[rank] += all_reduce(numel * max(4, self.bytes), RankGroup(2, layout.gpus // p), machine)
         tokens = layout.microbatch * self.work.sequence / layout.context
-        hidden = self.bytes * tokens * self.types[0].hidden / (layout.tensor if layout.sequence_parallel else 1)
+        hidden = self.bytes * tokens * self.work.config.hidden_size / (layout.tensor if layout.sequence_parallel else 1)
         latency = message(0.0, 1, machine) if p > 1 else 0.0
         moved = message(hidden, 1, machine) - latency if p > 1 else 0.0
         busiest = max(ranks, key=lambda rank: ends[rank] + sum(kinds[rank].values()))
@@ -605,7 +648,8 @@ class CostModel:
         if found is None:
             time, recompute = self.layer(kind, layout), 0.0
             if self.types[kind].kind == "block":
-                recompute = {"none": 0.0, "selective": time.attention[0], "full": time.forward}[layout.recompute]
+                again = {"none": 0.0, "selective": time.attention[0], "full": time.forward, "mlp": self._mlp[key]}
+                recompute = again[layout.recompute]
             inputs, weights = self._shown.get(key, (0.0, 0.0)) if split else (0.0, 0.0)
             parts = {name: sum(part) for name, part in zip(LayerTime._fields, time, strict=True)}
             parts["tensor"] += inputs + weights
@@ -624,7 +668,9 @@ class CostModel:
                 mine = [c * p + (p - 1 - rank if zigzag and c % 2 else rank) for c in range(v)]
                 held = Counter(kind for s in mine for kind in self.kinds[stages[s] : stages[s + 1]])
                 each.append(tuple(held[kind] for kind in range(len(self.types))))
-            found = self._ranks[key] = list(Counter(each).items())
+            found = self._ranks[key] = (
+                [(counts, 1) for counts in each] if self.work.speeds else [*Counter(each).items()]
+            )
         return found
 
     def parameters(self, kind: int, tensor: int, expert: int) -> tuple[float, float]:
@@ -645,7 +691,7 @@ class CostModel:
     def layer_costs(self, layout: ParallelLayout) -> LayerCosts:
         """Return the costs of each layer on a layout, from which a cut is searched (pipe/cuts.py)."""
         tokens, replicas = layout.microbatch * self.work.sequence / layout.context, layout.data * layout.context
-        output = self.bytes * tokens * self.types[0].hidden / (layout.tensor if layout.sequence_parallel else 1)
+        output = self.bytes * tokens * self.work.config.hidden_size / (layout.tensor if layout.sequence_parallel else 1)
         stride = replicas * layout.tensor
         latency, seconds = (message(size, stride, self.machine) for size in (0.0, output))
         layers = []
@@ -661,7 +707,12 @@ class CostModel:
             )
             kept = self.memory.layer_activations(shape, tokens, self.work.sequence, layout)
             layers.append(LayerCost(forward, inputs + recompute, weights, states, kept, output, shape.name))
-        return LayerCosts(tuple(layers), latency + self.machine.message_overhead, max(0.0, seconds - latency) / output)
+        return LayerCosts(
+            tuple(layers),
+            latency + self.machine.message_overhead,
+            max(0.0, seconds - latency) / output,
+            self.work.speeds,
+        )
 
     def _held(self, counts: tuple[int, ...], layout: ParallelLayout) -> list[tuple[float, RankGroup]]:
         """Return the parameters that a rank holds before ZeRO shards them, with the group of their replicas."""

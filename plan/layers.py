@@ -131,7 +131,7 @@ class LayerShape:
     """One layer of a model's list.
 
     Attributes:
-        kind: ``embedding``, ``positions``, ``block``, ``norm`` or ``head``.
+        kind: ``embedding``, ``projection``, ``positions``, ``block``, ``norm`` or ``head``.
         name: name of its class.
         hidden: width of the hidden states.
         weights: its parameters, in the module's order.
@@ -269,9 +269,17 @@ def _experts(
     return tuple(weights)
 
 
-def _ends(config: TransformerConfig, softcap: bool = False, bias: bool = False) -> tuple[LayerShape, LayerShape]:
-    """Return the token embedding and the head."""
-    vocabulary, width = config.vocab_size, config.hidden_size
+def _projection(inputs: int, outputs: int) -> LayerShape:
+    """Return a projection between the width of the token embeddings and that of the model."""
+    weights = _linear("linear", outputs, inputs, False, "none")
+    return LayerShape("projection", "Projection", outputs, weights, _products(weights))
+
+
+def _ends(
+    config: TransformerConfig, softcap: bool = False, bias: bool = False, narrow: int = 0
+) -> tuple[LayerShape, LayerShape]:
+    """Return the token embedding and the head; ``narrow`` is their width if it is not the model's."""
+    vocabulary, width = config.vocab_size, narrow or config.hidden_size
     rows = Weight("weight", (vocabulary, width), 0)
     tie = "embed" if config.tie_word_embeddings else None
     embedding = LayerShape("embedding", "TokenEmbedding", width, (rows,), tie=tie)
@@ -301,11 +309,6 @@ def _decoder(config: DecoderConfig, shard_tensor: bool) -> list[LayerShape]:
     experts = Feedforward(config.moe_intermediate_size, True, config.num_experts, config.num_experts_per_tok, shared)
     clamped, biased = config.swiglu_limit is not None, config.selection_bias or config.scoring_func == "sigmoid"
     mixture = _experts(d, experts, shard_tensor, config.shared_expert_gate, config.moe_bias, clamped) if sparse else ()
-    if config.embedding_size:
-        raise ValueError(
-            f"embedding_size is {config.embedding_size}: the planner does not count projections of the embeddings. "
-            "Plan a model without them"
-        )
     before, behind = config.norm_place in ("before", "both"), config.norm_place != "before"
     norms = 1 if config.shared_norm else 4 if before and behind else 2
     blocks = []
@@ -332,12 +335,15 @@ def _decoder(config: DecoderConfig, shard_tensor: bool) -> list[LayerShape]:
             )
         )
     capped = config.final_logit_softcapping is not None or config.logit_scale != 1.0
-    first, head = _ends(config, capped, config.head_bias)
+    first, head = _ends(config, capped, config.head_bias, config.embedding_size)
     learned = [_positions(config, config.position_offset)] * config.learned_positions
     if config.embedding_norm:
         learned.insert(0, LayerShape("norm", "EmbeddingNorm", d, _norm("norm.", d, kind), norms=1, norm=kind))
     last = LayerShape("norm", "WithoutNorm", d, ()) if config.norm_place == "sum" else _final_norm(d, kind)
-    return [first, *learned, *blocks, last, head]
+    widened, narrowed = [], []
+    if narrow := config.embedding_size:
+        widened, narrowed = [_projection(narrow, d)], [_projection(d, narrow)]
+    return [first, *widened, *learned, *blocks, last, *narrowed, head]
 
 
 def _attention(config: DecoderConfig) -> tuple[Weight, ...]:

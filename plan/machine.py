@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,10 @@ class Machine:
         attention_efficiency: share of ``peak`` that fused attention reaches.
         fused_attention: attention is one kernel that keeps the scores on chip (FlashAttention); False: the scores are
             written to memory and read again.
+        overlap_tensor: the tensor axis sums the gradients of a product's inputs, and gathers its inputs again, while
+            the backward pass computes products; False: behind them.
+        overlap_messages: messages between stages arrive during the passes of other microbatches; False: each pass waits
+            for its own.
         overlap_gradients: gradients are reduced during the backward pass of the last microbatch; False: behind it.
         overlap_pipelined_gradients: the same with several stages.
         overlap_weights: weights are gathered during the forward pass of the first microbatch (ZeRO stages 1 and 2);
@@ -71,6 +75,10 @@ class Machine:
             software waits for it and the device then for its next kernels.
         host_bandwidth: bytes a second between a rank and the CPU's memory.
         host_memory_bandwidth: bytes a second of the CPU's memory, divided by the ranks of a node.
+        fused_kernels: the gate of an MLP and rotary positions are kernels that keep their inputs alone for the backward
+            pass (Transformer Engine); False: as triax computes them.
+        fitted_models: parameters of the models to whose runs the figures are fitted.
+        fitted_error: root mean square of the leave-one-out errors of these runs (logarithms); 0: not known.
         measured: times by size that ``triax plan --measure`` has found, which go before the efficiencies above.
         sources: field -> source of its figure; those of the two fitted ones begin with "fitted".
     """
@@ -86,12 +94,17 @@ class Machine:
     bandwidth_efficiency: float = 0.75
     attention_efficiency: float = 0.5
     fused_attention: bool = True
+    overlap_tensor: bool = True
+    overlap_messages: bool = False
     overlap_gradients: bool = True
     overlap_pipelined_gradients: bool = True
     overlap_weights: bool = False
     message_overhead: float = 0.0
     host_bandwidth: float = 25e9
     host_memory_bandwidth: float = 25e9
+    fused_kernels: bool = False
+    fitted_models: tuple[float, ...] = ()
+    fitted_error: float = 0.0
     measured: MeasuredTimes | None = None
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
@@ -101,10 +114,9 @@ class Machine:
         numbers |= {f"peak.{dtype}": speed for dtype, speed in self.peak.items()}
         for number, link in enumerate(self.links):
             numbers |= {f"links.{number}.{name}": getattr(link, name) for name in ("bandwidth", "efficiency")}
-        if not 0 <= numbers.pop("message_overhead") < float("inf"):
-            raise ValueError(
-                f"message_overhead of the machine {self.name} is {self.message_overhead}. Give seconds, or 0."
-            )
+        for name in ("message_overhead", "fitted_error"):
+            if not 0 <= numbers.pop(name) < float("inf"):
+                raise ValueError(f"{name} of the machine {self.name} is {getattr(self, name)}. Give a number, or 0.")
         for name, value in numbers.items():
             if not 0 < value < float("inf"):
                 raise ValueError(f"{name} of the machine {self.name} is {value}. Give a positive number.")
@@ -132,20 +144,22 @@ class Machine:
         return self.bandwidth * self.bandwidth_efficiency
 
     def unfitted(self, precision: str) -> str | None:
-        """Return a line that says why times are estimates that no run confirms; None if a table or times are fitted."""
+        """Return the reason why no run confirms the figures; None if they are fitted to runs, or measured."""
         if self.measured is not None:
             return None
         missing = [name for name in FITTED if not self.sources.get(name, "").startswith("fitted")]
-        advice = "Times may be wrong by tens of percent: time the machine with triax plan --measure FILE."
         if missing:
-            figures = ", ".join(
-                f"{name} {getattr(self, name)} ({self.sources.get(name, 'assumed')})" for name in missing
-            )
-            return f"machine {self.name}: its figures are not fitted to any run of it: {figures}. {advice}"
+            figures = (f"{name} {getattr(self, name)} ({self.sources.get(name, 'assumed')})" for name in missing)
+            return f"not fitted to any run of it: {', '.join(figures)}"
         if precision not in _FITTED_IN:
-            known = " and ".join(_FITTED_IN)
-            return f"machine {self.name}: its figures are fitted to runs in {known}, not in {precision}. {advice}"
+            return f"fitted to runs in {' and '.join(_FITTED_IN)}, not in {precision}"
         return None
+
+    def from_data_sheet(self) -> Machine:
+        """Return this machine as if no run of it were known: with the figures assumed for all machines."""
+        links = tuple(replace(link, efficiency=ASSUMED_LINKS) for link in self.links)
+        kept = {name: source for name, source in self.sources.items() if name not in ASSUMED}
+        return replace(self, links=links, sources=kept, fitted_models=(), fitted_error=0.0, measured=None, **ASSUMED)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the description as a machine file holds it."""
@@ -194,6 +208,11 @@ def machine(name: str) -> Machine:
 
 _PARTS = {"NetworkLink": NetworkLink, "MeasuredTimes": MeasuredTimes}
 _TABLES = {"Row": "tuple[float, ...]", "Table": "tuple[Row, ...]"}
+# Fields that say what the software of a run does, beside message_overhead.
+SWITCHES = (
+    *("fused_attention", "fused_kernels", "overlap_tensor", "overlap_messages", "overlap_gradients"),
+    *("overlap_pipelined_gradients", "overlap_weights"),
+)
 _KINDS = {"str": (str,), "bool": (bool,), "int": (int,), "float": (int, float)}
 
 
@@ -242,12 +261,20 @@ def _value(kind: str, value: Any, place: str) -> Any:
     return value
 
 
+# Figures of a machine of which only the data sheet is known: round shares of what it states. Within a step collectives
+# reach less than in a loop of their own: on the A100 0.45 of InfiniBand's bandwidth, where nccl-tests have 0.8.
+ASSUMED: dict[str, Any] = {"product_efficiency": 0.6, "bandwidth_efficiency": 0.5, "attention_efficiency": 0.5}
+ASSUMED_LINKS = 0.5
 # The figures that are fitted to published runs (tests/support/published_runs.py).
 FITTED = ("product_efficiency", "bandwidth_efficiency")
 _FITTED_IN = ("bf16", "fp16")  # of the runs
 # Figures of which another value makes it another machine than that of the runs. The rest is software and the host.
 _HARDWARE = ("peak", "bandwidth", "links", "units", "tile", "attention_efficiency", *FITTED)
 _NCCL = "busbw of long messages by nccl-tests: about 230 of 300 GB/s over NVLink, 20 of 25 GB/s over InfiniBand"
+_SIMUMAX = (
+    "fitted to SimuMax's 26 runs on 8 B200 (benchmarks/published/b200.csv) by triax plan --fit, from the figures "
+    "assumed for all machines"
+)
 _FITTED = "fitted to published runs: docs/plan.md"
 
 
@@ -262,11 +289,12 @@ def _gpu(
     switch: int,
     sheet: str,
     efficiency: float = 0.8,
+    node: float = 0.75,
     **others: Any,
 ) -> Machine:
     """Make the description of GPUs in nodes of 8, each with a network card of its own (DGX SuperPOD)."""
     links = (
-        NetworkLink("node", 8, nvlink, 10e-6, 0.75),
+        NetworkLink("node", 8, nvlink, 10e-6, node),
         NetworkLink("switch", switch, network, 15e-6, efficiency),
         NetworkLink("network", 0, network, 20e-6, efficiency),
     )
@@ -279,10 +307,12 @@ def _gpu(
         "tile": "cuBLAS's largest common tile of 16-bit products",
         "product_efficiency": _FITTED,
         "bandwidth_efficiency": _FITTED,
+        **({"fitted_models": _FITTED} if "fitted_models" in others else {}),
         "host_bandwidth": "PCIe x16 of the node",
         **others.pop("sources", {}),
     }
     peaks = {"bf16": tflops * 1e12, "fp16": tflops * 1e12, "fp32": tflops * 0.5e12, "fp64": tflops * 0.0625e12}
+    peaks |= dict.fromkeys(others.pop("narrow", ()), 2 * tflops * 1000000000000.0)  # of products' operands
     return Machine(name, peaks, memory, bandwidth, links, units, sources=sources, **others)
 
 
@@ -300,6 +330,7 @@ MACHINES: dict[str, Machine] = {
             fused_attention=False,
             overlap_pipelined_gradients=False,
             message_overhead=0.8e-3,
+            fitted_models=(1770195456.0, 18764328960.0, 530649395200.0),
             sources={
                 "links": "NVIDIA A100 80GB SXM data sheet; 0.75 of NVLink by nccl-tests; 0.45 of InfiniBand, because "
                 "arXiv:2104.04473, section 5.9, has 892 GB/s between the 48 ranks each of two stages, both directions "
@@ -316,9 +347,11 @@ MACHINES: dict[str, Machine] = {
         ),
         _gpu(
             *("h100-80g", 989, 80e9, 3.35e12, 132, 450e9, 50e9, 256, "NVIDIA H100 SXM data sheet"),
+            narrow=("fp8",),
             product_efficiency=0.653,
             bandwidth_efficiency=0.363,
             overlap_weights=True,
+            fitted_models=(1753862144.0, 177233092608.0),
             host_bandwidth=50e9,
             sources={
                 "attention_efficiency": _FLASH3,
@@ -327,6 +360,7 @@ MACHINES: dict[str, Machine] = {
         ),
         _gpu(
             *("h200", 989, 141e9, 4.8e12, 132, 450e9, 50e9, 256, "NVIDIA H200 SXM data sheet"),
+            narrow=("fp8",),
             product_efficiency=0.653,
             bandwidth_efficiency=0.363,
             host_bandwidth=50e9,
@@ -338,13 +372,21 @@ MACHINES: dict[str, Machine] = {
         ),
         _gpu(
             *("b200", 2250, 180e9, 7.7e12, 148, 900e9, 50e9, 256, "NVIDIA DGX B200 data sheet, dense"),
-            product_efficiency=0.653,
-            bandwidth_efficiency=0.363,
+            narrow=("fp8", "mxfp8"),
+            node=0.3497,
+            product_efficiency=0.5065,
+            bandwidth_efficiency=0.4727,
+            attention_efficiency=0.3632,
             host_bandwidth=50e9,
+            fitted_models=(12369207296.0, 13302912000.0, 17087741952.0, 36958706688.0),
+            fitted_error=0.0362,
             sources={
-                "product_efficiency": "of the h100-80g: no published table is fitted",
-                "bandwidth_efficiency": "of the h100-80g: no published table is fitted",
-                "attention_efficiency": "as on the H100: assumed",
+                "product_efficiency": _SIMUMAX,
+                "bandwidth_efficiency": _SIMUMAX,
+                "attention_efficiency": _SIMUMAX,
+                "links": f"NVIDIA DGX B200 data sheet; efficiency of NVLink: {_SIMUMAX}; of the network: {_NCCL}",
+                "fitted_models": _SIMUMAX,
+                "fitted_error": _SIMUMAX,
             },
         ),
         Machine(

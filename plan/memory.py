@@ -25,7 +25,7 @@ from typing import NamedTuple
 from ..base.formulas import BYTES, CHUNK_TOKENS, STATES
 from ..models.config import TransformerConfig
 from ..options.engine import EngineOptions
-from ..pipe.partition import boundaries
+from ..pipe.partition import boundaries, by_speed
 from ..pipe.program.schedule import Schedule
 from ..pipe.program.simulate import counts_in_flight, largest_counts
 from ..pipe.schedules.registry import RECIPES, named_schedule
@@ -168,8 +168,10 @@ class ModelMemory:
         precision, optimizer: as for ``StateOptions``.
         options: further options; None: the defaults, with ``precision`` and ``optimizer``.
         partition: how the list of layers is cut into stages, as for ``PipelineModule``.
+        speeds: speed of each rank of the pipe axis, by which ``parameters`` then cuts; (): all have the same.
         shard_tensor: the tensor axis shards experts.
         fused_attention: attention does not keep its s x s probabilities. False: it does, as in Korthikanti et al.
+        fused_kernels: as for ``Machine``: an MLP's gate and rotary positions keep their inputs alone.
         device: ``cuda`` or ``cpu``. On a CPU torch has no fused RMSNorm, which then keeps more.
         reserve: bytes of the device's context and communicators, part of the margin.
 
@@ -185,16 +187,18 @@ class ModelMemory:
         *,
         options: StateOptions | None = None,
         partition: str | Sequence[int] = "parameters",
+        speeds: Sequence[float] = (),
         shard_tensor: bool = False,
         fused_attention: bool = True,
+        fused_kernels: bool = False,
         device: str = "cuda",
         reserve: int = 2**30,
     ) -> None:
         self.config, self.fused_attention, self.reserve = config, fused_attention, reserve
-        self.shard_tensor, self._on_cpu = shard_tensor, device == "cpu"
+        self.shard_tensor, self.fused_kernels, self._on_cpu = shard_tensor, fused_kernels, device == "cpu"
         self.options = options or StateOptions(precision=precision, optimizer=optimizer)
         self.layers = layers_of(config, shard_tensor)
-        self._partition = partition
+        self._partition, self._speeds = partition, tuple(speeds)
         # Equal layers have one number, by which everything below is remembered.
         numbers: dict[LayerShape, int] = {}
         self._kind_of = [numbers.setdefault(layer, len(numbers)) for layer in self.layers]
@@ -220,7 +224,10 @@ class ModelMemory:
         if stages not in self._cuts:
             names = [layer.name for layer in self.layers]
             counts = [float(layer.parameters) for layer in self.layers]
-            self._cuts[stages] = boundaries(self._partition, stages, names, lambda: counts)
+            if self._speeds and stages == len(self._speeds) and self._partition == "parameters":
+                self._cuts[stages] = by_speed(counts, self._speeds)
+            else:
+                self._cuts[stages] = boundaries(self._partition, stages, names, lambda: counts)
         return self._cuts[stages]
 
     def stages(self, layout: ParallelLayout, schedule: Schedule | None = None) -> list[list[range]]:
@@ -330,6 +337,8 @@ class ModelMemory:
             return 9.0 * tokens if layout.tensor > 1 and not full else 0.0  # the shifted ids and a mask
         if layer.kind == "positions":
             return hidden if layer.dropout and not full else 0.0  # the dropout's mask
+        if layer.kind == "projection":
+            return size * tokens * layer.products[0].inputs / apart
         if layer.kind == "norm":
             taken, numbers = self._of_norms(layer)
             return size * hidden if full else size * (taken * hidden + numbers * tokens / apart)
@@ -364,16 +373,17 @@ class ModelMemory:
         size, wide = self.options.size, max(self.options.size, 4)
         apart = layout.tensor if layout.sequence_parallel else 1
         sizes, attention, feedforward = (
-            local_sizes(layer, layout, self.shard_tensor),
+            local_sizes(layer, layout, self.shard_tensor, self.fused_kernels),
             layer.attention,
             layer.feedforward,
         )
         assert attention is not None and feedforward is not None
         taken, numbers = self._of_norms(layer)
         own = sizes.attention
-        tiled = self._tile(layer, sequence, layout) < 1.0
+        # Tiles of the MLP, and an MLP that is computed again, keep its input alone.
+        tiled = self._tile(layer, sequence, layout) < 1.0 or layout.recompute == "mlp"
         # The output is laid out as the rotated queries, head by head, so the last product's input is a copy of it.
-        if attention.rotated and layout.recompute == "none":
+        if attention.rotated and layout.recompute in ("none", "mlp") and not self.fused_kernels:
             own += sizes.heads * attention.value_dim
         kept = block_activations(
             tokens,
@@ -386,13 +396,13 @@ class ModelMemory:
             statistics=numbers,
             tensor=layout.tensor,
             sequence_parallel=bool(layout.sequence_parallel),
-            recompute=layout.recompute,
+            recompute="none" if layout.recompute == "mlp" else layout.recompute,
             dropout=layer.dropout,
             precision=self.options.precision,
         )
         if layout.recompute == "full":
             return kept
-        if layout.recompute == "none" and not self.fused_attention:
+        if layout.recompute in ("none", "mlp") and not self.fused_attention:
             kept += _scores(tokens, sequence, layout, sizes.heads, size, layer.dropout)
         kept += size * attention.rotated * sequence / layout.context  # cosines and sines
         if attention.latent:
@@ -612,10 +622,10 @@ class ModelMemory:
         elif layer.kind == "head":
             needed += size * tokens * self._vocabulary(layout)  # the gradient of the logits
         elif layer.kind == "block":
-            sizes = local_sizes(layer, layout, self.shard_tensor)
+            sizes = local_sizes(layer, layout, self.shard_tensor, self.fused_kernels)
             part, wide = self._tile(layer, sequence, layout), sizes.product + sizes.activation + sizes.routed
             # Gradients; in tiles also what the tile keeps.
-            needed += size * tokens * part * wide * (1 if part == 1.0 else 2)
+            needed += size * tokens * part * wide * (1 if part == 1.0 and layout.recompute != "mlp" else 2)
             if layout.recompute == "full":
                 whole = replace(layout, recompute="none")
                 needed += self.layer_activations(layer, tokens, sequence, whole)
@@ -689,13 +699,16 @@ class LocalSizes(NamedTuple):
     routed: float
 
 
-def local_sizes(layer: LayerShape, layout: ParallelLayout, shard_tensor: bool = False) -> LocalSizes:
+def local_sizes(
+    layer: LayerShape, layout: ParallelLayout, shard_tensor: bool = False, fused_kernels: bool = False
+) -> LocalSizes:
     """Return the sizes of a block on the tensor-parallel rank with most of them; tokens are spread evenly over experts.
 
     Args:
         layer: a block.
         layout: the layout.
         shard_tensor: the tensor axis shards experts.
+        fused_kernels: as for ``ModelMemory``.
     """
     attention, feedforward, tensor = layer.attention, layer.feedforward, layout.tensor
     assert attention is not None and feedforward is not None
@@ -708,18 +721,20 @@ def local_sizes(layer: LayerShape, layout: ParallelLayout, shard_tensor: bool = 
     else:
         # Rotated keys are new tensors, beside the product of which values are a part.
         kept = heads * (query + value) + keys * (query + value)
-        kept += keys * query if attention.rotated or attention.norms else 0
+        kept += keys * query if (attention.rotated and not fused_kernels) or attention.norms else 0
         kept += heads * query if attention.norms else 0
     factor = 2 if feedforward.gated else 1
     if not feedforward.experts:
         width = -(-feedforward.width // tensor)
-        return LocalSizes(kept, heads, factor * width, factor * width, 0.0)
+        return LocalSizes(kept, heads, factor * width, width if fused_kernels else factor * width, 0.0)
     # Without ``shard_tensor`` each rank has whole experts, for its own tokens.
     share = 1 / tensor if shard_tensor or layout.sequence_parallel else 1.0
     rows = feedforward.per_token * share
     routed = 2 * rows * layer.hidden * (tensor if shard_tensor else 1)
     shared = feedforward.shared * share
     product = factor * (rows * feedforward.width + shared)
+    if fused_kernels:  # the products' inputs: tokens in the order of their experts, and the gate's output
+        return LocalSizes(kept, heads, product, rows * feedforward.width + shared, routed / 2)
     return LocalSizes(kept, heads, product, factor * shared, routed)
 
 

@@ -12,6 +12,8 @@ from ..options.engine import EngineOptions
 from ..pipe.schedules.registry import RECIPES
 
 RECOMPUTATION = ("none", "selective", "full")
+# "mlp" is planned where it is given, for runs of other software; triax train has no such run.
+KNOWN_RECOMPUTATION = (*RECOMPUTATION, "mlp")
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class ParallelLayout:
         chunks: stages per pipe rank.
         schedule: name of a schedule, a key of ``pipe/schedules/registry.RECIPES`` other than ``forward``.
         zero: stage of ZeRO.
-        recompute: ``none``, ``selective`` (the core of attention) or ``full`` (each layer from its input).
+        recompute: ``none``, ``selective`` (the core of attention), ``full`` (each layer from its input) or ``mlp`` (the
+            MLP from its input).
         offload: masters and optimizer state are kept in CPU memory.
         sequence_parallel: hidden states between tensor-parallel layers are sharded over the sequence; by default True
             if tensor > 1, and False without a tensor axis, which it would not change.
@@ -71,8 +74,8 @@ class ParallelLayout:
             )
         if self.zero not in (0, 1, 2, 3):
             raise ValueError(f"zero is {self.zero}. Give a stage of ZeRO: 0, 1, 2 or 3.")
-        if self.recompute not in RECOMPUTATION:
-            raise ValueError(f"recompute is {self.recompute!r}. Give one of {', '.join(RECOMPUTATION)}.")
+        if self.recompute not in KNOWN_RECOMPUTATION:
+            raise ValueError(f"recompute is {self.recompute!r}. Give one of {', '.join(KNOWN_RECOMPUTATION)}.")
         sharded = self.tensor > 1 and self.sequence_parallel is not False
         object.__setattr__(self, "sequence_parallel", sharded)
 

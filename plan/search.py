@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from ..pipe.schedules.registry import RECIPES
 from .cost import CLOSED_FORMS, CostModel, StepTime, Work, idle, utilization
 from .memory import FRAGMENTS, RankMemory
-from .parallel_layout import RECOMPUTATION, ParallelLayout
+from .parallel_layout import KNOWN_RECOMPUTATION, RECOMPUTATION, ParallelLayout
 
 SCHEDULES = (
     "1f1b",
@@ -72,12 +72,12 @@ class Space:
     Attributes:
         gpus: number of ranks.
         given: key -> its values.
-        memory: bytes that a rank may hold; None: the machine's.
+        memory: bytes that a rank may hold, or of each rank of the pipe axis; None: the machine's.
     """
 
     gpus: int
     given: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    memory: float | None = None
+    memory: float | Sequence[float] | None = None
 
 
 class _Node(NamedTuple):
@@ -102,7 +102,16 @@ class Searcher:
     def __init__(self, work: Work, space: Space) -> None:
         self.work, self.space, self.model = work, space, CostModel(work)
         self.memory = self.model.memory
-        self.limit = work.machine.memory if space.memory is None else space.memory
+        memory = work.machine.memory if space.memory is None else space.memory
+        self.limits = tuple(memory) if isinstance(memory, Sequence) else ()  # of the ranks of the pipe axis
+        self.limit = max(self.limits) if isinstance(memory, Sequence) else memory
+        for name, numbers in (("speeds", work.speeds), ("memory", self.limits)):
+            if numbers and space.given.get("pipe") != [len(numbers)]:
+                raise ValueError(
+                    f"--{name} has {len(numbers)} numbers, one for each rank of the pipe axis. Give --layout "
+                    f"pipe={len(numbers)} too."
+                )
+        self.unequal = bool(work.speeds or self.limits)
         self.experts = max((layer.feedforward.experts for layer in work.layers if layer.feedforward), default=0)
         self.blocks = [index for index, layer in enumerate(work.layers) if layer.kind == "block"]
         self._variants: dict[tuple[int, int, bool, int], list[tuple[str, int]]] = {}
@@ -161,7 +170,8 @@ class Searcher:
             fair = [v for v in range(1, each + 1) if v <= MOST_CHUNKS or len(self.blocks) % (p * v) == 0]
             for name in schedules:
                 recipe = RECIPES[name]
-                for v in self._free("chunks", fair):
+                # Of unequal ranks each has one stage.
+                for v in self._free("chunks", [1] if self.unequal else fair):
                     if not recipe.accepts(v) or m < recipe.least(p):
                         continue
                     # The closed forms hold with whole groups of microbatches only. Others are simulated if asked for.
@@ -200,7 +210,7 @@ class Searcher:
         """Yield every layout of a node."""
         for schedule, chunks in self.variants(node.layout, node.microbatches):
             for zero, offload in self.stages(node.layout):
-                for recompute in self._free("recompute", RECOMPUTATION):
+                for recompute in self._recomputes():
                     yield self._layout(node.layout, schedule, chunks, zero, offload, recompute)
 
     def _layout(
@@ -223,6 +233,10 @@ class Searcher:
         if (data := given.get("data", [1])[0] * given.get("microbatch", [1])[0]) and self.work.batch % data:
             return f"data x microbatch = {data}, which does not divide batch {self.work.batch}"
         return what or f"{self.work.config.num_hidden_layers} blocks and these numbers of heads"
+
+    def _recomputes(self) -> list[str]:
+        """Return the kinds of recomputation."""
+        return list(self.space.given.get("recompute", RECOMPUTATION))
 
     # -------------------------------------------------------------------------------------------------- the bounds
 
@@ -255,7 +269,7 @@ class Searcher:
     def _at_least(self, layout: ParallelLayout, m: int, times: tuple[float, float, float], bubble: float) -> float:
         """Return a lower bound of a step's seconds from those of ``_passes`` and ``_bubble``."""
         p, least = layout.pipe, m * sum(times)
-        found = (least + (p - 1) * bubble) / p
+        found = least / sum(self.work.speeds) if self.work.speeds else (least + (p - 1) * bubble) / p
         if self.model.on_cores:  # all ranks together compute no faster than the cores
             found = max(found, least * layout.gpus / p / self.model.speed_of_all(layout.gpus))
         return found * _JUST_BELOW
@@ -328,8 +342,17 @@ class Searcher:
             ValueError: the batch, the model or the sequence does not admit it.
         """
         self.memory.check(layout, self.work.sequence)
-        peak = self.memory.peak(layout, self.work.batch, self.work.sequence)
-        return Planned(layout, self.model.step(layout), peak)
+        return Planned(layout, self.model.step(layout), self._fullest(layout)[0])
+
+    def _fullest(self, layout: ParallelLayout) -> tuple[RankMemory, bool]:
+        """Return the memory of the fullest pipe rank, and True if all fit."""
+        if not self.limits:
+            peak = self.memory.peak(layout, self.work.batch, self.work.sequence)
+            return peak, peak.total <= self.limit
+        ranks = self.memory.ranks(layout, self.work.batch, self.work.sequence)
+        pairs = [(each.total / limit, each) for each, limit in zip(ranks, self.limits, strict=True)]
+        share, fullest = max(pairs, key=lambda pair: pair[0])
+        return fullest, share <= 1
 
     def run(self, top: int = 10) -> Search:
         """Return the ``top`` fastest layouts that fit."""
@@ -338,7 +361,7 @@ class Searcher:
         best: list[tuple[tuple[Any, ...], Planned]] = []  # the fastest so far
         considered = 0
         nodes = sorted(self.nodes())
-        recomputes = self._free("recompute", RECOMPUTATION)
+        recomputes = self._recomputes()
         for place, node in enumerate(nodes):
             worst = best[-1][1].time.seconds if len(best) == top else math.inf
             if node.bound > worst:  # and so are all that follow
@@ -380,6 +403,7 @@ class Searcher:
                     excluded[self.SLOWER] += len(states)
                     continue
                 kept = self._activations_bound(layout, m, schedule, chunks, recompute) * _JUST_BELOW
+                kept = 0.0 if self.unequal else kept  # the rank with most activations may have fewer states
                 if kept + least + fixed > self.limit:
                     excluded[self.MEMORY] += len(states)
                     continue
@@ -400,8 +424,8 @@ class Searcher:
         if len(best) == top and key > best[-1][0]:
             excluded["slower than the layouts kept"] += 1
             return
-        peak = self.memory.peak(layout, self.work.batch, self.work.sequence)
-        if peak.total > self.limit:
+        peak, fits = self._fullest(layout)
+        if not fits:
             excluded[self.MEMORY] += 1
             return
         best.append((key, Planned(layout, step, peak)))
@@ -412,7 +436,7 @@ class Searcher:
 
     def nearest(self, nodes: Sequence[_Node]) -> Planned | None:
         """Return the layout that needs least memory, of those of the nodes with the least bounds."""
-        recomputes = self._free("recompute", RECOMPUTATION)
+        recomputes = self._recomputes()
 
         def bound(node: _Node, variant: tuple[str, int], stage: tuple[int, bool], recompute: str) -> float:
             states = self._states_bound(node.layout, *stage)
@@ -436,7 +460,13 @@ class Searcher:
 def preference(layout: ParallelLayout, seconds: float) -> tuple[Any, ...]:
     """Return the key by which layouts are ordered: faster ones first, and of equally fast ones the simpler one."""
     return (
-        *(float(f"{seconds:.9g}"), layout.context, layout.offload, RECOMPUTATION.index(layout.recompute), layout.zero),
+        *(
+            float(f"{seconds:.9g}"),
+            layout.context,
+            layout.offload,
+            KNOWN_RECOMPUTATION.index(layout.recompute),
+            layout.zero,
+        ),
         *(layout.pipe, layout.chunks, layout.tensor, layout.expert, layout.microbatch, layout.schedule),
     )
 

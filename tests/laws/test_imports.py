@@ -24,7 +24,8 @@ from import_reader import (
 )
 from paths import ROOT
 
-DRAWS = ("pipe/program/draw.py", "plan/picture.py", "plan/page.py")  # use rich, matplotlib, jinja2 where they draw
+# They use rich, matplotlib, jinja2 where they draw, and numpy where they fit.
+DRAWS = ("pipe/program/draw.py", "plan/picture.py", "plan/page.py", "plan/fit.py")
 
 CORE = {"torch", "numpy", "einops", "pydantic", "safetensors", "typer", "rich", "jinja2", "yaml"}
 # Imported where they are used, not before.

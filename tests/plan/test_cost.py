@@ -78,7 +78,7 @@ def test_a_long_schedule_is_extrapolated_to_its_simulated_makespan(schedule: str
     rank = max(model._rank_times(layout, chunks == 2), key=lambda each: each.busy)
     costs = Costs(rank.forward, rank.inputs, rank.weights)
     whole = simulate(named_schedule(schedule, pipe, m, chunks), costs).makespan
-    assert math.isclose(model._makespan(layout, m, rank), whole, rel_tol=1e-9)
+    assert math.isclose(model._makespan(layout, m, [rank]), whole, rel_tol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +141,10 @@ def test_recomputation_adds_forward_passes_to_the_cost() -> None:
     block = model.layer(model.types.index(model.work.layers[5]), ParallelLayout())
     assert math.isclose(selective.seconds - none.seconds, 8 * 32 * block.attention[0], rel_tol=1e-9)
     assert math.isclose(full.seconds - none.seconds, 8 * 32 * block.forward, rel_tol=1e-9)
+    mlp = model.step(ParallelLayout(recompute="mlp")).kinds["recompute"]
+    assert 0.6 * full.kinds["recompute"] < mlp < 0.75 * full.kinds["recompute"]  # two thirds of the products
+    kept = [model.memory.peak(ParallelLayout(recompute=kind), 8, 2048).activations for kind in ("none", "mlp", "full")]
+    assert kept == sorted(kept, reverse=True) and kept[0] - kept[1] > 0.99 * 32 * 2048 * 2 * 2 * 4 * 4096
     assert math.isclose(full.kinds["recompute"], full.seconds - none.seconds, rel_tol=1e-9)
 
 
@@ -217,6 +221,49 @@ def test_experts_send_their_tokens_four_times() -> None:
     assert math.isclose(model.step(layout).kinds["expert"], 8 * 32 * 4 * once)
     alone = model.step(replace(layout, expert=1)).kinds
     assert alone["expert"] == 0.0 and alone["products"] >= model.step(layout).kinds["products"]
+
+
+def test_unequal_ranks_take_as_long_as_the_simulated_schedule() -> None:
+    """Layers are cut by speed; the makespan is that of the costs of each layer, as the search for cuts has them."""
+    speeds = (1.0, 0.5, 1.0, 0.5)
+    model = CostModel(replace(work(32), speeds=speeds))
+    for schedule, m in (("1f1b", 8), ("zb-h1", 32)):
+        layout = ParallelLayout(pipe=4, data=32 // m, schedule=schedule, zero=1)
+        costs, cuts = model.layer_costs(layout), model.memory.cuts(4)
+        blocks = [b - a for a, b in pairwise(cuts)]
+        assert costs.speeds == speeds and blocks[1] < 0.6 * blocks[2] and blocks[3] < 0.6 * blocks[2]
+        each = costs.of_stages(cuts, range(4))
+        whole = simulate(named_schedule(schedule, 4, m), replace(each, COMM=0.0)).makespan
+        step = model.step(layout)
+        hops = (2 * m + 3 * 2) * model._rank_times(layout, False)[0].kinds["pipe"] / 2
+        passes = step.seconds - step.kinds["data"] - step.kinds["optimizer"]
+        assert whole < passes < whole + hops
+    equal, ones = CostModel(work(32)), CostModel(replace(work(32), speeds=(1.0,) * 4))
+    layout = ParallelLayout(pipe=4, zero=1)
+    assert ones.step(layout).seconds == pytest.approx(equal.step(layout).seconds, rel=0.03)
+
+
+def test_switches_of_the_software_add_what_they_no_longer_hide() -> None:
+    layout = ParallelLayout(pipe=2, data=2, tensor=2, zero=1)
+
+    def kinds(**switches: bool) -> dict[str, float]:
+        return CostModel(work(machine=replace(H100, **switches))).step(layout).kinds
+
+    plain, once = kinds(), reduce_scatter(2.0 * 2048 * 4096, RankGroup(2), H100)
+    # of each block's two branches, the reduction that products hid and the inputs that are gathered again
+    more = kinds(overlap_tensor=False)["tensor"] - plain["tensor"]
+    assert more == pytest.approx(32 * 16 * 4 * once, rel=0.03)
+    assert kinds(overlap_messages=True)["pipe"] == 0.0 < plain["pipe"]
+
+
+def test_products_in_fp8_are_faster_but_for_their_casts() -> None:
+    wide, narrow = work(), replace(work(), products="fp8")
+    layout = ParallelLayout(data=8, zero=1)
+    a, b = CostModel(wide).step(layout).kinds, CostModel(narrow).step(layout).kinds
+    assert a["products"] / 2 < b["products"] < 0.85 * a["products"]
+    assert {key: a[key] for key in a if key != "products"} == {key: b[key] for key in b if key != "products"}
+    with pytest.raises(ValueError, match="no peak for fp8"):
+        CostModel(replace(work(machine=MACHINES["a100-80g"]), products="fp8"))
 
 
 def test_attention_without_fusion_reads_and_writes_its_scores() -> None:

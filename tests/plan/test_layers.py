@@ -52,6 +52,16 @@ CONFIGS: dict[str, TransformerConfig] = {
     "opt": DecoderConfig(
         **_SIZES, norm="layer", learned_positions=True, position_offset=2, gated=False, tie_word_embeddings=True
     ),
+    "opt-350m": DecoderConfig(
+        **_SIZES,
+        norm="layer",
+        norm_place="sum",
+        learned_positions=True,
+        position_offset=2,
+        gated=False,
+        embedding_size=16,
+        tie_word_embeddings=True,
+    ),
     "olmoe": replace(MixtralConfig.preset("mixtral-tiny"), qk_norm_all_heads=True, num_key_value_heads=4),
     "granite": DecoderConfig(**_SIZES, logit_scale=2.0, residual_multiplier=0.5, embedding_multiplier=3.0),
     "cohere": DecoderConfig(

@@ -63,4 +63,4 @@ def test_an_unknown_machine_and_dtype_are_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="Did you mean a100-80g"):
         machine("a100-80gb")
     with pytest.raises(ValueError, match="bf16, fp16, fp32, fp64"):
-        machine("h200").peak_of("fp8")
+        machine("a100-80g").peak_of("fp8")

@@ -15,12 +15,14 @@ from typer.testing import CliRunner
 
 from triax.base.errors import ConfigError
 from triax.cli.main import app
-from triax.cli.plan import model_of
+from triax.cli.plan_inputs import model_of
+from triax.models.config import LlamaConfig
 from triax.options.batch import Batch
 from triax.options.engine import EngineOptions
 from triax.options.tuning import Tuning
 from triax.plan.machine import MACHINES, machine
 from triax.plan.page import figure
+from triax.plan.trust import trust
 from triax.train.file import read_training_file
 
 from measured_machine import HERE
@@ -59,6 +61,9 @@ def test_the_commands_of_the_docs(command: str, tmp_path: Path, monkeypatch: pyt
     assert words[:2] == ["triax", "plan"]
     if "--measure" not in words:
         Path("here.json").write_text(json.dumps(HERE.to_dict()))
+        (rows,) = [block.text for block in blocks(TEXT) if block.text.startswith("model,fields")]
+        Path("rows.csv").write_text(rows)
+        Path("mine.json").write_text(json.dumps({"base": "b200"}))
     assert run(*words[2:])
     assert machine("here.json").measured is not None
 
@@ -86,10 +91,13 @@ def test_the_issues_layout_from_a_file_of_fields(tmp_path: Path) -> None:
     layout = "pipe=8,data=24,tensor=8,microbatch=2,chunks=2,schedule=interleaved,recompute=full,zero=1"
     sizes = ("--machine", "a100-80g", "--sequence", "2048", "--batch", "2304", "--gpus", "1536")
     found = ask("--model", str(tmp_path / "model.json"), *sizes, "--layout", layout)
-    assert set(found) == {"layouts", "considered", "excluded", "seconds"} and found["considered"] == 1
+    assert (
+        list(found) == ["trust", "layouts", "considered", "excluded", "seconds", "chosen"] and found["considered"] == 1
+    )
     each = found["layouts"][0]
     keys = "pipe data context tensor expert microbatch chunks schedule zero recompute offload step_s tflops_per_gpu mfu"
-    assert set(each) == {*keys.split(), "memory_gib", "time_s"}
+    assert set(each) == {*keys.split(), "memory_gib", "time_s", "interval_s"}
+    assert set(found["chosen"]) == {"context", "expert", "offload", "sequence_parallel"} - {"offload"}
     assert abs(each["step_s"] / 24.8 - 1) < 0.06
     assert sum(each["time_s"].values()) == pytest.approx(each["step_s"])
 
@@ -136,7 +144,7 @@ def test_page_picture_and_training_file_have_the_same_numbers(tmp_path: Path) ->
     found = ask("--model", "llama3-8b", "--gpus", "8", "--batch", "16", "--sequence", "4096", *given, *written)
     best = found["layouts"][0]
     html = files[0].read_text()
-    body = re.sub(r"(?s:<style>.*?</style>)|<[^>]*>", " ", html)
+    body = re.sub(r"(?s:<style>.*?</style>)|<p><b>.*?</b></p>|<[^>]*>", " ", html)
     known = {figure(value) for each in found["layouts"] for value in (each["step_s"], each["tflops_per_gpu"])}
     known |= {figure(100 * each["mfu"]) for each in found["layouts"]}
     known |= {figure(sum(each["memory_gib"].values())) for each in found["layouts"]} | {figure(best["step_s"])}
@@ -193,36 +201,64 @@ def test_a_given_layout_that_does_not_fit_gets_a_proposal() -> None:
     assert "GiB short" in done.stderr and "fits" in done.stderr
 
 
-def test_a_machine_to_whose_runs_nothing_is_fitted_says_so(tmp_path: Path) -> None:
+def test_each_prediction_says_how_far_it_can_be_trusted(tmp_path: Path) -> None:
     """In the first line, in --json, on the page and in the written file; for machine files and other precisions too."""
     sizes = ("--model", "llama3-8b", "--gpus", "8", "--batch", "16", "--sequence", "4096")
     given = ("--layout", "pipe=1,tensor=2,zero=1,microbatch=1,recompute=full")
     outputs = ("--html", str(tmp_path / "page.html"), "--write", str(tmp_path / "run.yaml"))
-    line = "machine b200: its figures are not fitted to any run of it: product_efficiency 0.653 (of the h100-80g"
-    assert run(*sizes, *given, *outputs, "--machine", "b200").startswith(line)
-    assert line in (tmp_path / "page.html").read_text()
+    found = ask(*sizes, *given, "--machine", "h200")
+    trusted, best = found["trust"], found["layouts"][0]
+    line = trusted["line"]
+    assert trusted["class"] == "unseen machine" and "product_efficiency 0.653 (of the h100-80g" in line
+    assert best["interval_s"] == [best["step_s"] * trusted["low"], best["step_s"] * trusted["high"]]
+    text = run(*sizes, *given, *outputs, "--machine", "h200")
+    assert " ".join(text.split()).startswith(line)
+    assert "chosen by the search: data=4, context=1" in " ".join(text.split())
+    assert f"wrote {tmp_path / 'run.yaml'}: data=4,tensor=2" in text.replace("\n", "")
+    assert line in (tmp_path / "page.html").read_text().replace("&#39;", "'")
     assert (tmp_path / "run.yaml").read_text().startswith(f"# {line}")
     assert read_training_file(tmp_path / "run.yaml")[0].grid.tensor == 2
-    found = ask(*sizes, *given, "--machine", "b200")
-    assert next(iter(found)) == "unfitted" and found["unfitted"].startswith(line)
     pair = ("--why", "tensor=8,zero=1", "tensor=2,zero=3")
-    assert next(iter(ask(*sizes, *pair, "--machine", "b200"))) == "unfitted"
-    assert run(*sizes, *pair, "--machine", "b200").startswith(line)
+    why = ask(*sizes, *pair, "--machine", "b200")
+    assert next(iter(why)) == "trust" and run(*sizes, *pair, "--machine", "b200").startswith("90 % of runs within")
 
-    def said(machine: str, *others: str) -> str:
-        return str(ask(*sizes, *given, "--machine", machine, *others).get("unfitted", ""))
+    def known(machine: str, *others: str) -> str:
+        return str(ask(*sizes, *given, "--machine", machine, *others)["trust"]["class"])
 
     def file(**fields: Any) -> str:
         path = tmp_path / "own.json"
         path.write_text(json.dumps(fields))
         return str(path)
 
+    seen, unseen, other = "seen machine and size", "unseen machine", "seen machine, other size"
     every = MACHINES["h100-80g"].to_dict()
     fitted = {"product_efficiency": "fitted to our runs", "bandwidth_efficiency": "fitted to our runs"}
-    assert not said("h100-80g") and not said(file(base="h100-80g", memory=70e9, overlap_weights=False))
-    assert "cpu: its figures are not fitted" in said("cpu", "--precision", "fp32", "--memory", "90")
-    assert "fitted to runs in bf16 and fp16, not in fp32" in said("h100-80g", "--precision", "fp32", "--memory", "200")
-    assert "own: its figures are not fitted" in said(file(**{**every, "name": "own", "sources": {}}))
-    assert "0.363 (assumed)" in said(file(base="h100-80g", bandwidth=5e12))
-    assert not said(file(base="h100-80g", bandwidth=5e12, sources=fitted))
-    assert not HERE.unfitted("fp32")
+    assert known("h100-80g") == known(file(base="h100-80g", memory=70e9, overlap_weights=False)) == other
+    assert known(file(base="h100-80g", fitted_models=[7e9])) == seen
+    assert known("cpu", "--precision", "fp32", "--memory", "90") == unseen
+    assert known("h100-80g", "--precision", "fp32", "--memory", "200") == unseen
+    assert known("h100-80g", "--products", "fp8") == unseen
+    assert (
+        known(file(**{**every, "name": "own", "sources": {}})) == known(file(base="h100-80g", bandwidth=5e12)) == unseen
+    )
+    assert known(file(base="h100-80g", bandwidth=5e12, sources=fitted)) == other
+    assert trust(HERE, LlamaConfig.preset("llama3-8b"), "fp32").known == "measured machine"
+
+
+def test_a_written_plan_dry_runs_and_has_a_slurm_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    sizes = ("--model", "llama-tiny", "--gpus", "16", "--batch", "16", "--sequence", "64", "--precision", "fp32")
+    said = run(*sizes, "--layout", "pipe=2,tensor=2", "--write", "run.yaml", "--sbatch", "job.sbatch")
+    assert "wrote job.sbatch: 16 GPUs on 2 nodes; sbatch job.sbatch" in said
+    script = Path("job.sbatch").read_text()
+    assert (
+        "--nodes=2" in script
+        and "--ntasks-per-node=8" in script
+        and "srun --cpu-bind=cores triax train run.yaml" in script
+    )
+    done = CliRunner().invoke(app, ["train", "run.yaml", "--dry", "--processes", "16"])
+    assert done.exit_code == 0, done.output
+    with pytest.raises(ConfigError, match=r"Give --write run\.yaml too"):
+        run(*sizes, "--sbatch", "job.sbatch")
+    with pytest.raises(ConfigError, match="triax train has no such run"):
+        run("--model", "llama3-8b", "--gpus", "8", "--batch", "8", "--products", "fp8", "--write", "run.yaml")

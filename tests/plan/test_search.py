@@ -72,6 +72,27 @@ def test_the_search_agrees_with_brute_force() -> None:
     agree(range(12))
 
 
+def test_unequal_ranks_keep_their_own_limits() -> None:
+    """The second rank is half as fast and has a third of the memory: against all layouts, one by one."""
+    work = Work(LlamaConfig.preset("llama3-8b"), H100, 16, 2048, speeds=(1.0, 0.5))
+    given: dict[str, list[Any]] = {"pipe": [2], "context": [1], "offload": [False]}
+    limits = [80e9, 28e9]
+    searcher = Searcher(work, Space(8, given, limits))
+    pruned, (best, considered) = searcher.run(5), brute_force(Searcher(work, Space(8, given, limits)), 100)
+    fitting = [each for each in best if _fits_all(searcher, each.layout, limits)]
+    assert [each.layout for each in pruned.layouts] == [each.layout for each in fitting[:5]]
+    assert pruned.considered == considered and {each.layout.chunks for each in pruned.layouts} == {1}
+    first = [len(stages[0]) for stages in searcher.memory.stages(pruned.layouts[0].layout)]
+    assert first[1] < 0.6 * first[0]
+    with pytest.raises(ValueError, match="Give --layout pipe=2 too"):
+        Searcher(work, Space(8, {}, limits))
+
+
+def _fits_all(searcher: Searcher, layout: Any, limits: list[float]) -> bool:
+    ranks = searcher.memory.ranks(layout, searcher.work.batch, searcher.work.sequence)
+    return all(each.total <= limit for each, limit in zip(ranks, limits, strict=True))
+
+
 @pytest.mark.exhaustive
 def test_the_search_agrees_with_brute_force_on_200_spaces() -> None:
     agree(range(200))

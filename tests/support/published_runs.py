@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from triax.models.config import GPTConfig
 from triax.plan.cost import CostModel, Work
+from triax.plan.fit import MeasuredRun
 from triax.plan.machine import Machine, machine
 from triax.plan.memory import ModelMemory
 from triax.plan.parallel_layout import ParallelLayout
@@ -161,7 +162,35 @@ MEGATRON_CORE = PublishedTable(
     ),
     (0, 3),
 )
+# Megatron-LM's README: 175B on 96 to 4,608 H100 (47 % to 42 % of the peak), and on 1,024 A100, without chunks. They
+# were looked up after the fit.
+LATER_H100 = replace(
+    MEGATRON_CORE,
+    name="Megatron-LM's README, H100",
+    rows=_rows(
+        *(("175B", 96, 12288, 96, 8, 6, gpus, 1152, 0, 0, mfu * 989) for gpus, mfu in ((96, 0.47), (4608, 0.42)))
+    ),
+    fitted=(),
+)
+LATER_A100 = replace(
+    NARAYANAN,
+    name="Megatron-LM's README, A100",
+    rows=_rows(("175B", 96, 12288, 96, 8, 16, 1024, 1536, 1, 1, 138)),
+    fitted=(),
+)
 TABLES = (NARAYANAN, STRONG_SCALING, KORTHIKANTI, KORTHIKANTI_SELECTIVE, MEGATRON_CORE)
+
+
+def measured_runs(table: PublishedTable) -> list[MeasuredRun]:
+    """Return the rows of a table as ``triax plan --fit`` has them."""
+    on = machine(table.machine)
+    return [
+        MeasuredRun(
+            *(row.model, table.config(row), tuple(_candidates(table, row, on))),
+            *(row.batch, table.sequence, table.seconds(row)),
+        )
+        for row in table.rows
+    ]
 
 
 def predicted(table: PublishedTable, row: PublishedRun, on: Machine) -> tuple[float, ParallelLayout]:

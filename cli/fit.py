@@ -1,0 +1,156 @@
+"""``triax plan --fit rows.csv``: a machine's figures fitted to a table of measured runs, with leave-one-out errors."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ..base.errors import ConfigError, no_such
+from ..base.tables import table, terminal
+
+# All else is imported where it is used: `triax --help` needs none of it.
+if TYPE_CHECKING:
+    from ..models.config import TransformerConfig
+    from ..plan.fit import MeasuredRun
+
+NEEDED = ("model", "layout", "batch", "step_s")
+COLUMNS = (*NEEDED, "name", "fields", "sequence", "precision", "products", "memory_gib", "switches")
+
+
+def fit_rows(path: Path, machine: str, write: Path | None, as_json: bool) -> None:
+    """Print the figures that fit the rows of a file, and their errors; write the machine file.
+
+    Args:
+        path: the CSV file.
+        machine: the description to start from.
+        write: file for the fitted description, or None.
+        as_json: print one JSON object.
+
+    Raises:
+        ValueError: the file or a row of it cannot be used.
+    """
+    from ..plan.fit import figures, fitted
+    from ..plan.machine import machine as machine_of
+
+    if write is not None and write.suffix != ".json":
+        raise ValueError(f"--write is {write}, but the machine file of --fit must end in .json.")
+    start, runs = machine_of(machine), read_runs(path)
+    found, errors = fitted(start, runs, path.name)
+    if write is not None:
+        found = replace(found, name=write.stem)
+        write.write_text(json.dumps(found.to_dict(), indent=1) + "\n", encoding="utf-8")
+    rows: list[dict[str, Any]] = []
+    for run, error in zip(runs, errors, strict=True):
+        rows.append({"name": run.name, "measured_s": run.seconds, "fitted_s": run.predicted(found), "left_out": error})
+        if run.memory is not None:
+            rows[-1]["memory_error"] = run.predicted_memory(found) / run.memory - 1
+    if as_json:
+        values = {"from": figures(start), "figures": figures(found), "error": found.fitted_error, "rows": rows}
+        typer.echo(json.dumps({**values, "written": None if write is None else str(write)}))
+        return
+    heads = ("run", "measured, s", "fitted, s", "error", "error left out", "memory error")
+    shown = [
+        (
+            *(row["name"], f"{row['measured_s']:.4g}", f"{row['fitted_s']:.4g}"),
+            *(f"{row['fitted_s'] / row['measured_s'] - 1:+.1%}", f"{row['left_out']:+.1%}"),
+            f"{row['memory_error']:+.1%}" if "memory_error" in row else "",
+        )
+        for row in rows
+    ]
+    console = terminal()
+    console.print(table(heads, shown, f"{len(runs)} runs of {path.name} on {start.name}"))
+    before, after = figures(start), figures(found)
+    for name, value in after.items():
+        console.print(f"{name}: {value:.3g} (before: {before[name]:.3g})")
+    sizes = [abs(error) for error in errors]
+    console.print(f"left out one by one: {sum(sizes) / len(sizes):.1%} on average, {max(sizes):.1%} at worst")
+    if write is None:
+        console.print("Give --write mine.json for a machine file with these figures.")
+    else:
+        console.print(f"wrote {write}: a machine file, for triax plan --machine {write}", soft_wrap=True)
+
+
+def read_runs(path: Path) -> list[MeasuredRun]:
+    """Read the runs of a CSV file; lines that begin with # are comments.
+
+    Raises:
+        ValueError: a column or a value is missing, unknown or wrong; the message has the line's number.
+    """
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
+    except OSError as error:
+        raise ValueError(f"the file of rows {path} cannot be read: {error.strerror}.") from None
+    rows = list(csv.DictReader(lines, skipinitialspace=True))
+    if not rows:
+        raise ValueError(f"{path} has no rows. Give a first line with {', '.join(NEEDED)}, and a line for each run.")
+    for column in rows[0]:
+        if column not in COLUMNS:
+            raise ValueError(no_such(f"{path}: column", str(column), COLUMNS))
+    if missing := [column for column in NEEDED if column not in rows[0]]:
+        raise ValueError(f"{path} has no column {missing[0]}. Give at least {', '.join(NEEDED)}.")
+    models: dict[tuple[str, str], TransformerConfig] = {}
+    found = []
+    for number, row in enumerate(rows, 1):
+        try:
+            found.append(_run({key: (value or "").strip() for key, value in row.items() if key}, path, number, models))
+        except (ConfigError, ValueError, TypeError) as error:
+            raise ValueError(f"{path}, row {number}: {error}") from error
+    return found
+
+
+def _run(
+    row: Mapping[str, str], path: Path, number: int, models: dict[tuple[str, str], TransformerConfig]
+) -> MeasuredRun:
+    """Return the run of a row."""
+    from ..plan.fit import MeasuredRun
+    from ..plan.machine import SWITCHES
+    from ..plan.parallel_layout import ParallelLayout
+    from .plan_inputs import model_of, parse_layout
+
+    key = row["model"], row.get("fields", "")
+    if key not in models:
+        beside = path.parent / row["model"]
+        config, _, _ = model_of(str(beside) if beside.suffix and beside.is_file() else row["model"])
+        models[key] = replace(config, **_pairs(key[1], None)) if key[1] else config
+    config = models[key]
+    layout = ParallelLayout(**{name: values[0] for name, values in parse_layout(row["layout"]).items()})
+    memory = row.get("memory_gib")
+    run = MeasuredRun(
+        row.get("name") or f"row {number}",
+        config,
+        (layout,),
+        int(row["batch"]),
+        int(row.get("sequence") or config.max_position_embeddings),
+        float(row["step_s"]),
+        row.get("precision") or "bf16",
+        row.get("products") or None,
+        float(memory) * 2**30 if memory else None,
+        _pairs(row.get("switches", ""), SWITCHES),
+    )
+    if not run.seconds > 0:
+        raise ValueError(f"step_s is {row['step_s']}. Give seconds.")
+    layout.microbatches(run.batch)
+    return run
+
+
+def _pairs(text: str, known: tuple[str, ...] | None) -> dict[str, Any]:
+    """Return the values of ``name=value,...``: true, false or numbers.
+
+    Raises:
+        ValueError: a name is not one of the known ones, or a value cannot be read.
+    """
+    found: dict[str, Any] = {}
+    for part in filter(None, (each.strip() for each in text.split(","))):
+        name, _, value = part.partition("=")
+        if known is not None and name not in known:
+            raise ValueError(no_such("switches", name, known))
+        if value not in ("true", "false") and (known is not None or not value.isdecimal()):
+            raise ValueError(f"{name} is {value!r}. Give true or false{'' if known else ', or a whole number'}.")
+        found[name] = int(value) if value.isdecimal() else value == "true"
+    return found
