@@ -553,10 +553,11 @@ def _check(engine: Engine) -> None:
 
 
 def _digest(engine: Engine) -> str:
-    """Return a hash of what must be equal on all replicas: options, and the model's parameters on this rank."""
+    """Return a hash of what must be equal on all replicas: options, and the parameters of each rank. Collective."""
     settings = {k: v for k, v in engine.settings(given=True).items() if k not in ("checkpoint", "monitor")}
     section = {k: v for k, v in settings.pop("fault_tolerance", {}).items() if k in ("active", "replay")}
     shapes = [(name, [*parameter.shape]) for name, parameter in engine.module.named_parameters()]
     sizes = engine.grid.topology.sizes
-    text = json.dumps([settings, section, shapes, sizes], sort_keys=True, default=str)
+    everyone = engine.grid.world.all_gather_json(shapes)
+    text = json.dumps([settings, section, everyone, sizes], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

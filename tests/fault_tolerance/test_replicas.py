@@ -104,3 +104,20 @@ def test_steps_of_killed_replicas_are_taken_by_the_rest(tmp_path: Path) -> None:
     assert replayed(tmp_path / "again", tmp_path / "a.jsonl", "abcde", steps) == whole
     expected = in_one_process(tmp_path / "a.jsonl", steps)
     assert [float.fromhex(whole[step]) for step in range(steps)] == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize(("grid", "zero"), [({"pipe": 2}, 0), ({"data": 2}, 3)])
+def test_replicas_are_grids_with_zero_inside(grid: dict[str, int], zero: int, tmp_path: Path) -> None:
+    with coordinator(least=1) as address:
+        common = {"gather": "ab", "final": "ab", "faults": "b", "pause": 0.05, "grid": grid, "zero": zero}
+        a = start(tmp_path, "a", address, **common)
+        b = start(tmp_path, "b", address, after=2, fault=kill, **common)
+        assert sorted(finish(b), key=str) == [KILLED, 1] or sorted(finish(b)) == [KILLED, KILLED]
+        again = start(tmp_path, "b", address, seed=9, **common)
+        assert finish([*a, *again]) == [0, 0, 0, 0]
+    whole = losses(tmp_path, "a") | losses(tmp_path, "b")
+    steps = len(whole)
+    assert losses(tmp_path, "b", 1).items() <= whole.items() and steps - 1 in losses(tmp_path, "b")
+    assert replayed(tmp_path / "again", tmp_path / "a.jsonl", "ab", steps, grid=grid, zero=zero) == whole
+    expected = in_one_process(tmp_path / "a.jsonl", steps)
+    assert [float.fromhex(whole[step]) for step in range(steps)] == pytest.approx(expected, rel=1e-10)
