@@ -279,7 +279,7 @@ class PipelineEngine(Engine):
                 f"the batch has no loss, because its weight is {weight}: none of its labels counts. Give batches with "
                 "at least one label that is not ignored"
             )
-        result.require_one_form(weight, len(microbatches) * grid.data.size)
+        result.require_one_form(weight, len(microbatches) * grid.data.size * self.replicas.contributing)
         self.auxiliary.require_weight(weight)
         value = mean(grid, loss, weight) if named is None else mean(grid, named, 1.0)
         taken = self.optimizer_step.decide(grid, loss / weight, weight, result.losses, self.observers)

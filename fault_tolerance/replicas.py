@@ -212,6 +212,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
         """Record the step that is taken, and enter the next round."""
         engine, planned = self._engine, self._planned(round_)
         counted = self._contributors(round_)
+        self.contributing = len(counted)
         cause = f"lost: {', '.join(decision.lost)}" if decision.lost else ""
         facts: dict[str, Any] = {"time": time.time()} | ({"seconds": seconds} if seconds else {})
         changes = self.ledger.record(round_.step, planned, counted, **facts, **({"cause": cause} if cause else {}))
