@@ -65,7 +65,8 @@ def capture_here(engine: Checkpointed, more: Mapping[str, Any]) -> tuple[Tensor,
     dtypes = _dtypes(shards)
     tensors = [*_weights(engine, shards), *_buffers(engine), *_states(shards, dtypes)]
     run = run_state(engine)
-    run.pop("loader", None)  # the ledger says which samples follow
+    for key in ("loader", "membership"):  # the ledger says which samples follow
+        run.pop(key, None)
     header = {
         "run": run,
         "numbers": optimizer_numbers(shards),

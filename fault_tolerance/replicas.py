@@ -84,6 +84,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
         self._round: Round | None = None
         self._group: ReplicaGroup | None = None
         self._first: Round | None = None  # first round of the present step, whose contributors took shares
+        self._next_handler: Any = None  # of SIGTERM, before this object's
         self._stateless = False  # this replica has begun to join, and has no state that another could take
         self._received: _Transfer | None = None
         self._sending: list[_Transfer] = []
@@ -116,7 +117,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
         Raises:
             AgreedError: this replica has left the run.
             RuntimeError: there is no coordinator, or no replica with a state is left.
-            SystemExit: with code 0, at the end of a step after which this replica leaves.
+            SystemExit: with code 0, at the end of a step after which this replica leaves, if no automatic checkpoint is due.
         """
         if self.left:
             raise AgreedError("this replica has left the run: take no step after engine.leave()")
@@ -130,7 +131,8 @@ class FaultTolerantReplicas(SynchronousReplicas):
             self._close()
             if self.grid.rank == 0:
                 _LOG.warning("replica %s has left the run after step %d", self.name, self._engine.global_steps)
-            raise SystemExit(0)
+            if self._next_handler is None:  # else a checkpoint is saved, which ends the process
+                raise SystemExit(0)
 
     def leave(self) -> bool:
         """Leave the run. The others learn of it when they miss this replica; SIGTERM lets it announce it in a step."""
@@ -376,6 +378,8 @@ class FaultTolerantReplicas(SynchronousReplicas):
 
     def _share_state(self, round_: Round) -> None:
         """Give all replicas the first one's state before the first step. Collective over the round."""
+        if self.grid.rank == 0 and self.options.folder is not None and self.ledger.changes:
+            self.ledger.write(self._history_file)
         if round_.donor == self.name:
             self._send(round_)
             for transfer in self._sending:
@@ -449,7 +453,9 @@ class FaultTolerantReplicas(SynchronousReplicas):
     def _handle_signal(self) -> None:
         """Leave after the present step when SIGTERM is received."""
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, _Leave(weakref.ref(self)))
+            found = signal.getsignal(signal.SIGTERM)
+            self._next_handler = found if callable(found) else None
+            signal.signal(signal.SIGTERM, _Leave(weakref.ref(self), self._next_handler))
 
     def _require_same_buffers(self) -> None:
         """Refuse a step that has changed a buffer, whose values would differ between replicas."""
@@ -467,15 +473,22 @@ class FaultTolerantReplicas(SynchronousReplicas):
 
 
 class _Leave:
-    """Handler of a signal after which a replica leaves the run."""
+    """Handler of a signal after which a replica leaves the run.
 
-    def __init__(self, replicas: weakref.ref[FaultTolerantReplicas]) -> None:
-        self._replicas = replicas
+    Args:
+        replicas: the replica strategy.
+        following: the handler before this one, which is called too; None if there was none.
+    """
+
+    def __init__(self, replicas: weakref.ref[FaultTolerantReplicas], following: Any) -> None:
+        self._replicas, self._following = replicas, following
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         replicas = self._replicas()
         if replicas is not None:
             replicas.leaving = True
+        if self._following is not None:
+            self._following(number, frame)
 
 
 class _Transfer:

@@ -6,6 +6,7 @@ import weakref
 from typing import TYPE_CHECKING
 
 from ..grid import Grid
+from .ledger_checkpoints import LedgerCheckpoints
 from .replicas import FaultTolerantReplicas
 
 if TYPE_CHECKING:
@@ -17,8 +18,10 @@ def step_grid(grid: Grid) -> Grid:
     return grid
 
 
-def attach(engine: Engine, grid: Grid) -> tuple[FaultTolerantReplicas, None]:
-    """Return the replica strategy of a new engine. It saves nothing of its own in checkpoints.
+def attach(engine: Engine, grid: Grid) -> tuple[FaultTolerantReplicas, LedgerCheckpoints]:
+    """Return the replica strategy of a new engine, and what saves and loads its ledger.
+
+    Each replica has a folder of its own for automatic checkpoints, ``replica-NAME`` in ``checkpoint.folder``.
 
     Args:
         engine: the engine, with its optimizer and ``options.fault_tolerance``.
@@ -26,4 +29,9 @@ def attach(engine: Engine, grid: Grid) -> tuple[FaultTolerantReplicas, None]:
     """
     assert engine.options.fault_tolerance is not None
     held: Engine = weakref.proxy(engine)  # which holds its replica strategy
-    return FaultTolerantReplicas(held, grid, engine.options.fault_tolerance), None
+    replicas = FaultTolerantReplicas(held, grid, engine.options.fault_tolerance)
+    folder = engine.options.checkpoint.folder
+    if folder is not None:
+        own = engine.options.checkpoint.changed(folder=f"{folder}/replica-{replicas.name}")
+        engine.options = engine.options.changed(checkpoint=own)
+    return replicas, LedgerCheckpoints(held, replicas)

@@ -121,3 +121,19 @@ def test_replicas_are_grids_with_zero_inside(grid: dict[str, int], zero: int, tm
     assert replayed(tmp_path / "again", tmp_path / "a.jsonl", "ab", steps, grid=grid, zero=zero) == whole
     expected = in_one_process(tmp_path / "a.jsonl", steps)
     assert [float.fromhex(whole[step]) for step in range(steps)] == pytest.approx(expected, rel=1e-10)
+
+
+def test_a_run_starts_again_from_files_with_the_samples_that_follow(tmp_path: Path) -> None:
+    def run(folder: str, steps: int) -> dict[int, str]:
+        where = tmp_path / folder
+        where.mkdir(exist_ok=True)
+        saved = triax.Checkpoints(folder=str(where), every=3, resume=True)
+        with coordinator(least=2) as address:
+            started = [p for name in "ab" for p in start(where, name, address, steps=steps, checkpoint=saved)]
+            assert finish(started) == [0, 0]
+        assert losses(where, "a") == losses(where, "b")
+        return losses(where, "a")
+
+    run("cut", 6)
+    assert run("cut", 10) == run("whole", 10)
+    assert changes(tmp_path / "cut" / "a.jsonl") == changes(tmp_path / "whole" / "b.jsonl")

@@ -77,6 +77,7 @@ def train(job: Mapping[str, Any]) -> None:
         clip=1.0,
         training_data=Samples(),
         zero=job.get("zero", 0),
+        checkpoint=job.get("checkpoint", triax.Checkpoints()),
         fault_tolerance={"replica": job["name"], "folder": job["folder"], **job["options"]},
     )
     with Path(job["folder"], f"{job['name']}.{grid.rank}.losses").open("a") as file:
