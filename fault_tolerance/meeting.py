@@ -93,6 +93,7 @@ class Decision:
         lost: members of the last round that are not at the meeting.
         left: members that end after the step.
         slowest: name and seconds of the slowest contributor; None if it is not slow.
+        keeps: True if all replicas of the next round have the sum of the last one: their connections stand.
     """
 
     committed: tuple[str, ...] | None
@@ -100,6 +101,7 @@ class Decision:
     lost: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     slowest: tuple[str, float] | None = None
+    keeps: bool = False
 
 
 Choose = Callable[[int, tuple[str, ...]], tuple[str, ...]]  # (step, members) -> contributors
@@ -153,7 +155,8 @@ def decide(reports: Sequence[Report], choose: Choose) -> Decision | None:
         donor if newcomers else "",
         round_[donor].store if members else "",
     )
-    return Decision(last.contributors, following, lost, left, _slowest([round_[name] for name in here]))
+    keeps = all(name in round_ and round_[name].summed for name in following.group)
+    return Decision(last.contributors, following, lost, left, _slowest([round_[name] for name in here]), keeps)
 
 
 def _slowest(reports: Sequence[Report]) -> tuple[str, float] | None:

@@ -117,7 +117,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
         Raises:
             AgreedError: this replica has left the run.
             RuntimeError: there is no coordinator, or no replica with a state is left.
-            SystemExit: with code 0, at the end of a step after which this replica leaves, if no automatic checkpoint is due.
+            SystemExit: with code 0, at the end of the step after which it leaves, unless a checkpoint is saved.
         """
         if self.left:
             raise AgreedError("this replica has left the run: take no step after engine.leave()")
@@ -175,7 +175,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
         numbers[: len(values)] = torch.tensor([float(value) for value in values], dtype=torch.float64)
         seconds, failed = time.monotonic() - self._began, 0.0
         while True:
-            round_ = self._now
+            round_, tried = self._now, time.monotonic()
             found: list[Tensor] = []
             problem = self._load_received()
             if problem is None:
@@ -183,11 +183,10 @@ class FaultTolerantReplicas(SynchronousReplicas):
                     found = self._sum_once(round_, [*(bucket.owned_gradient for bucket in buckets), numbers])
                 except _FAILURES as error:
                     problem = str(error) or type(error).__name__
+                    self._abort()  # before the meeting, to which all come: others may still wait for this rank's part
             reports, summed = self._meet(problem, seconds)
             decision = self._decide(reports)
-            if not summed:
-                failed = failed or time.monotonic()
-                self._abort()
+            failed = failed if summed else failed or tried
             if decision.committed is not None and summed and round_.number == decision.next.number - 1:
                 break
             if not self._accept(decision):
@@ -230,7 +229,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
             self.left = True
             self._abort()
         else:
-            self._enter(decision.next)
+            self._enter(decision.next, decision.keeps)
 
     def _name_slow(self, decision: Decision, round_: Round) -> None:
         """Log the name of a replica that was the slowest, and slow, in several steps in a row."""
@@ -344,12 +343,17 @@ class FaultTolerantReplicas(SynchronousReplicas):
         laggard = self._round is not None and self._round.number != following.number - 1
         if self.name not in following.group or (laggard and self.name not in following.newcomers):
             return False
-        self._enter(following)
+        self._enter(following, False)
         return True
 
-    def _enter(self, round_: Round) -> None:
-        """Enter a round: make its group, unless the present one has the same replicas. Collective over the round."""
-        same = self._round is not None and self._group is not None and self._round.group == round_.group
+    def _enter(self, round_: Round, keeps: bool) -> None:
+        """Enter a round, and make its group. Collective over the round.
+
+        Args:
+            round_: the round.
+            keeps: all ranks of the round have used the present group to its end: it is kept, if the replicas are equal.
+        """
+        same = keeps and self._round is not None and self._group is not None and self._round.group == round_.group
         if self._first is None or self._first.step != round_.step or round_.fresh:
             self._first = round_
         self._round = round_

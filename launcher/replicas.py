@@ -72,7 +72,7 @@ def run_replicas(
     logs.mkdir(parents=True, exist_ok=True)
     replicas = [_Replica(name) for name in names]
     asked: list[int] = []
-    handlers = {each: signal.signal(each, _Note(asked)) for each in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {each: signal.signal(each, _Asked(asked)) for each in (signal.SIGTERM, signal.SIGINT)}
     last, finished, over = 0, False, None
     try:
         while any(replica.ended is None for replica in replicas):
@@ -184,7 +184,7 @@ def _drain_file(logs: Path, name: str) -> Path:
     return logs / f"replica-{name}.drain"
 
 
-class _Note:
+class _Asked:
     """Handler that notes a signal."""
 
     def __init__(self, asked: list[int]) -> None:
