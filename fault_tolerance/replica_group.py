@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -96,8 +97,16 @@ class ReplicaGroup:
         self._group.recv([tensor], source, 0).wait()
 
     def abort(self) -> None:
-        """Close all connections, so that the other ranks do not wait for this one."""
+        """Close all connections, so that the other ranks do not wait for this one.
+
+        gloo closes a connection for good when its peer has closed it too. A peer that has its sum already keeps its
+        connections until the meeting, to which this rank must come: so a thread waits for it.
+        """
         group, self._group = self._group, None
         if group is not None:
-            with contextlib.suppress(RuntimeError):
-                group.abort()
+            threading.Thread(target=_abort, args=(group,), daemon=True, name="triax abort").start()
+
+
+def _abort(group: Any) -> None:
+    with contextlib.suppress(RuntimeError):
+        group.abort()
