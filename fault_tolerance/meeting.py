@@ -132,6 +132,7 @@ def decide(reports: Sequence[Report], choose: Choose) -> Decision | None:
     here = [name for name in last.contributors if name in round_]
     if not here:
         return None
+    last = round_[here[0]]
     lost = tuple(name for name in last.members if name not in round_)
     if not all(round_[name].summed for name in here):
         members = tuple(name for name in last.members if name in round_)
