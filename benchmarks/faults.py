@@ -134,7 +134,7 @@ def kill_replicas(folder: Path, replicas: int, kills: int, width: int, silence: 
         last = [lines(folder, name)[-1:] for name in names]
         return all(each and len(list(each[0].get("members", ()))) == replicas for each in last)  # type: ignore[call-overload]
 
-    gaps, plain, entered, back = [], [], [], []
+    gaps, plain, entered, back = list[float](), list[float](), list[float](), list[float]()
     try:
         for number in range(kills):
             wait(all_there)
@@ -195,7 +195,7 @@ def restart(folder: Path, ranks: int, kills: int, width: int, seed: int) -> None
     run = subprocess.Popen(
         [sys.executable, "-m", "triax.cli.main", *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    gaps = []
+    gaps = list[float]()
     try:
         for _ in range(kills):
             count = len(ends(folder, "0"))

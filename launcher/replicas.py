@@ -106,8 +106,8 @@ def run_replicas(
             time.sleep(_POLL)
     finally:
         _signal(replicas, signal.SIGKILL)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
         for replica in replicas:
             for file in (_pid_file(logs, replica.name), _drain_file(logs, replica.name)):
                 file.unlink(missing_ok=True)
