@@ -138,6 +138,7 @@ class Engine:
     module: Any
     optimizer: torch.optim.Optimizer | None
     data_axis: ZeroDataAxis
+    optimizer_step: OptimizerStep
     auxiliary: AuxiliarySteps
     named_losses: NamedLossSteps
     observer: RecordingObserver

@@ -154,6 +154,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
         planned = self._planned(round_)
         shares = self.ledger.plan(planned)
         # A spare replica and a newcomer compute a share that another one takes: their gradients are not summed.
+        assert engine.training_dataloader is not None
         engine.training_dataloader.seek(shares.get(self.name, self.ledger.next_share))
         position = planned.index(self.name) if self.name in planned else 0
         engine.feed.shift = position * engine.batch.train

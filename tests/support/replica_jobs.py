@@ -70,7 +70,7 @@ def train(job: Mapping[str, Any]) -> None:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job["port"]), "LOCAL_WORLD_SIZE": str(size)}
     grid = triax.Grid(**grid_sizes)
     model = triax.PipelineModule(layers(job.get("dropout", 0.0)), loss_fn=loss_fn, grid=grid, seed=job["seed"])
-    engine = triax.Engine(
+    engine: Any = triax.Engine(
         model,
         optimizer=optimizer,
         batch=triax.Batch(size=SHARE, microbatch=MICRO if grid.replicas == 1 else SHARE // grid.replicas),
@@ -193,12 +193,12 @@ def coordinator(least: int, silence: float = 0.6, patience: float = 20.0) -> Ite
         process.join()
 
 
-def _serve(*arguments: Any) -> None:
+def _serve(port: int, least: int, silence: float, patience: float) -> None:
     from triax.fault_tolerance.coordinator import serve
 
     with Path(os.devnull).open("w") as nothing:
         os.dup2(nothing.fileno(), 2)  # the Lighthouse logs every meeting
-    server = serve(*arguments, "127.0.0.1")
+    server = serve(port, least, silence, patience, "127.0.0.1")
     signal.pause()
     server.shutdown()
 
