@@ -103,8 +103,8 @@ def run(
     replicas: Annotated[
         str,
         typer.Option(
-            help="Replicas of fault_tolerance on this host, of --nproc processes each: a number, or names a,b. One that "
-            "dies is started again, up to --max-restarts times, while the others train."
+            help="Replicas of fault_tolerance on this host, of --nproc processes each: a number, or names a,b. One "
+            "that dies is started again, up to --max-restarts times, while the others train."
         ),
     ] = "",
     coordinator: Annotated[

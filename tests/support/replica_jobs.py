@@ -141,24 +141,6 @@ def kill_after_sum(engine: Any) -> None:
     engine.replicas._meet = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
-def stop_for(seconds: float) -> Callable[[Any], None]:
-    """Return a hook that stops this process as a hang does: no heartbeats, and connections stand."""
-
-    return partial(_stop, seconds)
-
-
-def _stop(seconds: float, engine: Any) -> None:
-    child = os.fork()
-    if child == 0:
-        parent = os.getppid()
-        time.sleep(0.05)
-        os.kill(parent, signal.SIGSTOP)
-        time.sleep(seconds)
-        os.kill(parent, signal.SIGCONT)
-        os._exit(0)
-    time.sleep(0.2)
-
-
 CONTEXT = multiprocessing.get_context("forkserver")
 # Loaded once, by the server: each process would take seconds on two cores.
 CONTEXT.set_forkserver_preload(
@@ -219,22 +201,3 @@ def losses(folder: Path, name: str, rank: int = 0) -> dict[int, str]:
     """Return the losses of a replica, as hex: step -> loss."""
     lines = Path(folder, f"{name}.{rank}.losses").read_text().splitlines()
     return {step: loss for step, loss, *_ in map(json.loads, lines)}
-
-
-def times(folder: Path, name: str) -> dict[int, float]:
-    """Return the times at which a replica's steps ended: step -> seconds."""
-    lines = Path(folder, f"{name}.0.losses").read_text().splitlines()
-    return {step: when for step, _, when, _ in map(json.loads, lines)}
-
-
-def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    """Wait for a condition.
-
-    Raises:
-        TimeoutError: it does not come true in time.
-    """
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"waited for {seconds:g} s")
-        time.sleep(0.02)
