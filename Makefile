@@ -21,7 +21,7 @@ STAMP := $(VENV)/installed
 # A folder in which this checkout, whatever its name, is visible as `triax`: mypy goes by folder names.
 AS_TRIAX := $(VENV)/as-package
 # What is type-checked: the folders, of these, that hold Python files.
-FOLDERS := base grid randomness agreement options pipe tensor_parallel context zero optim data checkpoint monitor launcher moe models gradient_compression plan engine inference methods testing local_sgd train dry_run compat cli tests examples benchmarks docs
+FOLDERS := base grid randomness agreement options pipe tensor_parallel context zero optim data checkpoint monitor launcher moe models gradient_compression plan engine inference methods testing local_sgd fault_tolerance train dry_run compat cli tests examples benchmarks docs
 CHECKED := __init__.pyi $(FOLDERS)
 
 # Quick tests: structure and names, schedules as values, grids, configurations, the numbers of a step.

@@ -55,6 +55,7 @@ from .options.batch import Batch as Batch
 from .options.checkpoints import Checkpoints as Checkpoints
 from .options.compilation import Compile as Compile
 from .options.engine import EngineOptions as EngineOptions
+from .options.fault_tolerance import FaultTolerance as FaultTolerance
 from .options.local_updates import AsyncDiLoCo as AsyncDiLoCo
 from .options.local_updates import DiLoCo as DiLoCo
 from .options.local_updates import LocalSGD as LocalSGD

@@ -10,6 +10,7 @@ grid.py: ``triax grid``, the place of each rank on a grid, and what it holds.
 explain.py: what the run of a training file would be: stages, bytes of each rank, tokens, without ranks and torch.
 measure.py: ``triax plan --measure``: times of this machine, as a machine file.
 run.py: ``triax run``, a script on many processes or hosts.
+coordinator.py: ``triax coordinator`` and ``triax drain``, replicas that leave and join a run.
 foreign_options.py: commands that know other libraries' options, by the tables of compat/launcher_options.py.
 env.py: ``triax env``, versions, devices and backends of this machine, and what is missing for what.
 config.py: ``triax config``, a configuration checked and resolved.

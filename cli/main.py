@@ -12,6 +12,7 @@ from ..base.tables import terminal
 from .check import check
 from .checkpoint import checkpoint
 from .config import config
+from .coordinator import coordinator, drain
 from .data import data
 from .env import env
 from .evaluate import evaluate
@@ -60,6 +61,8 @@ app.command(cls=Command)(plan)
 app.command(cls=Command)(report)
 app.command(cls=Command)(check)
 app.command(cls=RunCommand, context_settings=CONTEXT)(run)
+app.command(cls=Command)(coordinator)
+app.command(cls=Command)(drain)
 app.command(cls=Command)(env)
 app.add_typer(checkpoint)
 app.add_typer(data)

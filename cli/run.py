@@ -6,6 +6,7 @@ import atexit
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterable
@@ -30,6 +31,7 @@ from ..launcher.hosts import (
 )
 from ..launcher.launch import GRACE, cores, outcome_of, own_address, print_outcome
 from ..launcher.remote import SSH, exported_variables, host_command, outcome_line, run_on_hosts
+from ..launcher.replicas import run_replicas, start_coordinator
 from ..launcher.worker import LOCAL_RANK, Executable, Module
 from ..monitor.trace.merge import recorded
 
@@ -98,6 +100,26 @@ def run(
     ] = None,
     lost_after: Annotated[float, typer.Option(min=3.0, help="Seconds of silence after which a host is lost.")] = 15.0,
     grace: Annotated[float, typer.Option(min=0.0, help="Seconds for ranks to save and exit after SIGTERM.")] = GRACE,
+    replicas: Annotated[
+        str,
+        typer.Option(
+            help="Replicas of fault_tolerance on this host, of --nproc processes each: a number, or names a,b. One "
+            "that dies is started again, up to --max-restarts times, while the others train."
+        ),
+    ] = "",
+    coordinator: Annotated[
+        str,
+        typer.Option(help="With --replicas: coordinator of several hosts, HOST:PORT. Default: one is started here."),
+    ] = "",
+    least: Annotated[
+        int, typer.Option(min=1, help="With --replicas: number of replicas without which no step is taken.")
+    ] = 1,
+    silence: Annotated[
+        float, typer.Option(min=0.1, help="With --replicas: seconds without a heartbeat until a replica is lost.")
+    ] = 2.0,
+    patience: Annotated[
+        float, typer.Option(min=0.1, help="With --replicas: seconds to wait for a replica that lives and is late.")
+    ] = 60.0,
     wait: Annotated[float, typer.Option(min=1.0, help="Seconds to wait for all hosts at the start.")] = 600.0,
     rdzv_endpoint: Annotated[str, typer.Option(help="Rendezvous address, as in torchrun: host:29400.")] = "",
     rdzv_conf: Annotated[
@@ -128,9 +150,20 @@ def run(
         arguments = [*_local_rank(target), *arguments]
     if dry is not None:
         _dry_run(target, arguments, dry, dry_value, nproc)
-    least, most = parse_nodes(nnodes) if nnodes else (1, 1)
+    if replicas:
+        if nnodes or hostfile or node_rank is not None or rdzv_endpoint or np is not None or timeline:
+            raise ConfigError(
+                "--replicas starts jobs of this host alone: give --nproc, and start the other hosts' replicas there, "
+                "with other names and --coordinator HOST:PORT"
+            )
+        options = [*(("--nproc", nproc) if nproc else ()), *(("--threads", str(threads)) if threads else ())]
+        options += ["--tee", tee, "--grace", str(grace), "--no-local-rank"]
+        options += [word for each in export or [] for word in ("--export", each)]
+        program = [*(["--no-python"] if no_python else []), *(["-m"] if module else []), script, *arguments]
+        _run_replicas(replicas, options, program, coordinator, (least, silence, patience), max_restarts, log_dir, grace)
+    least_hosts, most = parse_nodes(nnodes) if nnodes else (1, 1)
     rendezvous = _settings(rdzv_conf or [])
-    elastic = least != most or bool(rdzv_endpoint or rendezvous)
+    elastic = least_hosts != most or bool(rdzv_endpoint or rendezvous)
     if master_addr:
         check_host(master_addr, "--master-addr")
     shown = parse_ranks(tee, "--tee")
@@ -140,13 +173,13 @@ def run(
         nproc = str(np)
     if slots is not None and node_rank is not None and list(slots) != ["localhost"]:
         node = _node_rank(node_rank, len(slots), str(len(slots)), _first_address(slots, master_addr))
-        master_addr, least, most = _first_address(slots, master_addr), len(slots), len(slots)
+        master_addr, least_hosts, most = _first_address(slots, master_addr), len(slots), len(slots)
         nnodes, nproc, slots = str(len(slots)), str(len(list(slots.values())[node])), None
     if slots is not None and elastic:
         raise ConfigError("--hostfile is a fixed list of hosts. Leave out --nnodes MIN:MAX and --rdzv-...")
     if slots is not None and list(slots) == ["localhost"]:
         chosen = slots["localhost"]
-        nproc, least, slots = str(len(chosen)), 1, None
+        nproc, least_hosts, slots = str(len(chosen)), 1, None
         if include or exclude:
             extra = {"CUDA_VISIBLE_DEVICES": _listed(chosen), **extra}
     if slots is not None and node_rank is None:
@@ -169,10 +202,10 @@ def run(
 
     settings: dict[str, Any] = {"restarts": max_restarts, "environment": extra, "grace": grace}
     if elastic:
-        settings["rendezvous"] = _rendezvous(least, most, rdzv_endpoint or master_addr, rendezvous)
-    elif least > 1:
-        node = _node_rank(node_rank, least, nnodes, master_addr)
-        names = tuple(driven.split(",")) if driven else tuple(f"host {each}" for each in range(least))
+        settings["rendezvous"] = _rendezvous(least_hosts, most, rdzv_endpoint or master_addr, rendezvous)
+    elif least_hosts > 1:
+        node = _node_rank(node_rank, least_hosts, nnodes, master_addr)
+        names = tuple(driven.split(",")) if driven else tuple(f"host {each}" for each in range(least_hosts))
         settings["hosts"] = Hosts(names, node, master_addr, master_port, lost_after, wait)
     if log_dir != "none":
         settings |= {"logs": Path(log_dir), "tee": shown or ()}
@@ -187,6 +220,53 @@ def run(
     else:
         print_outcome(outcome)
     _exit(outcome.code)
+
+
+def _run_replicas(
+    replicas: str,
+    options: list[str],
+    program: list[str],
+    coordinator: str,
+    limits: tuple[int, float, float],
+    restarts: int,
+    log_dir: str,
+    grace: float,
+) -> NoReturn:
+    """Run replicas as jobs of their own on this host, and exit.
+
+    Args:
+        replicas: their number, or their names.
+        options: options of each replica's ``triax run``.
+        program: the script and its arguments.
+        coordinator: address of the coordinator; empty: it is started here.
+        limits: its ``--least``, ``--silence`` and ``--patience``.
+        restarts, log_dir, grace: the options of these names.
+    """
+    names = [str(each) for each in range(int(replicas))] if replicas.isdecimal() else replicas.split(",")
+    if not all(names) or not names or len(set(names)) < len(names) or set("/\\") & set("".join(names)):
+        raise ConfigError(f"--replicas is {replicas!r}: give a number of at least 1, or different names: a,b,c")
+    logs = Path("runs/logs" if log_dir == "none" else log_dir)
+    server = None
+    if not coordinator:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = int(probe.getsockname()[1])
+        coordinator = f"127.0.0.1:{port}"
+        server = start_coordinator(port, *limits, logs / "coordinator.log")
+
+    def command(name: str) -> list[str]:
+        folder = "none" if log_dir == "none" else str(logs / f"replica-{name}")
+        return [sys.executable, "-m", "triax.cli.main", "run", *options, "--log-dir", folder, *program]
+
+    try:
+        code = run_replicas(
+            command, names, coordinator, restarts, logs, grace, lambda text: print(text, file=sys.stderr, flush=True)
+        )
+    finally:
+        if server is not None:
+            server.kill()
+            server.wait()
+    raise SystemExit(code)
 
 
 def _dry_run(

@@ -72,6 +72,7 @@ from .snapshot.checkpointer import Checkpointer, check_state
 from .step_observer import StepObserver
 
 if TYPE_CHECKING:
+    from ..fault_tolerance.replicas import FaultTolerantReplicas
     from ..local_sgd.local_replicas import LocalReplicas
 
 NO_OPTIMIZER = (
@@ -137,6 +138,7 @@ class Engine:
     module: Any
     optimizer: torch.optim.Optimizer | None
     data_axis: ZeroDataAxis
+    optimizer_step: OptimizerStep
     auxiliary: AuxiliarySteps
     named_losses: NamedLossSteps
     observer: RecordingObserver
@@ -204,7 +206,9 @@ class Engine:
         self.global_steps = 0
         self._sent: dict[str, dict[str, Sent]] = {}  # in the last step
         # A step runs on the whole grid, or under local_updates on the grid of this replica.
-        self._strategy = None if options.local_updates is None else replica_strategy("local_sgd")
+        name = "local_sgd" if options.local_updates is not None else None
+        name = "fault_tolerance" if options.fault_tolerance is not None else name
+        self._strategy = None if name is None else replica_strategy(name)
         self._step_grid = grid if self._strategy is None else self._strategy.step_grid(grid)
         self._options = zero_options(options, self._step_grid, model)
         self.loss_scaler = make_loss_scaler(options.precision)
@@ -278,13 +282,13 @@ class Engine:
         self.optimizer_step = OptimizerStep(self.options, self.data_axis, self.loss_scaler)
         self.lr_scheduler = make(self.optimizer) if make and self.optimizer else None
         self.training_dataloader = None if data is None else self.make_loader(data, parts.collate_fn)
-        self.replicas: SynchronousReplicas | LocalReplicas = SynchronousReplicas(self.grid)
+        self.replicas: SynchronousReplicas | LocalReplicas | FaultTolerantReplicas = SynchronousReplicas(self.grid)
         self._shared_buffers: ReplicaBuffers | None = None  # after local updates have given replicas equal weights
         self.replica_state: ReplicaState | None = None
         if self._strategy is not None:
-            local, self.replica_state = self._strategy.attach(self, self._step_grid)
-            self.replicas = local
-            if not local.outer.asynchronous:
+            self.replicas, self.replica_state = self._strategy.attach(self, self._step_grid)
+            outer = getattr(self.replicas, "outer", None)
+            if outer is not None and not outer.asynchronous:
                 self._shared_buffers = ReplicaBuffers(self.module, self.grid)
 
     @property
@@ -801,6 +805,10 @@ class Engine:
         """Set the counters of steps and samples, and discard the gradients of an unfinished step."""
         self.global_steps = self._batch_size_since = steps
         self._samples_before = samples
+
+    def add_samples(self, samples: int) -> None:
+        """Count samples that replicas outside of the grid have contributed to a step."""
+        self._samples_before += samples
 
     def _reschedule(self, microbatches: int) -> None:
         """Set up steps of this number of microbatches. Subclasses override it if they have to change more."""

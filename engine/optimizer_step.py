@@ -12,7 +12,7 @@ end                   the learning-rate schedule, fp16's loss scale             
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -38,11 +38,13 @@ class OptimizerStep:
         clip: limit of the gradient norm; None: no limit.
         norm: norm of the last step's gradient before clipping. None if it was not computed.
         nonfinite: the policy for a loss or a gradient that is not finite.
+        across: sums the gradients and the given numbers over replicas outside of the grid; None without such replicas.
     """
 
     def __init__(self, options: EngineOptions, data_axis: ZeroDataAxis, loss_scaler: LossScaler | None) -> None:
         self.clip, self._data_axis, self._loss_scaler = options.clip, data_axis, loss_scaler
         self.nonfinite = NonFinitePolicy(options.nan_loss, scaled=loss_scaler is not None)
+        self.across: Callable[[Sequence[Tensor | float]], list[float]] | None = None
         self.norm: float | None = None
         self._norm_wanted_late = False  # asked for once when the gradients were gone: from then on each step has it
         self._squares: list[Tensor] = []  # this rank's share of |gradient|^2, if this step computes it
@@ -67,6 +69,8 @@ class OptimizerStep:
         Returns:
             The sums of ``values``.
         """
+        if self.across is not None:
+            values = self.across(values)
         wanted = grid.size > 1 or self.clip is not None or self._loss_scaler is not None or self._norm_wanted_late
         self._squares = [self._data_axis.squares()] if wanted or self._data_axis.exchange is not None else []
         sums = agreement.totals(grid, [*values, *self._squares])

@@ -270,6 +270,8 @@ class PipelineEngine(Engine):
         losses = [*result.named.values()]
         sums, named = self.named_losses.totals(grid, losses, mine, self.optimizer_step.totals, training=True)
         loss, weight, unused, *strayed = sums
+        if self.optimizer_step.across is not None:
+            _require_plain(unused, named is not None, any(strayed))
         if unused and not self.auxiliary:
             self._leave_out_unreached(grid, result)
         if not weight > 0:
@@ -277,7 +279,7 @@ class PipelineEngine(Engine):
                 f"the batch has no loss, because its weight is {weight}: none of its labels counts. Give batches with "
                 "at least one label that is not ignored"
             )
-        result.require_one_form(weight, len(microbatches) * grid.data.size)
+        result.require_one_form(weight, len(microbatches) * grid.data.size * self.replicas.contributing)
         self.auxiliary.require_weight(weight)
         value = mean(grid, loss, weight) if named is None else mean(grid, named, 1.0)
         taken = self.optimizer_step.decide(grid, loss / weight, weight, result.losses, self.observers)
@@ -482,6 +484,20 @@ def _own_sums(grid: Grid, result: Result) -> list[Tensor | float]:
     """
     # Tensor ranks hold the same loss: the first one counts.
     return [number * float(grid.tensor.is_first) for number in result.sums()]
+
+
+def _require_plain(unused: float, named: bool, strayed: bool) -> None:
+    """Refuse a step whose facts are not summed over replicas outside of the grid (``fault_tolerance``)."""
+    reasons = {
+        "a parameter got no gradient, or a weight or gradient was written by hand": bool(unused),
+        "the loss has named terms": named,
+        "the step has changed a buffer": strayed,
+    }
+    for reason in (reason for reason, found in reasons.items() if found):
+        raise AgreedError(
+            f"{reason}, and fault_tolerance does not sum that over its replicas: use one loss of all parameters, and "
+            "no running statistics, or leave fault_tolerance out"
+        )
 
 
 def _managed(module: PipelineModule, groups: list[tuple[dict[str, Any], list[nn.Parameter]]]) -> list[ManagedParameter]:

@@ -233,6 +233,16 @@ def stay_on_this_host(ranks: int) -> bool:
     return alone
 
 
+def replica_name() -> str | None:
+    """Return the name of this process's replica (``triax run --replicas``); None without one."""
+    return os.environ.get("TRIAX_REPLICA")
+
+
+def coordinator_address() -> str | None:
+    """Return the address of the coordinator of replicas (``triax run --replicas``); None without one."""
+    return os.environ.get("TRIAX_COORDINATOR")
+
+
 def timeline_folder() -> str | None:
     """Return the folder for the parts of a timeline (``triax run --timeline``); None if none is recorded."""
     return os.environ.get(TIMELINE)

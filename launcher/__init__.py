@@ -7,6 +7,7 @@
 - ``elastic.py``: torch's rendezvous of hosts that join and leave, without its pickles
 - ``hosts.py``: parser of the hostfile, ``--include`` and ``--exclude``
 - ``remote.py``: starts a launcher on every host, by ssh or another command
+- ``replicas.py``: replicas as jobs of their own, each started again while the others train, and their coordinator
 - ``temporary_folders.py``: the launchers' temporary folders, and their removal after a killed launcher
 - ``log_tail.py``: shows the log files of ranks while they grow
 """

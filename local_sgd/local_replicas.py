@@ -53,6 +53,8 @@ class LocalReplicas:
         left: True if this replica has left the training.
     """
 
+    contributing = 1  # as ``SynchronousReplicas.contributing``
+
     def __init__(
         self,
         options: LocalSGD,

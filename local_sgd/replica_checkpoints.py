@@ -77,9 +77,9 @@ class ReplicaCheckpoints:
             snapshot.numbers[prefix] = kept | run.get("loss_scaler", {})
 
     def run_state(self) -> dict[str, Any]:
-        """Return the outer optimizer's counters for the checkpoint's header. They are equal on every rank."""
+        """Return ``local_updates`` for the checkpoint's header: counters, which are equal on every rank."""
         local = self._local
-        return {
+        counters = {
             "type": local.options.TYPE,
             "replicas": local.grid.replicas,
             "since": local.steps_since_sync,
@@ -87,6 +87,7 @@ class ReplicaCheckpoints:
             "steps": local.steps,
             "meetings": local.outer.synchronizations,
         }
+        return {"local_updates": counters}
 
     def require_loadable(self, snapshot: Snapshot, options: LoadOptions) -> None:
         """Raise an error if replicas with different states would train synchronously after this load.

@@ -14,6 +14,7 @@ compilation.py: torch.compile of the layers.
 checkpoints.py: when and how checkpoints are written.
 monitoring.py: monitors, traces and profiles.
 local_updates.py: local SGD and DiLoCo.
+fault_tolerance.py: replicas that come and go.
 lora.py: low-rank adapters.
 sparse_attention.py: block masks of attention.
 dialect.py: languages of other libraries, found by entry points.

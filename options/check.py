@@ -21,6 +21,7 @@ def check_agreement(options: EngineOptions) -> None:
     _check_tuning(options)
     _check_narrow_sums(options)
     _check_local_updates(options)
+    _check_fault_tolerance(options)
     _check_compression(options)
     _check_zero(options)
 
@@ -56,6 +57,20 @@ def _check_narrow_sums(options: EngineOptions) -> None:
             "<reduction.low_precision_modules> names modules whose gradients are summed in autocast's dtype, and "
             "<precision.autocast> is not given: give it, or leave the names out"
         )
+
+
+def _check_fault_tolerance(options: EngineOptions) -> None:
+    if options.fault_tolerance is None:
+        return
+    if options.local_updates is not None:
+        _refuse(
+            "<fault_tolerance> and <local_updates> are both given, but the first sums gradients in every step, and the "
+            "second in none: leave one of them out"
+        )
+    if options.tuning is not None or options.tunes_microbatch:
+        _refuse("<fault_tolerance> needs <batch.microbatch> as a number: write it, and leave <tuning> out")
+    if options.reduction.op != "mean":
+        _refuse("<reduction.op> sum does not work with <fault_tolerance>, whose replicas change: leave it out")
 
 
 def _check_local_updates(options: EngineOptions) -> None:

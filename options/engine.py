@@ -13,6 +13,7 @@ from .batch import Batch, BatchSizes
 from .check import check_agreement
 from .checkpoints import Checkpoints
 from .compilation import Compile
+from .fault_tolerance import FaultTolerance
 from .local_updates import LocalSGD
 from .lora import Lora
 from .monitoring import Monitoring
@@ -50,6 +51,7 @@ class EngineKeywords(TypedDict, total=False):
     checkpoint: Checkpoints | _Section
     monitor: Monitoring | _Section
     local_updates: LocalSGD | _Section | None
+    fault_tolerance: FaultTolerance | bool | _Section | None
     lora: Lora | int | bool | _Section | None
     sparse_attention: SparseAttention | _Section | None
     tuning: Tuning | bool | _Section | None
@@ -97,6 +99,9 @@ class EngineOptions(Options):
     monitor: Monitoring = option(Monitoring(), "What the run writes and prints about itself.")
     local_updates: LocalSGD | None = option(
         None, "LocalSGD(...), DiLoCo(...) or AsyncDiLoCo(...): replicas step separately. None: together."
+    )
+    fault_tolerance: FaultTolerance | None = option(
+        None, "Replicas that leave and join the run at a step: True, or FaultTolerance(...). None: a fixed number."
     )
     lora: Lora | None = option(None, "Low-rank adapters of linear layers, which alone are trained.")
     sparse_attention: SparseAttention | None = option(None, "Block masks of the model's attention.")

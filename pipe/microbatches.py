@@ -37,6 +37,9 @@ class MicrobatchFeed:
         module: the model, whose stages say which ranks read.
         dtype: dtype of the model's computation. If None, inputs are not cast.
         sends_labels: the ranks of the first stage send the labels to those of the last stage.
+
+    Attributes:
+        shift: number of samples of the step that replicas outside of the grid have before those of this grid.
     """
 
     def __init__(self, module: PipelineModule, dtype: torch.dtype | None = None, sends_labels: bool = False) -> None:
@@ -54,6 +57,7 @@ class MicrobatchFeed:
         self._field_schemas: dict[Any, int] = {}  # the same of the fields that are sent
         self._field_numbers = numbers()
         self._formats: list[Format] = []  # of the last microbatches
+        self.shift = 0
         self._first_sample = 0  # number of this replica's first sample in the global batch
         self._parameters = list(module.parameters())
         self._trained: list[bool] = []
@@ -229,7 +233,7 @@ class MicrobatchFeed:
             moved.append((inputs, labels if self._reads_labels else None))
             read.append(map_tensors(torch.Tensor.detach, needed))
         fields = self._messages.exchange(read, [number for _, _, number in self._formats])
-        microbatches, first = [], self._first_sample
+        microbatches, first = [], self._first_sample + self.shift
         for (kind, samples, _), (inputs, labels), own in zip(self._formats, moved, fields, strict=True):
             labels = own["labels"] if self._receives_labels else labels
             microbatches.append(Microbatch(inputs, labels, kind, range(first, first + samples), own))

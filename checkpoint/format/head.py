@@ -48,6 +48,14 @@ class _SavedLocalUpdates(_SavedPart):
     meetings: Natural
 
 
+class _SavedMembership(_SavedPart):
+    next_share: Natural
+    owed: list[Natural]
+    members: list[str]
+    changes: list[str]
+    counted: Natural
+
+
 class _SavedCompression(_SavedPart):
     type: str
     replicas: Count
@@ -71,6 +79,7 @@ class _SavedRun(_SavedPart):
     loss_scaler: _SavedLossScale | None = None
     lr_scheduler: _SavedSchedule | None = None
     local_updates: _SavedLocalUpdates | None = None
+    membership: _SavedMembership | None = None
     exchange: _SavedCompression | None = None
 
 

@@ -38,6 +38,7 @@ SUBJECTS = {
     "methods": "post-training",
     "testing": "a test kit for users",
     "local_sgd": "replicas that step alone",
+    "fault_tolerance": "replicas that come and go",
     "dry_run": "a rank of a thousand",
     "compat": "APIs of other libraries",
     "train": "a run from one file",

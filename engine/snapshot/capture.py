@@ -46,9 +46,9 @@ NOT_SAVED = (
 
 
 class ReplicaState(Protocol):
-    """Protocol: the methods with which checkpoints save and load replicas under local updates (local SGD, DiLoCo).
+    """Protocol: the methods with which checkpoints save and load what a replica strategy keeps.
 
-    ``snapshot/local_updates.py`` implements it.
+    ``local_sgd/replica_checkpoints.py`` and ``fault_tolerance/ledger_checkpoints.py`` implement it.
     """
 
     def shards(self) -> StateShards:
@@ -58,7 +58,7 @@ class ReplicaState(Protocol):
         """Add to a snapshot the part of this replica's own state that this rank writes."""
 
     def run_state(self) -> dict[str, Any]:
-        """Return the outer optimizer's counters for the checkpoint's header. They are equal on every rank."""
+        """Return the entries of the strategy in ``run`` of the checkpoint's header. They are equal on every rank."""
 
     def require_loadable(self, snapshot: Snapshot, options: LoadOptions) -> None:
         """Raise ValueError if replicas with different states would train synchronously after this load."""
@@ -259,7 +259,7 @@ def run_state(engine: Checkpointed) -> dict[str, Any]:
             "state": encode(schedule.state_dict(), None, f"the state of {type(schedule).__name__}"),
         }
     if engine.replica_state is not None:
-        state["local_updates"] = engine.replica_state.run_state()
+        state |= engine.replica_state.run_state()
     if hasattr(loader, "state_dict"):
         state["loader"] = encode(loader.state_dict(), None, "the state of training_dataloader")
     return state

@@ -46,14 +46,26 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "testing": (*_LOW, "options", "pipe", "monitor/profiler", "engine"),
     "local_sgd": (*_PARTS, "models", "engine"),
+    "fault_tolerance": (*_PARTS, "models", "engine"),
     "train": (*_PARTS, "models", "engine", "inference", "methods"),
     "dry_run": (*_PARTS, "models", "engine", "methods", "train"),
     "compat": (*_PARTS, "models", "engine", "inference", "train", "gradient_compression"),
-    "cli": (*_PARTS, "models", "engine", "inference", "compat", "train", "dry_run", "plan", "testing"),
+    "cli": (
+        *_PARTS,
+        "models",
+        "engine",
+        "inference",
+        "compat",
+        "train",
+        "dry_run",
+        "plan",
+        "testing",
+        "fault_tolerance",
+    ),
 }
 FOLDERS = tuple(ARROWS)
 # Other libraries' languages and what is experimental: found by cli/, the front door and entry points alone.
-BESIDE = ("compat", "plan", "dry_run", "gradient_compression", "local_sgd")
+BESIDE = ("compat", "plan", "dry_run", "gradient_compression", "local_sgd", "fault_tolerance")
 # Files and folders that run where torch is not installed, on the standard library alone.
 BARE = (
     "__init__.py",

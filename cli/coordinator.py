@@ -1,0 +1,45 @@
+"""``triax coordinator`` and ``triax drain``: replicas that leave and join a run at a step."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..launcher.replicas import drain as drain_replica
+
+PORT = 29510
+
+
+def coordinator(
+    port: Annotated[int, typer.Option(min=0, max=65535, help="TCP port.")] = PORT,
+    least: Annotated[int, typer.Option(min=1, help="Number of replicas without which no step is taken.")] = 1,
+    silence: Annotated[float, typer.Option(min=0.1, help="Seconds without a heartbeat until a replica is lost.")] = 2.0,
+    patience: Annotated[
+        float, typer.Option(min=0.1, help="Seconds to wait for a replica that lives and is late.")
+    ] = 60.0,
+) -> None:
+    """Tell the replicas of a run who is there (torchft's Lighthouse); runs until it is stopped."""
+    from ..fault_tolerance.coordinator import serve  # imported only where it is used: it needs torchft
+
+    server = serve(port, least, silence, patience)
+    typer.echo(f"coordinator: {server.address()}")
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ended.set())
+    while not ended.wait(0.5):
+        pass
+    server.shutdown()
+
+
+def drain(
+    name: Annotated[str, typer.Argument(help="Name of the replica: a number from 0.")],
+    log_dir: Annotated[str, typer.Option(help="Log folder of the run, as of triax run.")] = "runs/logs",
+    wait: Annotated[float, typer.Option(min=0.1, help="Seconds to wait until it has left.")] = 120.0,
+) -> None:
+    """Ask a replica of triax run --replicas to leave the run after its step; the others train on."""
+    drain_replica(name, Path(log_dir), wait)
+    typer.echo(f"replica {name} has left")

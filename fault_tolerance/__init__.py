@@ -1,0 +1,11 @@
+"""Replicas that leave and join a run at a step while the others train, with numbers that a replay repeats bit by bit.
+
+membership.py: who contributed to which step, as a value: shares of samples, the history, its file
+meeting.py: what replicas report at the end of each attempt of a step, and the decision that follows
+coordinator.py: torchft's Lighthouse, which tells who is there, and the client of a replica
+replica_group.py: process group between replicas, made anew when they change, and its sum in a fixed order
+peer_state.py: weights, optimizer state and schedules from a peer's memory
+ledger_checkpoints.py: the ledger in a checkpoint
+replicas.py: ``FaultTolerantReplicas``, the replica strategy: the order of a step
+strategy.py: what the engine finds by an entry point
+"""

@@ -1,0 +1,582 @@
+"""Replica strategy of replicas that leave and join a run at a step while the others train.
+
+Each replica is a group of processes with a world of its own: a whole grid. A step sums the gradients of the replicas
+rank by rank, between ranks at the same place of each grid, in a group that is made anew when replicas come or go:
+
+stepping   take the samples that the ledger gives; send the state to newcomers, or receive it, while the step runs
+sum        sum gradients and numbers over the contributors; meet; again without those that were lost; record the step
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..base.errors import AgreedError
+from ..base.option_error import refusal
+from ..grid import Grid
+from ..grid.environment import coordinator_address, replica_name
+from ..launcher.launch import own_address
+from ..options.fault_tolerance import FaultTolerance
+from ..pipe.module import PipelineModule
+from ..zero.optimizer import RangeStepper
+from ..zero.synchronous_replicas import SynchronousReplicas
+from .coordinator import CoordinatorClient
+from .meeting import Decision, Report, Round, decide
+from .membership import Change, History, Ledger
+from .peer_state import capture_here, load_here, receive_state, send_state
+from .replica_group import ReplicaGroup, serve_store
+
+if TYPE_CHECKING:
+    from ..engine.base import Engine
+
+_LOG = logging.getLogger("triax")
+_NUMBERS = 32  # most numbers of a step that are summed with its gradients
+_SLOW_STEPS = 10  # steps in a row after which a slow replica is named
+_FAILURES = (RuntimeError, OSError, ConnectionError, TimeoutError)
+
+
+class FaultTolerantReplicas(SynchronousReplicas):
+    """Replica strategy of ``fault_tolerance``. Every rank of a replica makes it, after the engine's optimizer.
+
+    Args:
+        engine: the engine.
+        grid: the grid of this replica's processes.
+        options: the options.
+
+    Attributes:
+        name: this replica's name.
+        ledger: the samples taken, and the history of members.
+        left: True if this replica has left the run.
+        leaving: True if it leaves after the present step.
+        recoveries: seconds that each loss of a replica cost: from the failed sum to the sum of the others.
+    """
+
+    def __init__(self, engine: Engine, grid: Grid, options: FaultTolerance) -> None:
+        super().__init__(grid)
+        self._engine, self.options = engine, options
+        self.name = _given(options.replica or replica_name(), "<fault_tolerance.replica>", "TRIAX_REPLICA", "0")
+        address = _given(
+            options.coordinator or coordinator_address(),
+            "<fault_tolerance.coordinator>",
+            "TRIAX_COORDINATOR",
+            "127.0.0.1:29510",
+        )
+        _check(engine)
+        self.history = None if options.replay is None else History.read(Path(options.replay))
+        self.ledger = Ledger()
+        self.left = self.leaving = False
+        self.recoveries: list[float] = []
+        self._settings = _digest(engine)
+        self._round: Round | None = None
+        self._group: ReplicaGroup | None = None
+        self._first: Round | None = None  # first round of the present step, whose contributors took shares
+        self._next_handler: Any = None  # of SIGTERM, before this object's
+        self._stateless = False  # this replica has begun to join, and has no state that another could take
+        self._received: _Transfer | None = None
+        self._sending: list[_Transfer] = []
+        self._began = 0.0
+        self._slow = "", 0  # the slowest replica, and the steps since it is
+        self._sent_before = 0.0
+        self._buffers = [(name, each, each._version) for name, each in engine.module.named_buffers()]
+        self._client: CoordinatorClient | None = None
+        self._store, self._address = None, ""
+        if grid.rank == 0:
+            host = own_address(address.rpartition("//")[2].rpartition(":")[0])
+            self._store, self._address = serve_store(host)
+            self._client = CoordinatorClient(address, self.name, options.silence, options.give_up)
+        engine.optimizer_step.across = self.sum
+
+    @property
+    def present(self) -> list[int]:
+        """Positions of the members of the present round."""
+        return [] if self._round is None else list(range(len(self._round.members)))
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Names of the replicas that have the state of the run, the longest-standing first."""
+        return () if self._round is None else self._round.members
+
+    @contextmanager
+    def stepping(self) -> Iterator[Grid]:
+        """Context around one training step, which yields the grid of this replica.
+
+        Raises:
+            AgreedError: this replica has left the run.
+            RuntimeError: there is no coordinator, or no replica with a state is left.
+            SystemExit: with code 0, at the end of the step after which it leaves, unless a checkpoint is saved.
+        """
+        if self.left:
+            raise AgreedError("this replica has left the run: take no step after engine.leave()")
+        if self._round is None:
+            self._handle_signal()
+            self._join()
+        self._begin()
+        yield self.grid
+        self._require_same_buffers()
+        if self.left:
+            self._close()
+            if self.grid.rank == 0:
+                _LOG.warning("replica %s has left the run after step %d", self.name, self._engine.global_steps)
+            if self._next_handler is None:  # else a checkpoint is saved, which ends the process
+                raise SystemExit(0)
+
+    def leave(self) -> bool:
+        """Leave the run. The others learn of it when they miss this replica; SIGTERM lets it announce it in a step."""
+        self.left = True
+        self._close()
+        return False
+
+    def traffic(self) -> dict[str, Any]:
+        """Return ``replicas`` of ``Engine.traffic_report``: the bytes that this rank has sent to other replicas."""
+        sent = self._sent_before + (0.0 if self._group is None else self._group.sent)
+        return {"replicas": {"sent": sent, "per_step": sent / max(1, self._engine.global_steps)}}
+
+    # ------------------------------------------------------------------------------------------ a step
+
+    def _begin(self) -> None:
+        """Begin a step: go to the samples of this replica, and begin to send or receive the state."""
+        round_, engine = self._now, self._engine
+        self._began = time.monotonic()
+        planned = self._planned(round_)
+        shares = self.ledger.plan(planned)
+        # A spare replica and a newcomer compute a share that another one takes: their gradients are not summed.
+        assert engine.training_dataloader is not None
+        engine.training_dataloader.seek(shares.get(self.name, self.ledger.next_share))
+        position = planned.index(self.name) if self.name in planned else 0
+        engine.feed.shift = position * engine.batch.train
+        if round_.donor == self.name and not round_.fresh:
+            self._send(round_)
+
+    def sum(self, values: Sequence[Tensor | float]) -> list[float]:
+        """Sum gradients and numbers over the replicas; the gradients of the engine are then the sums. Collective.
+
+        Returns:
+            The sums of ``values``, of the ranks at this rank's place.
+
+        Raises:
+            RuntimeError: no replica with a state is left, or there is no coordinator.
+        """
+        buckets = [bucket for bucket in self._engine.data_axis.buckets if bucket.trained]
+        # Of one length in every step: a newcomer's first step may have more numbers than the others' tenth.
+        numbers = torch.zeros(_NUMBERS, dtype=torch.float64)
+        numbers[: len(values)] = torch.tensor([float(value) for value in values], dtype=torch.float64)
+        seconds, failed = time.monotonic() - self._began, 0.0
+        while True:
+            round_, tried = self._now, time.monotonic()
+            found: list[Tensor] = []
+            problem = self._load_received()
+            if problem is None:
+                try:
+                    found = self._sum_once(round_, [*(bucket.owned_gradient for bucket in buckets), numbers])
+                except _FAILURES as error:
+                    problem = str(error) or type(error).__name__
+                    self._abort()  # before the meeting, to which all come: others may still wait for this rank's part
+            reports, summed = self._meet(problem, seconds)
+            decision = self._decide(reports)
+            failed = failed if summed else failed or tried
+            if decision.committed is not None and summed and round_.number == decision.next.number - 1:
+                break
+            if not self._accept(decision):
+                self._join()
+                if self._now.fresh:
+                    raise RuntimeError("every replica with the state of the run is lost, and the run starts anew")
+        for bucket, gradient in zip(buckets, found, strict=False):
+            bucket.owned_gradient.copy_(gradient)
+        for transfer in self._sending:
+            transfer.wait()
+        self._sending = []
+        self._record(round_, decision, time.monotonic() - failed if failed else 0.0)
+        sums: list[float] = found[-1].tolist()
+        return sums[: len(values)]
+
+    def _sum_once(self, round_: Round, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the contributors' sums of the tensors. Collective over the ranks at this place of all replicas."""
+        if self._group is None:
+            raise RuntimeError("the group of the round was not made")
+        places = [round_.group.index(name) for name in self._contributors(round_)]
+        return [self._group.sum(each, places) for each in tensors]
+
+    def _record(self, round_: Round, decision: Decision, seconds: float) -> None:
+        """Record the step that is taken, and enter the next round."""
+        engine, planned = self._engine, self._planned(round_)
+        counted = self._contributors(round_)
+        self.contributing = len(counted)
+        cause = f"lost: {', '.join(decision.lost)}" if decision.lost else ""
+        facts: dict[str, Any] = {"time": time.time()} | ({"seconds": seconds} if seconds else {})
+        changes = self.ledger.record(round_.step, planned, counted, **facts, **({"cause": cause} if cause else {}))
+        engine.add_samples((len(counted) - 1) * engine.batch.train)
+        self._write(changes)
+        if seconds:
+            self.recoveries.append(seconds)
+        if self.grid.rank == 0:
+            for change in changes:
+                self._tell(change)
+            self._name_slow(decision, round_)
+        if self.name in decision.left or not decision.next.members:
+            self.left = True
+            self._abort()
+        else:
+            self._enter(decision.next, decision.keeps)
+
+    def _name_slow(self, decision: Decision, round_: Round) -> None:
+        """Log the name of a replica that was the slowest, and slow, in several steps in a row."""
+        name = "" if decision.slowest is None else decision.slowest[0]
+        before, count = self._slow
+        self._slow = name, count + 1 if name and name == before else 1
+        if name and self._slow[1] == _SLOW_STEPS and decision.slowest is not None:
+            text = "replica %s is slow: in %d steps it took more than twice the median of all, in step %d %.3g s"
+            _LOG.warning(text, name, _SLOW_STEPS, round_.step, decision.slowest[1])
+
+    def _tell(self, change: Change) -> None:
+        if change.members is None:
+            names = ", ".join(change.lost)
+            _LOG.warning("step %d is taken without %s, whose samples are taken later", change.step, names)
+        else:
+            _LOG.warning("from step %d on the replicas are %s", change.step, ", ".join(change.members))
+
+    # ------------------------------------------------------------------------------------------ rounds
+
+    @property
+    def _now(self) -> Round:
+        assert self._round is not None
+        return self._round
+
+    def _planned(self, round_: Round) -> tuple[str, ...]:
+        """Return the replicas that take shares in a round's step, in their order."""
+        if self.history is not None:
+            return self.history.members(round_.step)
+        assert self._first is not None
+        return self._first.contributors
+
+    def _contributors(self, round_: Round) -> tuple[str, ...]:
+        return round_.contributors if self.history is None else self.history.counted(round_.step)
+
+    def _choose(self, step: int, members: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the contributors of a step among the members."""
+        if self.history is None:
+            return members if self.options.active is None else members[: self.options.active]
+        missing = [name for name in self.history.names if name not in members]
+        if missing:
+            raise RuntimeError(
+                f"the replay of {self.options.replay} needs the replicas {', '.join(self.history.names)}, and "
+                f"{', '.join(missing)} is not there: start all, with a coordinator that waits for "
+                f"{len(self.history.names)} of them (--least)"
+            )
+        return self.history.counted(step)
+
+    def _decide(self, reports: Sequence[Report]) -> Decision:
+        for report in reports:
+            if report.settings != self._settings:
+                raise RuntimeError(
+                    f"replicas {self.name} and {report.name} have different options or models: start all replicas with "
+                    "the same program and options"
+                )
+        decision = decide(reports, self._choose)
+        if decision is None:
+            raise RuntimeError("every replica with the state of the run is lost: start the run from a checkpoint")
+        return decision
+
+    def _meet(self, problem: str | None, seconds: float) -> tuple[list[Report], bool]:
+        """Meet the other replicas; return the reports, and True if all ranks of this replica have the sum. Collective.
+
+        Args:
+            problem: the reason for which this rank has no sum; None if it has one.
+            seconds: time from the begin of the step to the gradients.
+        """
+        told = self.grid.world.all_gather_json([problem, self.leaving])
+        summed = all(each is None for each, _ in told)
+        self.leaving = any(leaving for _, leaving in told)
+        return self._reports(summed, seconds), summed
+
+    def _reports(self, summed: bool = False, seconds: float = 0.0) -> list[Report]:
+        """Return the reports of a meeting on every rank. Collective."""
+        plain: list[Any] = []
+        failure = None
+        if self._client is not None:
+            round_ = self._round
+            report = Report(
+                self.name,
+                -1 if self._stateless else self._engine.global_steps,
+                -1 if round_ is None or self._stateless else round_.number,
+                summed,
+                () if round_ is None else round_.members,
+                () if round_ is None else self._contributors(round_),
+                self.leaving,
+                self._settings,
+                self._address,
+                seconds,
+            )
+            try:
+                plain = [each.plain() for each in self._client.meet(report)]
+            except RuntimeError as error:
+                failure = str(error)
+        plain, failure = self.grid.world.all_gather_json([plain, failure])[0]
+        if failure is not None:
+            raise RuntimeError(failure)
+        return [Report.of(each) for each in plain]
+
+    def _join(self) -> None:
+        """Meet the others without a state, until this replica is in a round. Collective."""
+        self._abort()
+        self._round = None
+        while True:
+            decision = self._decide(self._reports())
+            if self._accept(decision):
+                return
+
+    def _accept(self, decision: Decision) -> bool:
+        """Enter the next round if this replica is in it; return False if it is not. Collective."""
+        following = decision.next
+        laggard = self._round is not None and self._round.number != following.number - 1
+        if self.name not in following.group or (laggard and self.name not in following.newcomers):
+            return False
+        self._enter(following, False)
+        return True
+
+    def _enter(self, round_: Round, keeps: bool) -> None:
+        """Enter a round, and make its group. Collective over the round.
+
+        Args:
+            round_: the round.
+            keeps: all ranks of the round have used the present group to its end: it is kept, if the replicas are equal.
+        """
+        same = keeps and self._round is not None and self._group is not None and self._round.group == round_.group
+        if self._first is None or self._first.step != round_.step or round_.fresh:
+            self._first = round_
+        self._round = round_
+        if not same:
+            self._abort()
+            rank = round_.group.index(self.name)
+            key = f"round {round_.number} of rank {self.grid.rank}"
+            try:
+                self._group = ReplicaGroup(round_.store, key, rank, len(round_.group), self.options.timeout)
+            except _FAILURES as error:  # the next sum fails, and all meet again
+                _LOG.debug("the group of round %d was not made: %s", round_.number, error)
+        if round_.fresh:
+            self._share_state(round_)
+        elif self.name in round_.newcomers:
+            self._stateless = True
+            self._receive(round_)
+
+    def _abort(self) -> None:
+        """Close the connections to the other replicas."""
+        if self._group is not None:
+            self._sent_before += self._group.sent
+            self._group.abort()
+        self._group = None
+
+    # ------------------------------------------------------------------------------------------ state
+
+    def _share_state(self, round_: Round) -> None:
+        """Give all replicas the first one's state before the first step. Collective over the round."""
+        if self.grid.rank == 0 and self.options.folder is not None and self.ledger.changes:
+            self.ledger.write(self._history_file)
+        if round_.donor == self.name:
+            self._send(round_)
+            for transfer in self._sending:
+                transfer.wait()
+            self._sending = []
+        else:
+            self._receive(round_)
+            if (problem := self._load_received()) is not None:
+                raise RuntimeError(f"replica {self.name} did not get the state of replica {round_.donor}: {problem}")
+
+    def _send(self, round_: Round) -> None:
+        """Begin to send this replica's state to the newcomers, in a thread."""
+        group = self._group
+        if group is None:
+            return
+        header, tensors = capture_here(self._engine, {"ledger": self.ledger.state()})
+        others = [round_.group.index(name) for name in round_.newcomers]
+
+        def send() -> None:
+            for to in others:
+                send_state(header, tensors, group, to)
+
+        self._sending.append(_Transfer(send))
+
+    def _receive(self, round_: Round) -> None:
+        """Begin to receive the state from the donor, in a thread."""
+        group, source = self._group, round_.group.index(round_.donor)
+
+        def receive() -> tuple[dict[str, Any], list[Tensor]]:
+            if group is None:
+                raise RuntimeError("the group of the round was not made")
+            return receive_state(group, source)
+
+        self._received = _Transfer(receive)
+
+    def _load_received(self) -> str | None:
+        """Load the state that this replica waits for; return a reason if it did not come. Collective over the replica.
+
+        A replica whose state did not come has none, and joins again.
+        """
+        transfer, self._received = self._received, None
+        if transfer is None:
+            return "this replica has no state" if self._stateless else None
+        problem = transfer.wait()
+        if any(self.grid.world.all_gather_json(problem is not None)):
+            return problem or "another rank of this replica did not get its state"
+        header, tensors = transfer.result
+        load_here(self._engine, header, tensors)
+        self._stateless = False
+        self.ledger = Ledger.of(header["ledger"])
+        if self.grid.rank == 0 and self.options.folder is not None:
+            self.ledger.write(self._history_file)
+        return None
+
+    # ------------------------------------------------------------------------------------------ records and ends
+
+    @property
+    def _history_file(self) -> Path:
+        assert self.options.folder is not None
+        return Path(self.options.folder, f"{self.name}.jsonl")
+
+    def _write(self, changes: Sequence[Change]) -> None:
+        """Append changes to the history file of this replica."""
+        if not changes or self.options.folder is None or self.grid.rank != 0:
+            return
+        path = self._history_file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a" if len(self.ledger.changes) > len(changes) else "w", encoding="utf-8") as file:
+            file.writelines(change.line() + "\n" for change in changes)
+
+    def _handle_signal(self) -> None:
+        """Leave after the present step when SIGTERM is received."""
+        if threading.current_thread() is threading.main_thread():
+            found = signal.getsignal(signal.SIGTERM)
+            self._next_handler = found if callable(found) else None
+            signal.signal(signal.SIGTERM, _Leave(weakref.ref(self), self._next_handler))
+
+    def _require_same_buffers(self) -> None:
+        """Refuse a step that has changed a buffer, whose values would differ between replicas."""
+        for name, buffer, version in self._buffers:
+            if buffer._version != version:
+                raise AgreedError(
+                    f"the step has changed the buffer {name}, whose values would differ between replicas, and "
+                    "fault_tolerance does not average them: use a layer without running statistics, such as LayerNorm"
+                )
+
+    def _close(self) -> None:
+        self._abort()
+        if self._client is not None:
+            self._client.close()
+
+
+class _Leave:
+    """Handler of a signal after which a replica leaves the run.
+
+    Args:
+        replicas: the replica strategy.
+        following: the handler before this one, which is called too; None if there was none.
+    """
+
+    def __init__(self, replicas: weakref.ref[FaultTolerantReplicas], following: Any) -> None:
+        self._replicas, self._following = replicas, following
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        replicas = self._replicas()
+        if replicas is not None:
+            replicas.leaving = True
+        if self._following is not None:
+            self._following(number, frame)
+
+
+class _Transfer:
+    """Transfer of a state in a thread.
+
+    Args:
+        work: sends or receives.
+
+    Attributes:
+        result: the result of ``work``, after ``wait``.
+    """
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.result: Any = None
+        self._problem: str | None = None
+        self._work = work
+        self._thread = threading.Thread(target=self._run, daemon=True, name="triax state")
+        self._thread.start()
+
+    def wait(self) -> str | None:
+        """Wait for the end; return the reason of a failure, or None."""
+        self._thread.join()
+        return self._problem
+
+    def _run(self) -> None:
+        try:
+            self.result = self._work()
+        except _FAILURES as error:
+            self._problem = str(error) or type(error).__name__
+
+
+def _given(value: str | None, option: str, variable: str, example: str) -> str:
+    if not value:
+        raise refusal(
+            f"fault_tolerance needs {option}: give it, such as {example!r}, or the variable {variable}, which "
+            "triax run --replicas sets"
+        )
+    return value
+
+
+def _check(engine: Engine) -> None:
+    """Refuse what replicas that come and go do not support.
+
+    Raises:
+        OptionError: naming the option or the part of the model.
+    """
+    if not isinstance(engine.module, PipelineModule):
+        raise refusal(
+            "<fault_tolerance> trains a PipelineModule, whose train_batch takes a whole step: write the model as a "
+            "list of layers, triax.PipelineModule(layers, loss_fn=...)"
+        )
+    if engine.optimizer is None:
+        raise refusal("<fault_tolerance> needs an optimizer, and there is none: set <optimizer>, or leave it out")
+    if not hasattr(engine.training_dataloader, "seek"):
+        raise refusal(
+            "<fault_tolerance> gives each replica its samples by number: pass training_data to the engine, a data set "
+            "with a length, and call train_batch() without an iterator"
+        )
+    if engine.data_axis.exchange is not None:
+        raise refusal("<fault_tolerance> sums gradients as they are: leave <compression> out")
+    if engine.data_axis.memory.offload.portions or engine.data_axis.offloaded():
+        raise refusal("<fault_tolerance> does not work with offload of weights or optimizer state: leave it out")
+    if type(engine.data_axis.stepper) is not RangeStepper:
+        raise refusal(
+            f"<fault_tolerance> sends the state of optimizers that work element by element, not of "
+            f"{type(engine.data_axis.optimizer).__name__}: use AdamW or SGD"
+        )
+    if engine.auxiliary:
+        raise refusal("<fault_tolerance> does not sum the auxiliary losses of experts over replicas: use a dense model")
+    for name, module in engine.module.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+            raise refusal(
+                f"{name} is a {type(module).__name__}, whose running statistics would differ between replicas, and "
+                "<fault_tolerance> does not average them: use LayerNorm or GroupNorm"
+            )
+
+
+def _digest(engine: Engine) -> str:
+    """Return a hash of what must be equal on all replicas: options, and the parameters of each rank. Collective."""
+    settings = {k: v for k, v in engine.settings(given=True).items() if k not in ("checkpoint", "monitor")}
+    section = {k: v for k, v in settings.pop("fault_tolerance", {}).items() if k in ("active", "replay")}
+    shapes = [(name, [*parameter.shape]) for name, parameter in engine.module.named_parameters()]
+    sizes = engine.grid.topology.sizes
+    everyone = engine.grid.world.all_gather_json(shapes)
+    text = json.dumps([settings, section, everyone, sizes], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

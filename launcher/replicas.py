@@ -1,0 +1,194 @@
+"""Replicas of a run as jobs of their own on this host: each is started again when it dies, while the others train on.
+
+A coordinator and N launchers are started, one for each replica, whose ranks find TRIAX_REPLICA and TRIAX_COORDINATOR in
+their environment. A file with the launcher's process number, ``replica-NAME.pid`` in the log folder, lets another
+process ask a replica to go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from ..base.errors import ConfigError
+
+_POLL = 0.05  # seconds
+_AGAIN = 1.0  # seconds before a replica that died is started again
+
+
+@dataclass
+class _Replica:
+    """A replica's launcher.
+
+    Attributes:
+        name: the replica's name.
+        process: its launcher; None if it is not started.
+        restarts: number of times that it was started again.
+        due: time of ``time.monotonic`` at which it starts again.
+        ended: its exit code, when it is not started again.
+    """
+
+    name: str
+    process: subprocess.Popen[bytes] | None = None
+    restarts: int = 0
+    due: float = field(default=0.0)
+    ended: int | None = None
+
+
+def run_replicas(
+    command: Callable[[str], Sequence[str]],
+    names: Sequence[str],
+    coordinator: str,
+    restarts: int,
+    logs: Path,
+    grace: float,
+    say: Callable[[str], None],
+) -> int:
+    """Run replicas until all have ended; return the exit code.
+
+    A replica that ends with an error is started again. When one has ended without an error, the run is over, and the
+    others have ``grace`` seconds to end. On SIGTERM or SIGINT all replicas are asked to go.
+
+    Args:
+        command: returns the command of the launcher of the replica of a name.
+        names: the replicas' names.
+        coordinator: address of the coordinator.
+        restarts: number of times that each replica is started again.
+        logs: folder of the files with process numbers.
+        grace: seconds.
+        say: prints a line.
+
+    Returns:
+        0 if a replica reached the end of the run; else the exit code of the replica that ended last.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    replicas = [_Replica(name) for name in names]
+    asked: list[int] = []
+    handlers = {each: signal.signal(each, _Asked(asked)) for each in (signal.SIGTERM, signal.SIGINT)}
+    last, finished, over = 0, False, None
+    try:
+        while any(replica.ended is None for replica in replicas):
+            for replica in (each for each in replicas if each.ended is None):
+                if replica.process is None:
+                    if over is not None:
+                        replica.ended = 0
+                    elif time.monotonic() >= replica.due:
+                        _start(replica, command(replica.name), coordinator, logs)
+                    continue
+                code = replica.process.poll()
+                if code is None:
+                    continue
+                replica.process = None
+                drained = _drain_file(logs, replica.name).exists()
+                if over is not None or code == 0 or drained or replica.restarts == restarts:
+                    replica.ended = last = code
+                    if code == 0 and not drained:
+                        finished, over = True, over or time.monotonic()
+                    what = "was asked to go and has left" if drained else f"has ended with code {code}"
+                    say(f"replica {replica.name} {what}")
+                else:
+                    replica.restarts, replica.due = replica.restarts + 1, time.monotonic() + _AGAIN
+                    number = f"{replica.restarts} of {restarts}"
+                    say(f"replica {replica.name} died with code {code}: it is started again ({number})")
+            if asked and over is None:
+                over = time.monotonic()
+                _signal(replicas, signal.SIGTERM)
+            if over is not None and time.monotonic() > over + grace:
+                _signal(replicas, signal.SIGKILL)
+            time.sleep(_POLL)
+    finally:
+        _signal(replicas, signal.SIGKILL)
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+        for replica in replicas:
+            for file in (_pid_file(logs, replica.name), _drain_file(logs, replica.name)):
+                file.unlink(missing_ok=True)
+    return 128 + asked[0] if asked and not finished else 0 if finished else last
+
+
+def drain(name: str, logs: Path, seconds: float) -> None:
+    """Ask a replica of a run on this host to go, and wait until it has left.
+
+    Args:
+        name: the replica's name.
+        logs: the log folder of the run.
+        seconds: time limit.
+
+    Raises:
+        ConfigError: there is no such replica, or it has not left in time.
+    """
+    file = _pid_file(logs, name)
+    try:
+        number = int(file.read_text())
+        os.kill(number, 0)
+    except (OSError, ValueError):
+        here = sorted(each.stem.removeprefix("replica-") for each in logs.glob("replica-*.pid"))
+        raise ConfigError(
+            f"no replica {name} runs with its log in {logs}: give --log-dir of the run, and one of the replicas "
+            f"{', '.join(here) or '(none)'}"
+        ) from None
+    _drain_file(logs, name).touch()
+    os.kill(number, signal.SIGTERM)
+    deadline = time.monotonic() + seconds
+    while file.exists() and _drain_file(logs, name).exists():
+        try:
+            os.kill(number, 0)
+        except OSError:
+            return
+        if time.monotonic() > deadline:
+            raise ConfigError(f"replica {name} has not left within {seconds:g} s: its step is longer, or it hangs")
+        time.sleep(_POLL)
+
+
+def start_coordinator(port: int, least: int, silence: float, patience: float, log: Path) -> subprocess.Popen[bytes]:
+    """Start a coordinator as a process of its own, whose messages go to a file."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    words = ["coordinator", "--port", str(port), "--least", str(least), "--silence", str(silence)]
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "triax.cli.main", *words, "--patience", str(patience)],
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+
+
+def _start(replica: _Replica, command: Sequence[str], coordinator: str, logs: Path) -> None:
+    variables: Mapping[str, str] = {**os.environ, "TRIAX_REPLICA": replica.name, "TRIAX_COORDINATOR": coordinator}
+    replica.process = subprocess.Popen(command, env=variables, start_new_session=True)
+    _pid_file(logs, replica.name).write_text(str(replica.process.pid))
+
+
+def _signal(replicas: Sequence[_Replica], number: int) -> None:
+    """Send a signal to the launchers; SIGKILL to all processes that they have started."""
+    for replica in replicas:
+        if replica.process is not None and replica.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                send = os.killpg if number == signal.SIGKILL else os.kill
+                send(replica.process.pid, number)
+
+
+def _pid_file(logs: Path, name: str) -> Path:
+    return logs / f"replica-{name}.pid"
+
+
+def _drain_file(logs: Path, name: str) -> Path:
+    return logs / f"replica-{name}.drain"
+
+
+class _Asked:
+    """Handler that notes a signal."""
+
+    def __init__(self, asked: list[int]) -> None:
+        self._asked = asked
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self._asked.append(number)

@@ -1,0 +1,41 @@
+"""Replicas that come and go while the others train."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..base.option_error import OptionError
+from .base import Options, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultTolerance(Options):
+    """Replicas are groups of processes of their own, which leave and join a run at a step."""
+
+    coordinator: str | None = option(
+        None, "Address of the coordinator, host:port; None: TRIAX_COORDINATOR, which triax run --replicas sets."
+    )
+    replica: str | None = option(
+        None, "Name of this replica, equal on its ranks alone; None: TRIAX_REPLICA, which triax run --replicas sets."
+    )
+    active: int | None = option(
+        None, "Number of replicas that contribute; further ones are spare, with equal weights. None: all.", least=1
+    )
+    timeout: float = option(
+        60.0, "Seconds after which a sum over replicas fails, where a connection stands and nothing comes.", above=0
+    )
+    silence: float = option(
+        2.0, "Seconds without a heartbeat after which the coordinator takes a replica for lost.", above=0
+    )
+    give_up: float = option(120.0, "Seconds without a meeting after which a replica stops with an error.", above=0)
+    folder: str | None = option(
+        None, "Folder of the history of members, NAME.jsonl of each replica; None: it is not written."
+    )
+    replay: str | None = option(
+        None, "History file of a run to replay: its members contribute at its steps, and none is lost."
+    )
+
+    def check(self) -> None:
+        """Check that the replica's name can be a file's name."""
+        if self.replica is not None and (not self.replica or set(self.replica) & set("/\\\n\0")):
+            raise OptionError("replica", self.replica, "give a name without a slash, such as 0")

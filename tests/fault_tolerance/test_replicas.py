@@ -1,0 +1,139 @@
+"""Replicas as processes that are killed and restarted, against a replay and one process of plain torch in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import triax
+from triax.data.dataloader import make_loader
+from triax.fault_tolerance.membership import Change, History, Ledger
+
+from replica_jobs import (
+    SHARE,
+    Samples,
+    coordinator,
+    finish,
+    kill,
+    kill_after_sum,
+    kill_in_sum,
+    layers,
+    loss_fn,
+    losses,
+    optimizer,
+    start,
+)
+
+pytest.importorskip("torchft")
+
+KILLED = -9
+
+
+def changes(file: Path) -> list[Change]:
+    """Changes of a history file."""
+    return [Change.of(line) for line in file.read_text().splitlines()]
+
+
+def replayed(folder: Path, history: Path, names: str, steps: int, **job: Any) -> dict[int, str]:
+    """Replay a history without faults; return the losses."""
+    folder.mkdir()
+    options = {**job.pop("options", {}), "replay": str(history)}
+    with coordinator(least=len(names)) as address:
+        run = [p for name in names for p in start(folder, name, address, steps=steps, options=options, **job)]
+        assert set(finish(run)) == {0}
+    found = [losses(folder, name) for name in names]
+    assert all(each == found[0] for each in found)
+    return found[0]
+
+
+def in_one_process(history: Path, steps: int) -> list[float]:
+    """Losses of one process of plain torch that takes the samples of a history."""
+    ledger, past = Ledger(), History.read(history)
+    model = triax.PipelineModule(layers(0.0), loss_fn=loss_fn, grid=triax.Grid(), seed=0)
+    first, last = (module for module in model.modules() if isinstance(module, nn.Linear))
+    adamw = optimizer([*first.parameters(), *last.parameters()])
+    loader, found = make_loader(Samples(), SHARE, SHARE, 0, 1, 0), []
+    for step in range(steps):
+        members, counted = past.members(step), past.counted(step)
+        shares = ledger.plan(members)
+        total, weight = torch.zeros((), dtype=torch.float64), 0
+        for name in counted:
+            loader.seek(shares[name])
+            inputs, labels = next(iter(loader))
+            loss, count = loss_fn(last(torch.tanh(first(inputs))), labels)
+            total, weight = total + loss, weight + int(count)
+        ledger.record(step, members, counted)
+        adamw.zero_grad()
+        (total / weight).backward()
+        nn.utils.clip_grad_norm_([*first.parameters(), *last.parameters()], 1.0)
+        adamw.step()
+        found.append(float(total.detach() / weight))
+    return found
+
+
+def test_steps_of_killed_replicas_are_taken_by_the_rest(tmp_path: Path) -> None:
+    faults: dict[str, tuple[int, Callable[[Any], None]]] = {
+        "c": (1, kill),
+        "d": (4, kill_in_sum),
+        "e": (7, kill_after_sum),
+    }
+    with coordinator(least=2) as address:
+        common = {"gather": "abcde", "final": "abc", "faults": "cde", "pause": 0.05}
+        run = {
+            name: start(tmp_path, name, address, after=after, fault=fault, **common)
+            for name, (after, fault) in {"a": (0, None), "b": (0, None), **faults}.items()
+        }
+        assert finish(run["c"]) == [KILLED]
+        again = start(tmp_path, "c", address, seed=9, **common)  # its weights come from a peer
+        assert finish([*run["a"], *run["b"], *again]) == [0, 0, 0]
+        assert finish([*run["d"], *run["e"]]) == [KILLED, KILLED]
+    found = [losses(tmp_path, name) for name in "abcde"]
+    whole = {step: loss for each in found for step, loss in each.items()}
+    steps = len(whole)
+    assert sorted(whole) == list(range(steps)) and all(each.items() <= whole.items() for each in found)
+    assert all(steps - 1 in each for each in found[:3])
+    past = History.read(tmp_path / "a.jsonl")
+    assert changes(tmp_path / "a.jsonl") == changes(tmp_path / "b.jsonl") == changes(tmp_path / "c.jsonl")
+    lost = {name for step in range(steps) for name in set(past.members(step)) - set(past.counted(step))}
+    assert lost == {"c", "d"}  # a gradient that all have is in the step of e, though e died
+    assert replayed(tmp_path / "again", tmp_path / "a.jsonl", "abcde", steps) == whole
+    expected = in_one_process(tmp_path / "a.jsonl", steps)
+    assert [float.fromhex(whole[step]) for step in range(steps)] == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize(("grid", "zero"), [({"pipe": 2}, 0), ({"data": 2}, 3)])
+def test_replicas_are_grids_with_zero_inside(grid: dict[str, int], zero: int, tmp_path: Path) -> None:
+    with coordinator(least=1) as address:
+        common = {"gather": "ab", "final": "ab", "faults": "b", "pause": 0.05, "grid": grid, "zero": zero}
+        a = start(tmp_path, "a", address, **common)
+        b = start(tmp_path, "b", address, after=2, fault=kill, **common)
+        assert KILLED in finish(b)
+        again = start(tmp_path, "b", address, seed=9, **common)
+        assert finish([*a, *again]) == [0, 0, 0, 0]
+    whole = losses(tmp_path, "a") | losses(tmp_path, "b")
+    steps = len(whole)
+    assert losses(tmp_path, "b", 1).items() <= whole.items() and steps - 1 in losses(tmp_path, "b")
+    assert replayed(tmp_path / "again", tmp_path / "a.jsonl", "ab", steps, grid=grid, zero=zero) == whole
+    expected = in_one_process(tmp_path / "a.jsonl", steps)
+    assert [float.fromhex(whole[step]) for step in range(steps)] == pytest.approx(expected, rel=1e-10)
+
+
+def test_a_run_starts_again_from_files_with_the_samples_that_follow(tmp_path: Path) -> None:
+    def run(folder: str, steps: int) -> dict[int, str]:
+        where = tmp_path / folder
+        where.mkdir(exist_ok=True)
+        saved = triax.Checkpoints(folder=str(where), every=3, resume=True)
+        with coordinator(least=2) as address:
+            started = [p for name in "ab" for p in start(where, name, address, steps=steps, checkpoint=saved)]
+            assert finish(started) == [0, 0]
+        assert losses(where, "a") == losses(where, "b")
+        return losses(where, "a")
+
+    run("cut", 6)
+    assert run("cut", 10) == run("whole", 10)
+    assert changes(tmp_path / "cut" / "a.jsonl") == changes(tmp_path / "whole" / "b.jsonl")

@@ -1,0 +1,203 @@
+"""Replicas of a small run as processes, each with a grid of its own, that tests kill, stop and replay."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import triax
+
+from processes import free_port
+
+SAMPLES, SHARE, MICRO, WIDTH = 60, 4, 2, 6
+
+
+class Samples(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Inputs and labels in float64; every third label of a sample is ignored, so samples have unlike weights."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.inputs = torch.randn(SAMPLES, WIDTH, generator=generator, dtype=torch.float64)
+        self.labels = torch.randint(0, WIDTH, (SAMPLES, 3), generator=generator)
+        self.labels[::3, 1:] = -100
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index], self.labels[index]
+
+
+def loss_fn(outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (sum of the losses of labels that count, their number)."""
+    logits = outputs.view(-1, 3, WIDTH).flatten(0, 1)
+    loss = nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=-100, reduction="sum")
+    return loss, (labels != -100).sum()
+
+
+def layers(dropout: float) -> list[Any]:
+    """Return the layers of the model."""
+    make = partial(nn.Linear, dtype=torch.float64)
+    return [triax.LayerSpec(make, WIDTH, 12), torch.tanh, nn.Dropout(dropout), triax.LayerSpec(make, 12, 3 * WIDTH)]
+
+
+def optimizer(groups: Any) -> torch.optim.Optimizer:
+    """Return the optimizer of the run."""
+    return torch.optim.AdamW(groups, lr=0.05)
+
+
+def train(job: Mapping[str, Any]) -> None:
+    """Train as one rank of a replica; write a line for each step: step, loss as hex, time, members."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    grid_sizes = job.get("grid", {})
+    size = 1
+    for each in grid_sizes.values():
+        size *= each
+    if size > 1:
+        os.environ |= {"RANK": str(job["rank"]), "WORLD_SIZE": str(size), "LOCAL_RANK": str(job["rank"])}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job["port"]), "LOCAL_WORLD_SIZE": str(size)}
+    grid = triax.Grid(**grid_sizes)
+    model = triax.PipelineModule(layers(job.get("dropout", 0.0)), loss_fn=loss_fn, grid=grid, seed=job["seed"])
+    engine: Any = triax.Engine(
+        model,
+        optimizer=optimizer,
+        batch=triax.Batch(size=SHARE, microbatch=MICRO if grid.replicas == 1 else SHARE // grid.replicas),
+        clip=1.0,
+        training_data=Samples(),
+        zero=job.get("zero", 0),
+        checkpoint=job.get("checkpoint", triax.Checkpoints()),
+        fault_tolerance={"replica": job["name"], "folder": job["folder"], **job["options"]},
+    )
+    with Path(job["folder"], f"{job['name']}.{grid.rank}.losses").open("a") as file:
+        while not _is_over(engine, job):
+            since = _since(engine, job.get("gather", ()))
+            if since is not None and job.get("fault") is not None and since >= job["after"]:
+                job["fault"](engine)
+                job = {**job, "fault": None}
+            time.sleep(job.get("pause", 0.0))
+            loss = engine.train_batch()
+            line = [engine.global_steps - 1, float(loss).hex(), time.monotonic(), engine.replicas.members]
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+    engine.leave()
+
+
+def _since(engine: Any, names: Sequence[str]) -> int | None:
+    """Return the number of steps since these replicas were first members together; None if they were not."""
+    for change in engine.replicas.ledger.changes:
+        if set(names) <= set(change.members or ()):
+            return int(engine.global_steps - change.step)
+    return None
+
+
+def _is_over(engine: Any, job: Mapping[str, Any]) -> bool:
+    """Return True at the end of the run: equal on all replicas, because it depends on the history alone."""
+    if "steps" in job:
+        return bool(engine.global_steps >= job["steps"])
+    changes, step = engine.replicas.ledger.changes, engine.global_steps
+    met = _since(engine, job["gather"]) is not None and set(job["final"]) == set(engine.replicas.ledger.members)
+    lost = {name for change in changes for name in change.lost} | {
+        name for change in changes for name in job["gather"] if change.members and name not in change.members
+    }
+    faults = all(name in lost for name in job.get("faults", ()))
+    return bool(met and faults and step - changes[-1].step >= job.get("more", 3))
+
+
+def kill(engine: Any) -> None:
+    """Kill this process in the forward pass of the next step."""
+    engine.module.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    layer = next(module for module in engine.module.modules() if isinstance(module, nn.Linear))
+    layer.register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def kill_in_sum(engine: Any) -> None:
+    """Kill this process between the sums of two tensors of the next step."""
+    group, count = engine.replicas._group, []
+    sum_of = group.sum
+
+    def summed(*arguments: Any) -> Tensor:
+        count.append(1)
+        if len(count) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return sum_of(*arguments)
+
+    group.sum = summed
+
+
+def kill_after_sum(engine: Any) -> None:
+    """Kill this process when it has the whole sum of the next step, before it says so."""
+    engine.replicas._meet = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+
+CONTEXT = multiprocessing.get_context("forkserver")
+# Loaded once, by the server: each process would take seconds on two cores.
+CONTEXT.set_forkserver_preload(
+    ["torch", "torch.distributed.device_mesh", "torchft.coordination", "triax.engine.engines", "triax.data.dataloader"]
+    + ["triax.fault_tolerance.strategy", "triax.optim.optimizers"]
+)
+
+
+def start(folder: Path, name: str, address: str, **job: Any) -> list[Any]:
+    """Start the processes of a replica; return them in rank order."""
+    size = 1
+    for each in job.get("grid", {}).values():
+        size *= each
+    options = {"coordinator": address, "timeout": 20.0, "give_up": 20.0, **job.pop("options", {})}
+    plain = {"seed": 0, "name": name, "folder": str(folder), "port": free_port(), **job}
+    started = [CONTEXT.Process(target=train, args=({**plain, "rank": r, "options": options},)) for r in range(size)]
+    for process in started:
+        process.start()
+    return started
+
+
+@contextlib.contextmanager
+def coordinator(least: int, silence: float = 0.6, patience: float = 20.0) -> Iterator[str]:
+    """Run a coordinator; yields its address."""
+    port = free_port()
+    process = CONTEXT.Process(target=_serve, args=(port, least, silence, patience))
+    process.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.join()
+
+
+def _serve(port: int, least: int, silence: float, patience: float) -> None:
+    from triax.fault_tolerance.coordinator import serve
+
+    with Path(os.devnull).open("w") as nothing:
+        os.dup2(nothing.fileno(), 2)  # the Lighthouse logs every meeting
+    server = serve(port, least, silence, patience, "127.0.0.1")
+    signal.pause()
+    server.shutdown()
+
+
+def finish(processes: Sequence[Any], seconds: float = 150.0) -> list[int | None]:
+    """Wait for processes, and return their exit codes; None for one that is still there, which is killed."""
+    deadline = time.monotonic() + seconds
+    codes: list[int | None] = []
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        codes.append(process.exitcode)
+        if process.exitcode is None:
+            process.kill()
+    return codes
+
+
+def losses(folder: Path, name: str, rank: int = 0) -> dict[int, str]:
+    """Return the losses of a replica, as hex: step -> loss."""
+    lines = Path(folder, f"{name}.{rank}.losses").read_text().splitlines()
+    return {step: loss for step, loss, *_ in map(json.loads, lines)}
