@@ -23,6 +23,16 @@ class Lora(Options):
         "family; or a regular expression for whole names; all-linear: all but the output layer (PEFT: target_modules).",
     )
     rslora: bool = option(False, "Scale by alpha / sqrt(rank) instead (PEFT: use_rslora).")
+    dropout: float = option(
+        0.0,
+        "Probability that training drops an element of the input of A (PEFT: lora_dropout).",
+        least=0.0,
+        below=1.0,
+    )
+    dora: bool = option(
+        False,
+        "DoRA: also train the norm of each row of the adapted weights, apart from the row's direction (PEFT: use_dora).",
+    )
 
     def check(self) -> None:
         """Check that there is something to adapt."""

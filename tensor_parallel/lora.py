@@ -10,6 +10,10 @@ trained. Both factors follow the weight's layout:
 
 So each message has r channels. Under sequence parallelism a replicated factor sees this rank's tokens only, and its
 gradient is partial.
+
+DoRA (Liu et al. 2024, arXiv:2402.09353) computes y = m (W + s B A) x / |W + s B A| with the norms of the rows, which
+are constants for the gradient (section 4.3), and trains m (outputs,) too. A rank of a row-parallel layer has a part of
+each row: the squares are summed over the tensor axis.
 """
 
 from __future__ import annotations
@@ -29,12 +33,13 @@ from ..agreement.agreement import agreed
 from ..base.errors import ConfigError
 from ..grid import Grid
 from ..grid.comm.axis import Axis
-from ..grid.layout import Layout, layout_of
+from ..grid.layout import Layout, layout_of, set_layout
 from ..randomness.random import Constant, Uniform, seeded, sharded_parameter
 from .column import column_linear
 from .embedding import VocabParallelHead
 from .linear import reduced
 
+MakeDropout = Callable[[float, Grid, bool, tuple[Tensor, int] | None], nn.Module]
 ALL_LINEAR = "all-linear"
 _HEAD = "lm_head"  # transformers' name of the output layer, which all-linear leaves out
 
@@ -50,6 +55,8 @@ class LoraOptions:
             expression for whole names; or ``all-linear``, all linear layers but the output layer.
         rslora: see ``alpha`` (Kalajdzievski 2023, arXiv:2312.03732).
         seed: seed of the initial weights.
+        dropout: probability that training drops an element of the input of A.
+        dora: train the norms of the rows of W + s B A too.
     """
 
     rank: int
@@ -57,6 +64,8 @@ class LoraOptions:
     targets: Sequence[str] | str = ALL_LINEAR
     rslora: bool = False
     seed: int = 0
+    dropout: float = 0.0
+    dora: bool = False
 
     @property
     def scaling(self) -> float:
@@ -82,14 +91,20 @@ class Adapter(nn.Module):
             these. None: all that it holds.
         seed: keys of the initial A. B starts at 0, so that the model starts as it was.
         like: the layer's weight, whose device and dtype the factors take.
+        dropout: drops elements of the input of A, on this rank; None: none.
+        rows: the rows of the layer's weight, (N, K), (N / t, K) or (N, K / t), whose norms DoRA trains; None: plain
+            LoRA.
 
     Attributes:
         A: (r, K), or (r, K / t) in a row-parallel layer.
         B: (N, r), or (N / t, r) in a column-parallel layer.
+        magnitude: m, (N,), or (N / t,) in a column-parallel layer; only of DoRA. It starts as the norms of W's rows.
 
     Shape:
-        the layer's input on this rank -> the update of the layer's output on this rank.
+        the layer's output and input on this rank -> the output with the update.
     """
+
+    magnitude: nn.Parameter | None
 
     def __init__(
         self,
@@ -101,25 +116,67 @@ class Adapter(nn.Module):
         select: Callable[[Tensor], Tensor] | None,
         seed: tuple[int, str],
         like: Tensor,
+        dropout: nn.Module | None,
+        rows: Tensor | None,
     ) -> None:
         super().__init__()
         self.axis, self.scaling, self.sequence_parallel, self.select = axis, scaling, sequence_parallel, select
+        self.dropout = dropout
         self._row, self._column = a.sharded, b.sharded or select is not None
         make = partial(sharded_parameter, rank=axis.rank, size=axis.size, device=like.device, dtype=like.dtype)
         with seeded(*seed):
             self.A = make(a, Uniform(1 / math.sqrt(a.shape[1])))
             self.B = make(b, Constant(0.0))
+        self.magnitude = None
+        if rows is not None:
+            # A placeholder has no values: the layer that is built in its place later has m.
+            known = rows.numel() < 2 or any(rows.stride())
+            self.magnitude = nn.Parameter(self._norms(rows) if known else rows.new_empty(len(rows), device="meta"))
+            set_layout(self.magnitude, replace(b, shape=b.shape[:1]))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute s (x A^T) B^T."""
-        inner = F.linear(x, self.A)  # (..., r)
-        if self._row and self.axis.size > 1:
-            inner = reduced(inner, self.axis, self.sequence_parallel)
-        inner = inner * self.scaling
+    def forward(self, y: Tensor, x: Tensor, rows: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Return y + s (x A^T) B^T, or with DoRA b + m / |W + s B A| (y - b + s (x A^T) B^T).
+
+        Args:
+            y: the layer's output (..., n) on this rank.
+            x: the layer's input on this rank.
+            rows: the rows of the layer's weight that this rank multiplies by, for DoRA.
+            bias: b (n,) of these rows, if y has it already.
+        """
+        dropped = x if self.dropout is None else self.dropout(x)
+        inner = self._into(dropped, self.A) * self.scaling  # (..., r)
+        b = self.B if self.select is None else self.select(self.B)
+        update = self._out_of(inner, b)
+        if self.magnitude is None:
+            return y + update
+        assert rows is not None
+        m = self.magnitude if self.select is None else self.select(self.magnitude)
+        with torch.no_grad():
+            norms = self._norms(rows + (b @ self.A * self.scaling).to(rows.dtype))
+        scale = (m / norms).to(y.dtype)
+        base = y if bias is None else y - bias
+        if dropped is not x:
+            base = self._into(dropped, rows) if self._row else self._out_of(dropped, rows)
+        return y + (scale - 1) * base + scale * update
+
+    def _into(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the product of the input with a weight whose inputs are sharded like the layer's."""
+        y = F.linear(x, weight)
+        return reduced(y, self.axis, self.sequence_parallel) if self._row and self.axis.size > 1 else y
+
+    def _out_of(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the product with a weight whose outputs are sharded like the layer's."""
         if self._column:
-            b = self.B if self.select is None else self.select(self.B)
-            return column_linear(inner, b, None, self.axis, self.sequence_parallel)
-        return F.linear(inner, self.B)
+            return column_linear(x, weight, None, self.axis, self.sequence_parallel)
+        return F.linear(x, weight)
+
+    @torch.no_grad()
+    def _norms(self, rows: Tensor) -> Tensor:
+        """Return the norms of rows, of which this rank has all or, in a row-parallel layer, a part of each: (N,)."""
+        squares = rows.to(torch.promote_types(rows.dtype, torch.float32)).square().sum(1)
+        if self._row and self.axis.size > 1:
+            self.axis.all_reduce(squares)
+        return squares.sqrt_().to(rows.dtype)
 
     def extra_repr(self) -> str:
         """Text that ``print`` shows: whole sizes, and the number of shards."""
@@ -141,17 +198,28 @@ class Adapters(nn.Module):
             self.add_module(name, adapter)
         self.parts = tuple(parts)
 
-    def forward(self, y: Tensor, x: Tensor) -> Tensor:
-        """Return the layer's output y with the updates that belong to the input x."""
-        pieces = y.split([length for length, _ in self.parts], dim=-1) if len(self.parts) > 1 else (y,)
+    def forward(self, layer: Any, y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the layer's output y with the updates that belong to the input x.
+
+        ``bias`` is that of this rank's outputs, if y has it already.
+        """
+        lengths = [length for length, _ in self.parts]
+        pieces = y.split(lengths, dim=-1) if len(lengths) > 1 else (y,)
+        rows: Sequence[Tensor | None] = [None] * len(lengths)
+        biases = rows
+        if any(each.magnitude is not None for each in self.children()):
+            rows = _rows(layer).split(lengths)
+            biases = biases if bias is None else bias.split(lengths)
         updated = [
-            piece if name is None else piece + self.get_submodule(name)(x)
-            for piece, (_, name) in zip(pieces, self.parts, strict=True)
+            piece if name is None else self.get_submodule(name)(piece, x, *more)
+            for piece, (_, name), *more in zip(pieces, self.parts, rows, biases, strict=True)
         ]
         return torch.cat(updated, dim=-1) if len(updated) > 1 else updated[0]
 
 
-def add_adapters(model: Any, options: LoraOptions, names: Mapping[str, tuple[str, ...]], grid: Grid) -> None:
+def add_adapters(
+    model: Any, options: LoraOptions, names: Mapping[str, tuple[str, ...]], grid: Grid, dropout: MakeDropout
+) -> None:
     """Freeze a model, and add adapters to the layers that the targets name. Collective.
 
     Args:
@@ -159,6 +227,7 @@ def add_adapters(model: Any, options: LoraOptions, names: Mapping[str, tuple[str
         options: rank, scaling, targets and seed. They become the model's attribute ``lora_options``.
         names: as for ``adapt``.
         grid: the model's grid.
+        dropout: as for ``adapt``.
 
     Raises:
         ConfigError: on every rank, if a target matches no layer, or one that cannot be adapted; or if the model has
@@ -172,9 +241,9 @@ def add_adapters(model: Any, options: LoraOptions, names: Mapping[str, tuple[str
     matched: set[str] = set()
     with agreed(grid, ConfigError):
         if hasattr(model, "change_layers"):
-            model.change_layers(lambda name, layer: matched.update(adapt(layer, name, options, names, grid.tensor)))
+            model.change_layers(lambda name, layer: matched.update(adapt(layer, name, options, names, grid, dropout)))
         else:
-            matched.update(adapt(model, "", options, names, grid.tensor))
+            matched.update(adapt(model, "", options, names, grid, dropout))
     found = set[str]().union(*grid.world.all_gather_json(sorted(matched)))
     targets = (options.targets,) if isinstance(options.targets, str) else options.targets
     missing = [target for target in targets if target not in found]
@@ -190,7 +259,12 @@ def add_adapters(model: Any, options: LoraOptions, names: Mapping[str, tuple[str
 
 
 def adapt(
-    module: nn.Module, prefix: str, options: LoraOptions, names: Mapping[str, tuple[str, ...]], axis: Axis
+    module: nn.Module,
+    prefix: str,
+    options: LoraOptions,
+    names: Mapping[str, tuple[str, ...]],
+    grid: Grid,
+    dropout: MakeDropout,
 ) -> set[str]:
     """Freeze a module's parameters, and add trained adapters to the linear layers that the targets name.
 
@@ -200,7 +274,9 @@ def adapt(
         options: rank, scaling, targets and seed.
         names: name of a linear layer in the whole model -> its names in another library's model, one for each part
             that is fused along the outputs. A target may match these too. An adapter has the last word of such a name.
-        axis: the tensor axis.
+        grid: the grid.
+        dropout: makes the dropout of an adapter's input: ``dropout(p, grid, tokens are sharded over the tensor axis,
+            columns)``, with the columns of ``Dropout``.
 
     Returns:
         The targets that matched.
@@ -229,7 +305,7 @@ def adapt(
                     f"lora.targets names {own}, a {type(layer).__name__}, which has no adapters: LoRA adapts linear "
                     "layers that are sharded or replicated as a whole. Name other layers by the ends of their names."
                 )
-            layer.add_module("lora", _adapters(layer, own, chosen, options, axis))
+            layer.add_module("lora", _adapters(layer, own, chosen, options, grid, dropout))
             if not hasattr(layer, "adaptable"):
                 layer.register_forward_hook(_add_update)
     return matched
@@ -244,11 +320,22 @@ def _conv1d(layer: nn.Module) -> bool:
 
 
 def _add_update(layer: nn.Module, args: tuple[Any, ...], y: Tensor) -> Tensor:
-    updated: Tensor = layer.lora(y, args[0])  # type: ignore[operator]
+    updated: Tensor = layer.lora(layer, y, args[0], layer.bias)  # type: ignore[operator]
     return updated
 
 
-def _adapters(layer: Any, own: str, chosen: Sequence[str | None], options: LoraOptions, axis: Axis) -> Adapters:
+def _rows(layer: Any) -> Tensor:
+    """Return the weight (n, K) of the outputs that a layer computes on this rank."""
+    weight = layer.weight.detach()
+    if _conv1d(layer) or getattr(layer, "transposed", False):
+        weight = weight.t()
+    rows: Tensor = layer.selected(weight) if hasattr(layer, "selected") else weight
+    return rows[layer.rows] if hasattr(layer, "rows") and not hasattr(layer, "selected") else rows
+
+
+def _adapters(
+    layer: Any, own: str, chosen: Sequence[str | None], options: LoraOptions, grid: Grid, dropout: MakeDropout
+) -> Adapters:
     """Return the adapters of one layer, whose layouts follow that of its weight.
 
     Args:
@@ -256,8 +343,9 @@ def _adapters(layer: Any, own: str, chosen: Sequence[str | None], options: LoraO
         own: its name in the whole model.
         chosen: for each fused part of its outputs, the name of the adapter or None.
         options: rank, scaling and seed.
-        axis: the tensor axis.
+        grid, dropout: as for ``adapt``.
     """
+    axis = grid.tensor
     layout, rows = layout_of(layer.weight), getattr(layer, "rows", None)
     transposed = _conv1d(layer) or getattr(layer, "transposed", False)
     outputs, inputs = layout.shape[::-1] if transposed else layout.shape
@@ -277,6 +365,11 @@ def _adapters(layer: Any, own: str, chosen: Sequence[str | None], options: LoraO
     a = Layout((options.rank, inputs), partial=sequence or (layout.partial and rows is None))
     if layout.sharded and not column:
         a = Layout((options.rank, inputs), shard_dim=1, unit=layout.unit)
+    here = (axis.rank, axis.size)
+    columns: tuple[Tensor, int] | None = None
+    if a.sharded and axis.size > 1:
+        columns = a.shard(torch.arange(inputs).expand(a.shape), *here)[0], inputs
+    matrix, taken = layer.weight.detach().t() if transposed else layer.weight.detach(), 0
     found, parts = {}, []
     fused = [(sum(lengths), layout.parts)] if len(chosen) == 1 else [(length, None) for length in lengths]
     for name, (length, inner) in zip(chosen, fused, strict=True):
@@ -287,7 +380,9 @@ def _adapters(layer: Any, own: str, chosen: Sequence[str | None], options: LoraO
             b = Layout((length, options.rank), partial=sequence)
         if name is not None:
             seed = (options.seed, f"{own}.lora.{name}")
-            found[name] = Adapter(a, b, axis, options.scaling, sequence, select, seed, layer.weight)
-        here = b.local_shape(axis.rank, axis.size)[0] if rows is None else rows.stop - rows.start
-        parts.append((here, name))
+            drops = dropout(options.dropout, grid, a.partial, columns) if options.dropout else None
+            norms = matrix[taken : taken + b.local_shape(*here)[0]] if options.dora else None
+            found[name] = Adapter(a, b, axis, options.scaling, sequence, select, seed, layer.weight, drops, norms)
+        taken += b.local_shape(*here)[0]
+        parts.append((b.local_shape(*here)[0] if rows is None else rows.stop - rows.start, name))
     return Adapters(found, parts)

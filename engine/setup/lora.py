@@ -10,6 +10,7 @@ from torch import nn
 from ...base.errors import ConfigError
 from ...checkpoint.convert.formats import module_names
 from ...grid import Grid
+from ...models.layers import dropout
 from ...options.lora import Lora
 from ...tensor_parallel.lora import LoraOptions, add_adapters
 from .arguments import Groups
@@ -32,8 +33,9 @@ def add_lora(model: nn.Module, options: Lora | Mapping[str, Any], grid: Grid | N
     grid = getattr(model, "grid", None) or grid or Grid()
     given = Lora.of(options)
     targets = given.targets if isinstance(given.targets, str) else list(given.targets)
-    made = LoraOptions(given.rank, given.alpha, targets, given.rslora, seed=getattr(model, "seed", 0))
-    add_adapters(model, made, module_names(model), grid)
+    seed = getattr(model, "seed", 0)
+    made = LoraOptions(given.rank, given.alpha, targets, given.rslora, seed, given.dropout, given.dora)
+    add_adapters(model, made, module_names(model), grid, dropout)
 
 
 def require_adapters(groups: Groups, model: nn.Module) -> None:

@@ -11,7 +11,7 @@ reader.py: reader of the weights in a folder or a live model; each rank reads on
 save.py: ``save_hf``, which gathers one tensor at a time.
 folder_writer.py: a folder of safetensors files and its index, written one tensor at a time.
 adapters.py: PEFT's adapters: ``save_lora``, ``load_lora``, ``lora_config``.
-merge.py: products of adapters, which are added to weights.
+merge.py: weights merged with adapters.
 parallelize.py: ``triax.parallelize``, with the families' plans.
 export.py: a checkpoint as a folder for ``from_pretrained``.
 vision_layers.py: layers of a vision tower, in front of a language model's.

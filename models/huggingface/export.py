@@ -18,7 +18,7 @@ from .config import as_reward, is_reward, to_hf
 from .config import entries as expanded
 from .folder_settings import settings_of, write_settings
 from .folder_writer import FolderWriter
-from .merge import is_factor, updates
+from .merge import is_factor, merges
 from .names import Entry
 from .save import Held, announced, linear_names, names_of_layers, parts_of, transposed_layers, write_parts
 
@@ -80,8 +80,8 @@ def _export(
     writer = FolderWriter(folder, written, tensors_written)
     for name, parts in plan.items():
         if parts:
-            added = updates(name, entries[name], factors, 1.0 if options is None else options.scaling, conv1d)
-            write_parts(writer, read(name), parts, entries[name], added)
+            changes = merges(name, entries[name], factors, 1.0 if options is None else options.scaling, conv1d)
+            write_parts(writer, read(name), parts, entries[name], changes)
     writer.close()
     write_settings(folder, None if model is None else model.get("settings"), tokenizer)
     return [*tensors_written]

@@ -1,16 +1,18 @@
-"""Names of adapters' factors, and their products B A, which are added to weights when a model is written merged."""
+"""Names of adapters' factors, and weights merged with them: W + s B A, or m (W + s B A) / |W + s B A| with DoRA."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from .names import Entry
 
-_FACTOR = re.compile(r"(?P<layer>.+)\.lora\.(?P<part>[^.]+)\.(?P<factor>[AB])")
+_FACTOR = re.compile(r"(?P<layer>.+)\.lora\.(?P<part>[^.]+)\.(?P<factor>A|B|magnitude)")
+Merge = Callable[[Tensor], Tensor]
 
 
 def is_factor(name: str) -> bool:
@@ -19,7 +21,7 @@ def is_factor(name: str) -> bool:
 
 
 def layer_of(name: str, layers: Mapping[str, tuple[str, ...]]) -> tuple[str, str]:
-    """Return transformers' name of the layer that a factor adapts, and which factor it is: "A" or "B".
+    """Return transformers' name of the layer that a factor adapts, and which factor it is: "A", "B" or "magnitude".
 
     Args:
         name: triax's name of the factor.
@@ -31,10 +33,10 @@ def layer_of(name: str, layers: Mapping[str, tuple[str, ...]]) -> tuple[str, str
     return next((each for each in layers.get(own, ()) if _last(each) == part), own), match["factor"]
 
 
-def updates(
+def merges(
     name: str, entry: Entry, factors: Mapping[str, Tensor], scaling: float, transposed: set[str]
-) -> list[Tensor | None]:
-    """Return the updates of the tensors of transformers' model that one parameter is, in the parameter's orientation.
+) -> list[Merge | None]:
+    """Return functions that merge the tensors of transformers' model that one parameter is with their adapters.
 
     Args:
         name: triax's name of the parameter.
@@ -44,9 +46,10 @@ def updates(
         transposed: names of transformers' layers that keep their weight as (inputs, outputs).
 
     Returns:
-        For each tensor, s B A, or None if no adapter changes it.
+        For each tensor, a function from it, in the parameter's orientation, to the merged one; or None if no adapter
+        changes it.
     """
-    own, found = name.removesuffix(".weight"), list[Tensor | None]()
+    own, found = name.removesuffix(".weight"), list[Merge | None]()
     for theirs in entry.theirs:
         layer = theirs.removesuffix(".weight")
         keys = [f"{own}.lora.{part}" for part in (_last(layer), _last(own))]
@@ -54,11 +57,20 @@ def updates(
         if key is None:
             found.append(None)
             continue
-        a, b = factors[f"{key}.A"], factors[f"{key}.B"]
-        wide = torch.promote_types(a.dtype, torch.float32)
-        product = b.to(wide) @ a.to(wide) * scaling
-        found.append(product.t() if layer in transposed and not entry.transposed else product)
+        a, b, magnitude = factors[f"{key}.A"], factors[f"{key}.B"], factors.get(f"{key}.magnitude")
+        found.append(partial(merged, a, b, magnitude, scaling, layer in transposed and not entry.transposed))
     return found
+
+
+def merged(a: Tensor, b: Tensor, magnitude: Tensor | None, scaling: float, transposed: bool, weight: Tensor) -> Tensor:
+    """Return a weight (N, K), or (K, N) if ``transposed``, merged with an adapter: computed in fp32 at least."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    product = b.to(wide) @ a.to(wide) * scaling
+    if magnitude is None:
+        return (weight + (product.t() if transposed else product)).to(weight.dtype)
+    whole = (weight.t() if transposed else weight) + product
+    whole = (magnitude / torch.linalg.vector_norm(whole, dim=1))[:, None] * whole
+    return (whole.t() if transposed else whole).to(weight.dtype)
 
 
 def _last(name: str) -> str:

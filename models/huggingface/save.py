@@ -21,7 +21,7 @@ from .config import as_reward, to_hf
 from .config import entries as expanded
 from .folder_settings import settings_of, write_settings
 from .folder_writer import FolderWriter
-from .merge import is_factor, updates
+from .merge import Merge, is_factor, merges
 from .names import Entry, Names, swapped
 
 
@@ -115,8 +115,8 @@ def save_hf(
                 factors[name] = whole
             elif plan[name]:
                 scaling = 1.0 if options is None else options.scaling
-                added = updates(name, entries[name], factors, scaling, transposed)
-                write_parts(writer, whole, plan[name], entries[name], added)
+                changes = merges(name, entries[name], factors, scaling, transposed)
+                write_parts(writer, whole, plan[name], entries[name], changes)
         except Exception as error:  # the others wait in the next collective: they hear of it at the end
             failure = error
     with agreed(grid, None):
@@ -396,23 +396,23 @@ def write_parts(
     whole: Tensor,
     parts: list[tuple[str, tuple[int, ...], torch.dtype]],
     entry: Entry,
-    added: Sequence[Tensor | None],
+    merges: Sequence[Merge | None],
 ) -> None:
     """Cut an unsharded parameter into the tensors that ``parts_of`` lists, and write them in order.
 
-    ``added`` has for each of them a tensor that is added to it, or None.
+    ``merges`` has for each of them a function that merges it with an adapter, or None.
     """
     if entry.rows:
-        (theirs, _, dtype), more = parts[0], added[0]
-        writer.write_rows(theirs, (whole if more is None else (whole + more).to(whole.dtype)).to(dtype), entry.rows)
+        (theirs, _, dtype), merge = parts[0], merges[0]
+        writer.write_rows(theirs, (whole if merge is None else merge(whole)).to(dtype), entry.rows)
         return
     lengths = [(swapped(shape) if entry.transposed else shape)[entry.one_row] for _, shape, _ in parts]
     if entry.per_expert:
         pieces = [piece for expert in whole for piece in expert.split(lengths[: entry.per_expert])]
     else:
         pieces = list(whole.split(lengths)) if whole.dim() else [whole]
-    for (theirs, _, dtype), piece, more in zip(parts, pieces, added, strict=True):
-        piece = piece if more is None else (piece + more).to(piece.dtype)
+    for (theirs, _, dtype), piece, merge in zip(parts, pieces, merges, strict=True):
+        piece = piece if merge is None else merge(piece)
         piece = piece.transpose(-1, -2) if entry.transposed and piece.dim() > 1 else piece
         piece = piece[None] if entry.one_row else piece
         for name in (theirs, *entry.again):

@@ -15,6 +15,8 @@ _PEFT = {
     "lora_alpha": "alpha",
     "target_modules": "targets",
     "use_rslora": "rslora",
+    "lora_dropout": "dropout",
+    "use_dora": "dora",
 }
 
 
@@ -29,6 +31,13 @@ class LoraConfig(Section):
         "family; or a regular expression for whole names; all-linear: all but the output layer (PEFT: target_modules).",
     )
     rslora: bool = setting(False, "Scale by alpha / sqrt(rank) instead (PEFT: use_rslora).")
+    dropout: float = setting(
+        0.0, "Probability that training drops an element of the input of A (PEFT: lora_dropout).", ge=0.0, lt=1.0
+    )
+    dora: bool = setting(
+        False,
+        "DoRA: also train the norm of each row of the adapted weights, apart from the row's direction (PEFT: use_dora).",
+    )
 
     @model_validator(mode="before")
     @classmethod
