@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from ..base.option_error import OptionError
 from .base import Options, option
@@ -31,7 +31,13 @@ class Lora(Options):
     )
     dora: bool = option(
         False,
-        "DoRA: also train the norm of each row of the adapted weights, apart from the row's direction (PEFT: use_dora).",
+        "DoRA: train the norm of each row of an adapted weight apart from the direction of the row (PEFT: use_dora).",
+    )
+
+    base: Literal["nf4", "nf4-double", "int8"] | None = option(
+        None,
+        "Keep the frozen weights of linear layers in 4 bits (nf4: QLoRA; nf4-double: with scales in 8 bits too) or in "
+        "8 bits (int8); None: in the model's dtype.",
     )
 
     def check(self) -> None:

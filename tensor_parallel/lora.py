@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,6 +39,7 @@ from ..randomness.random import Constant, Uniform, seeded, sharded_parameter
 from .column import column_linear
 from .embedding import VocabParallelHead
 from .linear import reduced
+from .quantized import quantize_layer
 
 MakeDropout = Callable[[float, Grid, bool, tuple[Tensor, int] | None], nn.Module]
 ALL_LINEAR = "all-linear"
@@ -57,6 +59,7 @@ class LoraOptions:
         seed: seed of the initial weights.
         dropout: probability that training drops an element of the input of A.
         dora: train the norms of the rows of W + s B A too.
+        base: format in which the weights of linear layers are kept, of nf4.py; None: as they are.
     """
 
     rank: int
@@ -66,6 +69,7 @@ class LoraOptions:
     seed: int = 0
     dropout: float = 0.0
     dora: bool = False
+    base: str | None = None
 
     @property
     def scaling(self) -> float:
@@ -266,7 +270,7 @@ def adapt(
     grid: Grid,
     dropout: MakeDropout,
 ) -> set[str]:
-    """Freeze a module's parameters, and add trained adapters to the linear layers that the targets name.
+    """Freeze a module's parameters, quantize its linear layers, and add adapters to those that the targets name.
 
     Args:
         module: a model, or one layer of a ``PipelineModule``.
@@ -285,15 +289,20 @@ def adapt(
         ValueError: a target names a layer that has no adapters, or a layer whose fused parts cannot be told apart.
     """
     module.requires_grad_(False)
+    uses = Counter(id(p) for layer in module.modules() for p in layer._parameters.values() if p is not None)
     head = getattr(module, "get_output_embeddings", lambda: None)()
     matched: set[str] = set()
     for path, layer in [*module.named_modules()]:
         own = ".".join(filter(None, (prefix, path)))
         parts = names.get(own, (own,))
+        last = layer is head or isinstance(layer, VocabParallelHead) or parts[0].rpartition(".")[2] == _HEAD
+        if options.base is not None and _linear(layer) and not last:
+            weight = layer._parameters.get("weight")
+            if weight is not None and uses[id(weight)] == 1 and layout_of(weight).tie is None:
+                quantize_layer(layer, options.base, grid.tensor, _transposed(layer))
         chosen: list[str | None] = []
         for part in parts:
             if options.targets == ALL_LINEAR:
-                last = layer is head or isinstance(layer, VocabParallelHead) or part.rpartition(".")[2] == _HEAD
                 found = {ALL_LINEAR} if _linear(layer) and not last else set()
             else:
                 found = options.matching(own) | options.matching(part)
@@ -315,6 +324,10 @@ def _linear(layer: nn.Module) -> bool:
     return bool(getattr(layer, "adaptable", isinstance(layer, nn.Linear) or _conv1d(layer)))
 
 
+def _transposed(layer: nn.Module) -> bool:
+    return _conv1d(layer) or bool(getattr(layer, "transposed", False))
+
+
 def _conv1d(layer: nn.Module) -> bool:
     return type(layer).__name__ == "Conv1D" and hasattr(layer, "nf")
 
@@ -327,7 +340,7 @@ def _add_update(layer: nn.Module, args: tuple[Any, ...], y: Tensor) -> Tensor:
 def _rows(layer: Any) -> Tensor:
     """Return the weight (n, K) of the outputs that a layer computes on this rank."""
     weight = layer.weight.detach()
-    if _conv1d(layer) or getattr(layer, "transposed", False):
+    if _transposed(layer):
         weight = weight.t()
     rows: Tensor = layer.selected(weight) if hasattr(layer, "selected") else weight
     return rows[layer.rows] if hasattr(layer, "rows") and not hasattr(layer, "selected") else rows
@@ -347,7 +360,7 @@ def _adapters(
     """
     axis = grid.tensor
     layout, rows = layout_of(layer.weight), getattr(layer, "rows", None)
-    transposed = _conv1d(layer) or getattr(layer, "transposed", False)
+    transposed = _transposed(layer)
     outputs, inputs = layout.shape[::-1] if transposed else layout.shape
     column = layout.shard_dim == (1 if transposed else 0)
     lengths = layout.parts if column and layout.parts is not None else (outputs,)

@@ -34,7 +34,7 @@ def add_lora(model: nn.Module, options: Lora | Mapping[str, Any], grid: Grid | N
     given = Lora.of(options)
     targets = given.targets if isinstance(given.targets, str) else list(given.targets)
     seed = getattr(model, "seed", 0)
-    made = LoraOptions(given.rank, given.alpha, targets, given.rslora, seed, given.dropout, given.dora)
+    made = LoraOptions(given.rank, given.alpha, targets, given.rslora, seed, given.dropout, given.dora, given.base)
     add_adapters(model, made, module_names(model), grid, dropout)
 
 

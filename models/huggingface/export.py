@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...base.files import read_object
 from ...grid import Layout
+from ...tensor_parallel import nf4
 from ...tensor_parallel.lora import LoraOptions
 from ..config import CONFIGS, config_from_fields
 from .adapters import write_adapters
@@ -60,6 +61,9 @@ def _export(
     """
     written, prefix = _config(model, config)
     options = None if model is None or "lora" not in model else LoraOptions(**model["lora"])
+    if options is not None and options.base is not None:
+        flipped = {f"{prefix}{name}" for name in transposed_layers(written)} if prefix is not None else set[str]()
+        tensors, read = _computed(tensors, read, options.base, flipped)
     if merge_lora and options is None:
         raise ValueError("the checkpoint has no LoRA adapters to merge. Leave out --merge-lora.")
     if prefix is None:
@@ -85,6 +89,37 @@ def _export(
     writer.close()
     write_settings(folder, None if model is None else model.get("settings"), tokenizer)
     return [*tensors_written]
+
+
+def _computed(
+    tensors: Shapes, read: Callable[[str], Tensor], form: str, flipped: set[str]
+) -> tuple[Shapes, Callable[[str], Tensor]]:
+    """Return the tensors, and the function that reads one, with fp32 weights in place of those in 4 or 8 bits.
+
+    Args:
+        tensors, read: as for ``_export``.
+        form: format of the weights.
+        flipped: names of layers whose weight is (inputs, outputs).
+    """
+    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for name, (shape, kind) in tensors.items():
+        layer, _, numbers = name.partition(".quantized.")
+        if numbers == "codes":
+            wide = (shape[0], shape[1] * (1 if form == "int8" else 2))
+            found[f"{layer}.weight"] = wide[::-1] if layer in flipped else wide, torch.float32
+        elif not numbers:
+            found[name] = shape, kind
+
+    def read_computed(name: str) -> Tensor:
+        layer = name.removesuffix(".weight")
+        if f"{layer}.quantized.codes" not in tensors or not name.endswith(".weight"):
+            return read(name)
+        parts = ("codes", "scales", "outer", "mean")
+        held = {part: read(f"{layer}.quantized.{part}") for part in parts if f"{layer}.quantized.{part}" in tensors}
+        weight = nf4.whole_weight(form, **held)
+        return weight.t() if layer in flipped else weight
+
+    return found, read_computed
 
 
 def _has_score(written: Mapping[str, Any], tensors: Shapes) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ...agreement.agreement import agreed
 from ...base.checks import check_path
 from ...grid import Grid, Layout, layout_of
+from ...tensor_parallel.quantized import QuantizedNumbers, QuantizedWeight
 from ..config import TransformerConfig
 from ..reward import has_reward_head
 from .config import as_reward, to_hf
@@ -79,7 +80,7 @@ def save_hf(
     writer, failure = None, None
     options = getattr(module, "lora_options", None)
     with agreed(grid, None):
-        own = named(module)
+        own = named_weights(module)
         if options is not None and not merge_lora:
             raise ValueError(
                 "the model has LoRA adapters, which the model of config.json does not have. Pass merge_lora=True to "
@@ -150,6 +151,7 @@ def whole_tensors(
         group = sorted(layer, key=lambda name: not is_factor(name))
         here = [values[name] for name in group if held[name].owner == grid.pipe.rank and name in values]
         mine = [value for value in here if isinstance(value, nn.Parameter)]
+        mine += [each for value in here if isinstance(value, QuantizedWeight) for each in value.numbers.parameters()]
         with lend(mine) if mine else nullcontext():
             for name in group:
                 whole = _whole(values.get(name), held[name], grid)
@@ -260,6 +262,17 @@ def named(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in found.items() if not name.startswith("loss_fn.")}
 
 
+def named_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return ``named(module)`` with one computed weight in place of the integers of each quantized weight."""
+    layers = [layer for layer in module.modules() if isinstance(layer._modules.get("quantized"), QuantizedNumbers)]
+    computed = {id(each): layer.weight for layer in layers for each in layer.quantized.parameters()}  # type: ignore[operator, union-attr]
+    found: dict[str, Tensor] = {}
+    for name, parameter in named(module).items():
+        layer, _, numbers = name.partition(".quantized.")
+        found[f"{layer}.weight" if numbers else name] = computed.get(id(parameter), parameter)
+    return found
+
+
 def named_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return whole-model name -> buffer of a pipeline's layers: biases of routers, loads."""
     if hugging_face(module)[0] is not None:
@@ -360,7 +373,8 @@ def _whole(parameter: Tensor | None, held: Held, grid: Grid) -> Tensor | None:
     whole: Tensor | None = None
     if grid.pipe.rank == held.owner:
         assert parameter is not None
-        whole = layout.gather(axis, parameter.detach(), grid.expert)
+        mine = parameter.dense() if isinstance(parameter, QuantizedWeight) else parameter.detach()
+        whole = layout.gather(axis, mine, grid.expert)
     if not (axis.is_first and grid.data_context.is_first):
         return None
     if held.owner > 0:

@@ -39,6 +39,7 @@ MODELS["deepseek"] = (
     "DeepseekV2ForCausalLM",
     _LLAMA | _LATENT | _DEEPSEEK | {"num_key_value_heads": 8, "aux_loss_alpha": 0.0, "n_shared_experts": 1},
 )
+MODELS["wide"] = ("LlamaForCausalLM", _LLAMA | {"hidden_size": 96, "intermediate_size": 176})
 MODELS["phi3"] = ("Phi3ForCausalLM", _LLAMA)
 _FALCON = {"multi_query": True, "new_decoder_architecture": False, "parallel_attn": True, "alibi": False}
 MODELS["falcon"] = ("FalconForCausalLM", {**_SIZES, **_NO_TOKENS, **_FALCON, "vocab_size": VOCAB, "bias": False})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import model_validator
 
@@ -36,7 +36,13 @@ class LoraConfig(Section):
     )
     dora: bool = setting(
         False,
-        "DoRA: also train the norm of each row of the adapted weights, apart from the row's direction (PEFT: use_dora).",
+        "DoRA: train the norm of each row of an adapted weight apart from the direction of the row (PEFT: use_dora).",
+    )
+
+    base: Literal["nf4", "nf4-double", "int8"] | None = setting(
+        None,
+        "Keep the frozen weights of linear layers in 4 bits (nf4: QLoRA; nf4-double: with scales in 8 bits too) or in "
+        "8 bits (int8); null: in the model's dtype.",
     )
 
     @model_validator(mode="before")
