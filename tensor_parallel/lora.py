@@ -299,7 +299,7 @@ def adapt(
         if options.base is not None and _linear(layer) and not last:
             weight = layer._parameters.get("weight")
             if weight is not None and uses[id(weight)] == 1 and layout_of(weight).tie is None:
-                quantize_layer(layer, options.base, grid.tensor, _transposed(layer))
+                quantize_layer(layer, own, options.base, grid.tensor, _transposed(layer))
         chosen: list[str | None] = []
         for part in parts:
             if options.targets == ALL_LINEAR:

@@ -55,11 +55,23 @@ def codes_of(form: str, weight: Tensor, scales: Tensor) -> Tensor:
     return (codes[:, ::2] << 4) | codes[:, 1::2]
 
 
-def values_of(form: str, codes: Tensor) -> Tensor:
-    """Return what the scales are multiplied by: fp32 (N, K)."""
+def weight_of(form: str, codes: Tensor, scales: Tensor, groups: Tensor | None) -> Tensor:
+    """Compute a weight.
+
+    Args:
+        form, codes: as for ``codes_of``, and what it returns.
+        scales: fp32 (N, G).
+        groups: the block of each input, (K,); None: blocks are equal runs.
+
+    Returns:
+        fp32 (N, K).
+    """
     if form == "int8":
-        return codes * torch.tensor(1 / 127, device=codes.device)
-    return _pairs(codes.device).index_select(0, codes.reshape(-1).int()).view(len(codes), -1)
+        return codes * scales * (1 / 127)
+    values = _pairs(codes.device).index_select(0, codes.reshape(-1).int()).view(len(codes), -1)
+    if groups is not None:
+        return values.mul_(scales.index_select(1, groups))
+    return values.view(len(values), scales.shape[1], -1).mul_(scales[..., None]).view(values.shape)
 
 
 def whole_weight(
@@ -71,9 +83,7 @@ def whole_weight(
         scales = outer_values(scales, outer.view(torch.float32), mean.view(torch.float32), places)
     else:
         scales = scales.view(torch.float32)
-    values = values_of(form, codes)
-    groups = torch.arange(values.shape[1]) // block_size(form, values.shape[1])
-    return values * scales.index_select(1, groups)
+    return weight_of(form, codes, scales, torch.arange(codes.shape[1] * 2) // BLOCK)
 
 
 def outer_codes(scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -68,15 +68,14 @@ class QuantizedNumbers(nn.Module):
         self.scale_layout = Layout((outputs, whole_groups)) if aligned is None else aligned
         places = _places(layout, axis) // block  # of each input: its block in the whole weight
         first = 0 if aligned is None or not row else int(places[0])
-        self._groups = (places - first).to(weight.device)
         equal = len(places) % block == 0 and torch.equal(places - first, torch.arange(len(places)) // block)
-        self._run = block if equal else None  # inputs of a block, if they are equal runs of this rank's
+        self._groups = None if equal or form == "int8" else (places - first).to(weight.device)
         known = not weight.is_meta and (weight.numel() < 2 or any(weight.stride()))
         with torch.no_grad():
             made = self._quantized(weight.detach().float(), places, first, whole_groups) if known else self._empty()
         for name, (tensor, own) in made.items():
             parameter = nn.Parameter(tensor, requires_grad=False)
-            set_layout(parameter, own)
+            set_layout(parameter, replace(own, name=""))
             self.register_parameter(name, parameter)
 
     def _quantized(self, w: Tensor, places: Tensor, first: int, count: int) -> dict[str, tuple[Tensor, Layout]]:
@@ -125,10 +124,8 @@ class QuantizedNumbers(nn.Module):
             scales = nf4.outer_values(scales, outer, mean, places)
         else:
             scales = scales.view(torch.float32)
-        values = nf4.values_of(self.form, codes)
-        if self._run is None:
-            return values.mul_(scales.index_select(1, self._groups.to(scales.device)))
-        return values.view(len(values), -1, self._run).mul_(scales[..., None]).view(self.shape)
+        groups = None if self._groups is None else self._groups.to(scales.device)
+        return nf4.weight_of(self.form, codes, scales, groups)
 
     def extra_repr(self) -> str:
         """Text that ``print`` shows."""
@@ -193,11 +190,12 @@ class QuantizedWeight(Tensor):
         return copied
 
 
-def quantize_layer(layer: Any, form: str, axis: Axis, transposed: bool) -> None:
+def quantize_layer(layer: Any, name: str, form: str, axis: Axis, transposed: bool) -> None:
     """Keep the weight of a linear layer in 4 or 8 bits from now on. Collective over the tensor axis.
 
     Args:
         layer: the layer.
+        name: its name in the whole model, for messages.
         form: ``nf4``, ``nf4-double`` or ``int8``.
         axis: the tensor axis.
         transposed: the layer's weight is (inputs, outputs).
@@ -207,7 +205,7 @@ def quantize_layer(layer: Any, form: str, axis: Axis, transposed: bool) -> None:
     if transposed:
         dim = None if layout.shard_dim is None else 1 - layout.shard_dim
         layout, own = replace(layout, shape=layout.shape[::-1], shard_dim=dim), own.t()
-    numbers = QuantizedNumbers(form, replace(layout, name="", tie=None), axis, own)
+    numbers = QuantizedNumbers(form, replace(layout, name=f"{name}.weight", tie=None), axis, own)
     whole = layout_of(weight)
     del layer._parameters["weight"]
     layer.add_module("quantized", numbers)
