@@ -43,6 +43,7 @@ from .quantized import quantize_layer
 
 MakeDropout = Callable[[float, Grid, bool, tuple[Tensor, int] | None], nn.Module]
 ALL_LINEAR = "all-linear"
+DEFAULT = "default"  # name of a model's adapters, as PEFT's
 _HEAD = "lm_head"  # transformers' name of the output layer, which all-linear leaves out
 
 
@@ -163,6 +164,15 @@ class Adapter(nn.Module):
             base = self._into(dropped, rows) if self._row else self._out_of(dropped, rows)
         return y + (scale - 1) * base + scale * update
 
+    @torch.no_grad()
+    def merged(self, rows: Tensor) -> Tensor:
+        """Return the layer's rows with the update: W + s B A, or with DoRA m (W + s B A) / |W + s B A|."""
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        whole = rows.to(wide) + self.B.to(wide) @ self.A.to(wide) * self.scaling
+        if self.magnitude is not None:
+            whole = (self.magnitude.to(wide) / self._norms(whole))[:, None] * whole
+        return whole.to(rows.dtype)
+
     def _into(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return the product of the input with a weight whose inputs are sharded like the layer's."""
         y = F.linear(x, weight)
@@ -191,63 +201,166 @@ class Adapter(nn.Module):
 class Adapters(nn.Module):
     """Adapters of one layer: one for the whole layer, or one for each adapted part of its outputs.
 
+    A model may have several sets of adapters. Those of the set ``default`` have the names of the parts, those of
+    another set these names with ``@`` and its name.
+
     Args:
-        found: name -> adapter.
-        parts: for each part of the layer's outputs on this rank, its length and the name of its adapter or None.
+        lengths: length of each part of the layer's outputs on this rank.
+
+    Attributes:
+        active: names of the sets whose updates are added.
     """
 
-    def __init__(self, found: Mapping[str, Adapter], parts: Sequence[tuple[int, str | None]]) -> None:
+    def __init__(self, lengths: Sequence[int]) -> None:
         super().__init__()
-        for name, adapter in found.items():
-            self.add_module(name, adapter)
-        self.parts = tuple(parts)
+        self.lengths = list(lengths)
+        self._of_part: list[list[str]] = [[] for _ in lengths]
+        self.active: tuple[str, ...] = ()
+
+    def add(self, name: str, found: Sequence[tuple[str, Adapter] | None], active: bool) -> None:
+        """Add a set of adapters: for each part its name and adapter, or None."""
+        for names, pair in zip(self._of_part, found, strict=True):
+            if pair is not None:
+                key = named_in(name, pair[0])
+                self.add_module(key, pair[1].requires_grad_(active))
+                names.append(key)
+        self.active = (*self.active, name) if active else self.active
 
     def forward(self, layer: Any, y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return the layer's output y with the updates that belong to the input x.
 
         ``bias`` is that of this rank's outputs, if y has it already.
         """
-        lengths = [length for length, _ in self.parts]
-        pieces = y.split(lengths, dim=-1) if len(lengths) > 1 else (y,)
+        lengths, adapters = self.lengths, self._active()
+        pieces = list(y.split(lengths, dim=-1)) if len(lengths) > 1 else [y]
         rows: Sequence[Tensor | None] = [None] * len(lengths)
         biases = rows
-        if any(each.magnitude is not None for each in self.children()):
+        if any(each.magnitude is not None for several in adapters for each in several):
             rows = _rows(layer).split(lengths)
             biases = biases if bias is None else bias.split(lengths)
-        updated = [
-            piece if name is None else self.get_submodule(name)(piece, x, *more)
-            for piece, (_, name), *more in zip(pieces, self.parts, rows, biases, strict=True)
-        ]
-        return torch.cat(updated, dim=-1) if len(updated) > 1 else updated[0]
+        for number, several in enumerate(adapters):
+            for adapter in several:
+                pieces[number] = adapter(pieces[number], x, rows[number], biases[number])
+        return torch.cat(pieces, dim=-1) if len(pieces) > 1 else pieces[0]
+
+    def merged(self, matrix: Tensor) -> Tensor:
+        """Return the layer's weight, (N, K) of this rank, with the updates."""
+        lengths = self.lengths
+        if sum(lengths) != len(matrix):  # keys and values of which this rank computes some heads
+            lengths = [len(matrix) // len(lengths)] * len(lengths)
+        pieces = list(matrix.split(lengths))
+        for number, several in enumerate(self._active()):
+            for adapter in several:
+                pieces[number] = adapter.merged(pieces[number])
+        return torch.cat(pieces)
+
+    def _active(self) -> list[list[Adapter]]:
+        """Return the active adapters of each part.
+
+        Raises:
+            RuntimeError: in training, an adapter is trained that is not active.
+        """
+        modules: Any = self._modules
+        if self.training and torch.is_grad_enabled():
+            for key, adapter in modules.items():
+                if set_of(key) not in self.active and adapter.A.requires_grad:
+                    raise RuntimeError(
+                        f"the adapters {set_of(key)!r} are trained, but not active: call triax.use_lora with the names "
+                        "that were active when the engine was made"
+                    )
+        return [[modules[key] for key in keys if set_of(key) in self.active] for keys in self._of_part]
+
+
+def named_in(name: str, part: str) -> str:
+    """Return the name in a layer of the adapter of a part, of the set of this name."""
+    return part if name == DEFAULT else f"{part}@{name}"
+
+
+def set_of(key: str) -> str:
+    """Return the name of the set of an adapter with this name in its layer."""
+    return key.partition("@")[2] or DEFAULT
+
+
+def activate(module: nn.Module, names: Sequence[str], trains: bool) -> None:
+    """Add the updates of some sets of adapters from now on, and of no others; train these alone if ``trains``."""
+    for layer in module.modules():
+        if isinstance(layer, Adapters):
+            layer.active = tuple(names)
+            for key, adapter in layer.named_children() if trains else ():
+                adapter.requires_grad_(set_of(key) in names)
+
+
+@torch.no_grad()
+def merge_adapters(model: Any) -> None:
+    """Merge the active adapters into the weights of a model, and remove all adapters. Collective.
+
+    A weight in 4 or 8 bits becomes one in floating point. All parameters are trained from now on.
+    """
+    for layer in [*model.modules()]:
+        numbers, adapters = layer._modules.pop("quantized", None), layer._modules.pop("lora", None)
+        if numbers is None and adapters is None:
+            continue
+        seen = layer.weight
+        value = seen.dense() if numbers is not None else seen.detach()
+        if adapters is not None:
+            value = adapters.merged(value.t() if _transposed(layer) else value)
+            value = value.t() if _transposed(layer) else value
+        if numbers is None:
+            seen.data.copy_(value)
+            continue
+        parameter, name = nn.Parameter(value.contiguous()), layout_of(numbers.codes).name
+        set_layout(parameter, replace(layout_of(seen), name=name.replace(".quantized.codes", ".weight")))
+        del vars(layer)["weight"]
+        layer._parameters["weight"] = parameter
+    model.requires_grad_(True)
+    del model.lora_options, model.lora_active
 
 
 def add_adapters(
-    model: Any, options: LoraOptions, names: Mapping[str, tuple[str, ...]], grid: Grid, dropout: MakeDropout
+    model: Any,
+    options: LoraOptions,
+    names: Mapping[str, tuple[str, ...]],
+    grid: Grid,
+    dropout: MakeDropout,
+    name: str = DEFAULT,
 ) -> None:
     """Freeze a model, and add adapters to the layers that the targets name. Collective.
 
     Args:
         model: a module, or a ``PipelineModule``, whose layers are changed one by one (``change_layers``).
-        options: rank, scaling, targets and seed. They become the model's attribute ``lora_options``.
+        options: rank, scaling, targets and seed. They become an entry of the model's attribute ``lora_options``,
+            and ``lora_active`` has the names of the active sets: at first the first one.
         names: as for ``adapt``.
         grid: the model's grid.
         dropout: as for ``adapt``.
+        name: of the set of adapters.
 
     Raises:
         ConfigError: on every rank, if a target matches no layer, or one that cannot be adapted; or if the model has
-            adapters with other options.
+            adapters of this name with other options, or a second set that cannot be added to the first.
     """
-    before = getattr(model, "lora_options", None)
+    others: dict[str, LoraOptions] = getattr(model, "lora_options", {})
+    before = others.get(name)
     if before is not None:
         if before != options:
             raise ConfigError(f"the model has adapters of {before}, but lora asks for {options}: give equal options")
         return
-    matched: set[str] = set()
+    if not re.fullmatch(r"[\w-]+", name):
+        raise ConfigError(f"{name!r} is no name of adapters: give letters, digits, _ and -")
+    base = next(iter(others.values())).base if others else None
+    if others and options.base not in (None, base):
+        raise ConfigError(
+            f"base is {options.base} for the adapters {name!r}, but the model has the adapters {[*others]} over "
+            f"{base or 'weights in floating point'}: give base with the first adapters alone"
+        )
+    matched, first = set[str](), not others
     with agreed(grid, ConfigError):
         if hasattr(model, "change_layers"):
-            model.change_layers(lambda name, layer: matched.update(adapt(layer, name, options, names, grid, dropout)))
+            model.change_layers(
+                lambda prefix, layer: matched.update(adapt(layer, prefix, options, names, grid, dropout, name, first))
+            )
         else:
-            matched.update(adapt(model, "", options, names, grid, dropout))
+            matched.update(adapt(model, "", options, names, grid, dropout, name, first))
     found = set[str]().union(*grid.world.all_gather_json(sorted(matched)))
     targets = (options.targets,) if isinstance(options.targets, str) else options.targets
     missing = [target for target in targets if target not in found]
@@ -259,7 +372,9 @@ def add_adapters(
             f"lora.targets has {', '.join(map(repr, missing))}, but no layer has such a name. Name layers by the ends "
             f"of their names, such as {', '.join([*ends][:12])}, or write 'all-linear'"
         )
-    model.lora_options = options
+    model.lora_options = {**others, name: options}
+    if first:
+        model.lora_active = (name,)
 
 
 def adapt(
@@ -269,6 +384,8 @@ def adapt(
     names: Mapping[str, tuple[str, ...]],
     grid: Grid,
     dropout: MakeDropout,
+    name: str = DEFAULT,
+    active: bool = True,
 ) -> set[str]:
     """Freeze a module's parameters, quantize its linear layers, and add adapters to those that the targets name.
 
@@ -281,6 +398,8 @@ def adapt(
         grid: the grid.
         dropout: makes the dropout of an adapter's input: ``dropout(p, grid, tokens are sharded over the tensor axis,
             columns)``, with the columns of ``Dropout``.
+        name: of the set of adapters.
+        active: train it, and add its updates.
 
     Returns:
         The targets that matched.
@@ -288,7 +407,8 @@ def adapt(
     Raises:
         ValueError: a target names a layer that has no adapters, or a layer whose fused parts cannot be told apart.
     """
-    module.requires_grad_(False)
+    for each, parameter in module.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and ".lora." in f".{each}")
     uses = Counter(id(p) for layer in module.modules() for p in layer._parameters.values() if p is not None)
     head = getattr(module, "get_output_embeddings", lambda: None)()
     matched: set[str] = set()
@@ -308,15 +428,19 @@ def adapt(
                 found = options.matching(own) | options.matching(part)
             chosen.append(part.rpartition(".")[2] if found else None)
             matched |= found
-        if any(chosen) and "lora" not in layer._modules:
+        present = layer._modules.get("lora")
+        if any(chosen) and (present is None or not any(set_of(key) == name for key in present._modules)):
             if not _linear(layer) or not getattr(layer, "adaptable", True):
                 raise ValueError(
                     f"lora.targets names {own}, a {type(layer).__name__}, which has no adapters: LoRA adapts linear "
                     "layers that are sharded or replicated as a whole. Name other layers by the ends of their names."
                 )
-            layer.add_module("lora", _adapters(layer, own, chosen, options, grid, dropout))
-            if not hasattr(layer, "adaptable"):
-                layer.register_forward_hook(_add_update)
+            lengths, adapters = _adapters(layer, own, chosen, options, grid, dropout, name)
+            if present is None:
+                layer.add_module("lora", Adapters(lengths))
+                if not hasattr(layer, "adaptable"):
+                    layer.register_forward_hook(_add_update)
+            layer.lora.add(name, adapters, active)  # type: ignore[operator, union-attr]
     return matched
 
 
@@ -333,7 +457,8 @@ def _conv1d(layer: nn.Module) -> bool:
 
 
 def _add_update(layer: nn.Module, args: tuple[Any, ...], y: Tensor) -> Tensor:
-    updated: Tensor = layer.lora(layer, y, args[0], layer.bias)  # type: ignore[operator]
+    adapters: Any = layer._modules.get("lora")
+    updated: Tensor = y if adapters is None else adapters(layer, y, args[0], layer.bias)
     return updated
 
 
@@ -347,16 +472,24 @@ def _rows(layer: Any) -> Tensor:
 
 
 def _adapters(
-    layer: Any, own: str, chosen: Sequence[str | None], options: LoraOptions, grid: Grid, dropout: MakeDropout
-) -> Adapters:
-    """Return the adapters of one layer, whose layouts follow that of its weight.
+    layer: Any,
+    own: str,
+    chosen: Sequence[str | None],
+    options: LoraOptions,
+    grid: Grid,
+    dropout: MakeDropout,
+    name: str,
+) -> tuple[list[int], list[tuple[str, Adapter] | None]]:
+    """Return the lengths of the parts of one layer's outputs on this rank, and the adapter of each part or None.
+
+    Layouts of the adapters follow that of the layer's weight.
 
     Args:
         layer: the layer.
         own: its name in the whole model.
         chosen: for each fused part of its outputs, the name of the adapter or None.
         options: rank, scaling and seed.
-        grid, dropout: as for ``adapt``.
+        grid, dropout, name: as for ``adapt``.
     """
     axis = grid.tensor
     layout, rows = layout_of(layer.weight), getattr(layer, "rows", None)
@@ -383,19 +516,23 @@ def _adapters(
     if a.sharded and axis.size > 1:
         columns = a.shard(torch.arange(inputs).expand(a.shape), *here)[0], inputs
     matrix, taken = layer.weight.detach().t() if transposed else layer.weight.detach(), 0
-    found, parts = {}, []
+    found: list[tuple[str, Adapter] | None] = []
+    sizes: list[int] = []
     fused = [(sum(lengths), layout.parts)] if len(chosen) == 1 else [(length, None) for length in lengths]
-    for name, (length, inner) in zip(chosen, fused, strict=True):
+    for part, (length, inner) in zip(chosen, fused, strict=True):
         b = Layout((length, options.rank), partial=a.partial or (rows is not None and axis.size > 1))
         if column:
             b = replace(layout, shape=(length, options.rank), name="", shard_dim=0, parts=inner)
         elif a.sharded:
             b = Layout((length, options.rank), partial=sequence)
-        if name is not None:
-            seed = (options.seed, f"{own}.lora.{name}")
+        if part is None:
+            found.append(None)
+        else:
+            seed = (options.seed, f"{own}.lora.{named_in(name, part)}")
             drops = dropout(options.dropout, grid, a.partial, columns) if options.dropout else None
             norms = matrix[taken : taken + b.local_shape(*here)[0]] if options.dora else None
-            found[name] = Adapter(a, b, axis, options.scaling, sequence, select, seed, layer.weight, drops, norms)
+            adapter = Adapter(a, b, axis, options.scaling, sequence, select, seed, layer.weight, drops, norms)
+            found.append((part, adapter))
         taken += b.local_shape(*here)[0]
-        parts.append((b.local_shape(*here)[0] if rows is None else rows.stop - rows.start, name))
-    return Adapters(found, parts)
+        sizes.append(b.local_shape(*here)[0] if rows is None else rows.stop - rows.start)
+    return sizes, found

@@ -25,9 +25,9 @@ from ...base.files import read_object
 from ...base.hub import local_folder
 from ...base.safetensors import write_file
 from ...grid import Grid, layout_of
-from ...tensor_parallel.lora import LoraOptions, add_adapters
+from ...tensor_parallel.lora import DEFAULT, LoraOptions, add_adapters
 from ..layers import dropout
-from .merge import is_factor, layer_of
+from .merge import is_factor, layer_of, set_of_factor
 from .names import Names
 from .reader import open_weights
 from .save import (
@@ -63,6 +63,7 @@ def save_lora(
     grid: Grid | None = None,
     dtype: torch.dtype | None = None,
     base_model: str | None = None,
+    name: str = DEFAULT,
 ) -> None:
     """Write a model's adapters to a folder that PEFT loads, ``PeftModel.from_pretrained(model, path)``. Collective.
 
@@ -73,17 +74,21 @@ def save_lora(
         grid: the grid of a module that has no attribute with its grid.
         dtype: dtype of the written factors; None: their own.
         base_model: name or path of the frozen model, which PEFT's ``AutoPeftModel`` loads.
+        name: of the adapters, if the model has several sets.
 
     Raises:
-        ValueError: the model has no adapters.
+        ValueError: the model has no adapters of this name.
         RuntimeError: rank 0 could not write. The error is raised on every rank.
     """
     check_path("save_lora", path=path)
     module, grid = module_and_grid(model, grid, "save_lora(module, path, grid=grid)")
-    options = getattr(module, "lora_options", None)
-    if options is None:
+    known: dict[str, LoraOptions] = getattr(module, "lora_options", {})
+    if not known:
         raise ValueError("the model has no adapters: give initialize a section lora, or save weights with save_hf")
-    own = {name: parameter for name, parameter in named(module).items() if is_factor(name)}
+    if name not in known:
+        raise ValueError(f"the model has no adapters {name!r}: give name one of {', '.join(known)}")
+    options = known[name]
+    own = {key: parameter for key, parameter in named(module).items() if is_factor(key) and set_of_factor(key) == name}
     found = dict(whole_tensors(model, own, held_everywhere(own, grid), grid))
     with agreed(grid, None):
         if grid.rank == 0:
@@ -188,7 +193,9 @@ def lora_config(path: str | Path) -> dict[str, Any]:
     }
 
 
-def load_lora(path: str | Path, into: Any, *, names: Names | None = None, grid: Grid | None = None) -> None:
+def load_lora(
+    path: str | Path, into: Any, *, names: Names | None = None, grid: Grid | None = None, name: str = DEFAULT
+) -> None:
     """Load PEFT's adapter into a model. Collective.
 
     Args:
@@ -197,6 +204,7 @@ def load_lora(path: str | Path, into: Any, *, names: Names | None = None, grid: 
             which gets the adapters if it has none.
         names: table of parameter names as in ``load_hf``, for models of other families.
         grid: the grid of a module that has no attribute with its grid.
+        name: of the adapters, if the model has several sets.
 
     Raises:
         ValueError: the model has other adapters than the folder, or the folder has a setting that triax does not have.
@@ -208,8 +216,9 @@ def load_lora(path: str | Path, into: Any, *, names: Names | None = None, grid: 
         settings = lora_config(folder)
         options = LoraOptions(**settings, seed=getattr(module, "seed", 0))
         layers = linear_names(module, names)
-        own = getattr(module, "lora_options", None)
-        if own is None and isinstance(into, nn.Module):
+        known: dict[str, LoraOptions] = getattr(module, "lora_options", {})
+        own = known.get(name)
+        if own is None and isinstance(into, nn.Module) and not getattr(module, "training_started", False):
             own = options
         if own is None or _kind(own) != _kind(options):
             raise ValueError(
@@ -217,10 +226,10 @@ def load_lora(path: str | Path, into: Any, *, names: Names | None = None, grid: 
                 f"{'none' if own is None else _kind(own)}. Make the engine with "
                 "config={'lora': triax.lora_config(path), ...}."
             )
-    if not hasattr(module, "lora_options"):
-        add_adapters(module, options, layers, grid, dropout)
-    mine = {name: parameter for name, parameter in named(module).items() if is_factor(name)}
-    theirs = {name: _peft_name(*layer_of(name, layers)) for name in mine}
+    if name not in known:
+        add_adapters(module, options, layers, grid, dropout, name)
+    mine = {key: parameter for key, parameter in named(module).items() if is_factor(key) and set_of_factor(key) == name}
+    theirs = {key: _peft_name(*layer_of(key, layers)) for key in mine}
     everywhere = set[str]().union(*grid.pipe.all_gather_json(sorted(theirs.values())))
     with agreed(grid, None), open_weights(folder / _WEIGHTS) as file, torch.no_grad():
         stored = set(file.keys())
@@ -230,9 +239,9 @@ def load_lora(path: str | Path, into: Any, *, names: Names | None = None, grid: 
                 f"{folder / _WEIGHTS} {'lacks' if missing else 'also has'} {', '.join((missing or unused)[:4])}. Give "
                 "the engine the targets of the adapter, config={'lora': triax.lora_config(path), ...}."
             )
-        for name, parameter in mine.items():
+        for key, parameter in mine.items():
             layout = layout_of(parameter)
-            value = layout.shard(file.get_tensor(theirs[name]), grid.tensor.rank, grid.tensor.size)
+            value = layout.shard(file.get_tensor(theirs[key]), grid.tensor.rank, grid.tensor.size)
             getattr(into, "assign", lambda p, v: p.copy_(v))(parameter, value)
 
 

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ...tensor_parallel.lora import named_in, set_of
 from .names import Entry
 
 _FACTOR = re.compile(r"(?P<layer>.+)\.lora\.(?P<part>[^.]+)\.(?P<factor>A|B|magnitude)")
@@ -20,6 +21,13 @@ def is_factor(name: str) -> bool:
     return _FACTOR.fullmatch(name) is not None
 
 
+def set_of_factor(name: str) -> str:
+    """Return the name of the set of adapters to which a factor belongs."""
+    match = _FACTOR.fullmatch(name)
+    assert match is not None
+    return set_of(match["part"])
+
+
 def layer_of(name: str, layers: Mapping[str, tuple[str, ...]]) -> tuple[str, str]:
     """Return transformers' name of the layer that a factor adapts, and which factor it is: "A", "B" or "magnitude".
 
@@ -29,12 +37,12 @@ def layer_of(name: str, layers: Mapping[str, tuple[str, ...]]) -> tuple[str, str
     """
     match = _FACTOR.fullmatch(name)
     assert match is not None
-    own, part = match["layer"], match["part"]
+    own, part = match["layer"], match["part"].partition("@")[0]
     return next((each for each in layers.get(own, ()) if _last(each) == part), own), match["factor"]
 
 
 def merges(
-    name: str, entry: Entry, factors: Mapping[str, Tensor], scaling: float, transposed: set[str]
+    name: str, entry: Entry, factors: Mapping[str, Tensor], scalings: Mapping[str, float], transposed: set[str]
 ) -> list[Merge | None]:
     """Return functions that merge the tensors of transformers' model that one parameter is with their adapters.
 
@@ -42,7 +50,7 @@ def merges(
         name: triax's name of the parameter.
         entry: transformers' tensors of it.
         factors: triax's name -> whole factor.
-        scaling: factor of the products.
+        scalings: name of each set of adapters to merge -> factor of its products.
         transposed: names of transformers' layers that keep their weight as (inputs, outputs).
 
     Returns:
@@ -52,14 +60,21 @@ def merges(
     own, found = name.removesuffix(".weight"), list[Merge | None]()
     for theirs in entry.theirs:
         layer = theirs.removesuffix(".weight")
-        keys = [f"{own}.lora.{part}" for part in (_last(layer), _last(own))]
-        key = next((key for key in keys if f"{key}.A" in factors), None) if name.endswith(".weight") else None
-        if key is None:
-            found.append(None)
-            continue
-        a, b, magnitude = factors[f"{key}.A"], factors[f"{key}.B"], factors.get(f"{key}.magnitude")
-        found.append(partial(merged, a, b, magnitude, scaling, layer in transposed and not entry.transposed))
+        flipped, steps = layer in transposed and not entry.transposed, list[Merge]()
+        for adapters, scaling in scalings.items() if name.endswith(".weight") else ():
+            keys = [f"{own}.lora.{named_in(adapters, part)}" for part in (_last(layer), _last(own))]
+            key = next((key for key in keys if f"{key}.A" in factors), None)
+            if key is not None:
+                a, b, magnitude = factors[f"{key}.A"], factors[f"{key}.B"], factors.get(f"{key}.magnitude")
+                steps.append(partial(merged, a, b, magnitude, scaling, flipped))
+        found.append(partial(_one_by_one, steps) if steps else None)
     return found
+
+
+def _one_by_one(steps: list[Merge], weight: Tensor) -> Tensor:
+    for step in steps:
+        weight = step(weight)
+    return weight
 
 
 def merged(a: Tensor, b: Tensor, magnitude: Tensor | None, scaling: float, transposed: bool, weight: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ def save_hf(
         grid: the grid of a module that has no attribute with its grid.
         dtype: dtype of the written weights. If None, each weight keeps its dtype (bf16 for an engine under bf16).
         max_file_bytes: maximum size of a file. Weights with more bytes are written to several files.
-        merge_lora: add the products of the model's adapters to the weights. ``save_lora`` writes the adapters.
+        merge_lora: merge the weights with the model's active adapters. ``save_lora`` writes the adapters.
         tokenizer: a ``transformers`` tokenizer, a folder with its files, or an id of the Hub; None: that of the model,
             if it had one.
 
@@ -79,6 +79,8 @@ def save_hf(
     module, grid = module_and_grid(model, grid, "save_hf(module, path, grid=grid)")
     writer, failure = None, None
     options = getattr(module, "lora_options", None)
+    active = getattr(module, "lora_active", ())
+    scalings = {name: each.scaling for name, each in (options or {}).items() if name in active}
     with agreed(grid, None):
         own = named_weights(module)
         if options is not None and not merge_lora:
@@ -115,8 +117,7 @@ def save_hf(
             if is_factor(name):
                 factors[name] = whole
             elif plan[name]:
-                scaling = 1.0 if options is None else options.scaling
-                changes = merges(name, entries[name], factors, scaling, transposed)
+                changes = merges(name, entries[name], factors, scalings, transposed)
                 write_parts(writer, whole, plan[name], entries[name], changes)
         except Exception as error:  # the others wait in the next collective: they hear of it at the end
             failure = error
