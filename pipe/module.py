@@ -517,7 +517,9 @@ class PipelineModule(nn.Module):
             self._hold_places(int(source), layer)
             self._name(int(source), layer)
         self._placeholders.keep(self.parameters(), map(int, self.layers))
+        before = self._checksums
         self._record_checksums()
+        self._checksums.update((p, before[p]) for p in self._checksums.keys() & before.keys())  # values since loaded
 
     def local_parameters(self) -> list[LocalParameter]:
         """Return this rank's parameters, each once, in the order of the list."""
