@@ -312,7 +312,8 @@ def merge_adapters(model: Any) -> None:
         set_layout(parameter, replace(layout_of(seen), name=name.replace(".quantized.codes", ".weight")))
         del vars(layer)["weight"]
         layer._parameters["weight"] = parameter
-    model.requires_grad_(True)
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())
     del model.lora_options, model.lora_active
 
 

@@ -73,7 +73,7 @@ def use_lora(model: Any, names: str | Sequence[str]) -> None:
     activate(module, wanted, trains)
 
 
-def merge_lora(model: nn.Module) -> None:
+def merge_lora(model: Any) -> None:
     """Merge the active adapters into the weights of a model, and remove all adapters. Collective.
 
     Weights in 4 or 8 bits become weights in floating point. The model has no engine, as an engine trains the adapters.
@@ -84,14 +84,14 @@ def merge_lora(model: nn.Module) -> None:
     Raises:
         ConfigError: the model has no adapters, or an engine.
     """
-    module: Any = model
-    if not getattr(module, "lora_options", {}):
-        raise ConfigError("the model has no adapters to merge")
-    if not isinstance(model, nn.Module) or getattr(module, "training_started", False):
+    if not isinstance(model, nn.Module) or getattr(model, "training_started", False):
         raise ConfigError(
             "an engine trains these adapters, and would lose them: write the merged weights with "
             "triax.save_hf(engine, path, merge_lora=True), or load the adapters into a model without an engine"
         )
+    module: Any = model
+    if not getattr(module, "lora_options", {}):
+        raise ConfigError("the model has no adapters to merge")
     if hasattr(module, "fill"):
         module.fill()
     merge_adapters(module)
