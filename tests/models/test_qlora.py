@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,16 @@ import torch
 from torch import Tensor, nn
 
 import triax
+from triax.grid import Grid
+from triax.models.layers import NextTokenLoss
 from triax.tensor_parallel.nf4 import NF4
 
 from lora_runs import (
+    EPS,
+    LR,
+    VOCAB,
     Sizes,
+    batch,
     close,
     engine_of,
     equals_peft,
@@ -26,6 +33,7 @@ from lora_runs import (
     peft_model,
     saved,
     step,
+    theirs,
     train,
 )
 
@@ -199,3 +207,99 @@ def test_a_base_is_not_changed_under_its_adapters(ranks: Callable[..., list[Any]
     bits, norms = ranks(1, base_first, saved(tmp_path / "model", "llama"), tmp_path / "out")[0]
     assert "in floating point, but the model keeps it in 4 or 8 bits. Load the weights of a model before" in bits
     assert "but not the norms of its rows, which DoRA trains. Load the weights" in norms
+
+
+def losses_of_triax(folder: Path, sizes: Sizes, form: str, steps: int) -> tuple[dict[str, Tensor], list[float]]:
+    grid = Grid(*sizes)
+    layers = triax.load_hf(folder)
+    module = triax.PipelineModule(layers, grid=grid, loss_fn=NextTokenLoss(grid, VOCAB), dtype=torch.float32)
+    engine = triax.Engine(
+        module,
+        optimizer=partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.0),
+        batch=triax.Batch(size=2, microbatch=1),
+        schedule="1f1b",
+        lora=triax.Lora(rank=4, alpha=8, base=form),
+    )
+    start = factors(engine.gather())
+    losses = []
+    for _ in range(steps):
+        ids, labels = batch(0, 0, 0)
+        losses.append(float(engine.train_batch(iter([(ids[i : i + 1], labels[i : i + 1]) for i in range(2)]))))
+    return start, losses
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("form", "apart"), [("nf4", 1e-4), ("nf4-double", 1e-2)])
+def test_fifty_steps_of_qlora_follow_those_of_peft(
+    ranks: Callable[..., list[Any]], tmp_path: Path, form: str, apart: float
+) -> None:
+    """In fp32, over the Linear4bit layers of bitsandbytes, whose double quantization rounds a few scales otherwise."""
+    bitsandbytes, peft = pytest.importorskip("bitsandbytes"), pytest.importorskip("peft")
+    torch.manual_seed(3)
+    import transformers
+
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, **sizes))
+    base.save_pretrained(tmp_path / "model")
+    start, losses = ranks(4, losses_of_triax, tmp_path / "model", (2, 1, 2), form, 50)[0]
+    for name, layer in [*base.named_modules()]:
+        if isinstance(layer, nn.Linear) and name != "lm_head":
+            how: dict[str, Any] = {"quant_type": "nf4", "compress_statistics": form == "nf4-double"}
+            new = bitsandbytes.nn.Linear4bit(layer.in_features, layer.out_features, False, **how)
+            new.weight = bitsandbytes.nn.Params4bit(layer.weight.data, requires_grad=False, **how)
+            parent, _, last = name.rpartition(".")
+            setattr(base.get_submodule(parent), last, new.to("cpu"))
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert {theirs(name, "llama") for name in start} == set(trained)
+    with torch.no_grad():
+        for name, value in start.items():
+            trained[theirs(name, "llama")].copy_(value)
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2, weight_decay=0.0)
+    ids, labels = batch(0, 0, 0)
+    wanted = []
+    for _ in range(50):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), labels.flatten())
+        loss.backward()
+        wanted.append(loss.item())
+        optimizer.step()
+    print(form, losses[::7], wanted[::7])
+    assert wanted[-1] < 0.5 * wanted[0]
+    assert losses == pytest.approx(wanted, rel=apart)
+
+
+def streamed(folder: Path, sizes: Sizes, schedule: str, form: str | None, where: str) -> tuple[list[float], int, int]:
+    """Losses of a base whose weights are in host memory or on the device, and the bytes in each."""
+    grid = Grid(*sizes)
+    chunks = 2 if schedule == "zb-v" else 1
+    loss_fn = NextTokenLoss(grid, VOCAB)
+    module = triax.PipelineModule(
+        triax.load_hf(folder), grid=grid, loss_fn=loss_fn, chunks=chunks, dtype=torch.float64, device="meta"
+    )
+    engine = triax.Engine(
+        module,
+        optimizer=partial(torch.optim.AdamW, lr=LR, eps=EPS),
+        batch=triax.Batch(size=2 * 4 * grid.data.size, microbatch=2),
+        schedule=schedule,
+        zero=triax.Zero(stage=3, offload_parameters=where),
+        lora=triax.Lora(rank=3, base=form),
+    )
+    losses = [step(engine, number) for number in range(2)]
+    held = sum(b.weights.untyped_storage().nbytes() for b in engine.data_axis.buckets if not b.trained)
+    return losses, held, engine.memory_report()["held"]["parameters"]
+
+
+SCHEDULES = ["zb-v", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("gpipe", "1f1b", "zb-h1"))]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_base_is_streamed_from_host_memory(ranks: Callable[..., list[Any]], tmp_path: Path, schedule: str) -> None:
+    """Under each schedule: the losses are the same, and between steps the device holds no weight of the base."""
+    folder = saved(tmp_path / "model", "wide")
+    for form in (None, "nf4"):
+        there = ranks(4, streamed, folder, (2, 2, 1), schedule, form, "cpu")
+        here = ranks(4, streamed, folder, (2, 2, 1), schedule, form, "none")
+        assert there[0][0] == here[0][0]
+        assert all(held == 0 for _, held, _ in there) and all(away[2] < 1 + kept[2] for away, kept in zip(there, here))
+        assert max(parameters for _, _, parameters in there) == 0
