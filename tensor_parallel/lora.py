@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from ..agreement.agreement import agreed
 from ..base.errors import ConfigError
+from ..base.uncompiled import uncompiled
 from ..grid import Grid
 from ..grid.comm.axis import Axis
 from ..grid.layout import Layout, layout_of, set_layout
@@ -184,6 +185,7 @@ class Adapter(nn.Module):
             return column_linear(x, weight, None, self.axis, self.sequence_parallel)
         return F.linear(x, weight)
 
+    @uncompiled  # a collective, and nothing for autograd
     @torch.no_grad()
     def _norms(self, rows: Tensor) -> Tensor:
         """Return the norms of rows, of which this rank has all or, in a row-parallel layer, a part of each: (N,)."""

@@ -40,6 +40,7 @@ SWEEP: list[tuple[Sizes, str, dict[str, Any], dict[str, Any]]] = [  # grid, mode
     ((1, 1, 2, 2), "llama", DROPS, {"stage": 2, "schedule": "1f1b"}),
     ((1, 1, 2, 2), "llama", PLAIN, {"schedule": "1f1b", "sequence_parallel": True}),
     ((1, 2, 1, 1, 2), "mixtral", PLAIN | {"target_modules": ["q_proj", "k_proj", "o_proj"]}, {"schedule": "1f1b"}),
+    ((1, 1, 2), "llama", DROPS, {"schedule": "1f1b", "compile": {"enabled": True, "backend": "aot_eager"}}),
     ((1, 1, 2), "llama", DROPS, {"schedule": "1f1b", "activation_checkpointing": {"interval": 1}}),
 ]
 CASES: list[Any] = [
