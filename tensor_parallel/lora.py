@@ -162,6 +162,7 @@ class Adapter(nn.Module):
         scale = (m / norms).to(y.dtype)
         base = y if bias is None else y - bias
         if dropped is not x:
+            rows = rows.to(dropped.dtype)
             base = self._into(dropped, rows) if self._row else self._out_of(dropped, rows)
         return y + (scale - 1) * base + scale * update
 
@@ -238,8 +239,9 @@ class Adapters(nn.Module):
         rows: Sequence[Tensor | None] = [None] * len(lengths)
         biases = rows
         if any(each.magnitude is not None for several in adapters for each in several):
-            rows = _rows(layer).split(lengths)
-            biases = biases if bias is None else bias.split(lengths)
+            whole = _rows(layer)
+            rows = whole.split(lengths) if len(lengths) > 1 else [whole]
+            biases = biases if bias is None else bias.split(lengths) if len(lengths) > 1 else [bias]
         for number, several in enumerate(adapters):
             for adapter in several:
                 pieces[number] = adapter(pieces[number], x, rows[number], biases[number])

@@ -169,7 +169,11 @@ def test_automatic_replicas_and_notes() -> None:
     file = TrainingFile.of(keys)
     assert explain(resolve(file, 4))["grid"]["data"] == 4
     notes = " ".join(explain(resolve(file))["notes"])
-    assert "--processes" in notes and "lora.base nf4: the frozen weights are counted" in notes and "each layer from its input" in notes
+    assert (
+        "--processes" in notes
+        and "lora.base nf4: the frozen weights are counted" in notes
+        and "each layer from its input" in notes
+    )
     given = " ".join(explain(resolve(file, 1), 1)["notes"])
     assert "--processes" not in given
 

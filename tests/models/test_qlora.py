@@ -303,3 +303,20 @@ def test_a_base_is_streamed_from_host_memory(ranks: Callable[..., list[Any]], tm
         assert there[0][0] == here[0][0]
         assert all(held == 0 for _, held, _ in there) and all(away[2] < 1 + kept[2] for away, kept in zip(there, here))
         assert max(parameters for _, _, parameters in there) == 0
+
+
+def in_bf16(folder: Path, precision: str | None) -> list[float]:
+    grid = Grid(tensor=2)
+    module = triax.PipelineModule(triax.load_hf(folder), grid=grid, loss_fn=NextTokenLoss(grid, VOCAB))
+    lora = triax.Lora(rank=3, alpha=8, base="nf4", dora=True, dropout=0.2)
+    adam = partial(torch.optim.AdamW, lr=LR)
+    engine = triax.Engine(
+        module, optimizer=adam, batch=triax.Batch(size=8, microbatch=2), precision=precision, lora=lora
+    )
+    return [step(engine, 0) for _ in range(4)]
+
+
+def test_bf16_follows_fp32_over_the_same_base(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    folder = saved(tmp_path / "model", "wide")
+    narrow, wide = (ranks(2, in_bf16, folder, precision)[0] for precision in ("bf16", None))
+    assert narrow == pytest.approx(wide, rel=0.01) and wide[-1] < wide[0]
