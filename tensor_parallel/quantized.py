@@ -132,7 +132,7 @@ class QuantizedNumbers(nn.Module):
         return f"{self.form}, {self.shape[1]} -> {self.shape[0]} on this rank"
 
 
-class QuantizedWeight(Tensor):
+class ComputedWeight(Tensor):
     """Weight of a layer without memory of its own: an operation that reads it computes it from the layer's integers.
 
     A product reads it in the dtype of its other factor, anything else in its own dtype.
@@ -145,7 +145,7 @@ class QuantizedWeight(Tensor):
     @staticmethod
     def __new__(
         cls, numbers: QuantizedNumbers, dtype: torch.dtype, device: torch.device, flipped: bool = False
-    ) -> QuantizedWeight:
+    ) -> ComputedWeight:
         """Make the tensor (N, K), or (K, N) if ``flipped``."""
         shape = numbers.shape[::-1] if flipped else numbers.shape
         made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
@@ -162,7 +162,7 @@ class QuantizedWeight(Tensor):
         """Run an operation with the computed weight; views and casts of it stay without memory."""
         kwargs = dict(kwargs or {})
         first = args[0] if args else None
-        if isinstance(first, QuantizedWeight):
+        if isinstance(first, ComputedWeight):
             if func in _SAME:
                 return cls(first.numbers, first.dtype, first.device, first.flipped)
             if func in _TRANSPOSED:
@@ -174,16 +174,16 @@ class QuantizedWeight(Tensor):
                     f"{layout_of(first).name or 'a weight'} is kept in {first.numbers.form}, and {func} would write to "
                     "it: change the model before its base is quantized (the option lora.base)"
                 )
-        others = [each for each in args if isinstance(each, Tensor) and not isinstance(each, QuantizedWeight)]
+        others = [each for each in args if isinstance(each, Tensor) and not isinstance(each, ComputedWeight)]
         dtype = others[0].dtype if others and others[0].is_floating_point() else None
-        dense = [each.dense(dtype) if isinstance(each, QuantizedWeight) else each for each in args]
+        dense = [each.dense(dtype) if isinstance(each, ComputedWeight) else each for each in args]
         return func(*dense, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         """Text that ``print`` shows."""
-        return f"QuantizedWeight({self.numbers.form}, {tuple(self.shape)}, {self.dtype})"
+        return f"ComputedWeight({self.numbers.form}, {tuple(self.shape)}, {self.dtype})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedWeight:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ComputedWeight:
         """Return the weight of the copied layer."""
         copied = type(self)(copy.deepcopy(self.numbers, memo), self.dtype, self.device, self.flipped)
         copied.__dict__.update({key: value for key, value in vars(self).items() if key != "numbers"})
@@ -209,7 +209,7 @@ def quantize_layer(layer: Any, name: str, form: str, axis: Axis, transposed: boo
     whole = layout_of(weight)
     del layer._parameters["weight"]
     layer.add_module("quantized", numbers)
-    seen: Any = QuantizedWeight(numbers, weight.dtype, weight.device, transposed)
+    seen: Any = ComputedWeight(numbers, weight.dtype, weight.device, transposed)
     set_layout(seen, whole)
     layer.__dict__["weight"] = seen
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from ...base.errors import ConfigError
 from ...checkpoint.convert.formats import module_names
+from ...context.dropout import dropout
 from ...grid import Grid
-from ...models.layers import dropout
 from ...options.lora import Lora
 from ...tensor_parallel.lora import DEFAULT, LoraOptions, activate, add_adapters, merge_adapters
 from .arguments import Groups

@@ -24,9 +24,9 @@ from ...base.errors import ConfigError
 from ...base.files import read_object
 from ...base.hub import local_folder
 from ...base.safetensors import write_file
+from ...context.dropout import dropout
 from ...grid import Grid, layout_of
 from ...tensor_parallel.lora import DEFAULT, LoraOptions, add_adapters
-from ..layers import dropout
 from .merge import is_factor, layer_of, set_of_factor
 from .names import Names
 from .reader import open_weights

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...agreement.agreement import agreed
 from ...base.checks import check_path
 from ...grid import Grid, Layout, layout_of
-from ...tensor_parallel.quantized import QuantizedNumbers, QuantizedWeight
+from ...tensor_parallel.quantized import ComputedWeight, QuantizedNumbers
 from ..config import TransformerConfig
 from ..reward import has_reward_head
 from .config import as_reward, to_hf
@@ -152,7 +152,7 @@ def whole_tensors(
         group = sorted(layer, key=lambda name: not is_factor(name))
         here = [values[name] for name in group if held[name].owner == grid.pipe.rank and name in values]
         mine = [value for value in here if isinstance(value, nn.Parameter)]
-        mine += [each for value in here if isinstance(value, QuantizedWeight) for each in value.numbers.parameters()]
+        mine += [each for value in here if isinstance(value, ComputedWeight) for each in value.numbers.parameters()]
         with lend(mine) if mine else nullcontext():
             for name in group:
                 whole = _whole(values.get(name), held[name], grid)
@@ -374,7 +374,7 @@ def _whole(parameter: Tensor | None, held: Held, grid: Grid) -> Tensor | None:
     whole: Tensor | None = None
     if grid.pipe.rank == held.owner:
         assert parameter is not None
-        mine = parameter.dense() if isinstance(parameter, QuantizedWeight) else parameter.detach()
+        mine = parameter.dense() if isinstance(parameter, ComputedWeight) else parameter.detach()
         whole = layout.gather(axis, mine, grid.expert)
     if not (axis.is_first and grid.data_context.is_first):
         return None

@@ -109,6 +109,6 @@ def test_a_weight_is_computed_where_it_is_read() -> None:
     torch.testing.assert_close(y, x @ dense.t() + layer.bias)
     (y * torch.arange(64)).sum().backward()
     torch.testing.assert_close(x.grad, torch.arange(64, dtype=torch.float64).expand(3, 64) @ dense)
-    assert {type(each).__name__ for each in saved if each.numel() == dense.numel()} == {"QuantizedWeight"}
+    assert {type(each).__name__ for each in saved if each.numel() == dense.numel()} == {"ComputedWeight"}
     with pytest.raises(RuntimeError, match="is kept in nf4"):
         layer.weight.zero_()
