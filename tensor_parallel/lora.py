@@ -445,7 +445,7 @@ def adapt(
                 layer.add_module("lora", Adapters(lengths))
                 if not hasattr(layer, "adaptable"):
                     layer.register_forward_hook(_add_update)
-            layer.lora.add(name, adapters, active)  # type: ignore[operator, union-attr]
+            layer.lora.add(name, adapters, active)
     return matched
 
 

@@ -12,6 +12,7 @@ is the maximum over both. So the weights are the same on every grid.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -47,6 +48,8 @@ class QuantizedNumbers(nn.Module):
         ValueError: a rank's part begins or ends within a byte.
     """
 
+    codes: nn.Parameter
+    scales: nn.Parameter
     outer: nn.Parameter | None
     mean: nn.Parameter | None
 
@@ -58,12 +61,13 @@ class QuantizedNumbers(nn.Module):
         block = nf4.block_size(form, inputs)
         row = layout.shard_dim == 1
         whole_groups = -(-inputs // block)
-        self.code_layout = layout if form == "int8" else _divided(layout, 2, axis.size)
-        if self.code_layout is None or (form != "int8" and self.shape[1] % 2):
+        code_layout = layout if form == "int8" else _divided(layout, 2, axis.size)
+        if code_layout is None or (form != "int8" and self.shape[1] % 2):
             raise ValueError(
                 f"{layout.name or 'a weight'} of {layout.shape} has an odd number of inputs on a rank of tensor="
                 f"{axis.size}, and {form} has two inputs in a byte: use a tensor axis for which it is even, or int8"
             )
+        self.code_layout = code_layout
         aligned = _divided(layout, block, axis.size) if row else replace(layout, shape=(outputs, whole_groups))
         self.scale_layout = Layout((outputs, whole_groups)) if aligned is None else aligned
         places = _places(layout, axis) // block  # of each input: its block in the whole weight
@@ -116,8 +120,8 @@ class QuantizedNumbers(nn.Module):
         """Compute the weight of this rank, fp32 (N, K)."""
         codes, scales = self.codes.detach(), self.scales.detach()
         if self.form == "nf4-double":
-            rows, groups = self.scale_layout.shape
-            places = torch.arange(rows * groups, device=scales.device).view(rows, groups)
+            places = torch.arange(math.prod(self.scale_layout.shape), device=scales.device)
+            places = places.view(self.scale_layout.shape)
             places = self.scale_layout.shard(places, self.axis.rank, self.axis.size) // nf4.OUTER
             assert self.outer is not None and self.mean is not None
             outer, mean = (each.detach().view(torch.float32) for each in (self.outer, self.mean))
@@ -138,7 +142,7 @@ class ComputedWeight(Tensor):
     A product reads it in the dtype of its other factor, anything else in its own dtype.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     numbers: QuantizedNumbers
     flipped: bool
 
@@ -158,7 +162,9 @@ class ComputedWeight(Tensor):
         return value.t() if self.flipped else value
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         """Run an operation with the computed weight; views and casts of it stay without memory."""
         kwargs = dict(kwargs or {})
         first = args[0] if args else None
@@ -179,7 +185,7 @@ class ComputedWeight(Tensor):
         dense = [each.dense(dtype) if isinstance(each, ComputedWeight) else each for each in args]
         return func(*dense, **kwargs)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Text that ``print`` shows."""
         return f"ComputedWeight({self.numbers.form}, {tuple(self.shape)}, {self.dtype})"
 

@@ -265,8 +265,11 @@ def named(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def named_weights(module: nn.Module) -> dict[str, Tensor]:
     """Return ``named(module)`` with one computed weight in place of the integers of each quantized weight."""
-    layers = [layer for layer in module.modules() if isinstance(layer._modules.get("quantized"), QuantizedNumbers)]
-    computed = {id(each): layer.weight for layer in layers for each in layer.quantized.parameters()}  # type: ignore[operator, union-attr]
+    computed: dict[int, Tensor] = {}
+    for holder in module.modules():
+        integers = holder._modules.get("quantized")
+        if isinstance(integers, QuantizedNumbers):
+            computed |= {id(each): vars(holder)["weight"] for each in integers.parameters()}
     found: dict[str, Tensor] = {}
     for name, parameter in named(module).items():
         layer, _, numbers = name.partition(".quantized.")

@@ -26,10 +26,15 @@ from lora_runs import (
     train,
 )
 
-SOME = {"r": 3, "lora_alpha": 5, "use_dora": True, "target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"]}
-EVERY = {"r": 3, "lora_alpha": 8, "use_dora": True, "use_rslora": True, "target_modules": "all-linear"}
-DROPS = EVERY | {"lora_dropout": 0.3}
-PLAIN = {"r": 3, "lora_alpha": 8, "lora_dropout": 0.3, "target_modules": "all-linear"}
+SOME: dict[str, Any] = {
+    "r": 3,
+    "lora_alpha": 5,
+    "use_dora": True,
+    "target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"],
+}
+EVERY: dict[str, Any] = {"r": 3, "lora_alpha": 8, "use_dora": True, "use_rslora": True, "target_modules": "all-linear"}
+DROPS: dict[str, Any] = EVERY | {"lora_dropout": 0.3}
+PLAIN: dict[str, Any] = {"r": 3, "lora_alpha": 8, "lora_dropout": 0.3, "target_modules": "all-linear"}
 SWEEP: list[tuple[Sizes, str, dict[str, Any], dict[str, Any]]] = [  # grid, model, lora, options
     ((1, 1, 1), "llama", SOME, {"stage": 0, "schedule": "1f1b"}),
     ((2, 2, 1), "llama", SOME, {"stage": 1}),

@@ -16,6 +16,7 @@ from torch import Tensor
 import triax
 from triax.grid import Grid
 from triax.models.layers import NextTokenLoss
+from triax.tensor_parallel.embedding import gather_logits
 
 from exact_norms import exact
 from lora_runs import (
@@ -181,7 +182,7 @@ def exchange(folder: Path, adapter: Path, out: Path, sizes: Sizes) -> float:
     plain = triax.PipelineModule(triax.load_hf(folder), grid=engine.grid, dtype=torch.float64)
     triax.load_lora(adapter, plain)
     if sizes[0] == 1:
-        logits = triax.tensor_parallel.gather_logits(plain(batch(0, 9, 0)[0]), grid=engine.grid, vocab_size=VOCAB)
+        logits = gather_logits(plain(batch(0, 9, 0)[0]), grid=engine.grid, vocab_size=VOCAB)
         torch.save(logits.detach(), out.with_suffix(".pt"))
     return engine.eval_batch(iter([batch(0, 9, 0)] * MICRO)).item()
 

@@ -14,6 +14,7 @@ from torch import Tensor
 import triax
 from triax.grid import Grid
 from triax.models.layers import NextTokenLoss
+from triax.tensor_parallel.embedding import gather_logits
 
 from lora_runs import (
     EPS,
@@ -31,8 +32,8 @@ from lora_runs import (
     step,
 )
 
-FIRST = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"]}
-SECOND = {"r": 2, "lora_alpha": 6, "target_modules": ["v_proj", "o_proj", "down_proj"]}
+FIRST: dict[str, Any] = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"]}
+SECOND: dict[str, Any] = {"r": 2, "lora_alpha": 6, "target_modules": ["v_proj", "o_proj", "down_proj"]}
 WAYS: list[tuple[str, ...]] = [("first",), ("second",), ("first", "second"), ()]
 
 
@@ -58,12 +59,12 @@ def logits_in_each_way(folder: Path, adapters: Path) -> list[Tensor]:
         triax.use_lora(module, names)
         with torch.no_grad():
             y = module(batch(0, 9, 0)[0])
-            found.append(triax.tensor_parallel.gather_logits(y, grid=grid, vocab_size=VOCAB))
+            found.append(gather_logits(y, grid=grid, vocab_size=VOCAB))
     triax.use_lora(module, ("first", "second"))
     triax.save_hf(module, adapters / "merged", merge_lora=True)
     triax.merge_lora(module)
     with torch.no_grad():
-        found.append(triax.tensor_parallel.gather_logits(module(batch(0, 9, 0)[0]), grid=grid, vocab_size=VOCAB))
+        found.append(gather_logits(module(batch(0, 9, 0)[0]), grid=grid, vocab_size=VOCAB))
     assert not [name for name, p in module.named_parameters() if ".lora." in name or not p.requires_grad]
     with pytest.raises(triax.ConfigError, match="has no adapters 'third'"):
         triax.use_lora(module, "third")
@@ -146,7 +147,7 @@ def test_one_set_is_trained_beside_a_frozen_one(ranks: Callable[..., list[Any]],
     assert (adapters / "exported" / "adapter_config.json").is_file()
 
 
-def merged_base(folder: Path, form: str) -> tuple[Tensor, Tensor, list[str]]:
+def merged_base(folder: Path, form: Any) -> tuple[Tensor, Tensor, list[str]]:
     grid = Grid(tensor=2)
     module = triax.PipelineModule(triax.load_hf(folder), grid=grid, dtype=torch.float64).eval()
     triax.add_lora(module, triax.Lora(rank=3, dora=True, base=form))

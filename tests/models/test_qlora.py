@@ -37,8 +37,8 @@ from lora_runs import (
     train,
 )
 
-ALL = {"r": 3, "lora_alpha": 8, "target_modules": "all-linear"}
-SOME = {"r": 3, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+ALL: dict[str, Any] = {"r": 3, "lora_alpha": 8, "target_modules": "all-linear"}
+SOME: dict[str, Any] = {"r": 3, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
 def rounded(form: str, weight: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ def test_a_base_is_not_changed_under_its_adapters(ranks: Callable[..., list[Any]
     assert "but not the norms of its rows, which DoRA trains. Load the weights" in norms
 
 
-def losses_of_triax(folder: Path, sizes: Sizes, form: str, steps: int) -> tuple[dict[str, Tensor], list[float]]:
+def losses_of_triax(folder: Path, sizes: Sizes, form: Any, steps: int) -> tuple[dict[str, Tensor], list[float]]:
     grid = Grid(*sizes)
     layers = triax.load_hf(folder)
     module = triax.PipelineModule(layers, grid=grid, loss_fn=NextTokenLoss(grid, VOCAB), dtype=torch.float32)
@@ -238,7 +238,12 @@ def test_fifty_steps_of_qlora_follow_those_of_peft(
     torch.manual_seed(3)
     import transformers
 
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     base = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, **sizes))
     base.save_pretrained(tmp_path / "model")
     start, losses = ranks(4, losses_of_triax, tmp_path / "model", (2, 1, 2), form, 50)[0]
@@ -269,7 +274,7 @@ def test_fifty_steps_of_qlora_follow_those_of_peft(
     assert losses == pytest.approx(wanted, rel=apart)
 
 
-def streamed(folder: Path, sizes: Sizes, schedule: str, form: str | None, where: str) -> tuple[list[float], int, int]:
+def streamed(folder: Path, sizes: Sizes, schedule: Any, form: Any, where: Any) -> tuple[list[float], int, int]:
     """Losses of a base whose weights are in host memory or on the device, and the bytes in each."""
     grid = Grid(*sizes)
     chunks = 2 if schedule == "zb-v" else 1
@@ -305,7 +310,7 @@ def test_a_base_is_streamed_from_host_memory(ranks: Callable[..., list[Any]], tm
         assert max(parameters for _, _, parameters in there) == 0
 
 
-def in_bf16(folder: Path, precision: str | None) -> list[float]:
+def in_bf16(folder: Path, precision: Any) -> list[float]:
     grid = Grid(tensor=2)
     module = triax.PipelineModule(triax.load_hf(folder), grid=grid, loss_fn=NextTokenLoss(grid, VOCAB))
     lora = triax.Lora(rank=3, alpha=8, base="nf4", dora=True, dropout=0.2)

@@ -91,7 +91,8 @@ def engine_of(
     micro: int = MICRO,
     **config: Any,
 ) -> Any:
-    grid = Grid(*sizes[:3], **dict(zip(("context", "expert"), sizes[3:], strict=False)))
+    context, expert = (*sizes[3:], 1, 1)[:2]
+    grid = Grid(*sizes[:3], context=context, expert=expert)
     module = triax.PipelineModule(
         triax.load_hf(folder, sequence_parallel=sequence_parallel),
         grid=grid,

@@ -104,7 +104,12 @@ def test_a_weight_is_computed_where_it_is_read() -> None:
     quantize_layer(layer, "layer", "nf4", Grid().tensor, False)
     dense, saved = layer.quantized.dense().double(), list[Tensor]()  # type: ignore[operator, union-attr]
     x = torch.randn(3, 128, dtype=torch.float64, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, keep):
         y = layer(x)
     torch.testing.assert_close(y, x @ dense.t() + layer.bias)
     (y * torch.arange(64)).sum().backward()
