@@ -21,6 +21,8 @@ from .engine.engines import Engine as Engine
 from .engine.module_engine import ModuleEngine as ModuleEngine
 from .engine.pipeline_engine import PipelineEngine as PipelineEngine
 from .engine.setup.lora import add_lora as add_lora
+from .engine.setup.lora import merge_lora as merge_lora
+from .engine.setup.lora import use_lora as use_lora
 from .engine.setup.measured_layers import measure_layers as measure_layers
 from .engine.snapshot.load_weights import load_weights as load_weights
 from .grid.grid import Grid as Grid

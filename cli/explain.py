@@ -167,6 +167,9 @@ def _notes(job: Job, processes: int | None) -> Iterable[str]:
     section, optimizer = job.options.recompute, job.options.optimizer
     if job.options.lora is not None:
         yield "lora: the states are those of the frozen weights; its factors, their gradients and states are left out"
+        if job.options.lora.base is not None:
+            base = job.options.lora.base
+            yield f"lora.base {base}: the frozen weights are counted in the model's dtype, not in 4 or 8 bits"
     if optimizer.type.lower() not in STATES:
         yield f"{optimizer.type} is counted with the two state tensors of AdamW"
     if section.asked and (section.granularity == "matmul" or (section.interval or 1) > 1 or section.groups):

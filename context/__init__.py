@@ -10,6 +10,7 @@ block.py: kernels of one block, and the merge by log-sum-exp.
 mask.py: the rule by which a query sees a key; dense tiles of plain rules.
 block_sparse.py: other rules, by blocks: documents, windows, sparse attention.
 sparsity.py: block masks of sparse attention: fixed, variable, BigBird, Longformer.
+dropout.py: dropout of tokens that are spread over the axis.
 scan.py: the state of a linear attention, which passes through the parts of the sequence.
 previous.py: the tokens in front of each part, for convolutions.
 part_loss.py: loss of a part of the sequences.

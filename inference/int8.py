@@ -112,7 +112,7 @@ def quantize(module: nn.Module, grid: Grid, options: Int8 | None = None) -> list
         if isinstance(layer, _QuantizedWeight):
             raise ValueError(f"{name} is quantized already. Quantize a model once.")
         # A weight in several places is that of the embedding too.
-        if is_linear(layer) and uses[id(layer.weight)] == 1 and not _is_head(name, layer, module):
+        if is_linear(layer) and uses.get(id(layer.weight)) == 1 and not _is_head(name, layer, module):
             work.append((name, layer))
     if any(layer is module for _, layer in work):
         raise ValueError("the module is itself a linear layer, which cannot be replaced: pass nn.Sequential(module)")

@@ -406,7 +406,8 @@ class SelfAttention(CausalAttention):
         pairs = [(self.q.weight, self.q.bias), (weight, bias), *((gate.weight, gate.bias) for gate in gates)]
         outputs = column_linears(x, pairs, self.axis, self.sequence_parallel)
         layers = (self.q, self.kv, *gates)
-        queries, pair, *gate = (updated(layer, y, x) for layer, y in zip(layers, outputs, strict=True))
+        updates = zip(layers, outputs, pairs, strict=True)
+        queries, pair, *gate = (updated(layer, y, x, bias) for layer, y, (_, bias) in updates)
         (q,), (k, v) = self._by_heads(queries, 1), self._by_heads(pair, 2)
         return q, k, v, *gate
 

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from ..base.checks import check_count
 from ..base.formulas import CHUNK_TOKENS
-from ..context.order import local_length, positions, shard
+from ..context.dropout import dropout
+from ..context.order import local_length, shard
 from ..grid import Grid
 from ..moe.layer import MoE
 from ..pipe.chunked_loss import LastLayer, is_watched, loss_in_chunks, runs_otherwise
 from ..pipe.spec import LayerSpec, TiedLayerSpec
-from ..randomness.random import Dropout, Normal
+from ..randomness.random import Normal
 from ..tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from ..tensor_parallel.embedding import VocabParallelEmbedding, VocabParallelHead
 from ..tensor_parallel.norm import LayerNorm, OffsetLayerNorm, OffsetRMSNorm, RMSNorm
@@ -308,23 +309,6 @@ class FinalRMSNorm(FinalNorm, RMSNorm):
 
 class FinalOffsetRMSNorm(FinalNorm, OffsetRMSNorm):
     """OffsetRMSNorm before the head."""
-
-
-def dropout(p: float, grid: Grid, sequence_parallel: bool) -> Dropout:
-    """Return the dropout layer for the residual stream, whose tokens are spread over the context axis.
-
-    With ``sequence_parallel`` each rank's tokens are spread further, over the tensor axis.
-    """
-    tensor, context = grid.tensor if sequence_parallel else None, grid.context
-    if context.size == 1:
-        return Dropout(p, axis=tensor)
-
-    def rows(count: int) -> Tensor:
-        local = count if tensor is None else count * tensor.size
-        held = positions(local * context.size, context.size, context.rank, local)
-        return held if tensor is None else held.chunk(tensor.size)[tensor.rank]
-
-    return Dropout(p, rows=rows)
 
 
 @dataclass(frozen=True)

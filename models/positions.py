@@ -7,11 +7,11 @@ from typing import Any
 import torch.nn.functional as F
 from torch import nn
 
+from ..context.dropout import dropout
 from ..grid import Grid
 from ..grid.layout import Layout
 from ..randomness.random import Normal, sharded_parameter
 from .config import DecoderConfig
-from .layers import dropout
 from .packed import attach, detach, positions_within, token_positions
 
 

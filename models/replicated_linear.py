@@ -36,4 +36,4 @@ class ReplicatedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute the product."""
-        return updated(self, F.linear(x, self.weight), x)
+        return updated(self, F.linear(x, self.weight), x, None)

@@ -24,6 +24,7 @@ def check_agreement(options: EngineOptions) -> None:
     _check_fault_tolerance(options)
     _check_compression(options)
     _check_zero(options)
+    _check_lora(options)
 
 
 def _refuse(reason: str) -> None:
@@ -151,4 +152,13 @@ def _check_zero(options: EngineOptions) -> None:
         _refuse(
             "<checkpoint.background> and offload to nvme are both given, but <checkpoint.background> copies what it "
             "writes into host memory, and offload to nvme keeps it on disk to save that memory: leave one of them out"
+        )
+
+
+def _check_lora(options: EngineOptions) -> None:
+    base = None if options.lora is None else options.lora.base
+    if base is not None and options.compile is not None:
+        _refuse(
+            f"<lora.base> is {base}, whose weights are computed where an operation reads them, which torch.compile "
+            "cannot trace: leave <compile> or <lora.base> out"
         )

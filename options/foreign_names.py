@@ -146,6 +146,8 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ),
     ("lora_r lora_rank lora.r", "model.lora.rank", "lora.rank"),
     ("lora_alpha", "model.lora.alpha", "lora.alpha"),
+    ("lora_dropout", "model.lora.dropout", "lora.dropout"),
+    ("use_dora", "model.lora.dora", "lora.dora"),
     ("eval_data eval_dataset val_data validation_file eval_file", "data.validation", _LOOP),
     ("model.expert num_experts", "model.experts", "triax.moe.MoE(...) in the model"),
     (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from ..base.option_error import OptionError
 from .base import Options, option
@@ -23,6 +23,22 @@ class Lora(Options):
         "family; or a regular expression for whole names; all-linear: all but the output layer (PEFT: target_modules).",
     )
     rslora: bool = option(False, "Scale by alpha / sqrt(rank) instead (PEFT: use_rslora).")
+    dropout: float = option(
+        0.0,
+        "Probability that training drops an element of the input of A (PEFT: lora_dropout).",
+        least=0.0,
+        below=1.0,
+    )
+    dora: bool = option(
+        False,
+        "DoRA: train the norm of each row of an adapted weight apart from the direction of the row (PEFT: use_dora).",
+    )
+
+    base: Literal["nf4", "nf4-double", "int8"] | None = option(
+        None,
+        "Keep the frozen weights of linear layers in 4 bits (nf4: QLoRA; nf4-double: with scales in 8 bits too) or in "
+        "8 bits (int8); None: in the model's dtype.",
+    )
 
     def check(self) -> None:
         """Check that there is something to adapt."""

@@ -214,7 +214,7 @@ class PipelineModule(nn.Module):
         # The layers of this rank's stages.
         self._on_meta = device is not None  # they are built without their values, until ``fill``
         self._changes: list[Callable[[str, nn.Module], object]] = []
-        self._placeholders = Placeholders(self._build_layer)
+        self._placeholders = Placeholders(self._build_changed)
         self.layers = nn.ModuleDict()
         self._build()
 
@@ -528,8 +528,12 @@ class PipelineModule(nn.Module):
         self._changes.append(change)
         for source, layer in self.layers.items():
             change(f"layers.{source}", layer)
+            self._hold_places(int(source), layer)
             self._name(int(source), layer)
+        self._placeholders.keep(self.parameters(), map(int, self.layers))
+        before = self._checksums
         self._record_checksums()
+        self._checksums.update((p, before[p]) for p in self._checksums.keys() & before.keys())  # values since loaded
 
     def local_parameters(self) -> list[LocalParameter]:
         """Return this rank's parameters, each once, in the order of the list."""
@@ -624,14 +628,19 @@ class PipelineModule(nn.Module):
                 if isinstance(self._list[source], (LayerSpec, nn.Module)) and str(source) not in self.layers:
                     layer = self._make(source)
                     self.layers[str(source)] = layer
-                    if self._on_meta and isinstance(self._list[source], LayerSpec):
-                        self._placeholders.replace(source, layer, self.grid.device)
+                    self._hold_places(source, layer)
                     for change in self._changes:
                         change(f"layers.{source}", layer)
+                    self._hold_places(source, layer)
                     self._name(source, layer)
         self._place_loss()
         self.tie_axes = [self._tie_axis(tie) for tie in self.ties]
         self._record_checksums()
+
+    def _hold_places(self, source: int, layer: nn.Module) -> None:
+        """Replace the meta parameters of a layer by placeholders, if the layer is built later."""
+        if self._on_meta and isinstance(self._list[source], LayerSpec):
+            self._placeholders.replace(source, layer, self.grid.device)
 
     def take_loss(self) -> None:
         """Make a loss module that was assigned to ``loss_fn`` after construction a part of the model. Collective."""
@@ -700,6 +709,13 @@ class PipelineModule(nn.Module):
                 entry = entry.build(self.grid)
         assert isinstance(entry, nn.Module)
         return move_module(entry, self.grid.device, self.dtype)
+
+    def _build_changed(self, source: int) -> nn.Module:
+        """Build one layer as ``_build_layer`` does, and change it as ``change_layers`` asked for."""
+        layer = self._build_layer(source)
+        for change in self._changes:
+            change(f"layers.{source}", layer)
+        return layer
 
     def _build_on_meta(self, index: int, otherwise: str) -> nn.Module:
         """Build a layer on the meta device, without values.

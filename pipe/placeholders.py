@@ -41,7 +41,7 @@ class Placeholders:
         memo: dict[nn.Parameter, nn.Parameter] = {}  # a parameter may occur several times in its layer
         for module in layer.modules():
             for name, old in module._parameters.items():
-                if old is not None and old.is_meta:
+                if old is not None and old.is_meta and old not in self._elements:
                     if old not in memo:
                         element = torch.full((), _placeholder_value(old.dtype), dtype=old.dtype, device=device)
                         memo[old] = nn.Parameter(element.expand(old.shape), requires_grad=old.requires_grad)

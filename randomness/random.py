@@ -242,17 +242,25 @@ class Dropout(SampleRandom):
             of the mask of the whole sequence. None: the input is whole.
         rows: in place of ``axis``, a function from the length n of dim 1 to the places of its rows in the whole
             sequence, integers (n,) on the CPU.
+        columns: the places of the input's last dim in the whole one, integers on the CPU, and the length of the whole
+            one, if the tensor axis shards it. None: it is whole.
 
     Shape:
         (B, ...) -> (B, ...), the first dim counting samples.
     """
 
-    def __init__(self, p: float, axis: Axis | None = None, rows: Callable[[int], Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        p: float,
+        axis: Axis | None = None,
+        rows: Callable[[int], Tensor] | None = None,
+        columns: tuple[Tensor, int] | None = None,
+    ) -> None:
         super().__init__("dropout")
         if not 0.0 <= p < 1.0:
             raise ValueError(f"the dropout probability p is {p}: give a number of at least 0 and less than 1")
         self.p = p
-        self.axis, self.rows = axis, rows
+        self.axis, self.rows, self.columns = axis, rows, columns
 
     def forward(self, x: Tensor) -> Tensor:
         """Drop and scale elements, in training mode only."""
@@ -268,17 +276,28 @@ class Dropout(SampleRandom):
             )
         key = self.key()
         ids = torch.tensor(samples, device=x.device)  # (B,)
-        count = math.prod(x.shape[1:])
-        # Dim 1 is the outermost dim of a sample: its shards are contiguous.
-        first = 0 if self.axis is None else self.axis.rank * count
-        elements = torch.arange(first, first + count, device=x.device)  # (N,)
-        if self.rows is not None:
-            places, width = self.rows(x.shape[1]).to(x.device), count // max(x.shape[1], 1)
-            elements = (places[:, None] * width + elements[:width]).view(-1)
+        elements = self._elements(x)  # (N,)
         bits = _mix(_mix(ids + key)[:, None] + elements)  # (B, N)
         # 31 bits decide: the probability equals p to within 2**-31.
         keep = ((bits >> 33) & 0x7FFFFFFF) >= round(self.p * 2**31)
         return x * keep.view_as(x) / (1.0 - self.p)  # autograd saves one byte for each element
+
+    def _elements(self, x: Tensor) -> Tensor:
+        """Return the number of each element of one sample of x among those of the whole sample: integers (N,)."""
+        count, length = math.prod(x.shape[1:]), x.shape[1] if x.dim() > 1 else 1
+        # Dim 1 is the outermost dim of a sample: its shards are contiguous.
+        first = 0 if self.axis is None else self.axis.rank * length
+        rows = torch.arange(first, first + length, device=x.device)
+        if self.rows is not None:
+            rows = self.rows(length).to(x.device)
+        width = count // max(length, 1)
+        elements = torch.arange(width, device=x.device)  # of a row
+        if self.columns is not None:
+            places, whole = self.columns
+            outer = width // len(places)  # dims between the rows and the last dim
+            elements = (torch.arange(outer, device=x.device)[:, None] * whole + places.to(x.device)).view(-1)
+            width = outer * whole
+        return (rows[:, None] * width + elements).view(-1)
 
     def extra_repr(self) -> str:
         """Return the text that ``print`` shows."""

@@ -9,6 +9,8 @@ divergence.py: divergence of a student's distribution from a teacher's, both sha
 norm.py: ``LayerNorm`` and ``RMSNorm`` under sequence parallelism.
 outside.py: weights of sharded layers as other code sees them; it cannot take a shard for the whole weight.
 lora.py: low-rank adapters of frozen linear layers, sharded like the layers.
+quantized.py: frozen weights in 4 or 8 bits.
+nf4.py: the numbers of 4 and 8 bits: NF4, int8, double quantization.
 parallelize.py: ``parallelize``, which shards an existing ``nn.Module`` in place.
 plans.py: sharding styles that a plan for ``parallelize`` can name.
 sharded.py: sharded layers with which ``parallelize`` replaces plain layers.

@@ -132,7 +132,7 @@ class ColumnParallelLinear(_ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Compute this rank's outputs or, with ``gather_output``, all outputs; shapes as in the class's docstring."""
         y = column_linear(x, self._shard, self.bias, self.axis, self.sequence_parallel)  # (..., N / t)
-        y = updated(self, y, x)
+        y = updated(self, y, x, self.bias)
         return self._gather(y) if self.gather_output and self.axis.size > 1 else y
 
     def _gather(self, y: Tensor) -> Tensor:
@@ -209,11 +209,11 @@ class RowParallelLinear(_ParallelLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Compute the product and sum it over the tensor-parallel ranks; shapes as in the class's docstring."""
         if self.axis.size == 1:
-            return updated(self, F.linear(x, self._shard, self.bias), x)
+            return updated(self, F.linear(x, self._shard, self.bias), x, self.bias)
         if not self.input_is_parallel:
             x = split_gather(x, self.axis, unit=self.unit)  # (..., K / t)
         y = reduced(F.linear(x, self._shard), self.axis, self.sequence_parallel)  # (..., N)
-        y = updated(self, y, x)
+        y = updated(self, y, x, None)
         return y if self.bias is None else y.add_(self.bias)
 
 
@@ -236,10 +236,13 @@ def reduced(y: Tensor, axis: Axis, sequence_parallel: bool) -> Tensor:
     return reduce_scatter_gather(y, axis, dim=1)
 
 
-def updated(layer: nn.Module, y: Tensor, x: Tensor) -> Tensor:
-    """Return a linear layer's output y for the input x, with the updates of its adapters if it has any (lora.py)."""
+def updated(layer: nn.Module, y: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    """Return a linear layer's output y for the input x, with the updates of its adapters if it has any (lora.py).
+
+    ``bias`` is that of this rank's outputs, if y has it already.
+    """
     adapters = layer._modules.get("lora")
-    return y if adapters is None else adapters(y, x)
+    return y if adapters is None else adapters(layer, y, x, bias)
 
 
 def _shareable(layer: str, what: str, length: int, size: int, unit: int | None) -> None:

@@ -78,6 +78,9 @@ class ReadOutside(nn.Module):
             known: Any = self._parameters["weight"] if self._forward_elsewhere else self._read_uncompiled()
             return known
         weight = self._parameters.get("weight")
+        if weight is None and "weight" in vars(self):  # in 4 or 8 bits: quantized.py
+            computed: nn.Parameter = vars(self)["weight"]
+            return computed
         if weight is None:  # not registered yet
             raise AttributeError(f"{type(self).__name__} has no weight")
         if type(weight) is nn.Parameter and self.axis.size > 1:
@@ -95,7 +98,7 @@ class ReadOutside(nn.Module):
     def _shard(self) -> Tensor:
         """The weight, with which the layer's own forward pass computes."""
         weight: Any = self._parameters.get("weight")
-        if weight is None:  # a subclass computes it, as one with weights in int8
+        if weight is None:  # it is computed from numbers of 4 or 8 bits
             weight = self.weight
         assert isinstance(weight, Tensor)
         return _plain(weight) if type(weight) is ShardedWeight else weight  # stage 3's keeps its errors
@@ -107,7 +110,7 @@ class ReadOutside(nn.Module):
 
         Every rank must compute the same from it: the weight's gradient is this rank's slice of the whole gradient.
         """
-        return _gathered(self._parameters["weight"], self.axis)
+        return _gathered(self._parameters.get("weight", self._shard), self.axis)
 
     def full_bias(self) -> Tensor | None:
         """Gather the whole bias, as ``full_weight`` gathers the weight; None for a layer without a bias."""

@@ -52,8 +52,14 @@ class _Linear(ReadOutside):
 
     def product(self, x: Tensor) -> Tensor:
         """Compute this rank's outputs (..., n) from the input (..., K), which is equal on every rank."""
-        y = column_linear(x, *self.used(), self.axis) if self.together is None else self.together(self, x)
-        return updated(self, y, x)
+        if self.together is not None:
+            return updated(self, self.together(self, x), x, self._used_bias())
+        weight, bias = self.used()
+        return updated(self, column_linear(x, weight, bias, self.axis), x, bias)
+
+    def _used_bias(self) -> Tensor | None:
+        """Return the bias (n,) of the outputs that this rank computes."""
+        return self.bias
 
     def extra_repr(self) -> str:
         """Text that ``print`` shows: this rank's sizes, and the number of shards."""
@@ -134,7 +140,7 @@ class RowSharded(_Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute this rank's product and sum it over the axis: (..., K_local) -> (..., N)."""
-        y = updated(self, all_reduce_copy(F.linear(x, self.matrix()), self.axis), x)  # (..., N)
+        y = updated(self, all_reduce_copy(F.linear(x, self.matrix()), self.axis), x, None)  # (..., N)
         return y if self.bias is None else y + self.bias
 
 
@@ -170,8 +176,10 @@ class KeyValueWhole(_Linear):
     def used(self) -> tuple[Tensor, Tensor | None]:
         """Return the rows of weight, (n, K), and bias, (n,), of the key/value heads that this rank computes."""
         whole = copy_all_reduce(self._shard, self.axis)
-        bias = None if self.bias is None else copy_all_reduce(self.bias, self.axis)[self.rows]
-        return (whole.t() if self.transposed else whole)[self.rows], bias
+        return (whole.t() if self.transposed else whole)[self.rows], self._used_bias()
+
+    def _used_bias(self) -> Tensor | None:
+        return None if self.bias is None else copy_all_reduce(self.bias, self.axis)[self.rows]
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute this rank's keys or values: (..., K) -> (..., heads of this rank x head_dim)."""

@@ -28,7 +28,7 @@ def make_buckets(
     """Lay out parameters in buckets and move them there.
 
     Parameters that are not trained are put into buckets in stage 3 only, which shards them too. Integers (quantized
-    weights, indices) never are: they cannot be cast, nor replaced by NaN while released.
+    weights, indices) keep their dtype there.
 
     Args:
         members: this rank's parameters, in the order of the model.
@@ -41,7 +41,7 @@ def make_buckets(
     low_precision = options.low_precision_parameters
     for number, member in enumerate(members):
         dtype = member.parameter.dtype
-        if member.group is None and (options.stage < 3 or not (dtype.is_floating_point or dtype.is_complex)):
+        if member.group is None and options.stage < 3:
             continue
         if dtype.is_complex:
             _refuse_real_parts(member, options)

@@ -68,8 +68,9 @@ class FlatWeights:
         self.counted, self.group, self.replicas = key.counted, key.group, key.replicas
         self.axis, self._device = grid.axis(key.replicas), grid.device
         self._allgather_partitions = options.allgather_partitions
-        dtype = options.weight_dtype or key.dtype
-        self._accumulation_dtype = options.accumulation_dtype or dtype
+        numbers = key.dtype.is_floating_point or key.dtype.is_complex
+        dtype = options.weight_dtype if numbers and options.weight_dtype else key.dtype
+        self._accumulation_dtype = options.accumulation_dtype if numbers and options.accumulation_dtype else dtype
         stage = options.sharding(self.axis.size)
         self.owned = flat.owned(self.axis.rank) if stage > 0 else (0, flat.numel)
         self.weights = torch.empty(flat.numel, dtype=dtype, device=grid.device)
@@ -96,8 +97,9 @@ class FlatWeights:
             self.fill(member.parameter, member.parameter)
         # Made once (a storage that is emptied and filled again stays the same), when there is something to view.
         self._views = [] if self.released else self._views_of(self.weights)
-        nan = torch.full((), float("nan"), dtype=dtype, device=grid.device)
-        self._placeholders = [nan.expand(member.parameter.shape) for member in self.members] if self.partitioned else []
+        nothing = torch.full((), float("nan") if numbers else 0, dtype=dtype, device=grid.device)
+        partitioned = self.members if self.partitioned else []
+        self._placeholders = [nothing.expand(member.parameter.shape) for member in partitioned]
         self._point_parameters_at(self._placeholders if self.released else self._views)
 
     @property

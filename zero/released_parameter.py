@@ -1,8 +1,8 @@
 """ReleasedParameter: a parameter that stage 3 has released, whose values cannot be read or written.
 
-It has the shape, dtype and gradient of the parameter, and reads as NaN: ``parameter.isnan()``. An operation whose
-result would be NaN, or that would write to it, raises an error that names the parameter and says what to do. It has
-this class only while it is released, so that operations on gathered parameters have no extra cost.
+It has the shape, dtype and gradient of the parameter, and reads as NaN (``parameter.isnan()``), integers as 0. An
+operation whose result would be NaN, or that would write to it, raises an error that names the parameter and says what
+to do. It has this class only while it is released, so that operations on gathered parameters have no extra cost.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Released(Tensor):
             if name in _READ or (writes and name not in _SET and name not in ("__init__", "__invert__", "__index__")):
                 raise _error(name, args, kwargs)
             result = func(*args, **(kwargs or {}))
-            if name == "grad" or name in _MAKE or name in _SET or not _has_values(result):
+            if name == "grad" or name in _MAKE or name in _SET or not _has_values(result, args):
                 return result
             if name in _VIEW:
                 view = result.as_subclass(_Released)
@@ -120,6 +120,10 @@ def _flat(value: Any) -> Iterable[Any]:
         yield value
 
 
-def _has_values(result: Any) -> bool:
-    """Return True if a result contains a tensor of floating-point or complex numbers."""
-    return any(isinstance(each, Tensor) and (each.is_floating_point() or each.is_complex()) for each in _flat(result))
+def _has_values(result: Any, args: Any) -> bool:
+    """Return True if a result contains a tensor of numbers, of integers only if they were made from released ones."""
+    tensors = [each for each in _flat(result) if isinstance(each, Tensor)]
+    if any(each.is_floating_point() or each.is_complex() for each in tensors):
+        return True
+    integers = any(isinstance(each, _Released) and not each.is_floating_point() for each in _flat(args))
+    return integers and any(each.dtype != torch.bool for each in tensors)

@@ -79,8 +79,11 @@ def _settings(module: nn.Module) -> Any:
 
 def _with_lora(found: dict[str, Any] | None, module: nn.Module) -> dict[str, Any] | None:
     """Add the options of the model's LoRA adapters to its description, if it has any."""
-    options: Any = getattr(module, "lora_options", None)
-    return found if options is None else {**(found or {}), "lora": _plain(asdict(options))}
+    options: Any = getattr(module, "lora_options", {})
+    if not options:
+        return found
+    sets = {name: _plain(asdict(each)) for name, each in options.items()}
+    return {**(found or {}), "lora": sets["default"]} if [*sets] == ["default"] else {**(found or {}), "loras": sets}
 
 
 def module_names(module: nn.Module) -> dict[str, tuple[str, ...]]:

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from ...base.errors import ConfigError
+from ...context.dropout import dropout
 from ...grid import Grid
 from ...models.huggingface.adapters import peft_options, write_adapters
 from ...models.huggingface.merge import is_factor, layer_of
 from ...models.huggingface.save import linear_names, transposed_layers, written_config
-from ...tensor_parallel.lora import LoraOptions, add_adapters
+from ...tensor_parallel.lora import DEFAULT, LoraOptions, add_adapters
 from ..deepspeed.config.schema import Config
 
 _PEFT_PREFIX = "base_model.model."
@@ -55,9 +56,16 @@ def add_section(model: nn.Module, config: Config, grid: Grid, whole: bool) -> No
     section = config.lora
     if section is None:
         return
-    options = LoraOptions(section.rank, section.alpha, section.targets, section.rslora, seed=config.seed)
+    if section.dora or section.base is not None:
+        key = "dora" if section.dora else "base"
+        raise ConfigError(
+            f"the Trainer's section lora has no {key}: leave it out, or train with triax.Engine(..., lora=...) or a "
+            "training file"
+        )
+    options = LoraOptions(section.rank, section.alpha, section.targets, section.rslora, config.seed, section.dropout)
     # The Trainer's grid has no expert axis: grid.expert is an axis of one rank.
-    add_adapters(model, options, linear_names(model), grid, grid.expert if whole else None)
+    axis = grid.expert if whole else None
+    add_adapters(model, options, linear_names(model), grid, dropout, axis=axis)
 
 
 def adapter_options(model: Any) -> LoraOptions | None:
@@ -66,7 +74,8 @@ def adapter_options(model: Any) -> LoraOptions | None:
     Raises:
         ConfigError: PEFT's adapters compute something else than plain LoRA.
     """
-    options: LoraOptions | None = getattr(model, "lora_options", None)
+    sets: dict[str, LoraOptions] = getattr(model, "lora_options", {})
+    options = sets.get(DEFAULT)
     configs = getattr(model, "peft_config", None)
     if configs is not None:
         if len(configs) > 1:
@@ -142,4 +151,4 @@ def save_adapters(model: Any, folder: str | Path, state: Mapping[str, Tensor]) -
     factors = {name: value.detach().cpu().contiguous() for name, value in state.items() if is_factor(name)}
     transposed = transposed_layers(written_config(model, None))
     base = getattr(model.config, "_name_or_path", "") or None
-    write_adapters(Path(folder), model.lora_options, factors, linear_names(model), transposed, None, base)
+    write_adapters(Path(folder), model.lora_options[DEFAULT], factors, linear_names(model), transposed, None, base)

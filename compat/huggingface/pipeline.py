@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...base.errors import ConfigError
+from ...context.dropout import dropout
 from ...context.order import shard
 from ...engine.pipeline_engine import PipelineEngine
 from ...grid import Grid, layout_of
@@ -197,7 +198,7 @@ def pipeline_module(
     own, theirs, layers = plain_names(model), dict(model.named_parameters()), dict[str, tuple[str, ...]]()
     if (lora := adapter_options(model)) is not None:
         layers = linear_names(module)
-        add_adapters(module, lora, layers, grid)
+        add_adapters(module, lora, layers, grid, dropout)
     for local in module.local_parameters():
         parameter, layout = local.parameter, local.layout
         adapts = is_factor(layout.name)

@@ -19,6 +19,7 @@ from ...checkpoint.reader import LoadOptions, open_checkpoint
 from ...grid import Grid, Layout, layout_of
 from ...pipe.module import PipelineModule
 from ..named_parameters import named_parameters
+from .adapted import require_same_base
 from .capture import buffers
 
 
@@ -81,6 +82,7 @@ def load_weights(
                 f"{folder} has LoRA adapters, but the model has none: call triax.add_lora(model, ...) with the lora "
                 "options of that run, or merge them by triax checkpoint export --format hf --merge-lora"
             )
+        require_same_base({name: tensor.dtype for name, (_, tensor) in targets.items()}, tensors, folder)
         unfit = [n for n, (layout, _) in targets.items() if n not in tensors or tensors[n].shape != layout.shape]
         if unfit and strict:
             raise ValueError(

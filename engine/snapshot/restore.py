@@ -20,6 +20,7 @@ from ...grid import Grid, layout_of
 from ...optim.schedulers import follow
 from ...zero.state_shards import StateShards
 from . import residuals
+from .adapted import require_same_base
 from .capture import NOT_SAVED, Checkpointed, buffers, state_shards
 from .kept_state import kept_state
 
@@ -52,6 +53,8 @@ def apply(engine: Checkpointed, snapshot: Snapshot, options: LoadOptions) -> Non
             check_values(engine, snapshot, options)
         if engine.replica_state is not None:
             engine.replica_state.require_loadable(snapshot, options)
+        own = {f"{WEIGHTS}/{named.layout.name}": named.parameter.dtype for named in shards.parameters}
+        require_same_base(own, snapshot.tensors, snapshot.source)
     shapes = {f"{WEIGHTS}/{named.layout.name}": named.layout.shape for named in shards.parameters}
     shapes |= {
         f"{BUFFERS}/{name}": layout_of(buffer).shape

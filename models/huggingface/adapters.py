@@ -4,6 +4,8 @@ A folder has ``adapter_config.json`` and ``adapter_model.safetensors``, whose na
 
     triax   layers.1.attention.kv.lora.v_proj.A
     PEFT    base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight
+
+DoRA's norms are ``magnitude`` and ``lora_magnitude_vector``.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ from ...base.errors import ConfigError
 from ...base.files import read_object
 from ...base.hub import local_folder
 from ...base.safetensors import write_file
+from ...context.dropout import dropout
 from ...grid import Grid, layout_of
-from ...tensor_parallel.lora import LoraOptions, add_adapters
-from .merge import is_factor, layer_of
+from ...tensor_parallel.lora import DEFAULT, LoraOptions, add_adapters
+from .merge import is_factor, layer_of, set_of_factor
 from .names import Names
 from .reader import open_weights
 from .save import (
@@ -42,7 +45,6 @@ _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
-    "use_dora": (False, None),
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
     "modules_to_save": ([], None),
@@ -61,6 +63,7 @@ def save_lora(
     grid: Grid | None = None,
     dtype: torch.dtype | None = None,
     base_model: str | None = None,
+    name: str = DEFAULT,
 ) -> None:
     """Write a model's adapters to a folder that PEFT loads, ``PeftModel.from_pretrained(model, path)``. Collective.
 
@@ -71,17 +74,21 @@ def save_lora(
         grid: the grid of a module that has no attribute with its grid.
         dtype: dtype of the written factors; None: their own.
         base_model: name or path of the frozen model, which PEFT's ``AutoPeftModel`` loads.
+        name: of the adapters, if the model has several sets.
 
     Raises:
-        ValueError: the model has no adapters.
+        ValueError: the model has no adapters of this name.
         RuntimeError: rank 0 could not write. The error is raised on every rank.
     """
     check_path("save_lora", path=path)
     module, grid = module_and_grid(model, grid, "save_lora(module, path, grid=grid)")
-    options = getattr(module, "lora_options", None)
-    if options is None:
+    known: dict[str, LoraOptions] = getattr(module, "lora_options", {})
+    if not known:
         raise ValueError("the model has no adapters: give initialize a section lora, or save weights with save_hf")
-    own = {name: parameter for name, parameter in named(module).items() if is_factor(name)}
+    if name not in known:
+        raise ValueError(f"the model has no adapters {name!r}: give name one of {', '.join(known)}")
+    options = known[name]
+    own = {key: parameter for key, parameter in named(module).items() if is_factor(key) and set_of_factor(key) == name}
     found = dict(whole_tensors(model, own, held_everywhere(own, grid), grid))
     with agreed(grid, None):
         if grid.rank == 0:
@@ -124,7 +131,7 @@ def write_adapters(
                 "the adapters instead: save_hf(..., merge_lora=True), or --merge-lora."
             )
         adapted.add(layer)
-        written[f"base_model.model.{layer}.lora_{factor}.weight"] = value if dtype is None else value.to(dtype)
+        written[_peft_name(layer, factor)] = value if dtype is None else value.to(dtype)
     every = {name for several in layers.values() for name in several} | adapted
     config = {
         "peft_type": "LORA",
@@ -134,9 +141,10 @@ def write_adapters(
         "r": options.rank,
         "lora_alpha": int(options.alpha) if options.alpha == int(options.alpha) else options.alpha,
         "use_rslora": options.rslora,
+        "use_dora": options.dora,
         "target_modules": _shortest(adapted, every),
         "fan_in_fan_out": bool(adapted & transposed),
-        "lora_dropout": 0.0,
+        "lora_dropout": options.dropout,
         "bias": "none",
         "init_lora_weights": True,
     }
@@ -144,6 +152,10 @@ def write_adapters(
     (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     write_file(folder / _WEIGHTS, written)
     return [*written]
+
+
+def _peft_name(layer: str, factor: str) -> str:
+    return f"base_model.model.{layer}.lora_{'magnitude_vector' if factor == 'magnitude' else f'{factor}.weight'}"
 
 
 def _shortest(adapted: set[str], every: set[str]) -> list[str]:
@@ -156,7 +168,7 @@ def lora_config(path: str | Path) -> dict[str, Any]:
     """Return the section ``lora`` of a configuration for the adapter in PEFT's folder, or of that id on the Hub.
 
     Raises:
-        ValueError: the adapter has a setting that triax does not have, such as DoRA.
+        ValueError: the adapter has a setting that triax does not have, such as a rank of its own for some layers.
     """
     check_path("lora_config", path=path)
     file = local_folder(path) / _CONFIG
@@ -176,7 +188,7 @@ def peft_options(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key, allowed in _SUPPORTED.items():
         if config.get(key, allowed[0]) not in allowed:
             raise ValueError(
-                f"{where} has {key}={config[key]!r}, but triax's adapters are plain LoRA. Train the "
+                f"{where} has {key}={config[key]!r}, which triax's adapters do not have. Train the "
                 f"adapter with {key}={allowed[0]!r}, or merge it with PEFT's merge_and_unload()."
             )
     kinds: dict[str, Any] = {"r": int, "lora_alpha": (int, float), "target_modules": (str, list, set)}
@@ -189,10 +201,14 @@ def peft_options(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         "alpha": config["lora_alpha"],
         "targets": sorted(targets) if isinstance(targets, set) else targets,
         "rslora": bool(config.get("use_rslora", False)),
+        "dropout": config.get("lora_dropout") or 0.0,
+        "dora": bool(config.get("use_dora", False)),
     }
 
 
-def load_lora(path: str | Path, into: Any, *, names: Names | None = None, grid: Grid | None = None) -> None:
+def load_lora(
+    path: str | Path, into: Any, *, names: Names | None = None, grid: Grid | None = None, name: str = DEFAULT
+) -> None:
     """Load PEFT's adapter into a model. Collective.
 
     Args:
@@ -201,6 +217,7 @@ def load_lora(path: str | Path, into: Any, *, names: Names | None = None, grid: 
             which gets the adapters if it has none.
         names: table of parameter names as in ``load_hf``, for models of other families.
         grid: the grid of a module that has no attribute with its grid.
+        name: of the adapters, if the model has several sets.
 
     Raises:
         ValueError: the model has other adapters than the folder, or the folder has a setting that triax does not have.
@@ -212,19 +229,20 @@ def load_lora(path: str | Path, into: Any, *, names: Names | None = None, grid: 
         settings = lora_config(folder)
         options = LoraOptions(**settings, seed=getattr(module, "seed", 0))
         layers = linear_names(module, names)
-        own = getattr(module, "lora_options", None)
-        if own is None and isinstance(into, nn.Module):
+        known: dict[str, LoraOptions] = getattr(module, "lora_options", {})
+        own = known.get(name)
+        if own is None and isinstance(into, nn.Module) and not getattr(module, "training_started", False):
             own = options
-        if own is None or (own.rank, own.scaling) != (options.rank, options.scaling):
+        if own is None or _kind(own) != _kind(options):
             raise ValueError(
-                f"{folder} has an adapter of rank {options.rank} and scaling {options.scaling:g}, but the model has "
-                f"{'none' if own is None else f'rank {own.rank} and scaling {own.scaling:g}'}. Make the engine with "
+                f"{folder} has an adapter of {_kind(options)}, but the model has "
+                f"{'none' if own is None else _kind(own)}. Make the engine with "
                 "config={'lora': triax.lora_config(path), ...}."
             )
-    if not hasattr(module, "lora_options"):
-        add_adapters(module, options, layers, grid)
-    mine = {name: parameter for name, parameter in named(module).items() if is_factor(name)}
-    theirs = {name: "base_model.model.{}.lora_{}.weight".format(*layer_of(name, layers)) for name in mine}
+    if name not in known:
+        add_adapters(module, options, layers, grid, dropout, name)
+    mine = {key: parameter for key, parameter in named(module).items() if is_factor(key) and set_of_factor(key) == name}
+    theirs = {key: _peft_name(*layer_of(key, layers)) for key in mine}
     everywhere = set[str]().union(*grid.pipe.all_gather_json(sorted(theirs.values())))
     with agreed(grid, None), open_weights(folder / _WEIGHTS) as file, torch.no_grad():
         stored = set(file.keys())
@@ -234,7 +252,12 @@ def load_lora(path: str | Path, into: Any, *, names: Names | None = None, grid: 
                 f"{folder / _WEIGHTS} {'lacks' if missing else 'also has'} {', '.join((missing or unused)[:4])}. Give "
                 "the engine the targets of the adapter, config={'lora': triax.lora_config(path), ...}."
             )
-        for name, parameter in mine.items():
+        for key, parameter in mine.items():
             layout = layout_of(parameter)
-            value = layout.shard(file.get_tensor(theirs[name]), grid.tensor.rank, grid.tensor.size)
+            value = layout.shard(file.get_tensor(theirs[key]), grid.tensor.rank, grid.tensor.size)
             getattr(into, "assign", lambda p, v: p.copy_(v))(parameter, value)
+
+
+def _kind(options: LoraOptions) -> str:
+    """Return what two adapters must have in common, so that the factors of one mean the same in the other."""
+    return f"rank {options.rank} and scaling {options.scaling:g}{', with DoRA' if options.dora else ''}"

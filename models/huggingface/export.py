@@ -11,14 +11,15 @@ from torch import Tensor
 
 from ...base.files import read_object
 from ...grid import Layout
-from ...tensor_parallel.lora import LoraOptions
+from ...tensor_parallel import nf4
+from ...tensor_parallel.lora import DEFAULT, LoraOptions
 from ..config import CONFIGS, config_from_fields
 from .adapters import write_adapters
 from .config import as_reward, is_reward, to_hf
 from .config import entries as expanded
 from .folder_settings import settings_of, write_settings
 from .folder_writer import FolderWriter
-from .merge import is_factor, updates
+from .merge import is_factor, merges, set_of_factor
 from .names import Entry
 from .save import Held, announced, linear_names, names_of_layers, parts_of, transposed_layers, write_parts
 
@@ -59,18 +60,32 @@ def _export(
             says what to do.
     """
     written, prefix = _config(model, config)
-    options = None if model is None or "lora" not in model else LoraOptions(**model["lora"])
-    if merge_lora and options is None:
-        raise ValueError("the checkpoint has no LoRA adapters to merge. Leave out --merge-lora.")
+    options = _adapters_of(model)
+    if merge_lora and len(options) != 1:
+        raise ValueError(
+            f"the checkpoint has the adapters {', '.join(options)}, and one can be merged: load it, and call "
+            "triax.use_lora and triax.save_hf(..., merge_lora=True)."
+            if options
+            else "the checkpoint has no LoRA adapters to merge. Leave out --merge-lora."
+        )
+    base = next((each.base for each in options.values()), None)
+    if base is not None:
+        flipped = {f"{prefix}{name}" for name in transposed_layers(written)} if prefix is not None else set[str]()
+        tensors, read = _computed(tensors, read, base, flipped)
     if prefix is None:
         written = as_reward(written) if _has_score(written, tensors) else written
         entries = expanded(None, written)
     else:
         entries = {name: Entry((name.removeprefix(prefix),)) for name in tensors}
-    conv1d = transposed_layers(written) if options is not None else set()
+    conv1d = transposed_layers(written) if options else set[str]()
     factors = {name: read(name) for name in tensors if is_factor(name)}
-    if options is not None and not merge_lora:
-        return write_adapters(folder, options, factors, names_of_layers(entries), conv1d, dtype, None)
+    if options and not merge_lora:
+        layers, names = names_of_layers(entries), list[str]()
+        for name, each in options.items():
+            own = {key: value for key, value in factors.items() if set_of_factor(key) == name}
+            target = folder if name == DEFAULT else folder / name
+            names += write_adapters(target, each, own, layers, conv1d, dtype, None)
+        return names
     plan = {
         name: parts_of(name, Held(Layout(shape, name), kind, 0), entries, dtype if kind.is_floating_point else None)
         for name, (shape, kind) in tensors.items()
@@ -80,11 +95,49 @@ def _export(
     writer = FolderWriter(folder, written, tensors_written)
     for name, parts in plan.items():
         if parts:
-            added = updates(name, entries[name], factors, 1.0 if options is None else options.scaling, conv1d)
-            write_parts(writer, read(name), parts, entries[name], added)
+            changes = merges(name, entries[name], factors, {key: each.scaling for key, each in options.items()}, conv1d)
+            write_parts(writer, read(name), parts, entries[name], changes)
     writer.close()
     write_settings(folder, None if model is None else model.get("settings"), tokenizer)
     return [*tensors_written]
+
+
+def _adapters_of(model: Mapping[str, Any] | None) -> dict[str, LoraOptions]:
+    """Return the options of each set of adapters in a checkpoint."""
+    found: Mapping[str, Any] = model or {}
+    sets: Mapping[str, Any] = found.get("loras") or ({DEFAULT: found["lora"]} if "lora" in found else {})
+    return {name: LoraOptions(**each) for name, each in sets.items()}
+
+
+def _computed(
+    tensors: Shapes, read: Callable[[str], Tensor], form: str, flipped: set[str]
+) -> tuple[Shapes, Callable[[str], Tensor]]:
+    """Return the tensors, and the function that reads one, with fp32 weights in place of those in 4 or 8 bits.
+
+    Args:
+        tensors, read: as for ``_export``.
+        form: format of the weights.
+        flipped: names of layers whose weight is (inputs, outputs).
+    """
+    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for name, (shape, kind) in tensors.items():
+        layer, _, numbers = name.partition(".quantized.")
+        if numbers == "codes":
+            wide = (shape[0], shape[1] * (1 if form == "int8" else 2))
+            found[f"{layer}.weight"] = wide[::-1] if layer in flipped else wide, torch.float32
+        elif not numbers:
+            found[name] = shape, kind
+
+    def read_computed(name: str) -> Tensor:
+        layer = name.removesuffix(".weight")
+        if f"{layer}.quantized.codes" not in tensors or not name.endswith(".weight"):
+            return read(name)
+        parts = ("codes", "scales", "outer", "mean")
+        held = {part: read(f"{layer}.quantized.{part}") for part in parts if f"{layer}.quantized.{part}" in tensors}
+        weight = nf4.whole_weight(form, **held)
+        return weight.t() if layer in flipped else weight
+
+    return found, read_computed
 
 
 def _has_score(written: Mapping[str, Any], tensors: Shapes) -> bool:

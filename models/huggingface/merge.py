@@ -1,16 +1,19 @@
-"""Names of adapters' factors, and their products B A, which are added to weights when a model is written merged."""
+"""Names of adapters' factors, and weights merged with them: W + s B A, or m (W + s B A) / |W + s B A| with DoRA."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from ...tensor_parallel.lora import named_in, set_of
 from .names import Entry
 
-_FACTOR = re.compile(r"(?P<layer>.+)\.lora\.(?P<part>[^.]+)\.(?P<factor>[AB])")
+_FACTOR = re.compile(r"(?P<layer>.+)\.lora\.(?P<part>[^.]+)\.(?P<factor>A|B|magnitude)")
+Merge = Callable[[Tensor], Tensor]
 
 
 def is_factor(name: str) -> bool:
@@ -18,8 +21,15 @@ def is_factor(name: str) -> bool:
     return _FACTOR.fullmatch(name) is not None
 
 
+def set_of_factor(name: str) -> str:
+    """Return the name of the set of adapters to which a factor belongs."""
+    match = _FACTOR.fullmatch(name)
+    assert match is not None
+    return set_of(match["part"])
+
+
 def layer_of(name: str, layers: Mapping[str, tuple[str, ...]]) -> tuple[str, str]:
-    """Return transformers' name of the layer that a factor adapts, and which factor it is: "A" or "B".
+    """Return transformers' name of the layer that a factor adapts, and which factor it is: "A", "B" or "magnitude".
 
     Args:
         name: triax's name of the factor.
@@ -27,38 +37,55 @@ def layer_of(name: str, layers: Mapping[str, tuple[str, ...]]) -> tuple[str, str
     """
     match = _FACTOR.fullmatch(name)
     assert match is not None
-    own, part = match["layer"], match["part"]
+    own, part = match["layer"], match["part"].partition("@")[0]
     return next((each for each in layers.get(own, ()) if _last(each) == part), own), match["factor"]
 
 
-def updates(
-    name: str, entry: Entry, factors: Mapping[str, Tensor], scaling: float, transposed: set[str]
-) -> list[Tensor | None]:
-    """Return the updates of the tensors of transformers' model that one parameter is, in the parameter's orientation.
+def merges(
+    name: str, entry: Entry, factors: Mapping[str, Tensor], scalings: Mapping[str, float], transposed: set[str]
+) -> list[Merge | None]:
+    """Return functions that merge the tensors of transformers' model that one parameter is with their adapters.
 
     Args:
         name: triax's name of the parameter.
         entry: transformers' tensors of it.
         factors: triax's name -> whole factor.
-        scaling: factor of the products.
+        scalings: name of each set of adapters to merge -> factor of its products.
         transposed: names of transformers' layers that keep their weight as (inputs, outputs).
 
     Returns:
-        For each tensor, s B A, or None if no adapter changes it.
+        For each tensor, a function from it, in the parameter's orientation, to the merged one; or None if no adapter
+        changes it.
     """
-    own, found = name.removesuffix(".weight"), list[Tensor | None]()
+    own, found = name.removesuffix(".weight"), list[Merge | None]()
     for theirs in entry.theirs:
         layer = theirs.removesuffix(".weight")
-        keys = [f"{own}.lora.{part}" for part in (_last(layer), _last(own))]
-        key = next((key for key in keys if f"{key}.A" in factors), None) if name.endswith(".weight") else None
-        if key is None:
-            found.append(None)
-            continue
-        a, b = factors[f"{key}.A"], factors[f"{key}.B"]
-        wide = torch.promote_types(a.dtype, torch.float32)
-        product = b.to(wide) @ a.to(wide) * scaling
-        found.append(product.t() if layer in transposed and not entry.transposed else product)
+        flipped, steps = layer in transposed and not entry.transposed, list[Merge]()
+        for adapters, scaling in scalings.items() if name.endswith(".weight") else ():
+            keys = [f"{own}.lora.{named_in(adapters, part)}" for part in (_last(layer), _last(own))]
+            key = next((key for key in keys if f"{key}.A" in factors), None)
+            if key is not None:
+                a, b, magnitude = factors[f"{key}.A"], factors[f"{key}.B"], factors.get(f"{key}.magnitude")
+                steps.append(partial(merged, a, b, magnitude, scaling, flipped))
+        found.append(partial(_one_by_one, steps) if steps else None)
     return found
+
+
+def _one_by_one(steps: list[Merge], weight: Tensor) -> Tensor:
+    for step in steps:
+        weight = step(weight)
+    return weight
+
+
+def merged(a: Tensor, b: Tensor, magnitude: Tensor | None, scaling: float, transposed: bool, weight: Tensor) -> Tensor:
+    """Return a weight (N, K), or (K, N) if ``transposed``, merged with an adapter: computed in fp32 at least."""
+    wide = torch.promote_types(a.dtype, torch.float32)
+    product = b.to(wide) @ a.to(wide) * scaling
+    if magnitude is None:
+        return (weight + (product.t() if transposed else product)).to(weight.dtype)
+    whole = (weight.t() if transposed else weight) + product
+    whole = (magnitude / torch.linalg.vector_norm(whole, dim=1))[:, None] * whole
+    return (whole.t() if transposed else whole).to(weight.dtype)
 
 
 def _last(name: str) -> str:

@@ -15,13 +15,15 @@ from torch import Tensor, nn
 from ...agreement.agreement import agreed
 from ...base.checks import check_path
 from ...grid import Grid, Layout, layout_of
+from ...tensor_parallel.lora import LoraOptions
+from ...tensor_parallel.quantized import ComputedWeight, QuantizedNumbers
 from ..config import TransformerConfig
 from ..reward import has_reward_head
 from .config import as_reward, to_hf
 from .config import entries as expanded
 from .folder_settings import settings_of, write_settings
 from .folder_writer import FolderWriter, TensorSink
-from .merge import is_factor, updates
+from .merge import Merge, is_factor, merges
 from .names import Entry, Names, swapped
 
 
@@ -65,7 +67,7 @@ def save_hf(
         grid: the grid of a module that has no attribute with its grid.
         dtype: dtype of the written weights. If None, each weight keeps its dtype (bf16 for an engine under bf16).
         max_file_bytes: maximum size of a file. Weights with more bytes are written to several files.
-        merge_lora: add the products of the model's adapters to the weights. ``save_lora`` writes the adapters.
+        merge_lora: merge the weights with the model's active adapters. ``save_lora`` writes the adapters.
         tokenizer: a ``transformers`` tokenizer, a folder with its files, or an id of the Hub; None: that of the model,
             if it had one.
 
@@ -129,9 +131,11 @@ class HuggingFaceWeights:
     ) -> None:
         module, self.grid = module_and_grid(model, grid, "save_hf(module, path, grid=grid)")
         self.module, self._model = module, model
-        self._lora = options = getattr(module, "lora_options", None)
+        options: dict[str, LoraOptions] | None = getattr(module, "lora_options", None)
+        active = getattr(module, "lora_active", ())
+        self._scalings = {name: each.scaling for name, each in (options or {}).items() if name in active}
         with agreed(self.grid, None):
-            own = named(module)
+            own = named_weights(module)
             if options is not None and not merge_lora:
                 raise ValueError(
                     "the model has LoRA adapters, which the model of config.json does not have. Pass merge_lora=True "
@@ -175,8 +179,7 @@ class HuggingFaceWeights:
         for each, name in dict(names).items():
             ends.setdefault(name, []).append(each)
         factors: dict[str, Tensor] = {}
-        transposed = transposed_layers(self.config) if self._lora is not None else set[str]()
-        scaling = 1.0 if self._lora is None else self._lora.scaling
+        transposed = transposed_layers(self.config) if self._scalings else set[str]()
         made, failure = _Collected(self.shapes), None
         for name, whole in whole_tensors(self._model, self._values, self._held, self.grid):
             if is_factor(name):
@@ -188,8 +191,8 @@ class HuggingFaceWeights:
                 continue
             try:
                 if whole is not None and self._plan[name] and failure is None:
-                    added = updates(name, self._entries[name], factors, scaling, transposed)
-                    write_parts(made, whole, self._plan[name], self._entries[name], added)
+                    changes = merges(name, self._entries[name], factors, self._scalings, transposed)
+                    write_parts(made, whole, self._plan[name], self._entries[name], changes)
             except Exception as error:  # the others wait in the next collective: they hear of it at the end
                 failure = error
             while made.tensors:
@@ -232,6 +235,7 @@ def whole_tensors(
         group = sorted(layer, key=lambda name: not is_factor(name))
         here = [values[name] for name in group if held[name].owner == grid.pipe.rank and name in values]
         mine = [value for value in here if isinstance(value, nn.Parameter)]
+        mine += [each for value in here if isinstance(value, ComputedWeight) for each in value.numbers.parameters()]
         with lend(mine) if mine else nullcontext():
             for name in group:
                 whole = _whole(values.get(name), held[name], grid)
@@ -342,6 +346,20 @@ def named(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in found.items() if not name.startswith("loss_fn.")}
 
 
+def named_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Return ``named(module)`` with one computed weight in place of the integers of each quantized weight."""
+    computed: dict[int, Tensor] = {}
+    for holder in module.modules():
+        integers = holder._modules.get("quantized")
+        if isinstance(integers, QuantizedNumbers):
+            computed |= {id(each): vars(holder)["weight"] for each in integers.parameters()}
+    found: dict[str, Tensor] = {}
+    for name, parameter in named(module).items():
+        layer, _, numbers = name.partition(".quantized.")
+        found[f"{layer}.weight" if numbers else name] = computed.get(id(parameter), parameter)
+    return found
+
+
 def named_buffers(module: nn.Module) -> dict[str, Tensor]:
     """Return whole-model name -> buffer of a pipeline's layers: biases of routers, loads."""
     if hugging_face(module)[0] is not None:
@@ -442,7 +460,8 @@ def _whole(parameter: Tensor | None, held: Held, grid: Grid) -> Tensor | None:
     whole: Tensor | None = None
     if grid.pipe.rank == held.owner:
         assert parameter is not None
-        whole = layout.gather(axis, parameter.detach(), grid.expert)
+        mine = parameter.dense() if isinstance(parameter, ComputedWeight) else parameter.detach()
+        whole = layout.gather(axis, mine, grid.expert)
     if not (axis.is_first and grid.data_context.is_first):
         return None
     if held.owner > 0:
@@ -478,23 +497,23 @@ def write_parts(
     whole: Tensor,
     parts: list[tuple[str, tuple[int, ...], torch.dtype]],
     entry: Entry,
-    added: Sequence[Tensor | None],
+    merges: Sequence[Merge | None],
 ) -> None:
     """Cut an unsharded parameter into the tensors that ``parts_of`` lists, and write them in order.
 
-    ``added`` has for each of them a tensor that is added to it, or None.
+    ``merges`` has for each of them a function that merges it with an adapter, or None.
     """
     if entry.rows:
-        (theirs, _, dtype), more = parts[0], added[0]
-        writer.write_rows(theirs, (whole if more is None else (whole + more).to(whole.dtype)).to(dtype), entry.rows)
+        (theirs, _, dtype), merge = parts[0], merges[0]
+        writer.write_rows(theirs, (whole if merge is None else merge(whole)).to(dtype), entry.rows)
         return
     lengths = [(swapped(shape) if entry.transposed else shape)[entry.one_row] for _, shape, _ in parts]
     if entry.per_expert:
         pieces = [piece for expert in whole for piece in expert.split(lengths[: entry.per_expert])]
     else:
         pieces = list(whole.split(lengths)) if whole.dim() else [whole]
-    for (theirs, _, dtype), piece, more in zip(parts, pieces, added, strict=True):
-        piece = piece if more is None else (piece + more).to(piece.dtype)
+    for (theirs, _, dtype), piece, merge in zip(parts, pieces, merges, strict=True):
+        piece = piece if merge is None else merge(piece)
         piece = piece.transpose(-1, -2) if entry.transposed and piece.dim() > 1 else piece
         piece = piece[None] if entry.one_row else piece
         for name in (theirs, *entry.again):

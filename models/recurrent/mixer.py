@@ -204,7 +204,7 @@ class RecurrentMixer(nn.Module):
         pairs.append((self.numbers.weight, self.numbers.bias))
         found = column_linears(x, pairs, self.axis, self.sequence_parallel)
         layers = (self.value, self.gate, self.pair, self.numbers)
-        return tuple(updated(layer, y, x) for layer, y in zip(layers, found, strict=True))
+        return tuple(updated(layer, y, x, bias) for layer, y, (_, bias) in zip(layers, found, pairs, strict=True))
 
     def _run(
         self,

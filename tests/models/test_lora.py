@@ -16,194 +16,36 @@ from torch import Tensor
 import triax
 from triax.grid import Grid
 from triax.models.layers import NextTokenLoss
+from triax.tensor_parallel.embedding import gather_logits
 
 from exact_norms import exact
+from lora_runs import (
+    EPS,
+    EVERY,
+    LR,
+    MICRO,
+    SOME,
+    STEPS,
+    VOCAB,
+    Run,
+    Sizes,
+    batch,
+    close,
+    engine_of,
+    equals_peft,
+    factors,
+    loaded,
+    loaded_by_peft,
+    logits_of,
+    make,
+    peft_model,
+    reference,
+    saved,
+    step,
+    train,
+)
 from paths import DOCS
 from readme_blocks import programs
-
-Sizes = tuple[int, int, int]  # pipe, data, tensor
-Run = tuple[list[float], dict[str, Tensor], dict[str, Tensor], dict[str, Tensor], dict[str, int]]
-
-VOCAB, MICRO, STEPS, LR = 61, 4, 2, 1e-2
-EPS = 1e-3  # of AdamW: with 1e-8 it multiplies the last bits of tiny gradients by 1e8
-_SIZES = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 8}
-_NO_TOKENS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-_LLAMA = {**_SIZES, **_NO_TOKENS, "max_position_embeddings": 32, "vocab_size": VOCAB, "num_key_value_heads": 2}
-_GPT2 = {"n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 8, "resid_pdrop": 0.0, "vocab_size": VOCAB}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaForCausalLM", _LLAMA),
-    "qwen2": ("Qwen2ForCausalLM", _LLAMA | {"num_key_value_heads": 1, "tie_word_embeddings": True}),
-    "gpt2": ("GPT2LMHeadModel", _GPT2 | _NO_TOKENS | {"embd_pdrop": 0.0, "attn_pdrop": 0.0}),
-}
-_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.0}
-MODELS["mixtral"] = ("MixtralForCausalLM", _LLAMA | _EXPERTS)
-_LATENT = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 6}
-_DEEPSEEK = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "first_k_dense_replace": 1}
-MODELS["deepseek"] = (
-    "DeepseekV2ForCausalLM",
-    _LLAMA | _LATENT | _DEEPSEEK | {"num_key_value_heads": 8, "aux_loss_alpha": 0.0, "n_shared_experts": 1},
-)
-MODELS["phi3"] = ("Phi3ForCausalLM", _LLAMA)
-_FALCON = {"multi_query": True, "new_decoder_architecture": False, "parallel_attn": True, "alibi": False}
-MODELS["falcon"] = ("FalconForCausalLM", {**_SIZES, **_NO_TOKENS, **_FALCON, "vocab_size": VOCAB, "bias": False})
-# PEFT's names of the keys: both libraries take them.
-SOME = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "gate_proj", "down_proj"]}
-EVERY = {"r": 3, "lora_alpha": 8, "target_modules": "all-linear", "use_rslora": True}
-
-
-def make(case: str) -> Any:
-    """A random model in float64 in which no bias is 0 and no norm 1."""
-    import transformers
-
-    architecture, options = MODELS[case]
-    cls = getattr(transformers, architecture)
-    torch.manual_seed(3)
-    model = cls(cls.config_class(**options)).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.05)
-    return with_eager_experts(model)
-
-
-def with_eager_experts(model: Any) -> Any:
-    """The model, whose experts' grouped product has no float64."""
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")
-    return model
-
-
-def saved(folder: Path, case: str) -> Path:
-    make(case).save_pretrained(folder)
-    return folder
-
-
-def batch(replica: int, step: int, index: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + 10 * index + replica)
-    ids = torch.randint(VOCAB, (2, 9), generator=generator)
-    return ids[:, :-1], ids[:, 1:]
-
-
-def engine_of(
-    folder: Path,
-    sizes: Sizes,
-    lora: dict[str, Any] | None,
-    stage: int = 2,
-    schedule: str = "zb-v",
-    sequence_parallel: bool = False,
-    device: str | None = None,
-    micro: int = MICRO,
-    **config: Any,
-) -> Any:
-    grid = Grid(*sizes)
-    module = triax.PipelineModule(
-        triax.load_hf(folder, sequence_parallel=sequence_parallel),
-        grid=grid,
-        loss_fn=NextTokenLoss(grid, VOCAB),
-        chunks=2 if schedule == "zb-v" else 1,
-        dtype=torch.float64,
-        device=device,
-    )
-    settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": micro,
-        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.01, "eps": EPS}},
-        "zero_optimization": {"stage": stage},
-        "pipeline": {"schedule": schedule},
-        **({} if lora is None else {"lora": lora}),
-        **config,
-    }
-    return triax.initialize(model=module, config=settings)[0]
-
-
-def step(engine: Any, number: int, micro: int = MICRO) -> float:
-    return engine.train_batch(iter([batch(engine.grid.data.rank, number, i) for i in range(micro)])).item()
-
-
-def factors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in tensors.items() if ".lora." in name}
-
-
-def train(folder: Path, sizes: Sizes, lora: dict[str, Any], out: Path | None = None, **options: Any) -> Run:
-    """Losses, the factors at the start, the gradients of the last step, the factors at the end, bytes held."""
-    engine = engine_of(folder, sizes, lora, **options)
-    start = factors(engine.gather())
-    losses = [step(engine, number) for number in range(STEPS)]
-    if out is not None:
-        triax.save_lora(engine, out / "adapter")
-        triax.save_hf(engine, out / "merged", merge_lora=True)
-    return losses, start, engine.gather("gradients"), factors(engine.gather()), engine.memory_report()["held"]
-
-
-def theirs(name: str, case: str) -> str:
-    """PEFT's name of a factor of triax's."""
-    if not name.startswith("layers."):
-        return f"base_model.model.{name.partition('.lora.')[0]}.lora_{name[-1]}.default.weight"
-    if name.startswith("layers.4.lora."):
-        return f"base_model.model.lm_head.lora_{name[-1]}.default.weight"
-    _, block, *middle, part, factor = name.removesuffix(".weight").split(".")
-    if case == "gpt2":
-        inside = {"attention": "attn", "mlp": "mlp"}[middle[0]]
-        return f"base_model.model.transformer.h.{int(block) - 2}.{inside}.{part}.lora_{factor}.default.weight"
-    inside = {"attention": "self_attn", "mlp": "mlp"}[middle[0]]
-    return f"base_model.model.model.layers.{int(block) - 1}.{inside}.{part}.lora_{factor}.default.weight"
-
-
-def peft_model(case: str, lora: dict[str, Any], start: dict[str, Tensor]) -> Any:
-    """PEFT's model with these factors."""
-    import peft
-
-    model = peft.get_peft_model(make(case), peft.LoraConfig(**lora))
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    assert set(trained) == {theirs(name, case) for name in start}
-    with torch.no_grad():
-        for name, value in start.items():
-            trained[theirs(name, case)].copy_(value)
-    return model
-
-
-def reference(case: str, lora: dict[str, Any], start: dict[str, Tensor], replicas: int) -> Run:
-    """PEFT's run over the same batches, on one process."""
-    model = peft_model(case, lora, start)
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(trained.values(), lr=LR, weight_decay=0.01, eps=EPS)
-    losses = []
-    for number in range(STEPS):
-        optimizer.zero_grad()
-        rows = [batch(replica, number, i) for replica in range(replicas) for i in range(MICRO)]
-        ids, labels = (torch.cat(each) for each in zip(*rows, strict=True))
-        with exact(model):
-            loss = F.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), labels.flatten())
-            loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-    ours = {theirs(name, case): name for name in start}
-    gradients = {ours[name]: p.grad for name, p in trained.items()}
-    return losses, start, gradients, {ours[name]: p.detach() for name, p in trained.items()}, {}
-
-
-def logits_of(model: Any) -> Tensor:
-    with torch.no_grad(), exact(model):
-        logits: Tensor = model.eval()(input_ids=batch(0, 9, 0)[0]).logits
-    return logits
-
-
-def loaded_by_peft(case: str, folder: Path) -> Any:
-    import peft
-
-    return peft.PeftModel.from_pretrained(make(case), folder)
-
-
-def loaded(folder: Path) -> Any:
-    import transformers
-
-    return with_eager_experts(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64))
-
-
-def close(ours: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert ours.keys() == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(ours[name], value, rtol=1e-10, atol=1e-10, msg=f"{{}}, of {name}".format)
-
 
 LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 GPT2_SOME = SOME | {"target_modules": ["c_attn", "mlp.c_proj"]}
@@ -242,13 +84,8 @@ def test_a_run_equals_pefts_on_one_process(
     pipe, data, tensor = sizes
     folder = saved(tmp_path / "model", case)
     runs: list[Run] = ranks(pipe * data * tensor, train, folder, sizes, lora, tmp_path, **options)
-    losses, start, gradients, end, _ = runs[0]
-    wanted = reference(case, lora, start, data)
-    assert losses == pytest.approx(wanted[0], rel=1e-10)
-    close(gradients, wanted[2])
-    close(end, wanted[3])
-    assert all(run[0] == losses for run in runs)
-    logits = logits_of(peft_model(case, lora, end))
+    equals_peft(runs, case, lora, data)
+    logits = logits_of(peft_model(case, lora, runs[0][3]))
     assert (logits - logits_of(make(case))).abs().max() > 1e-3
     torch.testing.assert_close(logits_of(loaded_by_peft(case, tmp_path / "adapter")), logits, rtol=0, atol=1e-10)
     torch.testing.assert_close(logits_of(loaded(tmp_path / "merged")), logits, rtol=0, atol=1e-10)
@@ -345,7 +182,7 @@ def exchange(folder: Path, adapter: Path, out: Path, sizes: Sizes) -> float:
     plain = triax.PipelineModule(triax.load_hf(folder), grid=engine.grid, dtype=torch.float64)
     triax.load_lora(adapter, plain)
     if sizes[0] == 1:
-        logits = triax.tensor_parallel.gather_logits(plain(batch(0, 9, 0)[0]), grid=engine.grid, vocab_size=VOCAB)
+        logits = gather_logits(plain(batch(0, 9, 0)[0]), grid=engine.grid, vocab_size=VOCAB)
         torch.save(logits.detach(), out.with_suffix(".pt"))
     return engine.eval_batch(iter([batch(0, 9, 0)] * MICRO)).item()
 

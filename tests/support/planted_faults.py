@@ -16,11 +16,12 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule, TiedLayerSpec
+from triax.context.dropout import dropout
 from triax.context.order import positions, shard
 from triax.grid import Layout
 from triax.grid.ranges import split
 from triax.models.attention import SelfAttention
-from triax.models.layers import FinalRMSNorm, NextTokenLoss, TokenEmbedding, dropout
+from triax.models.layers import FinalRMSNorm, NextTokenLoss, TokenEmbedding
 from triax.models.rope import Rope
 from triax.moe import MoE
 from triax.randomness.random import Dropout, Normal, sharded_parameter

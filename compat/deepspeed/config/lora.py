@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import model_validator
 
@@ -15,6 +15,8 @@ _PEFT = {
     "lora_alpha": "alpha",
     "target_modules": "targets",
     "use_rslora": "rslora",
+    "lora_dropout": "dropout",
+    "use_dora": "dora",
 }
 
 
@@ -29,6 +31,19 @@ class LoraConfig(Section):
         "family; or a regular expression for whole names; all-linear: all but the output layer (PEFT: target_modules).",
     )
     rslora: bool = setting(False, "Scale by alpha / sqrt(rank) instead (PEFT: use_rslora).")
+    dropout: float = setting(
+        0.0, "Probability that training drops an element of the input of A (PEFT: lora_dropout).", ge=0.0, lt=1.0
+    )
+    dora: bool = setting(
+        False,
+        "DoRA: train the norm of each row of an adapted weight apart from the direction of the row (PEFT: use_dora).",
+    )
+
+    base: Literal["nf4", "nf4-double", "int8"] | None = setting(
+        None,
+        "Keep the frozen weights of linear layers in 4 bits (nf4: QLoRA; nf4-double: with scales in 8 bits too) or in "
+        "8 bits (int8); null: in the model's dtype.",
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -1,0 +1,193 @@
+"""Several sets of adapters in one model, and adapters merged into the weights, against PEFT in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import triax
+from triax.grid import Grid
+from triax.models.layers import NextTokenLoss
+from triax.tensor_parallel.embedding import gather_logits
+
+from lora_runs import (
+    EPS,
+    LR,
+    VOCAB,
+    Sizes,
+    batch,
+    engine_of,
+    equals_peft,
+    factors,
+    loaded,
+    logits_of,
+    make,
+    saved,
+    step,
+)
+
+FIRST: dict[str, Any] = {"r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"]}
+SECOND: dict[str, Any] = {"r": 2, "lora_alpha": 6, "target_modules": ["v_proj", "o_proj", "down_proj"]}
+WAYS: list[tuple[str, ...]] = [("first",), ("second",), ("first", "second"), ()]
+
+
+def two_adapters(folder: Path) -> Any:
+    """PEFT's model with two random adapters, written to two folders."""
+    import peft
+
+    torch.manual_seed(2)
+    model = peft.get_peft_model(make("llama"), peft.LoraConfig(**FIRST, init_lora_weights=False), adapter_name="first")
+    model.add_adapter("second", peft.LoraConfig(**SECOND, init_lora_weights=False))
+    model.save_pretrained(str(folder))
+    return model
+
+
+def logits_in_each_way(folder: Path, adapters: Path) -> list[Tensor]:
+    grid = Grid(tensor=2)
+    module = triax.PipelineModule(triax.load_hf(folder), grid=grid, dtype=torch.float64).eval()
+    for name in ("first", "second"):
+        triax.load_lora(adapters / name, module, name=name)
+        triax.save_lora(module, adapters / "again" / name, name=name)
+    found = []
+    for names in WAYS:
+        triax.use_lora(module, names)
+        with torch.no_grad():
+            y = module(batch(0, 9, 0)[0])
+            found.append(gather_logits(y, grid=grid, vocab_size=VOCAB))
+    triax.use_lora(module, ("first", "second"))
+    triax.save_hf(module, adapters / "merged", merge_lora=True)
+    triax.merge_lora(module)
+    with torch.no_grad():
+        found.append(gather_logits(module(batch(0, 9, 0)[0]), grid=grid, vocab_size=VOCAB))
+    assert not [name for name, p in module.named_parameters() if ".lora." in name or not p.requires_grad]
+    with pytest.raises(triax.ConfigError, match="has no adapters 'third'"):
+        triax.use_lora(module, "third")
+    return found
+
+
+def test_each_set_and_their_sum_give_pefts_logits(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    """Also merged; and each set is written bit for bit as it came."""
+    folder, adapters = saved(tmp_path / "model", "llama"), tmp_path / "adapters"
+    model = two_adapters(adapters)
+    found = ranks(2, logits_in_each_way, folder, adapters)[0]
+    for names, logits in zip([*WAYS, ("first", "second")], found, strict=True):
+        if names:
+            model.base_model.set_adapter([*names])
+            wanted = logits_of(model)
+        else:
+            with model.disable_adapter():
+                wanted = logits_of(model)
+        torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-10)
+    torch.testing.assert_close(logits_of(loaded(adapters / "merged")), found[-1], rtol=0, atol=1e-10)
+    for name in ("first", "second"):
+        mine, theirs = (load_file(each / name / "adapter_model.safetensors") for each in (adapters / "again", adapters))
+        assert mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in theirs)
+
+
+def train_second(folder: Path, adapters: Path, sizes: Sizes) -> tuple[Any, ...]:
+    """A run that trains the second of two sets, with the checkpoint and tokens of each set."""
+    grid = Grid(*sizes)
+    how: dict[str, Any] = {"grid": grid, "loss_fn": NextTokenLoss(grid, VOCAB), "chunks": 2, "dtype": torch.float64}
+    other = triax.PipelineModule(triax.load_hf(folder), **how)
+    triax.load_lora(adapters / "first", other, name="first")
+    triax.add_lora(other, {"rank": 3}, name="default")
+    with pytest.raises(RuntimeError, match="was changed since it was built"):  # stages move under zb-v
+        other.move([0, 1, 1, 0])
+    module = triax.PipelineModule(triax.load_hf(folder), placement=[0, 1, 1, 0], **how)
+    triax.load_lora(adapters / "first", module, name="first")
+    triax.add_lora(module, {"rank": 3, "alpha": 8.0}, name="default")
+    triax.use_lora(module, "default")
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.01, "eps": EPS}},
+        "zero_optimization": {"stage": 1},
+        "pipeline": {"schedule": "zb-v"},
+    }
+    engine: Any = triax.initialize(model=module, config=settings)[0]
+    start = {name: value for name, value in factors(engine.gather()).items() if "@" not in name}
+    losses = [step(engine, number) for number in range(2)]
+    end, gradients = engine.gather(), engine.gather("gradients")
+    triax.save_lora(engine, adapters / "after", name="first")
+    engine.save_checkpoint(adapters / "checkpoints")
+    inference, tokens = triax.init_inference(engine), []
+    for name in ("default", "first"):
+        triax.use_lora(engine, name)
+        tokens.append(inference.generate([[3, 5, 7]], 6, temperature=0.0))
+    with pytest.raises(RuntimeError, match="are trained, but not active"):
+        step(engine, 2)
+    return losses, start, gradients, {name: end[name] for name in start}, tokens
+
+
+def test_one_set_is_trained_beside_a_frozen_one(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    folder, adapters = saved(tmp_path / "model", "llama"), tmp_path / "adapters"
+    two_adapters(adapters)
+    runs = ranks(4, train_second, folder, adapters, (2, 1, 2))
+    equals_peft(
+        [run[:4] + ({},) for run in runs], "llama", {"r": 3, "lora_alpha": 8, "target_modules": "all-linear"}, 1
+    )
+    assert runs[0][4][0] != runs[0][4][1]
+    mine, theirs = (load_file(adapters / each / "adapter_model.safetensors") for each in ("after", "first"))
+    assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+    from typer.testing import CliRunner
+
+    from triax.cli.main import app
+
+    out = str(adapters / "exported")
+    done = CliRunner().invoke(app, ["checkpoint", "export", str(adapters / "checkpoints"), out, "--format", "hf"])
+    assert done.exit_code == 0, done.output
+    written = load_file(adapters / "exported" / "first" / "adapter_model.safetensors")
+    assert all(torch.equal(written[key], theirs[key]) for key in theirs)
+    assert (adapters / "exported" / "adapter_config.json").is_file()
+
+
+def merged_base(folder: Path, form: Any) -> tuple[Tensor, Tensor, list[str]]:
+    grid = Grid(tensor=2)
+    module = triax.PipelineModule(triax.load_hf(folder), grid=grid, dtype=torch.float64).eval()
+    triax.add_lora(module, triax.Lora(rank=3, dora=True, base=form))
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name.endswith(".B"):
+                parameter.fill_(0.02)
+        logits = [module(batch(0, 9, 0)[0])]
+        triax.merge_lora(module)
+        logits.append(module(batch(0, 9, 0)[0]))
+    return logits[0], logits[1], [name for name, _ in module.named_parameters()]
+
+
+def test_adapters_are_merged_into_a_base_of_4_bits(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    before, after, names = ranks(2, merged_base, saved(tmp_path / "model", "wide"), "nf4-double")[0]
+    torch.testing.assert_close(before, after, rtol=0, atol=1e-10)
+    assert "layers.1.attention.q.weight" in names and not [name for name in names if "quantized" in name]
+
+
+def refused(folder: Path) -> list[str]:
+    engine = engine_of(folder, (1, 1, 1), FIRST, stage=0, schedule="1f1b")
+    module = triax.PipelineModule(triax.load_hf(folder), grid=engine.grid, dtype=torch.float64)
+    triax.add_lora(module, {"rank": 2, "dora": True}, name="dora")
+    triax.add_lora(module, {"rank": 2}, name="plain")
+    calls: list[Callable[[], None]] = [
+        lambda: triax.merge_lora(engine),
+        lambda: triax.use_lora(module, ("dora", "plain")),
+        lambda: triax.add_lora(module, {"rank": 2, "base": "nf4"}, name="late"),
+        lambda: triax.add_lora(module, {"rank": 2}, name="a.b"),
+    ]
+    messages = []
+    for call in calls:
+        with pytest.raises(triax.ConfigError) as caught:
+            call()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_what_sets_cannot_do_is_refused(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    merge, both, late, name = ranks(1, refused, saved(tmp_path / "model", "llama"))[0]
+    assert "triax.save_hf(engine, path, merge_lora=True)" in merge
+    assert "'dora' are DoRA's, whose update is no sum" in both
+    assert "give base with the first adapters alone" in late and "no name of adapters" in name

@@ -1,0 +1,119 @@
+"""NF4 and int8 against the published table and bitsandbytes; double quantization; the bytes of each format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from triax.grid import Grid
+from triax.grid.layout import Layout
+from triax.tensor_parallel import nf4
+from triax.tensor_parallel.quantized import QuantizedNumbers
+
+FORMS = ["nf4", "nf4-double", "int8"]
+
+
+def numbers(form: str, weight: Tensor) -> QuantizedNumbers:
+    return QuantizedNumbers(form, Layout(tuple(weight.shape)), Grid().tensor, weight)
+
+
+def weight_of(rows: int = 96, columns: int = 320, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(5)
+    return (torch.randn(rows, columns, generator=generator) * 0.02).to(dtype)
+
+
+def test_the_values_of_nf4_are_quantiles() -> None:
+    """As in QLoRA's section 3: 8 equally likely values above 0, 7 below, and 0, scaled to [-1, 1]."""
+    edge = 0.9677083
+    below = torch.special.ndtri(torch.linspace(edge, 0.5, 8, dtype=torch.float64)[:-1])
+    above = torch.special.ndtri(torch.linspace(edge, 0.5, 9, dtype=torch.float64)[:-1])
+    values = torch.cat([-below, torch.zeros(1, dtype=torch.float64), above]).sort().values
+    torch.testing.assert_close(torch.tensor(nf4.NF4, dtype=torch.float64), values / values.max(), rtol=0, atol=1e-6)
+
+
+def test_codes_are_those_of_the_nearest_value() -> None:
+    """Against a plain loop over the blocks; 70 inputs are a block of 64 and one of 6."""
+    weight = weight_of(8, 70)
+    made, table = numbers("nf4", weight), torch.tensor(nf4.NF4)
+    wanted = torch.empty_like(weight)
+    for row in range(8):
+        for start in (0, 64):
+            block = weight[row, start : start + 64]
+            nearest = (block[:, None] / block.abs().max() - table).abs().argmin(1)
+            wanted[row, start : start + 64] = table[nearest] * block.abs().max()
+    torch.testing.assert_close(made.dense(), wanted, rtol=1e-6, atol=0)
+    high, low = made.codes[0, 0] >> 4, made.codes[0, 0] & 15
+    assert torch.equal(table[torch.stack([high, low]).int()] * weight[0, :64].abs().max(), made.dense()[0, :2])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_bytes_are_those_of_the_formula(form: str) -> None:
+    made = numbers(form, weight_of(96, 320))
+    groups = 96 * 320 // 64
+    wanted = {
+        "nf4": 96 * 320 / 2 + 4 * groups,
+        "nf4-double": 96 * 320 / 2 + groups + 4 * -(-groups // 256) + 4,
+        "int8": 96 * 320 + 4 * 96,
+    }
+    assert sum(each.nbytes for each in made.parameters()) == wanted[form]
+    step = {"nf4": 0.16, "nf4-double": 0.17, "int8": 0.5 / 127}[form]  # half of the widest gap, over the largest value
+    assert (made.dense() - weight_of()).abs().max() < step * weight_of().abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_codes_and_values_are_those_of_bitsandbytes(dtype: torch.dtype) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    weight = weight_of(dtype=dtype)
+    codes, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
+    made = numbers("nf4", weight)
+    assert torch.equal(made.codes.view(-1, 1), codes)
+    assert torch.equal(made.scales.view(torch.float32).view(-1), state.absmax)
+    assert torch.equal(made.dense().to(dtype), functional.dequantize_4bit(codes, state))
+    if dtype == torch.float16:
+        rows, largest, _ = functional.int8_vectorwise_quant(weight.clone())
+        made = numbers("int8", weight)
+        assert torch.equal(made.codes, rows) and torch.equal(made.scales.view(torch.float32).view(-1), largest)
+        assert torch.equal(made.dense(), functional.int8_vectorwise_dequant(rows, largest))
+
+
+def test_double_quantization_is_that_of_bitsandbytes() -> None:
+    """But for the few scales for which its search on a CPU does not take the nearest number."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    codes, state = functional.quantize_4bit(weight_of(), blocksize=64, quant_type="nf4", compress_statistics=True)
+    made: Any = numbers("nf4-double", weight_of())
+    assert torch.equal(made.codes.view(-1, 1), codes)
+    assert torch.equal(nf4.dynamic_map(codes.device), state.state2.code)
+    assert torch.equal(made.outer.view(torch.float32), state.state2.absmax)
+    assert torch.equal(made.mean.view(torch.float32).view(()), state.offset)
+    scales = numbers("nf4", weight_of()).scales.view(torch.float32).view(-1) - state.offset
+    scaled = scales / state.state2.absmax.repeat_interleave(256)[: scales.numel()]
+    ours, theirs = ((state.state2.code[each.view(-1).int()] - scaled).abs() for each in (made.scales, state.absmax))
+    apart = made.scales.view(-1) != state.absmax
+    assert apart.sum() <= 0.01 * apart.numel() and (ours <= theirs + 1e-7).all()
+    torch.testing.assert_close(made.dense(), functional.dequantize_4bit(codes, state), rtol=1e-2, atol=1e-8)
+
+
+def test_a_weight_is_computed_where_it_is_read() -> None:
+    """And saved by autograd without its values; a write to it is refused."""
+    from triax.tensor_parallel.quantized import quantize_layer
+
+    layer = torch.nn.Linear(128, 64, dtype=torch.float64)
+    quantize_layer(layer, "layer", "nf4", Grid().tensor, False)
+    dense, saved = layer.quantized.dense().double(), list[Tensor]()  # type: ignore[operator, union-attr]
+    x = torch.randn(3, 128, dtype=torch.float64, requires_grad=True)
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, keep):
+        y = layer(x)
+    torch.testing.assert_close(y, x @ dense.t() + layer.bias)
+    (y * torch.arange(64)).sum().backward()
+    torch.testing.assert_close(x.grad, torch.arange(64, dtype=torch.float64).expand(3, 64) @ dense)
+    assert {type(each).__name__ for each in saved if each.numel() == dense.numel()} == {"ComputedWeight"}
+    with pytest.raises(RuntimeError, match="is kept in nf4"):
+        layer.weight.zero_()
