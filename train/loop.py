@@ -263,7 +263,9 @@ class TrainingRun:
             self.engine.client_state["method"] = state
 
     def _write(self, prefix: str, numbers: Mapping[str, float]) -> None:
-        """Write numbers of the step to the monitors."""
+        """Write numbers of the step, if there are any, to the monitors."""
+        if not numbers:
+            return
         samples = self.engine.global_samples
         self.engine.monitor.write_events([(prefix + name, value, samples) for name, value in numbers.items()])
 
