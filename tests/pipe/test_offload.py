@@ -324,10 +324,10 @@ def test_no_more_bytes_are_held_than_simulated() -> None:
     assert same == losses
     schedule, lane = engine.program.schedule, engine.executor._lane
     (peak,) = simulate(schedule).peak_activations
-    assert peak == 3 and lane is not None
+    assert peak < count and lane is not None
     one = lane.peak_bytes / simulate(schedule).peak_offloaded[0]  # bytes that autograd keeps of a microbatch
     assert one >= 2 * 8 * width and 0 < bytes_ <= peak * one < count * one
-    assert sum(len(free) for free in lane._free.values()) * 8 * width == lane.peak_bytes  # buffers are used again
+    assert sum(size * len(free) for size, free in lane._free.items()) <= lane.peak_bytes  # buffers are used again
 
 
 class Overwrites(nn.Module):
