@@ -97,11 +97,11 @@ def _with_copies(
     ends = [span.end for span in row]
     for key in sorted(reloads, key=lambda key: made[key]):
         stage, microbatch = key
-        start = _gap(copies, row, ends, made[key], offload[stage], reloads[key].start)
-        if start is None:
+        begin = _gap(copies, row, ends, made[key], offload[stage], reloads[key].start)
+        if begin is None:
             copies.remove(reloads[key])
         else:
-            copies.append(_Copy(start, start + offload[stage], Op("O", stage, microbatch)))
+            copies.append(_Copy(begin, begin + offload[stage], Op("O", stage, microbatch)))
             copies.sort()
     before: list[list[Op]] = [[] for _ in range(len(row) + 1)]
     for copy in copies:
