@@ -40,7 +40,7 @@ class HostMemory(Protocol):
         """Evict a tensor that is not read for a while."""
 
 
-class _Piece:
+class _OffloadedStorage:
     """One storage: on the device (``data``, its bytes), in host memory (``host``), or both."""
 
     def __init__(self, data: Tensor) -> None:
@@ -52,7 +52,7 @@ class _Piece:
 class _Saved:
     """Tensor that autograd saved: a view of a piece."""
 
-    def __init__(self, tensor: Tensor, piece: _Piece) -> None:
+    def __init__(self, tensor: Tensor, piece: _OffloadedStorage) -> None:
         self.alias: Tensor | None = tensor.detach()  # shares the version, not the graph
         self.version, self.piece, self.dtype = tensor._version, piece, tensor.dtype
         self.geometry = tensor.storage_offset(), tensor.shape, tensor.stride()
@@ -77,7 +77,7 @@ class KeptActivations:
 
     def __init__(self, weights: Callable[[], set[int]]) -> None:
         self._weights = weights
-        self._pieces: dict[int, _Piece] = {}
+        self._pieces: dict[int, _OffloadedStorage] = {}
         self._saved: list[_Saved] = []
         self.back: Callable[[], None] | None = None  # waits for the reload
 
@@ -85,7 +85,7 @@ class KeptActivations:
         """Return the context of the stage's forward pass."""
         return saved_tensors_hooks(self._pack, _unpack)
 
-    def pieces(self) -> list[_Piece]:
+    def pieces(self) -> list[_OffloadedStorage]:
         """Return all storages, for an offload; from now on they have no other owner here.
 
         Raises:
@@ -106,7 +106,7 @@ class KeptActivations:
             if address in self._weights():
                 return tensor
             data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            self._pieces[address] = piece = _Piece(data.set_(storage, 0, (storage.nbytes(),)))  # type: ignore[call-overload]
+            self._pieces[address] = piece = _OffloadedStorage(data.set_(storage, 0, (storage.nbytes(),)))  # type: ignore[call-overload]
         saved = _Saved(tensor, piece)
         self._saved.append(saved)
         return saved
@@ -187,7 +187,7 @@ class OffloadLane:
 
         return order
 
-    def _copy_out(self, pieces: list[_Piece]) -> None:
+    def _copy_out(self, pieces: list[_OffloadedStorage]) -> None:
         for piece in pieces:
             assert piece.data is not None
             free = self._free.get(piece.numel)
@@ -197,16 +197,16 @@ class OffloadLane:
                 piece.data = None
                 self._memory.evict(piece.host)
 
-    def _drop(self, pieces: list[_Piece]) -> None:
+    def _drop(self, pieces: list[_OffloadedStorage]) -> None:
         if self._stream is not None:
             for piece in pieces:
                 piece.data = None
 
-    def _allocate(self, pieces: list[_Piece]) -> None:
+    def _allocate(self, pieces: list[_OffloadedStorage]) -> None:
         for piece in pieces:
             piece.data = torch.empty(piece.numel, dtype=torch.uint8, device=self._device)
 
-    def _copy_in(self, pieces: list[_Piece]) -> None:
+    def _copy_in(self, pieces: list[_OffloadedStorage]) -> None:
         if self._stream is None:
             self._allocate(pieces)
         for piece in pieces:
@@ -214,7 +214,7 @@ class OffloadLane:
             self._memory.prefetch(piece.host)
             piece.data.copy_(piece.host, non_blocking=self._stream is not None)
 
-    def _return(self, pieces: list[_Piece]) -> None:
+    def _return(self, pieces: list[_OffloadedStorage]) -> None:
         for piece in pieces:
             assert piece.host is not None
             self._free.setdefault(piece.numel, []).append(piece.host)

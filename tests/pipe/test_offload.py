@@ -157,7 +157,7 @@ def mutant(seed: int) -> Schedule:
         op = order[i] if how == 2 else order.pop(i)
         if how:
             order.insert(draw.randint(0, len(order)), op)
-        if draw.random() < 0.5:
+        if order and draw.random() < 0.5:
             _, stage, microbatch = draw.choice(order)
             order.insert(draw.randint(0, len(order)), Op(draw.choice("OR"), stage, microbatch))
         if not order:
