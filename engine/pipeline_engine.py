@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -417,7 +418,7 @@ class PipelineEngine(Engine):
         zero, offload = self.options.zero, self.options.schedule.offload
         if offload.device != "none" and not schedule.forward_only and not schedule.offloads:
             copy = offload.copy_time
-            costs = Costs(*self.options.schedule.costs, O=copy, R=copy)
+            costs = replace(Costs(*self.options.schedule.costs), O=copy, R=copy)
             try:
                 schedule = offload_pass(schedule, offload.fraction, offload.stages, costs)
             except ValueError as error:

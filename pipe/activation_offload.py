@@ -65,7 +65,7 @@ class _Saved:
         self.require_unchanged()
         assert self.piece.data is not None, "verify refuses a backward without a reload"
         data = self.piece.data
-        return torch.empty(0, dtype=self.dtype, device=data.device).set_(data.untyped_storage(), *self.geometry)  # type: ignore[call-overload, no-any-return]
+        return torch.empty(0, dtype=self.dtype, device=data.device).set_(data.untyped_storage(), *self.geometry)
 
 
 class KeptActivations:

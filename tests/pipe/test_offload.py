@@ -265,8 +265,8 @@ def train(pipe: int, data: int, cells: list[Cell]) -> list[Any]:
             model,
             optimizer=torch.optim.AdamW,
             batch=triax.Batch(size=SAMPLES, microbatch=1),
-            schedule=triax.ScheduleOptions(name=name, value=value, offload=offload),
-            zero=stage,
+            schedule=triax.ScheduleOptions(name=name, value=value, offload=triax.OffloadActivations(**offload)),
+            zero=triax.Zero.of({"stage": stage}),
             recompute=recompute,
         )
         share = SAMPLES // here.data.size
@@ -299,12 +299,14 @@ def test_training_with_offload_equals_one_process(ranks: Any, tmp_path: Path) ->
 def test_no_more_bytes_are_held_than_simulated() -> None:
     width, count, most = 512, 6, {}
     for device in ("none", "cpu"):
-        layers = [LayerSpec(nn.Linear, width, width, bias=False), torch.tanh]
+        layers: list[Any] = [LayerSpec(nn.Linear, width, width, bias=False), torch.tanh]
         engine = triax.Engine(
             PipelineModule(layers, grid=Grid(), loss_fn=summed_loss, dtype=torch.float64),
             optimizer=torch.optim.SGD,
             batch=triax.Batch(size=count, microbatch=1),
-            schedule=triax.ScheduleOptions(name="gpipe", offload={"device": device, "copy_time": 0.5}),
+            schedule=triax.ScheduleOptions(
+                name="gpipe", offload=triax.OffloadActivations.of({"device": device, "copy_time": 0.5})
+            ),
         )
         held: list[int] = []
         alive: list[weakref.ref[Tensor]] = []
@@ -345,7 +347,7 @@ def test_a_change_in_place_is_refused() -> None:
         PipelineModule(layers, grid=Grid(), loss_fn=summed_loss, dtype=torch.float64),
         optimizer=torch.optim.SGD,
         batch=triax.Batch(size=8, microbatch=1),
-        schedule=triax.ScheduleOptions(name="gpipe", offload="cpu"),
+        schedule=triax.ScheduleOptions(name="gpipe", offload=triax.OffloadActivations(device="cpu")),
     )
     with pytest.raises(RuntimeError, match="changed in place after a layer had used it"):
         engine.train_batch(iter([random_pair(i, 1, 4) for i in range(8)]))
