@@ -423,6 +423,9 @@ class PipelineEngine(Engine):
                 schedule = offload_pass(schedule, offload.fraction, offload.stages, costs)
             except ValueError as error:
                 raise OptionError("schedule.offload", reason=str(error)) from error
+            if not schedule.offloads:
+                why = f"offloads nothing with {schedule.name}: no copy fits that lowers a peak; set it to none"
+                self._warn(Note("schedule.offload", why))
         each = None if zero.reduce_each_microbatch else False
         program = lower(schedule, self.data_axis.options.stage, [tie.stages for tie in self.module.ties], each)
         verify(program)
