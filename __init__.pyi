@@ -75,6 +75,7 @@ from .options.precision import LossScale as LossScale
 from .options.precision import Precision as Precision
 from .options.recomputation import Recomputation as Recomputation
 from .options.reduction import GradientReduction as GradientReduction
+from .options.schedule import OffloadActivations as OffloadActivations
 from .options.schedule import ScheduleOptions as ScheduleOptions
 from .options.sparse_attention import SparseAttention as SparseAttention
 from .options.tuning import Tuning as Tuning

@@ -14,6 +14,7 @@ from ..base.errors import escaped
 from ..base.tables import table, terminal
 from ..pipe.program.critical import CriticalPath
 from ..pipe.program.draw import chrome_trace, picture, text
+from ..pipe.program.offload import offload_pass
 from ..pipe.program.ops import Op
 from ..pipe.program.schedule import Schedule
 from ..pipe.program.simulate import Costs, Simulation, simulate
@@ -42,8 +43,9 @@ def schedule(
     costs: Annotated[
         str,
         typer.Option(
-            help="F,I,W[,COMM[,GATHER]]: time of a rank's forward, input-gradient and weight-gradient passes of one "
-            "microbatch, of a message, and of gathering the rank's weights in ZeRO stage 3."
+            help="F,I,W[,COMM[,GATHER[,O[,R]]]]: time of a rank's forward, input-gradient and weight-gradient passes "
+            "of one microbatch, of a message, of gathering the rank's weights in ZeRO stage 3, and of copying "
+            "the activations of one microbatch to the host and back."
         ),
     ] = "1,1,1",
     memory: Annotated[
@@ -56,6 +58,9 @@ def schedule(
     ] = None,
     limit: Annotated[
         str | None, typer.Option(help="With --layers: GB that a rank may take, or one for each rank: 20,20,40.")
+    ] = None,
+    offload: Annotated[
+        float | None, typer.Option(help="Share of the activations to offload to the host, 0 to 1, if their copies fit.")
     ] = None,
     keep_gathered: Annotated[
         bool, typer.Option("--keep-gathered", help="ZeRO stage 3: gather weights once per step, not for each pass.")
@@ -81,7 +86,17 @@ def schedule(
     """Print a pipeline schedule: the operations of each rank, makespan, bubble and peak memory."""
     try:
         if layers is not None or limit is not None:
-            if layers is None or compare or file or explain or plot or critical or memory or costs != "1,1,1":
+            if (
+                layers is None
+                or compare
+                or file
+                or explain
+                or plot
+                or critical
+                or memory
+                or offload
+                or costs != "1,1,1"
+            ):
                 raise ValueError(
                     "--layers goes with a schedule's name, --pipe, --microbatches, --chunks, --limit and --json alone, "
                     "and --limit needs it"
@@ -100,7 +115,7 @@ def schedule(
             for option, given in (("pipe", pipe), ("microbatches", microbatches)):
                 if given not in (None, value := getattr(own, option)):
                     raise ValueError(f"You gave --{option} {given}, but {file} has {option}={value}. Leave it out.")
-            verify(own, memory)
+            verify(own, memory if offload is None else None)
             pipe, microbatches, chosen = own.pipe, own.microbatches, own
         if own is None or compare:
             pipe = 4 if pipe is None else pipe
@@ -114,10 +129,14 @@ def schedule(
             if compare:
                 if critical or explain is not None:
                     raise ValueError("--explain and --critical are for one schedule: leave out --compare")
+                if offload is not None:
+                    raise ValueError("--offload is for one schedule: leave out --compare")
                 _compare(own, pipe, microbatches, chunks, parsed, memory, plot, as_json, keep_gathered)
                 return
             assert name is not None
             chosen = _tuned(make_schedule(name, pipe, microbatches, chunks, parsed, memory), parsed)
+        if offload is not None:
+            chosen = offload_pass(chosen, offload, costs=parsed)
         verify(chosen, memory)
         result = simulate(chosen, parsed, keep_gathered)
         causes = CriticalPath(chosen, parsed, keep_gathered)
@@ -142,8 +161,8 @@ def parse_costs(text_: str) -> Costs:
         values = [float(part) for part in text_.split(",")]
     except ValueError:
         values = []
-    if len(values) not in (3, 4, 5):
-        raise ValueError(f"--costs is {text_}, but it must be F,I,W[,COMM[,GATHER]]. An example is 1,1,1,0.05.")
+    if not 3 <= len(values) <= 7:
+        raise ValueError(f"--costs is {text_}, but it must be F,I,W[,COMM[,GATHER[,O[,R]]]]. An example is 1,1,1,0.05.")
     return Costs(*values)
 
 
@@ -156,6 +175,7 @@ def title(chosen: Schedule, costs: Costs) -> str:
 def _in_words(costs: Costs) -> str:
     named = [("F", costs.F), ("I", costs.I), ("W", costs.W)]
     named += [(name, cost) for name, cost in (("message", costs.COMM), ("gather", costs.GATHER)) if cost]
+    named += [(name, cost) for name, cost in (("O", costs.O), ("R", costs.R)) if cost != 1.0]
     return f"costs {', '.join(f'{name} {cost:g}' for name, cost in named)}"
 
 
@@ -174,7 +194,7 @@ def figures(result: Simulation) -> dict[str, Any]:
         "bubble": result.bubble,
         "bubble_paper": result.timeline.bubble_paper,
         "peak_activations": list(result.peak_activations),
-    }
+    } | ({"peak_offloaded": list(result.peak_offloaded)} if result.peak_offloaded else {})
 
 
 def sends(chosen: Schedule) -> int:
@@ -200,6 +220,8 @@ def _print(chosen: Schedule, result: Simulation, costs: Costs) -> None:
         f"makespan {result.makespan:g}   bubble {result.bubble:.2%}   sends {sends(chosen)}\n"
         f"peak activations per rank, microbatches: {peaks}"
     )
+    if result.peak_offloaded:
+        console.print("in host memory: " + " ".join(f"{peak:g}" for peak in result.peak_offloaded))
     if isinstance(chosen, Found):
         console.print(chosen.summary())
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from ..agreement.agreement import mean, totals
 from ..agreement.failure import all_or_none
+from ..base.accelerators import is_accelerator
 from ..base.checks import check_count
 from ..base.errors import AgreedError, ConfigError
 from ..base.option_error import Note, OptionError
@@ -30,15 +32,18 @@ from ..pipe.executor import Executor, Result
 from ..pipe.microbatches import MicrobatchFeed
 from ..pipe.module import PipelineModule
 from ..pipe.program.forward_only import forward_only
+from ..pipe.program.offload import offload_pass
 from ..pipe.program.passes import lower
 from ..pipe.program.program import Program
 from ..pipe.program.schedule import Schedule
+from ..pipe.program.simulate import Costs
 from ..pipe.program.timeline import Timeline
 from ..pipe.program.verify import verify
 from ..pipe.schema import Schema, flatten, unflatten
 from ..zero.bucketing import cast
 from ..zero.data_axis import ZeroDataAxis
 from ..zero.managed import ManagedParameter
+from ..zero.offload import DiskMemory, Memory
 from ..zero.state_dict_guard import guard_state_dict
 from .accounting.memory import MemoryAccounts
 from .base import NO_OPTIMIZER, Engine, TrainingParts
@@ -148,7 +153,7 @@ class PipelineEngine(Engine):
         if gatherer is not None:
             guard_state_dict(module)
         self.optimizer = self.data_axis.optimizer
-        self.executor = Executor(module, self.data_axis, self.parts)
+        self.executor = Executor(module, self.data_axis, self.parts, self._activation_memory)
         self.named_losses = NamedLossSteps(module.is_last)
         self.auxiliary = AuxiliarySteps(module, self.grid, module.auxiliary)
         self.replica_buffers = ReplicaBuffers(module, self._step_grid)
@@ -412,11 +417,29 @@ class PipelineEngine(Engine):
             return assemble(grid, {**self.shards("weights"), **held})
 
     def _lower(self, schedule: Schedule) -> Program:
-        zero = self.options.zero
+        zero, offload = self.options.zero, self.options.schedule.offload
+        if offload.device != "none" and not schedule.forward_only and not schedule.offloads:
+            copy = offload.copy_time
+            costs = replace(Costs(*self.options.schedule.costs), O=copy, R=copy)
+            try:
+                schedule = offload_pass(schedule, offload.fraction, offload.stages, costs)
+            except ValueError as error:
+                raise OptionError("schedule.offload", reason=str(error)) from error
+            if not schedule.offloads:
+                why = f"offloads nothing with {schedule.name}: no copy fits that lowers a peak; set it to none"
+                self._warn(Note("schedule.offload", why))
         each = None if zero.reduce_each_microbatch else False
         program = lower(schedule, self.data_axis.options.stage, [tie.stages for tie in self.module.ties], each)
         verify(program)
         return program
+
+    def _activation_memory(self) -> Memory:
+        """Return the allocator of the host's buffers for offloaded activations."""
+        offload = self.options.schedule.offload
+        if offload.device == "nvme":
+            assert offload.path is not None
+            return DiskMemory(offload.path, wait=False)
+        return Memory("cpu", torch.device("cpu"), offload.pin_memory and is_accelerator(self.grid.device))
 
     def _share_outputs(self, outputs: list[Any]) -> list[Any]:
         """Broadcast the last stage's outputs to every stage, and return them. Collective over the pipe axis."""

@@ -7,6 +7,20 @@ from typing import Any, ClassVar, Self
 
 from ..base.option_error import OptionError
 from .base import Options, option
+from .zero import Offload
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadActivations(Offload):
+    """Activations that a pipeline schedule copies to the host while others are computed, and back."""
+
+    fraction: float = option(1.0, "Share of each rank's activations to offload, if their copies fit.", least=0, most=1)
+    stages: tuple[int, ...] | None = option(None, "Stages whose activations may be offloaded; None: all.")
+    copy_time: float = option(
+        1.0,
+        "Time to copy the activations of a microbatch in 1/pipe of the model one way, in the unit of costs.",
+        least=0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +45,8 @@ class ScheduleOptions(Options):
         "For partition time, memory and auto: GB (1e9 bytes) that a pipe rank may take, for each, or one for all.",
         above=0,
     )
+
+    offload: OffloadActivations = option(OffloadActivations(), "Where activations are offloaded to.")
 
     @classmethod
     def of(cls, value: Any) -> Self:

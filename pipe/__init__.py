@@ -16,6 +16,7 @@ Running a step:
     microbatches.py         reads a batch's microbatches on the first and last stage; numbers their shapes
     fields.py               pairs and dicts of the data; sends labels and parts of the inputs to ranks that do not read
     executor.py             one loop over a program's ops: F, B, I, W, sends and receives, and the data axis's ops
+    activation_offload.py   O and R: copies what autograd keeps to the host and back, beside the compute ops
     p2p.py                  sends and receives between stages
     schema.py               nested tuples, lists and dicts of tensors <-> a flat list of tensors to send
     stage_boundary.py       the start of a stage's autograd graph: collects the gradients of its inputs

@@ -21,6 +21,7 @@ from ..base.parts import Parts
 from ..grid.comm.clock import Clock, Mark
 from ..grid.loss_pair import is_pair, sum_and_weight
 from ..grid.loss_terms import NamedLosses, Term, combined, described_form, is_named, named_losses
+from .activation_offload import HostMemory, KeptActivations, OffloadLane
 from .backward import Deferred, SplitBackward
 from .module import PipelineModule
 from .p2p import Receive, channels, receive_gradients, receive_value, received_gradients, send_gradients
@@ -152,6 +153,7 @@ class _SavedForBackward(NamedTuple):
     edges: list[GradientEdge]  # of the outputs, which get gradients from the next stage and may be freed themselves
     losses: list[GradientEdge]  # of losses, whose gradient is 1
     deferred: Deferred | None  # queue of its weight gradients, if the schedule splits the backward
+    kept: KeptActivations | None = None  # what autograd saved, if it is offloaded
 
 
 class Executor:
@@ -161,6 +163,7 @@ class Executor:
         module: the model.
         data: runs the program's REDUCE, TIED, GATHER and RELEASE ops.
         parts: contexts of the part ``stage``, the layers of one stage in a forward pass.
+        memory: makes the allocator of offloaded activations, for programs with O and R.
 
     Attributes:
         loss_scale: factor of the losses before the backward pass (fp16). Reported losses are not scaled.
@@ -173,7 +176,9 @@ class Executor:
         peak: the largest number of entries that ``held`` had in the last run.
     """
 
-    def __init__(self, module: PipelineModule, data: DataAxis, parts: Parts) -> None:
+    def __init__(
+        self, module: PipelineModule, data: DataAxis, parts: Parts, memory: Callable[[], HostMemory] | None = None
+    ) -> None:
         self._module, self._data, self._parts = module, data, parts
         self._grid = module.grid
         self._last_stage = len(module.placement) - 1
@@ -185,6 +190,8 @@ class Executor:
             "B": self._backward,
             "I": self._input_gradient,
             "W": self._weight_gradient,
+            "O": self._offload,
+            "R": self._reload,
             "SEND_F": self._send_forward,
             "RECV_F": self._receive_forward,
             "SEND_B": self._send_backward,
@@ -195,6 +202,10 @@ class Executor:
             "RELEASE": lambda op: data.release(op.stage),
         }
         self._program: Program | None = None  # of the last run
+        self._memory = memory
+        self._lane: OffloadLane | None = None
+        self._offloaded: set[tuple[int, int]] = set()  # (stage, microbatch) with an O
+        self._computed = 0  # compute ops of the run so far
         self.clock: Clock | None = None
         self.loss_scale = 1.0
         self.term_weights: Mapping[str, float] = {}
@@ -234,6 +245,8 @@ class Executor:
             channel.abandon()
         for kept in (self._input_receives, self._gradient_receives, self._outputs, self._gradients, self.held):
             kept.clear()
+        if self._lane is not None:
+            self._lane.clear()
 
     def run(
         self, program: Program, microbatches: Sequence[Microbatch], outputs: bool = False, loss: bool = True
@@ -255,11 +268,21 @@ class Executor:
             self._program = program
             self._training = any(op.kind != "F" for op in ops if op.kind in COMPUTE)
             self._splits = any(op.kind in "IW" for op in ops)
+            self._gathers = any(op.kind == "GATHER" for op in ops)
+            self._offloaded = {(op.stage, op.microbatch) for op in ops if op.kind == "O"}
+            if self._offloaded and self._lane is None:
+                if self._memory is None:
+                    raise ValueError(
+                        "the schedule offloads activations, but this executor has no host memory: give Executor memory="
+                    )
+                self._lane = OffloadLane(self._grid.device, self._memory())
             self._last_backward = {op.stage: op for op in ops if op.kind in "BW"}
         self._result = Result()
         for kept in (self._input_receives, self._gradient_receives, self._outputs, self._gradients, self.held):
             kept.clear()
-        self.marks, self.peak = [], 0
+        self.marks, self.peak, self._computed = [], 0, 0
+        if self._lane is not None:
+            self._lane.clear()
         handlers, self._ready = self._handlers, _do_nothing
         if self.clock is not None:
             handlers, self._ready = dict.fromkeys(handlers, self._marked), self._mark
@@ -270,6 +293,7 @@ class Executor:
             try:
                 activity.start(op)
                 handlers[op.kind](op)
+                self._computed += op.kind in COMPUTE
             except Exception as error:
                 raise self._failed(op, error) from error
         for channel in self._channels:
@@ -303,13 +327,19 @@ class Executor:
                 # The boundary drops them: the graph's first node holds it, which would be a reference cycle.
                 tensors, boundary.tensors = boundary.tensors, []
             value = unflatten(schema, tensors)
+        if self._lane is not None:
+            self._lane.wait(self._computed)
         self._ready()
         self._module.dropout_state.samples = microbatch.samples
         deferred = Deferred() if self._splits else None
         last = stage == self._last_stage
         with_head = last and self._wants_loss and not self._keep_outputs and self._module.loss_takes_head
         named: list[NamedLosses] = []  # of layers
-        with SplitBackward(deferred) if deferred is not None else nullcontext():
+        kept = self._keeping(stage, index)
+        with (
+            SplitBackward(deferred) if deferred is not None else nullcontext(),
+            kept.recording() if kept is not None else nullcontext(),
+        ):
             # Values between layers of one stage are checked too, for grids that cut the list there.
             checked = stage, self._kind(index)
             self._module.check_hook = None if checked in self._checked else flatten
@@ -326,7 +356,7 @@ class Executor:
                 tensors, losses = [], self._loss(value, named, index, with_head)
         if self._training:
             edges, roots = ([get_gradient_edge(t) for t in each if t.requires_grad] for each in (tensors, losses))
-            self.held[stage, index] = _SavedForBackward(boundary, edges, roots, deferred)
+            self.held[stage, index] = _SavedForBackward(boundary, edges, roots, deferred, kept)
             self.peak = max(self.peak, len(self.held))
 
     def _backward(self, op: Op) -> None:
@@ -358,8 +388,11 @@ class Executor:
         """Run one backward pass from all outputs."""
         _, stage, index = op
         gradients = self._gradients_of_outputs(stage, index)
+        boundary, edges, losses, deferred, kept = self.held[stage, index]
+        if kept is not None and kept.back is not None:
+            kept.back()
+            kept.back = None
         self._ready()
-        boundary, edges, losses, deferred = self.held[stage, index]
         edges = [edge for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
         gradients = [gradient for gradient in gradients if gradient is not None]
         if edges or losses:
@@ -368,6 +401,32 @@ class Executor:
         if boundary is not None:
             self._gradients[stage, index] = boundary.gradients
             self._result.reached[stage] = boundary.reached or self._result.reached.get(stage, False)
+
+    def _keeping(self, stage: int, index: int) -> KeptActivations | None:
+        """Return the record of what autograd saves, if the program offloads it."""
+        if (stage, index) not in self._offloaded:
+            return None
+        held = [*self._module.parameters(), *self._module.buffers()]
+
+        def weights() -> set[int]:
+            return {tensor.untyped_storage().data_ptr() for tensor in held}
+
+        if self._gathers:  # the weights of a layer come with the layer
+            return KeptActivations(weights)
+        now = weights()
+        return KeptActivations(lambda: now)
+
+    def _offload(self, op: Op) -> None:
+        """Start to copy the activations of a stage and microbatch to the host."""
+        kept = self.held[op.stage, op.microbatch].kept
+        assert kept is not None and self._lane is not None  # run has made both
+        self._lane.offload(kept, self._computed)
+
+    def _reload(self, op: Op) -> None:
+        """Start to copy them back."""
+        kept = self.held[op.stage, op.microbatch].kept
+        assert kept is not None and self._lane is not None
+        self._lane.reload(kept)
 
     def _reducing(self, op: Op) -> AbstractContextManager[None]:
         """Return the data axis's context for an op that computes weight gradients."""

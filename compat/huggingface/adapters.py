@@ -90,6 +90,11 @@ def adapter_options(model: Any) -> LoraOptions | None:
             options = LoraOptions(**peft_options(config.to_dict(), "the model's peft_config"))
         except ValueError as error:
             raise ConfigError(f"{error} Or use a grid with pipe=1") from error
+        if options.dora:
+            raise ConfigError(
+                "the model's peft_config has use_dora=True, but stages have plain LoRA only: leave it out, or use a "
+                "grid with pipe=1"
+            )
         variants = [name for name, layer in model.named_modules() if getattr(layer, "lora_variant", None)]
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         others = [name for plain, name in plain_names(model).items() if not plain.endswith((".lora_A", ".lora_B"))]

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from typing import NamedTuple
 
-from .ops import Op
+from .ops import BACKWARD, TRANSFERS, Op
 from .schedule import Schedule
 from .simulate import Costs, timeline_of
 from .timeline import Span
@@ -33,7 +33,8 @@ class Cause(NamedTuple):
         rank: its rank.
         end: its end.
         arrival: when its result arrives, after a message; ``end`` for the op before on the same rank.
-        value: ``input`` or ``gradient``, what the op reads of it; "" for the op before on the same rank.
+        value: ``input`` or ``gradient``, what the op reads of it; ``copy`` for an offload or reload of the same rank;
+            "" for the op before on the same rank.
     """
 
     op: Op
@@ -64,8 +65,10 @@ class CriticalPath:
         self.timeline = timeline_of(schedule, costs, keep_gathered)
         self._hops = (costs or Costs()).hops(schedule.placement)
         self._near = _NEAR * max(self.timeline.makespan, 1e-300)
-        self._spans: dict[Op, Span] = {span.op: span for row in self.timeline.rows for span in row}
+        lanes = self.timeline.transfers
+        self._spans: dict[Op, Span] = {span.op: span for row in (*self.timeline.rows, *lanes) for span in row}
         self._before = {row[i].op: row[i - 1] if i else None for row in self.timeline.rows for i in range(len(row))}
+        self._copies = self._waits_of_copies()
         self.path = self._path()
 
     def span(self, op: Op) -> Span:
@@ -83,8 +86,11 @@ class CriticalPath:
     def causes(self, op: Op) -> list[Cause]:
         """Return what an op waits for: the op before on its rank, and the op whose result it reads on another stage."""
         found = []
-        if (before := self._before[op]) is not None:
+        if (before := self._before.get(op)) is not None:
             found.append(Cause(before.op, self._rank(op), before.end, before.end, ""))
+        for other in self._copies.get(op, ()):
+            end = self._spans[other].end
+            found.append(Cause(other, self._rank(op), end, end, "copy"))
         if (source := self._source(op)) is not None:
             end = self._spans[source].end
             hop = self._hops[min(source.stage, op.stage)]
@@ -116,7 +122,9 @@ class CriticalPath:
         if not binding:
             return f"{first} Nothing comes before it.\n{self._in_words(op)}"
         cause = binding[-1]
-        if cause.value:
+        if cause.value == "copy":
+            why = f"when {cause.op} has ended, at {cause.end:g}."
+        elif cause.value:
             message = f" and its message takes {cause.arrival - cause.end:g}" if cause.arrival > cause.end else ""
             why = f"when its {cause.value} arrives, at {cause.arrival:g}: {cause.op} of rank {cause.rank} ends at "
             why += f"{cause.end:g}{message}."
@@ -127,7 +135,9 @@ class CriticalPath:
             wait = span.start - other.arrival
             if other is cause or wait < self._near:
                 continue
-            if other.value:
+            if other.value == "copy":
+                lines.append(f"{other.op} had ended at {other.end:g}, {wait:g} before.")
+            elif other.value:
                 lines.append(f"Its {other.value} had arrived at {other.arrival:g}, {wait:g} before.")
             else:
                 lines.append(f"Rank {rank} was ready at {other.end:g}, after {other.op}, and idle for {wait:g}.")
@@ -151,12 +161,33 @@ class CriticalPath:
             binding = [cause for cause in self.causes(span.op) if cause.arrival >= start - self._near]
             span = self._spans[binding[-1].op] if binding and start > self._near else None
 
+    def _waits_of_copies(self) -> dict[Op, list[Op]]:
+        """Return what transfers wait for, and the transfers that compute ops wait for (simulate.py)."""
+        waits: dict[Op, list[Op]] = {}
+        for order in self._schedule.orders if self._schedule.offloads else ():
+            lane: Op | None = None
+            computed: list[Op] = []
+            leaving: list[tuple[int, Op]] = []
+            for op in order:
+                if op.kind in TRANSFERS:
+                    waits[op] = [each for each in (*computed[-1:], lane) if each is not None]
+                    lane = op
+                    leaving += [(len(computed), op)] if op.kind == "O" else []
+                    continue
+                if op.kind == "F":
+                    waits[op] = [offload for before, offload in leaving if before < len(computed)]
+                    leaving = [each for each in leaving if each[0] == len(computed)]
+                elif op.kind in BACKWARD and (reload := op._replace(kind="R")) in self._spans:
+                    waits[op] = [reload]
+                computed.append(op)
+        return waits
+
     def _rank(self, op: Op) -> int:
         return self._schedule.placement[op.stage]
 
     def _source(self, op: Op) -> Op | None:
         """Return the op of another stage whose result an op reads; None if there is none."""
-        if op.kind == "W":
+        if op.kind in "WOR":
             return None
         stage = op.stage - 1 if op.kind == "F" else op.stage + 1
         if not 0 <= stage < self._schedule.stages:

@@ -18,13 +18,22 @@ from .schedule import Schedule
 from .simulate import timeline_of
 from .timeline import Span, Timeline
 
-NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+NAMES = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
+    "O": "offload",
+    "R": "reload",
+}
 # kind -> (color of the first chunk, of the last one), dark enough for white letters
 COLORS = {
     "F": ("#1f5fa8", "#7fb2e5"),
     "B": ("#1d7a3f", "#7cc492"),
     "I": ("#b3541e", "#e8a36f"),
     "W": ("#6d6875", "#b5adbd"),
+    "O": ("#8a1c7c", "#d08bc8"),
+    "R": ("#b8860b", "#ecc766"),
 }
 OTHER = "#d9d9d9"
 # kind -> (style of the first chunk, of the others) in a terminal, in colors that every terminal has
@@ -33,6 +42,8 @@ STYLES = {
     "B": ("bright_white on green", "black on bright_green"),
     "I": ("bright_white on red", "black on bright_red"),
     "W": ("bright_white on bright_black", "black on white"),
+    "O": ("bright_white on magenta", "black on bright_magenta"),
+    "R": ("black on yellow", "black on bright_yellow"),
 }
 
 
@@ -56,7 +67,8 @@ def text(subject: Timeline | Schedule, width: int | None = None) -> Any:
         return Text("no op runs")
     begin, end = min(s.start for s in spans), max(s.end for s in spans)
     digits = len(str(max(span.op.microbatch for span in spans)))
-    shortest = min((s.end - s.start for s in spans if s.end > s.start), default=end - begin)
+    copies = [span for lane in times.transfers for span in lane]
+    shortest = min((s.end - s.start for s in (*spans, *copies) if s.end > s.start), default=end - begin)
     needed = max(20, round((end - begin) / shortest * (digits + 2))) if end > begin else 20
     width = min(needed, 400 if width is None else max(width, 20))
     scale = width / (end - begin) if end > begin else 1.0
@@ -76,6 +88,13 @@ def text(subject: Timeline | Schedule, width: int | None = None) -> Any:
         for i, line in enumerate(lines):
             out.append(f"rank {rank}".ljust(label) if i == 0 else " " * label, style="bold")
             out.append(" ").append_text(line).append("\n")
+        if times.transfers and narrowest >= 1:
+            for i, line in enumerate(
+                _cells(times.transfers[rank], len(rows), begin, end, scale, apart=narrowest <= digits)
+            ):
+                out.append(("copies" if i == 0 else "").ljust(label))
+                out.append(" ").append_text(line).append("\n")
+    spans += [span for lane in times.transfers if narrowest >= 1 for span in lane]
     if narrowest < 1:
         notes.append(f"a column is {1 / scale:.3g} of time: its ops in their proportion, . idle")
     else:
@@ -204,6 +223,11 @@ def picture(
             axis.broken_barh(bars, (rank - 0.4, 0.8), facecolors=fills, edgecolor="white", linewidth=0.4)
             for span, fill in zip(spans, fills, strict=True):
                 _number(axis, rank, span, begin, fill, inches)
+            # Copies to and from the host, below the row.
+            lane = [*one.transfers[rank]] if one.transfers else []
+            bars = [(span.start - begin, span.end - span.start) for span in lane]
+            fills = [color(span.op, stages, len(one.rows)) for span in lane]
+            axis.broken_barh(bars, (rank + 0.4, 0.16), facecolors=fills, edgecolor="white", linewidth=0.4)
             # A thin bar below the row: light while a collective is under way, black while the rank waits for it.
             collectives = one.collectives[rank] if one.collectives else ()
             whole = [(c.start - begin, c.end - c.start) for c in collectives]
@@ -211,7 +235,9 @@ def picture(
             axis.broken_barh(whole, (rank + 0.4, 0.07), color=OTHER)
             axis.broken_barh(waits, (rank + 0.4, 0.07), color="black")
         if paths is not None:
-            rank_of = {span.op: rank for rank, row in enumerate(one.rows) for span in row}
+            rank_of = {
+                span.op: rank for rows in (one.rows, one.transfers) for rank, row in enumerate(rows) for span in row
+            }
             points = [(time - begin, rank_of[span.op] + 0.32) for span in paths[i] for time in (span.start, span.end)]
             axis.plot(*zip(*points, strict=True), color="black", linewidth=1.2)
         axis.set_ylim(len(one.rows) - 0.4, -0.6)
@@ -225,7 +251,7 @@ def picture(
         title = f"{name}makespan {one.makespan:.4g}{unit}, bubble {one.bubble:.1%}{uneven}"
         axis.set_title(title, loc="left", fontsize=10)
     axes[-1].set_xlabel(f"time ({unit.strip()})" if unit.strip() else "time")
-    seen = {span.op.kind for t in times for row in t.rows for span in row}
+    seen = {span.op.kind for t in times for row in (*t.rows, *t.transfers) for span in row}
     later = any(span.op.stage >= len(t.rows) for t in times for row in t.rows for span in row)
     shades = [tuple(Patch(color=c) for c in COLORS[k][: 1 + later]) for k in NAMES if k in seen]
     handles: list[Any] = [*shades]
@@ -273,6 +299,11 @@ def chrome_trace(times: Timeline, scale: float = 1e6) -> dict[str, Any]:
         trace.name_thread(0, rank, f"rank {rank}")
         for op, start, end in row:
             trace.span(0, rank, str(op), op.kind, start, end - start, {"stage": op.stage, "microbatch": op.microbatch})
+    for rank, lane in enumerate(times.transfers):
+        below = 2 * len(times.rows) + rank
+        trace.name_thread(0, below, f"rank {rank}, copies")
+        for op, start, end in lane:
+            trace.span(0, below, str(op), op.kind, start, end - start, {"stage": op.stage, "microbatch": op.microbatch})
     for rank, collectives in enumerate(times.collectives):
         below = len(times.rows) + rank
         trace.name_thread(0, below, f"rank {rank}, data")

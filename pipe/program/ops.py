@@ -1,14 +1,17 @@
 """Ops: the elements of schedules and programs.
 
 An `Op` is what one rank does for one stage on one microbatch. It prints as `2F0` (stage 2,
-forward, microbatch 0) and parses back. A schedule holds compute ops only; a program (passes.py) also
-holds what the compute needs: messages, ZeRO's collectives, the sums of tied gradients.
+forward, microbatch 0) and parses back. A schedule holds compute ops, and the copies of activations to and from
+host memory (O, R); a program (passes.py) also holds what the compute needs: messages, ZeRO's collectives, the sums of
+tied gradients.
 
     kind       meaning of 2X0                                              in one line of code, roughly
     F          forward of stage 2 on microbatch 0                          y = stage(x)
     B          its whole backward                                          I, then W
     I          its input gradient                                          dx = backward_input(dy)
     W          its weight gradient                                         weight.grad += backward_weight()
+    O          start to offload the activations that 2F0 keeps             host = copy(saved)
+    R          start to reload them, for 2B0 or 2I0                        saved = copy(host)
     SEND_F     send the output of stage 2 to stage 3                       isend(y)
     RECV_F     post the receive of the input of stage 2                    x = irecv()
     SEND_B     send the gradient of the input of stage 2 to stage 1        isend(dx)
@@ -29,14 +32,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 F, B, I, W = "F", "B", "I", "W"
+O, R = "O", "R"
 SEND_F, RECV_F, SEND_B, RECV_B = "SEND_F", "RECV_F", "SEND_B", "RECV_B"
 GATHER, RELEASE, REDUCE, TIED = "GATHER", "RELEASE", "REDUCE", "TIED"
 
 COMPUTE = frozenset((F, B, I, W))
+TRANSFERS = frozenset((O, R))  # copies between the device and the host, which run beside the compute ops
 BACKWARD = frozenset((B, I))  # the ops that make an input gradient, which the stage before waits for
 SENDS = frozenset((SEND_F, SEND_B))
 RECVS = frozenset((RECV_F, RECV_B))
-KINDS = COMPUTE | SENDS | RECVS | {GATHER, RELEASE, REDUCE, TIED}
+KINDS = COMPUTE | TRANSFERS | SENDS | RECVS | {GATHER, RELEASE, REDUCE, TIED}
 BARE = frozenset((GATHER, RELEASE, REDUCE))  # kinds that may have no microbatch
 
 _PATTERN = re.compile(r"(\d+)([A-Z_]+?)(\d*)")

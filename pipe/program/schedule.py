@@ -1,4 +1,4 @@
-"""A schedule is a value: for each rank, the compute ops in the order it runs them.
+"""A schedule is a value: for each rank, the compute ops in the order it runs them, and the transfers of activations.
 
 A schedule of your own is such a table. `Schedule.from_csv` reads one from a file, and `verify`
 (verify.py) proves that it is complete and cannot hang.
@@ -16,7 +16,7 @@ from typing import Any
 
 from ...base.errors import escaped
 from ...base.files import parse_json
-from .ops import COMPUTE, Op
+from .ops import COMPUTE, TRANSFERS, Op
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Schedule:
     microbatches: int
     chunks: int  # stages per rank
     placement: tuple[int, ...]  # the rank of each stage
-    orders: tuple[tuple[Op, ...], ...]  # per rank, compute ops only
+    orders: tuple[tuple[Op, ...], ...]  # per rank, compute ops and transfers
 
     def __post_init__(self) -> None:
         if len(self.placement) != self.pipe * self.chunks:
@@ -47,6 +47,11 @@ class Schedule:
     def forward_only(self) -> bool:
         """True if the schedule has no backward ops, as in inference and evaluation."""
         return all(op.kind == "F" for order in self.orders for op in order)
+
+    @property
+    def offloads(self) -> bool:
+        """True if the schedule offloads activations to the host."""
+        return any(op.kind in TRANSFERS for order in self.orders for op in order)
 
     def __str__(self) -> str:
         head = f"{self.name}: pipe {self.pipe}, microbatches {self.microbatches}, chunks {self.chunks}"
@@ -127,6 +132,8 @@ def _cell(cell: str) -> list[Op]:
         return []
     pair = _PAIR.fullmatch(cell)
     ops = [Op.parse(part) for part in (pair[1].split(";") if pair else [cell])]
-    if any(op.kind not in COMPUTE for op in ops):
-        raise ValueError(f"{cell!r} is not an op of a schedule: write ops of the kinds F, B, I and W, such as 2F0")
+    if any(op.kind not in COMPUTE | TRANSFERS for op in ops):
+        raise ValueError(
+            f"{cell!r} is not an op of a schedule: write ops of the kinds F, B, I, W, O and R, such as 2F0"
+        )
     return ops

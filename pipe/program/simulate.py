@@ -5,17 +5,20 @@
     (33.0, 0.273, (4.0, 3.0, 2.0, 1.0))
 
 A rank runs its ops in order, each as soon as its inputs have arrived. A message takes COMM and keeps no
-rank busy; between two stages of one rank there is no message.
+rank busy; between two stages of one rank there is no message. Transfers of activations (O, R) run one after the other
+in a lane of their rank, beside its compute ops. A backward waits for the reload of its activations, and an F for the
+offloads that were issued before the compute op before it, so that memory is bounded whatever the speed of the lane.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import mul
 
 from .deadlock import Wait, deadlock
-from .ops import Op
+from .ops import BACKWARD, COMPUTE, TRANSFERS, Op
 from .schedule import Schedule
 from .timeline import Span, Timeline
 
@@ -28,11 +31,13 @@ class Costs:
 
     A number of F, I, W is the cost of one rank's whole share of a microbatch, all its chunks together,
     so that schedules with different chunks compare: an op of one of v chunks costs 1/v of it.
-    A sequence of F, I, W, GATHER gives the cost of each stage's own op instead, undivided, as it is measured.
+    A sequence of F, I, W, GATHER, O, R gives the cost of each stage's own op instead, undivided, as it is measured.
     COMM is one message's time; a sequence gives it for each boundary, stage 0 to 1 first.
     GATHER is for ZeRO-3: gathering the weights of one rank's whole share over the data axis. Layers are gathered
     ahead while others compute, so a pass that needs them (F, and I or B) takes no less than its gather, and
     counts as busy as long.
+    O and R are the times to offload and to reload the activations of one rank's whole share of a microbatch: their
+    bytes divided by the bandwidth, and the latency.
     """
 
     F: Cost = 1.0
@@ -40,9 +45,11 @@ class Costs:
     W: Cost = 1.0
     COMM: Cost = 0.0
     GATHER: Cost = 0.0
+    O: Cost = 1.0
+    R: Cost = 1.0
 
     def __post_init__(self) -> None:
-        for field in ("F", "I", "W", "COMM", "GATHER"):
+        for field in ("F", "I", "W", "COMM", "GATHER", "O", "R"):
             value = getattr(self, field)
             if isinstance(value, Sequence):
                 object.__setattr__(self, field, tuple(float(x) for x in value))
@@ -51,10 +58,12 @@ class Costs:
                 raise ValueError(f"the cost {field} is {value}: give a number from 0 to 1e100")
 
     def op_costs(self, stages: int, chunks: int) -> dict[str, list[float]]:
-        """Return for each compute kind the cost of one op of each stage, with the gather of its weights."""
-        f, i, w, g = (self._per_stage(name, stages, chunks) for name in ("F", "I", "W", "GATHER"))
+        """Return for each kind of a schedule's ops the cost of one op of each stage, with the gather of its weights."""
+        f, i, w, g, o, r = (self._per_stage(name, stages, chunks) for name in ("F", "I", "W", "GATHER", "O", "R"))
         b = [a + b for a, b in zip(i, w, strict=True)]
-        return {"W": w} | {kind: list(map(max, cost, g)) for kind, cost in (("F", f), ("I", i), ("B", b))}
+        return {"W": w, "O": o, "R": r} | {
+            kind: list(map(max, cost, g)) for kind, cost in (("F", f), ("I", i), ("B", b))
+        }
 
     def hops(self, placement: Sequence[int]) -> list[float]:
         """Return the time of a message across each boundary; 0 if both stages are on one rank."""
@@ -81,6 +90,7 @@ class Simulation:
     bubble: float  # 1 - busy time of the busiest rank / makespan
     peak_activations: tuple[float, ...]  # per rank, in microbatches through 1/pipe of the model
     timeline: Timeline
+    peak_offloaded: tuple[float, ...] = ()  # per rank, in host memory, in the same unit; () if nothing is offloaded
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None, keep_gathered: bool = False) -> Simulation:
@@ -96,14 +106,15 @@ def simulate(schedule: Schedule, costs: Costs | None = None, keep_gathered: bool
         ScheduleError: the schedule would hang.
     """
     times = timeline_of(schedule, costs, keep_gathered)
-    return Simulation(times.makespan, times.bubble, peak_activations(schedule), times)
+    offloaded = peak_offloaded(schedule) if schedule.offloads else ()
+    return Simulation(times.makespan, times.bubble, peak_activations(schedule), times, offloaded)
 
 
 def peak_activations(schedule: Schedule, sizes: Sequence[float] | None = None) -> tuple[float, ...]:
     """Return the most activations that each rank holds at once.
 
     An activation is held from the start of its F to the end of its W or B; in a forward-only schedule, during its F
-    only.
+    only. One that is offloaded is held until an F has waited for its O, and again from its R on.
 
     Args:
         schedule: the schedule.
@@ -126,19 +137,47 @@ def counts_in_flight(schedule: Schedule) -> list[list[tuple[int, ...]]]:
     A rank with several stages may have several largest numbers, of which none is larger in all stages: with two chunks,
     (3, 1) and (2, 2).
     """
-    change = {"F": 1, "I": 0, "B": -1, "W": -1}
     found, forward_only = [], schedule.forward_only
     for rank, order in enumerate(schedule.orders):
         place = {stage: i for i, stage in enumerate(s for s, home in enumerate(schedule.placement) if home == rank)}
         held, seen = [0] * len(place), set()
+        leaving: deque[tuple[int, int]] = deque()  # offloads under way: compute ops before it, its stage
+        computed = 0
         for kind, stage, _ in order:
-            held[place[stage]] += change[kind]
             if kind == "F":
+                while leaving and leaving[0][0] < computed:
+                    held[place[leaving.popleft()[1]]] -= 1
+            elif kind == "O":
+                leaving.append((computed, stage))
+            if kind in "FR":
+                held[place[stage]] += 1
                 seen.add(tuple(held))
                 if forward_only:
                     held[place[stage]] = 0
+            elif kind in "BW":
+                held[place[stage]] -= 1
+            computed += kind in COMPUTE
         found.append(largest_counts(seen))
     return found
+
+
+def peak_offloaded(schedule: Schedule) -> tuple[float, ...]:
+    """Return the most activations that each rank holds in host memory, in the unit of ``peak_activations``.
+
+    A buffer in host memory is taken from an O until the backward that reads the reloaded activations.
+    """
+    found = []
+    for order in schedule.orders:
+        there: set[tuple[int, int]] = set()
+        most = 0
+        for kind, stage, microbatch in order:
+            if kind == "O":
+                there.add((stage, microbatch))
+                most = max(most, len(there))
+            elif kind in BACKWARD:
+                there.discard((stage, microbatch))
+        found.append(most / schedule.chunks)
+    return tuple(found)
 
 
 def largest_counts(counts: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -165,13 +204,17 @@ def timeline_of(schedule: Schedule, costs: Costs | None = None, keep_gathered: b
     ready_b = [-1.0] * (stages * mbs) + [0.0] * mbs
     hop_f, hop_b = [*hop, 0.0], [0.0, *hop]  # where the output of a stage goes, and its input gradient
     rows: list[list[Span]] = [[] for _ in schedule.orders]
-    clock = [0.0] * len(rows)
+    transfers: list[list[Span]] = [[] for _ in rows]
+    leaving: list[deque[tuple[int, float]]] = [deque() for _ in rows]  # compute ops before an offload, its end
+    reloaded: dict[int, float] = {}  # stage * mbs + m -> when its activations are back
+    clock, done = [0.0] * len(rows), [0] * len(rows)
     waiting: dict[tuple[bool, int], int] = {}  # arrival that a rank waits for -> the rank
     runnable = list(range(len(rows)))[::-1]
     while runnable:
         rank = runnable.pop()
         order, row, now = schedule.orders[rank], rows[rank], clock[rank]
-        for i in range(len(row), len(order)):
+        lane = transfers[rank]
+        for i in range(done[rank], len(order)):
             op = order[i]
             kind, stage, mb = op
             at = stage * mbs + mb
@@ -185,25 +228,37 @@ def timeline_of(schedule: Schedule, costs: Costs | None = None, keep_gathered: b
                     waiting[True, at] = rank
                     break
                 start = max(now, start)
+                while leaving[rank] and leaving[rank][0][0] < len(row):
+                    start = max(start, leaving[rank].popleft()[1])
                 now = start + (cost_f[stage] if mb else first_f[stage])
                 ready_f[at + mbs] = now + hop_f[stage]
                 arrival = (True, at + mbs)
+            elif kind in TRANSFERS:
+                start = max(now, lane[-1].end if lane else 0.0)
+                lane.append(Span(op, start, start + cost[kind][stage]))
+                if kind == "O":
+                    leaving[rank].append((len(row), lane[-1].end))
+                else:
+                    reloaded[at] = lane[-1].end
+                continue
             else:
                 start = ready_b[at + mbs]
                 if start < 0 or ready_f[at + mbs] < 0:
                     waiting[False, at + mbs] = rank
                     break
-                start = max(now, start)
+                start = max(now, start, reloaded.get(at, 0.0))
                 now = start + (cost_b[stage] if kind == "B" else cost_i[stage])
                 ready_b[at] = now + hop_b[stage]
                 arrival = (False, at)
             row.append(Span(op, start, now))
             if arrival in waiting:
                 runnable.append(waiting.pop(arrival))
-        clock[rank] = now
-    if any(len(row) < len(order) for row, order in zip(rows, schedule.orders, strict=True)):
-        raise deadlock(schedule.orders, [len(row) for row in rows], lambda op: _source(schedule, op))
-    return Timeline(tuple(map(tuple, rows)))
+        else:
+            i = len(order)
+        clock[rank], done[rank] = now, i
+    if any(i < len(order) for i, order in zip(done, schedule.orders, strict=True)):
+        raise deadlock(schedule.orders, done, lambda op: _source(schedule, op))
+    return Timeline(tuple(map(tuple, rows)), transfers=tuple(map(tuple, transfers)) if any(transfers) else ())
 
 
 def _source(schedule: Schedule, op: Op) -> Wait | None:

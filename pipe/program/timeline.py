@@ -44,6 +44,7 @@ class Timeline:
 
     rows: tuple[tuple[Span, ...], ...]  # per rank
     collectives: tuple[tuple[CollectiveSpan, ...], ...] = ()  # per rank, of a measured step; () for a simulated one
+    transfers: tuple[tuple[Span, ...], ...] = ()  # per rank, of activations to and from the host; () without any
 
     @property
     def makespan(self) -> float:

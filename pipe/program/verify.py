@@ -3,6 +3,7 @@
     complete   each F, and each B or I and W, of each stage and microbatch once, on the stage's rank
     in order   F before B or I, I before W; the stage before first, and backward the stage after
     memory     no rank holds more activations than it may
+    transfers  activations are offloaded once, after their F, and reloaded before their backward
     deadlock   a program is run with every SEND blocking until its RECV is posted, every compute op
                until its message has arrived, every TIED until all its ranks have reached it. A
                program that passes cannot hang in an executor whose sends block less than that.
@@ -15,11 +16,27 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from .deadlock import ScheduleError, Wait, deadlock
-from .ops import BARE, COMPUTE, GATHER, RECV_B, RECV_F, RECVS, REDUCE, RELEASE, SEND_B, SEND_F, SENDS, TIED, Op, Orders
+from .ops import (
+    BARE,
+    COMPUTE,
+    GATHER,
+    RECV_B,
+    RECV_F,
+    RECVS,
+    REDUCE,
+    RELEASE,
+    SEND_B,
+    SEND_F,
+    SENDS,
+    TIED,
+    TRANSFERS,
+    Op,
+    Orders,
+)
 from .program import Program, crossing
 from .schedule import Schedule
 from .simulate import timeline_of
@@ -40,7 +57,7 @@ def verify(subject: Schedule | Program, memory: float | Sequence[float] | None =
     schedule = subject.schedule if isinstance(subject, Program) else subject
     orders: Orders = schedule.orders
     if isinstance(subject, Program):
-        orders = [[op for op in ops if op.kind in COMPUTE] for ops in subject.ops]
+        orders = [[op for op in ops if op.kind in COMPUTE | TRANSFERS] for ops in subject.ops]
         for rank, (found, wanted) in enumerate(zip(orders, schedule.orders, strict=True)):
             if tuple(found) != wanted:
                 i = next((i for i, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b), -1)
@@ -75,9 +92,9 @@ def _placement(schedule: Schedule) -> None:
 def _complete(schedule: Schedule, orders: Orders) -> None:
     """Check that each (stage, microbatch) has F, then B, or F, I and W, once and on the stage's rank."""
     stages, mbs, placement = schedule.stages, schedule.microbatches, schedule.placement
-    done = bytearray(stages * mbs)  # 0 nothing, 1 after F, 2 after I, 3 after B or W
-    before = {"F": 0, "B": 1, "I": 1, "W": 2}
-    after = {"F": 1, "B": 3, "I": 2, "W": 3}
+    done = bytearray(stages * mbs)  # 0 nothing, 1 after F, 2 after I, 3 after B or W, 5 after O, 6 after R
+    before = {"F": (0,), "B": (1, 6), "I": (1, 6), "W": (2,), "O": (1,), "R": (5,)}
+    after = {"F": 1, "B": 3, "I": 2, "W": 3, "O": 5, "R": 6}
     for rank, order in enumerate(orders):
         for op in order:
             kind, stage, mb = op
@@ -87,7 +104,9 @@ def _complete(schedule: Schedule, orders: Orders) -> None:
                     if isinstance(op, str)
                     else f"{op} is not an op of a schedule:"
                 )
-                raise ScheduleError(f'rank {rank}: {found} Op("F", 0, 0), of the kinds F, B, I and W', [(rank, op)])
+                raise ScheduleError(
+                    f'rank {rank}: {found} Op("F", 0, 0), of the kinds F, B, I, W, O and R', [(rank, op)]
+                )
             if not (0 <= stage < stages and 0 <= mb < mbs):
                 size = f"stages are 0 to {stages - 1} and microbatches 0 to {mbs - 1}"
                 raise ScheduleError(f"rank {rank} has {op}, but {size}", [(rank, op)])
@@ -97,14 +116,15 @@ def _complete(schedule: Schedule, orders: Orders) -> None:
                     f"{op} is on rank {rank}, but stage {stage} is placed on rank {there}", [(rank, op)]
                 )
             at = stage * mbs + mb
-            if done[at] != before[kind]:
+            if done[at] not in before[kind]:
                 raise ScheduleError(_misplaced(op, rank, done[at], order), [(rank, op)])
             done[at] = after[kind]
     final = 1 if schedule.forward_only else 3
     if done.count(final) != len(done):
         at = next(i for i, state in enumerate(done) if state != final)
         stage, mb = divmod(at, mbs)
-        rank, missing = placement[stage], Op("FBW"[done[at]], stage, mb)
+        missing = Op({0: "F", 2: "W", 5: "R"}.get(done[at], "B"), stage, mb)
+        rank = placement[stage]
         raise ScheduleError(f"rank {rank} never runs {missing}", [(rank, missing)])
 
 
@@ -114,7 +134,14 @@ def _misplaced(op: Op, rank: int, state: int, order: Sequence[Op]) -> str:
         return f"rank {rank} runs {op} more than once"
     if state == 3 or (kind == "B" and state == 2):
         return f"rank {rank} runs {op}, but the backward of stage {stage} on microbatch {mb} is already there"
-    first = Op("I", stage, mb) if kind == "W" else Op("F", stage, mb)
+    if kind in "OR" and state in (2, 5, 6):
+        why = "are in host memory" if state == 5 else "are needed no more" if state == 2 else "are reloaded"
+        text = f"rank {rank} runs {op}, but the activations of stage {stage} and microbatch {mb} {why}"
+        return text + " already: offload and reload them once, between F and its backward"
+    if kind in "BI" and state == 5:
+        offload, reload = Op("O", stage, mb), Op("R", stage, mb)
+        return f"rank {rank} runs {op}, but {offload} has offloaded its activations: put {reload} before"
+    first = Op("I" if kind == "W" else "O" if kind == "R" else "F", stage, mb)
     verb = "runs before" if first in order else "needs"
     return f"rank {rank}: {op} {verb} {first}" + ("" if first in order else ", which is not there")
 
@@ -126,12 +153,19 @@ def _memory(schedule: Schedule, orders: Orders, memory: float | Sequence[float])
     forward_only = schedule.forward_only
     for rank, (order, limit) in enumerate(zip(orders, limits, strict=True)):
         held, most = 0, int(limit * schedule.chunks + 1e-9)
+        computed, leaving = 0, deque[int]()  # for each offload under way, the compute ops before it
         for op in order:
-            held += op.kind == "F"
+            if op.kind == "O":
+                leaving.append(computed)
+            while op.kind == "F" and leaving and leaving[0] < computed:
+                leaving.popleft()
+                held -= 1
+            held += op.kind in "FR"
             if held > most:
                 holds = f"at {op} it holds {held / schedule.chunks:g}"
                 raise ScheduleError(f"rank {rank} may hold {limit:g} activations, but {holds}", [(rank, op)])
             held -= op.kind in "BW" or forward_only
+            computed += op.kind in COMPUTE
 
 
 # ------------------------------------------------------------------------------------------ a program

@@ -20,7 +20,7 @@ from ....options.named import GradientCompression, LRSchedule
 from ....options.precision import LossScale, Precision
 from ....options.recomputation import Recomputation
 from ....options.reduction import GradientReduction
-from ....options.schedule import ScheduleOptions
+from ....options.schedule import OffloadActivations, ScheduleOptions
 from ....options.sparse_attention import SparseAttention
 from ....options.tuning import Tuning
 from ....options.zero import LeafModules, Offload, OffloadOptimizer, Zero
@@ -143,7 +143,9 @@ def options_of(config: Config) -> EngineOptions:
         batch=_batch(config),
         optimizer=None if optimizer is None else native_optimizer(optimizer.type, optimizer.params),
         lr_scheduler=None if scheduler is None else LRSchedule(scheduler.type, **scheduler.params),
-        schedule=_read(ScheduleOptions, "schedule", config, value=None, chunks=None, limit=None),
+        schedule=_read(
+            ScheduleOptions, "schedule", config, value=None, chunks=None, limit=None, offload=OffloadActivations()
+        ),
         zero=_zero(config),
         precision=_precision(config),
         clip=config.gradient_clipping or None,

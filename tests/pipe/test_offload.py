@@ -1,0 +1,353 @@
+"""Offload of activations as ops: placed, verified, simulated, drawn and run; PipeOffload's claims."""
+
+from __future__ import annotations
+
+import random
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import triax
+from triax import Costs, Grid, LayerSpec, PipelineModule, make_schedule, simulate, verify
+from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
+from triax.pipe.program.critical import CriticalPath
+from triax.pipe.program.deadlock import ScheduleError
+from triax.pipe.program.draw import chrome_trace
+from triax.pipe.program.draw import text as drawn
+from triax.pipe.program.offload import offload_pass
+from triax.pipe.program.ops import Op
+from triax.pipe.program.passes import lower
+from triax.pipe.program.schedule import Schedule
+from triax.testing.strategies import schedules
+
+from toys import error_text, random_pair, summed_loss
+
+NAMES = ("gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-v", "v-half")
+VOCABULARY, LENGTH, SAMPLES = 37, 6, 12
+
+
+def ops(text: str) -> tuple[Op, ...]:
+    return tuple(map(Op.parse, text.split()))
+
+
+def replayed(schedule: Schedule, costs: Costs) -> tuple[float, list[float]]:
+    """Return the makespan and the bytes that each rank holds at most, from the spans of the simulation alone."""
+    times = simulate(schedule, costs).timeline
+    peaks = []
+    for row, lane in zip(times.rows, times.transfers or [()] * schedule.pipe, strict=True):
+        changes = [(span.start, 1) for span in row if span.op.kind == "F"]
+        changes += [(span.end, -1) for span in row if span.op.kind in "BW"]
+        changes += [(span.end, -1) if span.op.kind == "O" else (span.start, 1) for span in lane]
+        held, most = 0, 0
+        for _, change in sorted(changes):
+            held += change
+            most = max(most, held)
+        peaks.append(most / schedule.chunks)
+    return times.makespan, peaks
+
+
+@pytest.mark.parametrize(
+    ("pipe", "microbatches"), [(4, 8), (8, 32), pytest.param(16, 64, marks=pytest.mark.exhaustive)]
+)
+def test_pipeoffload_no_longer_with_less_memory(pipe: int, microbatches: int) -> None:
+    for name in ("1f1b", "interleaved", "zb-v"):
+        plain = make_schedule(name, pipe, microbatches)
+        for copy in (0.25, 0.9, 1.0):  # T_offload <= T_compute: F = I = W = 1
+            costs = Costs(O=copy, R=copy)
+            before, held = simulate(plain, costs), simulate(plain, costs).peak_activations
+            half, whole = (offload_pass(plain, fraction, costs=costs) for fraction in (0.5, 1.0))
+            for schedule in (half, whole):
+                verify(schedule, list(simulate(schedule, costs).peak_activations))
+                makespan, peaks = replayed(schedule, costs)
+                assert makespan == pytest.approx(before.makespan, rel=1e-12)
+                assert all(a <= b for a, b in zip(peaks, simulate(schedule, costs).peak_activations, strict=True))
+            of_half, of_whole = simulate(half, costs).peak_activations, simulate(whole, costs).peak_activations
+            if name == "1f1b":  # one microbatch is computed, one leaves and one comes back
+                assert of_whole == tuple(min(pipe - rank, 3) for rank in range(pipe))
+                assert of_half == tuple(min(pipe - rank, (pipe - rank + 1) // 2 + 1) for rank in range(pipe))
+            elif name == "interleaved":  # 3 of the v = 2 chunks
+                assert of_whole == (*[1.5] * (pipe - 1), 1.0)
+                assert max(of_half) < 0.56 * max(held)
+            elif copy == 1.0:  # the chunk that lives longer leaves: what stays is what waits for W, more on later ranks
+                assert of_half == of_whole == (*(1.5 + rank for rank in range(pipe - 1)), pipe)
+
+
+@settings(max_examples=100, derandomize=True)
+@given(schedules(NAMES), st.floats(0, 1), *[st.floats(0.1, 3)] * 5)
+def test_offload_never_costs_time(
+    schedule: Schedule, fraction: float, f: float, i: float, w: float, o: float, r: float
+) -> None:
+    costs = Costs(F=f, I=i, W=w, COMM=0.1, O=o, R=r)
+    found = offload_pass(schedule, fraction, costs=costs)
+    after, before = simulate(found, costs), simulate(schedule, costs)
+    assert after.makespan <= before.makespan * (1 + 1e-9)
+    assert all(a <= b for a, b in zip(after.peak_activations, before.peak_activations, strict=True))
+    verify(lower(found, 3), list(after.peak_activations))
+    assert Schedule.from_json(found.to_json()) == found
+    assert Schedule.from_csv(found.to_csv()).orders == found.orders
+    count = sum(op.kind == "O" for order in found.orders for op in order)
+    assert count <= (fraction + 1e-6) * schedule.stages * schedule.microbatches
+
+
+def test_critical_path_through_copies() -> None:
+    schedule = replace(make_schedule("1f1b", 1, 2), orders=(ops("0F0 0O0 0F1 0B1 0R0 0B0"),))
+    causes = CriticalPath(schedule, Costs(O=2.5, R=3))
+    assert [str(span.op) for span in causes.path] == ["0F0", "0F1", "0B1", "0R0", "0B0"]
+    assert sum(span.end - span.start for span in causes.path) == causes.timeline.makespan == 9
+    assert "It starts when 0R0 has ended, at 7" in causes.explain(Op("B", 0, 0))
+    # An F waits for an offload that was issued before the op before it.
+    waits = replace(make_schedule("1f1b", 1, 3), orders=(ops("0F0 0O0 0F1 0F2 0R0 0B0 0B1 0B2"),))
+    assert simulate(waits, Costs(O=4, R=0)).timeline.rows[0][2].start == 5
+    assert "copies" in drawn(waits).plain and "O  offload" in drawn(waits).plain
+    names = [event["name"] for event in chrome_trace(simulate(waits).timeline)["traceEvents"]]
+    assert {"0O0", "0R0"} <= {*names}
+
+
+@pytest.mark.parametrize(
+    ("order", "words"),
+    [
+        ("0F0 0O0 0B0", "0O0 has offloaded its activations: put 0R0 before"),
+        ("0F0 0R0 0B0", "0R0 needs 0O0, which is not there"),
+        ("0O0 0F0 0R0 0B0", "0O0 runs before 0F0"),
+        ("0F0 0R0 0O0 0B0", "0R0 runs before 0O0"),
+        ("0F0 0O0 0O0 0R0 0B0", "0O0 more than once"),
+        ("0F0 0O0 0R0 0I0 0W0 0O0", "0O0 more than once"),
+        ("0F0 0I0 0O0 0R0 0W0", "are needed no more"),
+        ("0F0 0O0", "never runs 0R0"),
+        ("0F0 0O0 0R0", "never runs 0B0"),
+    ],
+)
+def test_misplaced_copies_have_their_reason(order: str, words: str) -> None:
+    schedule = replace(make_schedule("1f1b", 1, 1), orders=(ops(order),))
+    assert words in error_text(lambda: verify(schedule), ScheduleError)
+
+
+def test_offload_refuses_what_it_cannot_do() -> None:
+    plain = make_schedule("1f1b", 4, 8)
+    for arguments, words in (((1.5,), "from 0 to 1"), ((1.0, [4]), "stages are 0 to 3")):
+        assert words in error_text(lambda: offload_pass(plain, *arguments))  # noqa: B023
+    assert "already" in error_text(lambda: offload_pass(offload_pass(plain)))
+    kept = offload_pass(plain, stages=[0])
+    assert {op.stage for order in kept.orders for op in order if op.kind in "OR"} == {0}
+    with pytest.raises(ScheduleError, match="rank 0 may hold 2 activations, but at 0R0 it holds 3"):
+        verify(kept, 2)
+
+
+def mutant(seed: int) -> Schedule:
+    """Return an offloading schedule of which one rank has ops that were moved, dropped or doubled, or none."""
+    draw = random.Random(seed)
+    pipe, name = draw.randint(1, 3), draw.choice(NAMES)
+    made = make_schedule(name, pipe, draw.randint(1, 5))
+    made = offload_pass(made, draw.choice((0.5, 1.0)), costs=Costs(O=draw.random(), R=draw.random()))
+    rank = draw.randrange(pipe)
+    order = list(made.orders[rank])
+    for _ in range(draw.randint(0, 3)):
+        # O and R are inserted and moved more than others
+        i = draw.choice([k for k, op in enumerate(order) if op.kind in "OR"] or range(len(order)))
+        how = draw.randrange(3)
+        op = order[i] if how == 2 else order.pop(i)
+        if how:
+            order.insert(draw.randint(0, len(order)), op)
+        if order and draw.random() < 0.5:
+            _, stage, microbatch = draw.choice(order)
+            order.insert(draw.randint(0, len(order)), Op(draw.choice("OR"), stage, microbatch))
+        if not order:
+            break
+    return replace(made, orders=(*made.orders[:rank], tuple(order), *made.orders[rank + 1 :]))
+
+
+def runs(schedule: Schedule) -> bool:
+    """Execute a schedule with sets of what is on the device and in host memory, and nothing else of triax."""
+    at, made, device, host = [0] * schedule.pipe, set(), set(), set()
+    used: set[tuple[int, int]] = set()
+    split: set[tuple[int, int]] = set()
+    moved = True
+    while moved:
+        moved = False
+        for rank, order in enumerate(schedule.orders):
+            while at[rank] < len(order):
+                kind, stage, microbatch = order[at[rank]]
+                key = stage, microbatch
+                if kind == "F":
+                    if stage and ("F", stage - 1, microbatch) not in made:
+                        break
+                    if ("F", *key) in made:
+                        return False
+                    device.add(key)
+                elif kind in "BI":
+                    if stage + 1 < schedule.stages and ("B", stage + 1, microbatch) not in made:
+                        break
+                    if key not in device:
+                        return False
+                    device.discard(key)
+                    if kind == "I":
+                        split.add(key)
+                elif kind == "W":
+                    if key not in split:
+                        return False
+                    split.discard(key)
+                elif kind == "O":
+                    if key not in device or key in used:
+                        return False
+                    device.discard(key)
+                    host.add(key)
+                    used.add(key)
+                else:
+                    if key not in host:
+                        return False
+                    host.discard(key)
+                    device.add(key)
+                made.add(("B" if kind == "I" else kind, *key))
+                at[rank] += 1
+                moved = True
+    ended = all(i == len(order) for i, order in zip(at, schedule.orders, strict=True))
+    backward = sum(kind == "B" for kind, _, _ in made)
+    return ended and not (device or host or split) and backward == schedule.stages * schedule.microbatches
+
+
+@pytest.mark.parametrize("seeds", [range(300), pytest.param(range(300, 2300), marks=pytest.mark.exhaustive)])
+def test_verify_accepts_what_runs_and_no_more(seeds: range) -> None:
+    accepted = 0
+    for seed in seeds:
+        schedule, reason = mutant(seed), ""
+        try:
+            verify(schedule)
+            verify(lower(schedule))
+        except ScheduleError as error:
+            reason = str(error)
+        assert runs(schedule) == (not reason), (seed, reason)
+        assert not reason or "rank" in reason
+        accepted += not reason
+    assert 0.1 * len(seeds) < accepted < 0.9 * len(seeds)
+
+
+# ---------------------------------------------------------------------------------------------------- execution
+
+Cell = tuple[str, int, dict[str, Any], dict[str, Any]]  # schedule, ZeRO stage, offload, recompute
+
+
+def split_gpipe(pipe: int, microbatches: int) -> Schedule:
+    """GPipe with each backward split, so that weight gradients read what was reloaded for the input gradient."""
+    made = make_schedule("gpipe", pipe, microbatches)
+    halves = [
+        [op._replace(kind=kind) for op in order for kind in ("IW" if op.kind == "B" else "F")] for order in made.orders
+    ]
+    return replace(made, name="split", orders=tuple(map(tuple, halves)))
+
+
+def train(pipe: int, data: int, cells: list[Cell]) -> list[Any]:
+    """Return loss, gradients and offloads of each cell: a GPT with dropout and a tied head, in float64."""
+    here, found = Grid(pipe=pipe, data=data, timeout=60), []
+    rows = torch.randint(VOCABULARY, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(3))
+    shape = GPTConfig(
+        vocab_size=VOCABULARY,
+        max_position_embeddings=LENGTH,
+        hidden_size=16,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        dropout=0.1,
+        tie_word_embeddings=True,
+    )
+    for name, stage, offload, recompute in cells:
+        loss_fn = GPTLoss(here, vocab_size=VOCABULARY)
+        model = PipelineModule(gpt_layers(shape), grid=here, loss_fn=loss_fn, seed=7, dtype=torch.float64)
+        value = split_gpipe(pipe, SAMPLES // data) if name == "split" else None
+        engine = triax.Engine(
+            model,
+            optimizer=torch.optim.AdamW,
+            batch=triax.Batch(size=SAMPLES, microbatch=1),
+            schedule=triax.ScheduleOptions(name=name, value=value, offload=triax.OffloadActivations(**offload)),
+            zero=triax.Zero.of({"stage": stage}),
+            recompute=recompute,
+        )
+        share = SAMPLES // here.data.size
+        mine = rows[here.data.rank * share : (here.data.rank + 1) * share]
+        for _ in range(2):
+            loss = engine.train_batch(iter([(row[None, :-1], row[None, 1:]) for row in mine])).item()
+        offloads = sum(op.kind == "O" for ops in engine.program.ops for op in ops)
+        found.append((loss, engine.gather("gradients"), offloads))
+    return found
+
+
+def test_training_with_offload_equals_one_process(ranks: Any, tmp_path: Path) -> None:
+    cpu, disk = {"device": "cpu", "copy_time": 0.1}, {"device": "nvme", "path": str(tmp_path), "copy_time": 0.1}
+    half = {**cpu, "fraction": 0.5}
+    cells: list[Cell] = [
+        ("gpipe", 0, cpu, {}),
+        ("gpipe", 3, disk, {}),
+        ("gpipe", 2, half, {"enabled": True}),
+        ("interleaved", 3, cpu, {"granularity": "matmul"}),
+        ("split", 1, cpu, {}),
+    ]
+    loss, gradients, _ = train(1, 1, [("1f1b", 0, {}, {})])[0]
+    for size, sizes in ((2, (2, 1)), (4, (2, 2))):
+        for rank in ranks(size, train, *sizes, cells, timeout=120):
+            for value, own, offloads in rank:
+                assert offloads and value == pytest.approx(loss, rel=1e-10)
+                torch.testing.assert_close(own, gradients, rtol=1e-10, atol=1e-12)
+
+
+def test_no_more_bytes_are_held_than_simulated() -> None:
+    width, count, most = 512, 6, {}
+    for device in ("none", "cpu"):
+        layers: list[Any] = [LayerSpec(nn.Linear, width, width, bias=False), torch.tanh]
+        engine = triax.Engine(
+            PipelineModule(layers, grid=Grid(), loss_fn=summed_loss, dtype=torch.float64),
+            optimizer=torch.optim.SGD,
+            batch=triax.Batch(size=count, microbatch=1),
+            schedule=triax.ScheduleOptions(
+                name="gpipe", offload=triax.OffloadActivations.of({"device": device, "copy_time": 0.5})
+            ),
+        )
+        held: list[int] = []
+        alive: list[weakref.ref[Tensor]] = []
+
+        @contextmanager
+        def counted(op: Op, held: list[int] = held, alive: list[Any] = alive) -> Iterator[None]:
+            yield
+            kept = engine.executor.held[op.stage, op.microbatch].kept  # noqa: B023
+            if kept is not None:
+                alive.extend(weakref.ref(piece.data) for piece in kept._pieces.values() if piece.data is not None)
+            held.append(sum(data.numel() for ref in alive if (data := ref()) is not None))
+
+        engine.executor.wrap("F", counted)
+        losses = [engine.train_batch(iter([random_pair(i, 1, width) for i in range(count)])).item() for _ in range(2)]
+        most[device] = max(held), losses, engine
+    (_, losses, _), (bytes_, same, engine) = most["none"], most["cpu"]
+    assert same == losses
+    schedule, lane = engine.program.schedule, engine.executor._lane
+    (peak,) = simulate(schedule).peak_activations
+    assert peak < count and lane is not None
+    one = lane.peak_bytes / simulate(schedule).peak_offloaded[0]  # bytes that autograd keeps of a microbatch
+    assert one >= 2 * 8 * width and 0 < bytes_ <= peak * one < count * one
+    assert sum(size * len(free) for size, free in lane._free.items()) <= lane.peak_bytes  # buffers are used again
+
+
+class Overwrites(nn.Module):
+    """Keeps exp's output for its gradient, and then changes it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.exp()
+        y.add_(1)
+        return y
+
+
+def test_a_change_in_place_is_refused() -> None:
+    layers = [LayerSpec(nn.Linear, 4, 4), LayerSpec(Overwrites), LayerSpec(nn.Linear, 4, 4)]
+    engine = triax.Engine(
+        PipelineModule(layers, grid=Grid(), loss_fn=summed_loss, dtype=torch.float64),
+        optimizer=torch.optim.SGD,
+        batch=triax.Batch(size=8, microbatch=1),
+        schedule=triax.ScheduleOptions(name="gpipe", offload=triax.OffloadActivations(device="cpu")),
+    )
+    with pytest.raises(RuntimeError, match="changed in place after a layer had used it"):
+        engine.train_batch(iter([random_pair(i, 1, 4) for i in range(8)]))
