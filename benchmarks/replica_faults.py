@@ -1,6 +1,6 @@
 """Replicas that are killed at random moments, beside a run that starts again from a checkpoint.
 
-    python -m triax.benchmarks.faults --kills 100
+    python -m triax.benchmarks.replica_faults --kills 100
 
 A run of N replicas on this host trains a small GPT. A replica is killed (SIGKILL) at a random moment, then started
 again; the next kill follows once it is back. Printed, in seconds, median and worst: the time from a kill to the end of
