@@ -106,7 +106,7 @@ def pairs(runs: Sequence[MeasuredRun], count: int, seed: int = 0) -> dict[str, A
     draw, start = random.Random(seed), machine("b200").from_data_sheet()
     mixtures = [run for run in runs if run.layouts[0].expert > 1]
     dense = [run for run in runs if run.layouts[0].expert == 1]
-    found = []
+    found: list[dict[str, Any]] = []
     for _ in range(count):
         pair = draw.choice(dense), draw.choice(mixtures)
         on = fit(start, pair)
@@ -204,7 +204,9 @@ def show(report: Mapping[str, Any]) -> None:
     """Print the report."""
     console = terminal()
     heads = ("table", "mean error", "worst")
-    rows = [(name, f"{each['mean']:.1%}", f"{each['worst']:.1%}") for name, each in report["shipped"].items()]
+    rows: list[tuple[str, ...]] = [
+        (name, f"{each['mean']:.1%}", f"{each['worst']:.1%}") for name, each in report["shipped"].items()
+    ]
     console.print(table(heads, rows, "with the figures of the machine as shipped"))
     b200 = report["b200"]
     rows = [

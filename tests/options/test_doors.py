@@ -219,8 +219,8 @@ def test_each_option_has_a_key() -> None:
     known = {key for key, _ in keys()} | {key.rpartition(".")[0] for key, _ in keys()}
     missing = {path: key_of(path) for path, _, _ in walk(EngineOptions) if key_of(path) not in known}
     # Options that several keys set, or that Python alone has.
-    several = ("precision", "reduction", "batch", "monitor", "compression", "tuning", "checkpoint", "schedule")
-    several += ("fault_tolerance",)
+    several = {"precision", "reduction", "batch", "monitor", "compression", "tuning", "checkpoint", "schedule"}
+    several |= {"fault_tolerance"}
     assert {path for path in missing if path.partition(".")[0] not in several} == set(), missing
     assert Config.model_fields
 

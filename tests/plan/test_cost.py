@@ -246,7 +246,7 @@ def test_unequal_ranks_take_as_long_as_the_simulated_schedule() -> None:
 def test_switches_of_the_software_add_what_they_no_longer_hide() -> None:
     layout = ParallelLayout(pipe=2, data=2, tensor=2, zero=1)
 
-    def kinds(**switches: bool) -> dict[str, float]:
+    def kinds(**switches: Any) -> dict[str, float]:
         return CostModel(work(machine=replace(H100, **switches))).step(layout).kinds
 
     plain, once = kinds(), reduce_scatter(2.0 * 2048 * 4096, RankGroup(2), H100)

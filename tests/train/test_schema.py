@@ -75,7 +75,7 @@ def test_a_run_reads_every_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for method in ("sft", "simpo", "kto", "reward", grpo, distill):
         name = method if isinstance(method, str) else method["name"]
         common = {"name": name, "method": method, "model": {"preset": "bytes-tiny"}, "tokenizer": "bytes"}
-        more = {"data": "rows.jsonl", "training": {"steps": 1, "batch": 2}}
+        more: dict[str, Any] = {"data": "rows.jsonl", "training": {"steps": 1, "batch": 2}}
         more |= {} if name == "sft" else {"export": None}
         read |= read_while_training(monkeypatch, common | more)
     sections = [cls for cls in vars(schema).values() if isinstance(cls, type) and issubclass(cls, schema.Keys)]
