@@ -265,20 +265,19 @@ class Pool:
             "init_group": init_group,
             "port": _free_port(),
         }
-        for worker in self.workers[:n] if new_processes else ():
-            worker.end()
-        workers = self._workers(n)
+        # The pool's own processes wait meanwhile: what they have imported and compiled is worth seconds.
+        held = [] if new_processes else self.workers
         try:
-            results = self._collect(workers, job, f"{qualname} on {n} rank{'s' * (n > 1)}", timeout)
+            return self._collect(self._workers(n, held), job, f"{qualname} on {n} rank{'s' * (n > 1)}", timeout)
         except BaseException:
             # Whoever is not ready by now is in the middle of something: an interrupt, or a rank that hangs.
-            for worker in workers:
-                if new_processes or not worker.wait_ready(0):
+            for worker in held[:n]:
+                if not worker.wait_ready(0):
                     worker.end()
             raise
-        for worker in workers if new_processes else ():
-            worker.end()
-        return results
+        finally:
+            for worker in held if new_processes else ():
+                worker.end()
 
     def _address(self, fn: Any) -> tuple[Address, str]:
         """Return where a rank finds ``fn``: the address of its module, and its name there."""
@@ -311,19 +310,19 @@ class Pool:
         date = os.stat(path).st_mtime_ns
         return module.__name__, path, date, rank_process.compiled(path, date, str(self.folder))
 
-    def _workers(self, n: int) -> list[_Worker]:
-        """The first n workers, whole: those that died or were killed are replaced."""
+    def _workers(self, n: int, held: list[_Worker]) -> list[_Worker]:
+        """The first n workers of those held, whole: those that died or were killed are replaced."""
         for rank in range(n):
-            if rank == len(self.workers):
-                self.workers.append(_Worker(self, rank))
-            elif not self.workers[rank].is_alive():
-                self.workers[rank].end()
-                self.workers[rank] = _Worker(self, rank)
-        for worker in self.workers[:n]:
+            if rank == len(held):
+                held.append(_Worker(self, rank))
+            elif not held[rank].is_alive():
+                held[rank].end()
+                held[rank] = _Worker(self, rank)
+        for worker in held[:n]:
             if not worker.wait_ready(60):
                 worker.end()
                 raise RuntimeError(f"rank {worker.rank} of the test pool did not start:\n{worker.where()}")
-        return self.workers[:n]
+        return held[:n]
 
     def _collect(self, workers: list[_Worker], job: dict[str, Any], name: str, timeout: float) -> list[Any]:
         start = time.monotonic()

@@ -297,10 +297,10 @@ def test_the_grid_joins_what_a_launcher_started(ranks: Any, launcher: str) -> No
 
 
 def late_on_rank() -> list[tuple[str, float]]:
-    grid = Grid(data=2, tensor=2, timeout=3.0)
+    grid = Grid(data=2, tensor=2, timeout=2.0)
     axes = (grid.world, grid.tensor, grid.joint("pipe", "tensor"))
     if grid.tensor.rank == 1:
-        time.sleep(6)  # alive, but not there
+        time.sleep(2.5)  # alive, but not there; its sockets stay open until all ranks are done
         return []
     start = time.monotonic()
     works = [axis.all_reduce(torch.ones(1), async_op=True) for axis in axes]
@@ -318,8 +318,8 @@ def test_no_wait_is_longer_than_the_grids_timeout(ranks: Any) -> None:
     """The mesh's groups had torch's default of half an hour, whatever the grid was told."""
     found = ranks(4, late_on_rank, init_group=False, timeout=30)
     for message, seconds in found[0] + found[2]:
-        assert "Timed out waiting 3000ms" in message
-        assert seconds < 5 * slowdown()
+        assert "Timed out waiting 2000ms" in message
+        assert seconds < 4 * slowdown()
     assert len(found[0]) == 3
 
 

@@ -146,7 +146,7 @@ def left_alone(folder: str, guilty: int, stopped: bool, saves: bool, **config: A
 
     Rank 0 serves the store, as under mpirun and srun. ``saves``: the others save a checkpoint then.
     """
-    grid = Grid(timeout=3)
+    grid = Grid(timeout=2)
     engine = made(grid, Wide, "module", checkpoint={"patience": 1}, **config)
     pids, me, data = Path(folder, "pids"), engine.grid.rank, batches()
     for _ in range(2):

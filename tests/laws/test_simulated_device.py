@@ -91,7 +91,7 @@ def waits_of_a_step(stage: Literal[0, 1, 2, 3], kind: str) -> list[str]:
         if kind == "experts":
             model = PipelineModule(layers(Job(), Place()), grid=grid, loss_fn=NextTokenLoss(grid, VOCABULARY))
         else:
-            model = tiny_gpt(grid, dtype=torch.float32)
+            model = tiny_gpt(grid, dtype=torch.float32, num_hidden_layers=2)
         more: dict[str, Any] = {"recompute": {"interval": 1}} if kind == "recompute" else {}
         more |= {"precision": kind} if kind in ("bf16", "fp16") else {}
         engine = triax.Engine(model, schedule="zb-h1" if kind == "pipe" else "1f1b", **options, **more)

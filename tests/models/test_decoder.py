@@ -56,8 +56,8 @@ def trained(sizes: dict[str, Any], names: list[str]) -> list[list[Step]]:
         loss = NextTokenLoss(grid, VOCABULARY)
         model = PipelineModule(layers, grid=grid, loss_fn=loss, dtype=torch.float64, seed=7)
         optimizer = partial(torch.optim.SGD, lr=0.5)
-        engine = triax.PipelineEngine(model, optimizer=optimizer, batch=triax.Batch(size=8, microbatch=1), clip=1.0)
-        found.append(train(engine, microbatches(grid, text_batches(VOCABULARY, 8, 8, STEPS)), STEPS))
+        engine = triax.PipelineEngine(model, optimizer=optimizer, batch=triax.Batch(size=8, microbatch=2), clip=1.0)
+        found.append(train(engine, microbatches(grid, text_batches(VOCABULARY, 8, 8, STEPS), 2), STEPS))
     return found
 
 

@@ -220,6 +220,17 @@ def test_processes_and_group_numbers_do_not_leak(ranks: Any) -> None:
     assert first[0]["dtype"] == torch.float32 and first[0]["threads"] == 1
 
 
+def test_new_processes_stand_beside_the_pools_own(ranks: Any) -> None:
+    """They end with their job, whether it fails or not."""
+    own = [pid for _, _, pid in ranks(3, whoami)]
+    first, second = ([pid for _, _, pid in ranks(2, whoami, new_processes=True)] for _ in range(2))
+    assert len({*own, *first, *second}) == 7
+    with pytest.raises(RankFailure, match="the bad rank is 1"):
+        ranks(2, fails_on, 1, new_processes=True)
+    _wait_until_gone([*first, *second])
+    assert [pid for _, _, pid in ranks(3, whoami)] == own
+
+
 def test_ranks_draw_different_random_numbers(ranks: Any) -> None:
     """Different numbers on each rank make code fail that depends on the global generator."""
     draws = [answer["draw"] for answer in ranks(4, sees_the_mess)]
@@ -297,7 +308,7 @@ def test_a_rank_killed_between_jobs_is_replaced(ranks: Any) -> None:
 
 def test_the_time_limit_says_where_every_rank_stood(ranks: Any) -> None:
     with pytest.raises(RankTimeout, match=r"waits_on on 3 ranks did not end .* ranks \[1\]") as caught:
-        ranks(3, waits_on, 1, timeout=3)
+        ranks(3, waits_on, 1, timeout=1)
     assert caught.value[1].kind == "stuck"
     assert "in waits_here" in caught.value[1].text and "in waits_on" in caught.value[1].text
     assert "rank_process" not in caught.value[1].text
@@ -308,7 +319,7 @@ def test_the_time_limit_says_where_every_rank_stood(ranks: Any) -> None:
 
 def test_a_missed_collective_is_a_timeout_that_names_the_collective(ranks: Any) -> None:
     with pytest.raises(RankTimeout, match=r"still running: ranks \[0, 2\]") as caught:
-        ranks(3, misses_a_collective, timeout=3)
+        ranks(3, misses_a_collective, timeout=1)
     assert "all_reduce" in caught.value[0].text and "in misses_a_collective" in caught.value[0].text
     assert caught.value[1].kind == "returned"
     assert [float(x) for x in ranks(3, weighted_sum, torch.ones(1))] == [6.0] * 3

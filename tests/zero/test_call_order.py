@@ -176,23 +176,37 @@ def test_a_replica_that_evaluates_a_pipeline_alone_is_named(ranks: Any) -> None:
         assert "data 0" in message and "data 1" in message and "gathers layer" in message
 
 
-def late() -> str:
-    """Run the module on the first rank, while the others are still elsewhere; return what it prints."""
+class Printed(io.StringIO):
+    """What a rank prints. A file appears once there is something."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file = file
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        self.file.touch()
+        return written
+
+
+def late(file: Path) -> str:
+    """Run the module on the first rank, while the other is still elsewhere; return what it prints."""
     grid, made = Grid(timeout=600), branches([8, 8])
     engine = triax.initialize(model=made, config=config(), grid=grid)[0]
     call_order._LONG, usual = 0.5, call_order._LONG
     try:
-        with contextlib.redirect_stderr(io.StringIO()) as printed, torch.no_grad():
+        with contextlib.redirect_stderr(Printed(file)) as printed, torch.no_grad():
             for turn in range(2):  # the second time the call is the expected one, and asks nobody by itself
-                if turn and grid.rank:
-                    time.sleep(10.0)
+                deadline = time.monotonic() + 40
+                while turn and grid.rank and not file.exists() and time.monotonic() < deadline:
+                    time.sleep(0.02)
                 engine.module(batch(0, grid.data.rank), [0, 1])
     finally:
         call_order._LONG = usual
     return printed.getvalue()
 
 
-def test_a_rank_that_waits_long_says_for_whom(ranks: Any) -> None:
-    first, _ = ranks(2, late)
+def test_a_rank_that_waits_long_says_for_whom(ranks: Any, tmp_path: Path) -> None:
+    first, _ = ranks(2, late, tmp_path / "said")
     assert "rank 0 (pipe 0, data 0, tensor 0) gathers " in first and " s for rank 1 (pipe 0, data 1, tensor 0)" in first
     assert "which is between two calls of the engine, in test_call_order.py:" in first
