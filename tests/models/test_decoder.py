@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -61,10 +62,11 @@ def trained(sizes: dict[str, Any], names: list[str]) -> list[list[Step]]:
     return found
 
 
-def test_mixed_settings_equal_one_process(ranks: Any) -> None:
+@pytest.mark.parametrize("grids", [GRIDS[:3], pytest.param(GRIDS[3:], marks=pytest.mark.exhaustive)])
+def test_mixed_settings_equal_one_process(ranks: Any, grids: Sequence[dict[str, Any]]) -> None:
     names = list(MODELS)
     (alone,) = ranks(1, trained, {}, names)
-    for sizes in GRIDS:
+    for sizes in grids:
         for found in ranks(4, trained, sizes, names, timeout=120):
             for steps, wanted in zip(found, alone, strict=True):
                 assert_steps_equal(steps, wanted)

@@ -48,8 +48,13 @@ def pytest_in(folder: Path, *words: str) -> str:
     return done.stdout
 
 
-def test_a_project_of_its_own_tests_itself(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_a_project_of_its_own_tests_itself(tmp_path: Path, ranks: int) -> None:
+    """On the grids of two ranks. What grids of four ranks add, covering_grids, has tests of its own."""
     shutil.copytree(ROOT / "examples" / "own_model", tmp_path / "own")
+    file = tmp_path / "own" / "tests" / "test_own_model.py"
+    assert "ranks=4)" in file.read_text()
+    file.write_text(file.read_text().replace("ranks=4)", f"ranks={ranks})"))
     assert "3 passed" in pytest_in(tmp_path / "own")
 
 
