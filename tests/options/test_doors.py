@@ -159,6 +159,7 @@ VALUES: dict[str, Any] = {
     "checkpoint.tag_validation": "Fail",
     "checkpoint.on_failure": "stop",
     "checkpoint.resume": "auto",
+    "lora.base": "int8",
     "lora.targets": ["a"],
     "checkpoint.dir": "y",
     "local_updates.meet_early": False,
