@@ -127,7 +127,9 @@ def test_every_command_and_option_has_an_entry() -> None:
         head = f"## triax {' '.join(words)}\n"
         assert text.count(head) == 1, head
         entry = text.split(head)[1].partition("\n## ")[0]
-        printed = CliRunner().invoke(app, [*words, "--help"], terminal_width=200, env={"COLUMNS": "200"}).output
+        found = CliRunner().invoke(app, [*words, "--help"], terminal_width=200, env={"COLUMNS": "200"})
+        assert found.exit_code == 0, f"triax {' '.join(words)} --help"
+        printed = found.output
         missing = [
             option
             for option in re.findall(r"(?<![\w-])--[a-z][\w-]+", printed)
