@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 import torch
@@ -28,6 +28,7 @@ from ..grid.assemble import assemble
 from ..moe.auxiliary_steps import AuxiliarySteps
 from ..optim.schedulers import advance_schedule
 from ..options.engine import EngineOptions
+from ..options.schedule import OffloadActivations
 from ..pipe.executor import Executor, Result
 from ..pipe.microbatches import MicrobatchFeed
 from ..pipe.module import PipelineModule
@@ -153,7 +154,8 @@ class PipelineEngine(Engine):
         if gatherer is not None:
             guard_state_dict(module)
         self.optimizer = self.data_axis.optimizer
-        self.executor = Executor(module, self.data_axis, self.parts, self._activation_memory)
+        memory = partial(_activation_memory, self.options.schedule.offload, self.grid.device)
+        self.executor = Executor(module, self.data_axis, self.parts, memory)
         self.named_losses = NamedLossSteps(module.is_last)
         self.auxiliary = AuxiliarySteps(module, self.grid, module.auxiliary)
         self.replica_buffers = ReplicaBuffers(module, self._step_grid)
@@ -433,14 +435,6 @@ class PipelineEngine(Engine):
         verify(program)
         return program
 
-    def _activation_memory(self) -> Memory:
-        """Return the allocator of the host's buffers for offloaded activations."""
-        offload = self.options.schedule.offload
-        if offload.device == "nvme":
-            assert offload.path is not None
-            return DiskMemory(offload.path, wait=False)
-        return Memory("cpu", torch.device("cpu"), offload.pin_memory and is_accelerator(self.grid.device))
-
     def _share_outputs(self, outputs: list[Any]) -> list[Any]:
         """Broadcast the last stage's outputs to every stage, and return them. Collective over the pipe axis."""
         pipe, source = self.grid.pipe, self.module.placement[-1]
@@ -498,6 +492,14 @@ class PipelineEngine(Engine):
         self.executor.abandon()
         self.feed.abandon()
         self.data_axis.abandon()
+
+
+def _activation_memory(offload: OffloadActivations, device: torch.device) -> Memory:
+    """Return the allocator of the host's buffers for the activations that a rank on this device offloads."""
+    if offload.device == "nvme":
+        assert offload.path is not None
+        return DiskMemory(offload.path, wait=False)
+    return Memory("cpu", torch.device("cpu"), offload.pin_memory and is_accelerator(device))
 
 
 def _own_sums(grid: Grid, result: Result) -> list[Tensor | float]:

@@ -86,11 +86,11 @@ def factors(folder: Path, case: str) -> dict[str, Any]:
     return stored
 
 
-ADAPTED = [("llama", "peft", on(2, pipe=2, tensor=2, data=2))]
-ADAPTED += [
-    ("llama", "section", each) for each in (on(3, "llama", tensor=2, data=2), on(1, "llama", pipe=2, context=2))
+ADAPTED = [
+    ("llama", "peft", on(2, pipe=2, tensor=2, data=2)),
+    ("llama", "section", on(3, "llama", tensor=2, data=2)),
 ]
-MORE = [("llama", "peft", on(1, tensor=2, data=2))]
+MORE = [("llama", "section", on(1, "llama", pipe=2, context=2)), ("llama", "peft", on(1, tensor=2, data=2))]
 MORE += [(case, "peft", each) for case in ("gpt2", "llama") for each in [on(3, data=2), *GRIDS, *SWEEP]]
 MORE += [
     (case, "section", on(each["triax"]["zero_optimization"]["stage"], case, **each["grid"]))

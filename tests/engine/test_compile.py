@@ -193,7 +193,7 @@ def packed_rows(context: int) -> None:
     assert alike(compiled_weights, weights) < 1e-10
 
 
-@pytest.mark.parametrize("context", [1, 2])
+@pytest.mark.parametrize("context", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_compiled_rotary_layers_take_packed_rows(ranks: Any, context: int) -> None:
     ranks(context, packed_rows, context, timeout=180)
 

@@ -113,7 +113,7 @@ def test_auto_is_the_best_of_all_schedules(seed: int) -> None:
     assert found.proved and found.makespan == pytest.approx(best, rel=1e-12)
 
 
-@pytest.mark.parametrize("uneven", [True, False])
+@pytest.mark.parametrize("uneven", [pytest.param(True, marks=pytest.mark.exhaustive), False])
 def test_eighty_layers_on_eight_ranks_take_seconds(uneven: bool) -> None:
     block = [LayerCost(1.0, 1.1, 0.9, 12.0, 2.0, 0.1)] * 78
     ends = [LayerCost(0.01, 0.0, 0.3, 40.0, 0.1, 0.1), LayerCost(6.0, 6.0, 6.0, 40.0, 5.0)]
