@@ -211,9 +211,7 @@ def test_what_modules_cannot_do_is_refused(ranks: Any, tmp_path: Path) -> None:
     assert ranks(2, refusals, str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("size", "sizes"), [(1, []), pytest.param(4, ["2", "1", "2"], marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize(("size", "sizes"), [(1, []), pytest.param(4, ["2", "1", "2"], marks=pytest.mark.exhaustive)])
 def test_the_program_of_the_page_prints_what_it_shows(ranks: Any, tmp_path: Path, size: int, sizes: list[str]) -> None:
     page = (DOCS / "models.md").read_text()
     (tmp_path / "mtp.py").write_text(programs(page)["mtp.py"])
