@@ -29,11 +29,18 @@ _PEFT_FACTOR = re.compile(r"(.+)\.lora_([AB])\.[^.]+\.weight")
 
 
 def check_section(model: Any, config: Mapping[str, Any]) -> None:
-    """Check that not both the model and the configuration have adapters.
+    """Check that not both the model and the configuration have adapters, and that the Trainer has those of the section.
 
     Raises:
-        ConfigError: they have.
+        ConfigError: both have, or the section has dropout, DoRA or a quantized base.
     """
+    section = config.get("lora")
+    for key in ("dropout", "lora_dropout", "dora", "use_dora", "base"):
+        if isinstance(section, Mapping) and section.get(key):
+            raise ConfigError(
+                f"the Trainer's section lora has no {key}: leave it out, give a PeftModel on a grid with pipe=1, or "
+                "train with triax.Engine(..., lora=...) or a training file"
+            )
     if hasattr(model, "peft_config") and config.get("lora") is not None:
         raise ConfigError(
             f"the model is a {type(model).__name__} of PEFT, and the configuration has the section lora: give one of "
@@ -56,13 +63,7 @@ def add_section(model: nn.Module, config: Config, grid: Grid, whole: bool) -> No
     section = config.lora
     if section is None:
         return
-    if section.dora or section.base is not None:
-        key = "dora" if section.dora else "base"
-        raise ConfigError(
-            f"the Trainer's section lora has no {key}: leave it out, or train with triax.Engine(..., lora=...) or a "
-            "training file"
-        )
-    options = LoraOptions(section.rank, section.alpha, section.targets, section.rslora, config.seed, section.dropout)
+    options = LoraOptions(section.rank, section.alpha, section.targets, section.rslora, seed=config.seed)
     # The Trainer's grid has no expert axis: grid.expert is an axis of one rank.
     axis = grid.expert if whole else None
     add_adapters(model, options, linear_names(model), grid, dropout, axis=axis)

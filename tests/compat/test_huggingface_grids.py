@@ -183,6 +183,11 @@ def refused(out: str, grid: dict[str, int]) -> list[str]:
         message(adapted(peft.LoraConfig(**plain)), section=True),
     ]
     if "pipe" not in grid:
+        for key, value in (("dropout", 0.1), ("use_dora", True), ("base", "nf4")):
+            options = {"grid": grid, "triax": {"lora": {"rank": 2, "alpha": 4, key: value}}}
+            args = triax.TrainingArguments(out, **options, report_to="none")
+            with pytest.raises(ConfigError, match=f"section lora has no {key}"):
+                triax.Trainer(model_of("llama"), args)
         return found
     one_head = transformers.LlamaConfig(hidden_size=24, num_attention_heads=1, num_hidden_layers=1, vocab_size=8)
     return [
