@@ -7,6 +7,7 @@ reward.py: ``reward_loss``: a score of an answer, learned from such pairs; the m
 reference.py: ``with_reference``, ``with_baseline``, ``row_log_probs``: log-probabilities by the model as it is now.
 distillation.py: ``distill_loss``: a student learns a teacher's distribution of the next token.
 teacher.py: ``with_teacher``: a teacher's distributions, by a second model on the same grid.
+remote_teacher.py: ``RemoteTeacher`` and ``serve_teacher``: a teacher in other processes, on a grid of its own.
 policy.py: ``grpo_loss``: GRPO, DAPO, Dr. GRPO and GSPO for drawn answers with advantages.
 rewards.py: users' reward functions, called once for the job, and advantages.
 rollouts.py: ``Rollouts``: answers drawn on the training grid, with rewards, as microbatches.

@@ -6,6 +6,8 @@ from .preferences import preference_loss as preference_loss
 from .reference import row_log_probs as row_log_probs
 from .reference import with_baseline as with_baseline
 from .reference import with_reference as with_reference
+from .remote_teacher import RemoteTeacher as RemoteTeacher
+from .remote_teacher import serve_teacher as serve_teacher
 from .reward import reward_loss as reward_loss
 from .rollouts import Rollouts as Rollouts
 from .rollouts import with_token_reference as with_token_reference

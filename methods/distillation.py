@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,9 @@ from ..models.layers import NextTokenLoss
 from ..pipe.chunked_loss import LastLayer, loss_in_chunks, runs_otherwise
 from ..tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from ..tensor_parallel.divergence import top_divergence, top_log_probs, vocab_parallel_divergence
+
+if TYPE_CHECKING:
+    from ..engine.pipeline_engine import PipelineEngine
 
 Kind = Literal["forward", "reverse", "jsd"]
 TEACHER, IDS = "teacher", "teacher_ids"  # entries of the labels
@@ -272,3 +275,18 @@ class DistillLoss:
         length = mine.shape[1]
         cut = partial(shard, axis=self.grid.context, multiple=length)
         return {name: each if each.shape[1] == length else cut(each) for name, each in found.items()}
+
+
+def distill_loss_of(engine: PipelineEngine, whose: str) -> DistillLoss:
+    """Return the loss function of an engine of ``whose``, "the student" or "the teacher", if it is a ``DistillLoss``.
+
+    Raises:
+        TypeError: it is another one.
+    """
+    found: Any = engine.module.loss_fn
+    if not isinstance(found, DistillLoss):
+        raise TypeError(
+            f"distillation was given an engine of {whose} whose loss_fn is a {type(found).__name__}: make the model "
+            "with loss_fn=triax.methods.distill_loss(...)"
+        )
+    return found

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from ..agreement.agreement import agreed
 from ..pipe.p2p import channel_between, receive_value
 from ..pipe.schema import flatten, unflatten
-from .distillation import DistillLoss
+from .distillation import distill_loss_of
+from .remote_teacher import RemoteTeacher
 
 if TYPE_CHECKING:
     from ..engine.pipeline_engine import PipelineEngine
@@ -18,7 +21,7 @@ _TAG = 1  # that of the fields of microbatches, which are not sent meanwhile
 
 def with_teacher(
     engine: PipelineEngine,
-    teacher: PipelineEngine,
+    teacher: PipelineEngine | RemoteTeacher,
     microbatches: Sequence[tuple[Any, Any]],
     top_k: int | None = None,
 ) -> list[tuple[Any, Any]]:
@@ -37,7 +40,8 @@ def with_teacher(
     Args:
         engine: engine of the student, whose ``loss_fn`` is a ``distill_loss``.
         teacher: engine of the teacher on the same grid, without an optimizer, and with the same ``loss_fn`` or another
-            ``distill_loss``, which is used to find the logits. Its schedule and ZeRO stage are its own.
+            ``distill_loss``, which is used to find the logits. Its schedule and ZeRO stage are its own. Or a
+            ``RemoteTeacher``, which runs in other processes; remote_teacher.py counts its bytes.
         microbatches: microbatches of this replica, (inputs, labels); labels are a dict with ``labels``. On a rank on
             which neither engine reads data (``batch.labels="sent"``) an empty list.
         top_k: number of words whose log-probabilities, at the student's temperature, are kept; None: the logits of all.
@@ -50,23 +54,26 @@ def with_teacher(
         TypeError: a model has another loss function.
         ValueError: the two differ in grid or vocabulary, ``top_k`` is out of its range, or a rank has no microbatches
             that needs them.
+        RuntimeError: a ``RemoteTeacher`` failed or is gone.
     """
     grid = engine.grid
     counts = grid.pipe.all_gather_json(len(microbatches))
     with agreed(grid, None):
-        student, loss = _loss_of(engine, "the student"), _loss_of(teacher, "the teacher")
-        source = teacher.module.placement[-1]
+        student = distill_loss_of(engine, "the student")
         target = engine.module.placement[0 if engine.options.batch.labels == "sent" else -1]
         if teacher.grid is not grid:
             raise ValueError(
                 f"the teacher has a grid of its own, {teacher.grid}, beside the student's, {grid}: make both models "
-                "with grid=engine.grid, the same object"
+                "with grid=engine.grid, the same object, or run the teacher in other processes, with "
+                "triax.methods.serve_teacher"
             )
-        if loss.vocab_size != student.vocab_size:
-            raise ValueError(
-                f"the student has a vocabulary of {student.vocab_size}, the teacher of {loss.vocab_size}: take a "
-                "teacher with the same tokens"
-            )
+        if not isinstance(teacher, RemoteTeacher):
+            loss, source = distill_loss_of(teacher, "the teacher"), teacher.module.placement[-1]
+            if loss.vocab_size != student.vocab_size:
+                raise ValueError(
+                    f"the student has a vocabulary of {student.vocab_size}, the teacher of {loss.vocab_size}: take a "
+                    "teacher with the same tokens"
+                )
         if top_k is not None and not 1 <= top_k < student.vocab_size:
             raise ValueError(
                 f"top_k is {top_k}: give a number from 1 to {student.vocab_size - 1}, less than the vocabulary, or None"
@@ -76,6 +83,10 @@ def with_teacher(
                 f"pipe rank {target} reads the student's labels, but was given {counts[target]} microbatches, and "
                 f"another rank {max(counts)}: give with_teacher the same microbatches on each rank that reads data"
             )
+    if isinstance(teacher, RemoteTeacher):
+        inputs = [each for each, _ in microbatches]
+        records = teacher.entries(inputs, top_k, student.temperature, student.vocab_size, grid.pipe.rank == target)
+        return _joined(microbatches, records) if grid.pipe.rank == target else list(microbatches)
     with loss.recording(top_k, student.temperature) as records:
         teacher.eval_batch(iter(microbatches) if microbatches else None, num_micro_batches=max(counts))
     if source != target:
@@ -89,14 +100,8 @@ def with_teacher(
             records = [unflatten(channel.schemas[index], each) for index, each in enumerate(found)]
     if grid.pipe.rank != target:
         return list(microbatches)
+    return _joined(microbatches, records)
+
+
+def _joined(microbatches: Sequence[tuple[Any, Any]], records: Sequence[dict[str, Tensor]]) -> list[tuple[Any, Any]]:
     return [(inputs, {**labels, **record}) for (inputs, labels), record in zip(microbatches, records, strict=True)]
-
-
-def _loss_of(engine: PipelineEngine, whose: str) -> DistillLoss:
-    found: Any = engine.module.loss_fn
-    if not isinstance(found, DistillLoss):
-        raise TypeError(
-            f"with_teacher was given an engine of {whose} whose loss_fn is a {type(found).__name__}: make the model "
-            "with loss_fn=triax.methods.distill_loss(...)"
-        )
-    return found

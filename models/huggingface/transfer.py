@@ -47,7 +47,7 @@ def transfer_group(
     """
     host, _, port = address.rpartition(":")
     if not (host and port.isdecimal()):
-        raise ValueError(f"address is {address!r}: give host:port of the rank that sends, such as 10.0.0.7:29600")
+        raise ValueError(f"address is {address!r}: give host:port of the member of rank 0, such as 10.0.0.7:29600")
     if not 0 <= rank < size or size < 2:
         raise ValueError(f"rank is {rank} of {size}: give 0 to the rank that sends, and 1, 2, ... to the receivers")
     limit = timedelta(seconds=timeout)

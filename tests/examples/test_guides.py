@@ -54,6 +54,7 @@ SLOW = {
 }
 # A package: the last tests of this file; a project: tests/testing/test_kit.py; tests/train/test_distill_run.py.
 INSTALLED = {"npz_export.py", "test_own_model.py", "store_teacher.py"}
+TOGETHER = ("teach.py", "learn.py")  # two jobs at once: tests/methods/test_remote_teacher.py
 FOREIGN = {"sbatch", "srun", "kubectl", "ssh", "mpirun", "export", "nvidia-smi"}  # they need a cluster
 
 
@@ -93,7 +94,7 @@ RUN = [
     else pytest.param(page, command, output, id=f"{page.stem}: {command}", marks=pytest.mark.exhaustive)
     for page in PAGES
     for command, output in shown(page.read_text())
-    if command.split()[0] in ("python", "torchrun")
+    if command.split()[0] in ("python", "torchrun") and not command.endswith(TOGETHER)
 ]
 
 
