@@ -155,7 +155,7 @@ def test_a_teacher_of_other_processes_is_the_equations(ranks: Any, tmp_path: Pat
                         value = value if top_k else value[..., : stop - start]
                         whole = best.values.log() if top_k else logits[..., start:stop]
                         torch.testing.assert_close(value, whole[rows], atol=1e-10, rtol=0)
-                        if rank == 3 or "context" in axes and rank == 1:  # gets its part over the grid
+                        if rank == 3 or ("context" in axes and rank == 1):  # gets its part over the grid
                             assert sent == received == 0
                             continue
                         n = LENGTH * len(value)
