@@ -184,7 +184,7 @@ def refused(out: str, grid: dict[str, int]) -> list[str]:
     ]
     if "pipe" not in grid:
         for key, value in (("dropout", 0.1), ("use_dora", True), ("base", "nf4")):
-            options = {"grid": grid, "triax": {"lora": {"rank": 2, "alpha": 4, key: value}}}
+            options: dict[str, Any] = {"grid": grid, "triax": {"lora": {"rank": 2, "alpha": 4, key: value}}}
             args = triax.TrainingArguments(out, **options, report_to="none")
             with pytest.raises(ConfigError, match=f"section lora has no {key}"):
                 triax.Trainer(model_of("llama"), args)
