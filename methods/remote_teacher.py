@@ -9,7 +9,7 @@ replica of the student, the rank that reads the labels meet in a process group o
 
 b is 4, or 8 for a teacher in float64 (without top_k that of the teacher's logits), and n less than 150, and less than
 20 more for each microbatch. The rank of the student then sends the answer on: to each other tensor rank N k (b + 4)
-bytes, or N V / t x b (V / t rounded up); and on a context axis of c before that the whole answer, c - 1 times at most.
+bytes, or N V / t x b (V / t rounded up). On a context axis of c ranks it sends the whole answer to the others before.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class RemoteTeacher:
     def __init__(self, engine: PipelineEngine, address: str) -> None:
         self.grid, self.address = engine.grid, address
         self.sent = self.received = 0
+        self._closed = False
         self._group: dist.ProcessGroup | None = None
         reader = engine.module.placement[0 if engine.options.batch.labels == "sent" else -1]
         grid = self.grid
@@ -80,7 +81,7 @@ class RemoteTeacher:
         with agreed(self.grid, RuntimeError):
             if self._group is not None:
                 self.sent += _send_json(self._group, 0, None)
-                self._group = None
+        self._group, self._closed = None, True
 
     def entries(
         self, tokens: Sequence[Any], top_k: int | None, temperature: float, vocab_size: int, reads: bool
@@ -100,6 +101,10 @@ class RemoteTeacher:
         found: Any = []
         dtype = None
         with agreed(self.grid, RuntimeError):
+            if self._closed:
+                raise ValueError(
+                    f"the connection to the teacher at {self.address} is closed: make another RemoteTeacher"
+                )
             if reads:
                 _require_tokens(tokens)
             if self._group is not None:
@@ -232,10 +237,8 @@ def serve_teacher(engine: PipelineEngine, address: str, replicas: int = 1) -> in
         served += sum(counts)
 
 
-def _requests(
-    engine: PipelineEngine, group: dist.ProcessGroup | None, replicas: int
-) -> tuple[list[dict[str, Any] | None], list[Tensor]]:
-    """Return the request of each replica, None at the end, and the tokens (B, T) of all microbatches. Collective."""
+def _requests(engine: PipelineEngine, group: dist.ProcessGroup | None, replicas: int) -> tuple[list[Any], list[Tensor]]:
+    """Return each replica's request, None at the end, and the tokens (B, T) of all microbatches. Collective."""
     grid, heads, flat = engine.grid, list[Any](), list[Tensor]()
     if group is not None:
         for replica in range(replicas):
