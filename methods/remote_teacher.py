@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..agreement.agreement import agreed
-from ..agreement.failure import all_or_none
 from ..context.order import unshard
 from ..grid.ranges import split
 from ..models.huggingface.transfer import transfer_group
@@ -203,8 +202,7 @@ def serve_teacher(engine: PipelineEngine, address: str, replicas: int = 1) -> in
         loss = distill_loss_of(engine, "the teacher")
         group = transfer_group(address, 0, 1 + replicas, timeout=grid.timeout) if grid.rank == 0 else None
     while True:
-        with all_or_none(grid, lambda: None, "serve_teacher, which waits for the student"):
-            heads, tokens = _requests(engine, group, replicas)
+        heads, tokens = _requests(engine, group, replicas)
         if heads[0] is None:
             return served
         first = heads[0]
@@ -222,26 +220,32 @@ def serve_teacher(engine: PipelineEngine, address: str, replicas: int = 1) -> in
                     for replica in range(replicas):
                         _send_json(group, 1 + replica, {"error": f"{type(error).__name__}: {error}"})
             raise
-        with all_or_none(grid, lambda: None, "serve_teacher, which answers the student"):
-            counts = [len(each["shapes"]) for each in heads]
-            answers = _gathered(engine, records, [each.shape[1] for each in tokens], first["top_k"], loss.vocab_size)
-            for replica, count in enumerate(counts):
-                for index in range(count):
-                    entries = next(answers)
-                    if group is not None:
+        counts, lost = [len(each["shapes"]) for each in heads], None
+        answers = _gathered(engine, records, [each.shape[1] for each in tokens], first["top_k"], loss.vocab_size)
+        for replica, count in enumerate(counts):
+            for index in range(count):
+                entries = next(answers)  # also after a replica is lost: the other ranks send to this one
+                if group is not None and lost is None:
+                    try:
                         if index == 0:
                             dtype = str(entries[TEACHER].dtype).removeprefix("torch.")
                             _send_json(group, 1 + replica, {"dtype": dtype})
                         for each in entries.values():
                             _send(group, 1 + replica, each)
+                    except RuntimeError as error:
+                        lost = _lost(replica, "did not take its answer", grid.timeout, error)
+        with agreed(grid, RuntimeError):
+            if lost is not None:
+                raise lost
         served += sum(counts)
 
 
 def _requests(engine: PipelineEngine, group: dist.ProcessGroup | None, replicas: int) -> tuple[list[Any], list[Tensor]]:
     """Return each replica's request, None at the end, and the tokens (B, T) of all microbatches. Collective."""
     grid, heads, flat = engine.grid, list[Any](), list[Tensor]()
-    if group is not None:
-        for replica in range(replicas):
+    with agreed(grid, RuntimeError):
+        for replica in range(replicas if group is not None else 0):
+            assert group is not None
             try:
                 heads.append(_receive_json(group, 1 + replica)[0])
                 if heads[-1] is not None:
@@ -249,10 +253,7 @@ def _requests(engine: PipelineEngine, group: dist.ProcessGroup | None, replicas:
                     flat.append(torch.empty(count, dtype=torch.int64))
                     _receive(group, 1 + replica, flat[-1])
             except RuntimeError as error:
-                raise RuntimeError(
-                    f"replica {replica} of the student is gone or asked for nothing within {grid.timeout} s (the "
-                    f"timeout of the teacher's grid); its own output says why: {error}"
-                ) from error
+                raise _lost(replica, "asked for nothing", grid.timeout, error) from error
         asked = [None if each is None else {**each, "shapes": None} for each in heads]
         if any(each != asked[0] for each in asked):
             raise RuntimeError(f"the replicas of the student ask for different things: {asked}")
@@ -263,6 +264,13 @@ def _requests(engine: PipelineEngine, group: dist.ProcessGroup | None, replicas:
     if shapes:
         grid.world.broadcast(whole)
     return heads, [part.view(shape) for part, shape in zip(whole.split(sizes), shapes, strict=True)]
+
+
+def _lost(replica: int, how: str, seconds: float, error: RuntimeError) -> RuntimeError:
+    return RuntimeError(
+        f"replica {replica} of the student is gone or {how} within {seconds} s (the timeout of the teacher's grid); "
+        f"its own output says why: {error}"
+    )
 
 
 def _evaluate(engine: PipelineEngine, tokens: Sequence[Tensor]) -> None:

@@ -174,21 +174,30 @@ def test_a_teacher_of_other_processes_is_the_equations(ranks: Any, tmp_path: Pat
             raise
 
 
-def test_a_student_that_leaves_is_named() -> None:
-    grid, address = Grid(timeout=20), f"127.0.0.1:{free_port()}"
+def left_alone(address: str) -> str:
+    """Return the error of a teacher on two ranks whose student leaves, after errors of its engine and address."""
+    grid = Grid(tensor=2, timeout=20)
     config = triax.LlamaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
     model = triax.PipelineModule(triax.llama_layers(config), grid=grid, loss_fn=distill_loss(grid, 8))
     teacher: Any = triax.Engine(model, batch=triax.Batch(size=1, microbatch=1))
-    student = threading.Thread(target=lambda: triax.transfer_group(address, 1, 2, timeout=20))
-    student.start()
-    with pytest.raises(RuntimeError, match=r"replica 0 of the student is gone or asked for nothing within 20"):
-        serve_teacher(teacher, address)
-    student.join()
-    with pytest.raises(ValueError, match="give host:port"):
+    with pytest.raises((ValueError, RuntimeError), match="give host:port"):
         RemoteTeacher(teacher, "localhost")
     model.loss_fn = triax.NextTokenLoss(grid, 8)
     with pytest.raises(TypeError, match="an engine of the teacher whose loss_fn is a NextTokenLoss"):
         serve_teacher(teacher, address)
+    model.loss_fn = distill_loss(grid, 8)
+    student = threading.Thread(target=lambda: triax.transfer_group(address, 1, 2, timeout=20))
+    if grid.rank == 0:
+        student.start()
+    with pytest.raises(RuntimeError) as error:
+        serve_teacher(teacher, address)
+    return str(error.value)
+
+
+def test_a_student_that_leaves_is_named_on_every_rank(ranks: Any) -> None:
+    first, second = ranks(2, left_alone, f"127.0.0.1:{free_port()}")
+    assert first == second
+    assert first.startswith("replica 0 of the student is gone or asked for nothing within 20 s")
 
 
 @pytest.mark.exhaustive
