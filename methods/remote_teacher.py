@@ -9,7 +9,7 @@ replica of the student, the rank that reads the labels meet in a process group o
 
 b is 4, or 8 for a teacher in float64 (without top_k that of the teacher's logits), and n less than 150, and less than
 20 more for each microbatch. The rank of the student then sends the answer on: to each other tensor rank N k (b + 4)
-bytes, or N V / t x b (V / t rounded up); and on a context axis of c before that the whole answer, c - 1 times at most.
+bytes, or N V / t x b (V / t rounded up). On a context axis of c ranks it sends the whole answer to the others before.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..agreement.agreement import agreed
-from ..agreement.failure import all_or_none
 from ..context.order import unshard
 from ..grid.ranges import split
 from ..models.huggingface.transfer import transfer_group
@@ -60,6 +59,7 @@ class RemoteTeacher:
     def __init__(self, engine: PipelineEngine, address: str) -> None:
         self.grid, self.address = engine.grid, address
         self.sent = self.received = 0
+        self._closed = False
         self._group: dist.ProcessGroup | None = None
         reader = engine.module.placement[0 if engine.options.batch.labels == "sent" else -1]
         grid = self.grid
@@ -80,7 +80,7 @@ class RemoteTeacher:
         with agreed(self.grid, RuntimeError):
             if self._group is not None:
                 self.sent += _send_json(self._group, 0, None)
-                self._group = None
+        self._group, self._closed = None, True
 
     def entries(
         self, tokens: Sequence[Any], top_k: int | None, temperature: float, vocab_size: int, reads: bool
@@ -100,6 +100,10 @@ class RemoteTeacher:
         found: Any = []
         dtype = None
         with agreed(self.grid, RuntimeError):
+            if self._closed:
+                raise ValueError(
+                    f"the connection to the teacher at {self.address} is closed: make another RemoteTeacher"
+                )
             if reads:
                 _require_tokens(tokens)
             if self._group is not None:
@@ -198,8 +202,7 @@ def serve_teacher(engine: PipelineEngine, address: str, replicas: int = 1) -> in
         loss = distill_loss_of(engine, "the teacher")
         group = transfer_group(address, 0, 1 + replicas, timeout=grid.timeout) if grid.rank == 0 else None
     while True:
-        with all_or_none(grid, lambda: None, "serve_teacher, which waits for the student"):
-            heads, tokens = _requests(engine, group, replicas)
+        heads, tokens = _requests(engine, group, replicas)
         if heads[0] is None:
             return served
         first = heads[0]
@@ -217,28 +220,32 @@ def serve_teacher(engine: PipelineEngine, address: str, replicas: int = 1) -> in
                     for replica in range(replicas):
                         _send_json(group, 1 + replica, {"error": f"{type(error).__name__}: {error}"})
             raise
-        with all_or_none(grid, lambda: None, "serve_teacher, which answers the student"):
-            counts = [len(each["shapes"]) for each in heads]
-            answers = _gathered(engine, records, [each.shape[1] for each in tokens], first["top_k"], loss.vocab_size)
-            for replica, count in enumerate(counts):
-                for index in range(count):
-                    entries = next(answers)
-                    if group is not None:
+        counts, lost = [len(each["shapes"]) for each in heads], None
+        answers = _gathered(engine, records, [each.shape[1] for each in tokens], first["top_k"], loss.vocab_size)
+        for replica, count in enumerate(counts):
+            for index in range(count):
+                entries = next(answers)  # also after a replica is lost: the other ranks send to this one
+                if group is not None and lost is None:
+                    try:
                         if index == 0:
                             dtype = str(entries[TEACHER].dtype).removeprefix("torch.")
                             _send_json(group, 1 + replica, {"dtype": dtype})
                         for each in entries.values():
                             _send(group, 1 + replica, each)
+                    except RuntimeError as error:
+                        lost = _lost(replica, "did not take its answer", grid.timeout, error)
+        with agreed(grid, RuntimeError):
+            if lost is not None:
+                raise lost
         served += sum(counts)
 
 
-def _requests(
-    engine: PipelineEngine, group: dist.ProcessGroup | None, replicas: int
-) -> tuple[list[dict[str, Any] | None], list[Tensor]]:
-    """Return the request of each replica, None at the end, and the tokens (B, T) of all microbatches. Collective."""
+def _requests(engine: PipelineEngine, group: dist.ProcessGroup | None, replicas: int) -> tuple[list[Any], list[Tensor]]:
+    """Return each replica's request, None at the end, and the tokens (B, T) of all microbatches. Collective."""
     grid, heads, flat = engine.grid, list[Any](), list[Tensor]()
-    if group is not None:
-        for replica in range(replicas):
+    with agreed(grid, RuntimeError):
+        for replica in range(replicas if group is not None else 0):
+            assert group is not None
             try:
                 heads.append(_receive_json(group, 1 + replica)[0])
                 if heads[-1] is not None:
@@ -246,10 +253,7 @@ def _requests(
                     flat.append(torch.empty(count, dtype=torch.int64))
                     _receive(group, 1 + replica, flat[-1])
             except RuntimeError as error:
-                raise RuntimeError(
-                    f"replica {replica} of the student is gone or asked for nothing within {grid.timeout} s (the "
-                    f"timeout of the teacher's grid); its own output says why: {error}"
-                ) from error
+                raise _lost(replica, "asked for nothing", grid.timeout, error) from error
         asked = [None if each is None else {**each, "shapes": None} for each in heads]
         if any(each != asked[0] for each in asked):
             raise RuntimeError(f"the replicas of the student ask for different things: {asked}")
@@ -260,6 +264,13 @@ def _requests(
     if shapes:
         grid.world.broadcast(whole)
     return heads, [part.view(shape) for part, shape in zip(whole.split(sizes), shapes, strict=True)]
+
+
+def _lost(replica: int, how: str, seconds: float, error: RuntimeError) -> RuntimeError:
+    return RuntimeError(
+        f"replica {replica} of the student is gone or {how} within {seconds} s (the timeout of the teacher's grid); "
+        f"its own output says why: {error}"
+    )
 
 
 def _evaluate(engine: PipelineEngine, tokens: Sequence[Tensor]) -> None:

@@ -8,6 +8,7 @@ import re
 import shlex
 import signal
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import triax
 from triax import Grid
 from triax.context.order import shard
 from triax.grid.ranges import split
-from triax.methods import RemoteTeacher, distill_loss, with_teacher
+from triax.methods import RemoteTeacher, distill_loss, serve_teacher, with_teacher
 
 from paths import DOCS
 from processes import free_port, program, started
@@ -73,7 +74,7 @@ def data_of(grid: Grid) -> list[Any]:
     return [(each[:, :-1], {"labels": each[:, 1:]}) for each in parts]
 
 
-def distilled(folder: str, address: str, axes: dict[str, int]) -> list[tuple[float, int, int, list[Any]]]:
+def distilled(folder: str, address: str, axes: dict[str, Any]) -> list[tuple[float, int, int, list[Any]]]:
     """Return for top_k and all words the loss, the bytes to and from the teacher, and the entries on this rank."""
     grid = Grid(**axes, timeout=60)
     engine, near = engine_of(grid, f"{folder}/student"), engine_of(grid, f"{folder}/teacher")
@@ -92,6 +93,8 @@ def distilled(folder: str, address: str, axes: dict[str, int]) -> list[tuple[flo
                     torch.testing.assert_close(each, theirs[name], atol=1e-10, rtol=0)
             bytes_ = teacher.sent - before[0], teacher.received - before[1]
             found.append((engine.eval_batch(iter(data)).item(), *bytes_, [labels for _, labels in data]))
+    with pytest.raises(RuntimeError, match="is closed: make another RemoteTeacher"):
+        with_teacher(engine, teacher, data_of(grid), K)
     return found
 
 
@@ -121,7 +124,8 @@ def test_a_teacher_of_other_processes_is_the_equations(ranks: Any, tmp_path: Pat
     """Students on pipe 2 x tensor 2, data 2 and context 2; one with other words; and a teacher that is killed."""
     import transformers
 
-    folder, wanted = str(tmp_path), {}
+    folder = str(tmp_path)
+    wanted: dict[int | None, float] = {}
     with exact(), torch.no_grad():
         models = {}
         for seed, (name, more) in enumerate({"student": {}, "teacher": {"num_hidden_layers": 3}}.items()):
@@ -170,6 +174,33 @@ def test_a_teacher_of_other_processes_is_the_equations(ranks: Any, tmp_path: Pat
             raise
 
 
+def left_alone(address: str) -> str:
+    """Return the error of a teacher on two ranks whose student leaves, after errors of its engine and address."""
+    grid = Grid(tensor=2, timeout=20)
+    config = triax.LlamaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
+    model = triax.PipelineModule(triax.llama_layers(config), grid=grid, loss_fn=distill_loss(grid, 8))
+    teacher: Any = triax.Engine(model, batch=triax.Batch(size=1, microbatch=1))
+    with pytest.raises((ValueError, RuntimeError), match="give host:port"):
+        RemoteTeacher(teacher, "localhost")
+    model.loss_fn = triax.NextTokenLoss(grid, 8)
+    with pytest.raises(TypeError, match="an engine of the teacher whose loss_fn is a NextTokenLoss"):
+        serve_teacher(teacher, address)
+    model.loss_fn = distill_loss(grid, 8)
+    student = threading.Thread(target=lambda: triax.transfer_group(address, 1, 2, timeout=20))
+    if grid.rank == 0:
+        student.start()
+    with pytest.raises(RuntimeError) as error:
+        serve_teacher(teacher, address)
+    return str(error.value)
+
+
+def test_a_student_that_leaves_is_named_on_every_rank(ranks: Any) -> None:
+    first, second = ranks(2, left_alone, f"127.0.0.1:{free_port()}")
+    assert first == second
+    assert first.startswith("replica 0 of the student is gone or asked for nothing within 20 s")
+
+
+@pytest.mark.exhaustive
 def test_the_guides_two_commands_print_what_it_shows(ranks: Any, tmp_path: Path) -> None:
     page = (DOCS / "guides" / "distillation.md").read_text()
     section = page.partition("## A teacher on other processes")[2].partition("\n## ")[0]
