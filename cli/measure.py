@@ -57,7 +57,7 @@ _RANKS = 8  # the most that are started on one machine
 _MODELS: dict[str, tuple[Any, Any]] = {
     "GPTBlock": (GPTConfig, gpt_layers),
     "LlamaBlock": (LlamaConfig, llama_layers),
-    "MixtralBlock": (MixtralConfig, mixtral_layers),  # of 4 experts, of which each token goes to 2
+    "MixtralBlock": (MixtralConfig, mixtral_layers),  # of 4 experts; each token goes to 2 of them
 }
 
 

@@ -80,7 +80,7 @@ class LanguageModel(TemplateLM):
             What the function returned, on rank 0; None on the others.
 
         Raises:
-            Exception: on rank 0 that of the function, on the others an AgreedError with its text.
+            Exception: on rank 0 the function's exception, on the others an AgreedError with its text.
         """
         if self._grid.rank:
             while (told := self._told(None))[0] != "end":

@@ -58,5 +58,5 @@ class LedgerCheckpoints:
         return []
 
     def may_save_after(self, step: int, every: int) -> bool:
-        """Return True: between two steps all state is that of the run."""
+        """Return True: between two steps every replica has the state of the run."""
         return True

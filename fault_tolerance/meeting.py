@@ -18,7 +18,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Report:
-    """What a replica tells the others at a meeting.
+    """Message of a replica to the others at a meeting.
 
     Attributes:
         name: the replica's name.

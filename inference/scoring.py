@@ -44,7 +44,7 @@ class Scorer:
 
     Args:
         engine: the engine, with or without an optimizer. Its loss function is not used.
-        batch: sequences of a microbatch; None: as many as those of the engine.
+        batch: sequences of a microbatch; None: the engine's number.
 
     Attributes:
         max_length: number of the model's positions: the most tokens that the model reads at once.

@@ -7,8 +7,8 @@ replica of the student, the rank that reads the labels meet in a process group o
     answer      8 + n + N k (b + 4)        bytes     with top_k, for N tokens of the replica's microbatches
                 8 + n + N V b              bytes     without: logits of the whole vocabulary
 
-b is 4, or 8 for a teacher in float64 (without top_k that of the teacher's logits), and n less than 150, and less than
-20 more for each microbatch. The rank of the student then sends the answer on: to each other tensor rank N k (b + 4)
+b is 4, or 8 for a teacher in float64; without top_k it is the size of one of the teacher's logits. n is less than 150
+and 20 for each microbatch. The rank of the student then sends the answer on: to each other tensor rank N k (b + 4)
 bytes, or N V / t x b (V / t rounded up). On a context axis of c ranks it sends the whole answer to the others before.
 """
 

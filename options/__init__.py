@@ -1,4 +1,4 @@
-"""What a user may choose for an engine, as plain dataclasses: each option with its default, meaning, unit and check.
+"""Options of an engine, as plain dataclasses: each one with its default, meaning, unit and check.
 
 engine.py: ``EngineOptions``, all of them; the keywords of ``triax.Engine``.
 base.py: the declaration of an option, and of a section of options, which checks itself.

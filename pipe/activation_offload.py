@@ -69,7 +69,7 @@ class _Saved:
 
 
 class KeptActivations:
-    """What autograd saves of one stage and microbatch.
+    """Activations that autograd saves for the backward pass of one stage and microbatch.
 
     Args:
         weights: returns the addresses of the storages of weights and buffers, which stay.

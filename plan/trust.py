@@ -41,7 +41,7 @@ HALF = {
 
 
 class Trust(NamedTuple):
-    """How far a predicted time can be trusted.
+    """Interval around a predicted time, and the class of runs from whose errors it is made.
 
     Attributes:
         known: the class, a key of ``HALF``.

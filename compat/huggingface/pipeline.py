@@ -239,7 +239,7 @@ def pairs(batches: Iterable[Mapping[str, Any]], multiple: int = 1) -> Iterator[t
 
     Args:
         batches: the batches.
-        multiple: number to a multiple of which the rows are padded.
+        multiple: rows are padded to a multiple of this number.
 
     Raises:
         ConfigError: a batch has other columns, padding on the left, or labels of padding that count.

@@ -148,9 +148,8 @@ class Trainer(transformers.Trainer):
         where = in_stages(self.grid.topology.sizes)
         self._pipelined = bool(where)  # the model runs as a PipelineModule, of one stage with a context axis alone
         self._copies = self.grid.size // self.grid.replicas  # ranks that get the same samples
-        self._multiple = (
-            2 * self.grid.context.size if self.grid.context.size > 1 else 1
-        )  # of which rows have the length
+        # Rows are padded to a multiple of this length.
+        self._multiple = 2 * self.grid.context.size if self.grid.context.size > 1 else 1
         self._microbatches: list[Any] = []
         self._uses_count: bool | None = None  # the loss depends on num_items_in_batch; None: not known yet
         super().__init__(model, args, *others, **options)

@@ -340,7 +340,7 @@ def _gemma_write(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _opt_width(config: Config) -> int:
-    """Return the width of the embeddings; 0: it is that of the model."""
+    """Return the width of the embeddings; 0: the model's width."""
     width = (
         config["hidden_size"]
         if config.get("word_embed_proj_dim") is None

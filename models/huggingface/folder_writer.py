@@ -23,7 +23,7 @@ class TensorSink:
 
     def __init__(self, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
         self._tensors = dict(tensors)
-        # A tensor of which some rows are there, and the number missing.
+        # A tensor that lacks some rows, and the number of rows that it lacks.
         self._partial: dict[str, tuple[Tensor, int]] = {}
 
     def write(self, name: str, tensor: Tensor) -> None:

@@ -215,7 +215,7 @@ def _gpt_oss_read(config: Config) -> dict[str, Any]:
 
 
 def _dense_before(config: Config, first: int) -> tuple[int, ...]:
-    """Return the blocks in front of number ``first``, none of which has experts."""
+    """Return the blocks in front of number ``first``. They have no experts."""
     return tuple(range(min(first, config["num_hidden_layers"])))
 
 
@@ -576,7 +576,7 @@ MIXTURES: dict[str, Family] = {
             "num_experts_per_tok": ("num_experts_per_tok", 8),
             "router_aux_loss_coef": None,
         },
-        # transformers' loss, which only output_router_logits switches on, is that of a softmax beside the sigmoids.
+        # transformers' loss, which only output_router_logits switches on, takes the softmax beside the sigmoids.
         flags={"scoring_func": "sigmoid", "selection_bias": True, "router_aux_loss_coef": 0.0}
         | {"qk_norm_all_heads": True},
         only={"attention_bias": None, "output_router_logits": (False, None)},

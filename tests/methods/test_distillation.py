@@ -1,4 +1,4 @@
-"""Distillation on grids, beside TRL's DistillationTrainer and the equations in plain PyTorch, over 10 steps."""
+"""Distillation on grids, beside TRL's DistillationTrainer and the equations in plain PyTorch, over 20 steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from triax.methods import distill_loss, with_teacher
 
 from trl_in_float64 import exact
 
-STEPS, ROWS, PROMPT, LENGTH, WORDS, RATE, K = 10, 4, 4, 12, 29, 0.2, 5
+STEPS, ROWS, PROMPT, LENGTH, WORDS, RATE, K = 20, 4, 4, 12, 29, 0.2, 5
 SIZES: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 24}
 SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
 SIZES |= {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "initializer_range": 0.2}
@@ -185,7 +185,7 @@ def trained(
 
 
 def same_run(ranks: Any, folder: Path, wanted: list[tuple[float, float]], loss: dict[str, Any], *grid: Any) -> None:
-    """Check that the steps on a grid have losses, entropies and weights of a folder's run."""
+    """Check that 20 steps on a grid have losses, entropies and weights of a folder's run."""
     last = load_file(folder / "last" / "model.safetensors")
     for found in ranks(math.prod(grid[0].values()), trained, str(folder), loss, *grid, timeout=120):
         assert sum(found, ()) == pytest.approx(sum(wanted, ()), rel=1e-10)

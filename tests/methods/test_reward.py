@@ -1,4 +1,4 @@
-"""Reward models on grids, beside TRL's RewardTrainer over 10 steps, and in transformers' folders."""
+"""Reward models on grids, beside TRL's RewardTrainer over 20 steps, and in transformers' folders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from triax.methods import reward_layers, reward_loss
 from exact_norms import exact as exact_norms
 from trl_in_float64 import exact
 
-STEPS, PAIRS, LENGTH, WORDS, RATE, CENTER = 10, 4, 12, 29, 0.05, 0.1
+STEPS, PAIRS, LENGTH, WORDS, RATE, CENTER = 20, 4, 12, 29, 0.05, 0.1
 SIZES: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 24}
 SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
 SIZES |= {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "initializer_range": 0.2}
