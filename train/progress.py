@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,11 +14,10 @@ from rich.text import Text
 from ..base.errors import ConfigError, to_install
 from ..base.records import Records
 from ..monitor.format import numbers_in_words
-from ..monitor.report.run_folder import Run, read_run
+from ..monitor.report.run_folder import Run, read_run, read_trace
 from ..monitor.report.write import write_report
-from ..pipe.program.measured_costs import costs_of
+from ..pipe.program.measured_costs import simulated
 from ..pipe.program.schedule import Schedule
-from ..pipe.program.simulate import timeline_of
 from ..pipe.program.timeline import Timeline
 
 
@@ -73,7 +71,8 @@ class Reporter:
     def pipeline(self, step: int, measured: Timeline | None, schedule: Schedule) -> None:
         """Note the times of a step's ops, and draw the first ones at once.
 
-        In the end the picture is of the step with the median time.
+        In the end the picture is of the step in timeline.json, as the report's; without that file, of the step with
+        the median time.
         """
         if self.speaks and measured is not None:
             self._pipelines.append((measured.makespan, step, measured))
@@ -103,10 +102,13 @@ class Reporter:
         except ConfigError as error:
             self.say(f"there is no page about it. {error}")
         try:
+            run = read_run(self.folder)
             with self._records.writing(str(self.folder / "loss.png")):
-                draw_losses(self.folder / "loss.png", read_run(self.folder), baselines, self.unit)
+                draw_losses(self.folder / "loss.png", run, baselines, self.unit)
             if self._pipelines:
                 _, step, measured = sorted(self._pipelines)[len(self._pipelines) // 2]
+                if (traced := read_trace(run.trace or {})) is not None:
+                    step, measured = traced.step, traced.timeline()
                 with self._records.writing(str(self.folder / "schedule.png")):
                     draw_schedule(self.folder / "schedule.png", schedule, measured, f"step {step}")
         except ImportError as error:
@@ -145,13 +147,13 @@ def draw_losses(path: Path, run: Run, baselines: Mapping[str, float], unit: str)
 
 
 def draw_schedule(path: Path, schedule: Schedule, measured: Timeline, name: str) -> None:
-    """Draw the pipeline as it ran, and simulated with each op at the median time of its stage, without messages."""
+    """Draw the pipeline as it ran, and simulated with its costs."""
     from ..pipe.program.draw import picture
 
     measured = from_zero(measured)
-    simulated = timeline_of(schedule, replace(costs_of([measured], schedule.placement), COMM=0.0))
-    titles = [f"{name} as measured, in seconds", "simulated: every op takes the median time of its stage, no messages"]
-    picture([measured, simulated], path, titles=titles)
+    costs = "each op takes the median of its stage, each message that of its boundary"
+    titles = [f"{name} as measured, in seconds", f"simulated with its costs: {costs}"]
+    picture([measured, simulated(schedule, measured)], path, titles=titles)
 
 
 def from_zero(times: Timeline) -> Timeline:

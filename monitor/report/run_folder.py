@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,30 @@ class Run:
             if name in row and not isinstance(row[name], list):
                 found[row["step"]] = math.nan if row[name] is None else row[name]
         return sorted(found.items())
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the first number to the last; the time between the end of a run and its resumption is left out.
+
+        A resumed run begins with the time of its first step, where that is known.
+        """
+        begins = {row.get("since_step") for row in (*self.record.get("earlier", ()), self.record)}
+        rows = [row for row in self.rows if isinstance(row.get("time"), (int, float))]
+        whole = 0.0
+        for before, row in pairwise([None, *rows]):
+            if before is None or row["step"] < before["step"] or (row["step"] in begins and row["step"] > before["step"]):
+                took = row.get("Train/Samples/step_time_ms") or 0.0
+                whole += took / 1e3 if isinstance(took, (int, float)) else 0.0
+            else:
+                whole += max(0.0, row["time"] - before["time"])
+        return whole
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of all steps; 0 where they were not counted."""
+        speeds, times = (dict(self.series(f"Train/Samples/{name}")) for name in ("tokens_per_second", "step_time_ms"))
+        counts = [speed * times[step] / 1e3 for step, speed in speeds.items() if step in times]
+        return sum(round(count) for count in counts if math.isfinite(count))
 
     @property
     def last_step(self) -> int:

@@ -19,14 +19,18 @@ class Curve(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """One bar of a row: begin, end, the class of its color, the text on it, and its title under the pointer."""
+    """One bar of a row: begin, end, the class of its color, the text on it, and its title under the pointer.
+
+    ``thin``: a strip along the lower edge of the row, over other bars. ``fill``: a color in place of the class's.
+    """
 
     start: float
     end: float
     kind: str
     text: str
     title: str
-    thin: bool = False  # a strip along the lower edge of the row, over other bars
+    thin: bool = False
+    fill: str = ""
 
 
 class BarRow(NamedTuple):

@@ -241,7 +241,7 @@ def picture(
             points = [(time - begin, rank_of[span.op] + 0.32) for span in paths[i] for time in (span.start, span.end)]
             axis.plot(*zip(*points, strict=True), color="black", linewidth=1.2)
         axis.set_ylim(len(one.rows) - 0.4, -0.6)
-        axis.set_yticks(range(len(one.rows)), [f"rank {r}" for r in range(len(one.rows))])
+        axis.set_yticks(range(len(one.rows)), [f"pipe {r}" for r in range(len(one.rows))])
         axis.set_xlim(0, longest * 1.005)
         axis.spines[["top", "right"]].set_visible(False)
         name = f"{titles[i]}\n" if titles is not None else ""
