@@ -137,6 +137,11 @@ class Job:
         return self.options.precision.weights or self.file.training.precision
 
     @property
+    def precision_is_default(self) -> bool:
+        """True if the file names no dtype, so that the run computes in fp32."""
+        return "precision" not in self.file.training.given and self.precision == "fp32"
+
+    @property
     def layers(self) -> int:
         """Number of entries in the list of layers: embedding, positions of a GPT, blocks, norm, head."""
         return self.model.layer_count

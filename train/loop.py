@@ -37,7 +37,7 @@ from .job import Job
 from .lowest import LowestLoss
 from .method import AnswerEvaluation, Method
 from .model import build_module, parameter_groups, with_cut
-from .progress import Reporter, minutes
+from .progress import Reporter, minutes, step_figures
 from .requeue import requeued
 from .spikes import SpikeGuard
 from .tasks import task_evaluation
@@ -171,6 +171,7 @@ class TrainingRun:
             return
         for watch in self._watches:
             watch.start(self)
+        engine.save_on_interrupt()
         report.start()
         last, taken, loss, validation = False, 0, 0.0, None
         while not last:
@@ -193,7 +194,8 @@ class TrainingRun:
                 self.clock.skip()
             if job.file.monitor.print_losses:
                 report.say(f"step {step} loss {loss!r}")
-            report.step(step, loss, self.clock.speed, self.clock.left(job.steps - step), self._shown())
+            figures = step_figures(engine.monitor.last, self.clock.speed)
+            report.step(step, loss, figures, self.clock.left(job.steps - step), self._shown())
             if self.spikes.rewind():
                 last = False
                 continue
@@ -330,6 +332,8 @@ class TrainingRun:
             f"grid    {axes}{expert}; ZeRO {job.options.zero.stage}; {job.schedule.name} with "
             f"{job.batch.accumulation} microbatches of {job.batch.micro}"
         )
+        default = " (the default): training.precision=bf16 is faster on GPUs" if job.precision_is_default else ""
+        self.report.say(f"dtype   {job.precision}{default}")
         if job.cut is not None:
             self.report.say(f"cut     {job.cut}")
         rate = job.learning_rate

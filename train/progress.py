@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from rich.text import Text
 from ..base.errors import ConfigError, to_install
 from ..base.records import Records
 from ..monitor.format import numbers_in_words
+from ..monitor.protocol import StepMetrics
 from ..monitor.report.run_folder import Run, read_run, read_trace
 from ..monitor.report.write import write_report
 from ..pipe.program.measured_costs import simulated
@@ -54,19 +55,27 @@ class Reporter:
             self._live.start()
 
     def step(
-        self, step: int, loss: float, speed: float, left: float, metrics: Mapping[str, float | list[float]]
+        self, step: int, loss: float, figures: Sequence[str], left: float, metrics: Mapping[str, float | list[float]]
     ) -> None:
-        """Note a training step: its number (from 1), loss, tokens/s, seconds left, terms and metrics of the loss."""
+        """Show a training step.
+
+        Args:
+            step: its number, from 1.
+            loss: its loss.
+            figures: further numbers with their names, as of ``step_figures``.
+            left: seconds that the run will take.
+            metrics: terms and metrics of the loss.
+        """
         if not self.speaks:
             return
         count = f"{step:>{len(str(self.steps))}}/{self.steps}"
-        parts = [f"step {count}", f"loss {loss:.4f}", *numbers_in_words(metrics)]
-        line = "  ".join([*parts, f"{speed:,.0f} tokens/s", f"{minutes(left)} left"])
+        parts = [f"step {count}", f"loss {loss:.4f}", *numbers_in_words(metrics), *figures, f"{minutes(left)} left"]
         if self._live is not None:
             bar = "━" * int(16 * step / self.steps)
-            self._live.update(Text(f"{bar:16}  {line}", no_wrap=True, overflow="crop"))
+            lines = in_lines([f"{bar:16}", *parts], self._console.width)
+            self._live.update(Text("\n".join(lines), no_wrap=True, overflow="crop"))
         elif step % self.every == 0 or step in (1, self.steps):
-            self.say(line)
+            self.say("  ".join(parts))
 
     def pipeline(self, step: int, measured: Timeline | None, schedule: Schedule) -> None:
         """Note the times of a step's ops, and draw the first ones at once.
@@ -115,6 +124,45 @@ class Reporter:
             if error.name is None or not error.name.startswith("matplotlib"):
                 raise
             print(f"no pictures: they need matplotlib: {to_install('plot')}", file=sys.stderr)
+
+
+def step_figures(metrics: StepMetrics | None, speed: float) -> list[str]:
+    """Return the figures of a step for people: learning rate, gradient norm, tokens/s, memory, MFU.
+
+    The norm is that before clipping, and the memory the peak of rank 0. What is not known is left out, as MFU on a
+    device whose peak is not known.
+
+    Args:
+        metrics: the step's numbers.
+        speed: tokens per second.
+    """
+    rate = f"{speed:,.0f} tokens/s"
+    if metrics is None:
+        return [rate]
+    memory, mfu = metrics.timings.get("peak_memory_gb"), metrics.timings.get("mfu")
+    figures = [
+        f"lr {metrics.lr[0]:.3g}",
+        None if metrics.grad_norm is None else f"norm {metrics.grad_norm:.3g}",
+        rate,
+        None if memory is None else f"{memory:.2f} GB",
+        None if mfu is None else f"MFU {mfu:.1%}",
+    ]
+    return [each for each in figures if each is not None]
+
+
+def in_lines(parts: Sequence[str], width: int) -> list[str]:
+    """Return lines of at most ``width`` columns, if each part has room in one, with no part broken.
+
+    >>> in_lines(["step 1/9", "loss 2.5", "lr 0.1"], 20)
+    ['step 1/9  loss 2.5', 'lr 0.1']
+    """
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(lines[-1]) + 2 + len(part) <= width:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(part)
+    return lines
 
 
 def minutes(seconds: float) -> str:
