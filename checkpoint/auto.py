@@ -166,8 +166,8 @@ class AutoSaver:
 class _SignalHandler:
     """Handler that sets ``saver.signalled`` on the first SIGTERM or SIGINT, and on each SIGUSR1.
 
-    Slurm may send SIGUSR1 twice. Where nothing would be saved, a signal has the effect that it had before: on the second
-    SIGTERM or SIGINT, when ``saver`` is gone, and in child processes that were forked from this one.
+    Slurm may send SIGUSR1 twice. Where nothing would be saved, a signal has the effect that it had before: on the
+    second SIGTERM or SIGINT, when ``saver`` is gone, and in child processes that were forked from this one.
     """
 
     def __init__(self, saver: AutoSaver, number: signal.Signals) -> None:

@@ -14,7 +14,9 @@ from .recipe import shipped_folder, write_new
 _KINDS = (".py", ".toml", ".yaml", ".md")
 
 
-def new(project: Annotated[Path, typer.Argument(help="Folder to make. Its name is that of the Python module.")]) -> None:
+def new(
+    project: Annotated[Path, typer.Argument(help="Folder to make; the module gets its name.")],
+) -> None:
     """Make a project: a model of your own with its program and tests on grids, and a training file for text."""
     name = project.name.replace("-", "_")
     if not name.isidentifier():

@@ -1,7 +1,7 @@
 """Train the model on any grid, which does not change its losses.
 
-    python train.py                                              # one process
-    triax run --nproc 4 train.py --pipe 2 --tensor 2             # 2 stages x 2 shards
+python train.py                                              # one process
+triax run --nproc 4 train.py --pipe 2 --tensor 2             # 2 stages x 2 shards
 """
 
 import argparse

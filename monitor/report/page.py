@@ -198,10 +198,10 @@ def _compared_charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
     made = []
     for key, title, unit, scale, marked in numbers:
         curves = [
-            Curve(run.name, [(step, scale * y) for step, y in run.series(key)], color, marked)
-            for color, run in enumerate(runs)
+            Curve(run.name, [(step, scale * y) for step, y in run.series(key)], place, marked)
+            for place, run in enumerate(runs)
         ]
-        made.append(chart(title, unit, curves, wide=key.endswith("loss")))
+        made.append(chart(title, unit, curves, wide=key.endswith("train_loss")))
     return [each for each in made if each]
 
 
@@ -288,9 +288,9 @@ def _charts(run: Run) -> list[dict[str, Any]]:
     curves = [Curve("training", training, 0), Curve("validation", validation, 1, marked=True)]
     unit = "of each batch; validation where it was measured" if validation else "of each batch"
     charts = [chart("Loss", unit, curves, wide=True, level=_level(run))]
-    for key, title, unit, color, scale in _numbers(_speed(run)):
+    for key, title, unit, number_color, scale in _numbers(_speed(run)):
         points = [(step, scale * y) for step, y in run.series(_TRAIN + key)]
-        charts.append(chart(title, unit, [Curve(title.lower(), points, color)]))
+        charts.append(chart(title, unit, [Curve(title.lower(), points, number_color)]))
     for key, title, unit in (
         ("balance", "Load-balancing loss", "mean over the layers; 1 if all experts get equally many tokens"),
         ("z_loss", "Router z-loss", "mean over the layers"),

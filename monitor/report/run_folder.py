@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -112,14 +111,19 @@ class Run:
         A resumed run begins with the time of its first step, where that is known.
         """
         begins = {row.get("since_step") for row in (*self.record.get("earlier", ()), self.record)}
-        rows = [row for row in self.rows if isinstance(row.get("time"), (int, float))]
         whole = 0.0
-        for before, row in pairwise([None, *rows]):
-            if before is None or row["step"] < before["step"] or (row["step"] in begins and row["step"] > before["step"]):
-                took = row.get("Train/Samples/step_time_ms") or 0.0
-                whole += took / 1e3 if isinstance(took, (int, float)) else 0.0
-            else:
+        before: dict[str, Any] | None = None
+        for row in self.rows:
+            if not isinstance(row.get("time"), (int, float)):
+                continue
+            if before is not None and (
+                row["step"] == before["step"] or (row["step"] > before["step"] and row["step"] not in begins)
+            ):
                 whole += max(0.0, row["time"] - before["time"])
+            else:  # the first of a run, or of its resumption
+                took = row.get("Train/Samples/step_time_ms")
+                whole += took / 1e3 if isinstance(took, (int, float)) else 0.0
+            before = row
         return whole
 
     @property

@@ -58,10 +58,14 @@ def report_server(folders: Sequence[Path], port: int = 0) -> ThreadingHTTPServer
     try:
         return ThreadingHTTPServer((_ADDRESS, port), Handler)
     except OSError as error:
-        raise ConfigError(f"Port {port} of {_ADDRESS} cannot be used: {error.strerror}. Give another --port.") from error
+        raise ConfigError(
+            f"Port {port} of {_ADDRESS} cannot be used: {error.strerror}. Give another --port."
+        ) from error
 
 
 def _version(folders: Sequence[Path]) -> str:
     """Return a text that changes when a file of the runs does."""
     files = (folder / name for folder in folders for name in (METRICS, RUN, TIMELINE, HISTOGRAMS))
-    return " ".join(f"{found.st_mtime_ns}:{found.st_size}" for file in files if file.exists() for found in [file.stat()])
+    return " ".join(
+        f"{found.st_mtime_ns}:{found.st_size}" for file in files if file.exists() for found in [file.stat()]
+    )

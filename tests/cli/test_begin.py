@@ -25,9 +25,7 @@ def typed(*words: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["pretrain", "chat", "llama3-70b-64gpus"])
-def test_a_recipe_has_its_files_and_commands(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipe_has_its_files_and_commands(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert name in typed("recipe")
     said = typed("recipe", name)

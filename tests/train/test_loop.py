@@ -214,7 +214,7 @@ def on_a_full_disk(root: str) -> tuple[int, str, str]:
 
 def test_a_line_of_progress_has_terms_and_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = Reporter(tmp_path, True, steps=10, every=5)
-    shown = {"main": 1.5, "mtp_1": 1.25, "histogram": [1.0, 2.0]}
+    shown: dict[str, float | list[float]] = {"main": 1.5, "mtp_1": 1.25, "histogram": [1.0, 2.0]}
     report.step(5, 2.0, step_figures(None, 1234.0), 75.0, shown)
     wanted = "step  5/10  loss 2.0000  main 1.5000  mtp_1 1.2500  1,234 tokens/s  1:15 left"
     assert capsys.readouterr().out.splitlines() == [wanted]

@@ -23,7 +23,7 @@ from tokenized import folder
 LONG = """\
 name: long
 model: {preset: bytes-tiny}
-data: {training: tokens, threads: 0}
+data: {training: tokens, held_out: 0.2, threads: 0}
 training: {steps: 100000, batch: 8, microbatch: 2, sequence: 32, learning_rate: 1e-3}
 evaluate: {every: 100000}
 checkpoint: {every: 100000}
@@ -96,6 +96,7 @@ def test_ctrl_c_saves_a_checkpoint_and_ends_the_run(tmp_path: Path, processes: i
     with started(triax, "train", "run.yaml", f"grid.pipe={processes}", cwd=tmp_path) as process:
         while process.poll() is None and not (run / "metrics.jsonl").exists():
             time.sleep(0.02)
+        assert process.poll() is None, process.communicate()
         os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=100)
     assert process.returncode == 130 and "SIGINT was received: the run ends after step" in err, err
