@@ -126,8 +126,9 @@ def _summary(value: Any) -> str:
     """Return the first sentence of a docstring for a cell of a table; of a value that has none of its own, nothing."""
     described = inspect.isclass(value) or inspect.isroutine(value) or isinstance(value, types.ModuleType)
     text = inspect.cleandoc(value.__doc__ or "") if described else ""
-    first = " ".join(text.partition("\n\n")[0].split()).partition(". ")[0].removesuffix(".")
-    return _escaped(first.replace("``", "`"))
+    first = re.split(r"(?<! al)\.(?: |$)", " ".join(text.partition("\n\n")[0].split()))[0].replace("``", "`")
+    words = first.split("`")  # every second one is code, which is not escaped
+    return "`".join(word if number % 2 else _escaped(word) for number, word in enumerate(words))
 
 
 def first_sentence(module: types.ModuleType) -> str:
