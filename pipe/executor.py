@@ -153,7 +153,7 @@ class _SavedForBackward(NamedTuple):
     boundary: Boundary | None  # its inputs in the autograd graph; None at the first stage
     edges: list[GradientEdge]  # of the outputs, which get gradients from the next stage and may be freed themselves
     losses: list[GradientEdge]  # of losses, whose gradient is 1
-    deferred: Deferred | None  # queue of its weight gradients, if the schedule splits the backward
+    deferred: Deferred | None  # queue of its weight gradients, if the schedule splits this backward
     kept: KeptActivations | None = None  # what autograd saved, if it is offloaded
 
 
@@ -273,7 +273,7 @@ class Executor:
         if program is not self._program:
             self._program = program
             self._training = any(op.kind != "F" for op in ops if op.kind in COMPUTE)
-            self._splits = any(op.kind in "IW" for op in ops)
+            self._split = {(op.stage, op.microbatch) for op in ops if op.kind == "I"}
             self._gathers = any(op.kind == "GATHER" for op in ops)
             self._offloaded = {(op.stage, op.microbatch) for op in ops if op.kind == "O"}
             if self._offloaded and self._lane is None:
@@ -385,7 +385,7 @@ class Executor:
             self._lane.wait(self._computed)
         self._ready()
         self._module.dropout_state.samples = microbatch.samples
-        deferred = Deferred() if self._splits else None
+        deferred = Deferred() if (stage, index) in self._split else None
         last = stage == self._last_stage
         with_head = last and self._wants_loss and not self._keep_outputs and self._module.loss_takes_head
         named: list[NamedLosses] = []  # of layers
@@ -414,14 +414,10 @@ class Executor:
             self.peak = max(self.peak, len(self.held))
 
     def _backward(self, op: Op) -> None:
-        """Run the whole backward: input gradient and weight gradient, together or one right after the other."""
-        if self._splits:
-            self._input_gradient(op)
-            self._weight_gradient(op)
-        else:
-            with self._reducing(op):
-                self._differentiate(op)
-            del self.held[op.stage, op.microbatch]
+        """Run the whole backward: input gradient and weight gradient together."""
+        with self._reducing(op):
+            self._differentiate(op)
+        del self.held[op.stage, op.microbatch]
 
     def _input_gradient(self, op: Op) -> None:
         """Run the backward for the input gradient, and queue the weight gradients of the layers that can defer them."""

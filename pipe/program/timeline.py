@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -32,8 +32,16 @@ class Span(NamedTuple):
 
 def busy(row: Sequence[Span]) -> float:
     """Return the time in which an op of a row runs. The two ops of a pair have the same span, which counts once."""
-    alone = (span for i, span in enumerate(row) if not i or span[1:] != row[i - 1][1:])
-    return sum(span.end - span.start for span in alone)
+    return sum(spans[0].end - spans[0].start for spans in together(row))
+
+
+def together(row: Sequence[Span]) -> Iterator[tuple[Span, ...]]:
+    """Yield the spans of a row one by one, those of a pair of ops together."""
+    i = 0
+    while i < len(row):
+        count = 1 + (i + 1 < len(row) and row[i][1:] == row[i + 1][1:] and row[i].end > row[i].start)
+        yield tuple(row[i : i + count])
+        i += count
 
 
 class CollectiveSpan(NamedTuple):

@@ -27,7 +27,7 @@ class Recipe:
     chunks: int = 1  # the default
     accepts: Callable[[int], bool] = lambda chunks: chunks == 1
     least: Callable[[int], int] = lambda pipe: 1  # pipe -> the least number of microbatches
-    pairs: Callable[[int, int, int], frozenset[Op]] = lambda pipe, microbatches, chunks: frozenset()  # their first ops
+    pairs: Callable[[int, int, int], frozenset[Op]] | None = None  # as make -> the first op of each pair
 
 
 RECIPES: dict[str, Recipe] = {
@@ -85,4 +85,5 @@ def named_schedule(name: str, pipe: int, microbatches: int, chunks: int | None =
         )
     sizes = pipe, microbatches, chunks
     orders = tuple(map(tuple, recipe.make(*sizes)))
-    return Schedule(name, *sizes, recipe.place(pipe, chunks), orders, pairs=recipe.pairs(*sizes))
+    pairs = frozenset[Op]() if recipe.pairs is None else recipe.pairs(*sizes)
+    return Schedule(name, *sizes, recipe.place(pipe, chunks), orders, pairs=pairs)

@@ -170,10 +170,13 @@ def _limits(pipe: int, microbatches: int, chunks: int, memory: float | Sequence[
 
 
 def _fitting(pipe: int, microbatches: int, chunks: int, limits: Sequence[int]) -> list[Schedule]:
-    """Return the schedules from which the search starts: each named one within `limits`, and one that always fits."""
+    """Return the schedules from which the search starts: each named one within `limits`, and one that always fits.
+
+    The search knows no pairs, so named schedules of pairs are left out.
+    """
     schedules = []
     for name, recipe in RECIPES.items():
-        if name == "forward" or not recipe.accepts(chunks) or microbatches < recipe.least(pipe):
+        if name == "forward" or recipe.pairs is not None or not recipe.accepts(chunks) or microbatches < recipe.least(pipe):
             continue
         schedule = named_schedule(name, pipe, microbatches, chunks)
         schedules += [made for made in (schedule, *_others(schedule)) if _fits(made, limits)]
