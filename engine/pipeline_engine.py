@@ -157,6 +157,7 @@ class PipelineEngine(Engine):
         self.optimizer = self.data_axis.optimizer
         memory = partial(_activation_memory, self.options.schedule.offload, self.grid.device)
         self.executor = Executor(module, self.data_axis, self.parts, memory)
+        self.executor.interleaves = self.data_axis.options.stage < 3
         self.named_losses = NamedLossSteps(module.is_last)
         self.auxiliary = AuxiliarySteps(module, self.grid, module.auxiliary)
         self.replica_buffers = ReplicaBuffers(module, self._step_grid)
@@ -423,13 +424,12 @@ class PipelineEngine(Engine):
         zero, offload = self.options.zero, self.options.schedule.offload
         if self.options.schedule.pairs is not None and not schedule.forward_only:
             schedule = self._paired(schedule, self.options.schedule.pairs)
-        if schedule.pairs and self.data_axis.options.stage == 3:
-            raise OptionError(
-                "zero.stage",
-                3,
-                f"{schedule.name} has pairs of passes, and stage 3 releases the weights of a layer at the end of each "
-                "pass, while the other pass of the pair needs them: take stage 2, or a schedule without pairs",
+        if schedule.pairs and not self.executor.interleaves:
+            why = (
+                f"stage 3 releases the weights of a layer at the end of each pass, so the passes of {schedule.name}'s "
+                "pairs run one after the other, and their collectives do not hide; stage 2 runs them interleaved"
             )
+            self._warn(Note("zero.stage", why))
         if offload.device != "none" and not schedule.forward_only and not schedule.offloads:
             copy = offload.copy_time
             costs = replace(Costs(*self.options.schedule.costs), O=copy, R=copy)

@@ -173,8 +173,8 @@ class Executor:
         forms: (in training, stage) -> form of the losses of earlier batches, which each microbatch must have.
         clock: if set, each run records the times of its ops; ``marks`` has those of the last run.
         origin: time at which that run started, after a barrier over the ranks of this pipeline.
-        interleaves: run the two passes of a pair interleaved. If False, or if no axis of the model has collectives, they
-            run one after the other, as two ops.
+        interleaves: run the two passes of a pair interleaved. If False, or if no axis of the model has collectives,
+            they run one after the other, as two ops.
         held: state of each (stage, microbatch) between forward and backward.
         peak: the largest number of entries that ``held`` had in the last run.
     """

@@ -76,8 +76,9 @@ class CriticalPath:
                 self._before[span.op] = self._before[row[i - 1].op] if paired else before
         self._partner: dict[Op, Op] = {}
         for order in schedule.orders if schedule.pairs else ():
-            both = [(op, after) for op, after in pairwise(order) if op in schedule.pairs]
-            self._partner |= {op: after for op, after in both} | {after: op for op, after in both}
+            for op, after in pairwise(order):
+                if op in schedule.pairs:
+                    self._partner |= {op: after, after: op}
         self._copies = self._waits_of_copies()
         self.path = self._path()
 

@@ -99,7 +99,9 @@ def text(subject: Timeline | Schedule, width: int | None = None) -> Any:
     if narrowest < 1:
         notes.append(f"a column is {1 / scale:.3g} of time: its ops in their proportion, . idle")
     else:
-        notes.append("= the op goes on, . idle" + (", & runs interleaved with the op before" if "&" in out.plain else ""))
+        notes.append(
+            "= the op goes on, . idle" + (", & runs interleaved with the op before" if "&" in out.plain else "")
+        )
         if narrowest < digits:
             notes.append("numbers: the last digit of the microbatch")
     out.append(" " * label)
@@ -123,9 +125,9 @@ def _side_by_side(rows: list[list[Span]]) -> tuple[list[list[Span]], set[Op]]:
     for row in rows:
         split.append([])
         for spans in together(row):
-            middle = (spans[0].start + spans[0].end) / 2
-            halves = ({"end": middle}, {"start": middle}) if len(spans) == 2 else ({},)
-            split[-1] += [span._replace(**half) for span, half in zip(spans, halves, strict=True)]
+            start, end, parts = spans[0].start, spans[0].end, len(spans)
+            times = [start + (end - start) * i / parts for i in range(parts)] + [end]
+            split[-1] += [Span(span.op, times[i], times[i + 1]) for i, span in enumerate(spans)]
     return split, {spans[1].op for row in rows for spans in together(row) if len(spans) == 2}
 
 

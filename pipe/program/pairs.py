@@ -1,4 +1,4 @@
-"""Pairs: two passes of different microbatches that a rank runs interleaved, so that collectives hide, as a pass.
+"""Pairs of passes of different microbatches, which a rank runs interleaved so that collectives hide, as a pass.
 
 A tensor-parallel layer waits for an all-reduce after its products, and a layer of experts for an all-to-all before and
 after them. In a pair, one pass computes while the other one waits:
@@ -8,21 +8,21 @@ after them. In a pair, one pass computes while the other one waits:
                           all-reduce   all-reduce   all-reduce   all-reduce
 
 The first pass of a pair is a forward, the second one any pass of another microbatch. A pair starts when the inputs of
-both have arrived, and its results are there at its end: it saves the time of collectives, and delays the result of the
-pass that would have come first. DualPipe pairs F with B (DeepSeek 2025), STP also F with W and F with F (Qi et al. 2025,
-arXiv:2510.27257; pipe/schedules/braided.py).
+both have arrived, and its results are there at its end. It saves the time of collectives, and delays the result of the
+pass that would have come first. DualPipe pairs F with B (DeepSeek 2025). STP pairs F also with W and with F (Qi et al.
+2025, arXiv:2510.27257; pipe/schedules/braided.py).
 
     >>> costs = Costs(F=1, I=1, W=1, AR=0.25)
     >>> plain = make_schedule("dualpipe-v", pipe=4, microbatches=16)
     >>> simulate(plain, costs).makespan, simulate(pair_pass(plain, costs), costs).makespan
-    (55.5, 52.625)
+    (54.75, 53.25)
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from .ops import BACKWARD, COMPUTE, Op
+from .ops import BACKWARD, Op
 from .schedule import Schedule
 from .simulate import Costs, timeline_of
 
@@ -64,7 +64,7 @@ def pair_pass(schedule: Schedule, costs: Costs | None = None) -> Schedule:
 def _joined(schedule: Schedule, costs: Costs, kinds: str) -> Schedule:
     """Run the schedule in the order of time, and join a pass with the next one where the two end earlier so."""
     alone, pair_cost = costs.op_costs(schedule.stages, schedule.chunks), costs.pair_costs(schedule)
-    hops, placement = costs.hops(schedule.placement), schedule.placement
+    hops = costs.hops(schedule.placement)
     arrived: dict[tuple[bool, int, int], float] = {}  # (forward, stage, microbatch) -> time of the input
 
     def ready(op: Op) -> float | None:

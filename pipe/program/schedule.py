@@ -133,10 +133,8 @@ class Schedule:
         """Return each rank's ops as text, those of a pair in the form ``pair``."""
         rows = []
         for order in self.orders:
-            cells, after = [], iter(order)
-            for op in after:
-                cells.append(pair.format(op, next(after)) if op in self.pairs else str(op))
-            rows.append(cells)
+            after = iter(order)
+            rows.append([pair.format(op, next(after)) if op in self.pairs else str(op) for op in after])
         return rows
 
     @classmethod

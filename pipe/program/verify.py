@@ -197,7 +197,9 @@ def _together(program: Program) -> None:
     for rank, ops in enumerate(program.ops):
         for op, after in pairwise(ops):
             if op in program.schedule.pairs and after.kind not in COMPUTE:
-                raise ScheduleError(f"rank {rank}: {after} comes between {op} and the op that runs with it", [(rank, op)])
+                raise ScheduleError(
+                    f"rank {rank}: {after} comes between {op} and the op that runs with it", [(rank, op)]
+                )
 
 
 def _messages(program: Program) -> None:

@@ -211,7 +211,12 @@ class Recompute:
         matmuls = Matmuls() if self.granularity == "matmul" else None
 
         def run_again() -> None:
-            with keeping_turn(self.grid.tensor.lanes), self._measured(), state.restored(), matmuls.replayed() if matmuls else nullcontext():
+            with (
+                keeping_turn(self.grid.tensor.lanes),
+                self._measured(),
+                state.restored(),
+                matmuls.replayed() if matmuls else nullcontext(),
+            ):
                 repeated, named = inputs.restore()
                 function(*repeated, **named)
 

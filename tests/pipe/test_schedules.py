@@ -39,12 +39,13 @@ def peak(schedule: Schedule) -> float:
 @pytest.mark.parametrize("name", RECIPES)
 def test_each_generator_stands_under_a_drawing_of_its_output(name: str) -> None:
     rows = re.findall(r"rank (\d+): (.*)", RECIPES[name].make.__doc__ or "")
-    drawn = [[Op.parse(op) for op in row.split()] for _, row in rows]
+    drawn = [[Op.parse(op) for op in re.split(r"[ &]", row)] for _, row in rows]
     assert drawn, f"{name} has no drawing"
     microbatches = 1 + max(op.microbatch for row in drawn for op in row)
     chunks = (1 + max(op.stage for row in drawn for op in row)) // len(drawn)
     schedule = make_schedule(name, len(drawn), microbatches, chunks)
     assert [list(order) for order in schedule.orders] == drawn, str(schedule)
+    assert all(row in str(schedule) for _, row in rows)
 
 
 # name, chunks, idle time and peak at (p, m), from the papers: see docs/schedules.md
@@ -57,6 +58,7 @@ FORMULAS = {
     "zb-h2": (1, lambda p, m: p - 1, lambda p, m: min(2 * p - 1, m)),
     "zb-v": (2, lambda p, m: (p - 1) / 2, lambda p, m: p),
     "dualpipe-v": (2, lambda p, m: (p - 1) / 2, lambda p, m: p + 0.5),
+    "stp": (2, lambda p, m: (p - 1) / 2, lambda p, m: max(2, 2 * p - 0.5)),
     "wave": (2, lambda p, m: 2 * (p - 1), lambda p, m: p),
 }
 
