@@ -38,7 +38,10 @@ def schedule(
     ] = None,
     pipe: Annotated[int | None, typer.Option(help="Size of the pipe axis. Default: 4, or the file's.")] = None,
     microbatches: Annotated[
-        int | None, typer.Option(help="Microbatches per step. Default: twice --pipe, or the file's.")
+        int | None,
+        typer.Option(
+            help="Microbatches per step. Default: twice --pipe, or as many as the schedule needs, or the file's."
+        ),
     ] = None,
     chunks: Annotated[int | None, typer.Option(help="Stages per rank. Default: as the schedule needs.")] = None,
     costs: Annotated[
@@ -132,7 +135,8 @@ def schedule(
             pipe, microbatches, chosen = own.pipe, own.microbatches, own
         if own is None or compare:
             pipe = 4 if pipe is None else pipe
-            microbatches = 2 * pipe if microbatches is None else microbatches
+            least = RECIPES[name].least(max(pipe, 1)) if name in RECIPES else 1
+            microbatches = max(2 * pipe, least) if microbatches is None else microbatches
             passes = pipe * microbatches * (chunks or 1)
             if passes > LARGEST:
                 raise ValueError(

@@ -333,7 +333,7 @@ def train(sizes: dict[str, Any], cells: list[Cell]) -> list[Any]:
             recompute=recompute,
         )
         assert here.size == 1 or engine.program.schedule.pairs
-        engine.executor.interleaves = interleaves
+        engine.executor.interleaves &= interleaves
         here.tensor.observe(seen := Overlaps())
         count = SAMPLES // here.data.size
         mine = rows[here.data.rank * count : (here.data.rank + 1) * count]
