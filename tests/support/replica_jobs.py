@@ -77,6 +77,7 @@ def train(job: Mapping[str, Any]) -> None:
         clip=1.0,
         training_data=Samples(),
         zero=job.get("zero", 0),
+        local_updates=job.get("local"),
         checkpoint=job.get("checkpoint", triax.Checkpoints()),
         fault_tolerance={"replica": job["name"], "folder": job["folder"], **job["options"]},
     )
@@ -91,14 +92,22 @@ def train(job: Mapping[str, Any]) -> None:
             line = [engine.global_steps - 1, float(loss).hex(), time.monotonic(), engine.replicas.members]
             file.write(json.dumps(line) + "\n")
             file.flush()
+    weights = engine.gather()
+    if grid.rank == 0:
+        torch.save(weights, Path(job["folder"], f"{job['name']}.weights"))
     engine.leave()
+
+
+def _rounds(engine: Any) -> int:
+    """Return the number of steps; with local updates the number of rounds."""
+    return int(engine.global_steps // engine.replicas.batches)
 
 
 def _since(engine: Any, names: Sequence[str]) -> int | None:
     """Return the number of steps since these replicas were first members together; None if they were not."""
     for change in engine.replicas.ledger.changes:
         if set(names) <= set(change.members or ()):
-            return int(engine.global_steps - change.step)
+            return _rounds(engine) - int(change.step)
     return None
 
 
@@ -106,7 +115,7 @@ def _is_over(engine: Any, job: Mapping[str, Any]) -> bool:
     """Return True at the end of the run: equal on all replicas, because it depends on the history alone."""
     if "steps" in job:
         return bool(engine.global_steps >= job["steps"])
-    changes, step = engine.replicas.ledger.changes, engine.global_steps
+    changes, step = engine.replicas.ledger.changes, _rounds(engine)
     met = _since(engine, job["gather"]) is not None and set(job["final"]) == set(engine.replicas.ledger.members)
     lost = {name for change in changes for name in change.lost} | {
         name for change in changes for name in job["gather"] if change.members and name not in change.members
