@@ -1,8 +1,9 @@
 """Replicas that are killed, stopped, asked to go, slowed down and cut off from their coordinator, and what it costs.
 
-    python -m triax.benchmarks.replica_faults --faults 100
-    python -m triax.benchmarks.replica_faults --faults 100 --pipe 2
-    python -m triax.benchmarks.replica_faults --faults 200 --kinds kill,kills,stop,drain,slow,coordinator --pause 0.2
+    python -m triax.benchmarks.replica_faults --forked --faults 100
+    python -m triax.benchmarks.replica_faults --forked --faults 100 --pipe 2
+    python -m triax.benchmarks.replica_faults --forked --faults 200 --pause 0.2 --kinds all
+    python -m triax.benchmarks.replica_faults --faults 20 --restarts 3
 
 A run of N replicas on this host trains a small GPT. A fault strikes a replica at a random moment; the next one follows
 once all replicas are members again:
@@ -22,6 +23,7 @@ the replica is a member again. Then the command checks the run, and fails if one
 - the recorded history, replayed without faults, gives the same losses, bit for bit;
 - with 50 or more faults, memory and open descriptors of the last replica, which is not killed, are flat.
 
+--peer: beside it, the same kills of as many replicas of one process with torchft's Manager and DDP.
 --restarts N: beside it, a job of as many ranks that saves each step and is started again by triax run --max-restarts.
 """
 
@@ -29,6 +31,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -40,10 +43,16 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
+import triax
 from triax.fault_tolerance.membership import History
 from triax.launcher.replicas import drain
 
@@ -51,53 +60,147 @@ SHARE, SAMPLES = 8, 2**16  # samples of a share and of the data set
 LIMIT = 180.0  # seconds after which a run that does not go on hangs
 
 PROGRAM = """
-import json, os, sys, time
-from functools import partial
-import torch, triax
+import json, sys
+from triax.benchmarks.replica_faults import train
 
-given = json.loads(sys.argv[1])
-folder, replicas, share = given["folder"], given["replicas"], given["share"]
-name = os.environ.get("TRIAX_REPLICA", "job")
+if __name__ == "__main__":
+    train(json.loads(sys.argv[1]))
+"""
+# Of --forked: loaded once, by the server from which ranks are forked.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
+    ["torch", "torch.distributed.device_mesh", "torchft.coordination", "triax.engine.engines", "triax.data.dataloader"]
+    + ["triax.fault_tolerance.strategy", "triax.models.gpt"]
+)
 
 
-class Data(torch.utils.data.Dataset):
-    engine = None
+class Data(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Samples that are drawn by their index; what a member reads is written to a file, with the step.
 
-    def __len__(self):
-        return given["samples"]
+    Args:
+        given: arguments of ``train``.
+        name: the replica's name.
+        rank: rank of the replica.
+    """
 
-    def __getitem__(self, index):
-        if replicas and self.engine is not None and name in self.engine.replicas.members:
-            os.write(reads, f"{self.engine.global_steps} {index}\\n".encode())
-        time.sleep(given["pause"] / share)
+    def __init__(self, given: dict[str, Any], name: str, rank: int) -> None:
+        self._pause, self._name, self.engine = given["pause"] / SHARE, name, None
+        self._file = os.open(f"{given['folder']}/{name}.{rank}.reads", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        engine: Any = self.engine
+        if engine is not None and self._name in getattr(engine.replicas, "members", ()):
+            os.write(self._file, f"{engine.global_steps} {index}\n".encode())
+        time.sleep(self._pause)
         ids = torch.randint(0, 256, (33,), generator=torch.Generator().manual_seed(index))
         return ids[:-1], ids[1:]
 
 
-if __name__ == "__main__":
-    grid, data = triax.Grid(pipe=given["pipe"]), Data()
-    reads = os.open(f"{folder}/{name}.{grid.rank}.reads", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+def train(given: dict[str, Any]) -> None:
+    """Train as a rank of a replica, or of a job without replicas; write a line for each step."""
+    os.environ.update(given.get("environment", {}))
+    torch.set_num_threads(1)
+    folder, options, name = given["folder"], given["options"], os.environ.get("TRIAX_REPLICA", "job")
+    grid = triax.Grid(pipe=given["pipe"])
+    data = Data(given, name, grid.rank)
     model = triax.PipelineModule(
-        triax.gpt_layers(triax.GPTConfig(256, 32, given["width"], 4, 4), grid),
-        loss_fn=triax.CausalLMLoss(grid=grid), grid=grid,
+        triax.gpt_layers(triax.GPTConfig(256, 32, given["width"], 4, 4)),
+        loss_fn=triax.CausalLMLoss(grid=grid),
+        grid=grid,
     )
-    own = {"checkpoint": triax.Checkpoints(folder=folder + "/saved", every=1, keep=2, resume=True)}
-    if replicas:
-        own = {"fault_tolerance": triax.FaultTolerance(folder=folder, **given["options"])}
-    engine = triax.Engine(
-        model, optimizer=partial(torch.optim.AdamW, lr=1e-4), training_data=data,
-        batch=triax.Batch(size=share * grid.replicas, microbatch=share // given["pipe"]), **own,
+    own: dict[str, Any] = {"fault_tolerance": triax.FaultTolerance(folder=folder, **(options or {}))}
+    if options is None:
+        own = {"checkpoint": triax.Checkpoints(folder=folder + "/saved", every=1, keep=2, resume=True)}
+    engine: Any = triax.Engine(
+        model,
+        optimizer=partial(torch.optim.AdamW, lr=1e-4),
+        training_data=data,
+        batch=triax.Batch(size=SHARE * grid.replicas, microbatch=SHARE // given["pipe"]),
+        **own,
     )
     data.engine = engine
-    with open(f"{folder}/{name}.{grid.rank}.steps", "a", buffering=1) as file:
-        file.write(json.dumps({"pid": os.getpid(), "time": time.time()}) + "\\n")
+    with Path(folder, f"{name}.{grid.rank}.steps").open("a", buffering=1) as file:
+        file.write(json.dumps({"pid": os.getpid(), "time": time.time()}) + "\n")
         while engine.global_steps < given["steps"]:
             loss = float(engine.train_batch()).hex()
-            members = engine.replicas.members if replicas else []
+            members = [] if options is None else engine.replicas.members
             line = {"step": engine.global_steps - 1, "time": time.time(), "loss": loss, "members": members}
-            file.write(json.dumps(line) + "\\n")
+            file.write(json.dumps(line) + "\n")
     engine.leave()
-"""
+
+
+class PeerModel(nn.Module):
+    """Transformer of the size of the GPT that triax trains.
+
+    Args:
+        width: width of the model.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 256)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return logits, (batch, length, 256), of token ids, (batch, length)."""
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1])
+        logits: torch.Tensor = self.head(self.layers(self.embedding(ids), mask, is_causal=True))
+        return logits
+
+
+def train_with_torchft(given: dict[str, Any]) -> None:
+    """Train as a replica of torchft, as in its example train_ddp.py; write a line for each step that is committed."""
+    from torchft import Manager, Optimizer, ProcessGroupGloo
+    from torchft.ddp import PureDistributedDataParallel
+
+    os.environ.update(given["environment"])
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    name, limit = os.environ["TRIAX_REPLICA"], timedelta(seconds=given["options"]["timeout"])
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    plain = PeerModel(given["width"])
+
+    def load(state: Any) -> None:
+        plain.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=limit),
+        load_state_dict=load,
+        state_dict=lambda: {"model": plain.state_dict(), "optimizer": optimizer.state_dict()},
+        min_replica_size=given["least"],
+        timeout=timedelta(seconds=30),
+        rank=0,
+        world_size=1,
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        lighthouse_addr=f"http://{os.environ['TRIAX_COORDINATOR']}",
+        replica_id=name,
+        hostname="127.0.0.1",
+    )
+    # In torchft 0.2 DistributedDataParallel ends the survivors of a kill with an AssertionError in its hook (fut._fut).
+    model = PureDistributedDataParallel(manager, plain)
+    optimizer: Any = Optimizer(manager, torch.optim.AdamW(model.parameters(), lr=1e-4))
+    with Path(given["folder"], f"{name}.0.steps").open("a", buffering=1) as file:
+        file.write(json.dumps({"pid": os.getpid(), "time": time.time()}) + "\n")
+        number = 0
+        while True:
+            before, number = manager.current_step(), number + 1
+            ids = torch.randint(0, 256, (8, 33), generator=torch.Generator().manual_seed(number))
+            optimizer.zero_grad()
+            logits = model(ids[:, :-1])
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            if manager.current_step() > before:
+                members = given["names"] if manager.num_participants() == len(given["names"]) else []
+                line = {"step": before, "time": time.time(), "loss": float(loss.detach()).hex(), "members": members}
+                file.write(json.dumps(line) + "\n")
 
 
 class Tail:
@@ -144,6 +247,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def forked(target: Callable[[dict[str, Any]], None], job: dict[str, Any], log: str) -> None:
+    """Train in a forked process, whose messages go to a file."""
+    with Path(log).open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    target(job)
+
+
 class Run:
     """Run of replicas on this host, with a launcher for each, and a coordinator.
 
@@ -153,34 +264,93 @@ class Run:
         options: further options of ``FaultTolerance``.
         steps: number of steps; a run with faults goes on until it is stopped.
         least: number of replicas without which no step is taken.
+        target: what a forked rank runs.
     """
 
     def __init__(
-        self, folder: Path, given: argparse.Namespace, options: dict[str, Any], steps: int, least: int
+        self,
+        folder: Path,
+        given: argparse.Namespace,
+        options: dict[str, Any],
+        steps: int,
+        least: int,
+        target: Callable[[dict[str, Any]], None] = train,
     ) -> None:
+        self._target = target
         self.folder, self.given, self._least, self._port = folder, given, least, free_port()
         self.names = [f"r{each}" for each in range(given.replicas)]  # a number would be the number of replicas
         folder.mkdir()
         (folder / "program.py").write_text(PROGRAM)
-        plain = {"folder": str(folder), "replicas": True, "share": SHARE, "samples": SAMPLES, "steps": steps}
-        plain |= {"pipe": given.pipe, "width": given.width, "pause": given.pause, "options": options}
-        self._words = [str(folder / "program.py"), json.dumps(plain)]
+        self._job = {"folder": str(folder), "steps": steps, "pipe": given.pipe, "width": given.width}
+        self._job |= {"pause": given.pause, "options": options, "names": self.names, "least": least}
         self._tails = {
             (name, rank): Tail(folder / f"{name}.{rank}.steps") for name in self.names for rank in range(given.pipe)
         }
-        self.launchers: dict[str, subprocess.Popen[bytes]] = {}
+        self._launchers: dict[str, subprocess.Popen[bytes]] = {}
+        self._ranks: dict[str, list[Any]] = {}
         self._coordinator = self._start_coordinator()
         for name in self.names:
             self.start(name)
 
     def start(self, name: str) -> None:
-        """Start a replica, which is started again when it dies."""
+        """Start a replica: by ``triax run``, which starts it again when it dies, or as forked processes."""
+        address = f"127.0.0.1:{self._port}"
+        if self.given.forked:
+            variables = {"TRIAX_REPLICA": name, "TRIAX_COORDINATOR": address, "GLOO_SOCKET_IFNAME": "lo"}
+            if self.given.pipe > 1:
+                variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+                variables |= {key: str(self.given.pipe) for key in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+            self._ranks[name] = []
+            for rank in range(self.given.pipe):
+                numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if self.given.pipe > 1 else {}
+                job = {**self._job, "environment": {**variables, **numbers}}
+                self._ranks[name].append(
+                    CONTEXT.Process(target=forked, args=(self._target, job, str(self.folder / f"{name}.log")))
+                )
+                self._ranks[name][-1].start()
+            return
         words = ["run", "--replicas", name, "--nproc", str(self.given.pipe), "--max-restarts", "1000000", "--threads"]
-        words += ["1", "--coordinator", f"127.0.0.1:{self._port}", "--log-dir", str(self.folder / "logs"), *self._words]
-        with (self.folder / f"{name}.launcher").open("ab") as file:
-            self.launchers[name] = subprocess.Popen(
-                [sys.executable, "-m", "triax.cli.main", *words], stdout=file, stderr=file
+        words += [
+            "1",
+            "--coordinator",
+            address,
+            "--log-dir",
+            str(self.folder / "logs"),
+            str(self.folder / "program.py"),
+        ]
+        with (self.folder / f"{name}.log").open("ab") as file:
+            self._launchers[name] = subprocess.Popen(
+                [sys.executable, "-m", "triax.cli.main", *words, json.dumps(self._job)], stdout=file, stderr=file
             )
+
+    def revive(self, name: str) -> None:
+        """Do what ``triax run`` does when a rank of a forked replica has died: kill the others, and start it again."""
+        for process in self._ranks.get(name, ()):
+            process.kill()
+            process.join()
+        if name in self._ranks:
+            self.start(name)
+
+    def drain(self, name: str) -> None:
+        """Ask a replica to go, and wait until it has left."""
+        for process in self._ranks.get(name, ()):
+            process.terminate()
+        if name in self._launchers:
+            drain(name, self.folder / "logs", LIMIT)
+        self.finish(name, LIMIT)
+
+    def finish(self, name: str, seconds: float) -> None:
+        """Wait for the end of a replica.
+
+        Raises:
+            TimeoutError: it does not end in time.
+        """
+        if name in self._launchers:
+            self._launchers[name].wait(seconds)
+        for process in self._ranks.get(name, ()):
+            process.join(seconds)
+            if process.exitcode != 0:
+                raise TimeoutError(f"replica {name} has not ended well: {process.exitcode}")
 
     def _start_coordinator(self) -> subprocess.Popen[bytes]:
         words = ["coordinator", "--port", str(self._port), "--least", str(self._least), "--silence"]
@@ -222,9 +392,11 @@ class Run:
 
     def stop(self) -> None:
         """Stop all processes."""
-        for launcher in self.launchers.values():
+        for process in (each for ranks in self._ranks.values() for each in ranks):
+            process.kill()
+        for launcher in self._launchers.values():
             launcher.terminate()
-        for launcher in self.launchers.values():
+        for launcher in self._launchers.values():
             try:
                 launcher.wait(60.0)
             except subprocess.TimeoutExpired:
@@ -248,6 +420,9 @@ def strike(run: Run, kind: str, choose: random.Random) -> tuple[set[str], float]
     if kind in ("kill", "kills"):
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
+        time.sleep(choose.choice((0.0, run.given.silence + 0.5)))  # back before the others have missed it, or after
+        for name in names:
+            run.revive(name)
     elif kind == "slow":
         for _ in range(10):
             os.kill(pids[0], signal.SIGSTOP)
@@ -263,8 +438,7 @@ def strike(run: Run, kind: str, choose: random.Random) -> tuple[set[str], float]
         finally:
             os.kill(pids[0], signal.SIGCONT)
     else:
-        drain(names[0], run.folder / "logs", LIMIT)
-        run.launchers[names[0]].wait(LIMIT)
+        run.drain(names[0])
         run.start(names[0])
     return set(names), begun
 
@@ -349,7 +523,9 @@ def samples_counted(run: Run, steps: int) -> int:
     counted: Counter[int] = Counter()
     for name in run.names:
         reads: dict[int, list[int]] = {}
-        for step, index in (map(int, line.split()) for line in (run.folder / f"{name}.0.reads").read_text().splitlines()):
+        for step, index in (
+            map(int, line.split()) for line in (run.folder / f"{name}.0.reads").read_text().splitlines()
+        ):
             reads.setdefault(step, []).append(index)
         for step in (step for step in range(steps) if name in history.counted(step)):
             assert len(reads[step]) == SHARE, f"replica {name} has read {len(reads[step])} samples in step {step}"
@@ -366,8 +542,8 @@ def beside(folder: Path, given: argparse.Namespace) -> Iterator[float]:
     choose = random.Random(given.seed)
     folder.mkdir()
     (folder / "program.py").write_text(PROGRAM)
-    plain = {"folder": str(folder), "replicas": False, "share": SHARE, "samples": SAMPLES, "steps": 10**9}
-    plain |= {"pipe": given.pipe, "width": given.width, "pause": given.pause}
+    plain = {"folder": str(folder), "steps": 10**9, "pipe": given.pipe, "width": given.width, "pause": given.pause}
+    plain["options"] = None
     words = ["run", "--nproc", str(given.replicas * given.pipe), "--max-restarts", "1000", "--threads", "1"]
     words += ["--log-dir", str(folder / "logs"), str(folder / "program.py"), json.dumps(plain)]
     with (folder / "launcher").open("ab") as file:
@@ -397,19 +573,27 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--pipe", type=int, default=1, help="pipe ranks of a replica")
     parser.add_argument("--faults", type=int, default=20)
-    parser.add_argument("--kinds", default="kill", help=f"names of {', '.join(kinds)}, with commas; each occurs")
+    parser.add_argument("--kinds", default="kill", help=f"all, or some of {','.join(kinds)}; each occurs")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--pause", type=float, default=0.0, help="seconds that the data of a step takes")
     parser.add_argument("--silence", type=float, default=2.0)
     parser.add_argument("--timeout", type=float, default=5.0)
     parser.add_argument("--patience", type=float, default=5.0)
     parser.add_argument("--restarts", type=int, default=0, help="kills of a job that restarts from a checkpoint")
+    parser.add_argument(
+        "--forked", action="store_true", help="fork ranks from a process that has loaded torch, without triax run"
+    )
+    parser.add_argument(
+        "--peer", action="store_true", help="beside it, the same kills of replicas of torchft's Manager"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", help="folder in which the files of the runs are kept")
     given = parser.parse_args()
-    chosen = given.kinds.split(",")
+    chosen = [*kinds] if given.kinds == "all" else given.kinds.split(",")
     if unknown := set(chosen) - set(kinds):
         parser.error(f"--kinds has {', '.join(sorted(unknown))}: give names of {', '.join(kinds)}")
+    if given.peer and given.pipe > 1:
+        parser.error("--peer compares replicas of one process: leave --pipe out")
     if given.replicas < 3:
         parser.error("--replicas must be at least 3: two stay when a fault strikes one")
     with tempfile.TemporaryDirectory() as temporary:
@@ -431,13 +615,24 @@ def main() -> None:
         past = str(run.folder / f"{run.names[-1]}.jsonl")
         again = Run(folder / "replay", given, {"replay": past}, len(losses), given.replicas)
         try:
-            for launcher in again.launchers.values():
-                launcher.wait(3600.0)
+            for name in again.names:
+                again.finish(name, 3600.0)
         finally:
             again.stop()
         assert agreed(again) == losses, "the replay has other losses"
         print(f"the replay of the history has the same {len(losses)} losses, bit for bit", flush=True)
-        told(f"a job of {given.replicas * given.pipe} ranks, from a kill to its next step", [*beside(folder / "job", given)] if given.restarts else [])
+        if given.peer:
+            given.forked = True
+            peer = Run(folder / "torchft", given, limits, 10**9, 2, train_with_torchft)
+            print("torchft's Manager with DDP:", flush=True)
+            try:
+                with_faults(peer, ["kill"], given.faults, random.Random(given.seed))
+            finally:
+                peer.stop()
+        told(
+            f"a job of {given.replicas * given.pipe} ranks, from a kill to its next step",
+            [*beside(folder / "job", given)] if given.restarts else [],
+        )
 
 
 if __name__ == "__main__":

@@ -149,9 +149,12 @@ class LocalRounds(FaultTolerantReplicas):
         """Load the state of the begin of a round, and go to the present place in it."""
         super()._load(header, tensors)
         self._outer.restart()
-        for velocity, given in zip(self._outer.velocity, tensors[len(tensors) - len(self._outer.velocity) :], strict=True):
+        for velocity, given in zip(
+            self._outer.velocity, tensors[len(tensors) - len(self._outer.velocity) :], strict=True
+        ):
             velocity.copy_(given)
         engine = self._engine
+        assert engine.optimizer is not None
         for _ in range(self.since):
             advance_schedule(engine.lr_scheduler, engine.optimizer, None)
         engine.global_steps += self.since
@@ -166,8 +169,8 @@ class LocalRounds(FaultTolerantReplicas):
             AgreedError: always.
         """
         raise AgreedError(
-            f"replicas of fault_tolerance synchronize after every {self.batches} steps (local_updates.every), and at no "
-            "other time: leave synchronize() out"
+            f"replicas of fault_tolerance synchronize after every {self.batches} steps (local_updates.every), and "
+            "at no other time: leave synchronize() out"
         )
 
     def common_weights(self) -> AbstractContextManager[None]:

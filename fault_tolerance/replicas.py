@@ -98,9 +98,9 @@ class FaultTolerantReplicas(SynchronousReplicas):
         self._buffers = [(name, each, each._version) for name, each in engine.module.named_buffers()]
         self._client: CoordinatorClient | None = None
         self._store, self._address = None, ""
+        self._host = own_address(address.rpartition("//")[2].rpartition(":")[0])
         if grid.rank == 0:
-            host = own_address(address.rpartition("//")[2].rpartition(":")[0])
-            self._store, self._address = serve_store(host)
+            self._store, self._address = serve_store(self._host)
             self._client = CoordinatorClient(address, self.name, options.silence, options.give_up)
         engine.optimizer_step.across = self.sum
 
@@ -378,6 +378,9 @@ class FaultTolerantReplicas(SynchronousReplicas):
         """Enter the next round if this replica is in it; return False if it is not. Collective."""
         following = decision.next
         laggard = self._round is not None and self._round.number != following.number - 1
+        if laggard and self.grid.rank == 0:
+            text = "the others have gone on without replica %s since %s %d: it gets their state, and joins again"
+            _LOG.warning(text, self.name, self.unit, self._now.step)
         if self.name not in following.group or (laggard and self.name not in following.newcomers):
             return False
         self._enter(following, False)
@@ -399,7 +402,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
             rank = round_.group.index(self.name)
             key = f"round {round_.number} of rank {self.grid.rank}"
             try:
-                self._group = ReplicaGroup(round_.store, key, rank, len(round_.group), self.options.timeout)
+                self._group = ReplicaGroup(round_.store, self._host, key, rank, len(round_.group), self.options.timeout)
             except _FAILURES as error:  # the next sum fails, and all meet again
                 _LOG.debug("the group of round %d was not made: %s", round_.number, error)
         if round_.fresh:

@@ -150,13 +150,9 @@ def test_a_diloco_run_starts_again_from_files(tmp_path: Path) -> None:
 
     losses_of("cut", 2 * EVERY)
     assert losses_of("cut", 4 * EVERY) == losses_of("whole", 4 * EVERY)
-    with pytest.raises(triax.ConfigError, match="started again from files"), coordinator(least=1) as address:
-        replica = triax.FaultTolerance(coordinator=address, replica="a", replay=str(tmp_path / "cut" / "a.jsonl"))
-        triax.Engine(
-            triax.PipelineModule(layers(0.0), loss_fn=loss_fn, grid=triax.Grid()),
-            optimizer=optimizer,
-            batch=triax.Batch(size=SHARE, microbatch=SHARE),
-            training_data=Samples(),
-            fault_tolerance=replica,
-            local_updates=LOCAL,
-        )
+    assert not History.read(tmp_path / "whole" / "a.jsonl").restarted
+    job = {"local": LOCAL, "steps": EVERY, "log": str(tmp_path / "log")}
+    with coordinator(least=1) as address:
+        options = {"replay": str(tmp_path / "cut" / "a.jsonl")}
+        assert finish(start(tmp_path, "a", address, options=options, **job)) == [1]
+    assert "has started again from files" in (tmp_path / "log").read_text()
