@@ -6,7 +6,7 @@ A rank sends to the rank at the same place of another replica, whose grid is equ
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,16 +54,19 @@ def _states(shards: StateShards, dtypes: Dtypes) -> Iterator[Tensor]:
     yield from (part.value for _, part in shards.stepper.load_targets(shards.ranges, saved, list(dtypes)))
 
 
-def capture_here(engine: Checkpointed, more: Mapping[str, Any]) -> tuple[Tensor, list[Tensor]]:
+def capture_here(
+    engine: Checkpointed, more: Mapping[str, Any], further: Sequence[Tensor] = ()
+) -> tuple[Tensor, list[Tensor]]:
     """Return this rank's state: a header as bytes, and tensors, which are views of the engine's.
 
     Args:
         engine: the engine, between two steps.
         more: further values for the header.
+        further: flat tensors after those of the engine, which ``load_here`` leaves out.
     """
     shards = _shards(engine)
     dtypes = _dtypes(shards)
-    tensors = [*_weights(engine, shards), *_buffers(engine), *_states(shards, dtypes)]
+    tensors = [*_weights(engine, shards), *_buffers(engine), *_states(shards, dtypes), *further]
     run = run_state(engine)
     for key in ("loader", "membership"):  # the ledger says which samples follow
         run.pop(key, None)

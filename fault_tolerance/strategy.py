@@ -6,7 +6,8 @@ import weakref
 from typing import TYPE_CHECKING
 
 from ..grid import Grid
-from .ledger_checkpoints import LedgerCheckpoints
+from .ledger_checkpoints import LedgerCheckpoints, RoundCheckpoints
+from .local_rounds import LocalRounds
 from .replicas import FaultTolerantReplicas
 
 if TYPE_CHECKING:
@@ -29,9 +30,11 @@ def attach(engine: Engine, grid: Grid) -> tuple[FaultTolerantReplicas, LedgerChe
     """
     assert engine.options.fault_tolerance is not None
     held: Engine = weakref.proxy(engine)  # which holds its replica strategy
-    replicas = FaultTolerantReplicas(held, grid, engine.options.fault_tolerance)
+    options, local = engine.options.fault_tolerance, engine.options.local_updates
+    rounds = None if local is None else LocalRounds(held, grid, options, local)
+    replicas = rounds or FaultTolerantReplicas(held, grid, options)
     folder = engine.options.checkpoint.folder
     if folder is not None:
         own = engine.options.checkpoint.changed(folder=f"{folder}/replica-{replicas.name}")
         engine.options = engine.options.changed(checkpoint=own)
-    return replicas, LedgerCheckpoints(held, replicas)
+    return replicas, LedgerCheckpoints(held, replicas) if rounds is None else RoundCheckpoints(held, rounds)
