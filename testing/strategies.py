@@ -16,7 +16,6 @@ from ..pipe.schedules.choose import make_schedule
 from ..pipe.schedules.registry import RECIPES
 from .grids import AXES
 
-
 _ALONE = tuple(name for name, recipe in RECIPES.items() if recipe.pairs is None)
 
 
