@@ -20,7 +20,7 @@ from ..pipe.program.schedule import Schedule
 from ..pipe.program.simulate import Costs, Simulation, simulate
 from ..pipe.program.timeline import Span
 from ..pipe.program.verify import verify
-from ..pipe.schedules.choose import NAMES, make_schedule, read_schedule, schedule_names
+from ..pipe.schedules.choose import NAMES, make_schedule, read_schedule, schedule_names, write_schedule
 from ..pipe.schedules.registry import RECIPES
 from ..pipe.schedules.search import Found, tune
 from .cuts import show_cuts
@@ -70,7 +70,10 @@ def schedule(
     ] = False,
     file: Annotated[
         Path | None,
-        typer.Option(help="Read a schedule from a file: CSV with a line such as 0F0,0F1,0B0 for each rank, or JSON."),
+        typer.Option(
+            help="Read a schedule from a file: .csv with a line such as 0F0,0F1,0B0 for each rank, .json, or .txt with "
+            "the lines that the zero-bubble repository prints."
+        ),
     ] = None,
     explain: Annotated[
         str | None,
@@ -79,6 +82,13 @@ def schedule(
     plot: Annotated[
         Path | None,
         typer.Option(help="Draw to this .png, .svg or .pdf file, or write a Chrome trace to this .json file."),
+    ] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the schedule to this file: .csv for torch's pipelining, .txt as the zero-bubble repository "
+            "prints it, or .json."
+        ),
     ] = None,
     critical: Annotated[bool, typer.Option("--critical", help="Draw a line along the critical path.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -93,6 +103,7 @@ def schedule(
                 or explain
                 or plot
                 or critical
+                or write
                 or memory
                 or offload
                 or costs != "1,1,1"
@@ -129,13 +140,16 @@ def schedule(
             if compare:
                 if critical or explain is not None:
                     raise ValueError("--explain and --critical are for one schedule: leave out --compare")
+                if write is not None:
+                    raise ValueError("--write is for one schedule: leave out --compare")
                 if offload is not None:
                     raise ValueError("--offload is for one schedule: leave out --compare")
                 _compare(own, pipe, microbatches, chunks, parsed, memory, plot, as_json, keep_gathered)
                 return
             assert name is not None
-            chosen = _tuned(make_schedule(name, pipe, microbatches, chunks, parsed, memory), parsed)
-        if offload is not None:
+            searched = offload if name == "auto" and memory is not None and offload else 0.0
+            chosen = _tuned(make_schedule(name, pipe, microbatches, chunks, parsed, memory, searched), parsed)
+        if offload is not None and not (isinstance(chosen, Found) and memory is not None):
             chosen = offload_pass(chosen, offload, costs=parsed)
         verify(chosen, memory)
         result = simulate(chosen, parsed, keep_gathered)
@@ -144,6 +158,8 @@ def schedule(
             raise ValueError("--critical draws a line in a picture: give --plot too, such as --plot schedule.png")
         if plot is not None:
             _plot(plot, [result], [title(chosen, parsed)], [causes.path] if critical else None)
+        if write is not None:
+            write_schedule(chosen, write)
         if explain is not None:
             typer.echo(causes.explain(Op.parse(explain)))
         elif as_json:
@@ -193,6 +209,7 @@ def figures(result: Simulation) -> dict[str, Any]:
         "makespan": result.makespan,
         "bubble": result.bubble,
         "bubble_paper": result.timeline.bubble_paper,
+        "bubble_of_ideal": result.timeline.bubble_of_ideal,
         "peak_activations": list(result.peak_activations),
     } | ({"peak_offloaded": list(result.peak_offloaded)} if result.peak_offloaded else {})
 
@@ -218,6 +235,8 @@ def _print(chosen: Schedule, result: Simulation, costs: Costs) -> None:
     peaks = " ".join(f"{peak:g}" for peak in result.peak_activations)
     console.print(
         f"makespan {result.makespan:g}   bubble {result.bubble:.2%}   sends {sends(chosen)}\n"
+        f"the bubble of other papers: idle / ideal time {result.timeline.bubble_of_ideal:.2%} (Narayanan 2021), "
+        f"between a rank's first and last op {result.timeline.bubble_paper:.2%} (Qi 2024)\n"
         f"peak activations per rank, microbatches: {peaks}"
     )
     if result.peak_offloaded:

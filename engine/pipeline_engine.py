@@ -420,7 +420,8 @@ class PipelineEngine(Engine):
 
     def _lower(self, schedule: Schedule) -> Program:
         zero, offload = self.options.zero, self.options.schedule.offload
-        if offload.device != "none" and not schedule.forward_only and not schedule.offloads:
+        chosen = schedule.offloads or self.options.schedule.chooses_offload
+        if offload.device != "none" and not schedule.forward_only and not chosen:
             copy = offload.copy_time
             costs = replace(Costs(*self.options.schedule.costs), O=copy, R=copy)
             try:

@@ -56,6 +56,11 @@ class ScheduleOptions(Options):
         return super().of(value)
 
     @property
+    def chooses_offload(self) -> bool:
+        """True if the search for a schedule chooses which activations are offloaded, within ``memory``."""
+        return self.name == "auto" and self.memory is not None and self.offload.device != "none"
+
+    @property
     def limits(self) -> float | tuple[float, ...] | None:
         """The option ``limit`` in bytes, as ``find_cut`` takes it."""
         if isinstance(self.limit, tuple):

@@ -88,7 +88,7 @@ def find_schedule(
     """
     costs = costs or Costs()
     starts: list[Start] = []
-    for v in _options(pipe, costs, chunks):
+    for v in chunk_counts(pipe, costs, chunks):
         limits = _limits(pipe, microbatches, v, memory)
         for schedule in _fitting(pipe, microbatches, v, limits):
             problem = Problem(schedule.placement, pipe, microbatches, costs, limits)
@@ -150,7 +150,7 @@ def tune(schedule: Schedule, costs: Costs, effort: float = 0.1) -> Schedule:
     return replace(found, name=schedule.name)
 
 
-def _options(pipe: int, costs: Costs, chunks: int | None) -> tuple[int, ...]:
+def chunk_counts(pipe: int, costs: Costs, chunks: int | None) -> tuple[int, ...]:
     """Return the numbers of chunks to try: the given one, the one that costs per stage imply, or both 1 and 2."""
     if chunks is not None:
         return (chunks,)
