@@ -235,8 +235,8 @@ def _print(chosen: Schedule, result: Simulation, costs: Costs) -> None:
     peaks = " ".join(f"{peak:g}" for peak in result.peak_activations)
     console.print(
         f"makespan {result.makespan:g}   bubble {result.bubble:.2%}   sends {sends(chosen)}\n"
-        f"the bubble of other papers: idle / ideal time {result.timeline.bubble_of_ideal:.2%} (Narayanan 2021), "
-        f"between a rank's first and last op {result.timeline.bubble_paper:.2%} (Qi 2024)\n"
+        f"bubble / ideal time {result.timeline.bubble_of_ideal:.2%} (Narayanan 2021)   "
+        f"within a rank {result.timeline.bubble_paper:.2%} (Qi 2024)\n"
         f"peak activations per rank, microbatches: {peaks}"
     )
     if result.peak_offloaded:

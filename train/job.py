@@ -25,7 +25,6 @@ from ..pipe.cuts import StageCut, find_cut
 from ..pipe.partition import boundaries
 from ..pipe.program.layer_costs import LayerCosts
 from ..pipe.program.schedule import Schedule
-from ..pipe.program.simulate import Costs
 from ..pipe.schedules.choose import require_schedule, schedule_of
 from .learning_rate import LearningRate
 from .schema import ModelSection, TrainingFile

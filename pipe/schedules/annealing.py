@@ -1,9 +1,9 @@
 """Simulated annealing on orders of ops: orders as sequences of codes, a decoder that times them, and the moves.
 
 A sequence has one rank's forwards and input gradients in order. The code of chunk c's forward is c, of its input
-gradient v + c; the k-th use of a code is microbatch k. Most weight gradients are not in it: the decoder puts them where the
-rank would wait anyway, or where memory must be freed. So sequences are short, every sequence that can be decoded is a
-valid schedule within memory, and a move takes one code to another place. The code 2v + c does a weight gradient of
+gradient v + c; the k-th use of a code is microbatch k. Most weight gradients are not in it: the decoder puts them where
+the rank would wait anyway, or where memory must be freed. So sequences are short, every sequence that can be decoded is
+a valid schedule within memory, and a move takes one code to another place. The code 2v + c does a weight gradient of
 chunk c there, if one is left.
 """
 

@@ -79,7 +79,9 @@ def make_schedule(
 
 
 def schedule_of(options: ScheduleOptions, pipe: int, microbatches: int, chunks: int | None) -> Schedule:
-    """Return the schedule that options (options/schedule.py) name; ``auto`` with a memory limit chooses what to offload too.
+    """Return the schedule that options (options/schedule.py) name.
+
+    ``auto`` with a memory limit and a device for offloaded activations chooses what to offload too.
 
     Raises:
         ValueError: as ``make_schedule``.

@@ -49,9 +49,13 @@ def find_offloaded(
         The schedule, without O and R if offload makes the step no shorter. Its lower bound is that without a limit.
 
     Raises:
-        ValueError: as ``find_schedule`` and ``offload_pass``.
+        ValueError: as ``find_schedule`` and ``offload_pass``, or stages without chunks.
     """
     costs = costs or Costs()
+    if stages is not None and chunks is None:
+        raise ValueError(
+            f"the stages {sorted(stages)} may be offloaded, but their numbers depend on the chunks of a rank: give chunks"
+        )
     plain = find_schedule(pipe, microbatches, costs, memory, chunks, effort=effort, seed=seed)
     limits = [float(memory)] * pipe if isinstance(memory, int | float) else [float(limit) for limit in memory]
     free = find_schedule(pipe, microbatches, costs, None, chunks, effort=effort / 2, seed=seed)

@@ -15,9 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import triax
 from triax import Costs, Grid, LayerSpec, PipelineModule, make_schedule, simulate, verify
+from triax.cli.main import app
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.pipe.program.critical import CriticalPath
 from triax.pipe.program.deadlock import ScheduleError
@@ -27,6 +29,9 @@ from triax.pipe.program.offload import offload_pass
 from triax.pipe.program.ops import Op
 from triax.pipe.program.passes import lower
 from triax.pipe.program.schedule import Schedule
+from triax.pipe.schedules.choose import schedule_of
+from triax.pipe.schedules.offloaded import find_offloaded
+from triax.pipe.schedules.search import find_schedule
 from triax.testing.strategies import schedules
 
 from toys import error_text, random_pair, summed_loss
@@ -294,6 +299,41 @@ def test_training_with_offload_equals_one_process(ranks: Any, tmp_path: Path) ->
             for value, own, offloads in rank:
                 assert offloads and value == pytest.approx(loss, rel=1e-10)
                 torch.testing.assert_close(own, gradients, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("memory", [2.5, pytest.param(1.5, marks=pytest.mark.exhaustive)])
+def test_auto_offloads_where_that_shortens_the_step(memory: float) -> None:
+    costs = Costs(O=0.8, R=0.8)
+    plain = find_schedule(4, 8, costs, memory, effort=0.01)
+    found = find_offloaded(4, 8, costs, memory, effort=0.01)
+    verify(found, memory)
+    assert found.offloads and found.makespan < 0.9 * plain.makespan
+    assert found.lower_bound <= found.makespan == pytest.approx(replayed(found, costs)[0])
+    allowed = find_offloaded(4, 8, costs, memory, 2, stages=[0, 7], effort=0.01)
+    assert {op.stage for order in allowed.orders for op in order if op.kind == "O"} <= {0, 7}
+    assert "give chunks" in error_text(lambda: find_offloaded(4, 8, costs, memory, stages=[0]))
+    slow = find_offloaded(4, 8, Costs(O=50, R=50), memory, effort=0.01)  # no copy fits
+    assert not slow.offloads and slow.makespan == plain.makespan
+
+
+def test_options_of_auto_reach_the_search_of_offload(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triax.pipe.schedules.search.EFFORT", 40_000)
+    offload = triax.OffloadActivations(device="cpu", copy_time=0.1)
+    options = triax.ScheduleOptions(name="auto", memory=1.5, offload=offload)
+    found = schedule_of(options, 2, 6, None)
+    verify(found, 1.5)
+    assert found.offloads
+    layers: list[Any] = [LayerSpec(nn.Linear, 4, 4) for _ in range(2)]
+    engine = triax.Engine(
+        PipelineModule(layers, grid=Grid(), loss_fn=summed_loss, dtype=torch.float64),
+        optimizer=torch.optim.SGD,
+        batch=triax.Batch(size=4, microbatch=1),
+        schedule=replace(options, memory=1.0),
+    )
+    # One rank is busy all the time with one microbatch after the other: the search offloads nothing, and so it stays.
+    assert not any(op.kind == "O" for op in engine.program.ops[0])
+    run = CliRunner().invoke(app, ["schedule", "auto", "--pipe", "2", "--memory", "1.5", "--offload", "1"])
+    assert run.exit_code == 0 and "in host memory" in run.output and "above the lower bound" in run.output
 
 
 def test_no_more_bytes_are_held_than_simulated() -> None:
