@@ -16,6 +16,7 @@ from ..pipe.program.critical import CriticalPath
 from ..pipe.program.draw import chrome_trace, picture, text
 from ..pipe.program.offload import offload_pass
 from ..pipe.program.ops import Op
+from ..pipe.program.recompute_pass import recompute_pass
 from ..pipe.program.schedule import Schedule
 from ..pipe.program.simulate import Costs, Simulation, simulate
 from ..pipe.program.timeline import Span
@@ -62,6 +63,9 @@ def schedule(
     offload: Annotated[
         float | None, typer.Option(help="Share of the activations to offload to the host, 0 to 1, if their copies fit.")
     ] = None,
+    recompute: Annotated[
+        float | None, typer.Option(help="Share of the activations to recompute by ops of the schedule, 0 to 1.")
+    ] = None,
     keep_gathered: Annotated[
         bool, typer.Option("--keep-gathered", help="ZeRO stage 3: gather weights once per step, not for each pass.")
     ] = False,
@@ -106,6 +110,7 @@ def schedule(
                 or write
                 or memory
                 or offload
+                or recompute
                 or costs != "1,1,1"
             ):
                 raise ValueError(
@@ -126,7 +131,7 @@ def schedule(
             for option, given in (("pipe", pipe), ("microbatches", microbatches)):
                 if given not in (None, value := getattr(own, option)):
                     raise ValueError(f"You gave --{option} {given}, but {file} has {option}={value}. Leave it out.")
-            verify(own, memory if offload is None else None)
+            verify(own, memory if offload is None and recompute is None else None)
             pipe, microbatches, chosen = own.pipe, own.microbatches, own
         if own is None or compare:
             pipe = 4 if pipe is None else pipe
@@ -142,15 +147,18 @@ def schedule(
                     raise ValueError("--explain and --critical are for one schedule: leave out --compare")
                 if write is not None:
                     raise ValueError("--write is for one schedule: leave out --compare")
-                if offload is not None:
-                    raise ValueError("--offload is for one schedule: leave out --compare")
+                if offload is not None or recompute is not None:
+                    raise ValueError("--offload and --recompute are for one schedule: leave out --compare")
                 _compare(own, pipe, microbatches, chunks, parsed, memory, plot, as_json, keep_gathered)
                 return
             assert name is not None
-            searched = offload if name == "auto" and memory is not None and offload else 0.0
-            chosen = _tuned(make_schedule(name, pipe, microbatches, chunks, parsed, memory, searched), parsed)
-        if offload is not None and not (isinstance(chosen, Found) and memory is not None):
-            chosen = offload_pass(chosen, offload, costs=parsed)
+            shares = (offload or 0.0, recompute or 0.0) if name == "auto" and memory is not None else (0.0, 0.0)
+            chosen = _tuned(make_schedule(name, pipe, microbatches, chunks, parsed, memory, *shares), parsed)
+        if not (isinstance(chosen, Found) and memory is not None):
+            if offload is not None:
+                chosen = offload_pass(chosen, offload, costs=parsed)
+            if recompute is not None:
+                chosen = recompute_pass(chosen, recompute, costs=parsed)
         verify(chosen, memory)
         result = simulate(chosen, parsed, keep_gathered)
         causes = CriticalPath(chosen, parsed, keep_gathered)

@@ -46,6 +46,12 @@ class ScheduleOptions(Options):
         above=0,
     )
 
+    recompute: float = option(
+        0.0,
+        "Share of each rank's activations that ops of the schedule recompute; for auto, the largest share.",
+        least=0,
+        most=1,
+    )
     offload: OffloadActivations = option(OffloadActivations(), "Where activations are offloaded to.")
 
     @classmethod

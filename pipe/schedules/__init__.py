@@ -10,6 +10,6 @@ search.py       `auto`: the best schedule found for given costs and memory; tune
 steady.py       steady states for given costs and memory, from which the search starts
 greedy.py       list scheduling with the real costs, from which the search starts
 annealing.py    simulated annealing on orders of ops, for the search
-offloaded.py    find_offloaded: `auto` with activations in host memory
+fitting.py      find_fitting: `auto` with activations that are offloaded or recomputed
 choose.py       make_schedule (public): a named schedule, `auto`, or a file
 """

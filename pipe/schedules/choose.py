@@ -17,7 +17,7 @@ from ...base.files import read_text
 from ..program.schedule import Schedule
 from ..program.simulate import Costs
 from ..program.zero_bubble_log import from_zero_bubble, to_zero_bubble
-from .offloaded import find_offloaded
+from .fitting import find_fitting
 from .registry import RECIPES, named_schedule
 from .search import find_schedule
 
@@ -37,6 +37,7 @@ def make_schedule(
     costs: Costs | None = None,
     memory: float | Sequence[float] | None = None,
     offload: float = 0.0,
+    recompute: float = 0.0,
     offload_stages: Collection[int] | None = None,
 ) -> Schedule:
     """Make or read a schedule: a published one, ``auto`` (the best found for ``costs``), or a file.
@@ -50,8 +51,9 @@ def make_schedule(
         costs: for ``auto``: the costs of F, I, W, a message, and copies to the host (O) and back (R).
         memory: for ``auto``: the activations that a rank may hold, in microbatches through 1/pipe of the model;
             None: as many as 1F1B holds.
-        offload: for ``auto``: the largest share of a rank's activations that may be in host memory, 0 to 1. The search
-            offloads where that makes the step shorter within the limit.
+        offload, recompute: for ``auto``: the largest shares of a rank's activations that may be in host memory, and
+            that may be recomputed by ops of the schedule, 0 to 1. The search does so where that makes the step shorter
+            within the limit.
         offload_stages: for ``auto``: stages whose activations may be offloaded; None: all.
 
     Raises:
@@ -59,8 +61,8 @@ def make_schedule(
     """
     if name == "auto":
         limit = pipe if memory is None else memory
-        if offload:
-            return find_offloaded(pipe, microbatches, costs, limit, chunks, offload, offload_stages)
+        if offload or recompute:
+            return find_fitting(pipe, microbatches, costs, limit, chunks, offload, recompute, offload_stages)
         return find_schedule(pipe, microbatches, costs, limit, chunks)
     if not name.endswith(FILES):
         installed = _installed(name)
@@ -81,7 +83,7 @@ def make_schedule(
 def schedule_of(options: ScheduleOptions, pipe: int, microbatches: int, chunks: int | None) -> Schedule:
     """Return the schedule that options (options/schedule.py) name.
 
-    ``auto`` with a memory limit and a device for offloaded activations chooses what to offload too.
+    ``auto`` chooses what to recompute, and with a memory limit what to offload too.
 
     Raises:
         ValueError: as ``make_schedule``.
@@ -89,7 +91,9 @@ def schedule_of(options: ScheduleOptions, pipe: int, microbatches: int, chunks: 
     offload = options.offload
     costs = replace(Costs(*options.costs), O=offload.copy_time, R=offload.copy_time)
     share = offload.fraction if options.chooses_offload else 0.0
-    return make_schedule(options.name, pipe, microbatches, chunks, costs, options.memory, share, offload.stages)
+    again = options.recompute if options.name == "auto" else 0.0
+    memory, stages = options.memory, offload.stages
+    return make_schedule(options.name, pipe, microbatches, chunks, costs, memory, share, again, stages)
 
 
 def _installed(name: str | None = None) -> EntryPoints:
