@@ -76,7 +76,7 @@ class Timeline:
 
     @property
     def bubble_of_ideal(self) -> float:
-        """The bubble as Megatron-LM's paper counts it: idle time over the ideal time, of the busiest rank.
+        """The bubble as Narayanan et al. 2021 count it: idle time over the ideal time, of the busiest rank.
 
         The ideal time is the rank's own work, so 1F1B has (p - 1) / m. Narayanan et al. 2021, arXiv:2104.04473,
         section 2.2.

@@ -16,14 +16,15 @@ def uneven(pipe: int, chunks: int) -> Costs:
     """Return costs of stages of which every fifth takes half as long again, and the last 0.8 longer, as with a head."""
     stages = range(pipe * chunks)
     each = [(1 + 0.5 * (7 * s % 5 == 0) + 0.8 * (s == stages[-1])) / chunks for s in stages]
-    return Costs(*[[cost * x for x in each] for cost in (1.0, 1.1, 0.8)], 0.05)
+    f, i, w = ([cost * x for x in each] for cost in (1.0, 1.1, 0.8))
+    return Costs(f, i, w, 0.05)
 
 
 def frozen(pipe: int, chunks: int, first: int) -> Costs:
     """Return costs of a model whose first stages only run forward, as a frozen encoder does."""
     stages = pipe * chunks
-    backward = [[0.0] * first + [cost / chunks] * (stages - first) for cost in (1.0, 0.8)]
-    return Costs([1 / chunks] * stages, *backward, 0.05)
+    i, w = ([0.0] * first + [cost / chunks] * (stages - first) for cost in (1.0, 0.8))
+    return Costs([1 / chunks] * stages, i, w, 0.05)
 
 
 def require_ahead_of_names(found: Found, costs: Costs, memory: float) -> None:

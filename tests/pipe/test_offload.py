@@ -176,7 +176,9 @@ def mutant(seed: int) -> Schedule:
 
 def runs(schedule: Schedule) -> bool:
     """Execute a schedule with sets of what is on the device and in host memory, and nothing else of triax."""
-    at, made, device, host = [0] * schedule.pipe, set(), set(), set()
+    at, made = [0] * schedule.pipe, set()
+    device: set[tuple[int, int]] = set()
+    host: set[tuple[int, int]] = set()
     again = {op[1:] for order in schedule.orders for op in order if op.kind == "C"}
     inputs: set[tuple[int, int]] = set()  # of what is recomputed
     used: set[tuple[int, int]] = set()

@@ -8,7 +8,7 @@ are equal, so in every stage they may keep their order: exchanging two of them c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import pytest
@@ -28,7 +28,7 @@ class Exact(NamedTuple):
 def solve(
     placement: Sequence[int],
     microbatches: int,
-    costs: dict[str, Sequence[int]],
+    costs: Mapping[str, Sequence[int]],
     hops: Sequence[int],
     limits: Sequence[int],
     seconds: float,
