@@ -17,11 +17,12 @@ from ..pipe.program.draw import chrome_trace, picture, text
 from ..pipe.program.offload import offload_pass
 from ..pipe.program.ops import Op
 from ..pipe.program.pairs import pair_pass
+from ..pipe.program.recompute_pass import recompute_pass
 from ..pipe.program.schedule import Schedule
 from ..pipe.program.simulate import Costs, Simulation, simulate
 from ..pipe.program.timeline import Span
 from ..pipe.program.verify import verify
-from ..pipe.schedules.choose import NAMES, make_schedule, read_schedule, schedule_names
+from ..pipe.schedules.choose import NAMES, make_schedule, read_schedule, schedule_names, write_schedule
 from ..pipe.schedules.registry import RECIPES
 from ..pipe.schedules.search import Found, tune
 from .cuts import show_cuts
@@ -76,6 +77,9 @@ def schedule(
     offload: Annotated[
         float | None, typer.Option(help="Share of the activations to offload to the host, 0 to 1, if their copies fit.")
     ] = None,
+    recompute: Annotated[
+        float | None, typer.Option(help="Share of the activations to recompute by ops of the schedule, 0 to 1.")
+    ] = None,
     keep_gathered: Annotated[
         bool, typer.Option("--keep-gathered", help="ZeRO stage 3: gather weights once per step, not for each pass.")
     ] = False,
@@ -84,7 +88,10 @@ def schedule(
     ] = False,
     file: Annotated[
         Path | None,
-        typer.Option(help="Read a schedule from a file: CSV with a line such as 0F0,0F1,0B0 for each rank, or JSON."),
+        typer.Option(
+            help="Read a schedule from a file: .csv with a line such as 0F0,0F1,0B0 for each rank, .json, or .txt with "
+            "the lines that the zero-bubble repository prints."
+        ),
     ] = None,
     explain: Annotated[
         str | None,
@@ -93,6 +100,13 @@ def schedule(
     plot: Annotated[
         Path | None,
         typer.Option(help="Draw to this .png, .svg or .pdf file, or write a Chrome trace to this .json file."),
+    ] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the schedule to this file: .csv for torch's pipelining, .txt as the zero-bubble repository "
+            "prints it, or .json."
+        ),
     ] = None,
     critical: Annotated[bool, typer.Option("--critical", help="Draw a line along the critical path.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -107,8 +121,10 @@ def schedule(
                 or explain
                 or plot
                 or critical
+                or write
                 or memory
                 or offload
+                or recompute
                 or costs != "1,1,1"
                 or collectives != "0"
                 or pairs
@@ -131,7 +147,7 @@ def schedule(
             for option, given in (("pipe", pipe), ("microbatches", microbatches)):
                 if given not in (None, value := getattr(own, option)):
                     raise ValueError(f"You gave --{option} {given}, but {file} has {option}={value}. Leave it out.")
-            verify(own, memory if offload is None and not pairs else None)
+            verify(own, memory if offload is None and recompute is None and not pairs else None)
             pipe, microbatches, chosen = own.pipe, own.microbatches, own
         if own is None or compare:
             pipe = 4 if pipe is None else pipe
@@ -146,16 +162,22 @@ def schedule(
             if compare:
                 if critical or explain is not None:
                     raise ValueError("--explain and --critical are for one schedule: leave out --compare")
-                if offload is not None:
-                    raise ValueError("--offload is for one schedule: leave out --compare")
+                if write is not None:
+                    raise ValueError("--write is for one schedule: leave out --compare")
+                if offload is not None or recompute is not None:
+                    raise ValueError("--offload and --recompute are for one schedule: leave out --compare")
                 _compare(own, pipe, microbatches, chunks, parsed, memory, plot, as_json, keep_gathered, pairs)
                 return
             assert name is not None
-            chosen = _tuned(make_schedule(name, pipe, microbatches, chunks, parsed, memory), parsed)
+            shares = (offload or 0.0, recompute or 0.0) if name == "auto" and memory is not None else (0.0, 0.0)
+            chosen = _tuned(make_schedule(name, pipe, microbatches, chunks, parsed, memory, *shares), parsed)
         if pairs:
             chosen = pair_pass(chosen, parsed)
-        if offload is not None:
-            chosen = offload_pass(chosen, offload, costs=parsed)
+        if not (isinstance(chosen, Found) and memory is not None):
+            if offload is not None:
+                chosen = offload_pass(chosen, offload, costs=parsed)
+            if recompute is not None:
+                chosen = recompute_pass(chosen, recompute, costs=parsed)
         verify(chosen, memory)
         result = simulate(chosen, parsed, keep_gathered)
         causes = CriticalPath(chosen, parsed, keep_gathered)
@@ -163,6 +185,8 @@ def schedule(
             raise ValueError("--critical draws a line in a picture: give --plot too, such as --plot schedule.png")
         if plot is not None:
             _plot(plot, [result], [title(chosen, parsed)], [causes.path] if critical else None)
+        if write is not None:
+            write_schedule(chosen, write)
         if explain is not None:
             typer.echo(causes.explain(Op.parse(explain)))
         elif as_json:
@@ -220,6 +244,7 @@ def figures(result: Simulation) -> dict[str, Any]:
         "makespan": result.makespan,
         "bubble": result.bubble,
         "bubble_paper": result.timeline.bubble_paper,
+        "bubble_of_ideal": result.timeline.bubble_of_ideal,
         "peak_activations": list(result.peak_activations),
     } | ({"peak_offloaded": list(result.peak_offloaded)} if result.peak_offloaded else {})
 
@@ -245,6 +270,8 @@ def _print(chosen: Schedule, result: Simulation, costs: Costs) -> None:
     peaks = " ".join(f"{peak:g}" for peak in result.peak_activations)
     console.print(
         f"makespan {result.makespan:g}   bubble {result.bubble:.2%}   sends {sends(chosen)}\n"
+        f"bubble / ideal time {result.timeline.bubble_of_ideal:.2%} (Narayanan 2021)   "
+        f"within a rank {result.timeline.bubble_paper:.2%} (Qi 2024)\n"
         f"peak activations per rank, microbatches: {peaks}"
     )
     if result.peak_offloaded:

@@ -37,6 +37,7 @@ from ..pipe.program.offload import offload_pass
 from ..pipe.program.pairs import pair_pass
 from ..pipe.program.passes import lower
 from ..pipe.program.program import Program
+from ..pipe.program.recompute_pass import recompute_pass
 from ..pipe.program.schedule import Schedule
 from ..pipe.program.simulate import Costs
 from ..pipe.program.timeline import Timeline
@@ -430,7 +431,8 @@ class PipelineEngine(Engine):
                 "pairs run one after the other, and their collectives do not hide; stage 2 runs them interleaved"
             )
             self._warn(Note("zero.stage", why))
-        if offload.device != "none" and not schedule.forward_only and not schedule.offloads:
+        chosen = schedule.offloads or self.options.schedule.chooses_offload
+        if offload.device != "none" and not schedule.forward_only and not chosen:
             copy = offload.copy_time
             costs = replace(Costs(*self.options.schedule.costs), O=copy, R=copy)
             try:
@@ -440,6 +442,18 @@ class PipelineEngine(Engine):
             if not schedule.offloads:
                 why = f"offloads nothing with {schedule.name}: no copy fits that lowers a peak; set it to none"
                 self._warn(Note("schedule.offload", why))
+        share = self.options.schedule.recompute
+        if share and self.options.schedule.name != "auto" and not schedule.forward_only and not schedule.recomputes:
+            schedule = recompute_pass(schedule, share, costs=Costs(*self.options.schedule.costs))
+            if not schedule.recomputes:
+                self._warn(Note("schedule.recompute", f"recomputes nothing with {schedule.name}: no peak would fall"))
+        if schedule.recomputes and self.options.recompute.asked:
+            raise ConfigError(
+                self.options.say(
+                    f"<recompute> and a schedule that recomputes ({schedule.name}) are both given, and each layer "
+                    "would run three times: leave one of them out"
+                )
+            )
         each = None if zero.reduce_each_microbatch else False
         program = lower(schedule, self.data_axis.options.stage, [tie.stages for tie in self.module.ties], each)
         verify(program)

@@ -29,6 +29,8 @@ from .p2p import Receive, channels, receive_gradients, receive_value, received_g
 from .program.ops import COMPUTE, Op
 from .program.program import Program
 from .program.timeline import OpMarks
+from .recompute.early import run_to_recompute
+from .recompute.recompute import stateful
 from .schema import Flat, flatten, unflatten
 from .spec import require_arguments
 from .stage_boundary import Boundary, joined
@@ -155,6 +157,7 @@ class _SavedForBackward(NamedTuple):
     losses: list[GradientEdge]  # of losses, whose gradient is 1
     deferred: Deferred | None  # queue of its weight gradients, if the schedule splits this backward
     kept: KeptActivations | None = None  # what autograd saved, if it is offloaded
+    again: Callable[[], None] | None = None  # runs the forward again, if it kept its input only
 
 
 class Executor:
@@ -193,6 +196,7 @@ class Executor:
             "B": self._backward,
             "I": self._input_gradient,
             "W": self._weight_gradient,
+            "C": self._recompute,
             "O": self._offload,
             "R": self._reload,
             "SEND_F": self._send_forward,
@@ -211,6 +215,7 @@ class Executor:
         self._memory = memory
         self._lane: OffloadLane | None = None
         self._offloaded: set[tuple[int, int]] = set()  # (stage, microbatch) with an O
+        self._recomputed: set[tuple[int, int]] = set()  # (stage, microbatch) with a C
         self._computed = 0  # compute ops of the run so far
         self.clock: Clock | None = None
         self.loss_scale = 1.0
@@ -276,6 +281,7 @@ class Executor:
             self._split = {(op.stage, op.microbatch) for op in ops if op.kind == "I"}
             self._gathers = any(op.kind == "GATHER" for op in ops)
             self._offloaded = {(op.stage, op.microbatch) for op in ops if op.kind == "O"}
+            self._recomputed = {(op.stage, op.microbatch) for op in ops if op.kind == "C"}
             if self._offloaded and self._lane is None:
                 if self._memory is None:
                     raise ValueError(
@@ -397,8 +403,12 @@ class Executor:
             # Values between layers of one stage are checked too, for grids that cut the list there.
             checked = stage, self._kind(index)
             self._module.check_hook = None if checked in self._checked else flatten
+            run = partial(self._module.run_stage, stage, fields=microbatch.fields, without_head=with_head)
             with self._parts("stage"):
-                value = self._module.run_stage(stage, value, microbatch.fields, named, without_head=with_head)
+                if (stage, index) in self._recomputed:
+                    value, again = self._run_to_recompute(stage, run, value, named)
+                else:
+                    value, again = run(value, losses=named), None
             self._module.check_hook = None
             self._checked.add(checked)
             if not last:
@@ -410,7 +420,7 @@ class Executor:
                 tensors, losses = [], self._loss(value, named, index, with_head)
         if self._training:
             edges, roots = ([get_gradient_edge(t) for t in each if t.requires_grad] for each in (tensors, losses))
-            self.held[stage, index] = _SavedForBackward(boundary, edges, roots, deferred, kept)
+            self.held[stage, index] = _SavedForBackward(boundary, edges, roots, deferred, kept, again)
             self.peak = max(self.peak, len(self.held))
 
     def _backward(self, op: Op) -> None:
@@ -438,7 +448,7 @@ class Executor:
         """Run one backward pass from all outputs."""
         _, stage, index = op
         gradients = self._gradients_of_outputs(stage, index)
-        boundary, edges, losses, deferred, kept = self.held[stage, index]
+        boundary, edges, losses, deferred, kept, _ = self.held[stage, index]
         if kept is not None and kept.back is not None:
             kept.back()
             kept.back = None
@@ -451,6 +461,26 @@ class Executor:
         if boundary is not None:
             self._gradients[stage, index] = boundary.gradients
             self._result.reached[stage] = boundary.reached or self._result.reached.get(stage, False)
+
+    def _run_to_recompute(
+        self, stage: int, run: Callable[..., Any], value: Any, named: list[NamedLosses]
+    ) -> tuple[Any, Callable[[], None]]:
+        """Run a stage so that it keeps its input only; return its output, and the function that C calls."""
+        lists = [named]  # of the first run; the second one's losses are known already
+
+        def pass_(value: Any) -> Any:
+            return run(value, losses=lists.pop() if lists else [])
+
+        parts = stateful(module for _, module in self._module.modules_of(stage))
+        return run_to_recompute(self._grid, self._module.dropout_state, f"stage {stage}", parts, pass_, value)
+
+    def _recompute(self, op: Op) -> None:
+        """Run a forward pass again, which kept its input only."""
+        if self._lane is not None:
+            self._lane.wait(self._computed)
+        again = self.held[op.stage, op.microbatch].again
+        assert again is not None  # the forward pass of a program with C
+        again()
 
     def _keeping(self, stage: int, index: int) -> KeptActivations | None:
         """Return the record of what autograd saves, if the program offloads it."""

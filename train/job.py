@@ -25,8 +25,7 @@ from ..pipe.cuts import StageCut, find_cut
 from ..pipe.partition import boundaries
 from ..pipe.program.layer_costs import LayerCosts
 from ..pipe.program.schedule import Schedule
-from ..pipe.program.simulate import Costs
-from ..pipe.schedules.choose import make_schedule, require_schedule
+from ..pipe.schedules.choose import require_schedule, schedule_of
 from .learning_rate import LearningRate
 from .schema import ModelSection, TrainingFile
 
@@ -523,7 +522,7 @@ def _schedule(
             "too many for a schedule: give a smaller batch, or a larger microbatch"
         )
     try:
-        return make_schedule(options.name, pipe, count, chunks, Costs(*options.costs), options.memory)
+        return schedule_of(options, pipe, count, chunks)
     except ValueError as error:
         raise ConfigError(
             f"schedule: {error} (a step has {count} microbatches on each replica: training.batch / microbatch / "

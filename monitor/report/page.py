@@ -25,13 +25,14 @@ from .run_folder import Run, Traced, read_trace
 from .svg import Bar, BarRow, Curve, line_chart, number, thinned, timeline
 
 _TRAIN = "Train/Samples/"
-_COMPUTE = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+_COMPUTE = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "C": "recompute"}
 # Parts of a rank's time -> the class of their color, in the order of the bars.
 _PARTS = {
     ("compute", "forward"): "F",
     ("compute", "backward"): "B",
     ("compute", "input gradient"): "I",
     ("compute", "weight gradient"): "W",
+    ("compute", "recompute"): "C",
     ("compute", "optimizer"): "optimizer",
     ("tensor", "collectives"): "tensor",
     ("data", "reduce"): "data",

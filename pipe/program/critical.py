@@ -18,7 +18,7 @@ from graphlib import TopologicalSorter
 from itertools import pairwise
 from typing import NamedTuple
 
-from .ops import BACKWARD, TRANSFERS, Op
+from .ops import BACKWARD, MAKES, TRANSFERS, Op
 from .schedule import Schedule
 from .simulate import Costs, timeline_of
 from .timeline import Span
@@ -195,7 +195,7 @@ class CriticalPath:
                     lane = op
                     leaving += [(len(computed), op)] if op.kind == "O" else []
                     continue
-                if op.kind == "F":
+                if op.kind in MAKES:
                     waits[op] = [offload for before, offload in leaving if before < len(computed)]
                     leaving = [each for each in leaving if each[0] == len(computed)]
                 elif op.kind in BACKWARD and (reload := op._replace(kind="R")) in self._spans:
@@ -208,7 +208,7 @@ class CriticalPath:
 
     def _source(self, op: Op) -> Op | None:
         """Return the op of another stage whose result an op reads; None if there is none."""
-        if op.kind in "WOR":
+        if op.kind in "WORC":
             return None
         stage = op.stage - 1 if op.kind == "F" else op.stage + 1
         if not 0 <= stage < self._schedule.stages:

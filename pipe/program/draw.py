@@ -23,6 +23,7 @@ NAMES = {
     "B": "backward",
     "I": "input gradient",
     "W": "weight gradient",
+    "C": "recompute",
     "O": "offload",
     "R": "reload",
 }
@@ -32,6 +33,7 @@ COLORS = {
     "B": ("#1d7a3f", "#7cc492"),
     "I": ("#b3541e", "#e8a36f"),
     "W": ("#6d6875", "#b5adbd"),
+    "C": ("#00707a", "#6fbcc4"),
     "O": ("#8a1c7c", "#d08bc8"),
     "R": ("#b8860b", "#ecc766"),
 }
@@ -42,6 +44,7 @@ STYLES = {
     "B": ("bright_white on green", "black on bright_green"),
     "I": ("bright_white on red", "black on bright_red"),
     "W": ("bright_white on bright_black", "black on white"),
+    "C": ("black on cyan", "black on bright_white"),
     "O": ("bright_white on magenta", "black on bright_magenta"),
     "R": ("black on yellow", "black on bright_yellow"),
 }

@@ -40,7 +40,7 @@ def costs_of(steps: Sequence[Timeline], placement: Sequence[int]) -> Costs:
         for row in timeline.rows:
             for before, span in pairwise(s for s in row if s.op.kind in COMPUTE):
                 kind, stage, microbatch = span.op
-                if kind == "W":
+                if kind in "WC":
                     continue
                 source = stage - 1 if kind == "F" else stage + 1
                 if not 0 <= source < stages or placement[source] == placement[stage]:

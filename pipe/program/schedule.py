@@ -89,6 +89,11 @@ class Schedule:
         """True if the schedule offloads activations to the host."""
         return any(op.kind in TRANSFERS for order in self.orders for op in order)
 
+    @property
+    def recomputes(self) -> bool:
+        """True if the schedule recomputes activations by ops of its own."""
+        return any(op.kind == "C" for order in self.orders for op in order)
+
     def __str__(self) -> str:
         head = f"{self.name}: pipe {self.pipe}, microbatches {self.microbatches}, chunks {self.chunks}"
         rows = (f"rank {r}: {' '.join(cells)}" for r, cells in enumerate(self._cells("{}&{}")))
@@ -187,6 +192,6 @@ def _cell(cell: str) -> list[Op]:
     ops = [Op.parse(part) for part in (pair[1].split(";") if pair else [cell])]
     if any(op.kind not in COMPUTE | TRANSFERS for op in ops):
         raise ValueError(
-            f"{cell!r} is not an op of a schedule: write ops of the kinds F, B, I, W, O and R, such as 2F0"
+            f"{cell!r} is not an op of a schedule: write ops of the kinds F, B, I, W, C, O and R, such as 2F0"
         )
     return ops

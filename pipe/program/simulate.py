@@ -22,7 +22,7 @@ from operator import mul
 from typing import NamedTuple
 
 from .deadlock import Wait, deadlock
-from .ops import BACKWARD, COMPUTE, TRANSFERS, Op
+from .ops import BACKWARD, COMPUTE, MAKES, TRANSFERS, Op
 from .schedule import Schedule
 from .timeline import Span, Timeline
 
@@ -50,6 +50,7 @@ class _Pass(NamedTuple):
 class Costs:
     """Costs of a forward, an input gradient, a weight gradient and a message, in any unit of time.
 
+    C, a forward that is run again, costs as much as F.
     A number of F, I, W is the cost of one rank's whole share of a microbatch, all its chunks together,
     so that schedules with different chunks compare: an op of one of v chunks costs 1/v of it.
     A sequence of F, I, W, GATHER, O, R gives the cost of each stage's own op instead, undivided, as it is measured.
@@ -94,7 +95,7 @@ class Costs:
         w, g, o, r = (self._per_stage(name, stages, chunks) for name in ("W", "GATHER", "O", "R"))
         f, i, b = ([each.alone for each in self._passes(kind, stages, chunks)] for kind in "FIB")
         return {"W": w, "O": o, "R": r} | {
-            kind: list(map(max, cost, g)) for kind, cost in (("F", f), ("I", i), ("B", b))
+            kind: list(map(max, cost, g)) for kind, cost in (("F", f), ("C", f), ("I", i), ("B", b))
         }
 
     def pair_costs(self, schedule: Schedule) -> Callable[[Op, Op], float]:
@@ -164,7 +165,8 @@ def peak_activations(schedule: Schedule, sizes: Sequence[float] | None = None) -
     """Return the most activations that each rank holds at once.
 
     An activation is held from the start of its F to the end of its W or B; in a forward-only schedule, during its F
-    only. One that is offloaded is held until an F has waited for its O, and again from its R on.
+    only. One that is offloaded is held until an F or C has waited for its O, and again from its R on. One that is
+    recomputed is held during its F, and again from its C on; its input, which stays, does not count.
 
     Args:
         schedule: the schedule.
@@ -193,17 +195,20 @@ def counts_in_flight(schedule: Schedule) -> list[list[tuple[int, ...]]]:
         held, seen = [0] * len(place), set()
         leaving: deque[tuple[int, int]] = deque()  # offloads under way: compute ops before it, its stage
         computed = 0
-        for kind, stage, _ in order:
-            if kind == "F":
+        again = {op[1:] for op in order if op.kind == "C"}
+        for kind, stage, microbatch in order:
+            if kind in MAKES:
                 while leaving and leaving[0][0] < computed:
                     held[place[leaving.popleft()[1]]] -= 1
             elif kind == "O":
                 leaving.append((computed, stage))
-            if kind in "FR":
+            if kind in "FRC":
                 held[place[stage]] += 1
                 seen.add(tuple(held))
                 if forward_only:
                     held[place[stage]] = 0
+                elif kind == "F" and (stage, microbatch) in again:
+                    held[place[stage]] -= 1
             elif kind in "BW":
                 held[place[stage]] -= 1
             computed += kind in COMPUTE
@@ -312,6 +317,13 @@ def timeline_of(schedule: Schedule, costs: Costs | None = None, keep_gathered: b
             if kind == "W":
                 row.append(Span(op, now, now + cost_w[stage]))
                 now += cost_w[stage]
+                continue
+            if kind == "C":
+                start = now
+                while leaving[rank] and leaving[rank][0][0] < len(row):
+                    start = max(start, leaving[rank].popleft()[1])
+                row.append(Span(op, start, start + cost["C"][stage]))
+                now = row[-1].end
                 continue
             if kind == "F":
                 start = ready_f[at]

@@ -89,6 +89,16 @@ class Timeline:
         longest = max((row[-1].end - row[0].start for row in rows), default=0.0)
         return 1.0 - max(map(busy, rows)) / longest if longest else 0.0
 
+    @property
+    def bubble_of_ideal(self) -> float:
+        """The bubble as Narayanan et al. 2021 count it: idle time over the ideal time, of the busiest rank.
+
+        The ideal time is the rank's own work, so 1F1B has (p - 1) / m. Narayanan et al. 2021, arXiv:2104.04473,
+        section 2.2.
+        """
+        idle = self.bubble
+        return idle / (1.0 - idle) if idle < 1.0 else 0.0
+
     def to_json(self) -> str:
         """Return the rows as JSON: [op, start, end] of each span, without collectives."""
         return json.dumps([[[str(s.op), s.start, s.end] for s in row] for row in self.rows])

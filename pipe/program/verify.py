@@ -5,6 +5,7 @@
     memory     no rank holds more activations than it may
     transfers  activations are offloaded once, after their F, and reloaded before their backward
     pairs      the two ops of a pair come one after the other, and start when the inputs of both are there
+    recompute  C comes once, after its F and before its backward; what it makes anew is not offloaded
     deadlock   a program is run with every SEND blocking until its RECV is posted, every compute op
                until its message has arrived, every TIED until all its ranks have reached it. A
                program that passes cannot hang in an executor whose sends block less than that.
@@ -26,6 +27,7 @@ from .ops import (
     BARE,
     COMPUTE,
     GATHER,
+    MAKES,
     RECV_B,
     RECV_F,
     RECVS,
@@ -95,9 +97,9 @@ def _placement(schedule: Schedule) -> None:
 def _complete(schedule: Schedule, orders: Orders) -> None:
     """Check that each (stage, microbatch) has F, then B, or F, I and W, once and on the stage's rank."""
     stages, mbs, placement = schedule.stages, schedule.microbatches, schedule.placement
-    done = bytearray(stages * mbs)  # 0 nothing, 1 after F, 2 after I, 3 after B or W, 5 after O, 6 after R
-    before = {"F": (0,), "B": (1, 6), "I": (1, 6), "W": (2,), "O": (1,), "R": (5,)}
-    after = {"F": 1, "B": 3, "I": 2, "W": 3, "O": 5, "R": 6}
+    done = bytearray(stages * mbs)  # 0 nothing, 1 after F, 2 after I, 3 after B or W, 5 after O, 6 after R, 7 after C
+    before = {"F": (0,), "B": (1, 6, 7), "I": (1, 6, 7), "W": (2,), "O": (1,), "R": (5,), "C": (1,)}
+    after = {"F": 1, "B": 3, "I": 2, "W": 3, "O": 5, "R": 6, "C": 7}
     for rank, order in enumerate(orders):
         for op in order:
             kind, stage, mb = op
@@ -108,7 +110,7 @@ def _complete(schedule: Schedule, orders: Orders) -> None:
                     else f"{op} is not an op of a schedule:"
                 )
                 raise ScheduleError(
-                    f'rank {rank}: {found} Op("F", 0, 0), of the kinds F, B, I, W, O and R', [(rank, op)]
+                    f'rank {rank}: {found} Op("F", 0, 0), of the kinds F, B, I, W, C, O and R', [(rank, op)]
                 )
             if not (0 <= stage < stages and 0 <= mb < mbs):
                 size = f"stages are 0 to {stages - 1} and microbatches 0 to {mbs - 1}"
@@ -137,6 +139,10 @@ def _misplaced(op: Op, rank: int, state: int, order: Sequence[Op]) -> str:
         return f"rank {rank} runs {op} more than once"
     if state == 3 or (kind == "B" and state == 2):
         return f"rank {rank} runs {op}, but the backward of stage {stage} on microbatch {mb} is already there"
+    if (kind == "C" and state in (2, 5, 6)) or (kind in "OR" and state == 7):
+        text = f"rank {rank} runs {op}, but the activations of stage {stage} and microbatch {mb} are "
+        text += "recomputed" if state == 7 else "needed no more" if state == 2 else "offloaded"
+        return text + ": offload them, or run C once between F and its backward"
     if kind in "OR" and state in (2, 5, 6):
         why = "are in host memory" if state == 5 else "are needed no more" if state == 2 else "are reloaded"
         text = f"rank {rank} runs {op}, but the activations of stage {stage} and microbatch {mb} {why}"
@@ -156,18 +162,19 @@ def _memory(schedule: Schedule, orders: Orders, memory: float | Sequence[float])
     forward_only = schedule.forward_only
     for rank, (order, limit) in enumerate(zip(orders, limits, strict=True)):
         held, most = 0, int(limit * schedule.chunks + 1e-9)
+        again = {op[1:] for op in order if op.kind == "C"}
         computed, leaving = 0, deque[int]()  # for each offload under way, the compute ops before it
         for op in order:
             if op.kind == "O":
                 leaving.append(computed)
-            while op.kind == "F" and leaving and leaving[0] < computed:
+            while op.kind in MAKES and leaving and leaving[0] < computed:
                 leaving.popleft()
                 held -= 1
-            held += op.kind in "FR"
+            held += op.kind in "FRC"
             if held > most:
                 holds = f"at {op} it holds {held / schedule.chunks:g}"
                 raise ScheduleError(f"rank {rank} may hold {limit:g} activations, but {holds}", [(rank, op)])
-            held -= op.kind in "BW" or forward_only
+            held -= op.kind in "BW" or forward_only or (op.kind == "F" and op[1:] in again)
             computed += op.kind in COMPUTE
 
 

@@ -9,6 +9,8 @@ squeeze.py      list scheduling of a pattern of ops under a memory limit; v_shap
 registry.py     RECIPES: name -> generator; named_schedule
 search.py       `auto`: the best schedule found for given costs and memory; tune: a named one for given costs
 steady.py       steady states for given costs and memory, from which the search starts
+greedy.py       list scheduling with the real costs, from which the search starts
 annealing.py    simulated annealing on orders of ops, for the search
+fitting.py      find_fitting: `auto` with activations that are offloaded or recomputed
 choose.py       make_schedule (public): a named schedule, `auto`, or a file
 """

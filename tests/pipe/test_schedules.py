@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,17 @@ from triax.pipe.program.placement import loop, zigzag
 from triax.pipe.program.schedule import Schedule
 from triax.pipe.program.simulate import Costs, simulate
 from triax.pipe.program.verify import verify
-from triax.pipe.schedules.choose import make_schedule, require_schedule, schedule_names
+from triax.pipe.program.zero_bubble_log import from_zero_bubble, to_zero_bubble
+from triax.pipe.schedules.choose import (
+    make_schedule,
+    read_schedule,
+    require_schedule,
+    schedule_names,
+    write_schedule,
+)
 from triax.pipe.schedules.registry import RECIPES
+
+from toys import error_text
 
 TRAINING = [name for name in RECIPES if name != "forward"]
 
@@ -227,6 +237,56 @@ def test_torchs_csv_with_idle_cells_messages_and_pairs() -> None:
         Schedule.from_csv("0F0,0X0\n")
     with pytest.raises(ValueError, match="runs on line 1"):
         Schedule.from_csv("0F0,0B0\n0F1,0B1\n")
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_torchs_own_parser_reads_what_is_written(name: str, tmp_path: Path) -> None:
+    """torch's runtime reads the file, checks the order, and puts each stage on the same rank."""
+    pipelining = pytest.importorskip("torch.distributed.pipelining.schedules")
+    schedule = make_schedule(name, 3, 6)
+    file = tmp_path / "schedule.csv"
+    write_schedule(schedule, file)
+    runtime = object.__new__(pipelining._PipelineScheduleRuntime)
+    runtime.pipeline_order, runtime._stages = {}, []
+    runtime.pp_group_size, runtime._num_stages, runtime._n_microbatches = 3, schedule.stages, 6
+    pipelining.PipelineScheduleMulti._load_csv(runtime, str(file))
+    assert [runtime.stage_index_to_group_rank[s] for s in range(schedule.stages)] == list(schedule.placement)
+    runtime._dump_csv(str(file), format="compute_only")
+    assert read_schedule(file).orders == schedule.orders
+
+
+# As print_schedule of sail-sg/zero-bubble-pipeline-parallelism writes them, for 2 ranks and 3 microbatches.
+ZERO_BUBBLE_LINES = {
+    "1f1b": "f0 f1 b0 f2 b1 b2\nf0 b0 f1 b1 f2 b2\n",
+    "zb-v": (
+        "f0 f1 F0 B0 W0 F1 B1 b0 W1 w0 f2 F2 B2 b1 W2 b2 w1 w2\n"
+        "f0 F0 f1 SF0 F1 B0 W0 b0 B1 b1 w0 W1 f2 w1 F2 B2 b2 W2 w2"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_the_zero_bubble_repositorys_lines_round_trip(name: str, tmp_path: Path) -> None:
+    schedule = make_schedule(name, 3, 6)
+    file = tmp_path / "schedule.txt"
+    write_schedule(schedule, file)
+    assert read_schedule(file) == replace(schedule, name="schedule")
+
+
+def test_the_zero_bubble_repositorys_lines_are_read() -> None:
+    one = from_zero_bubble(ZERO_BUBBLE_LINES["1f1b"])
+    assert one.orders == make_schedule("1f1b", 2, 3).orders and one.placement == (0, 1)
+    both = from_zero_bubble(ZERO_BUBBLE_LINES["zb-v"])
+    verify(both)
+    assert both.placement == (0, 1, 1, 0) and both.orders[1][:3] == tuple(map(Op.parse, ("1F0", "2F0", "1F1")))
+    for text, words in (
+        ("f0 x0\nf0", "'x0' on line 1 is not an op"),
+        ("f0 F0 F0", "has F0 twice"),
+        ("f0 b0\nf0 F0 b0 B0", "1 or 2 chunks"),
+        ("f0 b0\nb0 f0", "neither in a loop nor in a zigzag"),
+    ):
+        assert words in error_text(lambda: from_zero_bubble(text))  # noqa: B023
+    assert "tell two apart" in error_text(lambda: to_zero_bubble(make_schedule("interleaved", 2, 4, 3)))
 
 
 def test_names_and_pictures_need_no_torch() -> None:
