@@ -14,7 +14,14 @@ def report(
         Path | None, typer.Option(help="File to write. Default: report.html in the run's folder.")
     ] = None,
 ) -> None:
-    """Write one HTML page about a run: loss curves, measured and simulated timeline, memory and traffic."""
+    """Write one HTML page about a run: loss curves, measured and simulated timeline, memory and traffic.
+
+    Of a run with fault_tolerance it also prints its replicas over time, the time lost by cause, and goodput.
+    """
+    from ..monitor.report.run_folder import read_run
     from ..monitor.report.write import write_report
 
     typer.echo(f"{write_report(run, output)}")
+    membership = read_run(run).membership
+    if membership is not None:
+        typer.echo("\n".join(membership.lines()))

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("triax")
 _NUMBERS = 32  # most numbers of a step that are summed with its gradients
+_NOTABLE = 0.001  # seconds of lost time that are recorded
 _SLOW_STEPS = 10  # steps in a row after which a slow replica is named
 _FAILURES = (RuntimeError, OSError, ConnectionError, TimeoutError)
 
@@ -88,7 +89,9 @@ class FaultTolerantReplicas(SynchronousReplicas):
         self._stateless = False  # this replica has begun to join, and has no state that another could take
         self._received: _Transfer | None = None
         self._sending: list[_Transfer] = []
-        self._began = 0.0
+        self._began, self._made = 0.0, time.monotonic()
+        self._lost_time: dict[str, float] = {}  # cause -> seconds since the last recorded change
+        self._gone: list[str] = []  # replicas that have left since then because they were asked to
         self._slow = "", 0  # the slowest replica, and the steps since it is
         self._sent_before = 0.0
         self._buffers = [(name, each, each._version) for name, each in engine.module.named_buffers()]
@@ -109,6 +112,11 @@ class FaultTolerantReplicas(SynchronousReplicas):
     def members(self) -> tuple[str, ...]:
         """Names of the replicas that have the state of the run, the longest-standing first."""
         return () if self._round is None else self._round.members
+
+    @property
+    def leads(self) -> bool:
+        """True on the longest-standing member, which prints what is equal on all."""
+        return self.members[:1] == (self.name,)
 
     @contextmanager
     def stepping(self) -> Iterator[Grid]:
@@ -174,9 +182,9 @@ class FaultTolerantReplicas(SynchronousReplicas):
         # Of one length in every step: a newcomer's first step may have more numbers than the others' tenth.
         numbers = torch.zeros(_NUMBERS, dtype=torch.float64)
         numbers[: len(values)] = torch.tensor([float(value) for value in values], dtype=torch.float64)
-        seconds, failed = time.monotonic() - self._began, 0.0
+        seconds, since, detection = time.monotonic() - self._began, time.monotonic(), 0.0
         while True:
-            round_, tried = self._now, time.monotonic()
+            round_ = self._now
             found: list[Tensor] = []
             problem = self._load_received()
             if problem is None:
@@ -187,19 +195,24 @@ class FaultTolerantReplicas(SynchronousReplicas):
                     self._abort()  # before the meeting, to which all come: others may still wait for this rank's part
             reports, summed = self._meet(problem, seconds)
             decision = self._decide(reports)
-            failed = failed if summed else failed or tried
+            now = time.monotonic()
             if decision.committed is not None and summed and round_.number == decision.next.number - 1:
                 break
+            detection, since = detection + now - since, now
             if not self._accept(decision):
                 self._join()
                 if self._now.fresh:
                     raise RuntimeError("every replica with the state of the run is lost, and the run starts anew")
         for bucket, gradient in zip(buckets, found, strict=False):
             bucket.owned_gradient.copy_(gradient)
+        if detection:
+            self._lose("detection", detection)
+            self._lose("again", now - since)
         for transfer in self._sending:
             transfer.wait()
+            self._lose("joining", time.monotonic() - now)
         self._sending = []
-        self._record(round_, decision, time.monotonic() - failed if failed else 0.0)
+        self._record(round_, decision, detection + now - since if detection else 0.0)
         sums: list[float] = found[-1].tolist()
         return sums[: len(values)]
 
@@ -217,7 +230,15 @@ class FaultTolerantReplicas(SynchronousReplicas):
         self.contributing = len(counted)
         cause = f"lost: {', '.join(decision.lost)}" if decision.lost else ""
         facts: dict[str, Any] = {"time": time.time()} | ({"seconds": seconds} if seconds else {})
+        resumed = bool(self.ledger.changes) and not self.ledger.members
+        if self.name in planned and self.ledger.changes and self.name not in self.ledger.members:
+            self._lose("joining", self._began - self._made)
+        facts |= {key: {self.name: value} for key, value in self._lost_time.items()}
+        facts |= ({"left": self._gone} if self._gone else {}) | ({"resumed": True} if resumed else {})
         changes = self.ledger.record(round_.step, planned, counted, **facts, **({"cause": cause} if cause else {}))
+        if changes:
+            self._lost_time, self._gone = {}, []
+        self._gone += decision.left
         engine.add_samples((len(counted) - 1) * engine.batch.train)
         self._write(changes)
         if seconds:
@@ -230,7 +251,14 @@ class FaultTolerantReplicas(SynchronousReplicas):
             self.left = True
             self._abort()
         else:
+            before = time.monotonic()
             self._enter(decision.next, decision.keeps)
+            self._lose("joining" if decision.next.newcomers else "again", time.monotonic() - before)
+
+    def _lose(self, cause: str, seconds: float) -> None:
+        """Note time that this replica lost, which the next change records."""
+        if seconds > _NOTABLE:
+            self._lost_time[cause] = self._lost_time.get(cause, 0.0) + round(seconds, 4)
 
     def _name_slow(self, decision: Decision, round_: Round) -> None:
         """Log the name of a replica that was the slowest, and slow, in several steps in a row."""
@@ -332,7 +360,8 @@ class FaultTolerantReplicas(SynchronousReplicas):
     def _join(self) -> None:
         """Meet the others without a state, until this replica is in a round. Collective."""
         self._abort()
-        self._round = None
+        if self._round is not None:  # it was cut off, or stopped
+            self._round, self._made = None, time.monotonic()
         while True:
             decision = self._decide(self._reports())
             if self._accept(decision):
@@ -367,6 +396,8 @@ class FaultTolerantReplicas(SynchronousReplicas):
             except _FAILURES as error:  # the next sum fails, and all meet again
                 _LOG.debug("the group of round %d was not made: %s", round_.number, error)
         if round_.fresh:
+            if round_.donor == self.name:
+                self.ledger.members = ()  # of a run that starts again from a checkpoint, which the history records
             self._share_state(round_)
         elif self.name in round_.newcomers:
             self._stateless = True
@@ -400,7 +431,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
         group = self._group
         if group is None:
             return
-        header, tensors = capture_here(self._engine, {"ledger": self.ledger.state()})
+        header, tensors = capture_here(self._engine, self._engine.client_state, {"ledger": self.ledger.state()})
         others = [round_.group.index(name) for name in round_.newcomers]
 
         def send() -> None:
@@ -432,8 +463,10 @@ class FaultTolerantReplicas(SynchronousReplicas):
         if any(self.grid.world.all_gather_json(problem is not None)):
             return problem or "another rank of this replica did not get its state"
         header, tensors = transfer.result
-        load_here(self._engine, header, tensors)
+        self._engine.client_state = load_here(self._engine, header, tensors)
         self._stateless = False
+        for observer in self._engine.observers:
+            observer.joined(self._engine.client_state or {})
         self.ledger = Ledger.of(header["ledger"])
         if self.grid.rank == 0 and self.options.folder is not None:
             self.ledger.write(self._history_file)

@@ -54,6 +54,7 @@ class LocalReplicas:
     """
 
     contributing = 1  # as ``SynchronousReplicas.contributing``
+    leads = True  # as ``SynchronousReplicas.leads``
 
     def __init__(
         self,

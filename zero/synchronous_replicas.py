@@ -19,11 +19,13 @@ class SynchronousReplicas:
     Attributes:
         just_synchronized: always False here. ``LocalReplicas`` sets it to True after a synchronization of weights.
         contributing: number of grids whose batches were in the last step, 1 without ``fault_tolerance``.
+        leads: True if this replica prints what is equal on all, always without ``fault_tolerance``.
         collective_grid: grid for collectives of the whole run, such as an evaluation or a table of times.
     """
 
     just_synchronized = False
     contributing = 1
+    leads = True
 
     def __init__(self, grid: Grid) -> None:
         self.grid = self.collective_grid = grid

@@ -22,7 +22,8 @@ def write_report(run: Path, output: Path | None = None) -> Path:
     """
     if not run.is_dir():
         raise ConfigError(f"There is no folder {run}. Give the folder of a run: output_path/job_name of json_monitor.")
-    if not any((run / name).is_file() for name in (METRICS, RUN, TIMELINE)):
+    names = (METRICS, RUN, TIMELINE, f"replica-*/{METRICS}")
+    if not any(path.is_file() for name in names for path in run.glob(name)):
         inner = sorted(path.parent.name for path in run.glob(f"*/{METRICS}"))
         advice = (
             f"Did you mean {run / inner[0]}?" if inner else "Enable json_monitor in the configuration to write them."

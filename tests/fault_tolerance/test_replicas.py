@@ -136,4 +136,6 @@ def test_a_run_starts_again_from_files_with_the_samples_that_follow(tmp_path: Pa
 
     run("cut", 6)
     assert run("cut", 10) == run("whole", 10)
-    assert changes(tmp_path / "cut" / "a.jsonl") == changes(tmp_path / "whole" / "b.jsonl")
+    again, *rest = changes(tmp_path / "cut" / "a.jsonl")[1:]
+    assert (again.step, again.members, again.facts["resumed"], rest) == (6, ("a", "b"), True, [])
+    assert changes(tmp_path / "cut" / "a.jsonl")[:1] == changes(tmp_path / "whole" / "b.jsonl")
