@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -17,7 +18,6 @@ import torch.nn.functional as F
 
 import triax
 from triax.base.errors import ConfigError
-from triax.cli.main import app
 from triax.data.token_data import TokenData
 from triax.fault_tolerance.membership import History, Ledger
 from triax.grid import layout_of
@@ -59,13 +59,16 @@ def written(root: Path, name: str, replica: str) -> dict[int, float]:
 
 
 def rank_of(root: Path, replica: str) -> int:
-    """Process number of the rank of a replica: its launcher's only child with a child's environment."""
-    parent = (root / "runs" / "logs" / f"replica-{replica}.pid").read_text()
+    """Process number of the rank of a replica: the process of this folder with a rank's environment and command."""
     for each in Path("/proc").iterdir():
         if each.name.isdecimal():
-            status = (each / "status").read_text() if (each / "status").exists() else ""
-            if f"PPid:\t{parent}\n" in status and b"RANK=0" in (each / "environ").read_bytes().split(b"\0"):
-                return int(each.name)
+            with contextlib.suppress(OSError):
+                variables = (each / "environ").read_bytes().split(b"\0")
+                words = (each / "cmdline").read_bytes().split(b"\0")
+                here = (each / "cwd").resolve() == root.resolve()
+                if here and f"TRIAX_REPLICA={replica}".encode() in variables and b"RANK=0" in variables:
+                    if words[-3:-1] == [b"train", b"run.yaml"] and b"run" not in words:
+                        return int(each.name)
     raise LookupError(f"replica {replica} has no rank")
 
 
