@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from ..base.errors import AgreedError
 from ..base.option_error import refusal
 from ..grid import Grid
+from ..grid.auxiliary import AuxiliaryLayer
 from ..grid.environment import coordinator_address, replica_name
 from ..launcher.launch import own_address
 from ..options.fault_tolerance import FaultTolerance
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from ..engine.base import Engine
 
 _LOG = logging.getLogger("triax")
-_NUMBERS = 32  # most numbers of a step that are summed with its gradients
 _NOTABLE = 0.001  # seconds of lost time that are recorded
 _SLOW_STEPS = 10  # steps in a row after which a slow replica is named
 _FAILURES = (RuntimeError, OSError, ConnectionError, TimeoutError)
@@ -86,6 +86,8 @@ class FaultTolerantReplicas(SynchronousReplicas):
         self._group: ReplicaGroup | None = None
         self._first: Round | None = None  # first round of the present step, whose contributors took shares
         self._next_handler: Any = None  # of SIGTERM, before this object's
+        self._computed = -1  # round for which the gradients of this step were computed
+        self._weighs = False  # the gradients depend on weights of the whole batch
         self._stateless = False  # this replica has begun to join, and has no state that another could take
         self._received: _Transfer | None = None
         self._sending: list[_Transfer] = []
@@ -94,7 +96,10 @@ class FaultTolerantReplicas(SynchronousReplicas):
         self._gone: list[str] = []  # replicas that have left since then because they were asked to
         self._slow = "", 0  # the slowest replica, and the steps since it is
         self._sent_before = 0.0
-        self._buffers = [(name, each, each._version) for name, each in engine.module.named_buffers()]
+        # The buffers of a mixture of experts follow from its loads, which are summed.
+        summed = {id(b) for m in engine.module.modules() if isinstance(m, AuxiliaryLayer) for b in m.buffers()}
+        buffers = engine.module.named_buffers()
+        self._buffers = [(name, each, each._version) for name, each in buffers if id(each) not in summed]
         self._client: CoordinatorClient | None = None
         self._store, self._address = None, ""
         if grid.rank == 0:
@@ -165,7 +170,8 @@ class FaultTolerantReplicas(SynchronousReplicas):
         assert engine.training_dataloader is not None
         engine.training_dataloader.seek(shares.get(self.name, self.ledger.next_share))
         position = planned.index(self.name) if self.name in planned else 0
-        engine.feed.shift = position * engine.batch.train
+        engine.shift_samples(position * engine.batch.train)
+        self._computed = round_.number
         if round_.donor == self.name and not round_.fresh:
             self._send(round_)
 
@@ -178,18 +184,22 @@ class FaultTolerantReplicas(SynchronousReplicas):
         Raises:
             RuntimeError: no replica with a state is left, or there is no coordinator.
         """
-        buckets = [bucket for bucket in self._engine.data_axis.buckets if bucket.trained]
-        # Of one length in every step: a newcomer's first step may have more numbers than the others' tenth.
-        numbers = torch.zeros(_NUMBERS, dtype=torch.float64)
-        numbers[: len(values)] = torch.tensor([float(value) for value in values], dtype=torch.float64)
+        engine: Any = self._engine
+        buckets = [bucket for bucket in engine.data_axis.buckets if bucket.trained]
         seconds, since, detection = time.monotonic() - self._began, time.monotonic(), 0.0
         while True:
             round_ = self._now
             found: list[Tensor] = []
             problem = self._load_received()
+            if self._weighs and self._computed != round_.number:  # with the weights of those that are left
+                self._computed, own = round_.number, engine.compute()[1]
+                values = [*own, *values[len(own) :]]
+            numbers = torch.tensor([float(value) for value in values], dtype=torch.float64)
+            facts = [engine.data_axis.used(), *([engine.auxiliary_sums] if engine.auxiliary else [])]
             if problem is None:
                 try:
-                    found = self._sum_once(round_, [*(bucket.owned_gradient for bucket in buckets), numbers])
+                    tensors = [*(bucket.owned_gradient for bucket in buckets), *facts, numbers]
+                    found = self._sum_once(round_, tensors)
                 except _FAILURES as error:
                     problem = str(error) or type(error).__name__
                     self._abort()  # before the meeting, to which all come: others may still wait for this rank's part
@@ -205,6 +215,9 @@ class FaultTolerantReplicas(SynchronousReplicas):
                     raise RuntimeError("every replica with the state of the run is lost, and the run starts anew")
         for bucket, gradient in zip(buckets, found, strict=False):
             bucket.owned_gradient.copy_(gradient)
+        engine.data_axis.use_elsewhere(found[len(buckets)])
+        if engine.auxiliary:
+            engine.auxiliary_sums.copy_(found[len(buckets) + 1])
         if detection:
             self._lose("detection", detection)
             self._lose("again", now - since)
@@ -214,7 +227,22 @@ class FaultTolerantReplicas(SynchronousReplicas):
         self._sending = []
         self._record(round_, decision, detection + now - since if detection else 0.0)
         sums: list[float] = found[-1].tolist()
-        return sums[: len(values)]
+        return sums
+
+    def share(self, numbers: Sequence[float]) -> list[float]:
+        """Return the contributors' sums of numbers, which their backward passes need. Collective as ``sum``.
+
+        If a replica is lost meanwhile, the gradients are computed again with the sums of those that are left.
+        """
+        self._weighs = True
+        own = torch.tensor([float(each) for each in numbers], dtype=torch.float64)
+        try:
+            (found,) = self._sum_once(self._now, [own])
+        except _FAILURES as error:  # the sum of the gradients fails too, and all meet
+            _LOG.debug("the weights of a step were not summed: %s", error)
+            self._abort()
+            return own.tolist()
+        return found.tolist()
 
     def _sum_once(self, round_: Round, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the contributors' sums of the tensors. Collective over the ranks at this place of all replicas."""
@@ -325,9 +353,16 @@ class FaultTolerantReplicas(SynchronousReplicas):
             problem: the reason for which this rank has no sum; None if it has one.
             seconds: time from the begin of the step to the gradients.
         """
-        told = self.grid.world.all_gather_json([problem, self.leaving])
-        summed = all(each is None for each, _ in told)
-        self.leaving = any(leaving for _, leaving in told)
+        by_hand = self._engine.data_axis.by_hand
+        told = self.grid.world.all_gather_json([problem, self.leaving, self._weighs, by_hand])
+        summed = all(each is None for each, *_ in told)
+        self.leaving = any(leaving for _, leaving, *_ in told)
+        self._weighs = any(weighs for *_, weighs, _ in told)
+        if any(by_hand for *_, by_hand in told):
+            raise AgreedError(
+                "a weight or a gradient was written by hand, and fault_tolerance does not give that to its replicas: "
+                "leave it to the loss, or leave fault_tolerance out"
+            )
         return self._reports(summed, seconds), summed
 
     def _reports(self, summed: bool = False, seconds: float = 0.0) -> list[Report]:
@@ -594,8 +629,6 @@ def _check(engine: Engine) -> None:
             f"<fault_tolerance> sends the state of optimizers that work element by element, not of "
             f"{type(engine.data_axis.optimizer).__name__}: use AdamW or SGD"
         )
-    if engine.auxiliary:
-        raise refusal("<fault_tolerance> does not sum the auxiliary losses of experts over replicas: use a dense model")
     for name, module in engine.module.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
             raise refusal(

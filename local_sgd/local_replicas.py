@@ -55,6 +55,7 @@ class LocalReplicas:
 
     contributing = 1  # as ``SynchronousReplicas.contributing``
     leads = True  # as ``SynchronousReplicas.leads``
+    share = staticmethod(list[float])  # as ``SynchronousReplicas.share``: there are no replicas outside of the grid
 
     def __init__(
         self,

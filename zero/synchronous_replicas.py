@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -34,6 +35,10 @@ class SynchronousReplicas:
     def present(self) -> list[int]:
         """Indices of the replicas that have not left the training. In this strategy these are all replicas."""
         return list(range(self.grid.replicas))
+
+    def share(self, numbers: Sequence[float]) -> list[float]:
+        """Return the sums of numbers over replicas outside of the grid, before the backward passes. Here: themselves."""
+        return [*numbers]
 
     def stepping(self) -> AbstractContextManager[Grid]:
         """Context for a training step; yields the grid whose ranks take the step together."""
