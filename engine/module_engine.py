@@ -585,6 +585,9 @@ class ModuleEngine(Engine):
         """Set the counters of steps and samples, and discard the gradients of an unfinished step."""
         super().set_position(steps, samples)
         self.micro_steps = steps * self.batch.accumulation
+        if self.microbatch < 0:  # within step(), where a replica that joins gets its state
+            self.micro_steps += self.batch.accumulation - 1
+            return
         self.zero_grad()
         self.microbatch = 0
         self._mark_last()

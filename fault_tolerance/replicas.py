@@ -32,6 +32,7 @@ from ..grid.auxiliary import AuxiliaryLayer
 from ..grid.environment import coordinator_address, replica_name
 from ..launcher.launch import own_address
 from ..options.fault_tolerance import FaultTolerance
+from ..data.dataloader import RepeatingLoader
 from ..pipe.module import PipelineModule
 from ..zero.optimizer import RangeStepper
 from ..zero.synchronous_replicas import SynchronousReplicas
@@ -87,6 +88,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
         self._first: Round | None = None  # first round of the present step, whose contributors took shares
         self._next_handler: Any = None  # of SIGTERM, before this object's
         self._computed = -1  # round for which the gradients of this step were computed
+        self._prepared = False  # the samples of this step are known
         self._weighs = False  # the gradients depend on weights of the whole batch
         self._stateless = False  # this replica has begun to join, and has no state that another could take
         self._received: _Transfer | None = None
@@ -132,12 +134,14 @@ class FaultTolerantReplicas(SynchronousReplicas):
             RuntimeError: there is no coordinator, or no replica with a state is left.
             SystemExit: with code 0, at the end of the step after which it leaves, unless a checkpoint is saved.
         """
-        if self.left:
-            raise AgreedError("this replica has left the run: take no step after engine.leave()")
-        if self._round is None:
-            self._handle_signal()
-            self._join()
-        self._begin()
+        if isinstance(self._engine.module, PipelineModule):
+            self._prepare()
+        elif not self._prepared:
+            raise AgreedError(
+                "step() ends a step whose samples do not come from engine.replicas.batches(), but fault_tolerance gives "
+                "each replica its samples by number: write for inputs, labels in engine.replicas.batches(): ..."
+            )
+        self._prepared = False
         yield self.grid
         self._require_same_buffers()
         if self.left:
@@ -146,6 +150,32 @@ class FaultTolerantReplicas(SynchronousReplicas):
                 _LOG.warning("replica %s has left the run after step %d", self.name, self._engine.global_steps)
             if self._next_handler is None:  # else a checkpoint is saved, which ends the process
                 raise SystemExit(0)
+
+    def batches(self) -> Iterator[Any]:
+        """Yield the microbatches of this replica, in each step those of its share, without end. Collective.
+
+        A plain module is trained on them: each forward and backward pass, and ``engine.step()``.
+
+        Raises:
+            AgreedError: this replica has left the run.
+            RuntimeError: there is no coordinator, or no replica with a state is left.
+        """
+        loader: Any = self._engine.training_dataloader
+        own = RepeatingLoader(loader)
+        while not self.left:
+            if not self._prepared:
+                self._prepare()
+            yield next(own)
+
+    def _prepare(self) -> None:
+        """Begin a step, and join the run before the first one. Collective."""
+        if self.left:
+            raise AgreedError("this replica has left the run: take no step after engine.leave()")
+        if self._round is None:
+            self._handle_signal()
+            self._join()
+        self._begin()
+        self._prepared = True
 
     def leave(self) -> bool:
         """Leave the run. The others learn of it when they miss this replica; SIGTERM lets it announce it in a step."""
@@ -608,17 +638,14 @@ def _check(engine: Engine) -> None:
     Raises:
         OptionError: naming the option or the part of the model.
     """
-    if not isinstance(engine.module, PipelineModule):
-        raise refusal(
-            "<fault_tolerance> trains a PipelineModule, whose train_batch takes a whole step: write the model as a "
-            "list of layers, triax.PipelineModule(layers, loss_fn=...)"
-        )
+    if not engine.options.batch.counted:
+        raise refusal("<fault_tolerance> needs steps of a fixed size: give <batch.size> and <batch.microbatch>")
     if engine.optimizer is None:
         raise refusal("<fault_tolerance> needs an optimizer, and there is none: set <optimizer>, or leave it out")
     if not hasattr(engine.training_dataloader, "seek"):
         raise refusal(
             "<fault_tolerance> gives each replica its samples by number: pass training_data to the engine, a data set "
-            "with a length, and call train_batch() without an iterator"
+            "with a length; train_batch() and engine.replicas.batches() take them"
         )
     if engine.data_axis.exchange is not None:
         raise refusal("<fault_tolerance> sums gradients as they are: leave <compression> out")
