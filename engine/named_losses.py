@@ -79,7 +79,8 @@ class NamedLossSteps:
                 "same names"
             )
         weights = [sum(each[name] for each in found) for name in self._told]
-        executor.count, *weights = share([executor.count, *weights])
+        count, *weights = share([executor.count, *weights])
+        executor.count = int(count)
         executor.term_weights = dict(zip(self._told, weights, strict=True))
 
     def _weights(

@@ -362,8 +362,8 @@ class PipelineEngine(Engine):
                 left |= {*range(last + 1, stage)}
         if left and self.optimizer_step.across is not None:
             raise AgreedError(
-                f"the inputs of stage {max(left) + 1} got no gradient (they are detached), and fault_tolerance does not "
-                "leave out the stages before it: freeze their parameters, or leave fault_tolerance out"
+                f"the inputs of stage {max(left) + 1} got no gradient (they are detached), and fault_tolerance does "
+                "not leave out the stages before it: freeze their parameters, or leave fault_tolerance out"
             )
         if left:
             self.data_axis.reducer.leave_out(left)

@@ -27,12 +27,12 @@ from torch import Tensor, nn
 
 from ..base.errors import AgreedError
 from ..base.option_error import refusal
+from ..data.dataloader import RepeatingLoader
 from ..grid import Grid
 from ..grid.auxiliary import AuxiliaryLayer
 from ..grid.environment import coordinator_address, replica_name
 from ..launcher.launch import own_address
 from ..options.fault_tolerance import FaultTolerance
-from ..data.dataloader import RepeatingLoader
 from ..pipe.module import PipelineModule
 from ..zero.optimizer import RangeStepper
 from ..zero.synchronous_replicas import SynchronousReplicas
@@ -138,8 +138,8 @@ class FaultTolerantReplicas(SynchronousReplicas):
             self._prepare()
         elif not self._prepared:
             raise AgreedError(
-                "step() ends a step whose samples do not come from engine.replicas.batches(), but fault_tolerance gives "
-                "each replica its samples by number: write for inputs, labels in engine.replicas.batches(): ..."
+                "step() ends a step whose samples do not come from engine.replicas.batches(), but fault_tolerance "
+                "gives each replica its samples by number: write for inputs, labels in engine.replicas.batches(): ..."
             )
         self._prepared = False
         yield self.grid

@@ -272,7 +272,7 @@ class ZeroDataAxis:
         return torch.tensor([float(p not in unused) for p in members], dtype=torch.float64)
 
     def use_elsewhere(self, counts: Tensor) -> None:
-        """Set for how many replicas outside of the grid, this one included, ``used`` was 1, for ``without_gradient``."""
+        """Set for how many replicas, this one included, ``used`` was 1, for ``without_gradient``."""
         members = (m.parameter for bucket in self._trained for m in bucket.members)
         self.used_elsewhere = {p for p, count in zip(members, counts.tolist(), strict=True) if count}
 

@@ -20,16 +20,19 @@ class SynchronousReplicas:
     Attributes:
         just_synchronized: always False here. ``LocalReplicas`` sets it to True after a synchronization of weights.
         contributing: number of grids whose batches were in the last step, 1 without ``fault_tolerance``.
-        leads: True if this replica prints what is equal on all, always without ``fault_tolerance``.
         collective_grid: grid for collectives of the whole run, such as an evaluation or a table of times.
     """
 
     just_synchronized = False
     contributing = 1
-    leads = True
 
     def __init__(self, grid: Grid) -> None:
         self.grid = self.collective_grid = grid
+
+    @property
+    def leads(self) -> bool:
+        """True if this replica prints what is equal on all replicas; always without ``fault_tolerance``."""
+        return True
 
     @property
     def present(self) -> list[int]:
@@ -37,7 +40,7 @@ class SynchronousReplicas:
         return list(range(self.grid.replicas))
 
     def share(self, numbers: Sequence[float]) -> list[float]:
-        """Return the sums of numbers over replicas outside of the grid, before the backward passes. Here: themselves."""
+        """Return the sums of numbers over replicas outside of the grid, of which this strategy has none."""
         return [*numbers]
 
     def stepping(self) -> AbstractContextManager[Grid]:

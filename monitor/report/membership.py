@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -155,7 +154,7 @@ def _merged(one: _ChangeJson, other: _ChangeJson) -> _ChangeJson:
     )
 
 
-def _row(change: _ChangeJson, begin: float, joined: list[str], members: list[str]) -> Mapping[str, Any]:
+def _row(change: _ChangeJson, begin: float, joined: list[str], members: list[str]) -> dict[str, Any]:
     """Return a change for a table: ``members`` are there after it."""
     said = [f"{', '.join(names)} {what}" for names, what in ((change.left, "left"), (joined, "joined")) if names]
     said += [f"{', '.join(change.lost)} lost in this step"] if change.lost else []

@@ -66,16 +66,16 @@ def rank_of(root: Path, replica: str) -> int:
                 variables = (each / "environ").read_bytes().split(b"\0")
                 words = (each / "cmdline").read_bytes().split(b"\0")
                 here = (each / "cwd").resolve() == root.resolve()
-                if here and f"TRIAX_REPLICA={replica}".encode() in variables and b"RANK=0" in variables:
-                    if words[-3:-1] == [b"train", b"run.yaml"] and b"run" not in words:
-                        return int(each.name)
+                is_rank = f"TRIAX_REPLICA={replica}".encode() in variables and b"RANK=0" in variables
+                if here and is_rank and words[-3:-1] == [b"train", b"run.yaml"] and b"run" not in words:
+                    return int(each.name)
     raise LookupError(f"replica {replica} has no rank")
 
 
 def in_one_process(job: Job, history: Path) -> list[float]:
     """Losses of plain PyTorch that takes the samples of a history."""
     module = build_module(job, triax.Grid())
-    weights = {layout_of(p).name: p for p in module.parameters()}
+    weights: dict[str, torch.Tensor] = {layout_of(p).name: p for p in module.parameters()}
     groups = parameter_groups(job, module)
     adam = torch.optim.AdamW(groups or module.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     loader = TokenData("tokens", 32, held_out=0.2).loader(4, 4, threads=0)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 import triax
-
 from triax.engine.step_observer import StepObserver
 from triax.moe import MoE
 
