@@ -34,6 +34,7 @@ from ..pipe.microbatches import Microbatch, MicrobatchFeed
 from ..pipe.module import PipelineModule
 from ..pipe.program.forward_only import forward_only
 from ..pipe.program.offload import offload_pass
+from ..pipe.program.pairs import pair_pass
 from ..pipe.program.passes import lower
 from ..pipe.program.program import Program
 from ..pipe.program.schedule import Schedule
@@ -160,6 +161,7 @@ class PipelineEngine(Engine):
         self.optimizer = self.data_axis.optimizer
         memory = partial(_activation_memory, self.options.schedule.offload, self.grid.device)
         self.executor = Executor(module, self.data_axis, self.parts, memory)
+        self.executor.interleaves = self.data_axis.options.stage < 3
         self.named_losses = NamedLossSteps(module.is_last)
         self.auxiliary = AuxiliarySteps(module, self.grid, module.auxiliary)
         self.replica_buffers = ReplicaBuffers(module, self._step_grid)
@@ -450,6 +452,14 @@ class PipelineEngine(Engine):
 
     def _lower(self, schedule: Schedule) -> Program:
         zero, offload = self.options.zero, self.options.schedule.offload
+        if self.options.schedule.pairs is not None and not schedule.forward_only:
+            schedule = self._paired(schedule, self.options.schedule.pairs)
+        if schedule.pairs and not self.executor.interleaves:
+            why = (
+                f"stage 3 releases the weights of a layer at the end of each pass, so the passes of {schedule.name}'s "
+                "pairs run one after the other, and their collectives do not hide; stage 2 runs them interleaved"
+            )
+            self._warn(Note("zero.stage", why))
         if offload.device != "none" and not schedule.forward_only and not schedule.offloads:
             copy = offload.copy_time
             costs = replace(Costs(*self.options.schedule.costs), O=copy, R=copy)
@@ -464,6 +474,17 @@ class PipelineEngine(Engine):
         program = lower(schedule, self.data_axis.options.stage, [tie.stages for tie in self.module.ties], each)
         verify(program)
         return program
+
+    def _paired(self, schedule: Schedule, collectives: float) -> Schedule:
+        """Return the schedule with pairs, if they make its step shorter."""
+        try:
+            found = pair_pass(schedule, replace(Costs(*self.options.schedule.costs), AR=collectives))
+        except ValueError as error:
+            raise OptionError("schedule.pairs", reason=str(error)) from error
+        if not found.pairs:
+            why = f"joins no passes of {schedule.name}, as no pair makes its step shorter; leave it out"
+            self._warn(Note("schedule.pairs", why))
+        return found
 
     def _share_outputs(self, outputs: list[Any]) -> list[Any]:
         """Broadcast the last stage's outputs to every stage, and return them. Collective over the pipe axis."""

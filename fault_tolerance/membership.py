@@ -21,6 +21,8 @@ from typing import Any
 
 from ..base.errors import ConfigError
 
+RESTARTED = "started again from files"  # cause of a change
+
 
 @dataclass(frozen=True)
 class Change:
@@ -141,9 +143,14 @@ class History:
 
     Args:
         changes: the changes, in the order of their steps.
+
+    Attributes:
+        restarted: True if the run has started again from files in between.
     """
 
     def __init__(self, changes: Iterable[Change]) -> None:
+        changes = list(changes)
+        self.restarted = any(change.facts.get("cause") == RESTARTED for change in changes)
         self._members: dict[int, tuple[str, ...]] = {}
         self._lost: dict[int, tuple[str, ...]] = {}
         for change in changes:

@@ -6,7 +6,7 @@ A rank sends to the rank at the same place of another replica, whose grid is equ
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,7 +55,10 @@ def _states(shards: StateShards, dtypes: Dtypes) -> Iterator[Tensor]:
 
 
 def capture_here(
-    engine: Checkpointed, client_state: Mapping[str, Any] | None, more: Mapping[str, Any]
+    engine: Checkpointed,
+    client_state: Mapping[str, Any] | None,
+    more: Mapping[str, Any],
+    further: Sequence[Tensor] = (),
 ) -> tuple[Tensor, list[Tensor]]:
     """Return this rank's state: a header as bytes, and tensors, which are views of the engine's.
 
@@ -63,6 +66,7 @@ def capture_here(
         engine: the engine, between two steps.
         client_state: the user's own values.
         more: further values for the header.
+        further: flat tensors after those of the engine, which ``load_here`` leaves out.
     """
     shards = _shards(engine)
     dtypes = _dtypes(shards)
@@ -73,7 +77,7 @@ def capture_here(
         return str(len(own) - 1)
 
     values = None if client_state is None else encode(dict(client_state), put)
-    tensors = [*_weights(engine, shards), *_buffers(engine), *_states(shards, dtypes), *own]
+    tensors = [*_weights(engine, shards), *_buffers(engine), *_states(shards, dtypes), *own, *further]
     run = run_state(engine)
     for key in ("loader", "membership"):  # the ledger says which samples follow
         run.pop(key, None)

@@ -65,7 +65,11 @@ class FaultTolerantReplicas(SynchronousReplicas):
         left: True if this replica has left the run.
         leaving: True if it leaves after the present step.
         recoveries: seconds that each loss of a replica cost: from the failed sum to the sum of the others.
+        batches: number of batches of a share of samples.
+        unit: name of what the history counts.
     """
+
+    batches, unit = 1, "step"
 
     def __init__(self, engine: Engine, grid: Grid, options: FaultTolerance) -> None:
         super().__init__(grid)
@@ -104,9 +108,9 @@ class FaultTolerantReplicas(SynchronousReplicas):
         self._buffers = [(name, each, each._version) for name, each in buffers if id(each) not in summed]
         self._client: CoordinatorClient | None = None
         self._store, self._address = None, ""
+        self._host = own_address(address.rpartition("//")[2].rpartition(":")[0])
         if grid.rank == 0:
-            host = own_address(address.rpartition("//")[2].rpartition(":")[0])
-            self._store, self._address = serve_store(host)
+            self._store, self._address = serve_store(self._host)
             self._client = CoordinatorClient(address, self.name, options.silence, options.give_up)
         engine.optimizer_step.across = self.sum
 
@@ -138,12 +142,13 @@ class FaultTolerantReplicas(SynchronousReplicas):
             self._prepare()
         elif not self._prepared:
             raise AgreedError(
-                "step() ends a step whose samples do not come from engine.replicas.batches(), but fault_tolerance "
-                "gives each replica its samples by number: write for inputs, labels in engine.replicas.batches(): ..."
+                "step() ends a step whose samples do not come from engine.replicas.microbatches(), but fault_tolerance "
+                "gives each replica its samples by number: write for inputs, labels in engine.replicas.microbatches()"
             )
         self._prepared = False
         yield self.grid
         self._require_same_buffers()
+        self._end()
         if self.left:
             self._close()
             if self.grid.rank == 0:
@@ -151,7 +156,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
             if self._next_handler is None:  # else a checkpoint is saved, which ends the process
                 raise SystemExit(0)
 
-    def batches(self) -> Iterator[Any]:
+    def microbatches(self) -> Iterator[Any]:
         """Yield the microbatches of this replica, in each step those of its share, without end. Collective.
 
         A plain module is trained on them: each forward and backward pass, and ``engine.step()``.
@@ -198,12 +203,15 @@ class FaultTolerantReplicas(SynchronousReplicas):
         shares = self.ledger.plan(planned)
         # A spare replica and a newcomer compute a share that another one takes: their gradients are not summed.
         assert engine.training_dataloader is not None
-        engine.training_dataloader.seek(shares.get(self.name, self.ledger.next_share))
+        engine.training_dataloader.seek(shares.get(self.name, self.ledger.next_share) * self.batches)
         position = planned.index(self.name) if self.name in planned else 0
         engine.shift_samples(position * engine.batch.train)
         self._computed = round_.number
         if round_.donor == self.name and not round_.fresh:
-            self._send(round_)
+            self._send(round_.newcomers)
+
+    def _end(self) -> None:
+        """End a step after which all is done: its gradients were summed within it."""
 
     def sum(self, values: Sequence[Tensor | float]) -> list[float]:
         """Sum gradients and numbers over the replicas; the gradients of the engine are then the sums. Collective.
@@ -216,23 +224,56 @@ class FaultTolerantReplicas(SynchronousReplicas):
         """
         engine: Any = self._engine
         buckets = [bucket for bucket in engine.data_axis.buckets if bucket.trained]
+
+        def tensors() -> list[Tensor]:
+            facts = [engine.data_axis.used(), *([engine.auxiliary_sums] if engine.auxiliary else [])]
+            return [*(bucket.owned_gradient for bucket in buckets), *facts]
+
+        def again() -> tuple[list[Tensor], list[Tensor | float]]:
+            own = engine.compute()[1]
+            return tensors(), [*own, *values[len(own) :]]
+
+        found, sums = self.agree(tensors(), values, again)
+        for bucket, gradient in zip(buckets, found, strict=False):
+            bucket.owned_gradient.copy_(gradient)
+        engine.data_axis.use_elsewhere(found[len(buckets)])
+        if engine.auxiliary:
+            engine.auxiliary_sums.copy_(found[len(buckets) + 1])
+        return sums
+
+    def agree(
+        self,
+        tensors: Sequence[Tensor],
+        values: Sequence[Tensor | float],
+        again: Callable[[], tuple[Sequence[Tensor], Sequence[Tensor | float]]] | None = None,
+    ) -> tuple[list[Tensor], list[float]]:
+        """Sum tensors and numbers over the replicas, record the step, and enter the next round. Collective.
+
+        Args:
+            tensors, values: those of this rank.
+            again: returns them, computed with the weights of the present contributors; None: they do not depend on it.
+
+        Returns:
+            The sums of the tensors, in host memory, and of the numbers, of the ranks at this rank's place.
+
+        Raises:
+            RuntimeError: no replica with a state is left, or there is no coordinator.
+        """
         seconds, since, detection = time.monotonic() - self._began, time.monotonic(), 0.0
         while True:
             round_ = self._now
             found: list[Tensor] = []
             problem = self._load_received()
-            if self._weighs and self._computed != round_.number:  # with the weights of those that are left
-                self._computed, own = round_.number, engine.compute()[1]
-                values = [*own, *values[len(own) :]]
+            if again is not None and self._weighs and self._computed != round_.number:
+                self._computed, (tensors, values) = round_.number, again()
             numbers = torch.tensor([float(value) for value in values], dtype=torch.float64)
-            facts = [engine.data_axis.used(), *([engine.auxiliary_sums] if engine.auxiliary else [])]
             if problem is None:
                 try:
-                    tensors = [*(bucket.owned_gradient for bucket in buckets), *facts, numbers]
-                    found = self._sum_once(round_, tensors)
+                    found = self._sum_once(round_, [*tensors, numbers])
                 except _FAILURES as error:
                     problem = str(error) or type(error).__name__
-                    self._abort()  # before the meeting, to which all come: others may still wait for this rank's part
+            if problem is not None:
+                self._abort()  # before the meeting, to which all come: others may still wait for this rank's part
             reports, summed = self._meet(problem, seconds)
             decision = self._decide(reports)
             now = time.monotonic()
@@ -243,11 +284,6 @@ class FaultTolerantReplicas(SynchronousReplicas):
                 self._join()
                 if self._now.fresh:
                     raise RuntimeError("every replica with the state of the run is lost, and the run starts anew")
-        for bucket, gradient in zip(buckets, found, strict=False):
-            bucket.owned_gradient.copy_(gradient)
-        engine.data_axis.use_elsewhere(found[len(buckets)])
-        if engine.auxiliary:
-            engine.auxiliary_sums.copy_(found[len(buckets) + 1])
         if detection:
             self._lose("detection", detection)
             self._lose("again", now - since)
@@ -256,8 +292,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
             self._lose("joining", time.monotonic() - now)
         self._sending = []
         self._record(round_, decision, detection + now - since if detection else 0.0)
-        sums: list[float] = found[-1].tolist()
-        return sums
+        return found[:-1], found[-1].tolist()
 
     def share(self, numbers: Sequence[float]) -> list[float]:
         """Return the contributors' sums of numbers, which their backward passes need. Collective as ``sum``.
@@ -271,8 +306,9 @@ class FaultTolerantReplicas(SynchronousReplicas):
         except _FAILURES as error:  # the sum of the gradients fails too, and all meet
             _LOG.debug("the weights of a step were not summed: %s", error)
             self._abort()
-            return own.tolist()
-        return found.tolist()
+            return [float(each) for each in numbers]
+        sums: list[float] = found.tolist()
+        return sums
 
     def _sum_once(self, round_: Round, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the contributors' sums of the tensors. Collective over the ranks at this place of all replicas."""
@@ -283,9 +319,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
 
     def _record(self, round_: Round, decision: Decision, seconds: float) -> None:
         """Record the step that is taken, and enter the next round."""
-        engine, planned = self._engine, self._planned(round_)
-        counted = self._contributors(round_)
-        self.contributing = len(counted)
+        planned, counted = self._planned(round_), self._contributors(round_)
         cause = f"lost: {', '.join(decision.lost)}" if decision.lost else ""
         facts: dict[str, Any] = {"time": time.time()} | ({"seconds": seconds} if seconds else {})
         resumed = bool(self.ledger.changes) and not self.ledger.members
@@ -297,7 +331,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
         if changes:
             self._lost_time, self._gone = {}, []
         self._gone += decision.left
-        engine.add_samples((len(counted) - 1) * engine.batch.train)
+        self._count(counted)
         self._write(changes)
         if seconds:
             self.recoveries.append(seconds)
@@ -318,6 +352,11 @@ class FaultTolerantReplicas(SynchronousReplicas):
         if seconds > _NOTABLE:
             self._lost_time[cause] = self._lost_time.get(cause, 0.0) + round(seconds, 4)
 
+    def _count(self, counted: Sequence[str]) -> None:
+        """Count the samples that the other contributors have taken in this step."""
+        self.contributing = len(counted)
+        self._engine.add_samples((len(counted) - 1) * self._engine.batch.train)
+
     def _name_slow(self, decision: Decision, round_: Round) -> None:
         """Log the name of a replica that was the slowest, and slow, in several steps in a row."""
         name = "" if decision.slowest is None else decision.slowest[0]
@@ -330,11 +369,16 @@ class FaultTolerantReplicas(SynchronousReplicas):
     def _tell(self, change: Change) -> None:
         if change.members is None:
             names = ", ".join(change.lost)
-            _LOG.warning("step %d is taken without %s, whose samples are taken later", change.step, names)
+            _LOG.warning("%s %d is taken without %s, whose samples are taken later", self.unit, change.step, names)
         else:
-            _LOG.warning("from step %d on the replicas are %s", change.step, ", ".join(change.members))
+            _LOG.warning("from %s %d on the replicas are %s", self.unit, change.step, ", ".join(change.members))
 
     # ------------------------------------------------------------------------------------------ rounds
+
+    @property
+    def _steps_taken(self) -> int:
+        """Number of steps that the replicas have taken together."""
+        return self._engine.global_steps
 
     @property
     def _now(self) -> Round:
@@ -403,7 +447,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
             round_ = self._round
             report = Report(
                 self.name,
-                -1 if self._stateless else self._engine.global_steps,
+                -1 if self._stateless else self._steps_taken,
                 -1 if round_ is None or self._stateless else round_.number,
                 summed,
                 () if round_ is None else round_.members,
@@ -414,7 +458,15 @@ class FaultTolerantReplicas(SynchronousReplicas):
                 seconds,
             )
             try:
-                plain = [each.plain() for each in self._client.meet(report)]
+                found = self._client.meet(report)
+                plain = [each.plain() for each in found]
+                store = next((each.store for each in found if each.name == self.name), "none")
+                if store != self._address:
+                    failure = (
+                        f"two processes have the name of replica {self.name}, with stores at {self._address} and "
+                        f"{store}, and this one stops: give each replica a name of its own, as in "
+                        "triax run --replicas a,b"
+                    )
             except RuntimeError as error:
                 failure = str(error)
         plain, failure = self.grid.world.all_gather_json([plain, failure])[0]
@@ -436,6 +488,9 @@ class FaultTolerantReplicas(SynchronousReplicas):
         """Enter the next round if this replica is in it; return False if it is not. Collective."""
         following = decision.next
         laggard = self._round is not None and self._round.number != following.number - 1
+        if laggard and self.grid.rank == 0:
+            text = "the others have gone on without replica %s since %s %d: it gets their state, and joins again"
+            _LOG.warning(text, self.name, self.unit, self._now.step)
         if self.name not in following.group or (laggard and self.name not in following.newcomers):
             return False
         self._enter(following, False)
@@ -457,7 +512,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
             rank = round_.group.index(self.name)
             key = f"round {round_.number} of rank {self.grid.rank}"
             try:
-                self._group = ReplicaGroup(round_.store, key, rank, len(round_.group), self.options.timeout)
+                self._group = ReplicaGroup(round_.store, self._host, key, rank, len(round_.group), self.options.timeout)
             except _FAILURES as error:  # the next sum fails, and all meet again
                 _LOG.debug("the group of round %d was not made: %s", round_.number, error)
         if round_.fresh:
@@ -466,7 +521,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
             self._share_state(round_)
         elif self.name in round_.newcomers:
             self._stateless = True
-            self._receive(round_)
+            self._receive(round_.donor)
 
     def _abort(self) -> None:
         """Close the connections to the other replicas."""
@@ -482,22 +537,22 @@ class FaultTolerantReplicas(SynchronousReplicas):
         if self.grid.rank == 0 and self.options.folder is not None and self.ledger.changes:
             self.ledger.write(self._history_file)
         if round_.donor == self.name:
-            self._send(round_)
+            self._send(round_.newcomers)
             for transfer in self._sending:
                 transfer.wait()
             self._sending = []
         else:
-            self._receive(round_)
+            self._receive(round_.donor)
             if (problem := self._load_received()) is not None:
                 raise RuntimeError(f"replica {self.name} did not get the state of replica {round_.donor}: {problem}")
 
-    def _send(self, round_: Round) -> None:
-        """Begin to send this replica's state to the newcomers, in a thread."""
+    def _send(self, names: Sequence[str]) -> None:
+        """Begin to send this replica's state to other replicas of the round, in a thread."""
         group = self._group
         if group is None:
             return
-        header, tensors = capture_here(self._engine, self._engine.client_state, {"ledger": self.ledger.state()})
-        others = [round_.group.index(name) for name in round_.newcomers]
+        header, tensors = self._capture()
+        others = [self._now.group.index(name) for name in names]
 
         def send() -> None:
             for to in others:
@@ -505,9 +560,23 @@ class FaultTolerantReplicas(SynchronousReplicas):
 
         self._sending.append(_Transfer(send))
 
-    def _receive(self, round_: Round) -> None:
-        """Begin to receive the state from the donor, in a thread."""
-        group, source = self._group, round_.group.index(round_.donor)
+    def _capture(self) -> tuple[Tensor, list[Tensor]]:
+        """Return this rank's state to be sent: a header, and tensors that stay as they are until they are sent."""
+        more = {"ledger": self.ledger.state()}
+        return capture_here(self._engine, self._engine.client_state, more, self._outer_state())
+
+    def _outer_state(self) -> Sequence[Tensor]:
+        """Return tensors of a state besides those of the engine: none here."""
+        return ()
+
+    def _load(self, header: dict[str, Any], tensors: list[Tensor]) -> None:
+        """Load a state of ``_capture``. Collective over this replica's data axis."""
+        self._engine.client_state = load_here(self._engine, header, tensors)
+        self.ledger = Ledger.of(header["ledger"])
+
+    def _receive(self, donor: str) -> None:
+        """Begin to receive the state from another replica of the round, in a thread."""
+        group, source = self._group, self._now.group.index(donor)
 
         def receive() -> tuple[dict[str, Any], list[Tensor]]:
             if group is None:
@@ -527,12 +596,10 @@ class FaultTolerantReplicas(SynchronousReplicas):
         problem = transfer.wait()
         if any(self.grid.world.all_gather_json(problem is not None)):
             return problem or "another rank of this replica did not get its state"
-        header, tensors = transfer.result
-        self._engine.client_state = load_here(self._engine, header, tensors)
+        self._load(*transfer.result)
         self._stateless = False
         for observer in self._engine.observers:
             observer.joined(self._engine.client_state or {})
-        self.ledger = Ledger.of(header["ledger"])
         if self.grid.rank == 0 and self.options.folder is not None:
             self.ledger.write(self._history_file)
         return None
@@ -645,7 +712,7 @@ def _check(engine: Engine) -> None:
     if not hasattr(engine.training_dataloader, "seek"):
         raise refusal(
             "<fault_tolerance> gives each replica its samples by number: pass training_data to the engine, a data set "
-            "with a length; train_batch() and engine.replicas.batches() take them"
+            "with a length; train_batch() and engine.replicas.microbatches() take them"
         )
     if engine.data_axis.exchange is not None:
         raise refusal("<fault_tolerance> sums gradients as they are: leave <compression> out")

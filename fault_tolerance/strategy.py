@@ -6,7 +6,8 @@ import weakref
 from typing import TYPE_CHECKING
 
 from ..grid import Grid
-from .ledger_checkpoints import LedgerCheckpoints
+from .ledger_checkpoints import LedgerCheckpoints, RoundCheckpoints
+from .local_rounds import LocalRounds
 from .replicas import FaultTolerantReplicas
 
 if TYPE_CHECKING:
@@ -30,11 +31,12 @@ def attach(engine: Engine, grid: Grid) -> tuple[FaultTolerantReplicas, LedgerChe
     """
     assert engine.options.fault_tolerance is not None
     held: Engine = weakref.proxy(engine)  # which holds its replica strategy
-    faults = engine.options.fault_tolerance
-    replicas = FaultTolerantReplicas(held, grid, faults)
+    faults, local = engine.options.fault_tolerance, engine.options.local_updates
+    rounds = None if local is None else LocalRounds(held, grid, faults, local)
+    replicas = rounds or FaultTolerantReplicas(held, grid, faults)
     for section, keys in {"checkpoint": ("folder",), "monitor": ("json", "tensorboard", "csv")}.items():
         given = getattr(engine.options, section)
         found = {key: getattr(given, key) for key in keys if isinstance(getattr(given, key), str)}
         own = given.changed(**{key: faults.own(folder, replicas.name) for key, folder in found.items()})
         engine.options = engine.options.changed(**{section: own})
-    return replicas, LedgerCheckpoints(held, replicas)
+    return replicas, LedgerCheckpoints(held, replicas) if rounds is None else RoundCheckpoints(held, rounds)

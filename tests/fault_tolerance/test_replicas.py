@@ -141,7 +141,8 @@ def test_losses_of_each_kind_outlive_a_kill(
     past = History.read(tmp_path / "a.jsonl")
     assert {n for step in range(steps) for n in set(past.members(step)) - set(past.counted(step))} == {"b", "c"}
     assert replayed(tmp_path / "again", tmp_path / "a.jsonl", "abc", steps, kind=kind, grid=grid, zero=zero) == whole
-    (weights, facts), (same, equal) = (torch.load(tmp_path / f"{name}.weights") for name in "ab")
+    weights, same = (torch.load(tmp_path / f"{name}.weights") for name in "ab")
+    facts, equal = (torch.load(tmp_path / f"{name}.facts") for name in "ab")
     assert facts == equal and all(torch.equal(weights[name], same[name]) for name in weights)
     expected: Any
     if kind == "experts":
@@ -200,6 +201,14 @@ def test_replicas_are_grids_with_zero_inside(grid: dict[str, int], zero: int, tm
     assert replayed(tmp_path / "again", tmp_path / "a.jsonl", "ab", steps, grid=grid, zero=zero) == whole
     expected, _ = in_one_process(tmp_path / "a.jsonl", steps)
     assert [float.fromhex(whole[step]) for step in range(steps)] == pytest.approx(expected, rel=1e-10)
+
+
+def test_two_processes_of_one_name_are_refused(tmp_path: Path) -> None:
+    with coordinator(least=2) as address:
+        common = {"steps": 8, "pause": 0.2, "log": str(tmp_path / "log")}
+        first, second, other = (start(tmp_path, name, address, **common)[0] for name in "aab")
+        assert set(finish([first, second])) == {0, 1} and finish([other]) == [0]
+    assert "two processes have the name of replica a, with stores at 127.0.0.1:" in (tmp_path / "log").read_text()
 
 
 def test_a_run_starts_again_from_files_with_the_samples_that_follow(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from network_namespaces import enter
 from torch import Tensor, nn
 
 import triax
@@ -113,6 +114,11 @@ def optimizer(groups: Any) -> torch.optim.Optimizer:
 
 def train(job: Mapping[str, Any]) -> None:
     """Train as one rank of a replica; write a line for each step: step, loss as hex, time, members."""
+    if "host" in job:
+        enter(job["host"])
+    if "log" in job:
+        with Path(job["log"]).open("ab") as file:
+            os.dup2(file.fileno(), 2)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     grid_sizes = job.get("grid", {})
@@ -134,10 +140,11 @@ def train(job: Mapping[str, Any]) -> None:
         clip=1.0,
         training_data=Samples(),
         zero=job.get("zero", 0),
+        local_updates=job.get("local"),
         checkpoint=job.get("checkpoint", triax.Checkpoints()),
         fault_tolerance={"replica": job["name"], "folder": job["folder"], **job["options"]},
     )
-    batches = engine.replicas.batches()
+    microbatches = engine.replicas.microbatches()
     engine.observers.append(LastLoss())
     with Path(job["folder"], f"{job['name']}.{grid.rank}.losses").open("a") as file:
         while not _is_over(engine, job):
@@ -146,20 +153,26 @@ def train(job: Mapping[str, Any]) -> None:
                 job["fault"](engine)
                 job = {**job, "fault": None}
             time.sleep(job.get("pause", 0.0))
-            loss = engine.train_batch() if kind != "module" else _module_step(engine, batches)
+            loss = engine.train_batch() if kind != "module" else _module_step(engine, microbatches)
             line = [engine.global_steps - 1, float(loss).hex(), time.monotonic(), engine.replicas.members]
             file.write(json.dumps(line) + "\n")
             file.flush()
     weights, facts = engine.gather(), {"metrics": engine.metrics, "loads": engine.expert_loads()}
     if grid.rank == 0:
-        torch.save([weights, facts], Path(job["folder"], f"{job['name']}.weights"))
+        torch.save(weights, Path(job["folder"], f"{job['name']}.weights"))
+        torch.save(facts, Path(job["folder"], f"{job['name']}.facts"))
     engine.leave()
 
 
-def _module_step(engine: Any, batches: Iterator[Any]) -> float:
+def _rounds(engine: Any) -> int:
+    """Return the number of steps; with local updates the number of rounds."""
+    return int(engine.global_steps // engine.replicas.batches)
+
+
+def _module_step(engine: Any, microbatches: Iterator[Any]) -> float:
     """Take a step of a plain module; return the loss of all replicas."""
     for _ in range(engine.batch.accumulation):
-        inputs, labels = next(batches)
+        inputs, labels = next(microbatches)
         engine.backward(loss_fn(engine(inputs), labels))
         engine.step()
     last: LastLoss = engine.observers[-1]
@@ -179,7 +192,7 @@ def _since(engine: Any, names: Sequence[str]) -> int | None:
     """Return the number of steps since these replicas were first members together; None if they were not."""
     for change in engine.replicas.ledger.changes:
         if set(names) <= set(change.members or ()):
-            return int(engine.global_steps - change.step)
+            return _rounds(engine) - int(change.step)
     return None
 
 
@@ -187,10 +200,12 @@ def _is_over(engine: Any, job: Mapping[str, Any]) -> bool:
     """Return True at the end of the run: equal on all replicas, because it depends on the history alone."""
     if "steps" in job:
         return bool(engine.global_steps >= job["steps"])
-    changes, step = engine.replicas.ledger.changes, engine.global_steps
-    met = _since(engine, job["gather"]) is not None and set(job["final"]) == set(engine.replicas.ledger.members)
-    lost = {name for change in changes for name in change.lost} | {
-        name for change in changes for name in job["gather"] if change.members and name not in change.members
+    changes, step = engine.replicas.ledger.changes, _rounds(engine)
+    since = _since(engine, job["gather"])
+    met = since is not None and set(job["final"]) == set(engine.replicas.ledger.members)
+    later = [change for change in changes if since is not None and change.step >= step - since]
+    lost = {name for change in later for name in change.lost} | {
+        name for change in later for name in job["gather"] if change.members and name not in change.members
     }
     faults = all(name in lost for name in job.get("faults", ()))
     return bool(met and faults and step - changes[-1].step >= job.get("more", 3))
@@ -244,24 +259,26 @@ def start(folder: Path, name: str, address: str, **job: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def coordinator(least: int, silence: float = 0.6, patience: float = 20.0) -> Iterator[str]:
-    """Run a coordinator; yields its address."""
+def coordinator(least: int, silence: float = 0.6, patience: float = 20.0, host: str | None = None) -> Iterator[str]:
+    """Run a coordinator, in the network namespace ``host`` if that is given; yields its address."""
     port = free_port()
-    process = CONTEXT.Process(target=_serve, args=(port, least, silence, patience))
+    process = CONTEXT.Process(target=_serve, args=(port, least, silence, patience, host))
     process.start()
     try:
-        yield f"127.0.0.1:{port}"
+        yield f"{host or '127.0.0.1'}:{port}"
     finally:
         process.kill()
         process.join()
 
 
-def _serve(port: int, least: int, silence: float, patience: float) -> None:
+def _serve(port: int, least: int, silence: float, patience: float, host: str | None) -> None:
     from triax.fault_tolerance.coordinator import serve
 
+    if host is not None:
+        enter(host)
     with Path(os.devnull).open("w") as nothing:
         os.dup2(nothing.fileno(), 2)  # the Lighthouse logs every meeting
-    server = serve(port, least, silence, patience, "127.0.0.1")
+    server = serve(port, least, silence, patience, host or "127.0.0.1")
     signal.pause()
     server.shutdown()
 
