@@ -28,7 +28,11 @@ def report(
     ] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="With --serve: port; 0: a free one.")] = 0,
 ) -> None:
-    """Write one HTML page about a run: loss curves, measured and simulated timeline, memory and traffic."""
+    """Write one HTML page about a run: loss curves, measured and simulated timeline, memory and traffic.
+
+    Of a run with fault_tolerance it also prints its replicas over time, the time lost by cause, and goodput.
+    """
+    from ..monitor.report.run_folder import read_run
     from ..monitor.report.serve import report_server
     from ..monitor.report.write import write_report
 
@@ -36,6 +40,9 @@ def report(
         if port:
             raise ConfigError(f"--port {port} belongs to --serve: add it.")
         typer.echo(f"{write_report(*runs, output=output)}")
+        for run in runs:
+            if (membership := read_run(run).membership) is not None:
+                typer.echo("\n".join(membership.lines()))
         return
     if output is not None:
         raise ConfigError(f"--output {output} is written without --serve: leave one of them out.")

@@ -30,6 +30,7 @@ from ..local_sgd.outer_optimizer import NesterovStep, OuterOptimizer
 from ..optim.schedulers import advance_schedule
 from ..options.fault_tolerance import FaultTolerance
 from ..options.local_updates import LocalSGD
+from ..pipe.module import PipelineModule
 from ..zero.state_shards import StateShards
 from .meeting import Round
 from .membership import RESTARTED, Change
@@ -66,6 +67,11 @@ class LocalRounds(FaultTolerantReplicas):
                 "<local_updates> does not work with ReduceLROnPlateau, because each replica has its own loss: use a "
                 "schedule that follows steps"
             )
+        if not isinstance(engine.module, PipelineModule) or engine.auxiliary:
+            raise refusal(
+                "<fault_tolerance> with <local_updates> trains a PipelineModule without a mixture of experts: leave "
+                "one of the two out"
+            )
         super().__init__(engine, grid, options)
         if self.history is not None and self.history.restarted:
             raise refusal(
@@ -99,6 +105,10 @@ class LocalRounds(FaultTolerantReplicas):
         elif self.name in entering:
             self._receive(members[0])
 
+    def share(self, numbers: Sequence[float]) -> list[float]:
+        """Return numbers as they are: a local step has the weights of this replica alone."""
+        return [*numbers]
+
     def _note(self, values: Sequence[Tensor | float]) -> list[float]:
         """Note the number of labels of a local step, the second of its numbers; nothing is sent."""
         numbers = [float(value) for value in values]
@@ -107,6 +117,11 @@ class LocalRounds(FaultTolerantReplicas):
 
     def _end(self) -> None:
         """End a local step; the last one of a round ends with the outer step. Collective over the replica."""
+        if self._engine.named_losses.values:
+            raise AgreedError(
+                "the loss has named terms, and fault_tolerance with local_updates weighs a replica by one number of "
+                "labels: return one pair (sum, labels), or leave one of the two out"
+            )
         self.since += 1
         self.just_synchronized = self.since == self.batches
         if not self.just_synchronized:

@@ -32,8 +32,11 @@ class Change:
         step: the step, counted from 0.
         members: the replicas that take shares from this step on; None if the change is a loss.
         lost: the replicas whose gradients are not in the sum of this step alone.
-        facts: facts for reports, which a replay ignores: ``time`` (of the clock), ``seconds`` that the change took,
-            ``cause``.
+        facts: facts for reports, which a replay ignores: ``time`` (of the clock) of the end of the step, ``seconds``
+            that the loss took, ``cause``; ``left``, the replicas that were asked to go before; ``resumed`` if the run
+            has started again from a checkpoint; and time that the writing replica lost since the change before, by its
+            name: ``detection`` (sums that failed, and meetings that said so), ``again`` (sums and connections after
+            them), ``joining`` (sends and connections for a newcomer, or as a newcomer the time from its start).
     """
 
     step: int

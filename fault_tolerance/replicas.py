@@ -27,7 +27,9 @@ from torch import Tensor, nn
 
 from ..base.errors import AgreedError
 from ..base.option_error import refusal
+from ..data.dataloader import RepeatingLoader
 from ..grid import Grid
+from ..grid.auxiliary import AuxiliaryLayer
 from ..grid.environment import coordinator_address, replica_name
 from ..launcher.launch import own_address
 from ..options.fault_tolerance import FaultTolerance
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
     from ..engine.base import Engine
 
 _LOG = logging.getLogger("triax")
-_NUMBERS = 32  # most numbers of a step that are summed with its gradients
+_NOTABLE = 0.001  # seconds of lost time that are recorded
 _SLOW_STEPS = 10  # steps in a row after which a slow replica is named
 _FAILURES = (RuntimeError, OSError, ConnectionError, TimeoutError)
 
@@ -89,13 +91,21 @@ class FaultTolerantReplicas(SynchronousReplicas):
         self._group: ReplicaGroup | None = None
         self._first: Round | None = None  # first round of the present step, whose contributors took shares
         self._next_handler: Any = None  # of SIGTERM, before this object's
+        self._computed = -1  # round for which the gradients of this step were computed
+        self._prepared = False  # the samples of this step are known
+        self._weighs = False  # the gradients depend on weights of the whole batch
         self._stateless = False  # this replica has begun to join, and has no state that another could take
         self._received: _Transfer | None = None
         self._sending: list[_Transfer] = []
-        self._began = 0.0
+        self._began, self._made = 0.0, time.monotonic()
+        self._lost_time: dict[str, float] = {}  # cause -> seconds since the last recorded change
+        self._gone: list[str] = []  # replicas that have left since then because they were asked to
         self._slow = "", 0  # the slowest replica, and the steps since it is
         self._sent_before = 0.0
-        self._buffers = [(name, each, each._version) for name, each in engine.module.named_buffers()]
+        # The buffers of a mixture of experts follow from its loads, which are summed.
+        summed = {id(b) for m in engine.module.modules() if isinstance(m, AuxiliaryLayer) for b in m.buffers()}
+        buffers = engine.module.named_buffers()
+        self._buffers = [(name, each, each._version) for name, each in buffers if id(each) not in summed]
         self._client: CoordinatorClient | None = None
         self._store, self._address = None, ""
         self._host = own_address(address.rpartition("//")[2].rpartition(":")[0])
@@ -114,6 +124,11 @@ class FaultTolerantReplicas(SynchronousReplicas):
         """Names of the replicas that have the state of the run, the longest-standing first."""
         return () if self._round is None else self._round.members
 
+    @property
+    def leads(self) -> bool:
+        """True on the longest-standing member, which prints what is equal on all."""
+        return self.members[:1] == (self.name,)
+
     @contextmanager
     def stepping(self) -> Iterator[Grid]:
         """Context around one training step, which yields the grid of this replica.
@@ -123,12 +138,14 @@ class FaultTolerantReplicas(SynchronousReplicas):
             RuntimeError: there is no coordinator, or no replica with a state is left.
             SystemExit: with code 0, at the end of the step after which it leaves, unless a checkpoint is saved.
         """
-        if self.left:
-            raise AgreedError("this replica has left the run: take no step after engine.leave()")
-        if self._round is None:
-            self._handle_signal()
-            self._join()
-        self._begin()
+        if isinstance(self._engine.module, PipelineModule):
+            self._prepare()
+        elif not self._prepared:
+            raise AgreedError(
+                "step() ends a step whose samples do not come from engine.replicas.microbatches(), but fault_tolerance "
+                "gives each replica its samples by number: write for inputs, labels in engine.replicas.microbatches()"
+            )
+        self._prepared = False
         yield self.grid
         self._require_same_buffers()
         self._end()
@@ -138,6 +155,32 @@ class FaultTolerantReplicas(SynchronousReplicas):
                 _LOG.warning("replica %s has left the run after step %d", self.name, self._engine.global_steps)
             if self._next_handler is None:  # else a checkpoint is saved, which ends the process
                 raise SystemExit(0)
+
+    def microbatches(self) -> Iterator[Any]:
+        """Yield the microbatches of this replica, in each step those of its share, without end. Collective.
+
+        A plain module is trained on them: each forward and backward pass, and ``engine.step()``.
+
+        Raises:
+            AgreedError: this replica has left the run.
+            RuntimeError: there is no coordinator, or no replica with a state is left.
+        """
+        loader: Any = self._engine.training_dataloader
+        own = RepeatingLoader(loader)
+        while not self.left:
+            if not self._prepared:
+                self._prepare()
+            yield next(own)
+
+    def _prepare(self) -> None:
+        """Begin a step, and join the run before the first one. Collective."""
+        if self.left:
+            raise AgreedError("this replica has left the run: take no step after engine.leave()")
+        if self._round is None:
+            self._handle_signal()
+            self._join()
+        self._begin()
+        self._prepared = True
 
     def leave(self) -> bool:
         """Leave the run. The others learn of it when they miss this replica; SIGTERM lets it announce it in a step."""
@@ -162,7 +205,8 @@ class FaultTolerantReplicas(SynchronousReplicas):
         assert engine.training_dataloader is not None
         engine.training_dataloader.seek(shares.get(self.name, self.ledger.next_share) * self.batches)
         position = planned.index(self.name) if self.name in planned else 0
-        engine.feed.shift = position * engine.batch.train
+        engine.shift_samples(position * engine.batch.train)
+        self._computed = round_.number
         if round_.donor == self.name and not round_.fresh:
             self._send(round_.newcomers)
 
@@ -178,14 +222,36 @@ class FaultTolerantReplicas(SynchronousReplicas):
         Raises:
             RuntimeError: no replica with a state is left, or there is no coordinator.
         """
-        gradients = [bucket.owned_gradient for bucket in self._engine.data_axis.buckets if bucket.trained]
-        found, sums = self.agree(gradients, values)
-        for own, gradient in zip(gradients, found, strict=True):
-            own.copy_(gradient)
+        engine: Any = self._engine
+        buckets = [bucket for bucket in engine.data_axis.buckets if bucket.trained]
+
+        def tensors() -> list[Tensor]:
+            facts = [engine.data_axis.used(), *([engine.auxiliary_sums] if engine.auxiliary else [])]
+            return [*(bucket.owned_gradient for bucket in buckets), *facts]
+
+        def again() -> tuple[list[Tensor], list[Tensor | float]]:
+            own = engine.compute()[1]
+            return tensors(), [*own, *values[len(own) :]]
+
+        found, sums = self.agree(tensors(), values, again)
+        for bucket, gradient in zip(buckets, found, strict=False):
+            bucket.owned_gradient.copy_(gradient)
+        engine.data_axis.use_elsewhere(found[len(buckets)])
+        if engine.auxiliary:
+            engine.auxiliary_sums.copy_(found[len(buckets) + 1])
         return sums
 
-    def agree(self, tensors: Sequence[Tensor], values: Sequence[Tensor | float]) -> tuple[list[Tensor], list[float]]:
+    def agree(
+        self,
+        tensors: Sequence[Tensor],
+        values: Sequence[Tensor | float],
+        again: Callable[[], tuple[Sequence[Tensor], Sequence[Tensor | float]]] | None = None,
+    ) -> tuple[list[Tensor], list[float]]:
         """Sum tensors and numbers over the replicas, record the step, and enter the next round. Collective.
+
+        Args:
+            tensors, values: those of this rank.
+            again: returns them, computed with the weights of the present contributors; None: they do not depend on it.
 
         Returns:
             The sums of the tensors, in host memory, and of the numbers, of the ranks at this rank's place.
@@ -193,14 +259,14 @@ class FaultTolerantReplicas(SynchronousReplicas):
         Raises:
             RuntimeError: no replica with a state is left, or there is no coordinator.
         """
-        # Of one length in every step: a newcomer's first step may have more numbers than the others' tenth.
-        numbers = torch.zeros(_NUMBERS, dtype=torch.float64)
-        numbers[: len(values)] = torch.tensor([float(value) for value in values], dtype=torch.float64)
-        seconds, failed = time.monotonic() - self._began, 0.0
+        seconds, since, detection = time.monotonic() - self._began, time.monotonic(), 0.0
         while True:
-            round_, tried = self._now, time.monotonic()
+            round_ = self._now
             found: list[Tensor] = []
             problem = self._load_received()
+            if again is not None and self._weighs and self._computed != round_.number:
+                self._computed, (tensors, values) = round_.number, again()
+            numbers = torch.tensor([float(value) for value in values], dtype=torch.float64)
             if problem is None:
                 try:
                     found = self._sum_once(round_, [*tensors, numbers])
@@ -210,18 +276,39 @@ class FaultTolerantReplicas(SynchronousReplicas):
                 self._abort()  # before the meeting, to which all come: others may still wait for this rank's part
             reports, summed = self._meet(problem, seconds)
             decision = self._decide(reports)
-            failed = failed if summed else failed or tried
+            now = time.monotonic()
             if decision.committed is not None and summed and round_.number == decision.next.number - 1:
                 break
+            detection, since = detection + now - since, now
             if not self._accept(decision):
                 self._join()
                 if self._now.fresh:
                     raise RuntimeError("every replica with the state of the run is lost, and the run starts anew")
+        if detection:
+            self._lose("detection", detection)
+            self._lose("again", now - since)
         for transfer in self._sending:
             transfer.wait()
+            self._lose("joining", time.monotonic() - now)
         self._sending = []
-        self._record(round_, decision, time.monotonic() - failed if failed else 0.0)
-        return found[:-1], found[-1].tolist()[: len(values)]
+        self._record(round_, decision, detection + now - since if detection else 0.0)
+        return found[:-1], found[-1].tolist()
+
+    def share(self, numbers: Sequence[float]) -> list[float]:
+        """Return the contributors' sums of numbers, which their backward passes need. Collective as ``sum``.
+
+        If a replica is lost meanwhile, the gradients are computed again with the sums of those that are left.
+        """
+        self._weighs = True
+        own = torch.tensor([float(each) for each in numbers], dtype=torch.float64)
+        try:
+            (found,) = self._sum_once(self._now, [own])
+        except _FAILURES as error:  # the sum of the gradients fails too, and all meet
+            _LOG.debug("the weights of a step were not summed: %s", error)
+            self._abort()
+            return [float(each) for each in numbers]
+        sums: list[float] = found.tolist()
+        return sums
 
     def _sum_once(self, round_: Round, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the contributors' sums of the tensors. Collective over the ranks at this place of all replicas."""
@@ -235,7 +322,15 @@ class FaultTolerantReplicas(SynchronousReplicas):
         planned, counted = self._planned(round_), self._contributors(round_)
         cause = f"lost: {', '.join(decision.lost)}" if decision.lost else ""
         facts: dict[str, Any] = {"time": time.time()} | ({"seconds": seconds} if seconds else {})
+        resumed = bool(self.ledger.changes) and not self.ledger.members
+        if self.name in planned and self.ledger.changes and self.name not in self.ledger.members:
+            self._lose("joining", self._began - self._made)
+        facts |= {key: {self.name: value} for key, value in self._lost_time.items()}
+        facts |= ({"left": self._gone} if self._gone else {}) | ({"resumed": True} if resumed else {})
         changes = self.ledger.record(round_.step, planned, counted, **facts, **({"cause": cause} if cause else {}))
+        if changes:
+            self._lost_time, self._gone = {}, []
+        self._gone += decision.left
         self._count(counted)
         self._write(changes)
         if seconds:
@@ -248,7 +343,14 @@ class FaultTolerantReplicas(SynchronousReplicas):
             self.left = True
             self._abort()
         else:
+            before = time.monotonic()
             self._enter(decision.next, decision.keeps)
+            self._lose("joining" if decision.next.newcomers else "again", time.monotonic() - before)
+
+    def _lose(self, cause: str, seconds: float) -> None:
+        """Note time that this replica lost, which the next change records."""
+        if seconds > _NOTABLE:
+            self._lost_time[cause] = self._lost_time.get(cause, 0.0) + round(seconds, 4)
 
     def _count(self, counted: Sequence[str]) -> None:
         """Count the samples that the other contributors have taken in this step."""
@@ -325,9 +427,16 @@ class FaultTolerantReplicas(SynchronousReplicas):
             problem: the reason for which this rank has no sum; None if it has one.
             seconds: time from the begin of the step to the gradients.
         """
-        told = self.grid.world.all_gather_json([problem, self.leaving])
-        summed = all(each is None for each, _ in told)
-        self.leaving = any(leaving for _, leaving in told)
+        by_hand = self._engine.data_axis.by_hand
+        told = self.grid.world.all_gather_json([problem, self.leaving, self._weighs, by_hand])
+        summed = all(each is None for each, *_ in told)
+        self.leaving = any(leaving for _, leaving, *_ in told)
+        self._weighs = any(weighs for *_, weighs, _ in told)
+        if any(by_hand for *_, by_hand in told):
+            raise AgreedError(
+                "a weight or a gradient was written by hand, and fault_tolerance does not give that to its replicas: "
+                "leave it to the loss, or leave fault_tolerance out"
+            )
         return self._reports(summed, seconds), summed
 
     def _reports(self, summed: bool = False, seconds: float = 0.0) -> list[Report]:
@@ -368,7 +477,8 @@ class FaultTolerantReplicas(SynchronousReplicas):
     def _join(self) -> None:
         """Meet the others without a state, until this replica is in a round. Collective."""
         self._abort()
-        self._round = None
+        if self._round is not None:  # it was cut off, or stopped
+            self._round, self._made = None, time.monotonic()
         while True:
             decision = self._decide(self._reports())
             if self._accept(decision):
@@ -406,6 +516,8 @@ class FaultTolerantReplicas(SynchronousReplicas):
             except _FAILURES as error:  # the next sum fails, and all meet again
                 _LOG.debug("the group of round %d was not made: %s", round_.number, error)
         if round_.fresh:
+            if round_.donor == self.name:
+                self.ledger.members = ()  # of a run that starts again from a checkpoint, which the history records
             self._share_state(round_)
         elif self.name in round_.newcomers:
             self._stateless = True
@@ -450,7 +562,8 @@ class FaultTolerantReplicas(SynchronousReplicas):
 
     def _capture(self) -> tuple[Tensor, list[Tensor]]:
         """Return this rank's state to be sent: a header, and tensors that stay as they are until they are sent."""
-        return capture_here(self._engine, {"ledger": self.ledger.state()}, self._outer_state())
+        more = {"ledger": self.ledger.state()}
+        return capture_here(self._engine, self._engine.client_state, more, self._outer_state())
 
     def _outer_state(self) -> Sequence[Tensor]:
         """Return tensors of a state besides those of the engine: none here."""
@@ -458,7 +571,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
 
     def _load(self, header: dict[str, Any], tensors: list[Tensor]) -> None:
         """Load a state of ``_capture``. Collective over this replica's data axis."""
-        load_here(self._engine, header, tensors)
+        self._engine.client_state = load_here(self._engine, header, tensors)
         self.ledger = Ledger.of(header["ledger"])
 
     def _receive(self, donor: str) -> None:
@@ -485,6 +598,8 @@ class FaultTolerantReplicas(SynchronousReplicas):
             return problem or "another rank of this replica did not get its state"
         self._load(*transfer.result)
         self._stateless = False
+        for observer in self._engine.observers:
+            observer.joined(self._engine.client_state or {})
         if self.grid.rank == 0 and self.options.folder is not None:
             self.ledger.write(self._history_file)
         return None
@@ -590,17 +705,14 @@ def _check(engine: Engine) -> None:
     Raises:
         OptionError: naming the option or the part of the model.
     """
-    if not isinstance(engine.module, PipelineModule):
-        raise refusal(
-            "<fault_tolerance> trains a PipelineModule, whose train_batch takes a whole step: write the model as a "
-            "list of layers, triax.PipelineModule(layers, loss_fn=...)"
-        )
+    if not engine.options.batch.counted:
+        raise refusal("<fault_tolerance> needs steps of a fixed size: give <batch.size> and <batch.microbatch>")
     if engine.optimizer is None:
         raise refusal("<fault_tolerance> needs an optimizer, and there is none: set <optimizer>, or leave it out")
     if not hasattr(engine.training_dataloader, "seek"):
         raise refusal(
             "<fault_tolerance> gives each replica its samples by number: pass training_data to the engine, a data set "
-            "with a length, and call train_batch() without an iterator"
+            "with a length; train_batch() and engine.replicas.microbatches() take them"
         )
     if engine.data_axis.exchange is not None:
         raise refusal("<fault_tolerance> sums gradients as they are: leave <compression> out")
@@ -611,8 +723,6 @@ def _check(engine: Engine) -> None:
             f"<fault_tolerance> sends the state of optimizers that work element by element, not of "
             f"{type(engine.data_axis.optimizer).__name__}: use AdamW or SGD"
         )
-    if engine.auxiliary:
-        raise refusal("<fault_tolerance> does not sum the auxiliary losses of experts over replicas: use a dense model")
     for name, module in engine.module.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
             raise refusal(

@@ -33,9 +33,13 @@ class Reporter:
         steps: steps of the run.
         every: steps from one plain line to the next.
         unit: unit of losses, such as nats per token.
+        name: beginning of each line.
     """
 
-    def __init__(self, folder: Path, speaks: bool, steps: int, every: int, unit: str = "nats per token") -> None:
+    def __init__(
+        self, folder: Path, speaks: bool, steps: int, every: int, unit: str = "nats per token", name: str = ""
+    ) -> None:
+        self._name = name
         self.folder, self.speaks, self.steps, self.every, self.unit = folder, speaks, steps, every, unit
         self._pipelines: list[tuple[float, int, Timeline]] = []  # makespan, step
         self._console = Console(highlight=False, soft_wrap=True)
@@ -46,7 +50,7 @@ class Reporter:
         """Print a line that stays."""
         if self.speaks:
             with self._records.writing("a line of progress"):
-                self._console.print(text, markup=False)
+                self._console.print(self._name + text, markup=False)
 
     def start(self) -> None:
         """Begin to show progress."""

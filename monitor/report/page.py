@@ -21,6 +21,7 @@ from ...pipe.program.timeline import Timeline
 from ..files import EXPERTS, METRICS, RUN, TIMELINE
 from ..format import count
 from ..protocol import Slice
+from .membership import CAUSES
 from .run_folder import Run, Traced, read_trace
 from .svg import Bar, BarRow, Curve, line_chart, number, thinned, timeline
 
@@ -113,6 +114,7 @@ def page(run: Run, live: bool = False) -> str:
         sent=sorted({(axis, kind) for r in traffic for axis, row in r["traffic"]["sent"].items() for kind in row}),
         formulas=sorted({axis for rank in traffic for axis in rank["traffic"]["formula"]}),
         grids=_grids(run),
+        membership=_membership(run),
         shown=_MOST_RANKS,
         ranks_count=len(ranks),
         ratio=_ratio,
@@ -247,6 +249,22 @@ def _grids(run: Run) -> list[dict[str, Any]]:
     return [row | {"end": end, "words": _grid_text(row["grid"])} for row, end in zip(rows, ends, strict=True)]
 
 
+def _membership(run: Run) -> dict[str, Any] | None:
+    """Return the replicas of a run with ``fault_tolerance`` over time, and the time that they lost; None of others."""
+    about = run.membership
+    if about is None:
+        return None
+    rows = [
+        BarRow(f"replica {name}", [Bar(since, to, "F", "", f"member of replica {name}") for since, to in spans])
+        for name, spans in about.spans.items()
+    ]
+    return {
+        "about": about,
+        "timeline": timeline(rows[:_MOST_RANKS], max(about.length, 1e-3) * 1.01, 120, "s"),
+        "causes": [(CAUSES[key], seconds, seconds / (about.seconds or 1.0)) for key, seconds in about.lost.items()],
+    }
+
+
 def _tiles(run: Run) -> list[tuple[str, str]]:
     """Return the names and values of the tiles, the run's main numbers."""
     tiles = [("steps", f"{run.last_step:,}")] if run.last_step else []
@@ -271,6 +289,8 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
         if values:
             value = max(values) if key == "peak_memory_gb" else statistics.median(values)
             tiles.append((name, _plain_number(value * scale) + unit))
+    if run.membership is not None:
+        tiles.append(("goodput", f"{run.membership.goodput:.1%}"))
     return tiles
 
 

@@ -61,7 +61,8 @@ def _require_run(run: Path) -> None:
     """Raise ConfigError if a folder holds no run."""
     if not run.is_dir():
         raise ConfigError(f"There is no folder {run}. Give the folder of a run: output_path/job_name of json_monitor.")
-    if not any((run / name).is_file() for name in (METRICS, RUN, TIMELINE)):
+    names = (METRICS, RUN, TIMELINE, f"replica-*/{METRICS}")
+    if not any(path.is_file() for name in names for path in run.glob(name)):
         inner = sorted(path.parent.name for path in run.glob(f"*/{METRICS}"))
         advice = (
             f"Did you mean {run / inner[0]}?" if inner else "Enable json_monitor in the configuration to write them."

@@ -18,6 +18,8 @@ from network_namespaces import enter
 from torch import Tensor, nn
 
 import triax
+from triax.engine.step_observer import StepObserver
+from triax.moe import MoE
 
 from processes import free_port
 
@@ -47,10 +49,62 @@ def loss_fn(outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return loss, (labels != -100).sum()
 
 
-def layers(dropout: float) -> list[Any]:
-    """Return the layers of the model."""
+class NamedLoss:
+    """Two pairs with weights of their own, and a mean."""
+
+    def __call__(self, outputs: Tensor, labels: Tensor) -> dict[str, Any]:
+        total, count = loss_fn(outputs, labels)
+        size, odd = outputs.pow(2).sum(-1), labels[:, 0] % 2
+        return {"ce": (total, count), "odd": (0.1 * (size * odd).sum(), odd.sum()), "size": 0.01 * size.mean()}
+
+    def weight(self, labels: Tensor) -> dict[str, Tensor]:
+        return {"ce": (labels != -100).sum(), "odd": (labels[:, 0] % 2).sum()}
+
+
+class CountedLoss:
+    """``loss_fn`` with the weight of labels, which auxiliary losses need."""
+
+    def __call__(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return loss_fn(outputs, labels)
+
+    def weight(self, labels: Tensor) -> Tensor:
+        return (labels != -100).sum()
+
+
+class Experts(nn.Module):
+    """A mixture of experts over the samples as tokens of sequences of length 2."""
+
+    def __init__(self, grid: triax.Grid) -> None:
+        super().__init__()
+        balance = ("sequence", "bias")
+        self.moe = MoE(12, 4, 2, grid=grid, width=8, balance=balance, balance_coefficient=0.1, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.moe(x.unsqueeze(1)).squeeze(1)
+        return y
+
+
+def layers(dropout: float, experts: bool = False) -> list[Any]:
+    """Return the layers of the model, with a mixture of experts if asked for."""
     make = partial(nn.Linear, dtype=torch.float64)
-    return [triax.LayerSpec(make, WIDTH, 12), torch.tanh, nn.Dropout(dropout), triax.LayerSpec(make, 12, 3 * WIDTH)]
+    middle = nn.Dropout(dropout) if not experts else triax.LayerSpec(Experts)
+    return [triax.LayerSpec(make, WIDTH, 12), torch.tanh, middle, triax.LayerSpec(make, 12, 3 * WIDTH)]
+
+
+def model_of(kind: str, grid: triax.Grid, seed: int, dropout: float = 0.0) -> triax.PipelineModule:
+    """Return the model of a kind: plain, named or experts."""
+    if kind == "plain":
+        return triax.PipelineModule(layers(dropout), loss_fn=loss_fn, grid=grid, seed=seed)
+    if kind == "experts":
+        return triax.PipelineModule(layers(dropout, True), loss_fn=CountedLoss(), grid=grid, seed=seed)
+    return triax.PipelineModule(layers(dropout), loss_fn=NamedLoss(), grid=grid, seed=seed)
+
+
+def plain_module(seed: int) -> nn.Sequential:
+    """Return the model as a module of torch's, which returns a loss."""
+    torch.manual_seed(seed)
+    make = partial(nn.Linear, dtype=torch.float64)
+    return nn.Sequential(make(WIDTH, 12), nn.Tanh(), make(12, 3 * WIDTH))
 
 
 def optimizer(groups: Any) -> torch.optim.Optimizer:
@@ -75,9 +129,12 @@ def train(job: Mapping[str, Any]) -> None:
         os.environ |= {"RANK": str(job["rank"]), "WORLD_SIZE": str(size), "LOCAL_RANK": str(job["rank"])}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job["port"]), "LOCAL_WORLD_SIZE": str(size)}
     grid = triax.Grid(**grid_sizes)
-    model = triax.PipelineModule(layers(job.get("dropout", 0.0)), loss_fn=loss_fn, grid=grid, seed=job["seed"])
+    kind = job.get("kind", "plain")
+    model: Any = plain_module(job["seed"]) if kind == "module" else None
+    model = model or model_of(kind, grid, job["seed"], job.get("dropout", 0.0))
     engine: Any = triax.Engine(
         model,
+        grid=grid if kind == "module" else None,
         optimizer=optimizer,
         batch=triax.Batch(size=SHARE, microbatch=MICRO if grid.replicas == 1 else SHARE // grid.replicas),
         clip=1.0,
@@ -87,6 +144,8 @@ def train(job: Mapping[str, Any]) -> None:
         checkpoint=job.get("checkpoint", triax.Checkpoints()),
         fault_tolerance={"replica": job["name"], "folder": job["folder"], **job["options"]},
     )
+    microbatches = engine.replicas.microbatches()
+    engine.observers.append(LastLoss())
     with Path(job["folder"], f"{job['name']}.{grid.rank}.losses").open("a") as file:
         while not _is_over(engine, job):
             since = _since(engine, job.get("gather", ()))
@@ -94,19 +153,39 @@ def train(job: Mapping[str, Any]) -> None:
                 job["fault"](engine)
                 job = {**job, "fault": None}
             time.sleep(job.get("pause", 0.0))
-            loss = engine.train_batch()
+            loss = engine.train_batch() if kind != "module" else _module_step(engine, microbatches)
             line = [engine.global_steps - 1, float(loss).hex(), time.monotonic(), engine.replicas.members]
             file.write(json.dumps(line) + "\n")
             file.flush()
-    weights = engine.gather()
+    weights, facts = engine.gather(), {"metrics": engine.metrics, "loads": engine.expert_loads()}
     if grid.rank == 0:
         torch.save(weights, Path(job["folder"], f"{job['name']}.weights"))
+        torch.save(facts, Path(job["folder"], f"{job['name']}.facts"))
     engine.leave()
 
 
 def _rounds(engine: Any) -> int:
     """Return the number of steps; with local updates the number of rounds."""
     return int(engine.global_steps // engine.replicas.batches)
+
+
+def _module_step(engine: Any, microbatches: Iterator[Any]) -> float:
+    """Take a step of a plain module; return the loss of all replicas."""
+    for _ in range(engine.batch.accumulation):
+        inputs, labels = next(microbatches)
+        engine.backward(loss_fn(engine(inputs), labels))
+        engine.step()
+    last: LastLoss = engine.observers[-1]
+    return last.loss
+
+
+class LastLoss(StepObserver):
+    """Observer that keeps the loss of the last step."""
+
+    loss = 0.0
+
+    def after_step(self, grid: triax.Grid, loss: Tensor) -> None:
+        self.loss = float(loss)
 
 
 def _since(engine: Any, names: Sequence[str]) -> int | None:
