@@ -20,6 +20,7 @@ from typing import NamedTuple
 from .ops import BACKWARD, TRANSFERS, Op
 from .schedule import Schedule
 from .simulate import Costs, timeline_of
+from .slices import slice_costs
 from .timeline import Span
 
 _NEAR = 1e-9  # relative; sums of floats in another order
@@ -64,6 +65,7 @@ class CriticalPath:
         self._schedule = schedule
         self.timeline = timeline_of(schedule, costs, keep_gathered)
         self._hops = (costs or Costs()).hops(schedule.placement)
+        self._shares = [tokens for tokens, _ in slice_costs(schedule.slices)]
         self._near = _NEAR * max(self.timeline.makespan, 1e-300)
         lanes = self.timeline.transfers
         self._spans: dict[Op, Span] = {span.op: span for row in (*self.timeline.rows, *lanes) for span in row}
@@ -93,7 +95,7 @@ class CriticalPath:
             found.append(Cause(other, self._rank(op), end, end, "copy"))
         if (source := self._source(op)) is not None:
             end = self._spans[source].end
-            hop = self._hops[min(source.stage, op.stage)]
+            hop = self._hops[min(source.stage, op.stage)] * self._shares[op.microbatch % len(self._shares)]
             found.append(Cause(source, self._rank(source), end, end + hop, "input" if op.kind == "F" else "gradient"))
         return found
 
@@ -116,7 +118,7 @@ class CriticalPath:
             ValueError: the schedule has no such op.
         """
         span, rank = self.span(op), self._rank(op)
-        first = f"{op} runs from {span.start:g} to {span.end:g} on rank {rank}."
+        first = f"{op}{self._slice_of(op)} runs from {span.start:g} to {span.end:g} on rank {rank}."
         causes = self.causes(op)
         binding = [cause for cause in causes if cause.arrival >= span.start - self._near]
         if not binding:
@@ -142,6 +144,12 @@ class CriticalPath:
             else:
                 lines.append(f"Rank {rank} was ready at {other.end:g}, after {other.op}, and idle for {wait:g}.")
         return "\n".join([*lines, self._in_words(op)])
+
+    def _slice_of(self, op: Op) -> str:
+        if len(self._shares) == 1:
+            return ""
+        microbatch, number = divmod(op.microbatch, len(self._shares))
+        return f" (slice {number} of microbatch {microbatch})"
 
     def _in_words(self, op: Op) -> str:
         slack = self.slack()[op]

@@ -11,12 +11,13 @@ import io
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...base.errors import escaped
 from ...base.files import parse_json
 from .ops import COMPUTE, TRANSFERS, Op
+from .slices import Slices, slice_lengths
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class Schedule:
     chunks: int  # stages per rank
     placement: tuple[int, ...]  # the rank of each stage
     orders: tuple[tuple[Op, ...], ...]  # per rank, compute ops and transfers
+    # relative lengths of the slices of each microbatch (slices.py)
+    slices: Slices = field(default=(1,), kw_only=True)
 
     def __post_init__(self) -> None:
         if len(self.placement) != self.pipe * self.chunks:
@@ -38,10 +41,16 @@ class Schedule:
             )
         if len(self.orders) != self.pipe:
             raise ValueError(f"there are {len(self.orders)} orders for {self.pipe} ranks: give one for each rank")
+        slice_lengths(self.slices)
 
     @property
     def stages(self) -> int:
         return len(self.placement)
+
+    @property
+    def passes(self) -> int:
+        """Passes through each stage in a step: one for each microbatch, or for each of its slices."""
+        return self.microbatches * len(self.slices)
 
     @property
     def forward_only(self) -> bool:
@@ -55,6 +64,8 @@ class Schedule:
 
     def __str__(self) -> str:
         head = f"{self.name}: pipe {self.pipe}, microbatches {self.microbatches}, chunks {self.chunks}"
+        if len(self.slices) > 1:
+            head += f", slices {len(self.slices)}"
         rows = (f"rank {r}: {' '.join(map(str, order))}" for r, order in enumerate(self.orders))
         return "\n".join((head, *rows))
 
@@ -66,7 +77,7 @@ class Schedule:
             "chunks": self.chunks,
             "placement": list(self.placement),
             "orders": [[str(op) for op in order] for order in self.orders],
-        }
+        } | ({"slices": list(self.slices)} if len(self.slices) > 1 else {})
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict())
@@ -85,6 +96,7 @@ class Schedule:
             int(data["chunks"]),
             tuple(int(rank) for rank in data["placement"]),
             tuple(tuple(Op.parse(op) for op in order) for order in data["orders"]),
+            slices=slice_lengths(data.get("slices", 1)),
         )
 
     def to_csv(self) -> str:
