@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +19,7 @@ from ..pipe.program.offload import offload_pass
 from ..pipe.program.ops import Op
 from ..pipe.program.schedule import Schedule
 from ..pipe.program.simulate import Costs, Simulation, simulate
+from ..pipe.program.slices import equal_cost_slices, slice_lengths
 from ..pipe.program.timeline import Span
 from ..pipe.program.verify import verify
 from ..pipe.schedules.choose import NAMES, make_schedule, read_schedule, schedule_names
@@ -52,6 +54,13 @@ def schedule(
         float | None,
         typer.Option(help="Limit of activations per rank, in units of one microbatch through 1/pipe of the model."),
     ] = None,
+    slices: Annotated[
+        str | None,
+        typer.Option(help="Slices of each sequence: their number, or their relative lengths, such as 4 or 3,2,2,1."),
+    ] = None,
+    attention: Annotated[
+        float, typer.Option(help="With --slices: share of causal attention in F and I, 0 to 1, of which late ones have more.")
+    ] = 0.0,
     layers: Annotated[
         Path | None,
         typer.Option(help="JSON file with the costs of each layer: print where to cut them, by default for 1f1b."),
@@ -95,6 +104,8 @@ def schedule(
                 or critical
                 or memory
                 or offload
+                or slices
+                or attention
                 or costs != "1,1,1"
             ):
                 raise ValueError(
@@ -109,7 +120,7 @@ def schedule(
                 "Give a schedule's name, or --file, or --compare, or --file with --compare. "
                 f"The names are {', '.join(schedule_names())}."
             )
-        parsed = parse_costs(costs)
+        parsed, cut = replace(parse_costs(costs), attention=attention), parse_slices(slices)
         own = None if file is None else read_schedule(file)
         if own is not None:
             for option, given in (("pipe", pipe), ("microbatches", microbatches)):
@@ -120,7 +131,7 @@ def schedule(
         if own is None or compare:
             pipe = 4 if pipe is None else pipe
             microbatches = 2 * pipe if microbatches is None else microbatches
-            passes = pipe * microbatches * (chunks or 1)
+            passes = pipe * microbatches * (chunks or 1) * len(cut)
             if passes > LARGEST:
                 raise ValueError(
                     f"--pipe {pipe} --microbatches {microbatches} gives {passes:,} passes of a microbatch through a "
@@ -129,12 +140,18 @@ def schedule(
             if compare:
                 if critical or explain is not None:
                     raise ValueError("--explain and --critical are for one schedule: leave out --compare")
+                if slices is not None or attention:
+                    raise ValueError("--slices and --attention are for one schedule: leave out --compare")
                 if offload is not None:
                     raise ValueError("--offload is for one schedule: leave out --compare")
                 _compare(own, pipe, microbatches, chunks, parsed, memory, plot, as_json, keep_gathered)
                 return
             assert name is not None
-            chosen = _tuned(make_schedule(name, pipe, microbatches, chunks, parsed, memory), parsed)
+            chosen = _tuned(make_schedule(name, pipe, microbatches, chunks, parsed, memory, cut), parsed)
+        elif slices is not None:
+            raise ValueError("--slices goes with a schedule's name: a JSON file says its slices itself")
+        if attention and len(chosen.slices) == 1:
+            raise ValueError("--attention is for slices of sequences: give --slices too, such as --slices 4")
         if offload is not None:
             chosen = offload_pass(chosen, offload, costs=parsed)
         verify(chosen, memory)
@@ -166,15 +183,28 @@ def parse_costs(text_: str) -> Costs:
     return Costs(*values)
 
 
+def parse_slices(text_: str | None) -> tuple[float, ...]:
+    """Return the relative lengths of slices from their number, or from the lengths between commas."""
+    try:
+        if text_ is None or text_.strip().isdecimal():
+            return slice_lengths(int(text_ or 1))
+        return slice_lengths([float(part) for part in text_.split(",")])
+    except ValueError:
+        raise ValueError(f"--slices is {text_}: give the number of slices, or their lengths, such as 3,2,2,1") from None
+
+
 def title(chosen: Schedule, costs: Costs) -> str:
     """Return name, sizes and costs of a schedule in one line."""
     sizes = f"pipe {chosen.pipe}, microbatches {chosen.microbatches}, chunks {chosen.chunks}"
+    if len(chosen.slices) > 1:
+        sizes += f", slices {len(chosen.slices)}"
     return f"{chosen.name}: {sizes}, {_in_words(costs)}"
 
 
 def _in_words(costs: Costs) -> str:
     named = [("F", costs.F), ("I", costs.I), ("W", costs.W)]
     named += [(name, cost) for name, cost in (("message", costs.COMM), ("gather", costs.GATHER)) if cost]
+    named += [("attention", costs.attention)] if costs.attention else []
     named += [(name, cost) for name, cost in (("O", costs.O), ("R", costs.R)) if cost != 1.0]
     return f"costs {', '.join(f'{name} {cost:g}' for name, cost in named)}"
 
@@ -202,12 +232,12 @@ def sends(chosen: Schedule) -> int:
     place = chosen.placement
     crossings = sum(a != b for a, b in pairwise(place))
     ways = 2 if any(op.kind != "F" for order in chosen.orders for op in order) else 1
-    return crossings * ways * chosen.microbatches
+    return crossings * ways * chosen.passes
 
 
 def _tuned(chosen: Schedule, costs: Costs) -> Schedule:
     """Adapt a zero-bubble schedule to unequal costs of F, I and W, as in the zero-bubble paper."""
-    return tune(chosen, costs) if chosen.name in TUNED and costs != Costs() else chosen
+    return tune(chosen, costs) if chosen.name in TUNED and costs != Costs() and len(chosen.slices) == 1 else chosen
 
 
 def _print(chosen: Schedule, result: Simulation, costs: Costs) -> None:
@@ -222,6 +252,9 @@ def _print(chosen: Schedule, result: Simulation, costs: Costs) -> None:
     )
     if result.peak_offloaded:
         console.print("in host memory: " + " ".join(f"{peak:g}" for peak in result.peak_offloaded))
+    if len(chosen.slices) > 1 and costs.attention:
+        equal = ",".join(f"{part:.3g}" for part in equal_cost_slices(len(chosen.slices), costs.attention))
+        console.print(f"slices that take equally long in the forward pass: --slices {equal}")
     if isinstance(chosen, Found):
         console.print(chosen.summary())
 

@@ -46,6 +46,11 @@ class ScheduleOptions(Options):
         above=0,
     )
 
+    slices: int | tuple[float, ...] = option(
+        1,
+        "Slices of each sequence, which pass the pipeline one after the other: their number, or relative lengths.",
+        above=0,
+    )
     offload: OffloadActivations = option(OffloadActivations(), "Where activations are offloaded to.")
 
     @classmethod
