@@ -59,7 +59,8 @@ def schedule(
         typer.Option(help="Slices of each sequence: their number, or their relative lengths, such as 4 or 3,2,2,1."),
     ] = None,
     attention: Annotated[
-        float, typer.Option(help="With --slices: share of causal attention in F and I, 0 to 1, of which late ones have more.")
+        float,
+        typer.Option(help="With --slices: share of causal attention in F and I, 0 to 1, of which late ones have more."),
     ] = 0.0,
     layers: Annotated[
         Path | None,

@@ -1,4 +1,4 @@
-"""Slices of sequences that pass a pipeline one after the other: what a slice takes from the earlier ones, and gives back.
+"""Slices of sequences that pass a pipeline one after the other: keys, values and states of the earlier slices.
 
 A pipeline may cut each microbatch along its tokens (``pipe/program/slices.py``). A layer then runs one slice at a time:
 
@@ -145,7 +145,9 @@ class Slices:
         keys = self._running.get(id(layer))
         if keys is None:
             keys = self._running[id(layer)] = _Keys(k, v, self.length)
-        mask = Mask(self.length, True, window if window is not None and window < self.length else None, on_cpu(documents))
+        mask = Mask(
+            self.length, True, window if window is not None and window < self.length else None, on_cpu(documents)
+        )
         factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         out: Tensor = _Attention.apply(q, k, v, sinks, keys, mask, factor, (self.start, self.stop))
         return out

@@ -149,7 +149,7 @@ def draw_schedule(path: Path, schedule: Schedule, measured: Timeline, name: str)
     from ..pipe.program.draw import picture
 
     measured = from_zero(measured)
-    simulated = timeline_of(schedule, replace(costs_of([measured], schedule.placement), COMM=0.0))
+    simulated = timeline_of(schedule, replace(costs_of([measured], schedule.placement, len(schedule.slices)), COMM=0.0))
     titles = [f"{name} as measured, in seconds", "simulated: every op takes the median time of its stage, no messages"]
     picture([measured, simulated], path, titles=titles)
 

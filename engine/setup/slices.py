@@ -64,8 +64,8 @@ def _problems(module: PipelineModule, options: EngineOptions) -> Iterator[str]:
     if not (getattr(loss, "next_tokens", False) or getattr(loss, "token_wise", False)):
         name = getattr(loss, "__name__", type(loss).__name__)
         yield (
-            f"loss_fn ({name}) would be called for each slice, with its outputs and labels, and is not known to be a sum "
-            "over tokens: use triax.NextTokenLoss, or give it the attribute token_wise = True"
+            f"loss_fn ({name}) would be called for each slice, with its outputs and labels, and is not known to be a "
+            "sum over tokens: use triax.NextTokenLoss, or give it the attribute token_wise = True"
         )
     taken = [name for rank in range(module.grid.pipe.size) for name in module.taken(rank)]
     if taken:
@@ -75,7 +75,8 @@ def _problems(module: PipelineModule, options: EngineOptions) -> Iterator[str]:
         for index, key, function, _ in module.calls_of(stage):
             if function is not None and not (_is_known(function) or getattr(function, "token_wise", False)):
                 name = getattr(function, "__name__", repr(function))
-                yield f"layer {index} runs the function {name}, which is not known to act on each token by itself: {_SAY}"
+                why = f"which is not known to act on each token by itself: {_SAY}"
+                yield f"layer {index} runs the function {name}, {why}"
             if key is None:
                 continue
             layer = module.layers[key]

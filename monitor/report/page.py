@@ -337,7 +337,7 @@ def _comparison(traced: Traced, schedule: Schedule) -> dict[str, Any]:
     costs.
     """
     measured = traced.timeline()
-    simulated = simulate(schedule, costs_of([measured], schedule.placement)).timeline
+    simulated = simulate(schedule, costs_of([measured], schedule.placement, len(schedule.slices))).timeline
     begin = min(span.start for row in measured.rows for span in row)
     waits = [_wait_bars(traced.slices[rank], begin) for rank in traced.replica()]
     ops = {span.op.kind for row in measured.rows for span in row}

@@ -136,10 +136,9 @@ def peak_activations(schedule: Schedule, sizes: Sequence[float] | None = None) -
             the unit is the activations of one microbatch in 1/pipe of the model, so that schedules with different
             chunks compare.
     """
-    counts, whole = counts_in_flight(schedule), sum(schedule.slices)
+    counts = counts_in_flight(schedule)
     if sizes is None:
-        return tuple(max(map(sum, each), default=0) / (schedule.chunks * whole) for each in counts)
-    sizes = [size / whole for size in sizes]
+        return tuple(max(map(sum, each), default=0) / schedule.chunks for each in counts)
     own = [
         [size for size, home in zip(sizes, schedule.placement, strict=True) if home == r] for r in range(len(counts))
     ]
@@ -149,8 +148,8 @@ def peak_activations(schedule: Schedule, sizes: Sequence[float] | None = None) -
 def counts_in_flight(schedule: Schedule) -> list[list[tuple[float, ...]]]:
     """Return for each rank the largest numbers of microbatches that its stages hold activations of.
 
-    With slices these are sums of their lengths: ``sum(schedule.slices)`` for a whole microbatch. A rank with several stages may have several largest numbers, of which none is larger in all stages: with two chunks,
-    (3, 1) and (2, 2).
+    A slice counts as its share of a microbatch's tokens. A rank with several stages may have several largest numbers,
+    of which none is larger in all stages: with two chunks, (3, 1) and (2, 2).
     """
     found, forward_only = [], schedule.forward_only
     for rank, order in enumerate(schedule.orders):
@@ -175,7 +174,10 @@ def counts_in_flight(schedule: Schedule) -> list[list[tuple[float, ...]]]:
             elif kind in "BW":
                 held[place[stage]] -= size
             computed += kind in COMPUTE
-        found.append(largest_counts(seen))
+        most = largest_counts(seen)
+        if len(schedule.slices) > 1:
+            most = [tuple(count / sum(schedule.slices) for count in each) for each in most]
+        found.append(most)
     return found
 
 

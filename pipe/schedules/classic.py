@@ -137,7 +137,9 @@ def _interleaved_slices(pipe: int, microbatches: int, chunks: int, slices: int) 
     return [
         number(
             merge(
-                [("F", c * pipe + r) for c in forwards], [("B", (chunks - 1 - c) * pipe + r) for c in forwards], ahead[r]
+                [("F", c * pipe + r) for c in forwards],
+                [("B", (chunks - 1 - c) * pipe + r) for c in forwards],
+                ahead[r],
             )
         )
         for r in range(pipe)

@@ -94,4 +94,6 @@ def named_schedule(
         raise ValueError(f"{name} runs whole microbatches, not {count} slices of each: use {sliced}, or slices=1")
     else:
         orders = in_order_of_slices(recipe.make(pipe, microbatches * count, chunks, count), count)
-    return Schedule(name, pipe, microbatches, chunks, recipe.place(pipe, chunks), tuple(map(tuple, orders)), slices=lengths)
+    return Schedule(
+        name, pipe, microbatches, chunks, recipe.place(pipe, chunks), tuple(map(tuple, orders)), slices=lengths
+    )
