@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,36 +30,37 @@ from triax.models.llama import LlamaConfig, llama_layers
 VOCABULARY = 512
 
 
-def measured(name: str, slices: int, length: int, sequences: int, width: int) -> dict[str, Any]:
-    """Train three steps on this rank; return the loss, seconds, bytes and the simulated peak."""
-    grid = triax.Grid(pipe=triax.Grid().size)
-    chunks = 2 if name == "interleaved" else 1
+def measured(
+    cases: Sequence[tuple[str, int]], length: int, sequences: int, width: int, ranks: int
+) -> list[dict[str, Any]]:
+    """Train three steps of each case on this rank; return losses, seconds, bytes and simulated peaks."""
+    grid, rows = triax.Grid(pipe=ranks), []
     config = LlamaConfig(VOCABULARY, length, width, 2 * grid.pipe.size, width // 64, num_key_value_heads=width // 64)
-    model = triax.PipelineModule(
-        llama_layers(config), grid=grid, loss_fn=NextTokenLoss(grid, VOCABULARY), chunks=chunks, seed=1
-    )
-    engine = triax.Engine(
-        model,
-        optimizer=torch.optim.SGD,
-        batch=triax.Batch(microbatch=1, microbatches=sequences),
-        schedule=triax.ScheduleOptions(name=name, slices=slices),
-    )
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(VOCABULARY, (sequences, length + 1), generator=generator)
-    losses, seconds = [], 0.0
-    for step in range(3):
-        engine.record_memory = step == 2
-        begin = time.perf_counter()
-        losses.append(engine.train_batch(iter([(row[None, :-1], row[None, 1:]) for row in text])).item())
-        seconds = time.perf_counter() - begin if step == 1 else seconds
-    held = engine.memory_report()["held"]
-    return {
-        "losses": losses,
-        "seconds": seconds,
-        "activations": held["activations"],
-        "working": held["activations"] + held["working"],
-        "simulated": triax.simulate(engine.program.schedule).peak_activations[grid.pipe.rank],
-    }
+    for name, slices in cases:
+        chunks = 2 if name == "interleaved" else 1
+        model = triax.PipelineModule(
+            llama_layers(config), grid=grid, loss_fn=NextTokenLoss(grid, VOCABULARY), chunks=chunks, seed=1
+        )
+        engine: Any = triax.Engine(
+            model,
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            batch=triax.Batch(microbatch=1, microbatches=sequences),
+            schedule=triax.ScheduleOptions(name=name, slices=slices),
+        )
+        losses, seconds = [], 0.0
+        for step in range(3):
+            engine.record_memory = step == 2
+            begin = time.perf_counter()
+            losses.append(engine.train_batch(iter([(row[None, :-1], row[None, 1:]) for row in text])).item())
+            seconds = time.perf_counter() - begin if step == 1 else seconds
+        held = engine.memory_report()["held"]
+        row = {"losses": losses, "seconds": seconds, "activations": held["activations"]}
+        row["working"] = held["activations"] + held["working"]
+        row["simulated"] = triax.simulate(engine.program.schedule).peak_activations[grid.pipe.rank]
+        rows.append(row)
+    return rows
 
 
 def main() -> None:
@@ -71,10 +74,9 @@ def main() -> None:
     given = options.parse_args()
     p = given.ranks
     cases = [("1f1b", 1), ("interleaved", 1), ("1f1b", p), ("1f1b", 4 * p), ("interleaved", p), ("zb-h1", p)]
-    rows, first = [], None
-    for name, slices in cases:
-        found = on_ranks(measured, name, slices, given.length, given.sequences, given.width, ranks=p)
-        first = first or found[0]["losses"]
+    ranks = on_ranks(measured, cases, given.length, given.sequences, given.width, p, ranks=p)
+    rows, first = [], ranks[0][0]["losses"]
+    for (name, slices), found in zip(cases, zip(*ranks, strict=True), strict=True):
         if any(abs(a - b) > 1e-5 * abs(b) for a, b in zip(found[0]["losses"], first, strict=True)):
             raise SystemExit(f"{name} over {slices} slices has the losses {found[0]['losses']}, and 1f1b {first}")
         most = {key: max(each[key] for each in found) for key in ("seconds", "activations", "working", "simulated")}

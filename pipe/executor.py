@@ -123,7 +123,7 @@ class Result:
     """Result of a run. Losses and outputs are those of the ranks that hold the last stage; empty on the others.
 
     Attributes:
-        losses: microbatch, or slice, -> (loss, weight). Of named losses: their share of the batch's loss, and 1.
+        losses: microbatch -> (loss, weight). Of named losses: their share of the batch's loss, and 1.
         named: microbatch -> its named losses, if ``loss_fn`` or layers of this rank returned such.
         outputs: microbatch -> the last layer's output, if asked for.
         pairs: True if ``loss_fn`` returned pairs (sum, weight), False if it returned means; None without a loss.
@@ -316,6 +316,8 @@ class Executor:
         self.marks, self.peak, self._computed = [], 0, 0
         if self._lane is not None:
             self._lane.clear()
+        if self._slices is not None:
+            self._slices.clear()
         handlers, self._ready = self._handlers, _do_nothing
         if self.clock is not None:
             handlers, self._ready = dict.fromkeys(handlers, self._marked), self._mark
@@ -332,6 +334,7 @@ class Executor:
         for channel in self._channels:
             channel.limit(0)
         self._add_named()
+        self._join_slices()
         activity.start("the end of the step")
         return self._result
 
@@ -667,6 +670,16 @@ class Executor:
                 for name, term in named.terms.items():
                     loss = loss + term.total.double() * self._share(name, term, "loss_fn", "weight(labels)")
             self._result.losses[index] = loss, weight
+
+    def _join_slices(self) -> None:
+        """Add up the losses of the slices of each microbatch, when the run has ended and they are known."""
+        if self._sliced == 1:
+            return
+        joined: dict[int, tuple[Tensor, Tensor | float]] = {}
+        for index, (loss, weight) in self._result.losses.items():
+            total, count = joined.get(index // self._sliced, (0.0, 0.0))
+            joined[index // self._sliced] = loss + total, weight + count
+        self._result.losses = joined
 
     def _refuse_mean(self, term: str, whose: str) -> None:
         """Refuse a mean of a part of a sequence."""

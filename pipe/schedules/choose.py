@@ -13,8 +13,8 @@ from pathlib import Path
 from ...base.errors import ConfigError, nearest, no_such
 from ...base.files import read_text
 from ..program.schedule import Schedule
-from ..program.slices import slice_lengths
 from ..program.simulate import Costs
+from ..program.slices import slice_lengths
 from .registry import RECIPES, named_schedule
 from .search import find_schedule
 
