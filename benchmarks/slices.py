@@ -35,7 +35,9 @@ def measured(
 ) -> list[dict[str, Any]]:
     """Train three steps of each case on this rank; return losses, seconds, bytes and simulated peaks."""
     grid, rows = triax.Grid(pipe=ranks), []
-    config = LlamaConfig(VOCABULARY, length, width, 2 * grid.pipe.size, width // 64, num_key_value_heads=width // 64)
+    heads = width // 64
+    sizes = (VOCABULARY, length, width, 2 * ranks, heads)
+    config = LlamaConfig(*sizes, num_key_value_heads=heads, intermediate_size=4 * width)
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(VOCABULARY, (sequences, length + 1), generator=generator)
     for name, slices in cases:

@@ -44,7 +44,7 @@ class Slices:
     def __init__(self) -> None:
         self.number = self.start = self.stop = self.length = 0
         self.active = False
-        self._parts: dict[Hashable, dict[int, _Keys | _States]] = {}  # sequence -> layer -> its state
+        self._parts: dict[Hashable, dict[int, _SliceKeys | _RecurrentStates]] = {}  # sequence -> layer -> its state
         self._running: dict[int, Any] = {}
         self._places: tuple[Tensor | None, Tensor] | None = None
 
@@ -144,12 +144,12 @@ class Slices:
         q, k, v = cast(q, dtype), cast(k, dtype), cast(v, dtype)
         keys = self._running.get(id(layer))
         if keys is None:
-            keys = self._running[id(layer)] = _Keys(k, v, self.length)
+            keys = self._running[id(layer)] = _SliceKeys(k, v, self.length)
         mask = Mask(
             self.length, True, window if window is not None and window < self.length else None, on_cpu(documents)
         )
         factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-        out: Tensor = _Attention.apply(q, k, v, sinks, keys, mask, factor, (self.start, self.stop))
+        out: Tensor = _SliceAttention.apply(q, k, v, sinks, keys, mask, factor, (self.start, self.stop))
         return out
 
     def recur(
@@ -167,17 +167,17 @@ class Slices:
         """
         states = self._running.get(id(layer))
         if states is None:
-            states = self._running[id(layer)] = _States()
+            states = self._running[id(layer)] = _RecurrentStates()
         before = list(empty)
         if self.number:
             anchor = torch.empty((), requires_grad=torch.is_grad_enabled())  # so that autograd calls the backward
-            before = list(_Enter.apply(anchor, states, self.number))
+            before = list(_EnterSlice.apply(anchor, states, self.number))
         y, after = run(before)
-        out: Tensor = _Leave.apply(y, states, self.number, *after)
+        out: Tensor = _LeaveSlice.apply(y, states, self.number, *after)
         return out
 
 
-class _Keys:
+class _SliceKeys:
     """Keys and values of a sequence, of the slices that have run, and the sums of their gradients.
 
     Attributes:
@@ -214,7 +214,7 @@ class _Keys:
         return dk[:, :, start:stop], dv[:, :, start:stop]
 
 
-class _Attention(torch.autograd.Function):
+class _SliceAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -222,7 +222,7 @@ class _Attention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
-        keys: _Keys,
+        keys: _SliceKeys,
         mask: Mask,
         scale: float,
         tokens: tuple[int, int],
@@ -251,7 +251,7 @@ class _Attention(torch.autograd.Function):
         return grads.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None, None
 
 
-class _States:
+class _RecurrentStates:
     """States of a recurrent layer in front of each slice of a sequence, and their gradients.
 
     Attributes:
@@ -267,11 +267,11 @@ class _States:
         return bool(self.gradients)
 
 
-class _Enter(torch.autograd.Function):
+class _EnterSlice(torch.autograd.Function):
     """States in front of a slice, whose gradients are kept for the slice before."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, states: _States, number: int) -> Any:
+    def forward(ctx: Any, anchor: Tensor, states: _RecurrentStates, number: int) -> Any:
         ctx.states, ctx.number = states, number
         return tuple(each.view_as(each) for each in states.before[number])
 
@@ -282,11 +282,11 @@ class _Enter(torch.autograd.Function):
         return None, None, None
 
 
-class _Leave(torch.autograd.Function):
+class _LeaveSlice(torch.autograd.Function):
     """Output of a slice; its states are kept for the next slice, whose gradients join in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, states: _States, number: int, *after: Tensor) -> Tensor:
+    def forward(ctx: Any, y: Tensor, states: _RecurrentStates, number: int, *after: Tensor) -> Tensor:
         ctx.states, ctx.number = states, number
         states.before[number + 1] = tuple(each.detach().clone() for each in after)  # of views
         return y.view_as(y)

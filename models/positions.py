@@ -58,7 +58,7 @@ class PositionEmbedding(nn.Module):
             y = x + F.embedding(self.cache.positions + self.offset, self.weight)
         else:
             local = here * self.axis.size if self.sequence_parallel else here
-            length = local * self.context.size
+            length, positions = local * self.context.size, None
             if self.slices is not None and self.slices.active:
                 self.slices.require(local)
                 positions, length = self.slices.positions(documents, x.device), self.slices.length

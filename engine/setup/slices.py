@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -48,7 +48,8 @@ def slice_states(module: PipelineModule, schedule: Schedule, options: EngineOpti
     if problem is not None:
         raise OptionError("schedule.slices", count, f"{problem}. Leave <schedule.slices> out for whole sequences")
     states = Slices()
-    for layer in module.layers.modules():
+    layers: Iterable[Any] = module.layers.modules()
+    for layer in layers:
         if hasattr(layer, "slices"):
             layer.slices = states
     return states
