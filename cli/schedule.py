@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +21,7 @@ from ..pipe.program.pairs import pair_pass
 from ..pipe.program.recompute_pass import recompute_pass
 from ..pipe.program.schedule import Schedule
 from ..pipe.program.simulate import Costs, Simulation, simulate
+from ..pipe.program.slices import equal_cost_slices, slice_lengths
 from ..pipe.program.timeline import Span
 from ..pipe.program.verify import verify
 from ..pipe.schedules.choose import NAMES, make_schedule, read_schedule, schedule_names, write_schedule
@@ -57,6 +59,14 @@ def schedule(
         float | None,
         typer.Option(help="Limit of activations per rank, in units of one microbatch through 1/pipe of the model."),
     ] = None,
+    slices: Annotated[
+        str | None,
+        typer.Option(help="Slices of each sequence: their number, or their relative lengths, such as 4 or 3,2,2,1."),
+    ] = None,
+    attention: Annotated[
+        float,
+        typer.Option(help="With --slices: share of causal attention in F and I, 0 to 1, of which late ones have more."),
+    ] = 0.0,
     layers: Annotated[
         Path | None,
         typer.Option(help="JSON file with the costs of each layer: print where to cut them, by default for 1f1b."),
@@ -125,6 +135,8 @@ def schedule(
                 or memory
                 or offload
                 or recompute
+                or slices
+                or attention
                 or costs != "1,1,1"
                 or collectives != "0"
                 or pairs
@@ -141,7 +153,7 @@ def schedule(
                 "Give a schedule's name, or --file, or --compare, or --file with --compare. "
                 f"The names are {', '.join(schedule_names())}."
             )
-        parsed = parse_costs(costs, collectives)
+        parsed, cut = replace(parse_costs(costs, collectives), attention=attention), parse_slices(slices)
         own = None if file is None else read_schedule(file)
         if own is not None:
             for option, given in (("pipe", pipe), ("microbatches", microbatches)):
@@ -153,7 +165,7 @@ def schedule(
             pipe = 4 if pipe is None else pipe
             least = RECIPES[name].least(max(pipe, 1)) if name in RECIPES else 1
             microbatches = max(2 * pipe, least) if microbatches is None else microbatches
-            passes = pipe * microbatches * (chunks or 1)
+            passes = pipe * microbatches * (chunks or 1) * len(cut)
             if passes > LARGEST:
                 raise ValueError(
                     f"--pipe {pipe} --microbatches {microbatches} gives {passes:,} passes of a microbatch through a "
@@ -162,6 +174,8 @@ def schedule(
             if compare:
                 if critical or explain is not None:
                     raise ValueError("--explain and --critical are for one schedule: leave out --compare")
+                if slices is not None or attention:
+                    raise ValueError("--slices and --attention are for one schedule: leave out --compare")
                 if write is not None:
                     raise ValueError("--write is for one schedule: leave out --compare")
                 if offload is not None or recompute is not None:
@@ -170,7 +184,12 @@ def schedule(
                 return
             assert name is not None
             shares = (offload or 0.0, recompute or 0.0) if name == "auto" and memory is not None else (0.0, 0.0)
-            chosen = _tuned(make_schedule(name, pipe, microbatches, chunks, parsed, memory, *shares), parsed)
+            made = make_schedule(name, pipe, microbatches, chunks, parsed, memory, *shares, slices=cut)
+            chosen = _tuned(made, parsed)
+        elif slices is not None:
+            raise ValueError("--slices goes with a schedule's name: a JSON file says its slices itself")
+        if attention and len(chosen.slices) == 1:
+            raise ValueError("--attention is for slices of sequences: give --slices too, such as --slices 4")
         if pairs:
             chosen = pair_pass(chosen, parsed)
         if not (isinstance(chosen, Found) and memory is not None):
@@ -216,15 +235,28 @@ def parse_costs(text_: str, collectives: str = "0") -> Costs:
     return Costs(*values, **dict(zip(("AR", "A2A"), exposed)))
 
 
+def parse_slices(text_: str | None) -> tuple[float, ...]:
+    """Return the relative lengths of slices from their number, or from the lengths between commas."""
+    try:
+        if text_ is None or text_.strip().isdecimal():
+            return slice_lengths(int(text_ or 1))
+        return slice_lengths([float(part) for part in text_.split(",")])
+    except ValueError:
+        raise ValueError(f"--slices is {text_}: give the number of slices, or their lengths, such as 3,2,2,1") from None
+
+
 def title(chosen: Schedule, costs: Costs) -> str:
     """Return name, sizes and costs of a schedule in one line."""
     sizes = f"pipe {chosen.pipe}, microbatches {chosen.microbatches}, chunks {chosen.chunks}"
+    if len(chosen.slices) > 1:
+        sizes += f", slices {len(chosen.slices)}"
     return f"{chosen.name}: {sizes}, {_in_words(costs)}"
 
 
 def _in_words(costs: Costs) -> str:
     named = [("F", costs.F), ("I", costs.I), ("W", costs.W)]
     named += [(name, cost) for name, cost in (("message", costs.COMM), ("gather", costs.GATHER)) if cost]
+    named += [("attention", costs.attention)] if costs.attention else []
     named += [(name, cost) for name, cost in (("O", costs.O), ("R", costs.R)) if cost != 1.0]
     named += [(name, cost) for name, cost in (("AR", costs.AR), ("A2A", costs.A2A)) if cost]
     return f"costs {', '.join(f'{name} {cost:g}' for name, cost in named)}"
@@ -254,12 +286,12 @@ def sends(chosen: Schedule) -> int:
     place = chosen.placement
     crossings = sum(a != b for a, b in pairwise(place))
     ways = 2 if any(op.kind != "F" for order in chosen.orders for op in order) else 1
-    return crossings * ways * chosen.microbatches
+    return crossings * ways * chosen.passes
 
 
 def _tuned(chosen: Schedule, costs: Costs) -> Schedule:
     """Adapt a zero-bubble schedule to unequal costs of F, I and W, as in the zero-bubble paper."""
-    return tune(chosen, costs) if chosen.name in TUNED and costs != Costs() else chosen
+    return tune(chosen, costs) if chosen.name in TUNED and costs != Costs() and len(chosen.slices) == 1 else chosen
 
 
 def _print(chosen: Schedule, result: Simulation, costs: Costs) -> None:
@@ -276,6 +308,9 @@ def _print(chosen: Schedule, result: Simulation, costs: Costs) -> None:
     )
     if result.peak_offloaded:
         console.print("in host memory: " + " ".join(f"{peak:g}" for peak in result.peak_offloaded))
+    if len(chosen.slices) > 1 and costs.attention:
+        equal = ",".join(f"{part:.3g}" for part in equal_cost_slices(len(chosen.slices), costs.attention))
+        console.print(f"slices that take equally long in the forward pass: --slices {equal}")
     if isinstance(chosen, Found):
         console.print(chosen.summary())
 

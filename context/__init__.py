@@ -13,6 +13,7 @@ sparsity.py: block masks of sparse attention: fixed, variable, BigBird, Longform
 dropout.py: dropout of tokens that are spread over the axis.
 scan.py: the state of a linear attention, which passes through the parts of the sequence.
 previous.py: the tokens in front of each part, for convolutions.
+slices.py: slices of a sequence that pass a pipeline one after the other.
 part_loss.py: loss of a part of the sequences.
 sparse_layers.py: these masks for the attention layers of a model.
 """

@@ -39,12 +39,12 @@ def scan(transitions: Tensor, updates: Tensor, initial: Tensor | None, axis: Axi
     Args:
         transitions: A, (B, p, n, H, 1, 1), or (B, p, n, H, K, K): of the n chunks of each of the rank's p pieces.
         updates: U, (B, p, n, H, K, V).
-        initial: state in front of the whole sequence, (B, H, K, V), without a gradient; None: zeros.
+        initial: state in front of the whole sequence, (B, H, K, V); None: zeros. With an axis, it gets no gradient.
         axis: the context axis. If its size is 1, or it is None, p is 1; else p is 2.
 
     Returns:
-        The states, (B, p, n, H, K, V), and the state behind the whole sequence, (B, H, K, V), without a gradient. With
-        an axis, it is the whole sequence's on rank 0 only.
+        The states, (B, p, n, H, K, V), and the state behind the whole sequence, (B, H, K, V). With an axis, it is the
+        whole sequence's on rank 0 only, and has no gradient.
     """
     if initial is None:
         initial = updates.new_zeros(updates.shape[0], *updates.shape[3:])
@@ -57,18 +57,19 @@ class _Scan(torch.autograd.Function):
     def forward(ctx: Any, transitions: Tensor, updates: Tensor, initial: Tensor, axis: Axis | None) -> Any:
         before, last = _scan(transitions, updates, initial, axis, reverse=False)
         ctx.save_for_backward(transitions, before)
-        ctx.axis = axis
-        ctx.mark_non_differentiable(last)
+        ctx.axis, ctx.alone = axis, axis is None or axis.size == 1
+        if not ctx.alone:
+            ctx.mark_non_differentiable(last)
         return before, last
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
+    def backward(ctx: Any, grad: Tensor, of_last: Tensor) -> Any:
         transitions, before = ctx.saved_tensors
-        scalar, zeros = transitions.shape[-1] == 1, torch.zeros_like(grad[:, 0, 0])
-        behind, _ = _scan(transitions.transpose(-2, -1), grad, zeros, ctx.axis, reverse=True)
+        scalar, end = transitions.shape[-1] == 1, of_last if ctx.alone else torch.zeros_like(grad[:, 0, 0])
+        behind, of_initial = _scan(transitions.transpose(-2, -1), grad, end, ctx.axis, reverse=True)
         of_transitions = (behind * before).sum((-2, -1), keepdim=True) if scalar else behind @ before.transpose(-2, -1)
-        return of_transitions, behind, None, None
+        return of_transitions, behind, of_initial if ctx.alone else None, None
 
 
 def _scan(transitions: Tensor, updates: Tensor, initial: Tensor, axis: Axis | None, reverse: bool) -> Any:

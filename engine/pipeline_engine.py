@@ -56,6 +56,7 @@ from .replica_buffers import ReplicaBuffers
 from .setup.compilation import Compilation, compile_pipeline
 from .setup.recomputation import configure_recomputation, log_profile
 from .setup.schedule import searched_cut, training_schedule
+from .setup.slices import slice_states
 from .snapshot.capture import buffers
 
 
@@ -161,7 +162,8 @@ class PipelineEngine(Engine):
             guard_state_dict(module)
         self.optimizer = self.data_axis.optimizer
         memory = partial(_activation_memory, self.options.schedule.offload, self.grid.device)
-        self.executor = Executor(module, self.data_axis, self.parts, memory)
+        slices = slice_states(module, schedule, options)
+        self.executor = Executor(module, self.data_axis, self.parts, memory, slices)
         self.executor.interleaves = self.data_axis.options.stage < 3
         self.named_losses = NamedLossSteps(module.is_last)
         self.auxiliary = AuxiliarySteps(module, self.grid, module.auxiliary)

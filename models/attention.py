@@ -21,6 +21,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ..context.context_attention import attention
+from ..context.slices import Slices
 from ..context.sparsity import Sparsity
 from ..grid import Grid
 from ..grid.layout import Layout
@@ -58,11 +59,22 @@ class CausalAttention(nn.Module):
     Attributes:
         sinks: (H,), these scores, sharded by heads, with initial values 0; None without sinks.
         cache, heads, kv_heads, recompute: as for ``SelfAttention``.
+        slices: keys and values of earlier slices, if a pipeline cuts sequences into slices, else None.
     """
 
     cache: Any = None
+    slices: Slices | None = None
     recompute: Any = None
     out: nn.Module
+
+    @property
+    def refuses_slices(self) -> str | None:
+        """Reason why the layer cannot run slices of sequences; None if it can."""
+        if self.softcap is not None:
+            return f"caps the scores of attention (softcap={self.softcap}), which attention over slices cannot"
+        if self.sparsity is not None:
+            return "has sparse attention (<sparse_attention>), whose blocks slices would cut"
+        return None
 
     def __init__(
         self,
@@ -106,6 +118,8 @@ class CausalAttention(nn.Module):
         """
         parts = any(each is not None for each in (self.window, self.chunk, self.sparsity, self.sinks))
         q, k, v, *gate = self._project(x)  # (B, heads, T, dim), twice (B, kv_heads, T, dim)
+        if self.slices is not None and self.slices.active:
+            return self._project_out(self._attend_slice(self.slices, q, k, v, documents), *gate)
         if self.cache is None and (parts or self.grid.context.size > 1):
             return self._project_out(self._attend_by_blocks(q, k, v, documents), *gate)
         packed = packing(documents, q.dtype) if documents is not None and self.cache is None else None
@@ -132,6 +146,17 @@ class CausalAttention(nn.Module):
             return y
         return self.attend_in_parts(q, k, v, documents)
 
+    def _attend_slice(self, slices: Slices, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
+        """Attend to the tokens of this slice and of the earlier ones; arguments and result as for ``attend``."""
+        q, k = self._placed(q, k, slices.positions(documents, q.device), slices.length)
+        k, v = self._of_own_heads(k, v)
+        documents = self._in_chunks(documents, len(q), slices.length)
+        others = documents, self.window, self.scale, self.sinks
+        if self.recompute is not None:
+            y: Tensor = self.recompute(slices.attend, self, q, k, v, *others)
+            return y
+        return slices.attend(self, q, k, v, *others)
+
     def _placed(self, q: Tensor, k: Tensor, positions: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
         """Return queries and keys with their positions; ``positions`` and ``length`` as for ``Rope``."""
         if self.rope is not None:
@@ -146,13 +171,12 @@ class CausalAttention(nn.Module):
             q = q * grown[:, None, :, None].to(q.dtype)
         return q, k
 
-    def _in_chunks(self, documents: Tensor | None, q: Tensor) -> Tensor | None:
+    def _in_chunks(self, documents: Tensor | None, rows: int, length: int) -> Tensor | None:
         """Return the numbers of the chunks of each document, as documents of their own: integers (B, T_whole)."""
         if self.chunk is None:
             return documents
         if documents is None:
-            whole = torch.arange(q.shape[2] * self.grid.context.size)
-            return (whole // self.chunk).expand(len(q), -1)
+            return (torch.arange(length) // self.chunk).expand(rows, -1)
         begins = positions_within(documents) % self.chunk == 0
         return begins.cumsum(1)
 
@@ -168,7 +192,7 @@ class CausalAttention(nn.Module):
             (B, heads, T, dim).
         """
         k, v = self._of_own_heads(k, v)
-        documents = self._in_chunks(documents, q)
+        documents = self._in_chunks(documents, len(q), q.shape[2] * self.grid.context.size)
         if self.softcap is not None:
             return self._attend_plainly(q, k, v, _mask(q, self.window, documents))
         return attention(

@@ -18,6 +18,7 @@ from ..base.checks import check_count
 from ..base.formulas import CHUNK_TOKENS
 from ..context.dropout import dropout
 from ..context.order import local_length, shard
+from ..context.slices import Slices
 from ..grid import Grid
 from ..moe.layer import MoE
 from ..pipe.chunked_loss import LastLayer, is_watched, loss_in_chunks, runs_otherwise
@@ -58,9 +59,14 @@ class TokenEmbedding(VocabParallelEmbedding):
         logit_scale: factor of the logits that ``attend`` returns.
         softcap: cap of these logits, as for ``softcapped``.
 
+    Attributes:
+        slices: set if a pipeline cuts sequences into slices: then ids are those of a slice, and ``documents`` whole.
+
     Raises:
         ValueError: in forward, ``documents`` does not have one document number for each token.
     """
+
+    slices: Slices | None = None
 
     def __init__(
         self, *args: Any, grid: Grid, logit_scale: float = 1.0, softcap: float | None = None, **kwargs: Any
@@ -90,6 +96,10 @@ class TokenEmbedding(VocabParallelEmbedding):
             if ids.shape[1] == local:  # this rank's already
                 check_documents(whole, documents)
                 return attach(super().forward(ids), documents)
+        if self.slices is not None and self.slices.active:
+            self.slices.require(ids.shape[1])
+            check_documents(whole, documents)
+            return attach(super().forward(ids), documents)
         check_documents(ids, documents)
         mine = shard(ids, self.context, multiple=multiple)
         if documents is None and mine.shape[1] * self.context.size != ids.shape[1]:

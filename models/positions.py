@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..context.dropout import dropout
+from ..context.slices import Slices
 from ..grid import Grid
 from ..grid.layout import Layout
 from ..randomness.random import Normal, sharded_parameter
@@ -28,12 +29,14 @@ class PositionEmbedding(nn.Module):
     Attributes:
         weight: (offset + max_position_embeddings, D), replicated on every tensor-parallel rank.
         cache: KV cache with the positions of the new tokens during generation, else None.
+        slices: tells the tokens of a slice, if a pipeline cuts sequences into slices, else None.
 
     Raises:
         ValueError: in forward, the sequence is longer than ``config.max_position_embeddings``.
     """
 
     cache: Any = None
+    slices: Slices | None = None
 
     def __init__(self, config: DecoderConfig, offset: int = 0, *, grid: Grid, sequence_parallel: bool = False) -> None:
         super().__init__()
@@ -55,9 +58,14 @@ class PositionEmbedding(nn.Module):
             y = x + F.embedding(self.cache.positions + self.offset, self.weight)
         else:
             local = here * self.axis.size if self.sequence_parallel else here
-            positions = token_positions(local, self.context, documents, x.device)
+            length, positions = local * self.context.size, None
+            if self.slices is not None and self.slices.active:
+                self.slices.require(local)
+                positions, length = self.slices.positions(documents, x.device), self.slices.length
+            else:
+                positions = token_positions(local, self.context, documents, x.device)
             if documents is None:
-                self._check(local * self.context.size)
+                self._check(length)
             elif documents.device.type == "cpu":  # elsewhere the lookup asserts: to read it back would stop the device
                 self._check(int(positions_within(documents).max()) + 1)
             if positions is None:

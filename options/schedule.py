@@ -58,6 +58,11 @@ class ScheduleOptions(Options):
         least=0,
         most=1,
     )
+    slices: int | tuple[float, ...] = option(
+        1,
+        "Slices of each sequence, which pass the pipeline one after the other: their number, or relative lengths.",
+        above=0,
+    )
     offload: OffloadActivations = option(OffloadActivations(), "Where activations are offloaded to.")
 
     @classmethod

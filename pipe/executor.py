@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ..base.errors import AgreedError
 from ..base.nest import map_tensors
 from ..base.parts import Parts
 from ..grid.comm.clock import Clock, Mark
@@ -28,6 +29,7 @@ from .module import PipelineModule
 from .p2p import Receive, channels, receive_gradients, receive_value, received_gradients, send_gradients
 from .program.ops import COMPUTE, Op
 from .program.program import Program
+from .program.slices import slice_bounds
 from .program.timeline import OpMarks
 from .recompute.early import run_to_recompute
 from .recompute.recompute import stateful
@@ -80,6 +82,21 @@ class DataAxis(Protocol):
         """RELEASE: free the gathered parameters; this rank keeps its shard."""
 
 
+class SliceStates(Protocol):
+    """What the slices of sequences pass on from one to the next: ``context.slices.Slices``."""
+
+    def running(
+        self, sequence: Hashable, number: int, start: int, stop: int, length: int
+    ) -> AbstractContextManager[None]:
+        """Return the context of a slice's forward or backward."""
+
+    def finish(self, sequence: Hashable) -> None:
+        """Free the states of a sequence."""
+
+    def clear(self) -> None:
+        """Free all states."""
+
+
 class Microbatch:
     """One microbatch on this rank.
 
@@ -89,6 +106,7 @@ class Microbatch:
         kind: equal for microbatches whose inputs have the same structure, shapes and dtypes.
         samples: indices of its samples in the global batch, which key dropout; None if unknown.
         fields: name -> value of each field that layers of this rank take.
+        tokens: length of dim 1 of its inputs, on every rank; 0 without such a dim.
     """
 
     def __init__(
@@ -98,9 +116,10 @@ class Microbatch:
         kind: Hashable,
         samples: range | None = None,
         fields: Mapping[str, Any] | None = None,
+        tokens: int = 0,
     ) -> None:
         self.inputs, self.labels, self.kind, self.samples = inputs, labels, kind, samples
-        self.fields = fields or {}
+        self.fields, self.tokens = fields or {}, tokens
 
 
 class Result:
@@ -168,6 +187,7 @@ class Executor:
         data: runs the program's REDUCE, TIED, GATHER and RELEASE ops.
         parts: contexts of the part ``stage``, the layers of one stage in a forward pass.
         memory: makes the allocator of offloaded activations, for programs with O and R.
+        slices: states of the layers, for programs over slices of sequences.
 
     Attributes:
         loss_scale: factor of the losses before the backward pass (fp16). Reported losses are not scaled.
@@ -183,7 +203,12 @@ class Executor:
     """
 
     def __init__(
-        self, module: PipelineModule, data: DataAxis, parts: Parts, memory: Callable[[], HostMemory] | None = None
+        self,
+        module: PipelineModule,
+        data: DataAxis,
+        parts: Parts,
+        memory: Callable[[], HostMemory] | None = None,
+        slices: SliceStates | None = None,
     ) -> None:
         self._module, self._data, self._parts = module, data, parts
         self._grid = module.grid
@@ -212,7 +237,9 @@ class Executor:
         self._model_axes = (module.grid.tensor, module.grid.context, module.grid.expert)
         self.interleaves = True
         self._program: Program | None = None  # of the last run
-        self._memory = memory
+        self._memory, self._slices = memory, slices
+        self._sliced = 1  # slices of each microbatch
+        self._bounds: list[list[tuple[int, int]]] = []  # microbatch -> first token and end of each of its slices
         self._lane: OffloadLane | None = None
         self._offloaded: set[tuple[int, int]] = set()  # (stage, microbatch) with an O
         self._recomputed: set[tuple[int, int]] = set()  # (stage, microbatch) with a C
@@ -258,6 +285,8 @@ class Executor:
             kept.clear()
         if self._lane is not None:
             self._lane.clear()
+        if self._slices is not None:
+            self._slices.clear()
 
     def run(
         self, program: Program, microbatches: Sequence[Microbatch], outputs: bool = False, loss: bool = True
@@ -271,9 +300,13 @@ class Executor:
             loss: compute the loss; False does not use the labels.
 
         Raises:
+            AgreedError: on every rank, if the sequences of a microbatch are too short for the program's slices.
             RuntimeError: an op failed; the message names the rank, its coordinate and the op.
         """
         ops = program.ops[self._grid.pipe.rank]
+        self._sliced = len(program.schedule.slices)
+        if self._sliced > 1:
+            microbatches = self._cut(microbatches, program.schedule.slices)
         self._microbatches, self._keep_outputs, self._wants_loss = microbatches, outputs, loss
         if program is not self._program:
             self._program = program
@@ -295,6 +328,8 @@ class Executor:
         self.marks, self.peak, self._computed = [], 0, 0
         if self._lane is not None:
             self._lane.clear()
+        if self._slices is not None:
+            self._slices.clear()
         handlers, self._ready = self._handlers, _do_nothing
         if self.clock is not None:
             handlers, self._ready = dict.fromkeys(handlers, self._marked), self._mark
@@ -317,6 +352,7 @@ class Executor:
         for channel in self._channels:
             channel.limit(0)
         self._add_named()
+        self._join_slices()
         activity.start("the end of the step")
         return self._result
 
@@ -362,6 +398,40 @@ class Executor:
     def _restore(self, state: tuple[range | None, Callable[[Any], object] | None]) -> None:
         self._module.dropout_state.samples, self._module.check_hook = state
 
+    def _cut(self, microbatches: Sequence[Microbatch], slices: Sequence[float]) -> list[Microbatch]:
+        """Return the slices of the microbatches, along dim 1 of inputs and labels.
+
+        Of inputs ``(x, documents)`` the second stays whole, as layers with attention need it.
+        """
+        if self._slices is None:
+            raise ValueError("the schedule runs slices of sequences, but this executor has no states: give slices=")
+        try:
+            self._bounds = [slice_bounds(each.tokens, slices, self._grid.tensor.size) for each in microbatches]
+        except ValueError as error:
+            raise AgreedError(str(error)) from None
+        cut = []
+        for each, bounds in zip(microbatches, self._bounds, strict=True):
+            for number, (start, stop) in enumerate(bounds):
+                inputs, labels, kind = each.inputs, each.labels, (each.kind, number)
+                if isinstance(inputs, tuple | list):
+                    inputs = (_narrow(inputs[:1], start, stop, each.tokens, "inputs")[0], *inputs[1:])
+                elif inputs is not None:
+                    inputs = _narrow(inputs, start, stop, each.tokens, "inputs")
+                labels = _narrow(labels, start, stop, each.tokens, "labels")
+                cut.append(Microbatch(inputs, labels, kind, each.samples, each.fields, stop - start))
+        return cut
+
+    def _running(self, op: Op) -> AbstractContextManager[None]:
+        """Return the context of a slice's forward or backward."""
+        if self._sliced == 1:
+            self._module.dropout_state.first_token = 0
+            return nullcontext()
+        assert self._slices is not None  # _cut has checked
+        microbatch, number = divmod(op.microbatch, self._sliced)
+        bounds = self._bounds[microbatch]
+        self._module.dropout_state.first_token = bounds[number][0]
+        return self._slices.running((op.stage, microbatch), number, *bounds[number], bounds[-1][1])
+
     def _marked(self, op: Op) -> None:
         """Run an op and append three times to ``marks``: the call, the arrival of its inputs, and its end."""
         assert self.clock is not None
@@ -397,6 +467,7 @@ class Executor:
         named: list[NamedLosses] = []  # of layers
         kept = self._keeping(stage, index)
         with (
+            self._running(op),
             SplitBackward(deferred) if deferred is not None else nullcontext(),
             kept.recording() if kept is not None else nullcontext(),
         ):
@@ -456,8 +527,11 @@ class Executor:
         edges = [edge for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
         gradients = [gradient for gradient in gradients if gradient is not None]
         if edges or losses:
-            with deferred.backward() if deferred is not None else nullcontext():
+            with self._running(op), deferred.backward() if deferred is not None else nullcontext():
                 torch.autograd.backward([*edges, *losses], [*gradients, *[None] * len(losses)])
+        if self._sliced > 1 and not index % self._sliced:
+            assert self._slices is not None
+            self._slices.finish((stage, index // self._sliced))
         if boundary is not None:
             self._gradients[stage, index] = boundary.gradients
             self._result.reached[stage] = boundary.reached or self._result.reached.get(stage, False)
@@ -668,7 +742,8 @@ class Executor:
 
         A rank whose stages have losses of layers alone has terms, and no weight of a batch.
         """
-        weight = 1.0 / self._grid.context.size if self._last_stage in self._module.stages else 0.0
+        parts = self._grid.context.size * self._sliced
+        weight = 1.0 / parts if self._last_stage in self._module.stages else 0.0
         for index, named in self._result.named.items():
             loss = torch.zeros((), device=self._grid.device, dtype=torch.float64)
             if self._training:
@@ -676,8 +751,24 @@ class Executor:
                     loss = loss + term.total.double() * self._share(name, term, "loss_fn", "weight(labels)")
             self._result.losses[index] = loss, weight
 
+    def _join_slices(self) -> None:
+        """Add up the losses of the slices of each microbatch, when the run has ended and they are known."""
+        if self._sliced == 1:
+            return
+        joined: dict[int, tuple[Tensor, Tensor | float]] = {}
+        for index, (loss, weight) in self._result.losses.items():
+            total, count = joined.get(index // self._sliced, (0.0, 0.0))
+            joined[index // self._sliced] = loss + total, weight + count
+        self._result.losses = joined
+
     def _refuse_mean(self, term: str, whose: str) -> None:
         """Refuse a mean of a part of a sequence."""
+        if self._sliced > 1:
+            raise ValueError(
+                f"the schedule cuts each sequence into {self._sliced} slices, and with a mean{term} all of them would "
+                f"have the same weight, however many labels they have: let {whose} return a pair (sum of the losses, "
+                "number of labels), as triax.NextTokenLoss does"
+            )
         if (parts := self._grid.context.size) > 1:
             raise ValueError(
                 f"the grid has context={parts}, so each rank computes the loss of its part of a sequence, and with "
@@ -712,6 +803,24 @@ class Executor:
             return RuntimeError(f"{self._grid.describe()} stopped at {op}, because {reported}")
         self._grid.report_failure(message)
         return RuntimeError(message)
+
+
+def _narrow(value: Any, start: int, stop: int, tokens: int, what: str) -> Any:
+    """Return the tokens of a slice from each tensor of a nest.
+
+    Raises:
+        ValueError: dim 1 of a tensor does not count the tokens.
+    """
+
+    def narrowed(tensor: Tensor) -> Tensor:
+        if tensor.dim() < 2 or tensor.shape[1] != tokens:
+            raise ValueError(
+                f"the {what} have a tensor of the shape {tuple(tensor.shape)}, but a schedule with slices cuts dim 1, "
+                f"which must count the {tokens} tokens of a sequence: use schedule.slices=1"
+            )
+        return tensor[:, start:stop]
+
+    return map_tensors(narrowed, value)
 
 
 def _do_nothing() -> None:

@@ -17,7 +17,8 @@ from .fields import FieldMessages, Fields, MicrobatchItem, item_of
 from .module import PipelineModule
 from .schema import flatten
 
-Format = list[int]  # of a microbatch: the number of its inputs' schema, its samples, the number of its fields' schema
+# Of a microbatch: the number of its inputs' schema, its samples, the number of its fields' schema, its tokens.
+Format = list[int]
 
 _MAX_FIELD_SCHEMAS = 256  # that are kept; a text or a number in the labels makes a new one
 
@@ -93,7 +94,7 @@ class MicrobatchFeed:
                 something else than a pair or a dict.
         """
         items: list[MicrobatchItem] = []
-        formats = [[0, 0, 0]] * count
+        formats = [[0, 0, 0, 0]] * count
         if problem is None and self.reads:
             try:
                 items, formats = self._read(data_iter, count)
@@ -145,7 +146,8 @@ class MicrobatchFeed:
             items.append(item)
             samples = tensors[0].shape[0] if tensors and tensors[0].dim() else 1
             fields = self._number_of_fields(index, item) if self._module.is_first else 0
-            formats.append([self._schemas.setdefault(schema, len(self._schemas)), samples, fields])
+            tokens = tensors[0].shape[1] if tensors and tensors[0].dim() > 1 else 0
+            formats.append([self._schemas.setdefault(schema, len(self._schemas)), samples, fields, tokens])
         return items, formats
 
     def _number_of_fields(self, index: int, item: MicrobatchItem) -> int:
@@ -232,11 +234,11 @@ class MicrobatchFeed:
             needed = {name: MicrobatchItem(inputs, labels, entries).field(name) for name in names}
             moved.append((inputs, labels if self._reads_labels else None))
             read.append(map_tensors(torch.Tensor.detach, needed))
-        fields = self._messages.exchange(read, [number for _, _, number in self._formats])
+        fields = self._messages.exchange(read, [number for _, _, number, _ in self._formats])
         microbatches, first = [], self._first_sample + self.shift
-        for (kind, samples, _), (inputs, labels), own in zip(self._formats, moved, fields, strict=True):
+        for (kind, samples, _, tokens), (inputs, labels), own in zip(self._formats, moved, fields, strict=True):
             labels = own["labels"] if self._receives_labels else labels
-            microbatches.append(Microbatch(inputs, labels, kind, range(first, first + samples), own))
+            microbatches.append(Microbatch(inputs, labels, kind, range(first, first + samples), own, tokens))
             first += samples
         return microbatches
 

@@ -431,6 +431,10 @@ class PipelineModule(nn.Module):
         """
         return [(call.layer, self.layers[call.key]) for call in self._calls[stage][start:stop] if call.key is not None]
 
+    def calls_of(self, stage: int) -> list[LayerCall]:
+        """Return the entries of a stage's list, as ``run_stage`` calls them."""
+        return list(self._calls[stage])
+
     def typenames(self, stage: int) -> list[str]:
         """Return the names of the classes (and functions) of a stage's layers."""
         return [typename(layer) for layer in self._list[self.boundaries[stage] : self.boundaries[stage + 1]]]

@@ -295,7 +295,7 @@ class ModelMemory:
         key = (layout.schedule, layout.pipe, layout.chunks, microbatches)
         if key not in self._ranks:
             flights = in_flight(*key)
-            classes: dict[_Placed, list[tuple[int, ...]]] = {}
+            classes: dict[_Placed, list[tuple[float, ...]]] = {}
             for placed, most in zip(self._placed(layout), flights, strict=True):
                 classes.setdefault(placed, []).extend(most)
             self._ranks[key] = [_RankClass(placed, largest_counts(counts)) for placed, counts in classes.items()]
@@ -677,7 +677,7 @@ class _Placed:
 @dataclass(frozen=True, eq=False)
 class _RankClass:
     placed: _Placed
-    counts: list[tuple[int, ...]]  # microbatches in flight in its stages, as ``in_flight`` returns them
+    counts: list[tuple[float, ...]]  # microbatches in flight in its stages, as ``in_flight`` returns them
     activations: dict[tuple[object, ...], float] = field(default_factory=dict)  # that were asked for
 
 
@@ -753,7 +753,7 @@ def _scores(tokens: float, sequence: int, layout: ParallelLayout, heads: float, 
     return each * tokens * sequence * heads
 
 
-def in_flight(schedule: str, pipe: int, chunks: int, microbatches: int) -> list[list[tuple[int, ...]]]:
+def in_flight(schedule: str, pipe: int, chunks: int, microbatches: int) -> list[list[tuple[float, ...]]]:
     """Return for each pipe rank the largest numbers of microbatches that its stages keep activations of.
 
     A rank with several stages may have several largest numbers, of which none is larger in all stages: with chunks=2,
@@ -785,7 +785,7 @@ def _until_steady(schedule: str, pipe: int, microbatches: int) -> int:
     return min(microbatches, 4 * pipe + microbatches % pipe)
 
 
-def _interleaved_in_flight(pipe: int, chunks: int, microbatches: int, rank: int) -> list[tuple[int, ...]]:
+def _interleaved_in_flight(pipe: int, chunks: int, microbatches: int, rank: int) -> list[tuple[float, ...]]:
     """Return one rank's part of ``in_flight`` for ``pipe/schedules/classic.interleaved`` with whole groups."""
     group = min(pipe, microbatches)
     period, total = group * chunks, microbatches * chunks
@@ -794,7 +794,7 @@ def _interleaved_in_flight(pipe: int, chunks: int, microbatches: int, rank: int)
 
     # A rank holds most behind `ahead + k` forwards and `k` backwards. Their chunks change where a whole group is done.
     whole, rest = divmod(ahead, period)
-    held = [whole * group + min(max(rest - chunk * group, 0), group) for chunk in range(chunks)]
+    held: list[float] = [whole * group + min(max(rest - chunk * group, 0), group) for chunk in range(chunks)]
     found, k = [tuple(held)], 0
     for end in sorted({last, *range(group, last, group), *range(-ahead % group, last, group)}):
         held[(ahead + k) % period // group] += end - k

@@ -160,12 +160,14 @@ class DropoutState:
         step: optimizer steps taken; in a loop without an engine, forward passes.
         samples: the index of each of the microbatch's samples in the global batch; None outside a step of the engine,
             where samples count from 0.
+        first_token: place of the first token in its sequence, if a pipeline cuts sequences into slices.
     """
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         self.step = 0
         self.samples: range | None = None
+        self.first_token = 0
         self._drawn = False  # True once a mask was drawn
         self._last_step: int | None = None  # of the last forward pass outside the engine
         self._recomputed = (-1, 0)  # autograd's number of a backward pass, and the step of its forward pass
@@ -286,7 +288,7 @@ class Dropout(SampleRandom):
         """Return the number of each element of one sample of x among those of the whole sample: integers (N,)."""
         count, length = math.prod(x.shape[1:]), x.shape[1] if x.dim() > 1 else 1
         # Dim 1 is the outermost dim of a sample: its shards are contiguous.
-        first = 0 if self.axis is None else self.axis.rank * length
+        first = self._state.first_token + (0 if self.axis is None else self.axis.rank * length)
         rows = torch.arange(first, first + length, device=x.device)
         if self.rows is not None:
             rows = self.rows(length).to(x.device)

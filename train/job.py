@@ -26,6 +26,7 @@ from ..pipe.cuts import StageCut, find_cut
 from ..pipe.partition import boundaries
 from ..pipe.program.layer_costs import LayerCosts
 from ..pipe.program.schedule import Schedule
+from ..pipe.program.slices import slice_bounds, slice_lengths
 from ..pipe.schedules.choose import require_schedule, schedule_of
 from .learning_rate import LearningRate
 from .schema import ModelSection, TrainingFile
@@ -425,6 +426,15 @@ def _check_model(
             f"training.sequence {sequence} is not shared evenly by grid.tensor {tensor}, as sequence_parallel needs: "
             f"give {near}"
         )
+    if len(schedule.slices) > 1:
+        try:
+            slice_bounds(sequence, schedule.slices, tensor)
+        except ValueError as error:
+            raise ConfigError(f"training.sequence: {error}") from error
+        if file.grid.context > 1:
+            raise ConfigError(
+                f"schedule.slices cuts sequences, and so does grid.context {file.grid.context}: leave out one of them"
+            )
     experts = next((getattr(model, n) for n in ("num_experts", "n_routed_experts") if hasattr(model, n)), 0)
     if expert > 1 and not experts:
         raise ConfigError(
@@ -525,7 +535,7 @@ def _schedule(
             f"grid.pipe {pipe} x schedule.chunks {chunks or 1} is {pipe * (chunks or 1)} stages, but the model has "
             f"{layers} layers: give fewer stages"
         )
-    if pipe * (chunks or 1) * count > _MOST_OPS:
+    if pipe * (chunks or 1) * count * len(slice_lengths(options.slices)) > _MOST_OPS:
         raise ConfigError(
             f"training.batch / microbatch / replicas is {count} microbatches a step in {pipe * (chunks or 1)} stages, "
             "too many for a schedule: give a smaller batch, or a larger microbatch"
@@ -676,7 +686,7 @@ def _options(file: TrainingFile, given: GivenOptions, batch: int | None) -> Engi
         "precision": half,
         "schedule": {
             key: getattr(file.schedule, key)
-            for key in ("name", "chunks", "costs", "memory", "limit")
+            for key in ("name", "chunks", "costs", "memory", "limit", "slices")
             if getattr(file.schedule, key) is not None
         },
         "recompute": training.recompute,

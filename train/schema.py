@@ -410,6 +410,11 @@ class ScheduleSection(Keys):
     memory: float | None = option(
         None, "For auto: limit of activations per rank, in microbatches through 1/pipe of the model.", above=0
     )
+    slices: int | tuple[float, ...] | None = option(
+        None,
+        "Slices of each sequence, which pass the pipeline one after the other: their number, or relative lengths.",
+        above=0,
+    )
     partition: Any = option(
         "parameters",
         "Cut of the layers into stages: parameters, uniform, type:REGEX, boundaries such as [0, 9, 18], or by the "
@@ -438,6 +443,8 @@ class ScheduleSection(Keys):
             raise refusal(f"<partition> auto chooses the schedule, and <name> is {self.name}: write time, or no name")
         if self.searched and self.name == "auto":
             raise refusal(f"<name> auto does not go with <partition> {self.partition}: write <partition> auto alone")
+        if self.searched and self.slices is not None:
+            raise refusal(f"<partition> {self.partition} is for whole sequences: leave out <slices>, or give a cut")
         for key in ("layer_costs", "limit"):
             if getattr(self, key) is not None and not self.searched:
                 raise refusal(f"<{key}> is for <partition> time, memory and auto: leave it out, or give one of them")

@@ -33,7 +33,8 @@ def training_schedule(
     try:
         if given is None:
             return schedule_of(options, pipe, microbatches, chunks)
-        require_size(given, given.name, pipe, microbatches, chunks)
+        slices = options.slices if options.changes("slices") else None
+        require_size(given, given.name, pipe, microbatches, chunks, slices=slices)
     except ValueError as error:
         hint = "" if chunks is None else " (PipelineModule(..., chunks=) sets the chunks)"
         raise OptionError("schedule.name", reason=f"{error}{hint}") from error
@@ -60,7 +61,7 @@ def searched_cut(
             )
         return None
     assert isinstance(method, str)
-    for name in ("costs", "memory"):
+    for name in ("costs", "memory", "slices"):
         if options.changes(name):
             reason = f"partition={method!r} goes by the costs of the layers: leave it out, or give <schedule.limit>"
             raise OptionError(f"schedule.{name}", getattr(options, name), reason)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from ...context.order import gather
 from ...context.previous import previous
+from ...context.slices import Slices
 from ...grid import Axis, Grid
 from ...grid.layout import Layout
 from ...grid.ranges import split
@@ -69,6 +70,7 @@ class RecurrentMixer(nn.Module):
         a_log, dt_bias: logarithm of the rate of each head's decay, and bias of its time step, (H,).
         out: projection back, (D, H P).
         cache: cache with the states of the sequences during generation, else None.
+        slices: states behind earlier slices, if a pipeline cuts sequences into slices, else None.
         recompute: if set, it is called as ``recompute(mix, value, pair, numbers, documents)`` in place of ``mix``.
 
     Shape:
@@ -80,6 +82,7 @@ class RecurrentMixer(nn.Module):
     """
 
     cache: Any = None
+    slices: Slices | None = None
     recompute: Any = None
 
     def __init__(
@@ -171,20 +174,23 @@ class RecurrentMixer(nn.Module):
             (B, T, H, P).
         """
         axis, places = self.grid.context, None
+        if self.slices is not None and self.slices.active:
+            places = None if documents is None else self.slices.positions(documents, value.device)
+            resume = partial(self._resume, value, pair, numbers, places=places)
+            return self.slices.recur(self, resume, self._empty(value, pair))
         if documents is not None:
             places = token_positions(value.shape[1], axis, documents, value.device)
         y, _ = self._run(torch.cat([value, pair], 2), numbers, axis, places=places)
         return y
 
     def _resume(
-        self, value: Tensor, pair: Tensor, numbers: Tensor, states: list[Tensor]
+        self, value: Tensor, pair: Tensor, numbers: Tensor, states: list[Tensor], places: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run the layer during generation; return its output and the new states, as ``_empty`` lists them."""
-        inputs, axis, kept = torch.cat([value, pair], 2), self.cache.axis, self.kernel - 1
+        """Run the layer from states as ``_empty`` lists them; return its output and the new states."""
+        inputs, cache, kept = torch.cat([value, pair], 2), self.cache, self.kernel - 1
+        axis, valid = (None, None) if cache is None else (cache.axis, cache.valid(inputs.shape[1]))
         earlier, state = states
-        y, state = self._run(
-            inputs, numbers, axis, valid=self.cache.valid(inputs.shape[1]), initial=state, earlier=earlier
-        )
+        y, state = self._run(inputs, numbers, axis, places=places, valid=valid, initial=state, earlier=earlier)
         if axis is not None:
             state = state.contiguous()
             axis.broadcast(state, source=0)

@@ -3,6 +3,7 @@
 ops.py             the ops: F, B, I, W; C (recompute); O, R (offload); SEND, RECV; GATHER, RELEASE, REDUCE (ZeRO); TIED
 schedule.py        Schedule: the compute ops of each rank in order; JSON and CSV
 zero_bubble_log.py schedules as the zero-bubble repository prints them
+slices.py          slices of a sequence: their lengths, costs and order
 placement.py       the rank of each stage: loop (0 1 2 0 1 2), zigzag (0 1 2 2 1 0)
 program.py         Program: a schedule with its messages, collectives and tied sums
 passes.py          lower: schedule -> program, by passes that insert REDUCE, GATHER and RELEASE, TIED, SEND and RECV

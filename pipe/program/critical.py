@@ -21,6 +21,7 @@ from typing import NamedTuple
 from .ops import BACKWARD, MAKES, TRANSFERS, Op
 from .schedule import Schedule
 from .simulate import Costs, timeline_of
+from .slices import slice_costs
 from .timeline import Span
 
 _NEAR = 1e-9  # relative; sums of floats in another order
@@ -65,6 +66,7 @@ class CriticalPath:
         self._schedule = schedule
         self.timeline = timeline_of(schedule, costs, keep_gathered)
         self._hops = (costs or Costs()).hops(schedule.placement)
+        self._shares = [tokens for tokens, _ in slice_costs(schedule.slices)]
         self._near = _NEAR * max(self.timeline.makespan, 1e-300)
         lanes = self.timeline.transfers
         self._spans: dict[Op, Span] = {span.op: span for row in (*self.timeline.rows, *lanes) for span in row}
@@ -105,7 +107,7 @@ class CriticalPath:
         for each in (op, self._partner.get(op)):  # a pair waits for the inputs of both
             if each is not None and (source := self._source(each)) is not None:
                 end = self._spans[source].end
-                hop = self._hops[min(source.stage, each.stage)]
+                hop = self._hops[min(source.stage, each.stage)] * self._shares[each.microbatch % len(self._shares)]
                 value = "input" if each.kind == "F" else "gradient"
                 found.append(Cause(source, self._rank(source), end, end + hop, value))
         return found
@@ -137,7 +139,7 @@ class CriticalPath:
         """
         span, rank = self.span(op), self._rank(op)
         pair = f" as a pair with {self._partner[op]}" if op in self._partner else ""
-        first = f"{op} runs from {span.start:g} to {span.end:g} on rank {rank}{pair}."
+        first = f"{op}{self._slice_of(op)} runs from {span.start:g} to {span.end:g} on rank {rank}{pair}."
         causes = self.causes(op)
         binding = [cause for cause in causes if cause.arrival >= span.start - self._near]
         if not binding:
@@ -163,6 +165,12 @@ class CriticalPath:
             else:
                 lines.append(f"Rank {rank} was ready at {other.end:g}, after {other.op}, and idle for {wait:g}.")
         return "\n".join([*lines, self._in_words(op)])
+
+    def _slice_of(self, op: Op) -> str:
+        if len(self._shares) == 1:
+            return ""
+        microbatch, number = divmod(op.microbatch, len(self._shares))
+        return f" (slice {number} of microbatch {microbatch})"
 
     def _in_words(self, op: Op) -> str:
         slack = self.slack()[op]

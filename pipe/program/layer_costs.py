@@ -112,7 +112,8 @@ class LayerCosts:
             ]
             for kind, name in (("F", "forward"), ("I", "inputs"), ("W", "weights"))
         }
-        return Costs(**passes, COMM=[self.latency + self.per_byte * stage[-1].output for stage in stages[:-1]])
+        messages = [self.latency + self.per_byte * stage[-1].output for stage in stages[:-1]]
+        return Costs(F=passes["F"], I=passes["I"], W=passes["W"], COMM=messages)
 
     def to_json(self) -> str:
         """Return the costs as JSON, a line for each layer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 
 from .ops import COMPUTE, Op
 from .schedule import Schedule
@@ -17,10 +17,10 @@ def simulated(schedule: Schedule, measured: Timeline) -> Timeline:
 
     Each op takes the median time of its stage, and each message the median time of its boundary.
     """
-    return timeline_of(schedule, costs_of([measured], schedule.placement))
+    return timeline_of(schedule, costs_of([measured], schedule.placement, len(schedule.slices)))
 
 
-def costs_of(steps: Sequence[Timeline], placement: Sequence[int]) -> Costs:
+def costs_of(steps: Sequence[Timeline], placement: Sequence[int], slices: int = 1) -> Costs:
     """Return the median time of each stage's ops and of each boundary's messages, in the unit of the timelines.
 
     A message's time is the time from the end of the op that made it to the start of the op that reads it, measured
@@ -29,7 +29,9 @@ def costs_of(steps: Sequence[Timeline], placement: Sequence[int]) -> Costs:
     Args:
         steps: timelines of one schedule, each with all its ops.
         placement: the rank of each stage.
+        slices: slices of each microbatch, of equal length. Then the costs are the mean of a slice's times this number.
     """
+    average = median if slices == 1 else fmean
     stages = len(placement)
     took: dict[tuple[str, int], list[float]] = {}
     messages: list[list[float]] = [[] for _ in range(stages - 1)]
@@ -50,8 +52,8 @@ def costs_of(steps: Sequence[Timeline], placement: Sequence[int]) -> Costs:
                     messages[min(stage, source)].append(span.start - made.end)
 
     def medians(kind: str) -> list[float]:
-        return [median(took[kind, stage]) if (kind, stage) in took else 0.0 for stage in range(stages)]
+        return [slices * average(took[kind, stage]) if (kind, stage) in took else 0.0 for stage in range(stages)]
 
     input_gradients = [b or i for b, i in zip(medians("B"), medians("I"), strict=True)]
-    comm = [max(0.0, median(times)) if times else 0.0 for times in messages]
+    comm = [max(0.0, slices * average(times)) if times else 0.0 for times in messages]
     return Costs(F=medians("F"), I=input_gradients, W=medians("W"), COMM=comm)

@@ -23,7 +23,8 @@ tied gradients.
     TIED       sum the gradient of a tied weight over its stages           all_reduce(tie.grad)
 
 GATHER, RELEASE and the REDUCE after a stage's last backward belong to no microbatch: they print as
-`2REDUCE`. In TIED the last number is the index of the tie, not a microbatch.
+`2REDUCE`. In TIED the last number is the index of the tie, not a microbatch. In a schedule whose microbatches
+are cut into slices, the last number counts slices (slices.py).
 """
 
 from __future__ import annotations

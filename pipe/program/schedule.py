@@ -21,6 +21,7 @@ from ...base.errors import escaped
 from ...base.files import parse_json
 from .deadlock import ScheduleError
 from .ops import COMPUTE, TRANSFERS, Op
+from .slices import Slices, slice_lengths
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Schedule:
     orders: tuple[tuple[Op, ...], ...]  # per rank, compute ops and transfers
     # Forwards, each of which runs interleaved with the op after it (pairs.py):
     pairs: frozenset[Op] = field(default=frozenset(), kw_only=True)
+    # relative lengths of the slices of each microbatch (slices.py)
+    slices: Slices = field(default=(1,), kw_only=True)
 
     def __post_init__(self) -> None:
         if len(self.placement) != self.pipe * self.chunks:
@@ -44,8 +47,20 @@ class Schedule:
             )
         if len(self.orders) != self.pipe:
             raise ValueError(f"there are {len(self.orders)} orders for {self.pipe} ranks: give one for each rank")
+        if len(slice_lengths(self.slices)) > 1:
+            self._require_whole()
         if self.pairs:
             self._require_pairs()
+
+    def _require_whole(self) -> None:
+        """Check that no op needs whole microbatches, which a schedule over slices does not have."""
+        recomputed = next((op for order in self.orders for op in order if op[0] == "C"), None)
+        if found := min(self.pairs, default=recomputed):
+            what = "pair" if self.pairs else "recomputation"
+            raise ScheduleError(
+                f"{found} is of a {what}, which has whole microbatches, not {len(self.slices)} slices of each: leave "
+                f"out the slices, or the {what}"
+            )
 
     def _require_pairs(self) -> None:
         """Check that the ops of each pair may run interleaved.
@@ -80,6 +95,11 @@ class Schedule:
         return len(self.placement)
 
     @property
+    def passes(self) -> int:
+        """Passes through each stage in a step: one for each microbatch, or for each of its slices."""
+        return self.microbatches * len(self.slices)
+
+    @property
     def forward_only(self) -> bool:
         """True if the schedule has no backward ops, as in inference and evaluation."""
         return all(op.kind == "F" for order in self.orders for op in order)
@@ -96,6 +116,8 @@ class Schedule:
 
     def __str__(self) -> str:
         head = f"{self.name}: pipe {self.pipe}, microbatches {self.microbatches}, chunks {self.chunks}"
+        if len(self.slices) > 1:
+            head += f", slices {len(self.slices)}"
         rows = (f"rank {r}: {' '.join(cells)}" for r, cells in enumerate(self._cells("{}&{}")))
         return "\n".join((head, *rows))
 
@@ -107,7 +129,7 @@ class Schedule:
             "chunks": self.chunks,
             "placement": list(self.placement),
             "orders": self._cells("{}&{}"),
-        }
+        } | ({"slices": list(self.slices)} if len(self.slices) > 1 else {})
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict())
@@ -128,6 +150,7 @@ class Schedule:
             tuple(int(rank) for rank in data["placement"]),
             orders,
             pairs=pairs,
+            slices=slice_lengths(data.get("slices", 1)),
         )
 
     def to_csv(self) -> str:

@@ -24,6 +24,7 @@ from typing import NamedTuple
 from .deadlock import Wait, deadlock
 from .ops import BACKWARD, COMPUTE, MAKES, TRANSFERS, Op
 from .schedule import Schedule
+from .slices import slice_costs
 from .timeline import Span, Timeline
 
 Cost = float | Sequence[float]
@@ -69,6 +70,9 @@ class Costs:
         I        I + AR + A2A            pass 1 alone, pass 2 alone
         B        I + max(W, AR) + A2A
         W        W
+    attention is the share of causal attention in F and in I of a whole microbatch, 0 to 1, for schedules over slices of
+    sequences (slices.py): a later slice attends to more tokens and takes longer. All other costs of a slice, its
+    messages too, are those of the microbatch times its share of the tokens.
     """
 
     F: Cost = 1.0
@@ -80,6 +84,7 @@ class Costs:
     R: Cost = 1.0
     AR: Cost = 0.0
     A2A: Cost = 0.0
+    attention: float = 0.0
 
     def __post_init__(self) -> None:
         for field in ("F", "I", "W", "COMM", "GATHER", "O", "R", "AR", "A2A"):
@@ -89,11 +94,19 @@ class Costs:
             values = value if isinstance(value, Sequence) else (value,)
             if not all(0 <= x <= 1e100 for x in values):  # sums and products of larger ones overflow
                 raise ValueError(f"the cost {field} is {value}: give a number from 0 to 1e100")
+        if not 0 <= self.attention <= 1:
+            raise ValueError(f"attention is {self.attention}: give its share of F and I, a number from 0 to 1")
 
-    def op_costs(self, stages: int, chunks: int) -> dict[str, list[float]]:
-        """Return for each kind of a schedule's ops the cost of one op of each stage, with the gather of its weights."""
+    def op_costs(self, stages: int, chunks: int, tokens: float = 1.0, forward: float = 1.0) -> dict[str, list[float]]:
+        """Return for each kind of a schedule's ops the cost of one op of each stage, with the gather of its weights.
+
+        Args:
+            stages, chunks: those of the schedule.
+            tokens, forward: for ops of a slice, its shares as ``slice_costs`` returns them.
+        """
         w, g, o, r = (self._per_stage(name, stages, chunks) for name in ("W", "GATHER", "O", "R"))
-        f, i, b = ([each.alone for each in self._passes(kind, stages, chunks)] for kind in "FIB")
+        w, o, r = ([cost * tokens for cost in costs] for costs in (w, o, r))
+        f, i, b = ([each.alone for each in self._passes(kind, stages, chunks, tokens, forward)] for kind in "FIB")
         return {"W": w, "O": o, "R": r} | {
             kind: list(map(max, cost, g)) for kind, cost in (("F", f), ("C", f), ("I", i), ("B", b))
         }
@@ -111,10 +124,11 @@ class Costs:
 
         return cost
 
-    def _passes(self, kind: str, stages: int, chunks: int) -> list[_Pass]:
-        """Return the parts of a pass of each stage."""
-        names = ("F", "I", "W", "AR", "A2A")
-        return [_Pass.of(kind, *each) for each in zip(*(self._per_stage(name, stages, chunks) for name in names))]
+    def _passes(self, kind: str, stages: int, chunks: int, tokens: float = 1.0, forward: float = 1.0) -> list[_Pass]:
+        """Return the parts of a pass of each stage; ``tokens`` and ``forward`` as for ``op_costs``."""
+        shares = {"F": forward, "I": forward, "W": tokens, "AR": tokens, "A2A": tokens}
+        parts = ([share * each for each in self._per_stage(name, stages, chunks)] for name, share in shares.items())
+        return [_Pass.of(kind, *each) for each in zip(*parts)]
 
     def hops(self, placement: Sequence[int]) -> list[float]:
         """Return the time of a message across each boundary; 0 if both stages are on one rank."""
@@ -183,36 +197,42 @@ def peak_activations(schedule: Schedule, sizes: Sequence[float] | None = None) -
     return tuple(max((sum(map(mul, each, of)) for each in most), default=0) for most, of in zip(counts, own))
 
 
-def counts_in_flight(schedule: Schedule) -> list[list[tuple[int, ...]]]:
+def counts_in_flight(schedule: Schedule) -> list[list[tuple[float, ...]]]:
     """Return for each rank the largest numbers of microbatches that its stages hold activations of.
 
-    A rank with several stages may have several largest numbers, of which none is larger in all stages: with two chunks,
-    (3, 1) and (2, 2).
+    A slice counts as its share of a microbatch's tokens. A rank with several stages may have several largest numbers,
+    of which none is larger in all stages: with two chunks, (3, 1) and (2, 2).
     """
     found, forward_only = [], schedule.forward_only
     for rank, order in enumerate(schedule.orders):
         place = {stage: i for i, stage in enumerate(s for s, home in enumerate(schedule.placement) if home == rank)}
-        held, seen = [0] * len(place), set()
-        leaving: deque[tuple[int, int]] = deque()  # offloads under way: compute ops before it, its stage
+        held: list[float] = [0] * len(place)
+        seen: set[tuple[float, ...]] = set()
+        leaving: deque[tuple[int, int, float]] = deque()  # offloads under way: compute ops before it, its stage, size
         computed = 0
         again = {op[1:] for op in order if op.kind == "C"}
         for kind, stage, microbatch in order:
+            size = schedule.slices[microbatch % len(schedule.slices)]
             if kind in MAKES:
                 while leaving and leaving[0][0] < computed:
-                    held[place[leaving.popleft()[1]]] -= 1
+                    _, left, freed = leaving.popleft()
+                    held[place[left]] -= freed
             elif kind == "O":
-                leaving.append((computed, stage))
+                leaving.append((computed, stage, size))
             if kind in "FRC":
-                held[place[stage]] += 1
+                held[place[stage]] += size
                 seen.add(tuple(held))
                 if forward_only:
                     held[place[stage]] = 0
                 elif kind == "F" and (stage, microbatch) in again:
-                    held[place[stage]] -= 1
+                    held[place[stage]] -= size
             elif kind in "BW":
-                held[place[stage]] -= 1
+                held[place[stage]] -= size
             computed += kind in COMPUTE
-        found.append(largest_counts(seen))
+        most = largest_counts(seen)
+        if len(schedule.slices) > 1:
+            most = [tuple(count / sum(schedule.slices) for count in each) for each in most]
+        found.append(most)
     return found
 
 
@@ -223,21 +243,21 @@ def peak_offloaded(schedule: Schedule) -> tuple[float, ...]:
     """
     found = []
     for order in schedule.orders:
-        there: set[tuple[int, int]] = set()
-        most = 0
+        there: dict[tuple[int, int], float] = {}
+        most = 0.0
         for kind, stage, microbatch in order:
             if kind == "O":
-                there.add((stage, microbatch))
-                most = max(most, len(there))
+                there[stage, microbatch] = schedule.slices[microbatch % len(schedule.slices)]
+                most = max(most, sum(there.values()))
             elif kind in BACKWARD:
-                there.discard((stage, microbatch))
-        found.append(most / schedule.chunks)
+                there.pop((stage, microbatch), None)
+        found.append(most / (schedule.chunks * sum(schedule.slices)))
     return tuple(found)
 
 
-def largest_counts(counts: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def largest_counts(counts: Iterable[tuple[float, ...]]) -> list[tuple[float, ...]]:
     """Return the tuples that no other one exceeds in all places."""
-    found: list[tuple[int, ...]] = []
+    found: list[tuple[float, ...]] = []
     for each in sorted(set(counts), reverse=True):  # a tuple comes after those that exceed it
         if not any(all(x <= y for x, y in zip(each, larger, strict=True)) for larger in found):
             found.append(each)
@@ -246,13 +266,15 @@ def largest_counts(counts: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 def timeline_of(schedule: Schedule, costs: Costs | None = None, keep_gathered: bool = False) -> Timeline:
     """Return the times of every op; arguments and errors as for `simulate`."""
-    stages, mbs, placement = len(schedule.placement), schedule.microbatches, schedule.placement
+    stages, mbs, placement = len(schedule.placement), schedule.passes, schedule.placement
     costs = costs or Costs()
-    first_f = costs.op_costs(stages, schedule.chunks)["F"]  # of each stage's first microbatch
+    shares, slices = slice_costs(schedule.slices, costs.attention), len(schedule.slices)
+    first_f = costs.op_costs(stages, schedule.chunks, *shares[0])["F"]  # of each stage's first microbatch
     if keep_gathered:
         costs = replace(costs, GATHER=0.0)
-    cost, hop = costs.op_costs(stages, schedule.chunks), costs.hops(placement)
-    cost_f, cost_b, cost_i, cost_w = (cost[kind] for kind in "FBIW")
+    cost, hop = [costs.op_costs(stages, schedule.chunks, *each) for each in shares], costs.hops(placement)
+    cost_f, cost_b, cost_i, cost_w = ([each[kind] for each in cost] for kind in "FBIW")  # by slice, by stage
+    part = [tokens for tokens, _ in shares]
     # ready_f[s * mbs + m]: when the input of stage s has arrived; ready_b[(s + 1) * mbs + m]: when the
     # gradient of its output has. The data and the loss's gradient are ready from the start.
     ready_f = [0.0] * mbs + [-1.0] * (stages * mbs)
@@ -315,8 +337,8 @@ def timeline_of(schedule: Schedule, costs: Costs | None = None, keep_gathered: b
                         runnable.append(waiting.pop(arrival))
                 continue
             if kind == "W":
-                row.append(Span(op, now, now + cost_w[stage]))
-                now += cost_w[stage]
+                row.append(Span(op, now, now + cost_w[mb % slices][stage]))
+                now += cost_w[mb % slices][stage]
                 continue
             if kind == "C":
                 start = now
@@ -333,12 +355,12 @@ def timeline_of(schedule: Schedule, costs: Costs | None = None, keep_gathered: b
                 start = max(now, start)
                 while leaving[rank] and leaving[rank][0][0] < len(row):
                     start = max(start, leaving[rank].popleft()[1])
-                now = start + (cost_f[stage] if mb else first_f[stage])
-                ready_f[at + mbs] = now + hop_f[stage]
+                now = start + (cost_f[mb % slices][stage] if mb else first_f[stage])
+                ready_f[at + mbs] = now + hop_f[stage] * part[mb % slices]
                 arrival = (True, at + mbs)
             elif kind in TRANSFERS:
                 start = max(now, lane[-1].end if lane else 0.0)
-                lane.append(Span(op, start, start + cost[kind][stage]))
+                lane.append(Span(op, start, start + cost[mb % slices][kind][stage]))
                 if kind == "O":
                     leaving[rank].append((len(row), lane[-1].end))
                 else:
@@ -350,8 +372,8 @@ def timeline_of(schedule: Schedule, costs: Costs | None = None, keep_gathered: b
                     waiting[False, at + mbs] = rank
                     break
                 start = max(now, start, reloaded.get(at, 0.0))
-                now = start + (cost_b[stage] if kind == "B" else cost_i[stage])
-                ready_b[at] = now + hop_b[stage]
+                now = start + (cost_b if kind == "B" else cost_i)[mb % slices][stage]
+                ready_b[at] = now + hop_b[stage] * part[mb % slices]
                 arrival = (False, at)
             row.append(Span(op, start, now))
             if arrival in waiting:

@@ -2,6 +2,7 @@
 
     complete   each F, and each B or I and W, of each stage and microbatch once, on the stage's rank
     in order   F before B or I, I before W; the stage before first, and backward the stage after
+    slices     on each stage, F of a sequence's slices from the first to the last, B or I from the last to the first
     memory     no rank holds more activations than it may
     transfers  activations are offloaded once, after their F, and reloaded before their backward
     pairs      the two ops of a pair come one after the other, and start when the inputs of both are there
@@ -24,6 +25,7 @@ from itertools import pairwise
 
 from .deadlock import ScheduleError, Wait, deadlock
 from .ops import (
+    BACKWARD,
     BARE,
     COMPUTE,
     GATHER,
@@ -96,7 +98,7 @@ def _placement(schedule: Schedule) -> None:
 
 def _complete(schedule: Schedule, orders: Orders) -> None:
     """Check that each (stage, microbatch) has F, then B, or F, I and W, once and on the stage's rank."""
-    stages, mbs, placement = schedule.stages, schedule.microbatches, schedule.placement
+    stages, mbs, placement, slices = schedule.stages, schedule.passes, schedule.placement, len(schedule.slices)
     done = bytearray(stages * mbs)  # 0 nothing, 1 after F, 2 after I, 3 after B or W, 5 after O, 6 after R, 7 after C
     before = {"F": (0,), "B": (1, 6, 7), "I": (1, 6, 7), "W": (2,), "O": (1,), "R": (5,), "C": (1,)}
     after = {"F": 1, "B": 3, "I": 2, "W": 3, "O": 5, "R": 6, "C": 7}
@@ -113,7 +115,8 @@ def _complete(schedule: Schedule, orders: Orders) -> None:
                     f'rank {rank}: {found} Op("F", 0, 0), of the kinds F, B, I, W, C, O and R', [(rank, op)]
                 )
             if not (0 <= stage < stages and 0 <= mb < mbs):
-                size = f"stages are 0 to {stages - 1} and microbatches 0 to {mbs - 1}"
+                what = "microbatches" if slices == 1 else "slices"
+                size = f"stages are 0 to {stages - 1} and {what} 0 to {mbs - 1}"
                 raise ScheduleError(f"rank {rank} has {op}, but {size}", [(rank, op)])
             if placement[stage] != rank:
                 there = placement[stage]
@@ -123,6 +126,10 @@ def _complete(schedule: Schedule, orders: Orders) -> None:
             at = stage * mbs + mb
             if done[at] not in before[kind]:
                 raise ScheduleError(_misplaced(op, rank, done[at], order), [(rank, op)])
+            if kind == "F" and mb % slices and not done[at - 1]:
+                raise ScheduleError(_early_slice(op, rank, op._replace(microbatch=mb - 1), slices), [(rank, op)])
+            if kind in BACKWARD and (mb + 1) % slices and done[at + 1] not in (2, 3):
+                raise ScheduleError(_early_slice(op, rank, op._replace(microbatch=mb + 1), slices), [(rank, op)])
             done[at] = after[kind]
     final = 1 if schedule.forward_only else 3
     if done.count(final) != len(done):
@@ -131,6 +138,15 @@ def _complete(schedule: Schedule, orders: Orders) -> None:
         missing = Op({0: "F", 2: "W", 5: "R"}.get(done[at], "B"), stage, mb)
         rank = placement[stage]
         raise ScheduleError(f"rank {rank} never runs {missing}", [(rank, missing)])
+
+
+def _early_slice(op: Op, rank: int, first: Op, slices: int) -> str:
+    microbatch, number = divmod(op.microbatch, slices)
+    reads = "reads its keys and values" if op.kind == "F" else "needs the gradients of its keys and values from there"
+    return (
+        f"rank {rank} runs {op} before {first}, but slice {number} of microbatch {microbatch} {reads}: forwards of "
+        "slices run from the first to the last, backwards from the last to the first"
+    )
 
 
 def _misplaced(op: Op, rank: int, state: int, order: Sequence[Op]) -> str:
@@ -159,22 +175,24 @@ def _memory(schedule: Schedule, orders: Orders, memory: float | Sequence[float])
     limits = [float(memory)] * schedule.pipe if isinstance(memory, int | float) else list(memory)
     if len(limits) != schedule.pipe:
         raise ValueError(f"memory has {len(limits)} limits for {schedule.pipe} ranks: give one number, or one each")
-    forward_only = schedule.forward_only
+    forward_only, slices = schedule.forward_only, schedule.slices
+    whole = schedule.chunks * sum(slices)
     for rank, (order, limit) in enumerate(zip(orders, limits, strict=True)):
-        held, most = 0, int(limit * schedule.chunks + 1e-9)
+        held, most = 0.0, limit * whole + 1e-9
         again = {op[1:] for op in order if op.kind == "C"}
-        computed, leaving = 0, deque[int]()  # for each offload under way, the compute ops before it
+        # For each offload under way, the compute ops before it, and what it frees.
+        computed, leaving = 0, deque[tuple[int, float]]()
         for op in order:
+            size = slices[op.microbatch % len(slices)]
             if op.kind == "O":
-                leaving.append(computed)
-            while op.kind in MAKES and leaving and leaving[0] < computed:
-                leaving.popleft()
-                held -= 1
-            held += op.kind in "FRC"
+                leaving.append((computed, size))
+            while op.kind in MAKES and leaving and leaving[0][0] < computed:
+                held -= leaving.popleft()[1]
+            held += size if op.kind in "FRC" else 0
             if held > most:
-                holds = f"at {op} it holds {held / schedule.chunks:g}"
+                holds = f"at {op} it holds {held / whole:g}"
                 raise ScheduleError(f"rank {rank} may hold {limit:g} activations, but {holds}", [(rank, op)])
-            held -= op.kind in "BW" or forward_only or (op.kind == "F" and op[1:] in again)
+            held -= size if op.kind in "BW" or forward_only or (op.kind == "F" and op[1:] in again) else 0
             computed += op.kind in COMPUTE
 
 

@@ -16,6 +16,7 @@ from ...base.errors import ConfigError, nearest, no_such
 from ...base.files import read_text
 from ..program.schedule import Schedule
 from ..program.simulate import Costs
+from ..program.slices import slice_lengths
 from ..program.zero_bubble_log import from_zero_bubble, to_zero_bubble
 from .fitting import find_fitting
 from .registry import RECIPES, named_schedule
@@ -39,6 +40,7 @@ def make_schedule(
     offload: float = 0.0,
     recompute: float = 0.0,
     offload_stages: Collection[int] | None = None,
+    slices: int | Sequence[float] = 1,
 ) -> Schedule:
     """Make or read a schedule: a published one, ``auto`` (the best found for ``costs``), or a file.
 
@@ -55,10 +57,15 @@ def make_schedule(
             that may be recomputed by ops of the schedule, 0 to 1. The search does so where that makes the step shorter
             within the limit.
         offload_stages: for ``auto``: stages whose activations may be offloaded; None: all.
+        slices: slices of each microbatch along its tokens (``program/slices.py``): their number, or their relative
+            lengths. A file says it itself.
 
     Raises:
         ValueError: an unknown name, sizes that the schedule does not exist for, or a file of other sizes.
     """
+    sliced = len(slice_lengths(slices)) > 1
+    if sliced and name not in RECIPES and not name.endswith(FILES):
+        raise ValueError(f"{name} runs whole microbatches: for slices={slices} name a schedule, such as 1f1b")
     if name == "auto":
         limit = pipe if memory is None else memory
         if offload or recompute:
@@ -69,14 +76,14 @@ def make_schedule(
         if name not in installed.names:
             if name not in RECIPES:
                 raise ValueError(f"there is no schedule {name!r}; {nearest(name, schedule_names())}")
-            return named_schedule(name, pipe, microbatches, chunks)
+            return named_schedule(name, pipe, microbatches, chunks, slices)
         made = installed[name].load()(pipe, microbatches, chunks)
         if not isinstance(made, Schedule):
             raise TypeError(f"{installed[name].value} returned a {type(made).__name__}, but must return a Schedule")
         require_size(made, name, pipe, microbatches, chunks, f"{installed[name].value} must make it, or raise.")
         return made
     schedule = read_schedule(Path(name))
-    require_size(schedule, name, pipe, microbatches, chunks)
+    require_size(schedule, name, pipe, microbatches, chunks, slices=slices if sliced else None)
     return schedule
 
 
@@ -93,7 +100,7 @@ def schedule_of(options: ScheduleOptions, pipe: int, microbatches: int, chunks: 
     share = offload.fraction if options.chooses_offload else 0.0
     again = options.recompute if options.name == "auto" else 0.0
     memory, stages = options.memory, offload.stages
-    return make_schedule(options.name, pipe, microbatches, chunks, costs, memory, share, again, stages)
+    return make_schedule(options.name, pipe, microbatches, chunks, costs, memory, share, again, stages, options.slices)
 
 
 def _installed(name: str | None = None) -> EntryPoints:
@@ -121,7 +128,13 @@ def require_schedule(where: str, name: str) -> None:
 
 
 def require_size(
-    schedule: Schedule, name: str, pipe: int, microbatches: int, chunks: int | None, advice: str = ""
+    schedule: Schedule,
+    name: str,
+    pipe: int,
+    microbatches: int,
+    chunks: int | None,
+    advice: str = "",
+    slices: int | Sequence[float] | None = None,
 ) -> None:
     """Check that a schedule is for these sizes; ``chunks`` None: for any number of stages per rank.
 
@@ -132,6 +145,7 @@ def require_size(
         microbatches: microbatches of a step.
         chunks: stages per rank.
         advice: end of the message, if not that of a file.
+        slices: slices of each microbatch, or their lengths; None: as the schedule has them.
 
     Raises:
         ValueError: it is for others.
@@ -145,6 +159,11 @@ def require_size(
             f"group {_GROUP}) makes one of every size."
         )
         raise ValueError(f"{name} is a schedule of {sizes(*found)}; this run has {sizes(*wanted)}. {advice}")
+    if slices is not None and (lengths := slice_lengths(slices)) != schedule.slices:
+        raise ValueError(
+            f"{name} is a schedule of slices with the lengths {schedule.slices}; this run has {lengths}. Leave out "
+            "slices: the schedule says it (in JSON, which CSV cannot)"
+        )
 
 
 def read_schedule(path: Path) -> Schedule:

@@ -4,6 +4,10 @@ A generator returns the order of every rank. Its docstring has an example of the
 of a rank in a step, and the peak of the activations that it holds. In these, p is the number of ranks, m of
 microbatches, v of chunks; F, B, I and W are the times of one microbatch on a rank, all chunks together; and the peak
 counts activations of one microbatch in 1/p of the model.
+
+For slices of sequences (program/slices.py) the generators take the number of slices of all microbatches as that of the
+microbatches, and n slices of each. They number the backwards in the order in which they run: `named_schedule` gives
+them the slices of a sequence in reverse. Then idle times and peaks are 1/n of those with n - 1 forwards more ahead.
 """
 
 from __future__ import annotations
@@ -17,8 +21,8 @@ from ..program.placement import loop
 from .squeeze import StageOp, squeeze
 
 
-def gpipe(pipe: int, microbatches: int, chunks: int = 1) -> Orders:
-    """All forwards, then all backwards (Huang 2019). Idle time (p-1)(F+B), peak m.
+def gpipe(pipe: int, microbatches: int, chunks: int = 1, slices: int = 1) -> Orders:
+    """All forwards, then all backwards (Huang 2019). Idle time (p-1)(F+B), peak m. Over slices: TeraPipe (Li 2021).
 
     rank 0: 0F0 0F1 0F2 0B0 0B1 0B2
     rank 1: 1F0 1F1 1F2 1B0 1B1 1B2
@@ -26,14 +30,16 @@ def gpipe(pipe: int, microbatches: int, chunks: int = 1) -> Orders:
     return [[Op(kind, r, m) for kind in "FB" for m in range(microbatches)] for r in range(pipe)]
 
 
-def one_f_one_b(pipe: int, microbatches: int, chunks: int = 1) -> Orders:
+def one_f_one_b(pipe: int, microbatches: int, chunks: int = 1, slices: int = 1) -> Orders:
     """Each backward as early as possible (Narayanan 2019). Idle time (p-1)(F+B), peak of rank r min(p-r, m).
+
+    Over n slices (Seq1F1B, Sun 2024): idle time (p-1)(F+B)/n, peak of rank r min(1 + (p-r-1)/n, m).
 
     rank 0: 0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3
     rank 1: 1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3
     rank 2: 2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3
     """
-    return [alternate(r, microbatches, ahead=pipe - r) for r in range(pipe)]
+    return [alternate(r, microbatches, ahead=pipe - r + slices - 1) for r in range(pipe)]
 
 
 def eager_1f1b(pipe: int, microbatches: int, chunks: int = 1) -> Orders:
@@ -52,10 +58,11 @@ def alternate(stage: int, microbatches: int, ahead: int) -> list[Op]:
     return number(merge([("F", stage)] * microbatches, [("B", stage)] * microbatches, ahead))
 
 
-def interleaved(pipe: int, microbatches: int, chunks: int) -> Orders:
+def interleaved(pipe: int, microbatches: int, chunks: int, slices: int = 1) -> Orders:
     """1F1B over groups of p microbatches, each group chunk by chunk (Narayanan 2021).
 
     Idle (p-1)(F+B)/v where m >= p; peak p + (p-1)/v on rank 0, less on the others.
+    Over n slices, n a multiple of p (SlimPipe, Li 2025): idle (p-1)(F+B)/(nv), peak of rank r 1 + 2(p-r-1)/(nv).
 
     rank 0: 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3
     rank 1: 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
@@ -63,6 +70,8 @@ def interleaved(pipe: int, microbatches: int, chunks: int) -> Orders:
     If p does not divide m, one group is short, and in this order its chunks would wait for each other. Then
     ops are pulled ahead (squeeze.py) in a few ways to form groups, and the best one is taken.
     """
+    if slices > 1:
+        return _interleaved_slices(pipe, microbatches, chunks, slices)
     # forwards before the first backward; from then on the rank holds as many activations
     ahead = [2 * (pipe - r - 1) + (chunks - 1) * min(pipe, microbatches) + 1 for r in range(pipe)]
 
@@ -110,6 +119,31 @@ def interleaved(pipe: int, microbatches: int, chunks: int) -> Orders:
     result = best(promising()) or best(range(len(tries)))
     assert result is not None
     return result[1]
+
+
+def _interleaved_slices(pipe: int, microbatches: int, chunks: int, slices: int) -> Orders:
+    groups, rest = divmod(microbatches, pipe)
+    if rest:
+        raise ValueError(
+            f"interleaved runs groups of {pipe} slices, and {pipe} does not divide the {microbatches} of a step: the "
+            f"nearest is slices={-(-slices // pipe) * pipe}"
+        )
+    forwards = chunk_order([pipe] * groups, chunks)
+    # The last rank's backwards of the last chunk need its forwards: of the last slice of a sequence first.
+    done = [i for i, c in enumerate(forwards) if c == chunks - 1]
+    starts = [i for i, c in enumerate(forwards) if c == 0]  # the backwards of the last chunk, in their order
+    needed = [done[(k // slices + 1) * slices - 1 - k % slices] + 1 - start for k, start in enumerate(starts)]
+    ahead = [max(needed) + 2 * (pipe - r - 1) for r in range(pipe)]
+    return [
+        number(
+            merge(
+                [("F", c * pipe + r) for c in forwards],
+                [("B", (chunks - 1 - c) * pipe + r) for c in forwards],
+                ahead[r],
+            )
+        )
+        for r in range(pipe)
+    ]
 
 
 def group_sizes(microbatches: int, pipe: int, where: str) -> list[int]:

@@ -8,13 +8,14 @@ rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...base.errors import nearest
 from ..program.ops import Op, Orders
 from ..program.placement import loop, zigzag
 from ..program.schedule import Schedule
+from ..program.slices import in_order_of_slices, slice_lengths
 from . import braided, classic, hanayo, v_shaped, zero_bubble
 
 
@@ -22,21 +23,24 @@ from . import braided, classic, hanayo, v_shaped, zero_bubble
 class Recipe:
     """Entry of the registry: generator of a schedule, placement of its stages, and sizes for which it exists."""
 
-    make: Callable[[int, int, int], Orders]  # (pipe, microbatches, chunks) -> the order of each rank
+    # (pipe, microbatches, chunks) -> the order of each rank; with `sliced` also slices, and all slices of the step
+    # in place of the microbatches
+    make: Callable[..., Orders]
     place: Callable[[int, int], tuple[int, ...]]  # (pipe, chunks) -> the rank of each stage
     chunks: int = 1  # the default
     accepts: Callable[[int], bool] = lambda chunks: chunks == 1
     least: Callable[[int], int] = lambda pipe: 1  # pipe -> the least number of microbatches
     pairs: Callable[[int, int, int], frozenset[Op]] | None = None  # as make -> the first op of each pair
+    sliced: bool = False  # runs slices of sequences too
 
 
 RECIPES: dict[str, Recipe] = {
-    "gpipe": Recipe(classic.gpipe, loop),
-    "1f1b": Recipe(classic.one_f_one_b, loop),
+    "gpipe": Recipe(classic.gpipe, loop, sliced=True),
+    "1f1b": Recipe(classic.one_f_one_b, loop, sliced=True),
     "eager-1f1b": Recipe(classic.eager_1f1b, loop),
-    "interleaved": Recipe(classic.interleaved, loop, 2, lambda chunks: chunks >= 2),
+    "interleaved": Recipe(classic.interleaved, loop, 2, lambda chunks: chunks >= 2, sliced=True),
     "looped-bfs": Recipe(classic.looped_bfs, loop, 2, lambda chunks: chunks >= 2),
-    "zb-h1": Recipe(zero_bubble.zb_h1, loop),
+    "zb-h1": Recipe(zero_bubble.zb_h1, loop, sliced=True),
     "zb-h2": Recipe(zero_bubble.zb_h2, loop),
     "zb-v": Recipe(v_shaped.zb_v, zigzag, 2, lambda chunks: chunks == 2),
     "v-half": Recipe(v_shaped.v_half, zigzag, 2, lambda chunks: chunks == 2),
@@ -50,7 +54,9 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-def named_schedule(name: str, pipe: int, microbatches: int, chunks: int | None = None) -> Schedule:
+def named_schedule(
+    name: str, pipe: int, microbatches: int, chunks: int | None = None, slices: int | Sequence[float] = 1
+) -> Schedule:
     """Make the schedule `name`, a key of RECIPES.
 
     Args:
@@ -58,6 +64,7 @@ def named_schedule(name: str, pipe: int, microbatches: int, chunks: int | None =
         pipe: ranks of the pipe axis.
         microbatches: microbatches of a step.
         chunks: stages per rank; None: the recipe's default.
+        slices: slices of each microbatch: their number, or their relative lengths.
 
     Raises:
         ValueError: an unknown name, or sizes that the schedule does not exist for; the message gives the nearest.
@@ -83,7 +90,15 @@ def named_schedule(name: str, pipe: int, microbatches: int, chunks: int | None =
             f"{name} needs at least {recipe.least(pipe)} microbatches for {pipe} ranks, not {microbatches}: "
             f"the nearest is microbatches={recipe.least(pipe)}{or_}"
         )
+    lengths = slice_lengths(slices)
     sizes = pipe, microbatches, chunks
-    orders = tuple(map(tuple, recipe.make(*sizes)))
+    if (count := len(lengths)) == 1:
+        orders, lengths = recipe.make(*sizes), (1,)
+    elif not recipe.sliced:
+        sliced = ", ".join(other for other, each in RECIPES.items() if each.sliced)
+        raise ValueError(f"{name} runs whole microbatches, not {count} slices of each: use {sliced}, or slices=1")
+    else:
+        orders = in_order_of_slices(recipe.make(pipe, microbatches * count, chunks, count), count)
     pairs = frozenset[Op]() if recipe.pairs is None else recipe.pairs(*sizes)
-    return Schedule(name, *sizes, recipe.place(pipe, chunks), orders, pairs=pairs)
+    place = recipe.place(pipe, chunks)
+    return Schedule(name, *sizes, place, tuple(map(tuple, orders)), pairs=pairs, slices=lengths)

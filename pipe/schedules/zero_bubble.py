@@ -11,16 +11,17 @@ from .classic import merge
 from .squeeze import squeeze
 
 
-def zb_h1(pipe: int, microbatches: int, chunks: int = 1) -> Orders:
+def zb_h1(pipe: int, microbatches: int, chunks: int = 1, slices: int = 1) -> Orders:
     """1F1B with deferred W, within 1F1B's memory (Qi 2023).
 
     Idle (p-1)(F+I-W) where m >= p and W <= F, I; peak p on every rank.
+    Over n slices (Seq1F1B, Sun 2024): idle (p-1)(F+I-W)/n, peak 1 + (p-1)/n.
 
     rank 0: 0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
     rank 1: 1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
     rank 2: 2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
     """
-    return [defer_weights(r, microbatches, ahead=pipe - r, late=r) for r in range(pipe)]
+    return [defer_weights(r, microbatches, ahead=pipe - r + slices - 1, late=r) for r in range(pipe)]
 
 
 def zb_h2(pipe: int, microbatches: int, chunks: int = 1) -> Orders:

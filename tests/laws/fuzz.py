@@ -94,6 +94,11 @@ def draw(choose: random.Random) -> Case:
         _draw_plain_loop(case, choose)
     else:
         case["config"] = _draw_config(case, choose)
+    recipe = RECIPES.get(case.get("schedule", ""), RECIPES["forward"])
+    if case.get("model") and recipe.sliced and not case.get("then") and choose.random() < 0.5:
+        slices = choose.choice((2, 3))
+        if case["schedule"] != "interleaved" or case["accumulation"] * slices % case["grid"][0] == 0:
+            case["slices"] = slices
     return {key: value for key, value in case.items() if value != DEFAULT[key]}
 
 
@@ -294,7 +299,15 @@ def reference(case: Case, which: str, scratch: str) -> dict[str, Any]:
     if which == "plain":
         return plainly(case)
     data = case["grid"][1]
-    simple = {**case, "chunks": 1, "schedule": "gpipe", "partition": "uniform", "meta": False, "then": None}
+    simple = {
+        **case,
+        "chunks": 1,
+        "slices": 1,
+        "schedule": "gpipe",
+        "partition": "uniform",
+        "meta": False,
+        "then": None,
+    }
     keep = ("gradient_compression", "local_updates", "sparse_gradients", "scheduler", "prescale_gradients")
     simple["config"] = {key: value for key, value in case["config"].items() if key in keep}
     if case["engine"] == "optimizer":

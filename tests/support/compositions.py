@@ -49,6 +49,7 @@ DEFAULT: Case = {
     "clip": 0.0,
     "schedule": "gpipe",
     "chunks": 1,
+    "slices": 1,  # of each sequence of a model
     "partition": "uniform",
     "meta": False,  # built on the meta device
     "precision": "fp64",  # fp32, bf16, fp16, autocast
@@ -268,7 +269,11 @@ def configuration(case: Case, scratch: str) -> dict[str, Any]:
 
 def _pipeline(case: Case, grid: Grid, first: int, last: int, load: str, save: str, scratch: str) -> dict[str, Any]:
     model = pipeline_module(case, grid)
-    engine, *_ = triax.initialize(model=model, config=configuration(case, scratch))
+    schedule = None
+    if case["slices"] > 1:
+        sizes = (grid.pipe.size, case["accumulation"], case["chunks"])
+        schedule = triax.make_schedule(case["schedule"], *sizes, slices=case["slices"])
+    engine, *_ = triax.initialize(model=model, config=configuration(case, scratch), schedule=schedule)
     if load:
         engine.load_checkpoint(load)
     found = Found(engine)

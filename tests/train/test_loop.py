@@ -94,8 +94,9 @@ def mean_loss(weights: dict[str, Tensor], batch: Any) -> Tensor:
 
 
 def test_a_run_resumed_on_another_grid_equals_plain_pytorch(ranks: Any, place: Path) -> None:
-    """2 x 1 x 2, stopped after 2 steps, resumed on 1 x 2 x 1: losses, gradients and weights to 1e-10."""
-    initial, first = ranks(4, run, str(place), "grid={pipe: 2, tensor: 2}", "training.time_limit=0.001s")[0]
+    """2 x 1 x 2 over slices, stopped by a limit, resumed on 1 x 2 x 1: losses, gradients and weights to 1e-10."""
+    start = ["grid={pipe: 2, tensor: 2}", "schedule.slices=3", "training.time_limit=0.001s"]
+    initial, first = ranks(4, run, str(place), *start)[0]
     assert len(first) == 1  # ended by the limit, with a checkpoint
     again = ["grid.data=2", "training.zero=2", "training.microbatch=1"]
     _, rest = ranks(2, run, str(place), *again)[0]

@@ -151,6 +151,7 @@ def options_of(config: Config) -> EngineOptions:
             chunks=None,
             limit=None,
             pairs=None,
+            slices=1,
             offload=OffloadActivations(),
         ),
         zero=_zero(config),
