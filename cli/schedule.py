@@ -16,6 +16,7 @@ from ..pipe.program.critical import CriticalPath
 from ..pipe.program.draw import chrome_trace, picture, text
 from ..pipe.program.offload import offload_pass
 from ..pipe.program.ops import Op
+from ..pipe.program.pairs import pair_pass
 from ..pipe.program.recompute_pass import recompute_pass
 from ..pipe.program.schedule import Schedule
 from ..pipe.program.simulate import Costs, Simulation, simulate
@@ -38,7 +39,10 @@ def schedule(
     ] = None,
     pipe: Annotated[int | None, typer.Option(help="Size of the pipe axis. Default: 4, or the file's.")] = None,
     microbatches: Annotated[
-        int | None, typer.Option(help="Microbatches per step. Default: twice --pipe, or the file's.")
+        int | None,
+        typer.Option(
+            help="Microbatches per step. Default: twice --pipe, or as many as the schedule needs, or the file's."
+        ),
     ] = None,
     chunks: Annotated[int | None, typer.Option(help="Stages per rank. Default: as the schedule needs.")] = None,
     costs: Annotated[
@@ -60,6 +64,16 @@ def schedule(
     limit: Annotated[
         str | None, typer.Option(help="With --layers: GB that a rank may take, or one for each rank: 20,20,40.")
     ] = None,
+    collectives: Annotated[
+        str,
+        typer.Option(
+            help="AR[,A2A]: time of the tensor axis's all-reduces, and of the expert axis's all-to-alls, in a rank's "
+            "forward or input-gradient pass of one microbatch."
+        ),
+    ] = "0",
+    pairs: Annotated[
+        bool, typer.Option("--pairs", help="Join passes to pairs where that hides collectives and shortens the step.")
+    ] = False,
     offload: Annotated[
         float | None, typer.Option(help="Share of the activations to offload to the host, 0 to 1, if their copies fit.")
     ] = None,
@@ -112,6 +126,8 @@ def schedule(
                 or offload
                 or recompute
                 or costs != "1,1,1"
+                or collectives != "0"
+                or pairs
             ):
                 raise ValueError(
                     "--layers goes with a schedule's name, --pipe, --microbatches, --chunks, --limit and --json alone, "
@@ -125,17 +141,18 @@ def schedule(
                 "Give a schedule's name, or --file, or --compare, or --file with --compare. "
                 f"The names are {', '.join(schedule_names())}."
             )
-        parsed = parse_costs(costs)
+        parsed = parse_costs(costs, collectives)
         own = None if file is None else read_schedule(file)
         if own is not None:
             for option, given in (("pipe", pipe), ("microbatches", microbatches)):
                 if given not in (None, value := getattr(own, option)):
                     raise ValueError(f"You gave --{option} {given}, but {file} has {option}={value}. Leave it out.")
-            verify(own, memory if offload is None and recompute is None else None)
+            verify(own, memory if offload is None and recompute is None and not pairs else None)
             pipe, microbatches, chosen = own.pipe, own.microbatches, own
         if own is None or compare:
             pipe = 4 if pipe is None else pipe
-            microbatches = 2 * pipe if microbatches is None else microbatches
+            least = RECIPES[name].least(max(pipe, 1)) if name in RECIPES else 1
+            microbatches = max(2 * pipe, least) if microbatches is None else microbatches
             passes = pipe * microbatches * (chunks or 1)
             if passes > LARGEST:
                 raise ValueError(
@@ -149,11 +166,13 @@ def schedule(
                     raise ValueError("--write is for one schedule: leave out --compare")
                 if offload is not None or recompute is not None:
                     raise ValueError("--offload and --recompute are for one schedule: leave out --compare")
-                _compare(own, pipe, microbatches, chunks, parsed, memory, plot, as_json, keep_gathered)
+                _compare(own, pipe, microbatches, chunks, parsed, memory, plot, as_json, keep_gathered, pairs)
                 return
             assert name is not None
             shares = (offload or 0.0, recompute or 0.0) if name == "auto" and memory is not None else (0.0, 0.0)
             chosen = _tuned(make_schedule(name, pipe, microbatches, chunks, parsed, memory, *shares), parsed)
+        if pairs:
+            chosen = pair_pass(chosen, parsed)
         if not (isinstance(chosen, Found) and memory is not None):
             if offload is not None:
                 chosen = offload_pass(chosen, offload, costs=parsed)
@@ -180,14 +199,21 @@ def schedule(
         raise typer.Exit(2) from None
 
 
-def parse_costs(text_: str) -> Costs:
+def parse_costs(text_: str, collectives: str = "0") -> Costs:
+    """Return the costs of ``--costs`` and ``--collectives``."""
+    try:
+        exposed = [float(part) for part in collectives.split(",")]
+    except ValueError:
+        exposed = []
+    if not 1 <= len(exposed) <= 2:
+        raise ValueError(f"--collectives is {collectives}, but it must be AR[,A2A]. An example is 0.25.")
     try:
         values = [float(part) for part in text_.split(",")]
     except ValueError:
         values = []
     if not 3 <= len(values) <= 7:
         raise ValueError(f"--costs is {text_}, but it must be F,I,W[,COMM[,GATHER[,O[,R]]]]. An example is 1,1,1,0.05.")
-    return Costs(*values)
+    return Costs(*values, **dict(zip(("AR", "A2A"), exposed)))
 
 
 def title(chosen: Schedule, costs: Costs) -> str:
@@ -200,6 +226,7 @@ def _in_words(costs: Costs) -> str:
     named = [("F", costs.F), ("I", costs.I), ("W", costs.W)]
     named += [(name, cost) for name, cost in (("message", costs.COMM), ("gather", costs.GATHER)) if cost]
     named += [(name, cost) for name, cost in (("O", costs.O), ("R", costs.R)) if cost != 1.0]
+    named += [(name, cost) for name, cost in (("AR", costs.AR), ("A2A", costs.A2A)) if cost]
     return f"costs {', '.join(f'{name} {cost:g}' for name, cost in named)}"
 
 
@@ -263,6 +290,7 @@ def _compare(
     plot: Path | None,
     as_json: bool,
     keep_gathered: bool,
+    pairs: bool,
 ) -> None:
     rows = [] if own is None else [(own, simulate(own, costs, keep_gathered))]
     for name in schedule_names():
@@ -277,6 +305,8 @@ def _compare(
             if recipe is None:  # a package's, which does not exist at this size
                 continue
             raise
+        if pairs and not chosen.pairs:
+            chosen = pair_pass(chosen, costs)
         result = simulate(chosen, costs, keep_gathered)
         if memory is None or max(result.peak_activations) <= memory + 1e-9:
             verify(chosen, memory)

@@ -7,5 +7,6 @@ replica_group.py: process group between replicas, made anew when they change, an
 peer_state.py: weights, optimizer state and schedules from a peer's memory
 ledger_checkpoints.py: the ledger in a checkpoint
 replicas.py: ``FaultTolerantReplicas``, the replica strategy: the order of a step
+local_rounds.py: ``LocalRounds``, the replica strategy with local updates: members come and go between outer steps
 strategy.py: what the engine finds by an entry point
 """

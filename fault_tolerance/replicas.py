@@ -27,7 +27,9 @@ from torch import Tensor, nn
 
 from ..base.errors import AgreedError
 from ..base.option_error import refusal
+from ..data.dataloader import RepeatingLoader
 from ..grid import Grid
+from ..grid.auxiliary import AuxiliaryLayer
 from ..grid.environment import coordinator_address, replica_name
 from ..launcher.launch import own_address
 from ..options.fault_tolerance import FaultTolerance
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
     from ..engine.base import Engine
 
 _LOG = logging.getLogger("triax")
-_NUMBERS = 32  # most numbers of a step that are summed with its gradients
+_NOTABLE = 0.001  # seconds of lost time that are recorded
 _SLOW_STEPS = 10  # steps in a row after which a slow replica is named
 _FAILURES = (RuntimeError, OSError, ConnectionError, TimeoutError)
 
@@ -63,7 +65,11 @@ class FaultTolerantReplicas(SynchronousReplicas):
         left: True if this replica has left the run.
         leaving: True if it leaves after the present step.
         recoveries: seconds that each loss of a replica cost: from the failed sum to the sum of the others.
+        batches: number of batches of a share of samples.
+        unit: name of what the history counts.
     """
+
+    batches, unit = 1, "step"
 
     def __init__(self, engine: Engine, grid: Grid, options: FaultTolerance) -> None:
         super().__init__(grid)
@@ -85,18 +91,26 @@ class FaultTolerantReplicas(SynchronousReplicas):
         self._group: ReplicaGroup | None = None
         self._first: Round | None = None  # first round of the present step, whose contributors took shares
         self._next_handler: Any = None  # of SIGTERM, before this object's
+        self._computed = -1  # round for which the gradients of this step were computed
+        self._prepared = False  # the samples of this step are known
+        self._weighs = False  # the gradients depend on weights of the whole batch
         self._stateless = False  # this replica has begun to join, and has no state that another could take
         self._received: _Transfer | None = None
         self._sending: list[_Transfer] = []
-        self._began = 0.0
+        self._began, self._made = 0.0, time.monotonic()
+        self._lost_time: dict[str, float] = {}  # cause -> seconds since the last recorded change
+        self._gone: list[str] = []  # replicas that have left since then because they were asked to
         self._slow = "", 0  # the slowest replica, and the steps since it is
         self._sent_before = 0.0
-        self._buffers = [(name, each, each._version) for name, each in engine.module.named_buffers()]
+        # The buffers of a mixture of experts follow from its loads, which are summed.
+        summed = {id(b) for m in engine.module.modules() if isinstance(m, AuxiliaryLayer) for b in m.buffers()}
+        buffers = engine.module.named_buffers()
+        self._buffers = [(name, each, each._version) for name, each in buffers if id(each) not in summed]
         self._client: CoordinatorClient | None = None
         self._store, self._address = None, ""
+        self._host = own_address(address.rpartition("//")[2].rpartition(":")[0])
         if grid.rank == 0:
-            host = own_address(address.rpartition("//")[2].rpartition(":")[0])
-            self._store, self._address = serve_store(host)
+            self._store, self._address = serve_store(self._host)
             self._client = CoordinatorClient(address, self.name, options.silence, options.give_up)
         engine.optimizer_step.across = self.sum
 
@@ -110,6 +124,11 @@ class FaultTolerantReplicas(SynchronousReplicas):
         """Names of the replicas that have the state of the run, the longest-standing first."""
         return () if self._round is None else self._round.members
 
+    @property
+    def leads(self) -> bool:
+        """True on the longest-standing member, which prints what is equal on all."""
+        return self.members[:1] == (self.name,)
+
     @contextmanager
     def stepping(self) -> Iterator[Grid]:
         """Context around one training step, which yields the grid of this replica.
@@ -119,20 +138,49 @@ class FaultTolerantReplicas(SynchronousReplicas):
             RuntimeError: there is no coordinator, or no replica with a state is left.
             SystemExit: with code 0, at the end of the step after which it leaves, unless a checkpoint is saved.
         """
-        if self.left:
-            raise AgreedError("this replica has left the run: take no step after engine.leave()")
-        if self._round is None:
-            self._handle_signal()
-            self._join()
-        self._begin()
+        if isinstance(self._engine.module, PipelineModule):
+            self._prepare()
+        elif not self._prepared:
+            raise AgreedError(
+                "step() ends a step whose samples do not come from engine.replicas.microbatches(), but fault_tolerance "
+                "gives each replica its samples by number: write for inputs, labels in engine.replicas.microbatches()"
+            )
+        self._prepared = False
         yield self.grid
         self._require_same_buffers()
+        self._end()
         if self.left:
             self._close()
             if self.grid.rank == 0:
                 _LOG.warning("replica %s has left the run after step %d", self.name, self._engine.global_steps)
             if self._next_handler is None:  # else a checkpoint is saved, which ends the process
                 raise SystemExit(0)
+
+    def microbatches(self) -> Iterator[Any]:
+        """Yield the microbatches of this replica, in each step those of its share, without end. Collective.
+
+        A plain module is trained on them: each forward and backward pass, and ``engine.step()``.
+
+        Raises:
+            AgreedError: this replica has left the run.
+            RuntimeError: there is no coordinator, or no replica with a state is left.
+        """
+        loader: Any = self._engine.training_dataloader
+        own = RepeatingLoader(loader)
+        while not self.left:
+            if not self._prepared:
+                self._prepare()
+            yield next(own)
+
+    def _prepare(self) -> None:
+        """Begin a step, and join the run before the first one. Collective."""
+        if self.left:
+            raise AgreedError("this replica has left the run: take no step after engine.leave()")
+        if self._round is None:
+            self._handle_signal()
+            self._join()
+        self._begin()
+        self._prepared = True
 
     def leave(self) -> bool:
         """Leave the run. The others learn of it when they miss this replica; SIGTERM lets it announce it in a step."""
@@ -155,11 +203,15 @@ class FaultTolerantReplicas(SynchronousReplicas):
         shares = self.ledger.plan(planned)
         # A spare replica and a newcomer compute a share that another one takes: their gradients are not summed.
         assert engine.training_dataloader is not None
-        engine.training_dataloader.seek(shares.get(self.name, self.ledger.next_share))
+        engine.training_dataloader.seek(shares.get(self.name, self.ledger.next_share) * self.batches)
         position = planned.index(self.name) if self.name in planned else 0
-        engine.feed.shift = position * engine.batch.train
+        engine.shift_samples(position * engine.batch.train)
+        self._computed = round_.number
         if round_.donor == self.name and not round_.fresh:
-            self._send(round_)
+            self._send(round_.newcomers)
+
+    def _end(self) -> None:
+        """End a step after which all is done: its gradients were summed within it."""
 
     def sum(self, values: Sequence[Tensor | float]) -> list[float]:
         """Sum gradients and numbers over the replicas; the gradients of the engine are then the sums. Collective.
@@ -170,38 +222,93 @@ class FaultTolerantReplicas(SynchronousReplicas):
         Raises:
             RuntimeError: no replica with a state is left, or there is no coordinator.
         """
-        buckets = [bucket for bucket in self._engine.data_axis.buckets if bucket.trained]
-        # Of one length in every step: a newcomer's first step may have more numbers than the others' tenth.
-        numbers = torch.zeros(_NUMBERS, dtype=torch.float64)
-        numbers[: len(values)] = torch.tensor([float(value) for value in values], dtype=torch.float64)
-        seconds, failed = time.monotonic() - self._began, 0.0
+        engine: Any = self._engine
+        buckets = [bucket for bucket in engine.data_axis.buckets if bucket.trained]
+
+        def tensors() -> list[Tensor]:
+            facts = [engine.data_axis.used(), *([engine.auxiliary_sums] if engine.auxiliary else [])]
+            return [*(bucket.owned_gradient for bucket in buckets), *facts]
+
+        def again() -> tuple[list[Tensor], list[Tensor | float]]:
+            own = engine.compute()[1]
+            return tensors(), [*own, *values[len(own) :]]
+
+        found, sums = self.agree(tensors(), values, again)
+        for bucket, gradient in zip(buckets, found, strict=False):
+            bucket.owned_gradient.copy_(gradient)
+        engine.data_axis.use_elsewhere(found[len(buckets)])
+        if engine.auxiliary:
+            engine.auxiliary_sums.copy_(found[len(buckets) + 1])
+        return sums
+
+    def agree(
+        self,
+        tensors: Sequence[Tensor],
+        values: Sequence[Tensor | float],
+        again: Callable[[], tuple[Sequence[Tensor], Sequence[Tensor | float]]] | None = None,
+    ) -> tuple[list[Tensor], list[float]]:
+        """Sum tensors and numbers over the replicas, record the step, and enter the next round. Collective.
+
+        Args:
+            tensors, values: those of this rank.
+            again: returns them, computed with the weights of the present contributors; None: they do not depend on it.
+
+        Returns:
+            The sums of the tensors, in host memory, and of the numbers, of the ranks at this rank's place.
+
+        Raises:
+            RuntimeError: no replica with a state is left, or there is no coordinator.
+        """
+        seconds, since, detection = time.monotonic() - self._began, time.monotonic(), 0.0
         while True:
-            round_, tried = self._now, time.monotonic()
+            round_ = self._now
             found: list[Tensor] = []
             problem = self._load_received()
+            if again is not None and self._weighs and self._computed != round_.number:
+                self._computed, (tensors, values) = round_.number, again()
+            numbers = torch.tensor([float(value) for value in values], dtype=torch.float64)
             if problem is None:
                 try:
-                    found = self._sum_once(round_, [*(bucket.owned_gradient for bucket in buckets), numbers])
+                    found = self._sum_once(round_, [*tensors, numbers])
                 except _FAILURES as error:
                     problem = str(error) or type(error).__name__
-                    self._abort()  # before the meeting, to which all come: others may still wait for this rank's part
+            if problem is not None:
+                self._abort()  # before the meeting, to which all come: others may still wait for this rank's part
             reports, summed = self._meet(problem, seconds)
             decision = self._decide(reports)
-            failed = failed if summed else failed or tried
+            now = time.monotonic()
             if decision.committed is not None and summed and round_.number == decision.next.number - 1:
                 break
+            detection, since = detection + now - since, now
             if not self._accept(decision):
                 self._join()
                 if self._now.fresh:
                     raise RuntimeError("every replica with the state of the run is lost, and the run starts anew")
-        for bucket, gradient in zip(buckets, found, strict=False):
-            bucket.owned_gradient.copy_(gradient)
+        if detection:
+            self._lose("detection", detection)
+            self._lose("again", now - since)
         for transfer in self._sending:
             transfer.wait()
+            self._lose("joining", time.monotonic() - now)
         self._sending = []
-        self._record(round_, decision, time.monotonic() - failed if failed else 0.0)
-        sums: list[float] = found[-1].tolist()
-        return sums[: len(values)]
+        self._record(round_, decision, detection + now - since if detection else 0.0)
+        return found[:-1], found[-1].tolist()
+
+    def share(self, numbers: Sequence[float]) -> list[float]:
+        """Return the contributors' sums of numbers, which their backward passes need. Collective as ``sum``.
+
+        If a replica is lost meanwhile, the gradients are computed again with the sums of those that are left.
+        """
+        self._weighs = True
+        own = torch.tensor([float(each) for each in numbers], dtype=torch.float64)
+        try:
+            (found,) = self._sum_once(self._now, [own])
+        except _FAILURES as error:  # the sum of the gradients fails too, and all meet
+            _LOG.debug("the weights of a step were not summed: %s", error)
+            self._abort()
+            return [float(each) for each in numbers]
+        sums: list[float] = found.tolist()
+        return sums
 
     def _sum_once(self, round_: Round, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the contributors' sums of the tensors. Collective over the ranks at this place of all replicas."""
@@ -212,13 +319,19 @@ class FaultTolerantReplicas(SynchronousReplicas):
 
     def _record(self, round_: Round, decision: Decision, seconds: float) -> None:
         """Record the step that is taken, and enter the next round."""
-        engine, planned = self._engine, self._planned(round_)
-        counted = self._contributors(round_)
-        self.contributing = len(counted)
+        planned, counted = self._planned(round_), self._contributors(round_)
         cause = f"lost: {', '.join(decision.lost)}" if decision.lost else ""
         facts: dict[str, Any] = {"time": time.time()} | ({"seconds": seconds} if seconds else {})
+        resumed = bool(self.ledger.changes) and not self.ledger.members
+        if self.name in planned and self.ledger.changes and self.name not in self.ledger.members:
+            self._lose("joining", self._began - self._made)
+        facts |= {key: {self.name: value} for key, value in self._lost_time.items()}
+        facts |= ({"left": self._gone} if self._gone else {}) | ({"resumed": True} if resumed else {})
         changes = self.ledger.record(round_.step, planned, counted, **facts, **({"cause": cause} if cause else {}))
-        engine.add_samples((len(counted) - 1) * engine.batch.train)
+        if changes:
+            self._lost_time, self._gone = {}, []
+        self._gone += decision.left
+        self._count(counted)
         self._write(changes)
         if seconds:
             self.recoveries.append(seconds)
@@ -230,7 +343,19 @@ class FaultTolerantReplicas(SynchronousReplicas):
             self.left = True
             self._abort()
         else:
+            before = time.monotonic()
             self._enter(decision.next, decision.keeps)
+            self._lose("joining" if decision.next.newcomers else "again", time.monotonic() - before)
+
+    def _lose(self, cause: str, seconds: float) -> None:
+        """Note time that this replica lost, which the next change records."""
+        if seconds > _NOTABLE:
+            self._lost_time[cause] = self._lost_time.get(cause, 0.0) + round(seconds, 4)
+
+    def _count(self, counted: Sequence[str]) -> None:
+        """Count the samples that the other contributors have taken in this step."""
+        self.contributing = len(counted)
+        self._engine.add_samples((len(counted) - 1) * self._engine.batch.train)
 
     def _name_slow(self, decision: Decision, round_: Round) -> None:
         """Log the name of a replica that was the slowest, and slow, in several steps in a row."""
@@ -244,11 +369,16 @@ class FaultTolerantReplicas(SynchronousReplicas):
     def _tell(self, change: Change) -> None:
         if change.members is None:
             names = ", ".join(change.lost)
-            _LOG.warning("step %d is taken without %s, whose samples are taken later", change.step, names)
+            _LOG.warning("%s %d is taken without %s, whose samples are taken later", self.unit, change.step, names)
         else:
-            _LOG.warning("from step %d on the replicas are %s", change.step, ", ".join(change.members))
+            _LOG.warning("from %s %d on the replicas are %s", self.unit, change.step, ", ".join(change.members))
 
     # ------------------------------------------------------------------------------------------ rounds
+
+    @property
+    def _steps_taken(self) -> int:
+        """Number of steps that the replicas have taken together."""
+        return self._engine.global_steps
 
     @property
     def _now(self) -> Round:
@@ -297,9 +427,16 @@ class FaultTolerantReplicas(SynchronousReplicas):
             problem: the reason for which this rank has no sum; None if it has one.
             seconds: time from the begin of the step to the gradients.
         """
-        told = self.grid.world.all_gather_json([problem, self.leaving])
-        summed = all(each is None for each, _ in told)
-        self.leaving = any(leaving for _, leaving in told)
+        by_hand = self._engine.data_axis.by_hand
+        told = self.grid.world.all_gather_json([problem, self.leaving, self._weighs, by_hand])
+        summed = all(each is None for each, *_ in told)
+        self.leaving = any(leaving for _, leaving, *_ in told)
+        self._weighs = any(weighs for *_, weighs, _ in told)
+        if any(by_hand for *_, by_hand in told):
+            raise AgreedError(
+                "a weight or a gradient was written by hand, and fault_tolerance does not give that to its replicas: "
+                "leave it to the loss, or leave fault_tolerance out"
+            )
         return self._reports(summed, seconds), summed
 
     def _reports(self, summed: bool = False, seconds: float = 0.0) -> list[Report]:
@@ -310,7 +447,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
             round_ = self._round
             report = Report(
                 self.name,
-                -1 if self._stateless else self._engine.global_steps,
+                -1 if self._stateless else self._steps_taken,
                 -1 if round_ is None or self._stateless else round_.number,
                 summed,
                 () if round_ is None else round_.members,
@@ -321,7 +458,15 @@ class FaultTolerantReplicas(SynchronousReplicas):
                 seconds,
             )
             try:
-                plain = [each.plain() for each in self._client.meet(report)]
+                found = self._client.meet(report)
+                plain = [each.plain() for each in found]
+                store = next((each.store for each in found if each.name == self.name), "none")
+                if store != self._address:
+                    failure = (
+                        f"two processes have the name of replica {self.name}, with stores at {self._address} and "
+                        f"{store}, and this one stops: give each replica a name of its own, as in "
+                        "triax run --replicas a,b"
+                    )
             except RuntimeError as error:
                 failure = str(error)
         plain, failure = self.grid.world.all_gather_json([plain, failure])[0]
@@ -332,7 +477,8 @@ class FaultTolerantReplicas(SynchronousReplicas):
     def _join(self) -> None:
         """Meet the others without a state, until this replica is in a round. Collective."""
         self._abort()
-        self._round = None
+        if self._round is not None:  # it was cut off, or stopped
+            self._round, self._made = None, time.monotonic()
         while True:
             decision = self._decide(self._reports())
             if self._accept(decision):
@@ -342,6 +488,9 @@ class FaultTolerantReplicas(SynchronousReplicas):
         """Enter the next round if this replica is in it; return False if it is not. Collective."""
         following = decision.next
         laggard = self._round is not None and self._round.number != following.number - 1
+        if laggard and self.grid.rank == 0:
+            text = "the others have gone on without replica %s since %s %d: it gets their state, and joins again"
+            _LOG.warning(text, self.name, self.unit, self._now.step)
         if self.name not in following.group or (laggard and self.name not in following.newcomers):
             return False
         self._enter(following, False)
@@ -363,14 +512,16 @@ class FaultTolerantReplicas(SynchronousReplicas):
             rank = round_.group.index(self.name)
             key = f"round {round_.number} of rank {self.grid.rank}"
             try:
-                self._group = ReplicaGroup(round_.store, key, rank, len(round_.group), self.options.timeout)
+                self._group = ReplicaGroup(round_.store, self._host, key, rank, len(round_.group), self.options.timeout)
             except _FAILURES as error:  # the next sum fails, and all meet again
                 _LOG.debug("the group of round %d was not made: %s", round_.number, error)
         if round_.fresh:
+            if round_.donor == self.name:
+                self.ledger.members = ()  # of a run that starts again from a checkpoint, which the history records
             self._share_state(round_)
         elif self.name in round_.newcomers:
             self._stateless = True
-            self._receive(round_)
+            self._receive(round_.donor)
 
     def _abort(self) -> None:
         """Close the connections to the other replicas."""
@@ -386,22 +537,22 @@ class FaultTolerantReplicas(SynchronousReplicas):
         if self.grid.rank == 0 and self.options.folder is not None and self.ledger.changes:
             self.ledger.write(self._history_file)
         if round_.donor == self.name:
-            self._send(round_)
+            self._send(round_.newcomers)
             for transfer in self._sending:
                 transfer.wait()
             self._sending = []
         else:
-            self._receive(round_)
+            self._receive(round_.donor)
             if (problem := self._load_received()) is not None:
                 raise RuntimeError(f"replica {self.name} did not get the state of replica {round_.donor}: {problem}")
 
-    def _send(self, round_: Round) -> None:
-        """Begin to send this replica's state to the newcomers, in a thread."""
+    def _send(self, names: Sequence[str]) -> None:
+        """Begin to send this replica's state to other replicas of the round, in a thread."""
         group = self._group
         if group is None:
             return
-        header, tensors = capture_here(self._engine, {"ledger": self.ledger.state()})
-        others = [round_.group.index(name) for name in round_.newcomers]
+        header, tensors = self._capture()
+        others = [self._now.group.index(name) for name in names]
 
         def send() -> None:
             for to in others:
@@ -409,9 +560,23 @@ class FaultTolerantReplicas(SynchronousReplicas):
 
         self._sending.append(_Transfer(send))
 
-    def _receive(self, round_: Round) -> None:
-        """Begin to receive the state from the donor, in a thread."""
-        group, source = self._group, round_.group.index(round_.donor)
+    def _capture(self) -> tuple[Tensor, list[Tensor]]:
+        """Return this rank's state to be sent: a header, and tensors that stay as they are until they are sent."""
+        more = {"ledger": self.ledger.state()}
+        return capture_here(self._engine, self._engine.client_state, more, self._outer_state())
+
+    def _outer_state(self) -> Sequence[Tensor]:
+        """Return tensors of a state besides those of the engine: none here."""
+        return ()
+
+    def _load(self, header: dict[str, Any], tensors: list[Tensor]) -> None:
+        """Load a state of ``_capture``. Collective over this replica's data axis."""
+        self._engine.client_state = load_here(self._engine, header, tensors)
+        self.ledger = Ledger.of(header["ledger"])
+
+    def _receive(self, donor: str) -> None:
+        """Begin to receive the state from another replica of the round, in a thread."""
+        group, source = self._group, self._now.group.index(donor)
 
         def receive() -> tuple[dict[str, Any], list[Tensor]]:
             if group is None:
@@ -431,10 +596,10 @@ class FaultTolerantReplicas(SynchronousReplicas):
         problem = transfer.wait()
         if any(self.grid.world.all_gather_json(problem is not None)):
             return problem or "another rank of this replica did not get its state"
-        header, tensors = transfer.result
-        load_here(self._engine, header, tensors)
+        self._load(*transfer.result)
         self._stateless = False
-        self.ledger = Ledger.of(header["ledger"])
+        for observer in self._engine.observers:
+            observer.joined(self._engine.client_state or {})
         if self.grid.rank == 0 and self.options.folder is not None:
             self.ledger.write(self._history_file)
         return None
@@ -540,17 +705,14 @@ def _check(engine: Engine) -> None:
     Raises:
         OptionError: naming the option or the part of the model.
     """
-    if not isinstance(engine.module, PipelineModule):
-        raise refusal(
-            "<fault_tolerance> trains a PipelineModule, whose train_batch takes a whole step: write the model as a "
-            "list of layers, triax.PipelineModule(layers, loss_fn=...)"
-        )
+    if not engine.options.batch.counted:
+        raise refusal("<fault_tolerance> needs steps of a fixed size: give <batch.size> and <batch.microbatch>")
     if engine.optimizer is None:
         raise refusal("<fault_tolerance> needs an optimizer, and there is none: set <optimizer>, or leave it out")
     if not hasattr(engine.training_dataloader, "seek"):
         raise refusal(
             "<fault_tolerance> gives each replica its samples by number: pass training_data to the engine, a data set "
-            "with a length, and call train_batch() without an iterator"
+            "with a length; train_batch() and engine.replicas.microbatches() take them"
         )
     if engine.data_axis.exchange is not None:
         raise refusal("<fault_tolerance> sums gradients as they are: leave <compression> out")
@@ -561,8 +723,6 @@ def _check(engine: Engine) -> None:
             f"<fault_tolerance> sends the state of optimizers that work element by element, not of "
             f"{type(engine.data_axis.optimizer).__name__}: use AdamW or SGD"
         )
-    if engine.auxiliary:
-        raise refusal("<fault_tolerance> does not sum the auxiliary losses of experts over replicas: use a dense model")
     for name, module in engine.module.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
             raise refusal(

@@ -46,6 +46,12 @@ class ScheduleOptions(Options):
         above=0,
     )
 
+    pairs: float | None = option(
+        None,
+        "Join passes to pairs, in which the tensor axis's collectives of each run beside the other: the time of these "
+        "collectives in a pass, in the unit of costs. None: only pairs that the schedule itself has.",
+        least=0,
+    )
     recompute: float = option(
         0.0,
         "Share of each rank's activations that ops of the schedule recompute; for auto, the largest share.",

@@ -10,6 +10,7 @@ deadlock.py        deadlock: the error of a schedule that hangs: which ranks wai
 verify.py          verify: proves completeness, order, memory limits and freedom from deadlock, or a counterexample
 timeline.py        Timeline: the start and end of each op, simulated or measured
 simulate.py        simulate: costs -> timeline, makespan, bubble, peak activations
+pairs.py           pair_pass: joins passes to pairs, in which each hides the collectives of the other
 offload.py         offload_pass: inserts offloads and reloads of activations
 recompute_pass.py  recompute_pass: inserts recomputations of activations
 critical.py        CriticalPath: why each op starts when it does, and the ops that make the step as long as it is

@@ -4,6 +4,7 @@
     in order   F before B or I, I before W; the stage before first, and backward the stage after
     memory     no rank holds more activations than it may
     transfers  activations are offloaded once, after their F, and reloaded before their backward
+    pairs      the two ops of a pair come one after the other, and start when the inputs of both are there
     recompute  C comes once, after its F and before its backward; what it makes anew is not offloaded
     deadlock   a program is run with every SEND blocking until its RECV is posted, every compute op
                until its message has arrived, every TIED until all its ranks have reached it. A
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from itertools import pairwise
 
 from .deadlock import ScheduleError, Wait, deadlock
 from .ops import (
@@ -73,6 +75,7 @@ def verify(subject: Schedule | Program, memory: float | Sequence[float] | None =
         _memory(schedule, orders, memory)
     timeline_of(schedule)  # raises if it hangs
     if isinstance(subject, Program):
+        _together(subject)
         _weights(subject)
         _messages(subject)
         _rendezvous(subject)
@@ -196,6 +199,16 @@ def _read(op: Op, placement: Sequence[int]) -> Op | None:
     return None
 
 
+def _together(program: Program) -> None:
+    """Check that nothing comes between the two ops of a pair."""
+    for rank, ops in enumerate(program.ops):
+        for op, after in pairwise(ops):
+            if op in program.schedule.pairs and after.kind not in COMPUTE:
+                raise ScheduleError(
+                    f"rank {rank}: {after} comes between {op} and the op that runs with it", [(rank, op)]
+                )
+
+
 def _messages(program: Program) -> None:
     """Check that each result that another rank reads is sent once, after its op, and received before it is read."""
     schedule = program.schedule
@@ -287,6 +300,11 @@ def _rendezvous(program: Program) -> None:
     arrived: set[Op] = set()  # RECVs whose message was sent
     standing: dict[int, set[int]] = defaultdict(set)  # tie -> ranks that have reached it
 
+    def reads(rank: int, op: Op) -> list[Op]:
+        """Return the RECVs that a compute op waits for, with those of the op that runs interleaved with it."""
+        both = (op, program.ops[rank][at[rank] + 1]) if op in program.schedule.pairs else (op,)
+        return [read for each in both if (read := _read(each, placement)) is not None]
+
     def step(rank: int, op: Op) -> bool:
         kind, stage, mb = op
         if kind in RECVS:
@@ -306,8 +324,7 @@ def _rendezvous(program: Program) -> None:
             sent[channel] = k + 1
             arrived.add(_peer(op))
         elif kind in COMPUTE:
-            read = _read(op, placement)
-            return read is None or read in arrived
+            return all(read in arrived for read in reads(rank, op))
         elif kind == TIED:
             standing[mb].add(rank)
             return standing[mb] == holders[mb]
@@ -325,8 +342,8 @@ def _rendezvous(program: Program) -> None:
         if op.kind == TIED:
             there = min(holders[op.microbatch] - standing[op.microbatch])
             return next(Op(TIED, s, op.microbatch) for s in ties[op.microbatch] if placement[s] == there), there
-        needed = op if op.kind in SENDS else _read(op, placement)
-        return None if needed is None else (_peer(needed), placement[_peer(needed).stage])
+        missing = [op] if op.kind in SENDS else [r for r in reads(placement[op.stage], op) if r not in arrived]
+        return (_peer(missing[0]), placement[_peer(missing[0]).stage]) if missing else None
 
     if any(i < len(ops) for i, ops in zip(at, program.ops, strict=True)):
         raise deadlock(program.ops, at, waits)

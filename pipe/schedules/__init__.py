@@ -3,6 +3,7 @@
 classic.py      GPipe, 1F1B, eager 1F1B, interleaved 1F1B, looped breadth-first; forward only
 zero_bubble.py  ZB-H1, ZB-H2: split backward, one stage per rank
 v_shaped.py     ZB-V, V-Half, V-Min, DualPipe-V: two stages per rank in a V
+braided.py      STP: a V of pairs of passes, which hide each other's collectives
 hanayo.py       Hanayo's waves: two or more stages per rank, to and fro
 squeeze.py      list scheduling of a pattern of ops under a memory limit; v_shaped, zero_bubble and classic use it
 registry.py     RECIPES: name -> generator; named_schedule

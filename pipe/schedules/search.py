@@ -171,12 +171,17 @@ def _limits(pipe: int, microbatches: int, chunks: int, memory: float | Sequence[
 
 
 def _fitting(pipe: int, microbatches: int, chunks: int, limits: Sequence[int]) -> list[Schedule]:
-    """Return the schedules from which the search starts: each named one within `limits`, and those that always fit."""
+    """Return the schedules from which the search starts: each named one within `limits`, and those that always fit.
+
+    The search knows no pairs: the passes of a named schedule's pairs run one after the other.
+    """
     schedules = []
     for name, recipe in RECIPES.items():
         if name == "forward" or not recipe.accepts(chunks) or microbatches < recipe.least(pipe):
             continue
         schedule = named_schedule(name, pipe, microbatches, chunks)
+        if schedule.pairs:
+            schedule = replace(schedule, name=f"{name} without pairs", pairs=frozenset())
         schedules += [made for made in (schedule, *_others(schedule)) if _fits(made, limits)]
     for placement in sorted({zigzag(pipe, chunks), loop(pipe, chunks)}):
         mine = [[s for s in range(pipe * chunks) if placement[s] == r] for r in range(pipe)]

@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from network_namespaces import enter
 from torch import Tensor, nn
 
 import triax
+from triax.engine.step_observer import StepObserver
+from triax.moe import MoE
 
 from processes import free_port
 
@@ -46,10 +49,62 @@ def loss_fn(outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return loss, (labels != -100).sum()
 
 
-def layers(dropout: float) -> list[Any]:
-    """Return the layers of the model."""
+class NamedLoss:
+    """Two pairs with weights of their own, and a mean."""
+
+    def __call__(self, outputs: Tensor, labels: Tensor) -> dict[str, Any]:
+        total, count = loss_fn(outputs, labels)
+        size, odd = outputs.pow(2).sum(-1), labels[:, 0] % 2
+        return {"ce": (total, count), "odd": (0.1 * (size * odd).sum(), odd.sum()), "size": 0.01 * size.mean()}
+
+    def weight(self, labels: Tensor) -> dict[str, Tensor]:
+        return {"ce": (labels != -100).sum(), "odd": (labels[:, 0] % 2).sum()}
+
+
+class CountedLoss:
+    """``loss_fn`` with the weight of labels, which auxiliary losses need."""
+
+    def __call__(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return loss_fn(outputs, labels)
+
+    def weight(self, labels: Tensor) -> Tensor:
+        return (labels != -100).sum()
+
+
+class Experts(nn.Module):
+    """A mixture of experts over the samples as tokens of sequences of length 2."""
+
+    def __init__(self, grid: triax.Grid) -> None:
+        super().__init__()
+        balance = ("sequence", "bias")
+        self.moe = MoE(12, 4, 2, grid=grid, width=8, balance=balance, balance_coefficient=0.1, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.moe(x.unsqueeze(1)).squeeze(1)
+        return y
+
+
+def layers(dropout: float, experts: bool = False) -> list[Any]:
+    """Return the layers of the model, with a mixture of experts if asked for."""
     make = partial(nn.Linear, dtype=torch.float64)
-    return [triax.LayerSpec(make, WIDTH, 12), torch.tanh, nn.Dropout(dropout), triax.LayerSpec(make, 12, 3 * WIDTH)]
+    middle = nn.Dropout(dropout) if not experts else triax.LayerSpec(Experts)
+    return [triax.LayerSpec(make, WIDTH, 12), torch.tanh, middle, triax.LayerSpec(make, 12, 3 * WIDTH)]
+
+
+def model_of(kind: str, grid: triax.Grid, seed: int, dropout: float = 0.0) -> triax.PipelineModule:
+    """Return the model of a kind: plain, named or experts."""
+    if kind == "plain":
+        return triax.PipelineModule(layers(dropout), loss_fn=loss_fn, grid=grid, seed=seed)
+    if kind == "experts":
+        return triax.PipelineModule(layers(dropout, True), loss_fn=CountedLoss(), grid=grid, seed=seed)
+    return triax.PipelineModule(layers(dropout), loss_fn=NamedLoss(), grid=grid, seed=seed)
+
+
+def plain_module(seed: int) -> nn.Sequential:
+    """Return the model as a module of torch's, which returns a loss."""
+    torch.manual_seed(seed)
+    make = partial(nn.Linear, dtype=torch.float64)
+    return nn.Sequential(make(WIDTH, 12), nn.Tanh(), make(12, 3 * WIDTH))
 
 
 def optimizer(groups: Any) -> torch.optim.Optimizer:
@@ -59,6 +114,11 @@ def optimizer(groups: Any) -> torch.optim.Optimizer:
 
 def train(job: Mapping[str, Any]) -> None:
     """Train as one rank of a replica; write a line for each step: step, loss as hex, time, members."""
+    if "host" in job:
+        enter(job["host"])
+    if "log" in job:
+        with Path(job["log"]).open("ab") as file:
+            os.dup2(file.fileno(), 2)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     grid_sizes = job.get("grid", {})
@@ -69,17 +129,23 @@ def train(job: Mapping[str, Any]) -> None:
         os.environ |= {"RANK": str(job["rank"]), "WORLD_SIZE": str(size), "LOCAL_RANK": str(job["rank"])}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job["port"]), "LOCAL_WORLD_SIZE": str(size)}
     grid = triax.Grid(**grid_sizes)
-    model = triax.PipelineModule(layers(job.get("dropout", 0.0)), loss_fn=loss_fn, grid=grid, seed=job["seed"])
+    kind = job.get("kind", "plain")
+    model: Any = plain_module(job["seed"]) if kind == "module" else None
+    model = model or model_of(kind, grid, job["seed"], job.get("dropout", 0.0))
     engine: Any = triax.Engine(
         model,
+        grid=grid if kind == "module" else None,
         optimizer=optimizer,
         batch=triax.Batch(size=SHARE, microbatch=MICRO if grid.replicas == 1 else SHARE // grid.replicas),
         clip=1.0,
         training_data=Samples(),
         zero=job.get("zero", 0),
+        local_updates=job.get("local"),
         checkpoint=job.get("checkpoint", triax.Checkpoints()),
         fault_tolerance={"replica": job["name"], "folder": job["folder"], **job["options"]},
     )
+    microbatches = engine.replicas.microbatches()
+    engine.observers.append(LastLoss())
     with Path(job["folder"], f"{job['name']}.{grid.rank}.losses").open("a") as file:
         while not _is_over(engine, job):
             since = _since(engine, job.get("gather", ()))
@@ -87,18 +153,46 @@ def train(job: Mapping[str, Any]) -> None:
                 job["fault"](engine)
                 job = {**job, "fault": None}
             time.sleep(job.get("pause", 0.0))
-            loss = engine.train_batch()
+            loss = engine.train_batch() if kind != "module" else _module_step(engine, microbatches)
             line = [engine.global_steps - 1, float(loss).hex(), time.monotonic(), engine.replicas.members]
             file.write(json.dumps(line) + "\n")
             file.flush()
+    weights, facts = engine.gather(), {"metrics": engine.metrics, "loads": engine.expert_loads()}
+    if grid.rank == 0:
+        torch.save(weights, Path(job["folder"], f"{job['name']}.weights"))
+        torch.save(facts, Path(job["folder"], f"{job['name']}.facts"))
     engine.leave()
+
+
+def _rounds(engine: Any) -> int:
+    """Return the number of steps; with local updates the number of rounds."""
+    return int(engine.global_steps // engine.replicas.batches)
+
+
+def _module_step(engine: Any, microbatches: Iterator[Any]) -> float:
+    """Take a step of a plain module; return the loss of all replicas."""
+    for _ in range(engine.batch.accumulation):
+        inputs, labels = next(microbatches)
+        engine.backward(loss_fn(engine(inputs), labels))
+        engine.step()
+    last: LastLoss = engine.observers[-1]
+    return last.loss
+
+
+class LastLoss(StepObserver):
+    """Observer that keeps the loss of the last step."""
+
+    loss = 0.0
+
+    def after_step(self, grid: triax.Grid, loss: Tensor) -> None:
+        self.loss = float(loss)
 
 
 def _since(engine: Any, names: Sequence[str]) -> int | None:
     """Return the number of steps since these replicas were first members together; None if they were not."""
     for change in engine.replicas.ledger.changes:
         if set(names) <= set(change.members or ()):
-            return int(engine.global_steps - change.step)
+            return _rounds(engine) - int(change.step)
     return None
 
 
@@ -106,10 +200,12 @@ def _is_over(engine: Any, job: Mapping[str, Any]) -> bool:
     """Return True at the end of the run: equal on all replicas, because it depends on the history alone."""
     if "steps" in job:
         return bool(engine.global_steps >= job["steps"])
-    changes, step = engine.replicas.ledger.changes, engine.global_steps
-    met = _since(engine, job["gather"]) is not None and set(job["final"]) == set(engine.replicas.ledger.members)
-    lost = {name for change in changes for name in change.lost} | {
-        name for change in changes for name in job["gather"] if change.members and name not in change.members
+    changes, step = engine.replicas.ledger.changes, _rounds(engine)
+    since = _since(engine, job["gather"])
+    met = since is not None and set(job["final"]) == set(engine.replicas.ledger.members)
+    later = [change for change in changes if since is not None and change.step >= step - since]
+    lost = {name for change in later for name in change.lost} | {
+        name for change in later for name in job["gather"] if change.members and name not in change.members
     }
     faults = all(name in lost for name in job.get("faults", ()))
     return bool(met and faults and step - changes[-1].step >= job.get("more", 3))
@@ -163,24 +259,26 @@ def start(folder: Path, name: str, address: str, **job: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def coordinator(least: int, silence: float = 0.6, patience: float = 20.0) -> Iterator[str]:
-    """Run a coordinator; yields its address."""
+def coordinator(least: int, silence: float = 0.6, patience: float = 20.0, host: str | None = None) -> Iterator[str]:
+    """Run a coordinator, in the network namespace ``host`` if that is given; yields its address."""
     port = free_port()
-    process = CONTEXT.Process(target=_serve, args=(port, least, silence, patience))
+    process = CONTEXT.Process(target=_serve, args=(port, least, silence, patience, host))
     process.start()
     try:
-        yield f"127.0.0.1:{port}"
+        yield f"{host or '127.0.0.1'}:{port}"
     finally:
         process.kill()
         process.join()
 
 
-def _serve(port: int, least: int, silence: float, patience: float) -> None:
+def _serve(port: int, least: int, silence: float, patience: float, host: str | None) -> None:
     from triax.fault_tolerance.coordinator import serve
 
+    if host is not None:
+        enter(host)
     with Path(os.devnull).open("w") as nothing:
         os.dup2(nothing.fileno(), 2)  # the Lighthouse logs every meeting
-    server = serve(port, least, silence, patience, "127.0.0.1")
+    server = serve(port, least, silence, patience, host or "127.0.0.1")
     signal.pause()
     server.shutdown()
 

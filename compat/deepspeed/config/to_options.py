@@ -151,6 +151,7 @@ def options_of(config: Config) -> EngineOptions:
             chunks=None,
             limit=None,
             recompute=0.0,
+            pairs=None,
             offload=OffloadActivations(),
         ),
         zero=_zero(config),
