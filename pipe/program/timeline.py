@@ -93,8 +93,7 @@ class Timeline:
     def bubble_of_ideal(self) -> float:
         """The bubble as Narayanan et al. 2021 count it: idle time over the ideal time, of the busiest rank.
 
-        The ideal time is the rank's own work, so 1F1B has (p - 1) / m. Narayanan et al. 2021, arXiv:2104.04473,
-        section 2.2.
+        The ideal time is the rank's own work, so 1F1B has (p - 1) / m. (arXiv:2104.04473, section 2.2)
         """
         idle = self.bubble
         return idle / (1.0 - idle) if idle < 1.0 else 0.0

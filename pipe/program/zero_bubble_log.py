@@ -33,6 +33,10 @@ def to_zero_bubble(schedule: Schedule) -> str:
             f"{schedule.name} has {schedule.chunks} chunks, but the zero-bubble repository's lines tell two apart: "
             "write .csv or .json"
         )
+    if schedule.pairs:
+        raise ValueError(
+            f"{schedule.name} has pairs of ops, which the zero-bubble repository's lines have not: write .csv"
+        )
     lines = []
     for rank, order in enumerate(schedule.orders):
         first = schedule.placement.index(rank)

@@ -150,6 +150,7 @@ def options_of(config: Config) -> EngineOptions:
             value=None,
             chunks=None,
             limit=None,
+            recompute=0.0,
             pairs=None,
             slices=1,
             offload=OffloadActivations(),
