@@ -3,8 +3,8 @@
     python tests/laws/release.py
 
 It builds the wheel of the last commit, makes an environment with this Python and nothing else, and installs the wheel
-with its dependencies. There it runs what a new user types first: the command's version, a schedule, a recipe, a project, the demo, and README.md's
-program on one and on two processes, which must print the same losses.
+with its dependencies. There it runs what a new user types first: the command's version, a schedule, a recipe, a
+project, the demo, and README.md's program on one and on two processes, which must print the same losses.
 """
 
 from __future__ import annotations
