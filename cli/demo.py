@@ -12,13 +12,13 @@ from ..base.tables import terminal
 from ..grid.environment import read_environment
 
 _NO_STEP = 10**6  # of monitor.trace: a run that ends before this step traces its last one
-_NEXT = """\
-Next:
-  triax generate {folder} --prompt "def "   # text of the model
-  triax report {folder} --serve             # its page, in a browser
-  triax schedule --compare --pipe 2            # other schedules of the same stages
-  triax new my_model                           # a project of your own
-  triax recipe                                 # training files for real runs"""
+_NEXT = {
+    "triax generate {folder} --prompt 'def '": "text of the model",
+    "triax report {folder} --serve": "its page, in a browser",
+    "triax schedule --compare --pipe 2": "other schedules of the same stages",
+    "triax new my_model": "a project of your own",
+    "triax recipe": "training files for real runs",
+}
 
 
 def demo(
@@ -77,4 +77,5 @@ def demo(
         console.print(f"It took {1e3 * times.makespan:.1f} ms; the busiest rank was idle for {times.bubble:.1%} of it.")
     if (picture := folder / "schedule.png").is_file():
         console.print(f"The same as a picture: {picture}")
-    console.print(f"\n{_NEXT.format(folder=folder)}")
+    console.print("\nNext:")
+    console.print(*(f"  {command.format(folder=folder):44} # {what}" for command, what in _NEXT.items()), sep="\n")

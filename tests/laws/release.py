@@ -3,8 +3,8 @@
     python tests/laws/release.py
 
 It builds the wheel of the last commit, makes an environment with this Python and nothing else, and installs the wheel
-with its dependencies. There it runs what a new user types first: the command's version, a schedule, and README.md's
-program on one and on two processes, which must print the same losses.
+with its dependencies. There it runs what a new user types first: the command's version, a schedule, a recipe, a
+project, the demo, and README.md's program on one and on two processes, which must print the same losses.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def main() -> None:
         said = run(commands / "triax", "--version", cwd=folder)
         if said.strip() != f"triax {version}":
             sys.exit(f"the installed command says {said.strip()}, not triax {version}")
-        run(commands / "triax", "schedule", "zb-v", cwd=folder)
+        for words in (("schedule", "zb-v"), ("recipe", "pretrain"), ("new", "first"), ("demo",)):
+            run(commands / "triax", *words, cwd=folder)
         script, source = next(iter(programs((ROOT / "README.md").read_text()).items()))
         (folder / script).write_text(source)
         alone = run(commands / "python", script, cwd=folder)

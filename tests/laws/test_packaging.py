@@ -90,6 +90,20 @@ def test_wheel_holds_the_library_and_nothing_else(wheel: Path) -> None:
     assert f"{info}/licenses/LICENSE" in names
 
 
+def test_the_wheel_writes_recipes_and_projects(unpacked: Path, tmp_path: Path) -> None:
+    """It names its pages too: without a checkout, the packages of this environment and the unpacked wheel."""
+    for words in (("recipe", "llama3-8b-8gpus"), ("new", "first")):
+        done = run(sys.executable, "-m", "triax.cli.main", *words, cwd=tmp_path, PYTHONPATH=str(unpacked))
+        assert done.returncode == 0, done.stderr
+    files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")}
+    assert {"llama3-8b-8gpus.yaml", "llama3-8b-8gpus.sbatch", "first/first.py", "first/tests/test_first.py"} <= files
+    said = run(sys.executable, "-m", "triax.cli.main", "--help", cwd=tmp_path, PYTHONPATH=str(unpacked)).stdout
+    assert (
+        str(unpacked / "triax") in "".join(re.findall(r"[^\s│]+", said))
+        and (unpacked / "triax/docs/launch.md").is_file()
+    )
+
+
 def test_wheel_says_what_it_needs(unpacked: Path) -> None:
     (info,) = unpacked.glob("*.dist-info")
     metadata = message_from_string((info / "METADATA").read_text())
