@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ..base.option_error import OptionError
 from .base import Options, option
@@ -20,6 +21,18 @@ class FaultTolerance(Options):
     )
     active: int | None = option(
         None, "Number of replicas that contribute; further ones are spare, with equal weights. None: all.", least=1
+    )
+    zero: Literal[0, 1] = option(
+        0,
+        "Stage of ZeRO over the replicas: 1 cuts the optimizer state and the master weights among them. 0: each replica "
+        "holds all.",
+    )
+    copies: int = option(
+        1,
+        "With zero: replicas that hold a copy of each one's part, in host memory. If all holders of a part are lost in "
+        "one step, the run ends, and starts again from a checkpoint.",
+        least=0,
+        needs="zero",
     )
     timeout: float = option(
         60.0, "Seconds after which a sum over replicas fails, where a connection stands and nothing comes.", above=0

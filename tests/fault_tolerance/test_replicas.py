@@ -7,73 +7,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 import triax
-from triax.data.dataloader import make_loader
-from triax.fault_tolerance.membership import Change, History, Ledger
+from triax.fault_tolerance.membership import History
 
 from replica_jobs import (
-    SHARE,
-    Samples,
+    changes,
     coordinator,
     finish,
+    in_one_process,
     kill,
     kill_after_sum,
     kill_in_sum,
-    layers,
-    loss_fn,
     losses,
-    optimizer,
+    replayed,
     start,
 )
 
 pytest.importorskip("torchft")
 
 KILLED = -9
-
-
-def changes(file: Path) -> list[Change]:
-    """Changes of a history file."""
-    return [Change.of(line) for line in file.read_text().splitlines()]
-
-
-def replayed(folder: Path, history: Path, names: str, steps: int, **job: Any) -> dict[int, str]:
-    """Replay a history without faults; return the losses."""
-    folder.mkdir()
-    options = {**job.pop("options", {}), "replay": str(history)}
-    with coordinator(least=len(names)) as address:
-        run = [p for name in names for p in start(folder, name, address, steps=steps, options=options, **job)]
-        assert set(finish(run)) == {0}
-    found = [losses(folder, name) for name in names]
-    assert all(each == found[0] for each in found)
-    return found[0]
-
-
-def in_one_process(history: Path, steps: int) -> list[float]:
-    """Losses of one process of plain torch that takes the samples of a history."""
-    ledger, past = Ledger(), History.read(history)
-    model = triax.PipelineModule(layers(0.0), loss_fn=loss_fn, grid=triax.Grid(), seed=0)
-    first, last = (module for module in model.modules() if isinstance(module, nn.Linear))
-    adamw = optimizer([*first.parameters(), *last.parameters()])
-    loader, found = make_loader(Samples(), SHARE, SHARE, 0, 1, 0), []
-    for step in range(steps):
-        members, counted = past.members(step), past.counted(step)
-        shares = ledger.plan(members)
-        total, weight = torch.zeros((), dtype=torch.float64), 0
-        for name in counted:
-            loader.seek(shares[name])
-            inputs, labels = next(iter(loader))
-            loss, count = loss_fn(last(torch.tanh(first(inputs))), labels)
-            total, weight = total + loss, weight + int(count)
-        ledger.record(step, members, counted)
-        adamw.zero_grad()
-        (total / weight).backward()
-        nn.utils.clip_grad_norm_([*first.parameters(), *last.parameters()], 1.0)
-        adamw.step()
-        found.append(float(total.detach() / weight))
-    return found
 
 
 def test_steps_of_killed_replicas_are_taken_by_the_rest(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import triax
+from triax.data.dataloader import make_loader
+from triax.fault_tolerance.membership import Change, History, Ledger
 
 from processes import free_port
 
@@ -201,3 +203,45 @@ def losses(folder: Path, name: str, rank: int = 0) -> dict[int, str]:
     """Return the losses of a replica, as hex: step -> loss."""
     lines = Path(folder, f"{name}.{rank}.losses").read_text().splitlines()
     return {step: loss for step, loss, *_ in map(json.loads, lines)}
+
+
+def changes(file: Path) -> list[Change]:
+    """Changes of a history file."""
+    return [Change.of(line) for line in file.read_text().splitlines()]
+
+
+def replayed(folder: Path, history: Path, names: str, steps: int, **job: Any) -> dict[int, str]:
+    """Replay a history without faults; return the losses."""
+    folder.mkdir()
+    options = {**job.pop("options", {}), "replay": str(history)}
+    with coordinator(least=len(names)) as address:
+        run = [p for name in names for p in start(folder, name, address, steps=steps, options=options, **job)]
+        assert set(finish(run)) == {0}
+    found = [losses(folder, name) for name in names]
+    assert all(each == found[0] for each in found)
+    return found[0]
+
+
+def in_one_process(history: Path, steps: int) -> list[float]:
+    """Losses of one process of plain torch that takes the samples of a history."""
+    ledger, past = Ledger(), History.read(history)
+    model = triax.PipelineModule(layers(0.0), loss_fn=loss_fn, grid=triax.Grid(), seed=0)
+    first, last = (module for module in model.modules() if isinstance(module, nn.Linear))
+    adamw = optimizer([*first.parameters(), *last.parameters()])
+    loader, found = make_loader(Samples(), SHARE, SHARE, 0, 1, 0), []
+    for step in range(steps):
+        members, counted = past.members(step), past.counted(step)
+        shares = ledger.plan(members)
+        total, weight = torch.zeros((), dtype=torch.float64), 0
+        for name in counted:
+            loader.seek(shares[name])
+            inputs, labels = next(iter(loader))
+            loss, count = loss_fn(last(torch.tanh(first(inputs))), labels)
+            total, weight = total + loss, weight + int(count)
+        ledger.record(step, members, counted)
+        adamw.zero_grad()
+        (total / weight).backward()
+        nn.utils.clip_grad_norm_([*first.parameters(), *last.parameters()], 1.0)
+        adamw.step()
+        found.append(float(total.detach() / weight))
+    return found
