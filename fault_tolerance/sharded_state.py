@@ -189,7 +189,7 @@ class ReplicaShards:
             return
         self.gather_weights(group, names, owners, keepers)
         if owners == cut:
-            self._next = None
+            self._next = cut, self._pieces  # none, in a newcomer
             return
         wanted = {
             name: {number: [cut.span(part, bucket.owned_numel) for part in cut.parts(name)]
@@ -251,6 +251,8 @@ class ReplicaShards:
         """
         if self._is_whole or self.cut is None:
             return
+        if not self.cut.names:
+            raise RuntimeError("this replica has no state yet")
         spans = {number: [(0, bucket.owned_numel)] for number, bucket in enumerate(self._buckets)}
         found = self._exchange(group, names, self.cut, keepers, dict.fromkeys(members, spans))
         for number, bucket in enumerate(self._buckets):
@@ -312,15 +314,18 @@ class ReplicaShards:
         bucket, (start, stop) = self._buckets[number], span
         tensors: dict[str, Tensor] = {}
         numbers: dict[str, Any] = {}
+        count = 0
         for given in fragments:
             low, high = max(start, given.start), min(stop, given.stop)
             if low >= high:
                 continue
-            numbers = given.numbers
+            numbers, count = given.numbers, count + high - low
             for key, value in given.tensors.items():
                 if key not in tensors:
                     tensors[key] = torch.empty(stop - start, dtype=value.dtype, device=device)
                 tensors[key][low - start : high - start] = value[low - given.start : high - given.start]
+        if count != stop - start:
+            raise RuntimeError(f"{count} of {stop - start} elements of the optimizer state of bucket {number} came")
         master = tensors.pop(_MASTER) if self._apart[number] else bucket.shard[start:stop]
         piece = _Piece(start, stop, True, nn.Parameter(master), dict(tensors))
         group = self._optimizer.param_groups[bucket.group or 0]

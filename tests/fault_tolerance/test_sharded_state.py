@@ -2,47 +2,134 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import triax
 from triax.fault_tolerance.membership import History
+from triax.fault_tolerance.shard_cut import Cut
 
 from replica_jobs import (
+    ask_to_leave,
     coordinator,
+    end,
     finish,
     in_one_process,
     kill,
     kill_after_sum,
+    kill_in_gather,
+    kill_in_move,
     kill_in_sum,
     losses,
     replayed,
+    require_equal,
     start,
+    start_in_order,
 )
 
 pytest.importorskip("torchft")
 
 KILLED = -9
-SHARDED = {"zero": 1}
+NUMEL = 352  # elements of the model's bucket
 
 
-def test_owners_are_lost_and_the_rest_goes_on(tmp_path: Path) -> None:
-    faults: dict[str, tuple[int, Callable[[Any], None]]] = {"c": (1, kill), "d": (4, kill_after_sum)}
-    with coordinator(least=2) as address:
-        common = {"gather": "abcd", "final": "abc", "faults": "cd", "pause": 0.05, "options": SHARDED}
-        run = {
-            name: start(tmp_path, name, address, after=after, fault=fault, **common)
-            for name, (after, fault) in {"a": (0, None), "b": (0, None), **faults}.items()
-        }
-        assert finish(run["c"]) == [KILLED]
-        again = start(tmp_path, "c", address, seed=9, **common)
-        assert finish([*run["a"], *run["b"], *again, *run["d"]]) == [0, 0, 0, KILLED]
-    found = [losses(tmp_path, name) for name in "abcd"]
-    whole = {step: loss for each in found for step, loss in each.items()}
-    steps = len(whole)
-    assert sorted(whole) == list(range(steps)) and all(each.items() <= whole.items() for each in found)
-    assert replayed(tmp_path / "again", tmp_path / "a.jsonl", "abcd", steps, options=SHARDED) == whole
-    expected = in_one_process(tmp_path / "a.jsonl", steps)
-    assert [float.fromhex(whole[step]) for step in range(steps)] == pytest.approx(expected, rel=1e-10)
+def test_owners_of_optimizer_state_are_lost(tmp_path: Path) -> None:
+    faults: dict[str, Any] = {
+        "b": {"after": 1, "fault": kill},
+        "d": {"after": 3, "fault": kill_in_move},  # when b is back, and gets its part
+    }
+    job: dict[str, Any] = {"options": {"zero": 1}}
+    with coordinator(least=1) as address:
+        common = {"gather": "abcd", "final": "abc", "pause": 0.05, **job}
+        run = start_in_order(tmp_path, "abcd", address, faults=faults, **common)
+        assert finish(run["b"]) == [KILLED]
+        again = start(tmp_path, "b", address, seed=9, faults="bd", **common)  # its state comes from the others
+        assert finish([*run["a"], *again, *run["c"], *run["d"]]) == [0, 0, 0, KILLED]
+    steps = 1 + max(losses(tmp_path, "a"))
+    require_equal(tmp_path, "abcd", steps, **job)
+    past = History.read(tmp_path / "a.jsonl")
+    lost = [name for step in range(steps) for name in set(past.members(step)) - set(past.counted(step))]
+    assert lost == ["b", "d"]
+    cut = Cut(past.members(steps - 1), 1)
+    for name in "abc":
+        held = end(tmp_path, name)["held"]
+        own, copies = cut.held(name, NUMEL)
+        assert (held["optimizer"], held["copies"]) == (2 * 8 * own, 2 * 8 * copies)  # exp_avg, exp_avg_sq in float64
+
+
+def test_lost_owner_and_copy_end_the_run_with_a_reason(tmp_path: Path) -> None:
+    saved = triax.Checkpoints(folder=str(tmp_path), every=2, resume=True)
+    job: dict[str, Any] = {"options": {"zero": 1}, "checkpoint": saved}
+    with coordinator(least=1) as address:
+        faults = {"b": {"after": 5, "fault": kill}, "c": {"after": 5, "fault": kill}}
+        run = start_in_order(tmp_path, "abc", address, gather="abc", final="abc", faults=faults, **job)
+        assert [finish(processes) for processes in run.values()] == [[1], [KILLED], [KILLED]]
+        reason = (tmp_path / "a.error").read_text()
+        assert "of 3 parts of the optimizer state are lost with replicas b, c" in reason and str(tmp_path) in reason
+    with coordinator(least=3) as address:
+        run = [process for name in "abc" for process in start(tmp_path, name, address, steps=10, **job)]
+        assert finish(run) == [0, 0, 0]
+    found, (expected, _) = losses(tmp_path, "a"), in_one_process(tmp_path / "a.jsonl", 10)
+    assert [float.fromhex(found[step]) for step in range(10)] == pytest.approx(expected, rel=1e-10)
+    assert losses(tmp_path, "b").items() <= found.items()
+
+
+def test_a_replica_that_leaves_hands_over_without_copies(tmp_path: Path) -> None:
+    job: dict[str, Any] = {"options": {"zero": 1, "copies": 0}}
+    with coordinator(least=1) as address:
+        faults = {"c": {"after": 2, "fault": ask_to_leave}}
+        run = start_in_order(tmp_path, "abc", address, gather="abc", final="ab", faults=faults, pause=0.05, **job)
+        assert [finish(processes) for processes in run.values()] == [[0], [0], [0]]
+    steps = 1 + max(losses(tmp_path, "a"))
+    require_equal(tmp_path, "abc", steps, **job)
+    assert not any("lost" in line for line in (tmp_path / "a.jsonl").read_text().splitlines())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("grid", "zero", "names", "copies", "killed", "fault"),
+    [
+        ({"pipe": 2}, 0, "abc", 1, "b", kill),
+        ({"data": 2}, 3, "abc", 1, "b", kill),
+        ({"data": 2}, 2, "ab", 1, "b", kill_in_gather),
+        ({}, 0, "abcd", 2, "bc", kill),
+        ({}, 0, "abc", 1, "c", kill_in_gather),
+        ({}, 0, "abc", 1, "b", kill_in_sum),
+        ({}, 0, "abc", 1, "b", kill_after_sum),
+    ],
+)
+def test_owners_are_lost_on_grids(
+    grid: dict[str, int], zero: int, names: str, copies: int, killed: str, fault: Any, tmp_path: Path
+) -> None:
+    job: dict[str, Any] = {"options": {"zero": 1, "copies": copies}, "grid": grid, "zero": zero}
+    with coordinator(least=1) as address:
+        common = {"gather": names, "final": names, "pause": 0.05, **job}
+        faults = dict.fromkeys(killed, {"after": 2, "fault": fault})
+        run = start_in_order(tmp_path, names, address, faults=faults, **common)
+        assert all(KILLED in finish(run[name]) for name in killed)
+        again = [process for name in killed for process in start(tmp_path, name, address, seed=9, faults=killed, **common)]
+        left = [process for name in names if name not in killed for process in run[name]]
+        assert set(finish([*left, *again])) == {0}
+    require_equal(tmp_path, names, 1 + max(losses(tmp_path, "a")), **job)
+
+
+@pytest.mark.exhaustive
+def test_master_weights_are_cut_too(tmp_path: Path) -> None:
+    job: dict[str, Any] = {"dtype": torch.float32, "precision": triax.Precision(weights="bf16")}
+    with coordinator(least=1) as address:
+        common = {"gather": "abc", "final": "abc", "pause": 0.05, "options": {"zero": 1}, **job}
+        run = start_in_order(tmp_path, "abc", address, faults={"b": {"after": 3, "fault": kill}}, **common)
+        assert finish(run["b"]) == [KILLED]
+        again = start(tmp_path, "b", address, seed=9, faults="b", **common)
+        assert finish([*run["a"], *again, *run["c"]]) == [0, 0, 0]
+    found = losses(tmp_path, "a")
+    history, steps = tmp_path / "a.jsonl", 1 + max(found)
+    assert replayed(tmp_path / "again", history, "abc", steps, options={"zero": 1}, **job) == found
+    whole = replayed(tmp_path / "whole", history, "abc", steps, **job)  # each replica holds all
+    assert [float.fromhex(whole[step]) for step in found] == pytest.approx([float.fromhex(x) for x in found.values()])
+    own, copies = Cut(History.read(history).members(steps - 1), 1).held("a", NUMEL)
+    held = end(tmp_path, "a")["held"]
+    assert (held["masters"], held["optimizer"], held["copies"]) == (4 * own, 2 * 4 * own, 3 * 4 * copies)

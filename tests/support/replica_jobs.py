@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -26,11 +27,11 @@ SAMPLES, SHARE, MICRO, WIDTH = 60, 4, 2, 6
 
 
 class Samples(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    """Inputs and labels in float64; every third label of a sample is ignored, so samples have unlike weights."""
+    """Inputs and labels; every third label of a sample is ignored, so samples have unlike weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         generator = torch.Generator().manual_seed(3)
-        self.inputs = torch.randn(SAMPLES, WIDTH, generator=generator, dtype=torch.float64)
+        self.inputs = torch.randn(SAMPLES, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
         self.labels = torch.randint(0, WIDTH, (SAMPLES, 3), generator=generator)
         self.labels[::3, 1:] = -100
 
@@ -48,9 +49,9 @@ def loss_fn(outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return loss, (labels != -100).sum()
 
 
-def layers(dropout: float) -> list[Any]:
+def layers(dropout: float, dtype: torch.dtype = torch.float64) -> list[Any]:
     """Return the layers of the model."""
-    make = partial(nn.Linear, dtype=torch.float64)
+    make = partial(nn.Linear, dtype=dtype)
     return [triax.LayerSpec(make, WIDTH, 12), torch.tanh, nn.Dropout(dropout), triax.LayerSpec(make, 12, 3 * WIDTH)]
 
 
@@ -71,13 +72,15 @@ def train(job: Mapping[str, Any]) -> None:
         os.environ |= {"RANK": str(job["rank"]), "WORLD_SIZE": str(size), "LOCAL_RANK": str(job["rank"])}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job["port"]), "LOCAL_WORLD_SIZE": str(size)}
     grid = triax.Grid(**grid_sizes)
-    model = triax.PipelineModule(layers(job.get("dropout", 0.0)), loss_fn=loss_fn, grid=grid, seed=job["seed"])
+    dtype = job.get("dtype", torch.float64)
+    model = triax.PipelineModule(layers(job.get("dropout", 0.0), dtype), loss_fn=loss_fn, grid=grid, seed=job["seed"])
     engine: Any = triax.Engine(
         model,
         optimizer=optimizer,
         batch=triax.Batch(size=SHARE, microbatch=MICRO if grid.replicas == 1 else SHARE // grid.replicas),
         clip=1.0,
-        training_data=Samples(),
+        precision=job.get("precision", triax.Precision()),
+        training_data=Samples(dtype),
         zero=job.get("zero", 0),
         checkpoint=job.get("checkpoint", triax.Checkpoints()),
         fault_tolerance={"replica": job["name"], "folder": job["folder"], **job["options"]},
@@ -89,11 +92,23 @@ def train(job: Mapping[str, Any]) -> None:
                 job["fault"](engine)
                 job = {**job, "fault": None}
             time.sleep(job.get("pause", 0.0))
-            loss = engine.train_batch()
+            try:
+                loss = engine.train_batch()
+            except RuntimeError as error:
+                Path(job["folder"], f"{job['name']}.error").write_text(str(error))
+                raise
             line = [engine.global_steps - 1, float(loss).hex(), time.monotonic(), engine.replicas.members]
             file.write(json.dumps(line) + "\n")
             file.flush()
+    _write_end(engine, job)
     engine.leave()
+
+
+def _write_end(engine: Any, job: Mapping[str, Any]) -> None:
+    """Write a rank's weights as hex, and the bytes that it holds."""
+    weights = {name: [each.hex() for each in value.double().flatten().tolist()] for name, value in engine.gather().items()}
+    found = {"weights": weights, "held": engine.memory_report()["held"]}
+    Path(job["folder"], f"{job['name']}.{engine.grid.rank}.end").write_text(json.dumps(found))
 
 
 def _since(engine: Any, names: Sequence[str]) -> int | None:
@@ -109,9 +124,11 @@ def _is_over(engine: Any, job: Mapping[str, Any]) -> bool:
     if "steps" in job:
         return bool(engine.global_steps >= job["steps"])
     changes, step = engine.replicas.ledger.changes, engine.global_steps
-    met = _since(engine, job["gather"]) is not None and set(job["final"]) == set(engine.replicas.ledger.members)
-    lost = {name for change in changes for name in change.lost} | {
-        name for change in changes for name in job["gather"] if change.members and name not in change.members
+    since = _since(engine, job["gather"])
+    met = since is not None and set(job["final"]) == set(engine.replicas.ledger.members)
+    later = [change for change in changes if since is not None and change.step >= step - since]
+    lost = {name for change in later for name in change.lost} | {
+        name for change in later for name in job["gather"] if change.members and name not in change.members
     }
     faults = all(name in lost for name in job.get("faults", ()))
     return bool(met and faults and step - changes[-1].step >= job.get("more", 3))
@@ -143,6 +160,29 @@ def kill_after_sum(engine: Any) -> None:
     engine.replicas._meet = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
+def kill_in_gather(engine: Any) -> None:
+    """Kill this process when it has stepped its part of the optimizer state, before it gives the weights."""
+    engine.replicas.shards.gather_weights = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_in_move(engine: Any) -> None:
+    """Kill this process within its next transfer of a part of the optimizer state."""
+    from triax.fault_tolerance import sharded_state
+
+    send = sharded_state.send_state
+
+    def sent(header: Tensor, *arguments: Any) -> None:
+        send(header, [], *arguments[1:])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    sharded_state.send_state = sent
+
+
+def ask_to_leave(engine: Any) -> None:
+    """Send SIGTERM to this process, as triax drain does."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 CONTEXT = multiprocessing.get_context("forkserver")
 # Loaded once, by the server: each process would take seconds on two cores.
 CONTEXT.set_forkserver_preload(
@@ -162,6 +202,30 @@ def start(folder: Path, name: str, address: str, **job: Any) -> list[Any]:
     for process in started:
         process.start()
     return started
+
+
+def start_in_order(folder: Path, names: str, address: str, **job: Any) -> dict[str, list[Any]]:
+    """Start replicas one after the other, each once the one before has taken a step: their order is that of ``names``.
+
+    Args:
+        folder: the folder of the run.
+        names: the replicas.
+        address: the coordinator's address.
+        job: of ``start``; ``faults`` has a replica's ``after`` and ``fault`` by its name.
+    """
+    faults = job.pop("faults")
+    started = {}
+    for name in names:
+        started[name] = start(folder, name, address, **job, faults="".join(faults), **faults.get(name, {}))
+        deadline = time.monotonic() + 60.0
+        while not _has_stepped(folder, name) and time.monotonic() < deadline:
+            time.sleep(0.02)
+    return started
+
+
+def _has_stepped(folder: Path, name: str) -> bool:
+    file = Path(folder, f"{name}.0.losses")
+    return file.exists() and file.stat().st_size > 0
 
 
 @contextlib.contextmanager
@@ -199,6 +263,11 @@ def finish(processes: Sequence[Any], seconds: float = 150.0) -> list[int | None]
     return codes
 
 
+def end(folder: Path, name: str, rank: int = 0) -> dict[str, Any]:
+    """Return the weights of a replica at its end, and the bytes that one of its ranks held."""
+    return dict(json.loads(Path(folder, f"{name}.{rank}.end").read_text()))
+
+
 def losses(folder: Path, name: str, rank: int = 0) -> dict[int, str]:
     """Return the losses of a replica, as hex: step -> loss."""
     lines = Path(folder, f"{name}.{rank}.losses").read_text().splitlines()
@@ -222,8 +291,8 @@ def replayed(folder: Path, history: Path, names: str, steps: int, **job: Any) ->
     return found[0]
 
 
-def in_one_process(history: Path, steps: int) -> list[float]:
-    """Losses of one process of plain torch that takes the samples of a history."""
+def in_one_process(history: Path, steps: int) -> tuple[list[float], dict[str, list[float]]]:
+    """Losses and final weights of one process of plain torch that takes the samples of a history."""
     ledger, past = Ledger(), History.read(history)
     model = triax.PipelineModule(layers(0.0), loss_fn=loss_fn, grid=triax.Grid(), seed=0)
     first, last = (module for module in model.modules() if isinstance(module, nn.Linear))
@@ -244,4 +313,32 @@ def in_one_process(history: Path, steps: int) -> list[float]:
         nn.utils.clip_grad_norm_([*first.parameters(), *last.parameters()], 1.0)
         adamw.step()
         found.append(float(total.detach() / weight))
-    return found
+    named = zip(("layers.0", "layers.3"), (first, last), strict=True)
+    weights = {f"{at}.{name}": p.flatten().tolist() for at, layer in named for name, p in layer.named_parameters()}
+    return found, weights
+
+
+def require_equal(folder: Path, names: str, steps: int, **job: Any) -> dict[int, str]:
+    """Check the steps of replicas against a replay of the first one's history, bit by bit, and against one process.
+
+    Args:
+        folder: the folder of the run.
+        names: the replicas that were ever members.
+        steps: the number of steps.
+        job: of ``start``.
+
+    Returns:
+        The losses.
+    """
+    found = [losses(folder, name) for name in names]
+    whole = {step: loss for each in found for step, loss in each.items()}
+    assert sorted(whole) == list(range(steps)) and all(each.items() <= whole.items() for each in found)
+    history = folder / f"{names[0]}.jsonl"
+    assert replayed(folder / "again", history, names, steps, **job) == whole
+    weights = end(folder, names[0])["weights"]
+    assert end(folder / "again", names[0])["weights"] == weights
+    expected, model = in_one_process(history, steps)
+    assert [float.fromhex(whole[step]) for step in range(steps)] == pytest.approx(expected, rel=1e-10)
+    for name, values in model.items():
+        assert [float.fromhex(each) for each in weights[name]] == pytest.approx(values, rel=1e-10, abs=1e-12)
+    return whole
