@@ -442,7 +442,8 @@ class FaultTolerantReplicas(SynchronousReplicas):
             round_ = self._round
             report = Report(
                 self.name,
-                -1 if self._stateless else self._engine.global_steps,
+                # A round of the next step is entered before the engine has counted the last one.
+                -1 if self._stateless else self._engine.global_steps if round_ is None else round_.step,
                 -1 if round_ is None or self._stateless else round_.number,
                 summed,
                 () if round_ is None else round_.members,
@@ -721,7 +722,9 @@ def _check(engine: Engine) -> None:
 def _digest(engine: Engine) -> str:
     """Return a hash of what must be equal on all replicas: options, and the parameters of each rank. Collective."""
     settings = {k: v for k, v in engine.settings(given=True).items() if k not in ("checkpoint", "monitor")}
-    section = {k: v for k, v in settings.pop("fault_tolerance", {}).items() if k in ("active", "replay", "zero", "copies")}
+    section = {
+        k: v for k, v in settings.pop("fault_tolerance", {}).items() if k in ("active", "replay", "zero", "copies")
+    }
     if section.get("zero"):  # a checkpoint is saved together
         section["every"] = engine.options.checkpoint.every
     shapes = [(name, [*parameter.shape]) for name, parameter in engine.module.named_parameters()]

@@ -199,9 +199,10 @@ class ReplicaShards:
         }  # fmt: skip
         found = self._exchange(group, names, owners, keepers, wanted)
         made = ((number, part, span) for number, part, span in self._spans(cut))
-        self._next = cut, {
-            (number, part): self._assemble(number, part, span, cut, found[number]) for number, part, span in made
-        }
+        self._next = (
+            cut,
+            {(number, part): self._assemble(number, part, span, cut, found[number]) for number, part, span in made},
+        )
 
     def adopt(self) -> None:
         """Take the moved state in the place of the last."""

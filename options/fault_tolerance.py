@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from ..base.option_error import OptionError
 from .base import Options, option
@@ -22,10 +21,12 @@ class FaultTolerance(Options):
     active: int | None = option(
         None, "Number of replicas that contribute; further ones are spare, with equal weights. None: all.", least=1
     )
-    zero: Literal[0, 1] = option(
+    zero: int = option(
         0,
         "Stage of ZeRO over the replicas: 1 cuts the optimizer state and the master weights among them. 0: each replica "
         "holds all.",
+        least=0,
+        most=3,
     )
     copies: int = option(
         1,
@@ -49,6 +50,15 @@ class FaultTolerance(Options):
     )
 
     def check(self) -> None:
-        """Check that the replica's name can be a file's name."""
+        """Check that the replica's name can be a file's name, and that gradients and weights are whole."""
+        if self.zero > 1:
+            what = "gradients" if self.zero == 2 else "gradients and weights"
+            raise OptionError(
+                "zero",
+                self.zero,
+                f"replicas keep whole {what}, because those that are left sum their gradients again when one is lost, "
+                f"and no layer waits for another replica: give 1, and cut {what} within each replica (zero="
+                f"{self.zero} of the engine, on a data axis)",
+            )
         if self.replica is not None and (not self.replica or set(self.replica) & set("/\\\n\0")):
             raise OptionError("replica", self.replica, "give a name without a slash, such as 0")

@@ -110,7 +110,9 @@ def test_owners_are_lost_on_grids(
         faults = dict.fromkeys(killed, {"after": 2, "fault": fault})
         run = start_in_order(tmp_path, names, address, faults=faults, **common)
         assert all(KILLED in finish(run[name]) for name in killed)
-        again = [process for name in killed for process in start(tmp_path, name, address, seed=9, faults=killed, **common)]
+        again = [
+            process for name in killed for process in start(tmp_path, name, address, seed=9, faults=killed, **common)
+        ]
         left = [process for name in names if name not in killed for process in run[name]]
         assert set(finish([*left, *again])) == {0}
     require_equal(tmp_path, names, 1 + max(losses(tmp_path, "a")), **job)

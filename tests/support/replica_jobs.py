@@ -106,7 +106,9 @@ def train(job: Mapping[str, Any]) -> None:
 
 def _write_end(engine: Any, job: Mapping[str, Any]) -> None:
     """Write a rank's weights as hex, and the bytes that it holds."""
-    weights = {name: [each.hex() for each in value.double().flatten().tolist()] for name, value in engine.gather().items()}
+    weights = {
+        name: [each.hex() for each in value.double().flatten().tolist()] for name, value in engine.gather().items()
+    }
     found = {"weights": weights, "held": engine.memory_report()["held"]}
     Path(job["folder"], f"{job['name']}.{engine.grid.rank}.end").write_text(json.dumps(found))
 
