@@ -71,5 +71,5 @@ class LedgerCheckpoints:
         return []
 
     def may_save_after(self, step: int, every: int) -> bool:
-        """Return True if this replica has the whole state of the run; with ZeRO over replicas, after it was gathered."""
+        """Return True if this replica has the state of the run, which is gathered with ZeRO over replicas."""
         return self._replicas.may_save(step % every == 0)

@@ -177,7 +177,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
         """Get the whole optimizer state, which stays until the next step, for a checkpoint. Collective over replicas.
 
         Returns:
-            The reason of a failure, equal on every rank of this replica. The next step goes on with those that are left.
+            The reason of a failure, on every rank; the next step goes on with those that are left.
         """
         if self.shards is None or self._round is None or self.left:
             return None
@@ -230,7 +230,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
         while True:
             round_, tried = self._now, time.monotonic()
             found: list[Tensor] = []
-            problem = self._load_received() or self._prepare_once()
+            problem = self._prepare_once() or self._load_received()  # a donor sends after it has prepared
             if problem is None:
                 try:
                     found = self._sum_once(round_, [*(bucket.owned_gradient for bucket in buckets), numbers])
@@ -311,8 +311,8 @@ class FaultTolerantReplicas(SynchronousReplicas):
                 self.shards.gather_whole(self._group, group, members, members)
             except _FAILURES as error:
                 raise RuntimeError(
-                    f"a replica was lost while all left the run after step {self._now.step}, so replica {self.name} has "
-                    f"no whole state of it ({error}): start the run again from its last checkpoint"
+                    f"a replica was lost while all left the run after step {self._now.step}, so replica {self.name} "
+                    f"has no whole state of it ({error}): start the run again from its last checkpoint"
                 ) from error
 
     def _prepare(self) -> None:

@@ -23,8 +23,8 @@ class FaultTolerance(Options):
     )
     zero: int = option(
         0,
-        "Stage of ZeRO over the replicas: 1 cuts the optimizer state and the master weights among them. 0: each replica "
-        "holds all.",
+        "Stage of ZeRO over the replicas: 1 cuts the optimizer state and the master weights among them. 0: each holds "
+        "all.",
         least=0,
         most=3,
     )

@@ -107,7 +107,7 @@ def test_owners_are_lost_on_grids(
     job: dict[str, Any] = {"options": {"zero": 1, "copies": copies}, "grid": grid, "zero": zero}
     with coordinator(least=1) as address:
         common = {"gather": names, "final": names, "pause": 0.05, **job}
-        faults = dict.fromkeys(killed, {"after": 2, "fault": fault})
+        faults = {name: {"after": 2, "fault": fault} for name in killed}
         run = start_in_order(tmp_path, names, address, faults=faults, **common)
         assert all(KILLED in finish(run[name]) for name in killed)
         again = [
