@@ -28,6 +28,7 @@ from replica_jobs import (
     require_equal,
     start,
     start_in_order,
+    stop_for_a_while,
 )
 
 pytest.importorskip("torchft")
@@ -116,6 +117,16 @@ def test_owners_are_lost_on_grids(
         left = [process for name in names if name not in killed for process in run[name]]
         assert set(finish([*left, *again])) == {0}
     require_equal(tmp_path, names, 1 + max(losses(tmp_path, "a")), **job)
+
+
+@pytest.mark.exhaustive
+def test_an_owner_that_was_stopped_gets_a_part_again(tmp_path: Path) -> None:
+    job: dict[str, Any] = {"options": {"zero": 1, "timeout": 1.5}}
+    with coordinator(least=1) as address:
+        faults = {"c": {"after": 2, "fault": stop_for_a_while}}
+        run = start_in_order(tmp_path, "abc", address, gather="abc", final="abc", faults=faults, pause=0.05, **job)
+        assert [finish(processes) for processes in run.values()] == [[0], [0], [0]]
+    require_equal(tmp_path, "abc", 1 + max(losses(tmp_path, "a")), **job)
 
 
 @pytest.mark.exhaustive

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -178,6 +179,12 @@ def kill_in_move(engine: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     sharded_state.send_state = sent
+
+
+def stop_for_a_while(engine: Any) -> None:
+    """Stop this process for four seconds."""
+    subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def ask_to_leave(engine: Any) -> None:
