@@ -37,7 +37,7 @@ WORKERS := -n 2 --dist worksteal
 # In order even under `make -j`: these share one machine, and one of them makes what the others need.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help install train check test test-all test-versions test-device fuzz lint docs release-check
+.PHONY: help install train check test test-all test-versions test-device fuzz lint docs release-check wheel
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -101,6 +101,13 @@ release-check: $(STAMP) ## before a release: linters, every test, an hour of fuz
 	$(MAKE) --no-print-directory fuzz SECONDS=3600
 	$(MAKE) --no-print-directory docs
 	$(BIN)/python tests/laws/release.py
+
+# From the last commit: a build in the checkout would take up what an earlier one left there.
+wheel: $(STAMP) ## the wheel of the last commit, in dist; pip install dist/triax-*.whl
+	@rm -rf build/wheel && mkdir -p build/wheel dist
+	git archive HEAD | tar -x -C build/wheel
+	$(BIN)/python -m pip wheel --no-deps --quiet --disable-pip-version-check --wheel-dir dist build/wheel
+	@rm -rf build/wheel; ls dist/triax-*.whl
 
 lint: $(STAMP) ## ruff (rules and format) and mypy
 	@echo "== linting"

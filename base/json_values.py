@@ -18,6 +18,7 @@ from torch import Tensor
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 # How to make the value of a key that begins with "$": from text, or from a list of values.
 _FROM_TEXT: dict[str, Callable[[str], Any]] = {"$float": float, "$dtype": _DTYPES.__getitem__, "$device": torch.device}
+_PLAIN = frozenset({str, int, bool, type(None)})  # types of most values of a list: JSON has them
 _FROM_LIST: dict[str, Callable[[list[Any]], Any]] = {"$tuple": tuple, "$set": set, "$deque": deque}
 
 
@@ -52,7 +53,7 @@ def encode(value: Any, put: Callable[[Tensor], str] | None = None, where: str = 
         return dict(pairs)
     kinds = {tuple: "$tuple", set: "$set", frozenset: "$set", deque: "$deque"}
     if isinstance(value, (list, tuple, set, frozenset, deque)):
-        items = [encode(each, put, f"{where}[{i}]") for i, each in enumerate(value)]
+        items = [each if type(each) in _PLAIN else encode(each, put, f"{where}[{i}]") for i, each in enumerate(value)]
         kind = next((name for cls, name in kinds.items() if isinstance(value, cls)), None)
         return items if kind is None else {kind: items}
     raise TypeError(
@@ -73,7 +74,7 @@ def decode(value: Any, get: Callable[[str], Tensor] | None = None) -> Any:
         ValueError: ``encode`` makes no such value.
     """
     if isinstance(value, list):
-        return [decode(each, get) for each in value]
+        return [each if type(each) in _PLAIN else decode(each, get) for each in value]
     if not isinstance(value, dict):
         return value
     first: tuple[str, Any] = next(iter(value.items())) if len(value) == 1 else ("", None)
@@ -94,7 +95,7 @@ def decode(value: Any, get: Callable[[str], Tensor] | None = None) -> Any:
         return Counter(pairs) if kind == "$counter" else pairs
     if kind not in _FROM_LIST:
         raise ValueError(f"a value has the unknown kind {kind}: a later triax wrote the file, or it is damaged")
-    return _FROM_LIST[kind]([decode(each, get) for each in inside])
+    return _FROM_LIST[kind](decode(inside, get))
 
 
 def dumps(value: Any, where: str) -> bytes:

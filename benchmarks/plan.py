@@ -13,7 +13,6 @@ in it or in the model is fitted to these times.
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import json
 import tempfile
@@ -137,9 +136,10 @@ def main() -> None:
     options = parse()
     path = options.results or Path(tempfile.mkdtemp()) / "times.jsonl"
     for processes in options.processes:
-        measured = on_ranks(measure, processes, options.steps, ranks=processes)[0]
-        with path.open("a", encoding="utf-8") as file:
-            file.writelines(f"{json.dumps(row)}\n" for row in measured)
+        for name, fields in LAYOUTS[processes]:  # each in processes of its own, as a run is
+            row = on_ranks(measure, processes, name, fields, options.steps, ranks=processes)[0]
+            with path.open("a", encoding="utf-8") as file:
+                file.write(f"{json.dumps(row)}\n")
     # The last measurement of each layout.
     rows = list({(row["model"], row["layout"]): row for row in map(json.loads, path.read_text().splitlines())}.values())
     for row in rows:
@@ -163,19 +163,13 @@ def parse() -> argparse.Namespace:
 # ---------------------------------------------------------------------------------------- on each rank
 
 
-def measure(processes: int, steps: int) -> list[dict[str, Any]]:
-    """Time every layout of this number of processes."""
-    rows = []
-    for name, fields in LAYOUTS[processes]:
-        layout = ParallelLayout(**fields)
-        engine, batch = build(name, layout)
-        step = partial(engine.train_batch, itertools.repeat(batch))
-        times = [slowest(engine.grid, step) for _ in range(WARM_UP + steps)][WARM_UP:]
-        about = {"model": name, "processes": processes, "layout": str(layout), "fields": asdict(layout)}
-        rows.append({**about, "times": times})
-        del engine, step
-        gc.collect()
-    return rows
+def measure(processes: int, name: str, fields: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Time a layout."""
+    layout = ParallelLayout(**fields)
+    engine, batch = build(name, layout)
+    step = partial(engine.train_batch, itertools.repeat(batch))
+    times = [slowest(engine.grid, step) for _ in range(WARM_UP + steps)][WARM_UP:]
+    return {"model": name, "processes": processes, "layout": str(layout), "fields": asdict(layout), "times": times}
 
 
 def build(name: str, layout: ParallelLayout) -> tuple[Any, tuple[torch.Tensor, torch.Tensor]]:

@@ -1,4 +1,6 @@
-"""Automatic checkpoints: saved every N steps and on SIGTERM or SIGUSR1, and the newest complete one found again.
+"""Automatic checkpoints: saved every N steps and on a signal, and the newest complete one found again.
+
+The signals are SIGTERM, SIGUSR1 and, where a program asks for it, the first Ctrl-C (SIGINT).
 
 {"checkpoint": {"dir": "runs/a", "every": 100, "keep": 3, "resume": "auto"}}
 """
@@ -26,8 +28,9 @@ from .lineage import Lineage
 from .protocol import Snapshot
 from .reader import LoadOptions, open_checkpoint
 
-# Slurm sends the second before the time limit (--signal=USR1@120). If ranks receive both, it counts.
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# Slurm sends the second before the time limit (--signal=USR1@120). If ranks receive several, the last of these counts.
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+_INTERRUPTED = b"\nCtrl-C: the run saves a checkpoint after this step and ends; Ctrl-C again ends it at once\n"
 _LOG = logging.getLogger("triax")
 
 
@@ -67,7 +70,7 @@ def load_newest(
 
 
 class AutoSaver:
-    """Saves a checkpoint after every so many steps; after a SIGTERM or SIGUSR1 it saves one and ends the process.
+    """Saves a checkpoint after every so many steps; after a signal it saves one and ends the process.
 
     Args:
         grid: the run's grid.
@@ -81,7 +84,7 @@ class AutoSaver:
         wait: waits for a checkpoint that is being written; returns None or the reason of a failure.
 
     Attributes:
-        signalled: 1 if this rank has received a SIGTERM, 2 if it has received a SIGUSR1, else 0.
+        signalled: 1 if this rank has received a SIGTERM, 2 after a SIGUSR1, 3 after a SIGINT, else 0.
     """
 
     def __init__(
@@ -106,6 +109,16 @@ class AutoSaver:
             if found == signal.SIG_DFL or isinstance(found, _SignalHandler):  # else it is the user's
                 signal.signal(signal.SIGUSR1, _SignalHandler(self, signal.SIGUSR1))
 
+    def save_on_interrupt(self) -> None:
+        """Save a checkpoint and end the process on the first SIGINT too. The second has the effect that it had."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, _SignalHandler(self, signal.SIGINT))
+
+    @property
+    def speaks(self) -> bool:
+        """True on the rank that prints."""
+        return self._grid.rank == 0
+
     def after_call(self, step: int, may_save: Callable[[], bool] = lambda: True) -> None:
         """Save a checkpoint if a step was taken since the last call and a checkpoint is due.
 
@@ -116,7 +129,7 @@ class AutoSaver:
             may_save: called after a new step. If it returns False, nothing is saved and signals are not checked.
 
         Raises:
-            SystemExit: with code 143 after any rank received a SIGTERM, with code 138 after a SIGUSR1.
+            SystemExit: with code 143 after any rank received a SIGTERM, 138 after a SIGUSR1, 130 after a SIGINT.
             CheckpointError: if the checkpoint could not be written and ``stop`` is set.
         """
         if step == self._last:
@@ -151,23 +164,25 @@ class AutoSaver:
 
 
 class _SignalHandler:
-    """Handler that sets ``saver.signalled`` on the first SIGTERM, and on each SIGUSR1, which Slurm may send twice.
+    """Handler that sets ``saver.signalled`` on the first SIGTERM or SIGINT, and on each SIGUSR1.
 
-    Where nothing would be saved, the signal has the effect that it had before: on the second SIGTERM, when ``saver``
-    is gone, and in child processes that were forked from this one.
+    Slurm may send SIGUSR1 twice. Where nothing would be saved, a signal has the effect that it had before: on the
+    second SIGTERM or SIGINT, when ``saver`` is gone, and in child processes that were forked from this one.
     """
 
     def __init__(self, saver: AutoSaver, number: signal.Signals) -> None:
         before = signal.getsignal(number)
         self._before: Any = before._before if isinstance(before, _SignalHandler) else before
         self._saver, self._process = weakref.ref(saver), os.getpid()
-        self._value, self._again = 1 + _SIGNALS.index(number), number != signal.SIGTERM
+        self._value, self._again = 1 + _SIGNALS.index(number), number == signal.SIGUSR1
         self._received = False
 
     def __call__(self, number: int, frame: Any) -> None:
         saver = self._saver()
         if saver is not None and (self._again or not self._received) and os.getpid() == self._process:
             self._received, saver.signalled = True, max(saver.signalled, self._value)
+            if number == signal.SIGINT and saver.speaks:
+                os.write(2, _INTERRUPTED)
         elif callable(self._before):
             self._before(number, frame)
         else:

@@ -1,6 +1,8 @@
 """The command ``triax``: one file for each sub-command, with its options and help.
 
 main.py: the command itself, and how errors are printed.
+demo.py: ``triax demo``, a small model on two stages, and its measured timeline.
+new.py: ``triax new``, a project to begin with; recipe.py: ``triax recipe``, training files to begin with.
 output.py: printed lines that quote files, without their control characters.
 memory.py: ``triax memory``, bytes of each pipe rank by kind, on paper.
 plan.py: ``triax plan``, the fastest layouts that fit on a cluster, and the reasons.
@@ -17,7 +19,7 @@ config.py: ``triax config``, a configuration checked and resolved.
 schedule.py: ``triax schedule``, a pipeline schedule verified, simulated and drawn.
 cuts.py: ``triax schedule --layers``, where to cut a list of layers by their costs.
 check.py: ``triax check``, a model of one's own compared on grids with one process; check_targets.py: what it takes.
-report.py: ``triax report``, an HTML page about a run.
+report.py: ``triax report``, an HTML page about a run, or one that compares runs.
 train.py: ``triax train``, a training run from one file.
 generate.py: ``triax generate``, text from a prompt.
 evaluate.py: ``triax evaluate``, the metrics of a model on tasks of lm-eval.

@@ -16,19 +16,23 @@ if TYPE_CHECKING:
     from ..checkpoint.protocol import Snapshot
     from ..checkpoint.reader import Reader
 
+CHECKPOINTS = "checkpoints"  # folder of the checkpoints in the folder of a run of triax train
+
 checkpoint = typer.Typer(
     name="checkpoint", help="Show, verify, convert, compare and prune checkpoints.", no_args_is_help=True
 )
 
 Where = Annotated[
     str,
-    typer.Argument(help="A checkpoint, or a folder of checkpoints: its last one. A path, or a URI as s3://bucket/run."),
+    typer.Argument(
+        help="A checkpoint, or a folder of checkpoints or of a run: its last one. A path, or a URI as s3://bucket/run."
+    ),
 ]
 
 
 @checkpoint.command()
 def show(path: Where, tensors: Annotated[bool, typer.Option(help="Print a line for each tensor.")] = True) -> None:
-    """Show a checkpoint: its step, grid and versions, and its tensors with their sizes."""
+    """Show a checkpoint: its step, grid, versions and sizes, and then its tensors."""
     from ..base.tables import as_text, table
 
     reader = _open(path)
@@ -49,13 +53,12 @@ def show(path: Where, tensors: Annotated[bool, typer.Option(help="Print a line f
         totals[kind] = totals.get(kind, 0) + entry.bytes
         shape = " x ".join(map(str, entry.shape)) or "1"
         rows.append((escaped(name), entry.dtype, shape, f"{entry.bytes / 1e6:.3f}", len(entry.boxes)))
-    if tensors:
-        echo(as_text(table(("tensor", "dtype", "shape", "MB", "boxes"), rows, left=3)))
-    for kind, size in totals.items():
-        echo(f"{kind}: {size / 1e6:.3f} MB")
     files = sum(file.size for file in index.files.values())
     elements = sum(math.prod(each.shape) for name, each in index.tensors.items() if name.startswith("weights/"))
-    echo(f"{len(index.files)} files of {files / 1e6:.3f} MB; {elements:,} parameters")
+    echo(f"{elements:,} parameters; {len(index.tensors)} tensors in {len(index.files)} files of {files / 1e6:.3f} MB")
+    echo(", ".join(f"{kind} {size / 1e6:.3f} MB" for kind, size in totals.items()))
+    if tensors:
+        echo(as_text(table(("tensor", "dtype", "shape", "MB", "boxes"), rows, left=3)))
 
 
 @checkpoint.command()
@@ -297,6 +300,8 @@ def _open(where: str) -> Reader:
 
     found = path = folder_at(where)
     try:
+        if not any((path / name).is_file() for name in (NAME, "latest")) and (path / CHECKPOINTS / "latest").is_file():
+            found = path = path / CHECKPOINTS
         if not (path / NAME).is_file():
             tag, note = (None, "") if isinstance(path, Path) and not path.is_dir() else last(path)
             if note:

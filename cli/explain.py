@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
+
 from ..base.errors import ConfigError
 from ..base.formulas import STATES, optimizer_states
 from ..base.tables import as_text, table
@@ -69,6 +71,7 @@ def explain(job: Job, processes: int | None = None) -> dict[str, Any]:
             "steps": job.steps,
             "tokens": job.steps * job.tokens_per_step,
             "precision": job.precision,
+            "precision_is_default": job.precision_is_default,
             "optimizer": job.options.optimizer.type,
             "zero": layout.zero,
             "recompute": layout.recompute,
@@ -108,13 +111,14 @@ def text(found: dict[str, Any]) -> str:
     model, schedule, training = found["model"], found["schedule"], found["training"]
     grid = " x ".join(f"{axis} {size}" for axis, size in found["grid"].items() if size > 1) or "one process"
     batch = training["batch"]
+    default = " (the default)" if training["precision_is_default"] else ""
     facts = {
         "grid": f"{grid}: {found['processes']} processes",
         "schedule": f"{schedule['name']}, {schedule['microbatches']} microbatches: bubble {schedule['bubble']:.1%}",
         "microbatch": f"{batch['microbatch']} x {training['sequence']:,} tokens",
         "step": f"{batch['sequences']:,} x {training['sequence']:,} = {training['tokens_per_step']:,} tokens",
         "run": f"{training['steps']:,} steps: {training['tokens']:,} tokens",
-        "training": f"{training['precision']}, {training['optimizer']}, ZeRO stage {training['zero']}",
+        "training": f"{training['precision']}{default}, {training['optimizer']}, ZeRO stage {training['zero']}",
         "recompute": training["recompute"],
     }
     title = f"{found['name']}: {model['kind']} with {model['parameters']:,} parameters in {model['layers']} layers"
@@ -135,7 +139,8 @@ def text(found: dict[str, Any]) -> str:
         table(("", ""), facts.items(), left=2, show_header=False),
         table(("stage", "pipe rank", "layers", "", "parameters"), stages, left=0),
         "bytes of a rank, in GiB",
-        table(("pipe rank", *shown), memory, left=0),
+        # Without lines and margins it fits into 80 columns with its heads and figures whole.
+        table(("pipe", *shown), memory, left=0, box=SIMPLE_HEAD, padding=0, show_edge=False),
         *(f"note: {note}" for note in found["notes"]),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,13 +15,16 @@ from .checkpoint import checkpoint
 from .config import config
 from .coordinator import coordinator, drain
 from .data import data
+from .demo import demo
 from .env import env
 from .evaluate import evaluate
 from .foreign_options import Command, RunCommand
 from .generate import generate
 from .grid import grid
 from .memory import memory
+from .new import new
 from .plan import plan
+from .recipe import recipe
 from .report import report
 from .run import CONTEXT, run
 from .schedule import schedule
@@ -28,9 +32,9 @@ from .train import train
 
 app = typer.Typer(
     name="triax",
-    help="Train models in three dimensions: pipe, tensor and data.",
+    help="Train models in three dimensions: pipe, tensor and data. Begin with triax demo.",
+    epilog=f"Pages such as docs/launch.md, which help texts and messages name, are in {Path(__file__).parents[1]}.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -50,6 +54,9 @@ def _options(
     pass
 
 
+app.command(cls=Command)(demo)
+app.command(cls=Command)(new)
+app.command(cls=Command)(recipe)
 app.command(cls=Command)(memory)
 app.command(cls=Command)(config)
 app.command(cls=Command)(grid)

@@ -87,11 +87,9 @@ def measure(name: str, say: Say = print) -> Machine:
         cores=cores,
         threads=threads,
         crowding=together["crowding"],
-        in_step=1.0,
+        in_step=dict.fromkeys(_MODELS, 1.0),
         collectives=together["collectives"],
-        calls=_calls(threads, sum(found["measured"]["layers"]["GPTBlock"]), together)
-        if together["collectives"]
-        else {},
+        calls=_calls(threads, found["measured"]["layers"], together) if together["collectives"] else {},
         **found["measured"],
     )
     described = _description(name, device, measured, found["peak"], found["bandwidth"], alone.host_bandwidth())
@@ -401,15 +399,15 @@ class _Alone:
             step = steps[0] - 4 * sum(ops[2])
         return layers, tuple(max(each, 1e-7) for each in microbatch), max(step, 1e-7)
 
-    def in_step(self, machine: Machine) -> float:
-        """Return by how much kernels are slower in steps of two small models than in loops of their own."""
+    def in_step(self, machine: Machine) -> dict[str, float]:
+        """Return by how much kernels are slower in steps of small models than in loops of their own, for each block."""
         width, sequence = (256, 128) if self.small else (2048, 2048)
-        factors = []
+        found = {}
         for name in _MODELS:
             taken, step = self._step(name, machine, width, sequence)
             kernels = sum(step.kinds[kind] for kind in ("products", "attention", "elementwise"))
-            factors.append((taken - step.seconds + kernels) / kernels)
-        return max(1.0, math.sqrt(math.prod(factors)))
+            found[name] = max(1.0, (taken - step.seconds + kernels) / kernels)
+        return found
 
     def check(self, machine: Machine) -> None:
         """Say how far off the description is in steps of models of another size, which it was not made from."""
@@ -442,11 +440,19 @@ def cycled(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
 
 
 def small_engine(
-    name: str, device: torch.device, layers: int, width: int = 16, sequence: int = 8, tensor: int = 1, zero: Any = 0
+    name: str, device: torch.device, layers: int, width: int = 16, sequence: int = 8, zero: Any = 0, **axes: int
 ) -> tuple[PipelineEngine, tuple[Tensor, Tensor]]:
-    """Return an engine of a model with 4 microbatches, and one of them; by default nothing but Python takes time."""
+    """Return an engine of a model with 4 microbatches, and one of them; by default nothing but Python takes time.
+
+    Args:
+        name: class of its blocks.
+        device: device of the microbatch.
+        layers, width, sequence: number of blocks, hidden width, and tokens of the microbatch.
+        zero: stage of ZeRO.
+        axes: sizes of the grid's axes.
+    """
     config = _config(name, layers, width, sequence)
-    grid = Grid(tensor=tensor)
+    grid = Grid(**axes)
     model = PipelineModule(_MODELS[name][1](config), grid=grid, loss_fn=NextTokenLoss(grid, config.vocab_size))
     engine = PipelineEngine(
         model,
@@ -500,7 +506,16 @@ def _together(ranks: int, cores: int, threads: int) -> dict[str, Any]:
     }
 
 
-def _calls(threads: int, block: float, together: Mapping[str, Any]) -> dict[str, float]:
+# A block's collectives on 2 ranks: axis -> the block, sizes of its engine, and how often it calls which collective.
+_CALLS: dict[str, tuple[str, dict[str, int], dict[str, int]]] = {
+    "tensor": ("GPTBlock", {"tensor": 2}, {"all_reduce": 4}),
+    "data": ("GPTBlock", {"zero": 3}, {"all_gather": 2, "reduce_scatter": 1}),
+    "context": ("GPTBlock", {"context": 2}, {"reduce_scatter": 3}),  # the ring's messages are counted as one
+    "expert": ("MixtralBlock", {"data": 2, "expert": 2}, {"all_to_all": 4}),
+}
+
+
+def _calls(threads: int, layers: Mapping[str, Row], together: Mapping[str, Any]) -> dict[str, float]:
     """Return ``calls`` of ``MeasuredTimes``: time of a tiny block's passes beyond its Python and its collectives."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "blocks.json"
@@ -508,19 +523,19 @@ def _calls(threads: int, block: float, together: Mapping[str, Any]) -> dict[str,
             raise RuntimeError(f"the 2 ranks that time the engine's collectives failed with code {code}.")
         found = json.loads(path.read_text())
     once = {name: rows[0][2] for name, rows in together["collectives"].items()}
-    data = 2 * once["all_gather"] + once["reduce_scatter"]
-    return {
-        "tensor": max(0.0, found["tensor"] - block - 4 * once["all_reduce"]) / 4,
-        "data": max(0.0, found["data"] - block - data) / 3,
-    }
+    calls = {}
+    for axis, (block, _, counts) in _CALLS.items():
+        counted = sum(layers[block]) + sum(count * once[name] for name, count in counts.items())
+        calls[axis] = max(0.0, found[axis] - counted) / sum(counts.values())
+    return calls
 
 
 def time_blocks(path: str) -> None:
-    """Time passes of a tiny block on 2 tensor-parallel ranks, and on 2 replicas under ZeRO stage 3. On each rank."""
+    """Time passes of a tiny block on 2 ranks of each axis, under ZeRO stage 3 on that of data. On each rank."""
     found = {}
     grid = Grid(timeout=120)
-    for axis, sizes in (("tensor", {"tensor": 2}), ("data", {"zero": 3})):
-        few, many = (sum(op_seconds(*small_engine("GPTBlock", grid.device, count, **sizes))) for count in (2, 8))
+    for axis, (block, sizes, _) in _CALLS.items():
+        few, many = (sum(op_seconds(*small_engine(block, grid.device, count, **sizes))) for count in (2, 8))
         found[axis] = (many - few) / 6
     if grid.rank == 0:
         Path(path).write_text(json.dumps(found))
@@ -554,6 +569,7 @@ _SENT: dict[str, Callable[[int], float]] = {  # bytes that a rank sends, over th
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
     "message": lambda n: 1.0,
 }
 
@@ -567,6 +583,10 @@ def _collectives(axis: Axis) -> dict[str, Callable[[Tensor], object]]:
     def reduce_scatter(tensor: Tensor) -> None:
         axis.reduce_scatter(torch.empty(tensor.numel() // axis.size, device=tensor.device), tensor).wait()
 
+    def all_to_all(tensor: Tensor) -> None:
+        rows = tensor.view(axis.size, -1)
+        axis.all_to_all(torch.empty_like(rows), rows).wait()
+
     def message(tensor: Tensor) -> None:  # there and back
         if axis.rank == 0:
             axis.send(tensor, 1, 7).wait()
@@ -579,6 +599,7 @@ def _collectives(axis: Axis) -> dict[str, Callable[[Tensor], object]]:
         "all_reduce": lambda tensor: axis.all_reduce(tensor).wait(),
         "all_gather": all_gather,
         "reduce_scatter": reduce_scatter,
+        "all_to_all": all_to_all,
         "message": message,
     }
 

@@ -16,11 +16,13 @@ from ..pipe.program.critical import CriticalPath
 from ..pipe.program.draw import chrome_trace, picture, text
 from ..pipe.program.offload import offload_pass
 from ..pipe.program.ops import Op
+from ..pipe.program.pairs import pair_pass
+from ..pipe.program.recompute_pass import recompute_pass
 from ..pipe.program.schedule import Schedule
 from ..pipe.program.simulate import Costs, Simulation, simulate
 from ..pipe.program.timeline import Span
 from ..pipe.program.verify import verify
-from ..pipe.schedules.choose import NAMES, make_schedule, read_schedule, schedule_names
+from ..pipe.schedules.choose import NAMES, make_schedule, read_schedule, schedule_names, write_schedule
 from ..pipe.schedules.registry import RECIPES
 from ..pipe.schedules.search import Found, tune
 from .cuts import show_cuts
@@ -37,7 +39,10 @@ def schedule(
     ] = None,
     pipe: Annotated[int | None, typer.Option(help="Size of the pipe axis. Default: 4, or the file's.")] = None,
     microbatches: Annotated[
-        int | None, typer.Option(help="Microbatches per step. Default: twice --pipe, or the file's.")
+        int | None,
+        typer.Option(
+            help="Microbatches per step. Default: twice --pipe, or as many as the schedule needs, or the file's."
+        ),
     ] = None,
     chunks: Annotated[int | None, typer.Option(help="Stages per rank. Default: as the schedule needs.")] = None,
     costs: Annotated[
@@ -59,8 +64,21 @@ def schedule(
     limit: Annotated[
         str | None, typer.Option(help="With --layers: GB that a rank may take, or one for each rank: 20,20,40.")
     ] = None,
+    collectives: Annotated[
+        str,
+        typer.Option(
+            help="AR[,A2A]: time of the tensor axis's all-reduces, and of the expert axis's all-to-alls, in a rank's "
+            "forward or input-gradient pass of one microbatch."
+        ),
+    ] = "0",
+    pairs: Annotated[
+        bool, typer.Option("--pairs", help="Join passes to pairs where that hides collectives and shortens the step.")
+    ] = False,
     offload: Annotated[
         float | None, typer.Option(help="Share of the activations to offload to the host, 0 to 1, if their copies fit.")
+    ] = None,
+    recompute: Annotated[
+        float | None, typer.Option(help="Share of the activations to recompute by ops of the schedule, 0 to 1.")
     ] = None,
     keep_gathered: Annotated[
         bool, typer.Option("--keep-gathered", help="ZeRO stage 3: gather weights once per step, not for each pass.")
@@ -70,7 +88,10 @@ def schedule(
     ] = False,
     file: Annotated[
         Path | None,
-        typer.Option(help="Read a schedule from a file: CSV with a line such as 0F0,0F1,0B0 for each rank, or JSON."),
+        typer.Option(
+            help="Read a schedule from a file: .csv with a line such as 0F0,0F1,0B0 for each rank, .json, or .txt with "
+            "the lines that the zero-bubble repository prints."
+        ),
     ] = None,
     explain: Annotated[
         str | None,
@@ -79,6 +100,13 @@ def schedule(
     plot: Annotated[
         Path | None,
         typer.Option(help="Draw to this .png, .svg or .pdf file, or write a Chrome trace to this .json file."),
+    ] = None,
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write the schedule to this file: .csv for torch's pipelining, .txt as the zero-bubble repository "
+            "prints it, or .json."
+        ),
     ] = None,
     critical: Annotated[bool, typer.Option("--critical", help="Draw a line along the critical path.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -93,9 +121,13 @@ def schedule(
                 or explain
                 or plot
                 or critical
+                or write
                 or memory
                 or offload
+                or recompute
                 or costs != "1,1,1"
+                or collectives != "0"
+                or pairs
             ):
                 raise ValueError(
                     "--layers goes with a schedule's name, --pipe, --microbatches, --chunks, --limit and --json alone, "
@@ -109,17 +141,18 @@ def schedule(
                 "Give a schedule's name, or --file, or --compare, or --file with --compare. "
                 f"The names are {', '.join(schedule_names())}."
             )
-        parsed = parse_costs(costs)
+        parsed = parse_costs(costs, collectives)
         own = None if file is None else read_schedule(file)
         if own is not None:
             for option, given in (("pipe", pipe), ("microbatches", microbatches)):
                 if given not in (None, value := getattr(own, option)):
                     raise ValueError(f"You gave --{option} {given}, but {file} has {option}={value}. Leave it out.")
-            verify(own, memory if offload is None else None)
+            verify(own, memory if offload is None and recompute is None and not pairs else None)
             pipe, microbatches, chosen = own.pipe, own.microbatches, own
         if own is None or compare:
             pipe = 4 if pipe is None else pipe
-            microbatches = 2 * pipe if microbatches is None else microbatches
+            least = RECIPES[name].least(max(pipe, 1)) if name in RECIPES else 1
+            microbatches = max(2 * pipe, least) if microbatches is None else microbatches
             passes = pipe * microbatches * (chunks or 1)
             if passes > LARGEST:
                 raise ValueError(
@@ -129,14 +162,22 @@ def schedule(
             if compare:
                 if critical or explain is not None:
                     raise ValueError("--explain and --critical are for one schedule: leave out --compare")
-                if offload is not None:
-                    raise ValueError("--offload is for one schedule: leave out --compare")
-                _compare(own, pipe, microbatches, chunks, parsed, memory, plot, as_json, keep_gathered)
+                if write is not None:
+                    raise ValueError("--write is for one schedule: leave out --compare")
+                if offload is not None or recompute is not None:
+                    raise ValueError("--offload and --recompute are for one schedule: leave out --compare")
+                _compare(own, pipe, microbatches, chunks, parsed, memory, plot, as_json, keep_gathered, pairs)
                 return
             assert name is not None
-            chosen = _tuned(make_schedule(name, pipe, microbatches, chunks, parsed, memory), parsed)
-        if offload is not None:
-            chosen = offload_pass(chosen, offload, costs=parsed)
+            shares = (offload or 0.0, recompute or 0.0) if name == "auto" and memory is not None else (0.0, 0.0)
+            chosen = _tuned(make_schedule(name, pipe, microbatches, chunks, parsed, memory, *shares), parsed)
+        if pairs:
+            chosen = pair_pass(chosen, parsed)
+        if not (isinstance(chosen, Found) and memory is not None):
+            if offload is not None:
+                chosen = offload_pass(chosen, offload, costs=parsed)
+            if recompute is not None:
+                chosen = recompute_pass(chosen, recompute, costs=parsed)
         verify(chosen, memory)
         result = simulate(chosen, parsed, keep_gathered)
         causes = CriticalPath(chosen, parsed, keep_gathered)
@@ -144,6 +185,8 @@ def schedule(
             raise ValueError("--critical draws a line in a picture: give --plot too, such as --plot schedule.png")
         if plot is not None:
             _plot(plot, [result], [title(chosen, parsed)], [causes.path] if critical else None)
+        if write is not None:
+            write_schedule(chosen, write)
         if explain is not None:
             typer.echo(causes.explain(Op.parse(explain)))
         elif as_json:
@@ -156,14 +199,21 @@ def schedule(
         raise typer.Exit(2) from None
 
 
-def parse_costs(text_: str) -> Costs:
+def parse_costs(text_: str, collectives: str = "0") -> Costs:
+    """Return the costs of ``--costs`` and ``--collectives``."""
+    try:
+        exposed = [float(part) for part in collectives.split(",")]
+    except ValueError:
+        exposed = []
+    if not 1 <= len(exposed) <= 2:
+        raise ValueError(f"--collectives is {collectives}, but it must be AR[,A2A]. An example is 0.25.")
     try:
         values = [float(part) for part in text_.split(",")]
     except ValueError:
         values = []
     if not 3 <= len(values) <= 7:
         raise ValueError(f"--costs is {text_}, but it must be F,I,W[,COMM[,GATHER[,O[,R]]]]. An example is 1,1,1,0.05.")
-    return Costs(*values)
+    return Costs(*values, **dict(zip(("AR", "A2A"), exposed)))
 
 
 def title(chosen: Schedule, costs: Costs) -> str:
@@ -176,6 +226,7 @@ def _in_words(costs: Costs) -> str:
     named = [("F", costs.F), ("I", costs.I), ("W", costs.W)]
     named += [(name, cost) for name, cost in (("message", costs.COMM), ("gather", costs.GATHER)) if cost]
     named += [(name, cost) for name, cost in (("O", costs.O), ("R", costs.R)) if cost != 1.0]
+    named += [(name, cost) for name, cost in (("AR", costs.AR), ("A2A", costs.A2A)) if cost]
     return f"costs {', '.join(f'{name} {cost:g}' for name, cost in named)}"
 
 
@@ -193,6 +244,7 @@ def figures(result: Simulation) -> dict[str, Any]:
         "makespan": result.makespan,
         "bubble": result.bubble,
         "bubble_paper": result.timeline.bubble_paper,
+        "bubble_of_ideal": result.timeline.bubble_of_ideal,
         "peak_activations": list(result.peak_activations),
     } | ({"peak_offloaded": list(result.peak_offloaded)} if result.peak_offloaded else {})
 
@@ -218,6 +270,8 @@ def _print(chosen: Schedule, result: Simulation, costs: Costs) -> None:
     peaks = " ".join(f"{peak:g}" for peak in result.peak_activations)
     console.print(
         f"makespan {result.makespan:g}   bubble {result.bubble:.2%}   sends {sends(chosen)}\n"
+        f"bubble / ideal time {result.timeline.bubble_of_ideal:.2%} (Narayanan 2021)   "
+        f"within a rank {result.timeline.bubble_paper:.2%} (Qi 2024)\n"
         f"peak activations per rank, microbatches: {peaks}"
     )
     if result.peak_offloaded:
@@ -236,6 +290,7 @@ def _compare(
     plot: Path | None,
     as_json: bool,
     keep_gathered: bool,
+    pairs: bool,
 ) -> None:
     rows = [] if own is None else [(own, simulate(own, costs, keep_gathered))]
     for name in schedule_names():
@@ -250,6 +305,8 @@ def _compare(
             if recipe is None:  # a package's, which does not exist at this size
                 continue
             raise
+        if pairs and not chosen.pairs:
+            chosen = pair_pass(chosen, costs)
         result = simulate(chosen, costs, keep_gathered)
         if memory is None or max(result.peak_activations) <= memory + 1e-9:
             verify(chosen, memory)

@@ -50,14 +50,19 @@ class BatchOrder(Sampler[list[int]]):
         self.replica, self.replicas, self.seed = replica, replicas, check_seed(seed)
         self.batches = samples // train if drop_last else -(-samples // train)
         self.epoch = self.first = 0
+        self._drawn, self._order = -1, torch.empty(0, dtype=torch.int64)  # the order of an epoch
 
     def __iter__(self) -> Iterator[list[int]]:
         epoch, first, self.first = self.epoch, self.first, 0
-        generator = torch.Generator().manual_seed(derive(self.seed, "data", epoch))
-        order = torch.randperm(self.samples, generator=generator).tolist()
-        order += order[: max(0, self.batches * self.train - self.samples)]
+        if self._drawn != epoch:  # once for an epoch: ``fault_tolerance`` sets the position in every step
+            generator = torch.Generator().manual_seed(derive(self.seed, "data", epoch))
+            self._order = torch.randperm(self.samples, generator=generator)
+            rest = self.batches * self.train - self.samples
+            self._order = torch.cat([self._order, self._order[: max(0, rest)]])
+            self._drawn = epoch
+        order = self._order
         for batch in range(first, self.batches):
-            yield from _cut(order[batch * self.train : (batch + 1) * self.train], self)
+            yield from _cut(order[batch * self.train : (batch + 1) * self.train].tolist(), self)
         self.epoch = epoch + 1
 
     def __len__(self) -> int:

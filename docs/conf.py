@@ -52,7 +52,7 @@ maximum_signature_line_length = 100
 
 html_theme = "furo"
 html_title = f"triax {version}"
-html_static_path, html_css_files = ["_static"], ["width.css"]
+html_static_path, html_css_files = ["_static"], ["site.css"]
 html_show_sourcelink = html_show_copyright = False
 html_copy_source = False
 pygments_style, pygments_dark_style = "friendly", "native"
@@ -100,8 +100,11 @@ def public_names(package: str) -> str:
             homes.setdefault(id(getattr(module, name)), f"{each}.{name}")
         if each == package:
             break
-    lines = ["```{eval-rst}"]
-    for name in sorted(module.__all__):
+    names = sorted(module.__all__)
+    lines = ["| name | |", "|---|---|"]
+    lines += [f"| {{py:obj}}`{name} <{package}.{name}>` | {_summary(getattr(module, name))} |" for name in names]
+    lines += ["", "```{eval-rst}"]
+    for name in names:
         value, path = getattr(module, name), f"{package}.{name}"
         home = homes[id(value)] if callable(value) else path
         if isinstance(value, types.ModuleType):
@@ -117,6 +120,15 @@ def public_names(package: str) -> str:
         else:
             lines += [f".. py:data:: {path}", f"   :value: {value!r}", ""]
     return "\n".join([*lines, "```"])
+
+
+def _summary(value: Any) -> str:
+    """Return the first sentence of a docstring for a cell of a table; of a value that has none of its own, nothing."""
+    described = inspect.isclass(value) or inspect.isroutine(value) or isinstance(value, types.ModuleType)
+    text = inspect.cleandoc(value.__doc__ or "") if described else ""
+    first = re.split(r"(?<! al)\.(?: |$)", " ".join(text.partition("\n\n")[0].split()))[0].replace("``", "`")
+    words = first.split("`")  # every second one is code, which is not escaped
+    return "`".join(word if number % 2 else _escaped(word) for number, word in enumerate(words))
 
 
 def first_sentence(module: types.ModuleType) -> str:

@@ -35,8 +35,8 @@ class JobSteps:
         sizes: dict[str, Any] = job.topology.sizes
         grid = Grid(**sizes)
         module = build_module(job, grid)
-        # Nothing is written, and no checkpoint is read.
-        options = job.options.changed(checkpoint=Checkpoints(), monitor=Monitoring())
+        # Nothing is written, no checkpoint is read, and no coordinator is asked.
+        options = job.options.changed(checkpoint=Checkpoints(), monitor=Monitoring(), fault_tolerance=None)
         engine = PipelineEngine(module, options, parameters=parameter_groups(job, module))
         rows = self._rows()
         while True:

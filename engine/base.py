@@ -792,6 +792,15 @@ class Engine:
                 self.checkpointer.resume(options.folder)
         self._saver = self.checkpointer.auto_saver()
 
+    def save_on_interrupt(self) -> None:
+        """Save a checkpoint and end the program, with code 130, after the step in which the first Ctrl-C comes.
+
+        The second Ctrl-C ends it at once. Call it on every rank. It needs automatic checkpoints (``Checkpoints`` with
+        ``folder`` and ``every``); without them Ctrl-C keeps its effect.
+        """
+        if self._saver is not None:
+            self._saver.save_on_interrupt()
+
     def _save_if_due(self) -> None:
         """Save an automatic checkpoint if a step was taken and one is due. Collective after a step."""
         if self._saver is not None:

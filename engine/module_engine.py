@@ -73,10 +73,13 @@ class ModuleEngine(Engine):
         recompute: recomputation of the module's blocks; None if none is asked for.
         microbatch: number of microbatches of this step that are done.
         backward_passes: backward passes of this step, and the reductions of their gradients.
+        auxiliary_sums: loads and auxiliary losses of the step, as ``AuxiliarySteps.collect`` returns them.
         in_no_sync: True within ``no_sync``.
     """
 
     micro_steps = 0
+    auxiliary_sums: Tensor
+    _shift = 0  # samples of the step before those of this grid
     PARTS = ("forward", "backward", "step", "reduce", "optimizer")
 
     @classmethod
@@ -165,7 +168,7 @@ class ModuleEngine(Engine):
                 self.microbatch = self.backward_passes.count
             if self._dropout is not None:
                 share = self.batch.micro * self.batch.accumulation
-                first = self.grid.replica * share + self.microbatch * self.batch.micro
+                first = self._shift + self.grid.replica * share + self.microbatch * self.batch.micro
                 set_dropout_samples(self._dropout, (args, kwargs), first, self.global_steps)
             require_equal_shapes(self.grid, (args, kwargs))
             self._auxiliary.scale = self.optimizer_step.scale
@@ -350,6 +353,13 @@ class ModuleEngine(Engine):
             RuntimeError: if the step's backward passes are not complete.
         """
         passes = self.backward_passes
+        if self.options.fault_tolerance is not None and not self.data_axis.stepped:
+            raise AgreedError(
+                self.options.say(
+                    "gradients were read or clipped before step(), but <fault_tolerance> sums them over its replicas "
+                    "within it: set <clip>, and read gradients after step()"
+                )
+            )
         if not passes.reduced or self.data_axis.stepped:
             problem = None
             if passes.stepped or passes.count == passes.seen:
@@ -385,13 +395,15 @@ class ModuleEngine(Engine):
             mine,
             *([float(self.replica_buffers.strayed())] if self.replica_buffers else []),
         ]
+        if self.auxiliary:
+            self.auxiliary_sums = self.auxiliary.collect(grid.device)
         sums, _ = self.named_losses.totals(grid, named, values, self.optimizer_step.totals, training=False)
         unused, total, *strayed = sums
-        value = total / grid.data.size if losses else None
+        replicas = grid.data.size * self.replicas.contributing
+        weight, value = replicas * self.batch.accumulation, total / replicas if losses else None
         loss = torch.tensor(math.nan if value is None else value, dtype=torch.float64)
         self.backward_passes.stepped = True  # also if the step is left out
         self._scales.steps += 1
-        weight = grid.data.size * self.batch.accumulation
         own = {index: (each,) for index, each in enumerate(losses)}
         taken = self.optimizer_step.decide(grid, value, weight, own, self.observers)
         if taken:
@@ -403,13 +415,17 @@ class ModuleEngine(Engine):
             advance_schedule(self.lr_scheduler, optimizer, None if value is None else loss, lr_kwargs)
             self.optimizer_step.advance(grid)
         if self.auxiliary:
-            self.auxiliary.end(grid, weight, not taken, self.grid.rank == 0)
+            self.auxiliary.end(grid, self.auxiliary_sums, weight, not taken, self.grid.rank == 0)
         if strayed:
             self.replica_buffers.synchronize(strayed[0] > 0)
         self.global_steps += 1
         for observer in self.observers:
             observer.after_step(grid, loss)
         log_profile(self.recompute)
+
+    def shift_samples(self, samples: int) -> None:
+        """Set the number of samples of the step before those of this grid, on which dropout depends."""
+        self._shift = samples
 
     def _require_one_loss(self, *following: tuple[int | None, int]) -> None:
         """Refuse to add the gradients of this engine's own loss and of a loss of which another engine's step was made.
@@ -569,6 +585,9 @@ class ModuleEngine(Engine):
         """Set the counters of steps and samples, and discard the gradients of an unfinished step."""
         super().set_position(steps, samples)
         self.micro_steps = steps * self.batch.accumulation
+        if self.microbatch < 0:  # within step(), where a replica that joins gets its state
+            self.micro_steps += self.batch.accumulation - 1
+            return
         self.zero_grad()
         self.microbatch = 0
         self._mark_last()

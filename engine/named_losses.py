@@ -39,15 +39,28 @@ class NamedLossSteps:
         self._told: dict[str, float] = {}  # weights of this rank's microbatches, by loss_fn.weight and loss_weight
         self.values: dict[str, float | list[float]] = {}
 
-    def weigh(self, grid: Grid, module: PipelineModule, executor: Executor, microbatches: Sequence[Microbatch]) -> None:
+    def weigh(
+        self,
+        grid: Grid,
+        module: PipelineModule,
+        executor: Executor,
+        microbatches: Sequence[Microbatch],
+        share: Callable[[Sequence[float]], list[float]],
+    ) -> None:
         """Find the weights of the terms before a training step. Collective over the ranks with the same stages.
+
+        Args:
+            grid: the grid whose ranks take the step.
+            module, executor: the model, and what runs its program.
+            microbatches: those of this rank.
+            share: sums numbers over replicas outside of the grid.
 
         Raises:
             ValueError: ``loss_fn.weight`` or ``loss_weight`` gives other names on another rank, or a name twice.
         """
         executor.count, executor.term_weights, self._told = len(microbatches) * grid.data.size, {}, {}
         form, sums = self._forms.get(True, "unknown"), dict[str, Any]()
-        if form != "unknown" and (form is None or all(is_mean for _, is_mean in form[0])):
+        if form is None:  # (means are asked too: a replica that joins does not know the form yet)
             return
         layers = module.weighing_layers()
         for microbatch in microbatches:
@@ -65,7 +78,10 @@ class NamedLossSteps:
                 f"loss_fn.weight, or loss_weight of a layer, gave the weights of {names} on different ranks: give the "
                 "same names"
             )
-        executor.term_weights = {name: sum(each[name] for each in found) for name in self._told}
+        weights = [sum(each[name] for each in found) for name in self._told]
+        count, *weights = share([executor.count, *weights])
+        executor.count = int(count)
+        executor.term_weights = dict(zip(self._told, weights, strict=True))
 
     def _weights(
         self, loss_fn: Any, layers: Sequence[tuple[Callable[..., Any], Sequence[str]]], microbatch: Microbatch
@@ -90,7 +106,7 @@ class NamedLossSteps:
         total: Totals,
         training: bool,
     ) -> tuple[list[float], float | None]:
-        """Sum numbers and named losses over all ranks, in one all-reduce after the first batch. Collective.
+        """Sum numbers and named losses over all ranks, in one all-reduce. Collective.
 
         Args:
             grid: the grid whose ranks have run the batch.
@@ -107,13 +123,12 @@ class NamedLossSteps:
                 differs from the one that ``loss_fn.weight`` returned.
             ValueError: the names or forms are not those of the first batch.
         """
-        known = training in self._forms
-        if not known:
-            *sums, some = total(grid, [*values, float(bool(named))])
+        if training not in self._forms:
+            (some,) = totals(grid, [float(bool(named))])
             self._forms[training] = self._agree(grid, named) if some else None
             self._own[training] = named[0].form() if named else None
         form = self._forms[training]
-        if known and named and named[0].form() != self._own[training]:
+        if named and named[0].form() != self._own[training]:
             raise ValueError(
                 f"the loss has {described_form(named[0].form())}, but in the first batch it was "
                 f"{described_form(self._own[training])}: give the same names in the same form in every batch"
@@ -121,11 +136,8 @@ class NamedLossSteps:
         losses = None if form is None else LossSums(form)
         # Tensor ranks hold the same loss: the first one counts.
         mine = [] if losses is None else losses.numbers(named, self._told, float(grid.tensor.is_first))
-        if known:
-            both = total(grid, [*values, *mine])
-            sums, found = both[: len(values)], both[len(values) :]
-        else:
-            found = totals(grid, mine) if mine else []
+        both = total(grid, [*values, *mine])
+        sums, found = both[: len(values)], both[len(values) :]
         if losses is None:
             self.values = {}
             return sums, None

@@ -290,7 +290,8 @@ class PipelineObserver(RecordingObserver):
         """
         spans = [s for s in record.slices if s.kind in COMPUTE]
         origin = clock.at(self._executor.origin)
-        mine = [sum(s.end - s.start for s in spans), spans[-1].end - origin, origin - spans[0].start]
+        times = dict.fromkeys((s.start, s.end) for s in spans)  # the passes of a pair have the same, which counts once
+        mine = [sum(end - start for start, end in times), spans[-1].end - origin, origin - spans[0].start]
         most = torch.tensor(mine, dtype=torch.float64, device=self._grid.device)
         self._grid.pipe.all_reduce(most, op="max")
         busy, last, first = most.tolist()

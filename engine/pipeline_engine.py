@@ -7,7 +7,7 @@ eval_batch     fetch microbatches -> run a forward-only program
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
@@ -30,12 +30,14 @@ from ..optim.schedulers import advance_schedule
 from ..options.engine import EngineOptions
 from ..options.schedule import OffloadActivations
 from ..pipe.executor import Executor, Result
-from ..pipe.microbatches import MicrobatchFeed
+from ..pipe.microbatches import Microbatch, MicrobatchFeed
 from ..pipe.module import PipelineModule
 from ..pipe.program.forward_only import forward_only
 from ..pipe.program.offload import offload_pass
+from ..pipe.program.pairs import pair_pass
 from ..pipe.program.passes import lower
 from ..pipe.program.program import Program
+from ..pipe.program.recompute_pass import recompute_pass
 from ..pipe.program.schedule import Schedule
 from ..pipe.program.simulate import Costs
 from ..pipe.program.timeline import Timeline
@@ -71,6 +73,8 @@ class PipelineEngine(Engine):
         timeline: times of the ops of the last measured batch, on all pipe ranks.
         feed: reads this rank's microbatches.
         program: the lowered schedule of a training step.
+        compute: computes the gradients of the present step, also again when its weights have changed.
+        auxiliary_sums: loads and auxiliary losses of the step, as ``AuxiliarySteps.collect`` returns them.
         executor: runs programs.
     """
 
@@ -80,6 +84,8 @@ class PipelineEngine(Engine):
     record_timeline = False
     PARTS = ("step", "batch", "program", "stage", "reduce", "optimizer")
     timeline: Timeline | None = None
+    compute: Callable[[], tuple[Result, list[Tensor | float]]]
+    auxiliary_sums: Tensor
 
     @classmethod
     def trains(cls, model: Any) -> bool:
@@ -156,6 +162,7 @@ class PipelineEngine(Engine):
         self.optimizer = self.data_axis.optimizer
         memory = partial(_activation_memory, self.options.schedule.offload, self.grid.device)
         self.executor = Executor(module, self.data_axis, self.parts, memory)
+        self.executor.interleaves = self.data_axis.options.stage < 3
         self.named_losses = NamedLossSteps(module.is_last)
         self.auxiliary = AuxiliarySteps(module, self.grid, module.auxiliary)
         self.replica_buffers = ReplicaBuffers(module, self._step_grid)
@@ -194,6 +201,11 @@ class PipelineEngine(Engine):
                 continue. After another error the failed rank leaves the process group, so that no rank waits for it.
         """
         with self.parts("step"), self.all_or_none("train_batch"):
+            if data_iter is not None and self.options.fault_tolerance is not None:
+                raise AgreedError(
+                    "train_batch was given an iterator, but fault_tolerance gives each replica its samples by number: "
+                    "pass training_data to the engine, and call train_batch()"
+                )
             with self.accounts.step() if self.record_memory else nullcontext():
                 for observer in self.observers:
                     observer.before_step()
@@ -255,30 +267,15 @@ class PipelineEngine(Engine):
             self.module.train()
         self.module.dropout_state.step = self.global_steps
         self.executor.clock = self.observer.program_clock(self.record_timeline)
-        self.data_axis.begin()
         self.executor.loss_scale = self.optimizer_step.scale
-        self.named_losses.weigh(grid, self.module, self.executor, microbatches)
-        if self.auxiliary:
-            labels = [microbatch.labels for microbatch in microbatches]
-            samples = sum(len(microbatch.samples or ()) for microbatch in microbatches)
-            counts = self.module.is_last and grid.tensor.is_first
-            self.auxiliary.begin(grid, self.module.loss_fn, labels, samples, counts, self.optimizer_step.scale)
-        with self.parts("program"):
-            result = self.executor.run(self.program, microbatches)
-        self.feed.wait_sent()
-        self._require_tied_buffers()
-        with self.parts("reduce"):
-            self.data_axis.finish()
+        self.compute = partial(self._compute, grid, microbatches)
+        result, mine = self.compute()
         if self.record_timeline:
             self.timeline = self.observer.measure_timeline(grid)
 
-        mine = [*_own_sums(grid, result), self.data_axis.unused() + sum(not each for each in result.reached.values())]
-        mine += [float(self.replica_buffers.strayed())] if self.replica_buffers else []
         losses = [*result.named.values()]
         sums, named = self.named_losses.totals(grid, losses, mine, self.optimizer_step.totals, training=True)
         loss, weight, unused, *strayed = sums
-        if self.optimizer_step.across is not None:
-            _require_plain(unused, named is not None, any(strayed))
         if unused and not self.auxiliary:
             self._leave_out_unreached(grid, result)
         if not weight > 0:
@@ -300,7 +297,7 @@ class PipelineEngine(Engine):
             self.optimizer_step.advance(grid)
         self.data_axis.access.hide()
         if self.auxiliary:
-            self.auxiliary.end(grid, weight, not taken, self.grid.rank == 0)
+            self.auxiliary.end(grid, self.auxiliary_sums, weight, not taken, self.grid.rank == 0)
         if strayed:
             self.replica_buffers.synchronize(strayed[0] > 0)
         self.global_steps += 1
@@ -308,6 +305,37 @@ class PipelineEngine(Engine):
         for observer in self.observers:
             observer.after_step(grid, value)
         return value
+
+    def _compute(self, grid: Grid, microbatches: Sequence[Microbatch]) -> tuple[Result, list[Tensor | float]]:
+        """Compute the gradients of a step. Collective over the grid, and where losses are weighed over the replicas.
+
+        Returns:
+            The result of the program, and this rank's numbers: loss, weight, number of parameters and stages without a
+            gradient, and 1 if a buffer has changed, where the model has buffers.
+        """
+        self.data_axis.begin()
+        self.named_losses.weigh(grid, self.module, self.executor, microbatches, self.replicas.share)
+        if self.auxiliary:
+            labels = [microbatch.labels for microbatch in microbatches]
+            samples = sum(len(microbatch.samples or ()) for microbatch in microbatches)
+            counts = self.module.is_last and grid.tensor.is_first
+            scale, share = self.optimizer_step.scale, self.replicas.share
+            self.auxiliary.begin(grid, self.module.loss_fn, labels, samples, counts, scale, share)
+        with self.parts("program"):
+            result = self.executor.run(self.program, microbatches)
+        self.feed.wait_sent()
+        self._require_tied_buffers()
+        with self.parts("reduce"):
+            self.data_axis.finish()
+        if self.auxiliary:
+            self.auxiliary_sums = self.auxiliary.collect(grid.device)
+        unreached = sum(not each for each in result.reached.values())
+        mine = [*_own_sums(grid, result), self.data_axis.unused() + unreached]
+        return result, mine + ([float(self.replica_buffers.strayed())] if self.replica_buffers else [])
+
+    def shift_samples(self, samples: int) -> None:
+        """Set the number of samples of the step before those of this grid, on which dropout depends."""
+        self.feed.shift = samples
 
     def _require_tied_buffers(self) -> None:
         """Refuse a step that has changed a buffer of a tied layer of several ranks, whose values would differ."""
@@ -335,6 +363,11 @@ class PipelineEngine(Engine):
             if stage and not reached:
                 last = max((each for each in range(stage) if flags[1, each]), default=-1)
                 left |= {*range(last + 1, stage)}
+        if left and self.optimizer_step.across is not None:
+            raise AgreedError(
+                f"the inputs of stage {max(left) + 1} got no gradient (they are detached), and fault_tolerance does "
+                "not leave out the stages before it: freeze their parameters, or leave fault_tolerance out"
+            )
         if left:
             self.data_axis.reducer.leave_out(left)
 
@@ -420,7 +453,16 @@ class PipelineEngine(Engine):
 
     def _lower(self, schedule: Schedule) -> Program:
         zero, offload = self.options.zero, self.options.schedule.offload
-        if offload.device != "none" and not schedule.forward_only and not schedule.offloads:
+        if self.options.schedule.pairs is not None and not schedule.forward_only:
+            schedule = self._paired(schedule, self.options.schedule.pairs)
+        if schedule.pairs and not self.executor.interleaves:
+            why = (
+                f"stage 3 releases the weights of a layer at the end of each pass, so the passes of {schedule.name}'s "
+                "pairs run one after the other, and their collectives do not hide; stage 2 runs them interleaved"
+            )
+            self._warn(Note("zero.stage", why))
+        chosen = schedule.offloads or self.options.schedule.chooses_offload
+        if offload.device != "none" and not schedule.forward_only and not chosen:
             copy = offload.copy_time
             costs = replace(Costs(*self.options.schedule.costs), O=copy, R=copy)
             try:
@@ -430,10 +472,33 @@ class PipelineEngine(Engine):
             if not schedule.offloads:
                 why = f"offloads nothing with {schedule.name}: no copy fits that lowers a peak; set it to none"
                 self._warn(Note("schedule.offload", why))
+        share = self.options.schedule.recompute
+        if share and self.options.schedule.name != "auto" and not schedule.forward_only and not schedule.recomputes:
+            schedule = recompute_pass(schedule, share, costs=Costs(*self.options.schedule.costs))
+            if not schedule.recomputes:
+                self._warn(Note("schedule.recompute", f"recomputes nothing with {schedule.name}: no peak would fall"))
+        if schedule.recomputes and self.options.recompute.asked:
+            raise ConfigError(
+                self.options.say(
+                    f"<recompute> and a schedule that recomputes ({schedule.name}) are both given, and each layer "
+                    "would run three times: leave one of them out"
+                )
+            )
         each = None if zero.reduce_each_microbatch else False
         program = lower(schedule, self.data_axis.options.stage, [tie.stages for tie in self.module.ties], each)
         verify(program)
         return program
+
+    def _paired(self, schedule: Schedule, collectives: float) -> Schedule:
+        """Return the schedule with pairs, if they make its step shorter."""
+        try:
+            found = pair_pass(schedule, replace(Costs(*self.options.schedule.costs), AR=collectives))
+        except ValueError as error:
+            raise OptionError("schedule.pairs", reason=str(error)) from error
+        if not found.pairs:
+            why = f"joins no passes of {schedule.name}, as no pair makes its step shorter; leave it out"
+            self._warn(Note("schedule.pairs", why))
+        return found
 
     def _share_outputs(self, outputs: list[Any]) -> list[Any]:
         """Broadcast the last stage's outputs to every stage, and return them. Collective over the pipe axis."""
@@ -509,20 +574,6 @@ def _own_sums(grid: Grid, result: Result) -> list[Tensor | float]:
     """
     # Tensor ranks hold the same loss: the first one counts.
     return [number * float(grid.tensor.is_first) for number in result.sums()]
-
-
-def _require_plain(unused: float, named: bool, strayed: bool) -> None:
-    """Refuse a step whose facts are not summed over replicas outside of the grid (``fault_tolerance``)."""
-    reasons = {
-        "a parameter got no gradient, or a weight or gradient was written by hand": bool(unused),
-        "the loss has named terms": named,
-        "the step has changed a buffer": strayed,
-    }
-    for reason in (reason for reason, found in reasons.items() if found):
-        raise AgreedError(
-            f"{reason}, and fault_tolerance does not sum that over its replicas: use one loss of all parameters, and "
-            "no running statistics, or leave fault_tolerance out"
-        )
 
 
 def _managed(module: PipelineModule, groups: list[tuple[dict[str, Any], list[nn.Parameter]]]) -> list[ManagedParameter]:

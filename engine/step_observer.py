@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor
 
 from ..grid import Grid
@@ -15,6 +18,13 @@ class StepObserver:
 
     def before_step(self) -> None:
         """Called when a step begins."""
+
+    def joined(self, client_state: Mapping[str, Any]) -> None:
+        """Called when this replica has got the state of a peer (``fault_tolerance``), before ``may_step``.
+
+        Args:
+            client_state: ``engine.client_state`` of the peer.
+        """
 
     def may_step(self, loss: float | None, norm: float | None) -> bool:
         """Return False to leave the step out. Called before the weights change. Every rank returns the same.

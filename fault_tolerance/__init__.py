@@ -9,5 +9,6 @@ shard_cut.py: cut of the optimizer state into parts, and the replicas that hold 
 sharded_state.py: the step on parts, and parts that move (ZeRO over the replicas)
 ledger_checkpoints.py: the ledger in a checkpoint
 replicas.py: ``FaultTolerantReplicas``, the replica strategy: the order of a step
+local_rounds.py: ``LocalRounds``, the replica strategy with local updates: members come and go between outer steps
 strategy.py: what the engine finds by an entry point
 """

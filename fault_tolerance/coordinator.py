@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import threading
 import time
 from datetime import timedelta
@@ -16,8 +17,9 @@ from typing import Any
 from ..base.errors import ConfigError, to_install
 from .meeting import Report
 
+_LOG = logging.getLogger("triax")
 _BEATS = 10  # heartbeats in the time after which a replica counts as lost
-_ASK = 30.0  # seconds of one request; it is repeated
+_ASK = 10.0  # seconds of one request; it is repeated
 
 
 def coordination() -> Any:
@@ -64,16 +66,8 @@ class CoordinatorClient:
 
     def __init__(self, address: str, name: str, silence: float, give_up: float) -> None:
         self.address, self.name, self._give_up = address, name, give_up
-        url = address if "//" in address else f"http://{address}"
-        deadline = time.monotonic() + give_up
-        while True:
-            try:
-                self._client = coordination().LighthouseClient(url, timedelta(seconds=min(give_up, 10.0)))
-                break
-            except (RuntimeError, ConnectionError, TimeoutError, OSError) as error:
-                if time.monotonic() > deadline:
-                    raise RuntimeError(self._no_answer(error)) from error
-                time.sleep(0.2)
+        self._silence = silence
+        self._client = self._connect(time.monotonic() + give_up)
         self._ended = threading.Event()
         self._thread = threading.Thread(
             target=self._beat, args=(silence / _BEATS,), daemon=True, name="triax heartbeat"
@@ -86,7 +80,8 @@ class CoordinatorClient:
         Raises:
             RuntimeError: no answer for ``give_up`` seconds.
         """
-        deadline = time.monotonic() + self._give_up
+        begun = time.monotonic()
+        deadline, waits = begun + self._give_up, False
         while True:
             left = deadline - time.monotonic()
             try:
@@ -100,12 +95,37 @@ class CoordinatorClient:
                     shrink_only=False,
                     data={"report": json.dumps(report.plain())},
                 )
+                if waits:
+                    _LOG.warning("replica %s meets the others again after %.0f s", self.name, time.monotonic() - begun)
                 found = [Report.of(json.loads(each.data["report"])) for each in quorum.participants]
                 return sorted(found, key=lambda each: each.name)
             except (RuntimeError, ConnectionError, TimeoutError, OSError) as error:
                 if time.monotonic() > deadline:
                     raise RuntimeError(self._no_answer(error)) from error
-                time.sleep(0.1)
+                if not waits:
+                    text = "replica %s waits: the coordinator at %s has not let it meet the others for %.0f s (%s)"
+                    _LOG.warning(text, self.name, self.address, time.monotonic() - begun, _first_line(error))
+                waits = True
+                # A connection whose packets were lost would wait for its next try. A coordinator that has started again
+                # must hear of all replicas before it answers one, or some would go on without the others.
+                self._client = self._connect(deadline)
+                time.sleep(min(self._silence, max(0.0, deadline - time.monotonic())))
+
+    def _connect(self, deadline: float) -> Any:
+        """Return a new connection to the coordinator.
+
+        Raises:
+            RuntimeError: there is none until the deadline.
+        """
+        url = self.address if "//" in self.address else f"http://{self.address}"
+        while True:
+            left = max(0.1, deadline - time.monotonic())
+            try:
+                return coordination().LighthouseClient(url, timedelta(seconds=min(left, _ASK)))
+            except (RuntimeError, ConnectionError, TimeoutError, OSError) as error:
+                if time.monotonic() > deadline:
+                    raise RuntimeError(self._no_answer(error)) from error
+                time.sleep(0.2)
 
     def close(self) -> None:
         """Send no more heartbeats."""
@@ -117,9 +137,12 @@ class CoordinatorClient:
                 self._client.heartbeat(self.name, timedelta(seconds=max(1.0, period)))
 
     def _no_answer(self, error: BaseException) -> str:
-        said = str(error).strip().splitlines()
         return (
             f"replica {self.name} stops, because the coordinator at {self.address} has not let it meet the others for "
             f"{self._give_up:g} s: it is down, or cut off from this host, or too few replicas are there "
-            f"({said[0] if said else type(error).__name__})"
+            f"({_first_line(error)})"
         )
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -21,6 +21,8 @@ from typing import Any
 
 from ..base.errors import ConfigError
 
+RESTARTED = "started again from files"  # cause of a change
+
 
 @dataclass(frozen=True)
 class Change:
@@ -30,8 +32,11 @@ class Change:
         step: the step, counted from 0.
         members: the replicas that take shares from this step on; None if the change is a loss.
         lost: the replicas whose gradients are not in the sum of this step alone.
-        facts: facts for reports, which a replay ignores: ``time`` (of the clock), ``seconds`` that the change took,
-            ``cause``.
+        facts: facts for reports, which a replay ignores: ``time`` (of the clock) of the end of the step, ``seconds``
+            that the loss took, ``cause``; ``left``, the replicas that were asked to go before; ``resumed`` if the run
+            has started again from a checkpoint; and time that the writing replica lost since the change before, by its
+            name: ``detection`` (sums that failed, and meetings that said so), ``again`` (sums and connections after
+            them), ``joining`` (sends and connections for a newcomer, or as a newcomer the time from its start).
     """
 
     step: int
@@ -138,9 +143,14 @@ class History:
 
     Args:
         changes: the changes, in the order of their steps.
+
+    Attributes:
+        restarted: True if the run has started again from files in between.
     """
 
     def __init__(self, changes: Iterable[Change]) -> None:
+        changes = list(changes)
+        self.restarted = any(change.facts.get("cause") == RESTARTED for change in changes)
         self._members: dict[int, tuple[str, ...]] = {}
         self._lost: dict[int, tuple[str, ...]] = {}
         for change in changes:

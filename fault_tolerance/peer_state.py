@@ -1,4 +1,4 @@
-"""State of an engine from a peer's memory: weights, optimizer state, buffers, counters and schedules, rank by rank.
+"""State of an engine from a peer's memory: weights, optimizer state, buffers, counters, schedules and client state.
 
 A rank sends to the rank at the same place of another replica, whose grid is equal, so that its shards are equal too.
 """
@@ -6,14 +6,14 @@ A rank sends to the rank at the same place of another replica, whose grid is equ
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..base.dtypes import dtype_of
-from ..base.json_values import decode
+from ..base.json_values import decode, encode
 from ..engine.snapshot.capture import Checkpointed, all_parameters, buffers, optimizer_numbers, run_state
 from ..engine.snapshot.restore import set_optimizer, set_position, set_schedule
 from ..zero.state_shards import StateShards
@@ -54,21 +54,37 @@ def _states(shards: StateShards, dtypes: Dtypes) -> Iterator[Tensor]:
     yield from (part.value for _, part in shards.stepper.load_targets(shards.ranges, saved, list(dtypes)))
 
 
-def capture_here(engine: Checkpointed, more: Mapping[str, Any]) -> tuple[Tensor, list[Tensor]]:
+def capture_here(
+    engine: Checkpointed,
+    client_state: Mapping[str, Any] | None,
+    more: Mapping[str, Any],
+    further: Sequence[Tensor] = (),
+) -> tuple[Tensor, list[Tensor]]:
     """Return this rank's state: a header as bytes, and tensors, which are views of the engine's.
 
     Args:
         engine: the engine, between two steps.
+        client_state: the user's own values.
         more: further values for the header.
+        further: flat tensors after those of the engine, which ``load_here`` leaves out.
     """
     shards = _shards(engine)
     dtypes = _dtypes(shards)
-    tensors = [*_weights(engine, shards), *_buffers(engine), *_states(shards, dtypes)]
+    own: list[Tensor] = []  # of the client state
+
+    def put(tensor: Tensor) -> str:
+        own.append(tensor)
+        return str(len(own) - 1)
+
+    values = None if client_state is None else encode(dict(client_state), put)
+    tensors = [*_weights(engine, shards), *_buffers(engine), *_states(shards, dtypes), *own, *further]
     run = run_state(engine)
     for key in ("loader", "membership"):  # the ledger says which samples follow
         run.pop(key, None)
     header = {
         "run": run,
+        "client_state": values,
+        "client_shapes": [[*each.shape] for each in own],
         "numbers": optimizer_numbers(shards),
         "dtypes": dtypes,
         **more,
@@ -111,8 +127,11 @@ def receive_state(group: ReplicaGroup, source: int) -> tuple[dict[str, Any], lis
 
 
 @torch.no_grad()
-def load_here(engine: Checkpointed, header: Mapping[str, Any], tensors: list[Tensor]) -> None:
+def load_here(engine: Checkpointed, header: Mapping[str, Any], tensors: list[Tensor]) -> Any:
     """Load a state that the rank at this place of another replica has sent. Collective over this replica's data axis.
+
+    Returns:
+        The client state of the peer.
 
     Raises:
         RuntimeError: the state does not fit this engine.
@@ -131,6 +150,8 @@ def load_here(engine: Checkpointed, header: Mapping[str, Any], tensors: list[Ten
     set_optimizer(engine, header["run"])
     set_schedule(engine, header["run"])
     set_position(engine, header["run"])
+    own = [next(given).view(shape) for shape in header["client_shapes"]]
+    return decode(header["client_state"], lambda name: own[int(name)])
 
 
 def _fitting(given: Tensor, target: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ with and without a failed attempt before.
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
@@ -25,9 +24,7 @@ _CONNECT = 15.0  # seconds in which the ranks of a new group must connect
 
 
 def serve_store(host: str) -> tuple[dist.TCPStore, str]:
-    """Serve a store at a free port, at which groups meet; return it and its address."""
-    with contextlib.suppress(OSError):
-        host = socket.gethostbyname(host)
+    """Serve a store at a free port of this host's address, at which groups meet; return it and its address."""
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT))
     return store, f"{host}:{store.port}"
 
@@ -37,6 +34,7 @@ class ReplicaGroup:
 
     Args:
         address: address of the store, ``host:port``.
+        host: this host's address, to which the other replicas connect.
         key: key of the group in the store, used once.
         rank, size: position of this replica, and number of replicas.
         timeout: seconds after which an operation fails.
@@ -48,14 +46,17 @@ class ReplicaGroup:
         RuntimeError: not all ranks are there within 15 seconds.
     """
 
-    def __init__(self, address: str, key: str, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, address: str, host: str, key: str, rank: int, size: int, timeout: float) -> None:
         self.rank, self.size, self.sent = rank, size, 0.0
         self._group: Any = None
         if size > 1:
-            host, _, port = address.rpartition(":")
+            server, _, port = address.rpartition(":")
             limit = timedelta(seconds=min(_CONNECT, timeout))
-            store = dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=limit)
-            self._group = dist.ProcessGroupGloo(dist.PrefixStore(key, store), rank, size, limit)
+            store = dist.TCPStore(server, int(port), is_master=False, wait_for_workers=False, timeout=limit)
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._timeout = limit
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # not that of the replica's grid
+            self._group = dist.ProcessGroupGloo(dist.PrefixStore(key, store), rank, size, options)
             self._group._set_default_timeout(timedelta(seconds=timeout))
 
     def sum(self, tensor: Tensor, contributors: Sequence[int]) -> Tensor:

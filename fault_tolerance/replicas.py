@@ -17,7 +17,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -28,7 +28,9 @@ from torch import Tensor, nn
 
 from ..base.errors import AgreedError
 from ..base.option_error import refusal
+from ..data.dataloader import RepeatingLoader
 from ..grid import Grid
+from ..grid.auxiliary import AuxiliaryLayer
 from ..grid.environment import coordinator_address, replica_name
 from ..launcher.launch import own_address
 from ..options.fault_tolerance import FaultTolerance
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
     from ..engine.base import Engine
 
 _LOG = logging.getLogger("triax")
-_NUMBERS = 32  # most numbers of a step that are summed with its gradients
+_NOTABLE = 0.001  # seconds of lost time that are recorded
 _SLOW_STEPS = 10  # steps in a row after which a slow replica is named
 _FAILURES = (RuntimeError, OSError, ConnectionError, TimeoutError)
 
@@ -63,11 +65,15 @@ class FaultTolerantReplicas(SynchronousReplicas):
     Attributes:
         name: this replica's name.
         ledger: the samples taken, and the history of members.
-        shards: the optimizer state that this replica holds, with ZeRO over the replicas; None: it holds all.
+        sharded: the optimizer state that this replica holds, with ZeRO over the replicas; None: it holds all.
         left: True if this replica has left the run.
         leaving: True if it leaves after the present step.
         recoveries: seconds that each loss of a replica cost: from the failed sum to the sum of the others.
+        batches: number of batches of a share of samples.
+        unit: name of what the history counts.
     """
+
+    batches, unit = 1, "step"
 
     def __init__(self, engine: Engine, grid: Grid, options: FaultTolerance) -> None:
         super().__init__(grid)
@@ -89,26 +95,34 @@ class FaultTolerantReplicas(SynchronousReplicas):
         self._group: ReplicaGroup | None = None
         self._first: Round | None = None  # first round of the present step, whose contributors took shares
         self._next_handler: Any = None  # of SIGTERM, before this object's
+        self._computed = -1  # round for which the gradients of this step were computed
+        self._prepared = False  # the samples of this step are known
+        self._weighs = False  # the gradients depend on weights of the whole batch
         self._stateless = False  # this replica has begun to join, and has no state that another could take
         self._received: _Transfer | None = None
         self._sending: list[_Transfer] = []
-        self._began = 0.0
+        self._began, self._made = 0.0, time.monotonic()
+        self._lost_time: dict[str, float] = {}  # cause -> seconds since the last recorded change
+        self._gone: list[str] = []  # replicas that have left since then because they were asked to
         self._slow = "", 0  # the slowest replica, and the steps since it is
         self._sent_before = 0.0
-        self._buffers = [(name, each, each._version) for name, each in engine.module.named_buffers()]
+        # The buffers of a mixture of experts follow from its loads, which are summed.
+        summed = {id(b) for m in engine.module.modules() if isinstance(m, AuxiliaryLayer) for b in m.buffers()}
+        buffers = engine.module.named_buffers()
+        self._buffers = [(name, each, each._version) for name, each in buffers if id(each) not in summed]
         self._client: CoordinatorClient | None = None
         self._store, self._address = None, ""
+        self._host = own_address(address.rpartition("//")[2].rpartition(":")[0])
         if grid.rank == 0:
-            host = own_address(address.rpartition("//")[2].rpartition(":")[0])
-            self._store, self._address = serve_store(host)
+            self._store, self._address = serve_store(self._host)
             self._client = CoordinatorClient(address, self.name, options.silence, options.give_up)
         engine.optimizer_step.across = self.sum
-        self.shards: ReplicaShards | None = None
-        self._prepared = -1  # number of the last round for which weights and shards were made ready
+        self.sharded: ReplicaShards | None = None
+        self._ready = -1  # number of the last round for which weights and shards were made ready
         self._announced = False  # True if the others know that this replica leaves
         self._hands_over = False  # True if it left the run while others went on, which have its part
         if options.zero:
-            self.shards = ReplicaShards(engine.data_axis, self.name, options.copies)
+            self.sharded = ReplicaShards(engine.data_axis, self.name, options.copies)
             engine.data_axis.stepper.elsewhere = self._step_shards
 
     @property
@@ -121,6 +135,11 @@ class FaultTolerantReplicas(SynchronousReplicas):
         """Names of the replicas that have the state of the run, the longest-standing first."""
         return () if self._round is None else self._round.members
 
+    @property
+    def leads(self) -> bool:
+        """True on the longest-standing member, which prints what is equal on all."""
+        return self.members[:1] == (self.name,)
+
     @contextmanager
     def stepping(self) -> Iterator[Grid]:
         """Context around one training step, which yields the grid of this replica.
@@ -130,20 +149,49 @@ class FaultTolerantReplicas(SynchronousReplicas):
             RuntimeError: there is no coordinator, or no replica with a state is left.
             SystemExit: with code 0, at the end of the step after which it leaves, unless a checkpoint is saved.
         """
-        if self.left:
-            raise AgreedError("this replica has left the run: take no step after engine.leave()")
-        if self._round is None:
-            self._handle_signal()
-            self._join()
-        self._begin()
+        if isinstance(self._engine.module, PipelineModule):
+            self._prepare()
+        elif not self._prepared:
+            raise AgreedError(
+                "step() ends a step whose samples do not come from engine.replicas.microbatches(), but fault_tolerance "
+                "gives each replica its samples by number: write for inputs, labels in engine.replicas.microbatches()"
+            )
+        self._prepared = False
         yield self.grid
         self._require_same_buffers()
+        self._end()
         if self.left:
             self._close()
             if self.grid.rank == 0:
                 _LOG.warning("replica %s has left the run after step %d", self.name, self._engine.global_steps)
             if self._next_handler is None or self._hands_over:  # else a checkpoint is saved, which ends the process
                 raise SystemExit(0)
+
+    def microbatches(self) -> Iterator[Any]:
+        """Yield the microbatches of this replica, in each step those of its share, without end. Collective.
+
+        A plain module is trained on them: each forward and backward pass, and ``engine.step()``.
+
+        Raises:
+            AgreedError: this replica has left the run.
+            RuntimeError: there is no coordinator, or no replica with a state is left.
+        """
+        loader: Any = self._engine.training_dataloader
+        own = RepeatingLoader(loader)
+        while not self.left:
+            if not self._prepared:
+                self._prepare()
+            yield next(own)
+
+    def _prepare(self) -> None:
+        """Begin a step, and join the run before the first one. Collective."""
+        if self.left:
+            raise AgreedError("this replica has left the run: take no step after engine.leave()")
+        if self._round is None:
+            self._handle_signal()
+            self._join()
+        self._begin()
+        self._prepared = True
 
     def leave(self) -> bool:
         """Leave the run. The others learn of it when they miss this replica; SIGTERM lets it announce it in a step."""
@@ -158,7 +206,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
 
     def memory(self) -> dict[str, int]:
         """Return additional entries of ``held`` in ``memory_report``: with ZeRO over replicas, the bytes of copies."""
-        return {} if self.shards is None else self.shards.nbytes()
+        return {} if self.sharded is None else self.sharded.nbytes()
 
     def may_save(self, due: bool) -> bool:
         """Return True if an automatic checkpoint may be saved now; with ZeRO over replicas all save together.
@@ -166,7 +214,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
         Args:
             due: True if the replicas save one after this step.
         """
-        if self.shards is None or self.left:
+        if self.sharded is None or self.left:
             return not self._hands_over
         if due and (problem := self.hold_whole_state()) is not None:
             _LOG.warning("replica %s saves no checkpoint after step %d: %s", self.name, self._now.step - 1, problem)
@@ -179,14 +227,16 @@ class FaultTolerantReplicas(SynchronousReplicas):
         Returns:
             The reason of a failure, on every rank; the next step goes on with those that are left.
         """
-        if self.shards is None or self._round is None or self.left:
+        if self.sharded is None or self._round is None or self.left:
             return None
+        if self._stateless:
+            return "this replica waits for the state of the others"
         problem = None
         round_, group = self._now, self._group
         try:
-            if group is None or self._prepared != round_.number:
+            if group is None or self._ready != round_.number:
                 raise RuntimeError("this replica has no whole state of this step")
-            self.shards.gather_whole(group, round_.group, round_.members, round_.keepers)
+            self.sharded.gather_whole(group, round_.group, round_.members, round_.keepers)
         except _FAILURES as error:
             problem = str(error) or type(error).__name__
         found = next((each for each in self.grid.world.all_gather_json(problem) if each is not None), None)
@@ -198,20 +248,24 @@ class FaultTolerantReplicas(SynchronousReplicas):
 
     def _begin(self) -> None:
         """Begin a step: go to the samples of this replica, and begin to send or receive the state."""
-        self._prepare()
-        if self.shards is not None:
-            self.shards.drop_whole()
+        self._make_ready()
+        if self.sharded is not None:
+            self.sharded.drop_whole()
         round_, engine = self._now, self._engine
         self._began = time.monotonic()
         planned = self._planned(round_)
         shares = self.ledger.plan(planned)
         # A spare replica and a newcomer compute a share that another one takes: their gradients are not summed.
         assert engine.training_dataloader is not None
-        engine.training_dataloader.seek(shares.get(self.name, self.ledger.next_share))
+        engine.training_dataloader.seek(shares.get(self.name, self.ledger.next_share) * self.batches)
         position = planned.index(self.name) if self.name in planned else 0
-        engine.feed.shift = position * engine.batch.train
+        engine.shift_samples(position * engine.batch.train)
+        self._computed = round_.number
         if round_.donor == self.name and not round_.fresh:
-            self._send(round_)
+            self._send(round_.newcomers)
+
+    def _end(self) -> None:
+        """End a step after which all is done: its gradients were summed within it."""
 
     def sum(self, values: Sequence[Tensor | float]) -> list[float]:
         """Sum gradients and numbers over the replicas; the gradients of the engine are then the sums. Collective.
@@ -222,35 +276,90 @@ class FaultTolerantReplicas(SynchronousReplicas):
         Raises:
             RuntimeError: no replica with a state is left, or there is no coordinator.
         """
-        buckets = [bucket for bucket in self._engine.data_axis.buckets if bucket.trained]
-        # Of one length in every step: a newcomer's first step may have more numbers than the others' tenth.
-        numbers = torch.zeros(_NUMBERS, dtype=torch.float64)
-        numbers[: len(values)] = torch.tensor([float(value) for value in values], dtype=torch.float64)
-        seconds, failed = time.monotonic() - self._began, 0.0
-        while True:
-            round_, tried = self._now, time.monotonic()
-            found: list[Tensor] = []
-            problem = self._prepare_once() or self._load_received()  # a donor sends after it has prepared
-            if problem is None:
-                try:
-                    found = self._sum_once(round_, [*(bucket.owned_gradient for bucket in buckets), numbers])
-                except _FAILURES as error:
-                    problem = str(error) or type(error).__name__
-                    self._abort()  # before the meeting, to which all come: others may still wait for this rank's part
-            reports, summed = self._meet(problem, seconds)
-            decision = self._decide(reports)
-            failed = failed if summed else failed or tried
-            if decision.committed is not None and summed and round_.number == decision.next.number - 1:
-                break
-            self._follow(decision)
+        engine: Any = self._engine
+        buckets = [bucket for bucket in engine.data_axis.buckets if bucket.trained]
+
+        def tensors() -> list[Tensor]:
+            facts = [engine.data_axis.used(), *([engine.auxiliary_sums] if engine.auxiliary else [])]
+            return [*(bucket.owned_gradient for bucket in buckets), *facts]
+
+        def again() -> tuple[list[Tensor], list[Tensor | float]]:
+            own = engine.compute()[1]
+            return tensors(), [*own, *values[len(own) :]]
+
+        found, sums = self.agree(tensors(), values, again)
         for bucket, gradient in zip(buckets, found, strict=False):
             bucket.owned_gradient.copy_(gradient)
+        engine.data_axis.use_elsewhere(found[len(buckets)])
+        if engine.auxiliary:
+            engine.auxiliary_sums.copy_(found[len(buckets) + 1])
+        return sums
+
+    def agree(
+        self,
+        tensors: Sequence[Tensor],
+        values: Sequence[Tensor | float],
+        again: Callable[[], tuple[Sequence[Tensor], Sequence[Tensor | float]]] | None = None,
+    ) -> tuple[list[Tensor], list[float]]:
+        """Sum tensors and numbers over the replicas, record the step, and enter the next round. Collective.
+
+        Args:
+            tensors, values: those of this rank.
+            again: returns them, computed with the weights of the present contributors; None: they do not depend on it.
+
+        Returns:
+            The sums of the tensors, in host memory, and of the numbers, of the ranks at this rank's place.
+
+        Raises:
+            RuntimeError: no replica with a state is left, or there is no coordinator.
+        """
+        seconds, since, detection = time.monotonic() - self._began, time.monotonic(), 0.0
+        while True:
+            round_ = self._now
+            found: list[Tensor] = []
+            problem = self._make_ready_once() or self._load_received()  # a donor sends after it has done so
+            if again is not None and self._weighs and self._computed != round_.number:
+                self._computed, (tensors, values) = round_.number, again()
+            numbers = torch.tensor([float(value) for value in values], dtype=torch.float64)
+            if problem is None:
+                try:
+                    found = self._sum_once(round_, [*tensors, numbers])
+                except _FAILURES as error:
+                    problem = str(error) or type(error).__name__
+            if problem is not None:
+                self._abort()  # before the meeting, to which all come: others may still wait for this rank's part
+            reports, summed = self._meet(problem, seconds)
+            decision = self._decide(reports)
+            now = time.monotonic()
+            if decision.committed is not None and summed and round_.number == decision.next.number - 1:
+                break
+            detection, since = detection + now - since, now
+            self._follow(decision)
+        if detection:
+            self._lose("detection", detection)
+            self._lose("again", now - since)
         for transfer in self._sending:
             transfer.wait()
+            self._lose("joining", time.monotonic() - now)
         self._sending = []
-        self._record(round_, decision, time.monotonic() - failed if failed else 0.0)
-        sums: list[float] = found[-1].tolist()
-        return sums[: len(values)]
+        self._record(round_, decision, detection + now - since if detection else 0.0)
+        return found[:-1], found[-1].tolist()
+
+    def share(self, numbers: Sequence[float]) -> list[float]:
+        """Return the contributors' sums of numbers, which their backward passes need. Collective as ``sum``.
+
+        If a replica is lost meanwhile, the gradients are computed again with the sums of those that are left.
+        """
+        self._weighs = True
+        own = torch.tensor([float(each) for each in numbers], dtype=torch.float64)
+        try:
+            (found,) = self._sum_once(self._now, [own])
+        except _FAILURES as error:  # the sum of the gradients fails too, and all meet
+            _LOG.debug("the weights of a step were not summed: %s", error)
+            self._abort()
+            return [float(each) for each in numbers]
+        sums: list[float] = found.tolist()
+        return sums
 
     def _sum_once(self, round_: Round, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the contributors' sums of the tensors. Collective over the ranks at this place of all replicas."""
@@ -261,13 +370,19 @@ class FaultTolerantReplicas(SynchronousReplicas):
 
     def _record(self, round_: Round, decision: Decision, seconds: float) -> None:
         """Record the step that is taken, and enter the next round."""
-        engine, planned = self._engine, self._planned(round_)
-        counted = self._contributors(round_)
-        self.contributing = len(counted)
+        planned, counted = self._planned(round_), self._contributors(round_)
         cause = f"lost: {', '.join(decision.lost)}" if decision.lost else ""
         facts: dict[str, Any] = {"time": time.time()} | ({"seconds": seconds} if seconds else {})
+        resumed = bool(self.ledger.changes) and not self.ledger.members
+        if self.name in planned and self.ledger.changes and self.name not in self.ledger.members:
+            self._lose("joining", self._began - self._made)
+        facts |= {key: {self.name: value} for key, value in self._lost_time.items()}
+        facts |= ({"left": self._gone} if self._gone else {}) | ({"resumed": True} if resumed else {})
         changes = self.ledger.record(round_.step, planned, counted, **facts, **({"cause": cause} if cause else {}))
-        engine.add_samples((len(counted) - 1) * engine.batch.train)
+        if changes:
+            self._lost_time, self._gone = {}, []
+        self._gone += decision.left
+        self._count(counted)
         self._write(changes)
         if seconds:
             self.recoveries.append(seconds)
@@ -275,69 +390,88 @@ class FaultTolerantReplicas(SynchronousReplicas):
             for change in changes:
                 self._tell(change)
             self._name_slow(decision, round_)
-        if self.shards is not None:
-            self.shards.adopt()
+        if self.sharded is not None:
+            self.sharded.adopt()
         if self.name in decision.left or not decision.next.members:
-            self.left, self._hands_over = True, self.shards is not None and bool(decision.next.members)
-            if self.shards is None or self._hands_over:
+            self.left, self._hands_over = True, self.sharded is not None and bool(decision.next.members)
+            if self.sharded is None or self._hands_over:
                 self._abort()
         else:
+            before = time.monotonic()
             self._enter(decision.next, decision.keeps)
+            self._lose("joining" if decision.next.newcomers else "again", time.monotonic() - before)
+
+    def _lose(self, cause: str, seconds: float) -> None:
+        """Note time that this replica lost, which the next change records."""
+        if seconds > _NOTABLE:
+            self._lost_time[cause] = self._lost_time.get(cause, 0.0) + round(seconds, 4)
+
+    def _count(self, counted: Sequence[str]) -> None:
+        """Count the samples that the other contributors have taken in this step."""
+        self.contributing = len(counted)
+        self._engine.add_samples((len(counted) - 1) * self._engine.batch.train)
 
     def _follow(self, decision: Decision) -> None:
         """Enter the next round after an attempt that failed, as a newcomer if the others went on. Collective."""
         if not self._accept(decision):
-            _LOG.warning("replica %s was missed by the others, and gets its state from them", self.name)
             self._join()
             if self._now.fresh:
                 raise RuntimeError("every replica with the state of the run is lost, and the run starts anew")
 
     # ------------------------------------------------------------------------------------------ ZeRO over replicas
 
-    def _step_shards(self) -> None:
+    def _step_shards(self, without: Collection[Tensor]) -> None:
         """Step the parts of this replica, and gather the weights: in the next round, as one is lost at any time.
 
+        Args:
+            without: parameters that had no gradient on any replica.
+
         Raises:
+            AgreedError: there is such a parameter.
             RuntimeError: all replicas leave after this step, and one was lost before the weights were there.
         """
-        assert self.shards is not None
-        self.shards.step()
+        assert self.sharded is not None
+        self.sharded.step(without)
         if not self.left:
-            self._prepare()
+            self._make_ready()
         elif not self._hands_over and self._group is not None:
             group, members = self._now.group, self._now.members
             try:
-                self.shards.gather_weights(self._group, group, self._cut(self._planned(self._now)), members)
-                self.shards.gather_whole(self._group, group, members, members)
+                self.sharded.gather_weights(self._group, group, self._cut(self._planned(self._now)), members)
+                self.sharded.gather_whole(self._group, group, members, members)
             except _FAILURES as error:
                 raise RuntimeError(
                     f"a replica was lost while all left the run after step {self._now.step}, so replica {self.name} "
                     f"has no whole state of it ({error}): start the run again from its last checkpoint"
                 ) from error
 
-    def _prepare(self) -> None:
+    def _make_ready(self) -> None:
         """Make weights and shards ready for the round; with those that are left if one is lost. Collective."""
-        while (problem := self._prepare_once()) is not None:
+        before, failed = time.monotonic(), False
+        while (problem := self._make_ready_once()) is not None:
+            failed = True
             reports, _ = self._meet(problem, 0.0)
             self._follow(self._decide(reports))
+        if failed:
+            self._lose("again", time.monotonic() - before)
 
-    def _prepare_once(self) -> str | None:
+    def _make_ready_once(self) -> str | None:
         """Make weights and shards ready for the round; return a reason if it failed. Collective over the round."""
         round_, group = self._now, self._group
-        if self.shards is None or self._prepared == round_.number:
+        if self.sharded is None or self._ready == round_.number:
             return None
         problem = None
         try:
             if group is None:
                 raise RuntimeError("the group of the round was not made")
-            self.shards.prepare(
+            self.sharded.prepare(
                 group, round_.group, self._cut(round_.owners), round_.keepers, self._cut(self._planned(round_))
             )
         except _FAILURES as error:
             problem = str(error) or type(error).__name__
         found = next((each for each in self.grid.world.all_gather_json(problem) if each is not None), None)
         if found is None:
-            self._prepared = round_.number
+            self._ready = round_.number
         else:
             self._abort()
         return found
@@ -376,11 +510,16 @@ class FaultTolerantReplicas(SynchronousReplicas):
     def _tell(self, change: Change) -> None:
         if change.members is None:
             names = ", ".join(change.lost)
-            _LOG.warning("step %d is taken without %s, whose samples are taken later", change.step, names)
+            _LOG.warning("%s %d is taken without %s, whose samples are taken later", self.unit, change.step, names)
         else:
-            _LOG.warning("from step %d on the replicas are %s", change.step, ", ".join(change.members))
+            _LOG.warning("from %s %d on the replicas are %s", self.unit, change.step, ", ".join(change.members))
 
     # ------------------------------------------------------------------------------------------ rounds
+
+    @property
+    def _steps_taken(self) -> int:
+        """Number of steps that the replicas have taken together."""
+        return self._engine.global_steps
 
     @property
     def _now(self) -> Round:
@@ -417,7 +556,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
                     f"replicas {self.name} and {report.name} have different options or models: start all replicas with "
                     "the same program and options"
                 )
-        decision = decide(reports, self._choose, self.shards is not None)
+        decision = decide(reports, self._choose, self.sharded is not None)
         if decision is None:
             raise RuntimeError("every replica with the state of the run is lost: start the run from a checkpoint")
         return decision
@@ -429,9 +568,16 @@ class FaultTolerantReplicas(SynchronousReplicas):
             problem: the reason for which this rank has no sum; None if it has one.
             seconds: time from the begin of the step to the gradients.
         """
-        told = self.grid.world.all_gather_json([problem, self.leaving])
-        summed = all(each is None for each, _ in told)
-        self.leaving = self._announced = any(leaving for _, leaving in told)
+        by_hand = self._engine.data_axis.by_hand
+        told = self.grid.world.all_gather_json([problem, self.leaving, self._weighs, by_hand])
+        summed = all(each is None for each, *_ in told)
+        self.leaving = self._announced = any(leaving for _, leaving, *_ in told)
+        self._weighs = any(weighs for *_, weighs, _ in told)
+        if any(by_hand for *_, by_hand in told):
+            raise AgreedError(
+                "a weight or a gradient was written by hand, and fault_tolerance does not give that to its replicas: "
+                "leave it to the loss, or leave fault_tolerance out"
+            )
         return self._reports(summed, seconds), summed
 
     def _reports(self, summed: bool = False, seconds: float = 0.0) -> list[Report]:
@@ -443,7 +589,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
             report = Report(
                 self.name,
                 # A round of the next step is entered before the engine has counted the last one.
-                -1 if self._stateless else self._engine.global_steps if round_ is None else round_.step,
+                -1 if self._stateless else self._steps_taken if round_ is None else round_.step,
                 -1 if round_ is None or self._stateless else round_.number,
                 summed,
                 () if round_ is None else round_.members,
@@ -457,7 +603,15 @@ class FaultTolerantReplicas(SynchronousReplicas):
                 seconds,
             )
             try:
-                plain = [each.plain() for each in self._client.meet(report)]
+                found = self._client.meet(report)
+                plain = [each.plain() for each in found]
+                store = next((each.store for each in found if each.name == self.name), "none")
+                if store != self._address:
+                    failure = (
+                        f"two processes have the name of replica {self.name}, with stores at {self._address} and "
+                        f"{store}, and this one stops: give each replica a name of its own, as in "
+                        "triax run --replicas a,b"
+                    )
             except RuntimeError as error:
                 failure = str(error)
         plain, failure = self.grid.world.all_gather_json([plain, failure])[0]
@@ -468,10 +622,11 @@ class FaultTolerantReplicas(SynchronousReplicas):
     def _join(self) -> None:
         """Meet the others without a state, until this replica is in a round. Collective."""
         self._abort()
-        if self.shards is not None and self.shards.cut is not None:
+        if self.sharded is not None and self.sharded.cut is not None:
             self._stateless = True  # it has parts of a step that is gone
-            self.shards.forget()
-        self._round = None
+            self.sharded.forget()
+        if self._round is not None:  # it was cut off, or stopped
+            self._round, self._made = None, time.monotonic()
         while True:
             decision = self._decide(self._reports())
             if self._accept(decision):
@@ -481,6 +636,9 @@ class FaultTolerantReplicas(SynchronousReplicas):
         """Enter the next round if this replica is in it; return False if it is not. Collective."""
         following = decision.next
         laggard = self._round is not None and self._round.number != following.number - 1
+        if laggard and self.grid.rank == 0:
+            text = "the others have gone on without replica %s since %s %d: it gets their state, and joins again"
+            _LOG.warning(text, self.name, self.unit, self._now.step)
         if self.name not in following.group or (laggard and self.name not in following.newcomers):
             return False
         self._enter(following, False)
@@ -497,23 +655,25 @@ class FaultTolerantReplicas(SynchronousReplicas):
         if self._first is None or self._first.step != round_.step or round_.fresh:
             self._first = round_
         self._round = round_
-        if self.shards is not None:
+        if self.sharded is not None:
             self._require_state(round_)
         if not same:
             self._abort()
             rank = round_.group.index(self.name)
             key = f"round {round_.number} of rank {self.grid.rank}"
             try:
-                self._group = ReplicaGroup(round_.store, key, rank, len(round_.group), self.options.timeout)
+                self._group = ReplicaGroup(round_.store, self._host, key, rank, len(round_.group), self.options.timeout)
             except _FAILURES as error:  # the next sum fails, and all meet again
                 _LOG.debug("the group of round %d was not made: %s", round_.number, error)
         if round_.fresh:
+            if round_.donor == self.name:
+                self.ledger.members = ()  # of a run that starts again from a checkpoint, which the history records
             self._share_state(round_)
         elif self.name in round_.newcomers:
             self._stateless = True
-            if self.shards is not None:
-                self.shards.forget()
-            self._receive(round_)
+            if self.sharded is not None:
+                self.sharded.forget()
+            self._receive(round_.donor)
 
     def _abort(self) -> None:
         """Close the connections to the other replicas."""
@@ -529,22 +689,22 @@ class FaultTolerantReplicas(SynchronousReplicas):
         if self.grid.rank == 0 and self.options.folder is not None and self.ledger.changes:
             self.ledger.write(self._history_file)
         if round_.donor == self.name:
-            self._send(round_)
+            self._send(round_.newcomers)
             for transfer in self._sending:
                 transfer.wait()
             self._sending = []
         else:
-            self._receive(round_)
+            self._receive(round_.donor)
             if (problem := self._load_received()) is not None:
                 raise RuntimeError(f"replica {self.name} did not get the state of replica {round_.donor}: {problem}")
 
-    def _send(self, round_: Round) -> None:
-        """Begin to send this replica's state to the newcomers, in a thread."""
+    def _send(self, names: Sequence[str]) -> None:
+        """Begin to send this replica's state to other replicas of the round, in a thread."""
         group = self._group
         if group is None:
             return
-        header, tensors = capture_here(self._engine, {"ledger": self.ledger.state()})
-        others = [round_.group.index(name) for name in round_.newcomers]
+        header, tensors = self._capture()
+        others = [self._now.group.index(name) for name in names]
 
         def send() -> None:
             for to in others:
@@ -552,9 +712,23 @@ class FaultTolerantReplicas(SynchronousReplicas):
 
         self._sending.append(_Transfer(send))
 
-    def _receive(self, round_: Round) -> None:
-        """Begin to receive the state from the donor, in a thread."""
-        group, source = self._group, round_.group.index(round_.donor)
+    def _capture(self) -> tuple[Tensor, list[Tensor]]:
+        """Return this rank's state to be sent: a header, and tensors that stay as they are until they are sent."""
+        more = {"ledger": self.ledger.state()}
+        return capture_here(self._engine, self._engine.client_state, more, self._outer_state())
+
+    def _outer_state(self) -> Sequence[Tensor]:
+        """Return tensors of a state besides those of the engine: none here."""
+        return ()
+
+    def _load(self, header: dict[str, Any], tensors: list[Tensor]) -> None:
+        """Load a state of ``_capture``. Collective over this replica's data axis."""
+        self._engine.client_state = load_here(self._engine, header, tensors)
+        self.ledger = Ledger.of(header["ledger"])
+
+    def _receive(self, donor: str) -> None:
+        """Begin to receive the state from another replica of the round, in a thread."""
+        group, source = self._group, self._now.group.index(donor)
 
         def receive() -> tuple[dict[str, Any], list[Tensor]]:
             if group is None:
@@ -574,10 +748,10 @@ class FaultTolerantReplicas(SynchronousReplicas):
         problem = transfer.wait()
         if any(self.grid.world.all_gather_json(problem is not None)):
             return problem or "another rank of this replica did not get its state"
-        header, tensors = transfer.result
-        load_here(self._engine, header, tensors)
+        self._load(*transfer.result)
         self._stateless = False
-        self.ledger = Ledger.of(header["ledger"])
+        for observer in self._engine.observers:
+            observer.joined(self._engine.client_state or {})
         if self.grid.rank == 0 and self.options.folder is not None:
             self.ledger.write(self._history_file)
         return None
@@ -683,17 +857,14 @@ def _check(engine: Engine) -> None:
     Raises:
         OptionError: naming the option or the part of the model.
     """
-    if not isinstance(engine.module, PipelineModule):
-        raise refusal(
-            "<fault_tolerance> trains a PipelineModule, whose train_batch takes a whole step: write the model as a "
-            "list of layers, triax.PipelineModule(layers, loss_fn=...)"
-        )
+    if not engine.options.batch.counted:
+        raise refusal("<fault_tolerance> needs steps of a fixed size: give <batch.size> and <batch.microbatch>")
     if engine.optimizer is None:
         raise refusal("<fault_tolerance> needs an optimizer, and there is none: set <optimizer>, or leave it out")
     if not hasattr(engine.training_dataloader, "seek"):
         raise refusal(
             "<fault_tolerance> gives each replica its samples by number: pass training_data to the engine, a data set "
-            "with a length, and call train_batch() without an iterator"
+            "with a length; train_batch() and engine.replicas.microbatches() take them"
         )
     if engine.data_axis.exchange is not None:
         raise refusal("<fault_tolerance> sums gradients as they are: leave <compression> out")
@@ -709,8 +880,6 @@ def _check(engine: Engine) -> None:
             f"<fault_tolerance.zero> steps parts of a layer on several replicas, and "
             f"{type(engine.data_axis.optimizer).__name__} needs whole layers: use AdamW, or leave it out"
         )
-    if engine.auxiliary:
-        raise refusal("<fault_tolerance> does not sum the auxiliary losses of experts over replicas: use a dense model")
     for name, module in engine.module.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
             raise refusal(

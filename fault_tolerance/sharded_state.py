@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -106,19 +106,24 @@ class ReplicaShards:
 
     # ------------------------------------------------------------------------------------------ a step
 
-    def step(self) -> None:
+    def step(self, without: Collection[Tensor]) -> None:
         """Step the parts that this replica holds, with the gradients of the buckets, and write the new weights.
 
+        Args:
+            without: parameters that had no gradient on any replica.
+
         Raises:
-            AgreedError: a parameter was frozen after the engine was made.
+            AgreedError: there is such a parameter, or one that was frozen after the engine was made.
         """
         for bucket in self._buckets:
-            for member in bucket.members:
-                if not member.parameter.requires_grad:
-                    raise AgreedError(
-                        f"{member.layout.name} was frozen after the engine was made, and <fault_tolerance.zero> steps "
-                        "parts of its bucket: freeze it before, or leave <fault_tolerance.zero> out"
-                    )
+            standing = bucket.standing(without)
+            names = [member.layout.name for member in bucket.members if member.parameter in standing]
+            if names:
+                raise AgreedError(
+                    f"{names[0]} had no gradient on any replica, or was frozen after the engine was made, and "
+                    "fault_tolerance.zero steps whole parts of its bucket: freeze it before, or leave "
+                    "fault_tolerance.zero out"
+                )
         self._step([(number, piece) for (number, _), piece in self._pieces.items() if piece.own])
         for number in range(len(self._buckets)):  # one after the other: copies take memory of the device
             self._step([(at, piece) for (at, _), piece in self._pieces.items() if at == number and not piece.own])

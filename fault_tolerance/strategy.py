@@ -6,7 +6,8 @@ import weakref
 from typing import TYPE_CHECKING
 
 from ..grid import Grid
-from .ledger_checkpoints import LedgerCheckpoints
+from .ledger_checkpoints import LedgerCheckpoints, RoundCheckpoints
+from .local_rounds import LocalRounds
 from .replicas import FaultTolerantReplicas
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ def step_grid(grid: Grid) -> Grid:
 def attach(engine: Engine, grid: Grid) -> tuple[FaultTolerantReplicas, LedgerCheckpoints]:
     """Return the replica strategy of a new engine, and what saves and loads its ledger.
 
-    Each replica has a folder of its own for automatic checkpoints, ``replica-NAME`` in ``checkpoint.folder``.
+    Each replica has folders of its own for automatic checkpoints and what the monitors write: ``replica-NAME`` in
+    ``checkpoint.folder`` and in the folders of ``monitor``.
 
     Args:
         engine: the engine, with its optimizer and ``options.fault_tolerance``.
@@ -29,9 +31,12 @@ def attach(engine: Engine, grid: Grid) -> tuple[FaultTolerantReplicas, LedgerChe
     """
     assert engine.options.fault_tolerance is not None
     held: Engine = weakref.proxy(engine)  # which holds its replica strategy
-    replicas = FaultTolerantReplicas(held, grid, engine.options.fault_tolerance)
-    folder = engine.options.checkpoint.folder
-    if folder is not None:
-        own = engine.options.checkpoint.changed(folder=f"{folder}/replica-{replicas.name}")
-        engine.options = engine.options.changed(checkpoint=own)
-    return replicas, LedgerCheckpoints(held, replicas)
+    faults, local = engine.options.fault_tolerance, engine.options.local_updates
+    rounds = None if local is None else LocalRounds(held, grid, faults, local)
+    replicas = rounds or FaultTolerantReplicas(held, grid, faults)
+    for section, keys in {"checkpoint": ("folder",), "monitor": ("json", "tensorboard", "csv")}.items():
+        given = getattr(engine.options, section)
+        found = {key: getattr(given, key) for key in keys if isinstance(getattr(given, key), str)}
+        own = given.changed(**{key: faults.own(folder, replicas.name) for key, folder in found.items()})
+        engine.options = engine.options.changed(**{section: own})
+    return replicas, LedgerCheckpoints(held, replicas) if rounds is None else RoundCheckpoints(held, rounds)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from .grid import Grid
 from .layout import Layout
 from .topology import Topology
 
+MESSAGE = 2**26  # bytes of a message: a message costs 0.1 ms and more, a small shard's bytes nothing
 Shard = tuple[Layout, Tensor]  # a parameter's layout, and the elements of it that a rank holds
 
 
@@ -24,33 +24,51 @@ def assemble(grid: Grid, shards: Mapping[str, Shard]) -> dict[str, Tensor]:
     """
     mine = {name: shard for name, shard in shards.items() if grid.axis(shard[0].replicas).is_first}
     told = grid.world.all_gather_json(
-        [(name, astuple(layout), tensor.shape, tensor.dtype) for name, (layout, tensor) in mine.items()]
+        [(name, tuple(vars(layout).values()), tensor.shape, tensor.dtype) for name, (layout, tensor) in mine.items()]
     )
-    ranks: list[dict[str, Shard]] = [{} for _ in told]
+    ranks: list[dict[str, Shard]] = []
     with grid.world.traffic.uncounted():
         for rank, listed in enumerate(told):
-            for name, layout, shape, dtype in listed:
-                here = mine[name][1] if rank == grid.world.rank else torch.empty(shape, dtype=dtype)
-                sent = here.to(grid.device).contiguous()
-                # As bytes: gloo does not send every dtype. A 0-dim tensor becomes a vector first.
-                grid.world.broadcast(sent.view(-1).view(torch.uint8), source=rank).wait()
-                # A copy of this rank's own: a view would keep the whole flat buffer behind it.
-                ranks[rank][name] = Layout(*layout), sent.cpu().clone() if rank == grid.world.rank else sent.cpu()
+            layouts = {name: Layout(*layout) for name, layout, _, _ in listed}
+            held = (mine[name][1] if rank == grid.world.rank else torch.empty(s, dtype=d) for name, _, s, d in listed)
+            tensors = [each for message in _messages(held) for each in _broadcast(grid, message, rank)]
+            ranks.append({name: (layouts[name], each) for name, each in zip(layouts, tensors, strict=True)})
     return assemble_ranks(grid.topology, ranks)
+
+
+def _messages(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield tensors in lists of up to ``MESSAGE`` bytes each, or of one larger tensor."""
+    message: list[Tensor] = []
+    free = MESSAGE
+    for tensor in tensors:
+        if message and tensor.nbytes > free:
+            yield message
+            message, free = [], MESSAGE
+        message.append(tensor)
+        free -= tensor.nbytes
+    if message:
+        yield message
+
+
+def _broadcast(grid: Grid, tensors: list[Tensor], source: int) -> list[Tensor]:
+    """Return copies, on the CPU, of the source's tensors, sent in one message."""
+    # As bytes: gloo does not send every dtype. A 0-dim tensor becomes a vector first.
+    flat = torch.cat([each.to(grid.device).contiguous().view(-1).view(torch.uint8) for each in tensors])
+    grid.world.broadcast(flat, source=source).wait()
+    pieces = flat.cpu().split([each.nbytes for each in tensors])
+    # A view would keep the whole message, and might not be aligned.
+    return [piece.clone().view(each.dtype).view(each.shape) for piece, each in zip(pieces, tensors, strict=True)]
 
 
 def assemble_ranks(topology: Topology, ranks: Sequence[Mapping[str, Shard]]) -> dict[str, Tensor]:
     """Return name -> unsharded tensor, assembled from the shards of each rank."""
     whole: dict[str, Tensor] = {}
     experts_of = {rank: group for group in topology.groups("expert") for rank in group}
+    tensor_of = {rank: group for group in topology.groups("tensor") for rank in group}
     for rank, shards in enumerate(ranks):
         for name, (layout, _) in shards.items():
             if name not in whole:
                 experts = experts_of[rank] if layout.expert_dim is not None else [rank]
-                places = [topology.coordinate(each)._asdict() for each in experts]
-                tensor_ranks = [
-                    [topology.rank(**{**place, "tensor": t}) for t in range(topology.size("tensor"))]
-                    for place in places
-                ]
-                whole[name] = layout.assemble_experts([[ranks[r][name][1] for r in row] for row in tensor_ranks])
+                held = [[ranks[r][name][1] for r in tensor_of[each]] for each in experts]
+                whole[name] = layout.assemble_experts(held)
     return whole

@@ -26,6 +26,7 @@ from .rendezvous import HostRendezvous, LocalRendezvous
 from .worker import LaunchJob, attempt_file, mark, run_rank
 
 Exits = dict[int, int]  # rank -> exit code
+_INTERRUPT_GRACE = 600.0  # seconds in which ranks may save after Ctrl-C; a second Ctrl-C ends them before
 
 
 class Agent(LocalElasticAgent):
@@ -102,7 +103,13 @@ class Agent(LocalElasticAgent):
         # ``timeout`` is torch's (from 2.12 on). The launcher has two limits of its own, which count here.
         stopped = isinstance(sys.exception(), SignalException)
         if self._pcontext is not None:  # before torch's own call, whose limit is fixed in torch 2.11
-            self._pcontext.close(death_sig, self._grace if stopped else self._stop_limit)  # type: ignore[arg-type]
+            limit = self._grace if stopped else self._stop_limit
+            if stopped and death_sig == signal.SIGINT:
+                limit = max(limit, _INTERRUPT_GRACE)
+            try:
+                self._pcontext.close(death_sig, limit)  # type: ignore[arg-type]
+            except SignalException:  # the second Ctrl-C, or another signal while the ranks save
+                death_sig = signal.SIGKILL
         super()._shutdown(death_sig)
         self._kill_what_ranks_left()
 

@@ -10,7 +10,8 @@ variables as under ``torchrun``. ``triax run`` uses this too, also for several h
   new processes (torchrun) take 6 to 7 s, and ``spawn`` 10 s.
 - After a failure only its cause is shown. Ranks that lose a connection print nothing, and wait for a moment before they
   end, so that the launcher always notices a killed process first.
-- On Ctrl-C the ranks end at once. Python's own handler would wait for a collective that never ends.
+- On Ctrl-C the ranks end at once, or save a checkpoint first (``engine.save_on_interrupt``). The second Ctrl-C kills
+  them. Python's own handler would wait for a collective that never ends.
 """
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ class AsyncOuterOptimizer(OuterOptimizer):
 
     def _send(self) -> None:
         """Start sending the difference of this round to every other replica."""
-        differences = [difference.cpu() for difference in self._differences()]
+        differences = [difference.cpu() for difference in self.differences()]
         self._differences_of[self._replica, self.round] = differences
         self._received[self._replica] = self.round
         for step in range(1, self._size):

@@ -9,7 +9,7 @@ grid too, because they sum gradients over the replicas.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -54,6 +54,7 @@ class LocalReplicas:
     """
 
     contributing = 1  # as ``SynchronousReplicas.contributing``
+    leads = True  # as ``SynchronousReplicas.leads``
 
     def __init__(
         self,
@@ -117,6 +118,10 @@ class LocalReplicas:
         Without ``async_diloco`` these are all replicas.
         """
         return self.outer.present
+
+    def share(self, numbers: Sequence[float]) -> list[float]:
+        """Return numbers as they are: there are no replicas outside of the grid."""
+        return [*numbers]
 
     @contextmanager
     def stepping(self) -> Iterator[Grid]:

@@ -12,7 +12,7 @@ With AdamW as the inner optimizer, lr 0.7 and momentum 0.9 it is DiLoCo (Douilla
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -120,16 +120,27 @@ class OuterOptimizer:
     @torch.no_grad()
     def synchronize(self) -> None:
         """End the round: every replica takes the new common weights. Collective."""
-        velocities: Sequence[Tensor | None] = self.velocity or [None] * len(self.common)
-        for master, common, velocity, sent in zip(
-            self._masters, self.common, velocities, self._differences(), strict=True
-        ):
-            self._axis.all_reduce(sent)
-            self._step(common, velocity, sent.to(common.dtype).div_(self._axis.size))
-            master.copy_(common)
-        self._update_weights()
+        self.step(self._mean_differences())
         if self._average:
             self._average_state()
+
+    def _mean_differences(self) -> Iterator[Tensor]:
+        for common, sent in zip(self.common, self.differences(), strict=True):
+            self._axis.all_reduce(sent)
+            yield sent.to(common.dtype).div_(self._axis.size)
+
+    @torch.no_grad()
+    def step(self, gradients: Iterable[Tensor]) -> None:
+        """Take the outer step, and set the weights to the new common weights.
+
+        Args:
+            gradients: for each trained bucket (numel,), the mean of the replicas' differences. They are overwritten.
+        """
+        velocities: Sequence[Tensor | None] = self.velocity or [None] * len(self.common)
+        for master, common, velocity, gradient in zip(self._masters, self.common, velocities, gradients, strict=True):
+            self._step(common, velocity, gradient)
+            master.copy_(common)
+        self._update_weights()
         self.synchronizations += 1
 
     def synchronize_all(self, since: int) -> None:
@@ -149,10 +160,11 @@ class OuterOptimizer:
         """Numbers of the replicas that have not left the training: all replicas, in synchronous training."""
         return list(range(self._axis.size))
 
-    def _differences(self) -> Iterator[Tensor]:
-        """Yield each bucket's weights at the start of the round minus its weights now, (numel,), to be sent."""
+    def differences(self, weight: float = 1.0) -> Iterator[Tensor]:
+        """Yield ``weight`` times each bucket's weights at the start of the round minus its weights now, to be sent."""
         for start, master, dtype in zip(self.start, self._masters, self._dtypes, strict=True):
-            yield (start - master).to(dtype)
+            difference = start - master
+            yield (difference if weight == 1.0 else difference.mul_(weight)).to(dtype)
 
     @contextmanager
     def common_weights(self) -> Iterator[None]:

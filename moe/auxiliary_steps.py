@@ -10,11 +10,11 @@ A model without such layers costs nothing here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..agreement.agreement import totals
 from ..base.errors import AgreedError
@@ -45,6 +45,7 @@ class AuxiliarySteps:
         with grid.pipe.traffic.uncounted():
             # (A tied layer may be on several ranks.)
             self._known = [*{each[0]: each for rank in grid.pipe.all_gather_json(mine) for each in rank}.values()]
+        self._size = sum(experts + len(names) for _, experts, names in self._known)
         self.losses: dict[str, float] = {}
         self.loads: dict[str, list[int]] = {}
         self._starving: dict[str, list[int]] = {name: [0] * experts for name, experts, _ in self._known}
@@ -54,7 +55,16 @@ class AuxiliarySteps:
         """True if the model has such layers, on any rank."""
         return bool(self._known)
 
-    def begin(self, grid: Grid, loss_fn: Any, labels: Sequence[Any], samples: int, counts: bool, scale: float) -> None:
+    def begin(
+        self,
+        grid: Grid,
+        loss_fn: Any,
+        labels: Sequence[Any],
+        samples: int,
+        counts: bool,
+        scale: float,
+        share: Callable[[Sequence[float]], list[float]],
+    ) -> None:
         """Begin a step: set the weight of a sample. Collective.
 
         Args:
@@ -65,13 +75,14 @@ class AuxiliarySteps:
             samples: number of samples of these microbatches.
             counts: True if this rank counts: one rank for each part of the batch.
             scale: factor of the loss.
+            share: sums numbers over replicas outside of the grid.
         """
         weigh = getattr(loss_fn, "weight", None)  # of a torch loss it may be a tensor, the weights of the classes
         weights = [weigh(each) if callable(weigh) else 1.0 for each in labels] if counts else []
         # A microbatch of named losses weighs 1.
         weights = [1.0 / grid.context.size if isinstance(each, Mapping) else each for each in weights]
         counted = samples if counts and grid.context.is_first else 0
-        self._weight, number = totals(grid, [sum(weights, 0.0), float(counted)])
+        self._weight, number = share(totals(grid, [sum(weights, 0.0), float(counted)]))
         self._state.weight, self._state.scale = self._weight / max(number, 1.0), scale
         self.clear()
 
@@ -95,17 +106,9 @@ class AuxiliarySteps:
         for layer in self._layers.values():
             layer.loads = None
 
-    def end(self, grid: Grid, weight: float, skipped: bool, report: bool) -> None:
-        """End a step: sum its losses and loads, and let the layers move their biases. Collective.
-
-        Args:
-            grid: the grid whose ranks took the step together.
-            weight: weight of the batch, by which the losses are divided.
-            skipped: the step was skipped: the layers then keep their biases and loads.
-            report: this rank logs a warning if an expert starves.
-        """
-        size = sum(experts + len(names) for _, experts, names in self._known)
-        sums = torch.zeros(size, dtype=torch.float64, device=grid.device)
+    def collect(self, device: torch.device) -> Tensor:
+        """Return this rank's loads and sums of losses in the step so far, in one tensor, float64, for ``end``."""
+        sums = torch.zeros(self._size, dtype=torch.float64, device=device)
         place = 0
         for name, experts, names in self._known:
             layer = self._layers.get(name)
@@ -116,6 +119,18 @@ class AuxiliarySteps:
                 if loss in self._state.values:
                     sums[place + index] = self._state.values[loss]
             place += len(names)
+        return sums
+
+    def end(self, grid: Grid, sums: Tensor, weight: float, skipped: bool, report: bool) -> None:
+        """End a step: sum its losses and loads, and let the layers move their biases. Collective.
+
+        Args:
+            grid: the grid whose ranks took the step together.
+            sums: what ``collect`` returned, of all replicas outside of the grid too. It is overwritten.
+            weight: weight of the batch, by which the losses are divided.
+            skipped: the step was skipped: the layers then keep their biases and loads.
+            report: this rank logs a warning if an expert starves.
+        """
         grid.world.all_reduce(sums)
         values, place = sums.tolist(), 0
         for name, experts, names in self._known:

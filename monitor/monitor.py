@@ -31,6 +31,9 @@ class Monitor:
         batch: samples per step, over all replicas.
         mailbox: through which numbers of other ranks reach rank 0; None if nothing is written.
         position: returns the steps and samples so far, for ``log``.
+
+    Attributes:
+        last: numbers of the last step that was written or printed; None before it.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Monitor:
         self._print_every, self._batch = print_every, batch
         self._mailbox, self._position = mailbox, position
         self._step = 0
+        self.last: StepMetrics | None = None
         if self._writers and mailbox is not None:
             received = weakref.finalize(self, _receive, mailbox, self._writers)  # what arrives after the last step
             # At exit Python calls the function registered last first: this one before wandb's, which ends its run.
@@ -86,7 +90,7 @@ class Monitor:
 
     def write_step(self, metrics: StepMetrics) -> None:
         """Write the numbers of a step, and print a line if one is due."""
-        self._step, now = metrics.step, time.perf_counter()
+        self._step, self.last, now = metrics.step, metrics, time.perf_counter()
         if self._writers:
             _receive(self._mailbox, self._writers)
             self._write(_events(metrics))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ def write_run(folder: Path, record: RunRecord) -> None:
         "triax": VERSION,
         "torch": torch.__version__,
         "written": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
     folder.mkdir(parents=True, exist_ok=True)
     content = header | vars(record) | {"earlier": _earlier(folder / RUN, record.since_step)}

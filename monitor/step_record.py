@@ -25,6 +25,7 @@ PARTS: dict[str, tuple[str, str]] = {
     "backward": ("compute", "backward"),
     "I": ("compute", "input gradient"),
     "W": ("compute", "weight gradient"),
+    "C": ("compute", "recompute"),
     "optimizer": ("compute", "optimizer"),
     "wait": ("pipe", "idle"),
     "SEND_F": ("pipe", "send"),

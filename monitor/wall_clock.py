@@ -121,7 +121,7 @@ def print_means(grid: Grid, means: PartMeans, step: int) -> None:
 def phase_times(parts: Parts) -> dict[str, float]:
     """Return the seconds of a step's phases, as the metrics ``elapsed_time_ms_...`` name them."""
     compute, data = parts.get("compute", {}), parts.get("data", {})
-    inner = sum(compute.get(part, 0.0) for part in ("backward", "input gradient", "weight gradient"))
+    inner = sum(compute.get(part, 0.0) for part in ("backward", "input gradient", "weight gradient", "recompute"))
     reduce = data.get("reduce", 0.0)
     return {
         "forward": compute.get("forward", 0.0),

@@ -63,11 +63,18 @@ def _check_narrow_sums(options: EngineOptions) -> None:
 def _check_fault_tolerance(options: EngineOptions) -> None:
     if options.fault_tolerance is None:
         return
-    if options.local_updates is not None:
+    local, both = options.local_updates, "<fault_tolerance> and <local_updates> are both given"
+    if local is not None and local.TYPE == "async_diloco":
+        _refuse(f"{both}, but replicas of async_diloco never meet, and so cannot agree on who is there: take diloco")
+    if local is not None and (local.start_step or local.average_optimizer):
         _refuse(
-            "<fault_tolerance> and <local_updates> are both given, but the first sums gradients in every step, and the "
-            "second in none: leave one of them out"
+            f"{both}, but then no step sums gradients, and a newcomer gets the optimizer state of one replica: leave "
+            "<local_updates.start_step> and <local_updates.average_optimizer> out"
         )
+    if local is not None and options.fault_tolerance.active is not None:
+        _refuse(f"{both}, but a spare replica would have weights of its own: leave <fault_tolerance.active> out")
+    if local is not None and options.fault_tolerance.zero:
+        _refuse(f"{both}, but replicas step alone within a round: leave <fault_tolerance.zero> out")
     if options.tuning is not None or options.tunes_microbatch:
         _refuse("<fault_tolerance> needs <batch.microbatch> as a number: write it, and leave <tuning> out")
     if options.reduction.op != "mean":
@@ -78,7 +85,7 @@ def _check_local_updates(options: EngineOptions) -> None:
     section, zero, reduction = options.local_updates, options.zero, options.reduction
     if section is None:
         return
-    if zero.stage not in (0, "auto"):
+    if zero.stage not in (0, "auto") and options.fault_tolerance is None:
         _refuse(
             f"<zero.stage> is {zero.stage}, but <local_updates> needs stage 0, because each replica then has weights "
             "of its own, and ZeRO shards one state over all replicas: set the stage to 0"

@@ -43,7 +43,9 @@ class FaultTolerance(Options):
     )
     give_up: float = option(120.0, "Seconds without a meeting after which a replica stops with an error.", above=0)
     folder: str | None = option(
-        None, "Folder of the history of members, NAME.jsonl of each replica; None: it is not written."
+        None,
+        "Folder of the history of members, NAME.jsonl of each replica; None: it is not written, and by a training file "
+        "into history in the run's folder.",
     )
     replay: str | None = option(
         None, "History file of a run to replay: its members contribute at its steps, and none is lost."
@@ -62,3 +64,7 @@ class FaultTolerance(Options):
             )
         if self.replica is not None and (not self.replica or set(self.replica) & set("/\\\n\0")):
             raise OptionError("replica", self.replica, "give a name without a slash, such as 0")
+
+    def own(self, folder: str, name: str | None) -> str:
+        """Return the folder of one replica in a folder of the run; None as its name: the run's folder."""
+        return folder if name is None else f"{folder}/replica-{name}"

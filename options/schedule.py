@@ -46,6 +46,18 @@ class ScheduleOptions(Options):
         above=0,
     )
 
+    pairs: float | None = option(
+        None,
+        "Join passes to pairs, in which the tensor axis's collectives of each run beside the other: the time of these "
+        "collectives in a pass, in the unit of costs. None: only pairs that the schedule itself has.",
+        least=0,
+    )
+    recompute: float = option(
+        0.0,
+        "Share of each rank's activations that ops of the schedule recompute; for auto, the largest share.",
+        least=0,
+        most=1,
+    )
     offload: OffloadActivations = option(OffloadActivations(), "Where activations are offloaded to.")
 
     @classmethod
@@ -54,6 +66,11 @@ class ScheduleOptions(Options):
         if hasattr(value, "orders") and hasattr(value, "placement"):
             return cls(name=value.name, value=value)
         return super().of(value)
+
+    @property
+    def chooses_offload(self) -> bool:
+        """True if the search for a schedule chooses which activations are offloaded, within ``memory``."""
+        return self.name == "auto" and self.memory is not None and self.offload.device != "none"
 
     @property
     def limits(self) -> float | tuple[float, ...] | None:

@@ -7,7 +7,7 @@ whole batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, reduce
 from typing import Any, NamedTuple, Protocol
@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ..base.nest import map_tensors
 from ..base.parts import Parts
 from ..grid.comm.clock import Clock, Mark
+from ..grid.comm.lanes import Lanes
 from ..grid.loss_pair import is_pair, sum_and_weight
 from ..grid.loss_terms import NamedLosses, Term, combined, described_form, is_named, named_losses
 from .activation_offload import HostMemory, KeptActivations, OffloadLane
@@ -28,6 +29,8 @@ from .p2p import Receive, channels, receive_gradients, receive_value, received_g
 from .program.ops import COMPUTE, Op
 from .program.program import Program
 from .program.timeline import OpMarks
+from .recompute.early import run_to_recompute
+from .recompute.recompute import stateful
 from .schema import Flat, flatten, unflatten
 from .spec import require_arguments
 from .stage_boundary import Boundary, joined
@@ -152,8 +155,9 @@ class _SavedForBackward(NamedTuple):
     boundary: Boundary | None  # its inputs in the autograd graph; None at the first stage
     edges: list[GradientEdge]  # of the outputs, which get gradients from the next stage and may be freed themselves
     losses: list[GradientEdge]  # of losses, whose gradient is 1
-    deferred: Deferred | None  # queue of its weight gradients, if the schedule splits the backward
+    deferred: Deferred | None  # queue of its weight gradients, if the schedule splits this backward
     kept: KeptActivations | None = None  # what autograd saved, if it is offloaded
+    again: Callable[[], None] | None = None  # runs the forward again, if it kept its input only
 
 
 class Executor:
@@ -172,6 +176,8 @@ class Executor:
         forms: (in training, stage) -> form of the losses of earlier batches, which each microbatch must have.
         clock: if set, each run records the times of its ops; ``marks`` has those of the last run.
         origin: time at which that run started, after a barrier over the ranks of this pipeline.
+        interleaves: run the two passes of a pair interleaved. If False, or if no axis of the model has collectives,
+            they run one after the other, as two ops.
         held: state of each (stage, microbatch) between forward and backward.
         peak: the largest number of entries that ``held`` had in the last run.
     """
@@ -190,6 +196,7 @@ class Executor:
             "B": self._backward,
             "I": self._input_gradient,
             "W": self._weight_gradient,
+            "C": self._recompute,
             "O": self._offload,
             "R": self._reload,
             "SEND_F": self._send_forward,
@@ -201,10 +208,14 @@ class Executor:
             "GATHER": lambda op: data.gather(op.stage),
             "RELEASE": lambda op: data.release(op.stage),
         }
+        self._lanes = Lanes(module.grid.device, self._state, self._restore)  # of the passes of a pair
+        self._model_axes = (module.grid.tensor, module.grid.context, module.grid.expert)
+        self.interleaves = True
         self._program: Program | None = None  # of the last run
         self._memory = memory
         self._lane: OffloadLane | None = None
         self._offloaded: set[tuple[int, int]] = set()  # (stage, microbatch) with an O
+        self._recomputed: set[tuple[int, int]] = set()  # (stage, microbatch) with a C
         self._computed = 0  # compute ops of the run so far
         self.clock: Clock | None = None
         self.loss_scale = 1.0
@@ -267,9 +278,10 @@ class Executor:
         if program is not self._program:
             self._program = program
             self._training = any(op.kind != "F" for op in ops if op.kind in COMPUTE)
-            self._splits = any(op.kind in "IW" for op in ops)
+            self._split = {(op.stage, op.microbatch) for op in ops if op.kind == "I"}
             self._gathers = any(op.kind == "GATHER" for op in ops)
             self._offloaded = {(op.stage, op.microbatch) for op in ops if op.kind == "O"}
+            self._recomputed = {(op.stage, op.microbatch) for op in ops if op.kind == "C"}
             if self._offloaded and self._lane is None:
                 if self._memory is None:
                     raise ValueError(
@@ -289,18 +301,66 @@ class Executor:
             self._grid.pipe.barrier()
             self.origin = self.clock.mark()
         activity = self._grid.activity
-        for op in ops:
+        for together in self._together(ops):
             try:
-                activity.start(op)
-                handlers[op.kind](op)
-                self._computed += op.kind in COMPUTE
+                if len(together) == 1:
+                    (op,) = together
+                    activity.start(op)
+                    handlers[op.kind](op)
+                    self._computed += op.kind in COMPUTE
+                else:
+                    activity.start("{}&{}".format(*together))
+                    self._pair(*together)
+                    self._computed += 2
             except Exception as error:
-                raise self._failed(op, error) from error
+                raise self._failed("&".join(map(str, together)), error) from error
         for channel in self._channels:
             channel.limit(0)
         self._add_named()
         activity.start("the end of the step")
         return self._result
+
+    def _together(self, ops: Sequence[Op]) -> Iterator[tuple[Op, ...]]:
+        """Yield the ops, those of a pair together if they are to run interleaved."""
+        assert self._program is not None
+        pairs = self._program.schedule.pairs
+        if not pairs or not self.interleaves or all(axis.size == 1 for axis in self._model_axes):
+            yield from ((op,) for op in ops)
+            return
+        after = iter(ops)
+        for op in after:
+            yield (op, next(after)) if op in pairs else (op,)
+
+    def _pair(self, first: Op, second: Op) -> None:
+        """Run two passes interleaved, from when the inputs of both have arrived."""
+        entered = None if self.clock is None else self.clock.mark()
+        for op in (first, second):
+            receives = self._input_receives if op.kind == "F" else self._gradient_receives
+            if op.kind != "W" and (receive := receives.get(op[1:])) is not None:
+                receive.wait()
+        began = None if self.clock is None else self.clock.mark()
+        ready, self._ready = self._ready, _do_nothing
+        for axis in self._model_axes:
+            axis.lanes = self._lanes
+        try:
+            self._lanes.run(
+                partial(self._handlers[first.kind], first),
+                partial(self._handlers[second.kind], second),
+            )
+        finally:
+            self._ready = ready
+            for axis in self._model_axes:
+                axis.lanes = None
+        if self.clock is not None:
+            end = self.clock.mark()
+            self.marks += [OpMarks(op, entered, began, end) for op in (first, second)]
+
+    def _state(self) -> tuple[range | None, Callable[[Any], object] | None]:
+        """Return what a pass sets in the model while it runs."""
+        return self._module.dropout_state.samples, self._module.check_hook
+
+    def _restore(self, state: tuple[range | None, Callable[[Any], object] | None]) -> None:
+        self._module.dropout_state.samples, self._module.check_hook = state
 
     def _marked(self, op: Op) -> None:
         """Run an op and append three times to ``marks``: the call, the arrival of its inputs, and its end."""
@@ -331,7 +391,7 @@ class Executor:
             self._lane.wait(self._computed)
         self._ready()
         self._module.dropout_state.samples = microbatch.samples
-        deferred = Deferred() if self._splits else None
+        deferred = Deferred() if (stage, index) in self._split else None
         last = stage == self._last_stage
         with_head = last and self._wants_loss and not self._keep_outputs and self._module.loss_takes_head
         named: list[NamedLosses] = []  # of layers
@@ -343,8 +403,12 @@ class Executor:
             # Values between layers of one stage are checked too, for grids that cut the list there.
             checked = stage, self._kind(index)
             self._module.check_hook = None if checked in self._checked else flatten
+            run = partial(self._module.run_stage, stage, fields=microbatch.fields, without_head=with_head)
             with self._parts("stage"):
-                value = self._module.run_stage(stage, value, microbatch.fields, named, without_head=with_head)
+                if (stage, index) in self._recomputed:
+                    value, again = self._run_to_recompute(stage, run, value, named)
+                else:
+                    value, again = run(value, losses=named), None
             self._module.check_hook = None
             self._checked.add(checked)
             if not last:
@@ -356,18 +420,14 @@ class Executor:
                 tensors, losses = [], self._loss(value, named, index, with_head)
         if self._training:
             edges, roots = ([get_gradient_edge(t) for t in each if t.requires_grad] for each in (tensors, losses))
-            self.held[stage, index] = _SavedForBackward(boundary, edges, roots, deferred, kept)
+            self.held[stage, index] = _SavedForBackward(boundary, edges, roots, deferred, kept, again)
             self.peak = max(self.peak, len(self.held))
 
     def _backward(self, op: Op) -> None:
-        """Run the whole backward: input gradient and weight gradient, together or one right after the other."""
-        if self._splits:
-            self._input_gradient(op)
-            self._weight_gradient(op)
-        else:
-            with self._reducing(op):
-                self._differentiate(op)
-            del self.held[op.stage, op.microbatch]
+        """Run the whole backward: input gradient and weight gradient together."""
+        with self._reducing(op):
+            self._differentiate(op)
+        del self.held[op.stage, op.microbatch]
 
     def _input_gradient(self, op: Op) -> None:
         """Run the backward for the input gradient, and queue the weight gradients of the layers that can defer them."""
@@ -388,7 +448,7 @@ class Executor:
         """Run one backward pass from all outputs."""
         _, stage, index = op
         gradients = self._gradients_of_outputs(stage, index)
-        boundary, edges, losses, deferred, kept = self.held[stage, index]
+        boundary, edges, losses, deferred, kept, _ = self.held[stage, index]
         if kept is not None and kept.back is not None:
             kept.back()
             kept.back = None
@@ -401,6 +461,26 @@ class Executor:
         if boundary is not None:
             self._gradients[stage, index] = boundary.gradients
             self._result.reached[stage] = boundary.reached or self._result.reached.get(stage, False)
+
+    def _run_to_recompute(
+        self, stage: int, run: Callable[..., Any], value: Any, named: list[NamedLosses]
+    ) -> tuple[Any, Callable[[], None]]:
+        """Run a stage so that it keeps its input only; return its output, and the function that C calls."""
+        lists = [named]  # of the first run; the second one's losses are known already
+
+        def pass_(value: Any) -> Any:
+            return run(value, losses=lists.pop() if lists else [])
+
+        parts = stateful(module for _, module in self._module.modules_of(stage))
+        return run_to_recompute(self._grid, self._module.dropout_state, f"stage {stage}", parts, pass_, value)
+
+    def _recompute(self, op: Op) -> None:
+        """Run a forward pass again, which kept its input only."""
+        if self._lane is not None:
+            self._lane.wait(self._computed)
+        again = self.held[op.stage, op.microbatch].again
+        assert again is not None  # the forward pass of a program with C
+        again()
 
     def _keeping(self, stage: int, index: int) -> KeptActivations | None:
         """Return the record of what autograd saves, if the program offloads it."""
@@ -624,7 +704,7 @@ class Executor:
         # Without gradients the schema differs: no tensor requires a gradient.
         return self._microbatches[index].kind, self._training
 
-    def _failed(self, op: Op, error: Exception) -> RuntimeError:
+    def _failed(self, op: str, error: Exception) -> RuntimeError:
         """Return the error, with this rank, its coordinate and op, or with the error of a rank that failed first."""
         reported = self._grid.failure_cause(error)
         message = f"{self._grid.describe()} failed at {op}: {type(error).__name__}: {error}"

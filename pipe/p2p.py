@@ -107,12 +107,18 @@ class Receive:
     ) -> None:
         self._channel, self._known_specs, self._receive_schema = channel, known_specs, receive_schema
         self._posted: list[tuple[Pending | None, Tensor]] | None = None
+        self._received: list[Tensor] | None = None
         channel.unposted.append(self)
         while channel.unposted and (specs := channel.unposted[0]._known_specs()) is not None:
             channel.unposted.popleft()._post(specs)
 
     def wait(self) -> list[Tensor]:
-        """Wait for the tensors and return them."""
+        """Wait for the tensors and return them; a second call returns the same."""
+        if self._received is None:
+            self._received = self._wait()
+        return self._received
+
+    def _wait(self) -> list[Tensor]:
         while self._posted is None:
             # The messages of a channel arrive in order: post the receives before this one first.
             first = self._channel.unposted.popleft()

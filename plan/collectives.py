@@ -88,7 +88,7 @@ def all_reduce(size: float, group: RankGroup, machine: Machine) -> float:
 def all_to_all(size: float, group: RankGroup, machine: Machine) -> float:
     """Return the seconds until each rank has sent ``size`` bytes, 1/n of them to each of the n ranks."""
     n, seconds, inside = group.size, 0.0, 1
-    if n > 1 and (found := _measured("all_gather", (n - 1) / n * size, group, machine)) is not None:
+    if n > 1 and (found := _measured("all_to_all", (n - 1) / n * size, group, machine)) is not None:
         return found
     for link in machine.links:  # what stays within a level and leaves the one below goes over this level's link
         members = group.within(link.ranks)

@@ -169,6 +169,8 @@ class CostModel:
         self._speeds: dict[int, float] = {}
         self.measured = work.machine.measured
         self.on_cores = self.measured is not None and self.measured.cores > 0
+        blocks = [layer.name for layer in work.layers if layer.kind == "block"]
+        self.slowdown = self.measured.slowdown(blocks[0]) if self.measured is not None else 1.0
         if self.measured is not None and work.precision not in self.measured.products:
             raise ValueError(
                 f"the machine {work.machine.name} was measured in {', '.join(self.measured.products)}, not in "
@@ -269,8 +271,8 @@ class CostModel:
             reduce = branches * all_reduce(hidden, group, machine)
             tensor = (reduce, max(0.0, reduce - column))
             self._shown[key] = min(reduce, column), 0.0
-        if self.measured is not None and t > 1 and shape.kind == "block":
-            call = branches * self.measured.calls.get("tensor", 0.0)
+        if t > 1 and shape.kind == "block":
+            call = branches * self._call("tensor")
             tensor = tensor[0] + (2 if sharded else 1) * call, tensor[1] + (3 if sharded else 1) * call
         sent = self._expert(shape, layout, held) if experts else (0.0, 0.0)
         if shape.kind == "block":  # half of the elementwise kernels, and one of the branches
@@ -299,7 +301,8 @@ class CostModel:
         h, forward, backward = shape.hidden, 0.0, 0.0
 
         def time(name: str, elements: float) -> tuple[float, float]:
-            return measured.kernel(self.work.precision, name, elements)
+            forward, backward = measured.kernel(self.work.precision, name, elements)
+            return self.slowdown * forward, self.slowdown * backward
 
         for weight in shape.weights:  # gradients are added to those of earlier microbatches
             own = weight.numel / (t if weight.sharded(t) else 1)
@@ -360,7 +363,8 @@ class CostModel:
             m = max(1, round(m * product.times / calls))
         if self.measured is not None:
             shares = self.measured.product(self.work.precision, m, k, n)
-            forward, inputs, weights = (2 * m * k * n * calls / (self.peak * share) for share in shares)
+            operations = 2 * m * k * n * calls * self.slowdown
+            forward, inputs, weights = (operations / (self.peak * share) for share in shares)
             return forward, inputs, weights
         narrow = self.narrow and shape.kind == "block"
         cast, back = 0.0, 0.0
@@ -387,7 +391,9 @@ class CostModel:
             forward = 2 * tokens * keys * heads * (sizes.query_dim + sizes.value_dim)
             if self.measured is not None:
                 dims = (sizes.query_dim + sizes.value_dim) / 2
-                shares = self.measured.attention_core(self.work.precision, window, dims)
+                part = sequence if layout.context == 1 else sequence / (2 * layout.context)  # of the zigzag order
+                shares = self.measured.attention_core(self.work.precision, min(window, part), dims)
+                forward *= self.slowdown
                 return forward / (self.peak * shares[0]), forward / (self.peak * shares[1])
             forward /= self.peak * machine.attention_efficiency
             return forward, BACKWARD_ATTENTION * forward
@@ -433,16 +439,22 @@ class CostModel:
         heads = math.ceil(sizes.kv_heads / layout.tensor)
         whole = self.bytes * layout.microbatch * self.work.sequence * heads * (sizes.query_dim + sizes.value_dim)
         once = reduce_scatter(whole, RankGroup(c, layout.tensor), self.machine)
+        call = self._call("context")
         if self.on_cores:
-            return once, 2 * once
-        return max(0.0, once - attention[0]), max(0.0, 2 * once - attention[1])
+            return once + call, 2 * (once + call)
+        return max(0.0, once - attention[0]) + call, max(0.0, 2 * once - attention[1]) + 2 * call
 
     def _expert(self, shape: LayerShape, layout: ParallelLayout, held: float) -> tuple[float, float]:
         """Return the seconds of the all-to-alls of a mixture of experts."""
         assert shape.feedforward is not None
         sent = self.bytes * held * shape.feedforward.per_token * shape.hidden
-        both = 2 * all_to_all(sent, RankGroup(layout.expert, layout.tensor), self.machine)
+        call = self._call("expert") if layout.expert > 1 else 0.0
+        both = 2 * (all_to_all(sent, RankGroup(layout.expert, layout.tensor), self.machine) + call)
         return both, both
+
+    def _call(self, axis: str) -> float:
+        """Return the measured seconds of a collective within a layer beyond those in a loop of its own."""
+        return self.measured.calls.get(axis, 0.0) if self.measured is not None else 0.0
 
     # ------------------------------------------------------------------------------------------------- a step
 
@@ -584,7 +596,7 @@ class CostModel:
         kinds = [dict(zip(LayerTime._fields, (m * part for part in rank[4:]), strict=True)) for rank in sums]
         for stage, rank in enumerate(schedule.placement):
             gather = scatter = 0.0
-            call = measured.calls.get("data", 0.0) if layout.data * layout.context > 1 else 0.0
+            call = self._call("data") if layout.data * layout.context > 1 else 0.0
             for kind in self.kinds[cuts[stage] : cuts[stage + 1]]:
                 counts[rank][kind] += 1
                 for count, group in self._held(one[kind], layout) if layout.zero >= 2 else ():  # a bucket a layer

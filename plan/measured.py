@@ -28,16 +28,16 @@ class MeasuredTimes:
         threads: threads of a process, with which everything was measured.
         crowding: (processes that compute at once, and the speed of all together over that of as many processes alone,
             but of no more than ``cores``).
-        in_step: time of products, attention and kernels within a step over that in a loop of their own, in which the
-            caches hold more of their operands.
+        in_step: class of a block -> time of products, attention and kernels within a step over their time in a loop of
+            their own, in which the caches hold more of their operands.
         products: dtype -> (m, k, n, and shares of the peak): forward (m, k) x (k, n), gradient of the inputs, gradient
             of the weights.
         attention: dtype -> (sequence, width of a head, and shares of the peak): forward, backward; causal operations.
         kernels: dtype -> kernel -> (elements, and seconds an element): forward, backward.
         optimizer: (parameters, seconds a parameter of AdamW).
         collectives: collective -> (ranks, bytes that a rank sends, seconds): seconds of a core, if they are shared.
-        calls: ``tensor`` or ``data`` -> seconds of a collective within a layer beyond those in a loop, for Python and
-            for the wait for other ranks.
+        calls: axis (``tensor``, ``data``, ``context``, ``expert``) -> seconds of a collective within a layer beyond
+            those in a loop, for Python and for the wait for other ranks.
         layers: class of a layer -> seconds of Python and the launch of kernels: forward, backward.
         microbatch: seconds of Python for a microbatch on a stage, beside its layers: forward, backward.
         step: seconds of Python for a step.
@@ -46,7 +46,7 @@ class MeasuredTimes:
     cores: int
     threads: int
     crowding: Table
-    in_step: float
+    in_step: Mapping[str, float]
     products: Mapping[str, Table]
     attention: Mapping[str, Table]
     kernels: Mapping[str, Mapping[str, Table]]
@@ -59,16 +59,20 @@ class MeasuredTimes:
 
     def product(self, dtype: str, m: float, k: float, n: float) -> Row:
         """Return the shares of the peak of a product, of the gradients of its inputs and of its weights."""
-        return tuple(share / self.in_step for share in interpolated(self.products[dtype], (m, k, n)))
+        return interpolated(self.products[dtype], (m, k, n))
 
     def attention_core(self, dtype: str, sequence: float, width: float) -> Row:
         """Return the shares of the peak of the core of attention, forward and backward."""
-        return tuple(share / self.in_step for share in interpolated(self.attention[dtype], (sequence, width)))
+        return interpolated(self.attention[dtype], (sequence, width))
 
     def kernel(self, dtype: str, name: str, elements: float) -> tuple[float, float]:
         """Return the seconds of a kernel on so many elements, forward and backward."""
         forward, backward = interpolated(self.kernels[dtype][name], (max(1.0, elements),))
-        return self.in_step * forward * elements, self.in_step * backward * elements
+        return forward * elements, backward * elements
+
+    def slowdown(self, name: str) -> float:
+        """Return ``in_step`` of a block; of one that was not measured, the geometric mean of those that were."""
+        return self.in_step.get(name) or math.prod(self.in_step.values()) ** (1 / len(self.in_step))
 
     def speed(self, processes: int) -> float:
         """Return the speed of each of so many processes that compute at once, over that of a process alone."""

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
 SIZE = 8
 LONGEST = 240.0  # seconds of a job on a busy machine, less than pytest's limit of a test
+# If the tests' process has imported one of these, its ranks will: the fork server does it once for all, in 3 s.
+COSTLY = ("transformers.models.llama.modeling_llama", "transformers.trainer", "peft")
 _OWN = "rank_process.py"  # the file of the ranks' own program, in a traceback
 GRACE = 2.0  # seconds that the others get after the first failure, to fail on their own
 
@@ -218,7 +220,8 @@ class Pool:
         if interface is not None:
             changes["GLOO_SOCKET_IFNAME"] = interface
         with _environment(changes):
-            self.context.set_forkserver_preload(["triax.testing.rank_process"])
+            found = [name for name in COSTLY if name in sys.modules]
+            self.context.set_forkserver_preload([*found, "triax.testing.rank_process"])
             multiprocessing.forkserver.ensure_running()
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 

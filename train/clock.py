@@ -30,15 +30,15 @@ class RunClock:
         self._start = self._before = time.monotonic()
         self.elapsed, self.speed = 0.0, 0.0
 
-    def tick(self) -> None:
-        """Note the end of a step."""
+    def tick(self, grids: int = 1) -> None:
+        """Note the end of a step, to which so many grids of this size have contributed."""
         now = time.monotonic()
         took = max(now - self._before, 1e-9)
         self._steps += 1
         # The first step also warms up: it would spoil the mean.
         self._step = took if self._steps <= 2 else 0.9 * self._step + 0.1 * took
         self._before, self.elapsed = now, now - self._start
-        self.speed = self._tokens / self._step
+        self.speed = grids * self._tokens / self._step
 
     def left(self, steps: int) -> float:
         """Return the seconds that a number of steps will take, or that the limit leaves."""

@@ -12,6 +12,7 @@ from typing import Any, get_args, get_type_hints
 from ..base.errors import ConfigError, describe, nearest, no_such
 from ..base.hub import local_folder, pinned
 from ..base.option_error import OptionError
+from ..grid.environment import replica_name
 from ..grid.topology import Topology
 from ..models.config import CONFIGS, DeepseekConfig, TransformerConfig, config_from_fields
 from ..models.huggingface.config import as_reward, from_hf, is_reward, read_config, to_hf
@@ -25,8 +26,7 @@ from ..pipe.cuts import StageCut, find_cut
 from ..pipe.partition import boundaries
 from ..pipe.program.layer_costs import LayerCosts
 from ..pipe.program.schedule import Schedule
-from ..pipe.program.simulate import Costs
-from ..pipe.schedules.choose import make_schedule, require_schedule
+from ..pipe.schedules.choose import require_schedule, schedule_of
 from .learning_rate import LearningRate
 from .schema import ModelSection, TrainingFile
 
@@ -88,19 +88,27 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """Folder of the run."""
-        return Path(self.file.runs) / self.file.name
+        """Folder of the run; of one replica in it with ``fault_tolerance``."""
+        return Path(self.own(str(Path(self.file.runs) / self.file.name)))
+
+    def own(self, folder: str) -> str:
+        """Return a folder of the run, or with ``fault_tolerance`` the folder of this replica in it."""
+        faults = self.options.fault_tolerance
+        return folder if faults is None else faults.own(folder, faults.replica)
 
     @property
     def checkpoints(self) -> str | None:
         """Folder of the checkpoints, or its URI; None: there are none."""
-        return self.options.checkpoint.folder
+        folder = self.options.checkpoint.folder
+        return None if folder is None else self.own(folder)
 
     @property
     def export(self) -> Path | None:
         """Folder of the Hugging Face model that is written at the end; None: none is."""
         section = self.file.export
-        return None if section is None else Path(section.folder or self.folder / "model")
+        if section is None:
+            return None
+        return self.folder / "model" if section.folder is None else Path(self.own(section.folder))
 
     @property
     def rows(self) -> int:
@@ -135,6 +143,11 @@ class Job:
     def precision(self) -> str:
         """Dtype of the computation: fp32, bf16, fp16 or fp64."""
         return self.options.precision.weights or self.file.training.precision
+
+    @property
+    def precision_is_default(self) -> bool:
+        """True if the file names no dtype, so that the run computes in fp32."""
+        return "precision" not in self.file.training.given and self.precision == "fp32"
 
     @property
     def layers(self) -> int:
@@ -518,7 +531,7 @@ def _schedule(
             "too many for a schedule: give a smaller batch, or a larger microbatch"
         )
     try:
-        return make_schedule(options.name, pipe, count, chunks, Costs(*options.costs), options.memory)
+        return schedule_of(options, pipe, count, chunks)
     except ValueError as error:
         raise ConfigError(
             f"schedule: {error} (a step has {count} microbatches on each replica: training.batch / microbatch / "
@@ -640,6 +653,11 @@ def _options(file: TrainingFile, given: GivenOptions, batch: int | None) -> Engi
     """Return the engine's options: those of the training file, and those that ``deepspeed`` sets in their place."""
     training, monitor, checkpoint = file.training, file.monitor, file.checkpoint
     optimizer, folder = training.optimizer, str(Path(file.runs) / file.name)
+    faults = file.fault_tolerance
+    if faults is not None:
+        faults = faults.changed(
+            replica=faults.replica or replica_name(), folder=faults.folder or str(Path(folder) / "history")
+        )
     if "lr" in optimizer.arguments:
         raise ConfigError("training.optimizer.lr is the learning rate: give it as training.learning_rate")
     if "optimizer" in given.fields and given.fields["optimizer"] is not None and "lr_scheduler" not in given.fields:
@@ -664,6 +682,7 @@ def _options(file: TrainingFile, given: GivenOptions, batch: int | None) -> Engi
         "recompute": training.recompute,
         "compile": training.compile,
         "lora": file.model.lora,
+        "fault_tolerance": faults,
         "monitor": {
             "json": folder,
             "tensorboard": folder if monitor.tensorboard else None,

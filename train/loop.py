@@ -21,6 +21,7 @@ from ..data.prompts import Prompts
 from ..data.token_data import TokenData
 from ..data.tokenizer import open_tokenizer
 from ..engine.pipeline_engine import PipelineEngine
+from ..engine.step_observer import StepObserver
 from ..grid import Grid
 from ..inference.engine import init_inference
 from ..launcher.launch import user_error
@@ -37,7 +38,7 @@ from .job import Job
 from .lowest import LowestLoss
 from .method import AnswerEvaluation, Method
 from .model import build_module, parameter_groups, with_cut
-from .progress import Reporter, minutes
+from .progress import Reporter, minutes, step_figures
 from .requeue import requeued
 from .spikes import SpikeGuard
 from .tasks import task_evaluation
@@ -56,6 +57,17 @@ class Watch(Protocol):
 
     def after_step(self, run: TrainingRun, loss: float) -> None:
         """Look at the step that was taken."""
+
+
+class _Joined(StepObserver):
+    """Gives a run that joins others (``fault_tolerance``) their window of spikes and their lowest loss."""
+
+    def __init__(self, spikes: SpikeGuard, lowest: LowestLoss) -> None:
+        self._spikes, self._lowest = spikes, lowest
+
+    def joined(self, client_state: Mapping[str, Any]) -> None:
+        self._spikes.load(client_state)
+        self._lowest.load(client_state.get("lowest"))
 
 
 class TrainingRun:
@@ -92,7 +104,9 @@ class TrainingRun:
         units = {"pairs": "nats per pair", "scored": "nats per pair", "unpaired": "mean of answers"}
         self.unit = units.get(form, "objective" if form == "prompts" else f"nats per {token}")
         monitor = job.file.monitor
-        self.report = Reporter(job.folder, self.grid.rank == 0, job.steps, monitor.log_every, self.unit)
+        faults = job.options.fault_tolerance
+        name = "" if faults is None else f"replica {faults.replica}: "
+        self.report = Reporter(job.folder, self.grid.rank == 0, job.steps, monitor.log_every, self.unit, name)
         module = build_module(job, self.grid)
         rate = job.learning_rate
         schedule = None if rate is None else lambda optimizer: LambdaLR(optimizer, lambda step: rate.share(step))
@@ -115,6 +129,7 @@ class TrainingRun:
             job.file.evaluate, self.tasks is not None and self.tasks.names.get(self._metric, False)
         )
         self.lowest.load((state or {}).get("lowest"))
+        self.engine.observers.append(_Joined(self.spikes, self.lowest))
         self._before = self.step  # steps of the run before it was resumed
         self.evaluation: Evaluation | AnswerEvaluation | RewardEvaluation | None = None
         self.method: Method | Drawing | None = None
@@ -171,6 +186,7 @@ class TrainingRun:
             return
         for watch in self._watches:
             watch.start(self)
+        engine.save_on_interrupt()
         report.start()
         last, taken, loss, validation = False, 0, 0.0, None
         while not last:
@@ -185,15 +201,19 @@ class TrainingRun:
             batch = None if self.method is None else self.method.next_batch()
             self._note_state()
             loss = float(engine.train_batch(batch))
+            if self.step > step:  # this replica has joined others, which are further
+                step, last = self.step, self.step >= job.steps
             if self.method is not None and self.method.metrics:
                 self._write(TERMS, self.method.metrics)
-            self.clock.tick()
+            self.clock.tick(engine.replicas.contributing)
             if engine.record_timeline:
                 report.pipeline(step, engine.timeline, job.schedule)
                 self.clock.skip()
             if job.file.monitor.print_losses:
                 report.say(f"step {step} loss {loss!r}")
-            report.step(step, loss, self.clock.speed, self.clock.left(job.steps - step), self._shown())
+            if engine.replicas.leads:
+                figures = step_figures(engine.monitor.last, self.clock.speed)
+                report.step(step, loss, figures, self.clock.left(job.steps - step), self._shown())
             if self.spikes.rewind():
                 last = False
                 continue
@@ -214,6 +234,8 @@ class TrainingRun:
                 "before, and lower the learning rate, or look at the data and the model"
             )
         self._finish(validation)
+        if job.options.fault_tolerance is not None:
+            engine.leave()
 
     @property
     def _metric(self) -> str:
@@ -330,6 +352,8 @@ class TrainingRun:
             f"grid    {axes}{expert}; ZeRO {job.options.zero.stage}; {job.schedule.name} with "
             f"{job.batch.accumulation} microbatches of {job.batch.micro}"
         )
+        default = " (the default): training.precision=bf16 is faster on GPUs" if job.precision_is_default else ""
+        self.report.say(f"dtype   {job.precision}{default}")
         if job.cut is not None:
             self.report.say(f"cut     {job.cut}")
         rate = job.learning_rate

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,11 +14,11 @@ from rich.text import Text
 from ..base.errors import ConfigError, to_install
 from ..base.records import Records
 from ..monitor.format import numbers_in_words
-from ..monitor.report.run_folder import Run, read_run
+from ..monitor.protocol import StepMetrics
+from ..monitor.report.run_folder import Run, read_run, read_trace
 from ..monitor.report.write import write_report
-from ..pipe.program.measured_costs import costs_of
+from ..pipe.program.measured_costs import simulated
 from ..pipe.program.schedule import Schedule
-from ..pipe.program.simulate import timeline_of
 from ..pipe.program.timeline import Timeline
 
 
@@ -34,9 +33,13 @@ class Reporter:
         steps: steps of the run.
         every: steps from one plain line to the next.
         unit: unit of losses, such as nats per token.
+        name: beginning of each line.
     """
 
-    def __init__(self, folder: Path, speaks: bool, steps: int, every: int, unit: str = "nats per token") -> None:
+    def __init__(
+        self, folder: Path, speaks: bool, steps: int, every: int, unit: str = "nats per token", name: str = ""
+    ) -> None:
+        self._name = name
         self.folder, self.speaks, self.steps, self.every, self.unit = folder, speaks, steps, every, unit
         self._pipelines: list[tuple[float, int, Timeline]] = []  # makespan, step
         self._console = Console(highlight=False, soft_wrap=True)
@@ -47,7 +50,7 @@ class Reporter:
         """Print a line that stays."""
         if self.speaks:
             with self._records.writing("a line of progress"):
-                self._console.print(text, markup=False)
+                self._console.print(self._name + text, markup=False)
 
     def start(self) -> None:
         """Begin to show progress."""
@@ -56,24 +59,33 @@ class Reporter:
             self._live.start()
 
     def step(
-        self, step: int, loss: float, speed: float, left: float, metrics: Mapping[str, float | list[float]]
+        self, step: int, loss: float, figures: Sequence[str], left: float, metrics: Mapping[str, float | list[float]]
     ) -> None:
-        """Note a training step: its number (from 1), loss, tokens/s, seconds left, terms and metrics of the loss."""
+        """Show a training step.
+
+        Args:
+            step: its number, from 1.
+            loss: its loss.
+            figures: further numbers with their names, as of ``step_figures``.
+            left: seconds that the run will take.
+            metrics: terms and metrics of the loss.
+        """
         if not self.speaks:
             return
         count = f"{step:>{len(str(self.steps))}}/{self.steps}"
-        parts = [f"step {count}", f"loss {loss:.4f}", *numbers_in_words(metrics)]
-        line = "  ".join([*parts, f"{speed:,.0f} tokens/s", f"{minutes(left)} left"])
+        parts = [f"step {count}", f"loss {loss:.4f}", *numbers_in_words(metrics), *figures, f"{minutes(left)} left"]
         if self._live is not None:
             bar = "━" * int(16 * step / self.steps)
-            self._live.update(Text(f"{bar:16}  {line}", no_wrap=True, overflow="crop"))
+            lines = in_lines([f"{bar:16}", *parts], self._console.width)
+            self._live.update(Text("\n".join(lines), no_wrap=True, overflow="crop"))
         elif step % self.every == 0 or step in (1, self.steps):
-            self.say(line)
+            self.say("  ".join(parts))
 
     def pipeline(self, step: int, measured: Timeline | None, schedule: Schedule) -> None:
         """Note the times of a step's ops, and draw the first ones at once.
 
-        In the end the picture is of the step with the median time.
+        In the end the picture is of the step in timeline.json, as the report's; without that file, of the step with
+        the median time.
         """
         if self.speaks and measured is not None:
             self._pipelines.append((measured.makespan, step, measured))
@@ -103,16 +115,58 @@ class Reporter:
         except ConfigError as error:
             self.say(f"there is no page about it. {error}")
         try:
+            run = read_run(self.folder)
             with self._records.writing(str(self.folder / "loss.png")):
-                draw_losses(self.folder / "loss.png", read_run(self.folder), baselines, self.unit)
+                draw_losses(self.folder / "loss.png", run, baselines, self.unit)
             if self._pipelines:
                 _, step, measured = sorted(self._pipelines)[len(self._pipelines) // 2]
+                if (traced := read_trace(run.trace or {})) is not None:
+                    step, measured = traced.step, traced.timeline()
                 with self._records.writing(str(self.folder / "schedule.png")):
                     draw_schedule(self.folder / "schedule.png", schedule, measured, f"step {step}")
         except ImportError as error:
             if error.name is None or not error.name.startswith("matplotlib"):
                 raise
             print(f"no pictures: they need matplotlib: {to_install('plot')}", file=sys.stderr)
+
+
+def step_figures(metrics: StepMetrics | None, speed: float) -> list[str]:
+    """Return the figures of a step for people: learning rate, gradient norm, tokens/s, memory, MFU.
+
+    The norm is that before clipping, and the memory the peak of rank 0. What is not known is left out, as MFU on a
+    device whose peak is not known.
+
+    Args:
+        metrics: the step's numbers.
+        speed: tokens per second.
+    """
+    rate = f"{speed:,.0f} tokens/s"
+    if metrics is None:
+        return [rate]
+    memory, mfu = metrics.timings.get("peak_memory_gb"), metrics.timings.get("mfu")
+    figures = [
+        f"lr {metrics.lr[0]:.3g}",
+        None if metrics.grad_norm is None else f"norm {metrics.grad_norm:.3g}",
+        rate,
+        None if memory is None else f"{memory:.2f} GB",
+        None if mfu is None else f"MFU {mfu:.1%}",
+    ]
+    return [each for each in figures if each is not None]
+
+
+def in_lines(parts: Sequence[str], width: int) -> list[str]:
+    """Return lines of at most ``width`` columns, if each part has room in one, with no part broken.
+
+    >>> in_lines(["step 1/9", "loss 2.5", "lr 0.1"], 20)
+    ['step 1/9  loss 2.5', 'lr 0.1']
+    """
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(lines[-1]) + 2 + len(part) <= width:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(part)
+    return lines
 
 
 def minutes(seconds: float) -> str:
@@ -145,13 +199,13 @@ def draw_losses(path: Path, run: Run, baselines: Mapping[str, float], unit: str)
 
 
 def draw_schedule(path: Path, schedule: Schedule, measured: Timeline, name: str) -> None:
-    """Draw the pipeline as it ran, and simulated with each op at the median time of its stage, without messages."""
+    """Draw the pipeline as it ran, and simulated with its costs."""
     from ..pipe.program.draw import picture
 
     measured = from_zero(measured)
-    simulated = timeline_of(schedule, replace(costs_of([measured], schedule.placement), COMM=0.0))
-    titles = [f"{name} as measured, in seconds", "simulated: every op takes the median time of its stage, no messages"]
-    picture([measured, simulated], path, titles=titles)
+    costs = "each op takes the median of its stage, each message that of its boundary"
+    titles = [f"{name} as measured, in seconds", f"simulated with its costs: {costs}"]
+    picture([measured, simulated(schedule, measured)], path, titles=titles)
 
 
 def from_zero(times: Timeline) -> Timeline:

@@ -13,6 +13,7 @@ from ..base.errors import describe, nearest
 from ..base.option_error import refusal
 from ..options.base import REQUIRED, Options, option
 from ..options.compilation import Compile
+from ..options.fault_tolerance import FaultTolerance
 from ..options.lora import Lora
 from ..options.monitoring import Wandb
 from ..options.recomputation import Recomputation
@@ -670,6 +671,9 @@ class TrainingFile(Keys):
     training: TrainingSection = option(TrainingSection(), "How long, in which batches, with which optimizer.")
     evaluate: EvaluateSection = option(EvaluateSection(), "The loss on held-out documents.")
     checkpoint: CheckpointSection | None = option(CheckpointSection(), "Checkpoints; false: none.")
+    fault_tolerance: FaultTolerance | None = option(
+        None, "Replicas that leave and join while the others train: true, or a section: docs/faults.md."
+    )
     sample: SampleSection | None = option(None, "A text after each evaluation; null: none.")
     monitor: MonitorSection = option(MonitorSection(), "What is printed and recorded.")
     export: ExportSection | None = option(
@@ -682,13 +686,49 @@ class TrainingFile(Keys):
     )
 
     def check(self) -> None:
-        """Check that a run which rewinds has checkpoints."""
+        """Check that a run which rewinds has checkpoints, and that replicas that come and go can take the steps."""
+        if self.fault_tolerance is not None:
+            self._check_replicas()
         if self.checkpoint is None and self.training.spikes.action == "rewind":
             raise refusal(
                 "<training.spikes> is rewind, but <checkpoint> is false, so that there is nothing to go back to: leave "
                 "<checkpoint> out, or write skip"
             )
 
+    def _check_replicas(self) -> None:
+        """Check the other sections against ``fault_tolerance``."""
+        training = self.training
+        given = {
+            "tokens": training.tokens,
+            "epochs": training.epochs,
+            "learning_rate.warmup_tokens": training.learning_rate.warmup_tokens,
+        }
+        for key in (key for key, value in given.items() if value is not None):
+            raise refusal(
+                f"<training.{key}> does not fix a number of steps with <fault_tolerance>, whose replicas change: give "
+                f"<training.{'steps' if '.' not in key else 'learning_rate.warmup_steps'}>"
+            )
+        if training.time_limit is not None:
+            raise refusal(
+                "<training.time_limit> would end each replica at a step of its own with <fault_tolerance>: give "
+                "<training.steps>, and end the run by SIGTERM to triax run"
+            )
+        if training.spikes.action == "rewind":
+            raise refusal(
+                "<training.spikes> rewind goes back to a checkpoint, which a replica that has joined does not have "
+                "with <fault_tolerance>: write skip"
+            )
+        if self.method is not None and self.method.name != "sft":
+            raise refusal(
+                f"<method> {self.method.name} does not work with <fault_tolerance>, which gives each replica its "
+                "samples by number: write sft, or leave one out"
+            )
+        if self.schedule.searched and self.schedule.layer_costs is None:
+            raise refusal(
+                f"<schedule.partition> {self.schedule.partition} measures the layers, and replicas of "
+                "<fault_tolerance> would be cut differently: give <schedule.layer_costs>, or write parameters"
+            )
+
 
 # Sections that docs/reference/options.md lists key by key.
-WHOLE = (Zero, Recomputation, Compile, Lora, Wandb)
+WHOLE = (Zero, Recomputation, Compile, Lora, Wandb, FaultTolerance)

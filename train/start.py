@@ -49,6 +49,13 @@ def make_job(file: TrainingFile, processes: int | None = None) -> Job:
             f"grid is one of {job.topology.world_size} processes, which this host would start: give smaller axes, or "
             "start them on several hosts by srun, torchrun or triax run"
         )
+    faults = job.options.fault_tolerance
+    if faults is not None and not faults.replica:
+        raise ConfigError(
+            "fault_tolerance: this process has no replica's name: start the run by triax run --replicas 2 --nproc "
+            f"{job.topology.world_size} --no-python triax train FILE, or set TRIAX_REPLICA and TRIAX_COORDINATOR for "
+            "each replica (docs/faults.md)"
+        )
     section = job.file.model
     if section.has_weights and not any(local_folder(str(section.folder), weights=True).glob("*.safetensors")):
         raise ConfigError(

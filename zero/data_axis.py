@@ -92,6 +92,7 @@ class ZeroDataAxis:
             self.stepper = steps.stepper(steps.make, self.buckets, groups, in_flight)
         self.optimizer = None if factory is None else self.stepper.optimizer
         self._trained = [bucket for bucket in self.buckets if bucket.trained]
+        self.used_elsewhere: set[Tensor] = set()  # parameters with a gradient on replicas outside of the grid
         self._bucket_of = {member.parameter: bucket for bucket in self.buckets for member in bucket.members}
         self.reducer = reducer = GradientReducer(self.buckets, grid, tie_axes, options)
         self.backward, self.target, self.accumulated = reducer.backward, reducer.target, reducer.accumulated
@@ -257,7 +258,23 @@ class ZeroDataAxis:
         It is larger if user code has read or changed gradients, or written to weights: ``without_gradient`` must then
         be called.
         """
-        return len(self.reducer.unused()) + int(self.access.touched) + int(self.written)
+        return len(self.reducer.unused()) + self.by_hand
+
+    @property
+    def by_hand(self) -> int:
+        """Number of the kinds of values, gradients and weights, that user code has changed in this step."""
+        return int(self.access.touched) + int(self.written)
+
+    def used(self) -> Tensor:
+        """Return 1 for each parameter that has a gradient on this rank in this step, else 0, float64 in host memory."""
+        unused = self.reducer.unused()
+        members = [m.parameter for bucket in self._trained for m in bucket.members]
+        return torch.tensor([float(p not in unused) for p in members], dtype=torch.float64)
+
+    def use_elsewhere(self, counts: Tensor) -> None:
+        """Set for how many replicas, this one included, ``used`` was 1, for ``without_gradient``."""
+        members = (m.parameter for bucket in self._trained for m in bucket.members)
+        self.used_elsewhere = {p for p, count in zip(members, counts.tolist(), strict=True) if count}
 
     @property
     def written(self) -> bool:
@@ -302,7 +319,7 @@ class ZeroDataAxis:
             RuntimeError: user code has changed gradients or weights differently on different replicas.
         """
         members = [m.parameter for bucket in self._trained for m in bucket.members]
-        unused = self.reducer.unused()
+        unused = self.reducer.unused() - self.used_elsewhere
         if self.exchange is not None:  # a residual of earlier steps may be all of a gradient
             unused = unused - with_gradients(self._trained)
         touched, written = 2 * int(self.access.touched), 4 * int(self.written)

@@ -67,7 +67,8 @@ class RangeStepper:
     Attributes:
         optimizer: torch's, over the owned ranges, for learning-rate schedulers and for reading its state.
         late: step counts of parameters that stood still in some steps; None if they have none of their own.
-        elsewhere: steps the owned ranges in the place of ``optimizer``, with gradients that are scaled; None: no one.
+        elsewhere: steps the owned ranges in the place of this object, with gradients that are scaled, but for
+            parameters without a gradient; None: this object steps them.
         whole_tensors: True if it steps tensors of the parameters' shapes.
         equal_weights: True if all replicas have equal weights between two steps.
     """
@@ -94,7 +95,7 @@ class RangeStepper:
         self._allgather_bucket_size = allgather_bucket_size
         self._buckets = [bucket for bucket in buckets if bucket.trained]
         self._sub_groups: SubGroups | None = None
-        self.elsewhere: Callable[[], None] | None = None
+        self.elsewhere: Callable[[Collection[Tensor]], None] | None = None
         self.optimizer = self._make(make, groups)
         self.late = LateParameters(self.optimizer) if self._keeps_counts() else None
 
@@ -133,7 +134,7 @@ class RangeStepper:
         with torch.no_grad():
             if self.elsewhere is not None:
                 self._scale(scale)
-                self.elsewhere()
+                self.elsewhere(without)
             elif self._sub_groups is not None:
                 self._sub_groups.step(scale, without)
             else:

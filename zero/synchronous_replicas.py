@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -29,9 +30,18 @@ class SynchronousReplicas:
         self.grid = self.collective_grid = grid
 
     @property
+    def leads(self) -> bool:
+        """True if this replica prints what is equal on all replicas; always without ``fault_tolerance``."""
+        return True
+
+    @property
     def present(self) -> list[int]:
         """Indices of the replicas that have not left the training. In this strategy these are all replicas."""
         return list(range(self.grid.replicas))
+
+    def share(self, numbers: Sequence[float]) -> list[float]:
+        """Return the sums of numbers over replicas outside of the grid, of which this strategy has none."""
+        return [*numbers]
 
     def stepping(self) -> AbstractContextManager[Grid]:
         """Context for a training step; yields the grid whose ranks take the step together."""

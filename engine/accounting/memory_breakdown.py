@@ -20,7 +20,7 @@ from ...base.records import show
 from ...grid import Grid
 from ...monitor import format as units
 from ...monitor.profiler.memory_meter import MemoryMeter
-from ...pipe.program.ops import COMPUTE, Op
+from ...pipe.program.ops import COMPUTE, MAKES, Op
 from ...zero.data_axis import ZeroDataAxis
 from ...zero.held_bytes import held_bytes
 from ..kinds import is_pipelined
@@ -123,7 +123,8 @@ def _observe_pipeline(engine: PipelineEngine, breakdown: MemoryBreakdown) -> Non
     def noted(op: Op) -> Iterator[None]:
         yield
         if (meter := engine.accounts.meter) is not None:  # None in an evaluation
-            breakdown.note("after forward" if op.kind == "F" else "after backward", meter, most=op.kind == "F")
+            forward = op.kind in MAKES
+            breakdown.note("after forward" if forward else "after backward", meter, most=forward)
 
     @contextmanager
     def step() -> Iterator[None]:

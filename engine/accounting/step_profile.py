@@ -130,6 +130,7 @@ def _profile_pipeline(engine: PipelineEngine) -> None:
             yield
             return
         recorded, engine.record_timeline = engine.record_timeline, True
+        interleaves, engine.executor.interleaves = engine.executor.interleaves, False  # each pass is timed by itself
         removers = [
             engine.parts.watch("stage", lambda: profile.modules.within("")),
             engine.parts.watch("optimizer", lambda: profile.timed(profile.update)),
@@ -144,6 +145,7 @@ def _profile_pipeline(engine: PipelineEngine) -> None:
             for remove in removers:
                 remove()
             engine.record_timeline = recorded
+            engine.executor.interleaves = interleaves
         assert engine.timeline is not None
         for op, start, end in engine.timeline.rows[engine.grid.pipe.rank]:
             if profile.times(op.microbatch):

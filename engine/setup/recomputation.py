@@ -235,7 +235,7 @@ def max_inputs_held(module: PipelineModule, recompute: Recompute, schedule: Sche
     counts = {stage: sum(g.recomputed for g in recompute.groups(module, stage)) for stage in module.stages}
     held = most = 0
     for op in schedule.orders[module.grid.pipe.rank]:
-        held += counts[op.stage] * {"F": 1, "B": -1, "I": -1, "W": 0}[op.kind]
+        held += counts[op.stage] * {"F": 1, "B": -1, "I": -1}.get(op.kind, 0)
         most = max(most, held)
     return most
 

@@ -9,8 +9,7 @@ from ...pipe.cuts import StageCut, find_cut
 from ...pipe.module import PipelineModule
 from ...pipe.partition import SEARCHED
 from ...pipe.program.schedule import Schedule
-from ...pipe.program.simulate import Costs
-from ...pipe.schedules.choose import make_schedule, require_size
+from ...pipe.schedules.choose import require_size, schedule_of
 
 
 def training_schedule(
@@ -27,13 +26,13 @@ def training_schedule(
     Raises:
         OptionError: if the schedule does not run this many chunks, or is for another number of ranks or microbatches.
     """
-    pipe, costs = module.grid.pipe.size, Costs(*options.costs)
+    pipe = module.grid.pipe.size
     given: Schedule | None = options.value
     if chunks is None and options.name == "auto" and len(module.layer_specs) < 2 * pipe:
         chunks = 1  # the search tries two stages per rank too
     try:
         if given is None:
-            return make_schedule(options.name, pipe, microbatches, chunks, costs, options.memory)
+            return schedule_of(options, pipe, microbatches, chunks)
         require_size(given, given.name, pipe, microbatches, chunks)
     except ValueError as error:
         hint = "" if chunks is None else " (PipelineModule(..., chunks=) sets the chunks)"

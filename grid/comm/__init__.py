@@ -4,6 +4,7 @@
 - ``transport.py``: ``Transport``, by which an axis communicates: a process group directly
 - ``host_transport.py``: ``HostTransport``, for ranks that share a GPU: by way of host memory
 - ``pending.py``: handles of asynchronous operations: ``Pending``, ``Done``, ``All``, ``Then``
+- ``lanes.py``: ``Lanes``: two passes that take turns, so that one computes while the other waits for its collective
 - ``traffic.py``: counters of the bytes sent, by axis and collective
 - ``observer.py``: ``Observer``, which an axis calls when an operation begins and ends
 - ``comms_log.py``: observer: durations of collectives and messages, for ``monitor.communication``

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...base.json_values import dumps, loads
 from ...base.uncompiled import uncompiled
+from .lanes import Lanes
 from .observer import ObservedOperation, Observer
 from .pending import Done, Pending
 from .traffic import Traffic
@@ -36,6 +37,7 @@ class Axis:
             timeline writes beside each operation that begins now. ``labeled`` sets it.
         tag: tag of the messages in which all-gathers send their parts, so that no other all-gather receives them. None:
             they are received in the order in which they are sent. (NCCL has no tags.)
+        lanes: two passes that take turns at the collectives; None: no passes do.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Axis:
         self.observers: tuple[Observer, ...] = ()
         self.label = ("", "")
         self.tag: int | None = None
+        self.lanes: Lanes | None = None
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -86,6 +89,16 @@ class Axis:
         """True if this rank is the last of the axis."""
         return self.rank == self.size - 1
 
+    @property
+    def _in_turns(self) -> bool:
+        """True while two passes take turns at the collectives of this axis."""
+        return self.lanes is not None and self.lanes.active
+
+    def _started(self, pending: Pending, observed: ObservedOperation | None, async_op: bool) -> Pending:
+        """Return the handle of an operation that has begun; if it is synchronous, at its end."""
+        pending = pending if observed is None else observed.follow(pending)
+        return pending if self.lanes is None or not self.lanes.active else self.lanes.ended(pending, async_op)
+
     @uncompiled
     def all_reduce(self, tensor: Tensor, op: str = "sum", async_op: bool = False) -> Pending:
         """Reduce a contiguous tensor over the axis, in place. Collective.
@@ -100,8 +113,8 @@ class Axis:
         size = tensor.nbytes
         observed = ObservedOperation(self, "all_reduce", size) if self.observers else None
         self.traffic.add(self.name, "all_reduce", 2 * size / self.size * (self.size - 1))
-        pending = self.transport.all_reduce(tensor, op, async_op)
-        return pending if observed is None else observed.follow(pending)
+        pending = self.transport.all_reduce(tensor, op, async_op or self._in_turns)
+        return self._started(pending, observed, async_op)
 
     @uncompiled
     def all_gather(self, output: Tensor, tensor: Tensor, async_op: bool = False) -> Pending:
@@ -110,8 +123,8 @@ class Axis:
             return copy(output, tensor)
         observed = ObservedOperation(self, "all_gather", output.nbytes) if self.observers else None
         self.traffic.add(self.name, "all_gather", tensor.nbytes * (self.size - 1))
-        pending = self.transport.all_gather(output, tensor, async_op, self.tag)
-        return pending if observed is None else observed.follow(pending)
+        pending = self.transport.all_gather(output, tensor, async_op or self._in_turns, self.tag)
+        return self._started(pending, observed, async_op)
 
     @uncompiled
     def reduce_scatter(self, output: Tensor, tensor: Tensor, async_op: bool = False) -> Pending:
@@ -121,8 +134,8 @@ class Axis:
         size = tensor.nbytes
         observed = ObservedOperation(self, "reduce_scatter", size) if self.observers else None
         self.traffic.add(self.name, "reduce_scatter", size / self.size * (self.size - 1))
-        pending = self.transport.reduce_scatter(output, tensor, async_op)
-        return pending if observed is None else observed.follow(pending)
+        pending = self.transport.reduce_scatter(output, tensor, async_op or self._in_turns)
+        return self._started(pending, observed, async_op)
 
     @uncompiled
     def all_to_all(
@@ -150,8 +163,8 @@ class Axis:
         size, row = tensor.nbytes, math.prod(tensor.shape[1:]) * tensor.element_size()
         observed = ObservedOperation(self, "all_to_all", size) if self.observers else None
         self.traffic.add(self.name, "all_to_all", size - send[self.rank] * row)
-        pending = self.transport.all_to_all(output, tensor, async_op, receive, send, row)
-        return pending if observed is None else observed.follow(pending)
+        pending = self.transport.all_to_all(output, tensor, async_op or self._in_turns, receive, send, row)
+        return self._started(pending, observed, async_op)
 
     @uncompiled
     def broadcast(self, tensor: Tensor, source: int = 0, async_op: bool = False) -> Pending:
@@ -161,8 +174,8 @@ class Axis:
         size = tensor.nbytes
         observed = ObservedOperation(self, "broadcast", size) if self.observers else None
         self.traffic.add(self.name, "broadcast", size if self.rank == source else 0)
-        pending = self.transport.broadcast(tensor, source, async_op)
-        return pending if observed is None else observed.follow(pending)
+        pending = self.transport.broadcast(tensor, source, async_op or self._in_turns)
+        return self._started(pending, observed, async_op)
 
     def all_gather_json(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order. They are sent as JSON: no rank unpickles what another sends.

@@ -1,8 +1,10 @@
 """``triax report``: a run's folder as one HTML page without network access.
 
-write.py       finds the run and writes the page
+write.py       finds the runs and writes the page
+serve.py       serves the page on this machine while the run goes on
 run_folder.py  reads metrics.jsonl, run.json, timeline.json and logs
-page.py        values of the page: summary, curves, timelines, memory, traffic, configuration
+membership.py  reads the history of replicas that come and go: time lost by cause, goodput
+page.py        values of the page: summary, curves, timelines, memory, traffic, configuration; of several runs, compared
 svg.py         coordinates of line charts and timelines
 page.html      Jinja2 template of the page, with its style sheet and script
 """

@@ -6,28 +6,34 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from jinja2 import ChainableUndefined, Environment, FileSystemLoader
 
-from ...pipe.program.measured_costs import costs_of
+from ...pipe.program.draw import COLORS, color
+from ...pipe.program.measured_costs import simulated
+from ...pipe.program.ops import Op
 from ...pipe.program.schedule import Schedule
 from ...pipe.program.simulate import simulate
 from ...pipe.program.timeline import Timeline
-from ..files import EXPERTS, TIMELINE
+from ..files import EXPERTS, METRICS, RUN, TIMELINE
+from ..format import count
 from ..protocol import Slice
+from .membership import CAUSES
 from .run_folder import Run, Traced, read_trace
 from .svg import Bar, BarRow, Curve, line_chart, number, thinned, timeline
 
 _TRAIN = "Train/Samples/"
-_COMPUTE = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+_COMPUTE = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient", "C": "recompute"}
 # Parts of a rank's time -> the class of their color, in the order of the bars.
 _PARTS = {
     ("compute", "forward"): "F",
     ("compute", "backward"): "B",
     ("compute", "input gradient"): "I",
     ("compute", "weight gradient"): "W",
+    ("compute", "recompute"): "C",
     ("compute", "optimizer"): "optimizer",
     ("tensor", "collectives"): "tensor",
     ("data", "reduce"): "data",
@@ -67,6 +73,7 @@ _MOST_RANKS = 32  # rows of a table or a picture
 _MOST_HISTOGRAMS = 200  # parameters whose histograms are drawn
 _MOST_OWN = 24  # charts of the user's own numbers
 _MOST_POINTS = 1200  # points of a curve that the script shows under the pointer
+_MOST_RUNS = 4  # runs that a page compares, which have a color each
 _NUMBERS: dict[str, Callable[[float], str]] = {
     "number": number,
     "percent": "{:.1%}".format,
@@ -77,8 +84,8 @@ _NUMBERS: dict[str, Callable[[float], str]] = {
 }
 
 
-def page(run: Run) -> str:
-    """Return the page of a run."""
+def page(run: Run, live: bool = False) -> str:
+    """Return the page of a run; ``live``: with a script that shows the page anew when the run's files change."""
     step, notes, ranks = None, list(run.notes), run.record.get("ranks", [])
     if run.trace is not None:
         try:
@@ -90,16 +97,9 @@ def page(run: Run) -> str:
             notes.append(f"{TIMELINE} could not be read: {type(error).__name__}: {error}")
     losses = run.series(f"{_TRAIN}train_loss")
     traffic = [rank for rank in ranks if rank.get("traffic")]
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=ChainableUndefined,
-    )
-    environment.filters |= {name: _or_text(show) for name, show in _NUMBERS.items()}
-    return environment.get_template("page.html").render(
+    return _rendered(
         run=run,
+        live=live,
         record=run.record,
         notes=notes,
         not_finite=[at for at, loss in losses if not math.isfinite(loss)],
@@ -114,11 +114,98 @@ def page(run: Run) -> str:
         sent=sorted({(axis, kind) for r in traffic for axis, row in r["traffic"]["sent"].items() for kind in row}),
         formulas=sorted({axis for rank in traffic for axis in rank["traffic"]["formula"]}),
         grids=_grids(run),
+        membership=_membership(run),
         shown=_MOST_RANKS,
         ranks_count=len(ranks),
         ratio=_ratio,
         config=_indented(run.record.get("config", {})),
     )
+
+
+def comparison_page(runs: Sequence[Run], live: bool = False) -> str:
+    """Return the page that compares runs: their main numbers and unequal options, and their curves in one chart each.
+
+    Args:
+        runs: two to four runs, with different names.
+        live: with a script that shows the page anew when the runs' files change.
+
+    Raises:
+        ValueError: there are fewer or more runs.
+    """
+    if not 2 <= len(runs) <= _MOST_RUNS:
+        raise ValueError(f"{len(runs)} runs cannot be compared: give 2 to {_MOST_RUNS}")
+    return _rendered(
+        run=Run(" and ".join(run.name for run in runs)),
+        live=live,
+        record={},
+        notes=[f"{run.name}: {note}" for run in runs for note in run.notes if METRICS in note or RUN in note],
+        compared={"names": [run.name for run in runs], "facts": _facts(runs), "options": _unequal_options(runs)},
+        charts=_compared_charts(runs),
+    )
+
+
+def _rendered(**values: Any) -> str:
+    """Return page.html with these values; a section without its value is left out."""
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=ChainableUndefined,
+    )
+    environment.filters |= {name: _or_text(show) for name, show in _NUMBERS.items()}
+    return environment.get_template("page.html").render(op_colors=COLORS, **values)
+
+
+def _facts(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Return the rows (name, text of each run) of the table that compares runs."""
+    each: list[dict[str, str]] = []
+    for run in runs:
+        record = run.record
+        facts = {
+            "command": record.get("command", ""),
+            "grid": _grid_text(record.get("grid") or {}),
+            "schedule": (record.get("schedule") or {}).get("name", ""),
+            "parameters": record.get("parameters", ""),
+            "device": record.get("device", ""),
+            **dict(_tiles(run)),
+        }
+        each.append({name: f"{value:,}" if isinstance(value, int) else str(value) for name, value in facts.items()})
+    names = dict.fromkeys(name for facts in each for name in facts)
+    rows = [(name, [facts.get(name, "") for facts in each]) for name in names]
+    return [(name, values) for name, values in rows if any(values)]
+
+
+def _unequal_options(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    """Return the rows (name, text of each run) of the options that are not the same in all runs."""
+
+    def flat(prefix: str, value: Any) -> dict[str, str]:
+        if isinstance(value, dict) and value:
+            return {name: text for key in value for name, text in flat(f"{prefix}.{key}", value[key]).items()}
+        return {prefix.removeprefix("."): _indented(value)}
+
+    options = [flat("", run.record.get("config") or {}) for run in runs]
+    names = dict.fromkeys(name for each in options for name in each)
+    rows = [(name, [each.get(name, "") for each in options]) for name in names if name]
+    return [(name, values) for name, values in rows if len(set(values)) > 1]
+
+
+def _compared_charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Return a chart for each number of the runs, with a curve for each run that has it."""
+    speed = "tokens" if any(_speed(run) == "tokens" for run in runs) else "samples"
+    numbers = [
+        (f"{_TRAIN}train_loss", "Training loss", "of each batch", 1, False),
+        ("Validation/loss", "Validation loss", "where it was measured", 1, True),
+        *((_TRAIN + key, title, unit, scale, False) for key, title, unit, _, scale in _numbers(speed)),
+    ]
+    made = []
+    for key, title, unit, scale, marked in numbers:
+        curves = [
+            Curve(run.name, [(step, scale * y) for step, y in run.series(key)], place, marked)
+            for place, run in enumerate(runs)
+        ]
+        made.append(chart(title, unit, curves, wide=key.endswith("train_loss")))
+    return [each for each in made if each]
 
 
 def _indented(value: Any) -> str:
@@ -162,9 +249,29 @@ def _grids(run: Run) -> list[dict[str, Any]]:
     return [row | {"end": end, "words": _grid_text(row["grid"])} for row, end in zip(rows, ends, strict=True)]
 
 
+def _membership(run: Run) -> dict[str, Any] | None:
+    """Return the replicas of a run with ``fault_tolerance`` over time, and the time that they lost; None of others."""
+    about = run.membership
+    if about is None:
+        return None
+    rows = [
+        BarRow(f"replica {name}", [Bar(since, to, "F", "", f"member of replica {name}") for since, to in spans])
+        for name, spans in about.spans.items()
+    ]
+    return {
+        "about": about,
+        "timeline": timeline(rows[:_MOST_RANKS], max(about.length, 1e-3) * 1.01, 120, "s"),
+        "causes": [(CAUSES[key], seconds, seconds / (about.seconds or 1.0)) for key, seconds in about.lost.items()],
+    }
+
+
 def _tiles(run: Run) -> list[tuple[str, str]]:
     """Return the names and values of the tiles, the run's main numbers."""
     tiles = [("steps", f"{run.last_step:,}")] if run.last_step else []
+    if run.seconds:
+        tiles.append(("duration", str(timedelta(seconds=round(run.seconds)))))
+    if run.tokens:
+        tiles.append(("tokens", count(run.tokens)))
     for name, points in (
         ("training loss, last step", run.series(f"{_TRAIN}train_loss")),
         ("validation loss, last", run.series("Validation/loss")),
@@ -182,6 +289,8 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
         if values:
             value = max(values) if key == "peak_memory_gb" else statistics.median(values)
             tiles.append((name, _plain_number(value * scale) + unit))
+    if run.membership is not None:
+        tiles.append(("goodput", f"{run.membership.goodput:.1%}"))
     return tiles
 
 
@@ -200,17 +309,9 @@ def _charts(run: Run) -> list[dict[str, Any]]:
     curves = [Curve("training", training, 0), Curve("validation", validation, 1, marked=True)]
     unit = "of each batch; validation where it was measured" if validation else "of each batch"
     charts = [chart("Loss", unit, curves, wide=True, level=_level(run))]
-    speed = _speed(run)
-    for key, title, unit, color, scale in (
-        ("lr", "Learning rate", "", 0, 1),
-        ("grad_norm", "Gradient norm", "before clipping", 0, 1),
-        ("loss_scale", "Loss scale", "fp16", 3, 1),
-        (f"{speed}_per_second", "Speed", f"{speed}/s", 2, 1),
-        ("mfu", "MFU", "%, the model's FLOPs a second over the devices' peak", 3, 100),
-        ("bubble", "Bubble", "% of the makespan, where it was measured", 3, 100),
-    ):
+    for key, title, unit, number_color, scale in _numbers(_speed(run)):
         points = [(step, scale * y) for step, y in run.series(_TRAIN + key)]
-        charts.append(chart(title, unit, [Curve(title.lower(), points, color)]))
+        charts.append(chart(title, unit, [Curve(title.lower(), points, number_color)]))
     for key, title, unit in (
         ("balance", "Load-balancing loss", "mean over the layers; 1 if all experts get equally many tokens"),
         ("z_loss", "Router z-loss", "mean over the layers"),
@@ -219,6 +320,18 @@ def _charts(run: Run) -> list[dict[str, Any]]:
         charts.append(chart(title, unit, [Curve(title.lower(), _mean_over_layers(run, f".{key}"), 3)]))
     charts += [chart(name, "", [Curve(name, run.series(name), 2)]) for name in _own_names(run)[:_MOST_OWN]]
     return [made for made in charts if made]
+
+
+def _numbers(speed: str) -> Iterable[tuple[str, str, str, int, int]]:
+    """Return the numbers of a step that have charts: key, title, unit, color, factor."""
+    return (
+        ("lr", "Learning rate", "", 0, 1),
+        ("grad_norm", "Gradient norm", "before clipping", 0, 1),
+        ("loss_scale", "Loss scale", "fp16", 3, 1),
+        (f"{speed}_per_second", "Speed", f"{speed}/s", 2, 1),
+        ("mfu", "MFU", "%, the model's FLOPs a second over the devices' peak", 3, 100),
+        ("bubble", "Bubble", "% of the makespan, where it was measured", 3, 100),
+    )
 
 
 def _own_names(run: Run) -> list[str]:
@@ -337,11 +450,11 @@ def _comparison(traced: Traced, schedule: Schedule) -> dict[str, Any]:
     costs.
     """
     measured = traced.timeline()
-    simulated = simulate(schedule, costs_of([measured], schedule.placement)).timeline
+    expected = simulated(schedule, measured)
     begin = min(span.start for row in measured.rows for span in row)
-    waits = [_wait_bars(traced.slices[rank], begin) for rank in traced.replica()]
+    waits = [_wait_bars(traced.slices[rank], begin, begin + measured.makespan) for rank in traced.replica()]
     ops = {span.op.kind for row in measured.rows for span in row}
-    longest = max(measured.makespan, simulated.makespan) * 1.01
+    longest = max(measured.makespan, expected.makespan) * 1.01
     rows = [BarRow(r.name, [*r.bars, *wait]) for r, wait in zip(_op_rows(measured), waits, strict=True)]
     return {
         "schedule": schedule,
@@ -349,7 +462,8 @@ def _comparison(traced: Traced, schedule: Schedule) -> dict[str, Any]:
         "legend": _legend(_COMPUTE | {"idle": "idle"}, ops | {"idle"})
         + _legend(_WAIT_NAMES, {bar.kind for row in waits for bar in row}, "thin"),
         "measured": (measured, timeline(rows, longest, 66)),
-        "simulated": (simulated, timeline(_op_rows(simulated), longest, 66)),
+        "simulated": (expected, timeline(_op_rows(expected), longest, 66)),
+        "slower": expected.makespan - measured.makespan,
         "even_bubble": simulate(schedule).bubble,
     }
 
@@ -360,22 +474,25 @@ def _legend(names: dict[str, str], shown: set[str], form: str = "") -> list[tupl
 
 def _op_rows(times: Timeline) -> list[BarRow]:
     """Return a row of bars for each pipe rank, a bar for each op."""
-    begin = min(span.start for row in times.rows for span in row)
-    return [
-        BarRow(
-            f"pipe {rank}",
-            [Bar(s.start - begin, s.end - begin, s.op.kind, str(s.op.microbatch), str(s.op)) for s in row],
-        )
-        for rank, row in enumerate(times.rows)
-    ]
+    begin, ranks = min(span.start for row in times.rows for span in row), len(times.rows)
+    stages = 1 + max(span.op.stage for row in times.rows for span in row)
+
+    def bar(op: Op, start: float, end: float) -> Bar:
+        fill = color(op, stages, ranks) if op.stage >= ranks else ""
+        return Bar(start - begin, end - begin, op.kind, str(op.microbatch), str(op), fill=fill)
+
+    return [BarRow(f"pipe {rank}", [bar(*span) for span in row]) for rank, row in enumerate(times.rows)]
 
 
-def _wait_bars(slices: Sequence[Slice], begin: float) -> list[Bar]:
-    """Return thin bars for the collectives that a rank waited for while its program ran."""
-    found, program = [], next((s for s in slices if s.kind == "program"), slices[0])
+def _wait_bars(slices: Sequence[Slice], begin: float, end: float) -> list[Bar]:
+    """Return thin bars for the collectives that a rank waited for between the first op and the last of the pipe ranks.
+
+    A bar of a collective that began before, or ended after, is cut there.
+    """
+    found = []
     for s in slices:
         axis, _, collective = s.kind.partition(":")
-        if collective and collective != "barrier" and program.start <= s.start < program.end:
-            kind = axis if axis in ("tensor", "data") else "host"
-            found.append(Bar(s.start - begin, s.end - begin, kind, "", f"{axis}: {collective}", thin=True))
+        if collective and collective != "barrier" and s.end > begin and s.start < end:
+            kind, start, stop = axis if axis in ("tensor", "data") else "host", max(s.start, begin), min(s.end, end)
+            found.append(Bar(start - begin, stop - begin, kind, "", f"{axis}: {collective}", thin=True))
     return found

@@ -16,6 +16,7 @@ from ...pipe.program.timeline import Span, Timeline
 from ..files import HISTOGRAMS, METRICS, RUN, TIMELINE
 from ..protocol import Slice
 from ..step_record import self_times
+from .membership import Membership, read_membership
 
 _TAIL = 12  # lines of a rank's log
 _LARGEST, _MOST = 1e100, 2**53  # number in a chart; count
@@ -86,6 +87,7 @@ class Run:
         histograms: last line of histograms.jsonl that can be read: step, and name -> histogram; None if there is none.
         logs: name of a log file -> its last lines.
         notes: files that are missing or could not be read.
+        membership: the replicas of a run with ``fault_tolerance``; None of other runs.
     """
 
     name: str
@@ -95,6 +97,7 @@ class Run:
     histograms: dict[str, Any] | None = None
     logs: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    membership: Membership | None = None
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """Return (step, number) of one name, by step. Of a step repeated after a restart, the last number counts."""
@@ -105,13 +108,56 @@ class Run:
         return sorted(found.items())
 
     @property
+    def seconds(self) -> float:
+        """Seconds from the first number to the last; the time between the end of a run and its resumption is left out.
+
+        A resumed run begins with the time of its first step, where that is known.
+        """
+        begins = {row.get("since_step") for row in (*self.record.get("earlier", ()), self.record)}
+        whole = 0.0
+        before: dict[str, Any] | None = None
+        for row in self.rows:
+            if not isinstance(row.get("time"), (int, float)):
+                continue
+            if before is not None and (
+                row["step"] == before["step"] or (row["step"] > before["step"] and row["step"] not in begins)
+            ):
+                whole += max(0.0, row["time"] - before["time"])
+            else:  # the first of a run, or of its resumption
+                took = row.get("Train/Samples/step_time_ms")
+                whole += took / 1e3 if isinstance(took, (int, float)) else 0.0
+            before = row
+        return whole
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of all steps; 0 where they were not counted."""
+        speeds, times = (dict(self.series(f"Train/Samples/{name}")) for name in ("tokens_per_second", "step_time_ms"))
+        counts = [speed * times[step] / 1e3 for step, speed in speeds.items() if step in times]
+        return sum(round(count) for count in counts if math.isfinite(count))
+
+    @property
     def last_step(self) -> int:
         """Number of the last step that was written; 0 if there is none."""
         return max((row["step"] for row in self.rows), default=0)
 
 
 def read_run(folder: Path) -> Run:
-    """Read a run's folder."""
+    """Read a run's folder. With ``fault_tolerance`` it has a folder of each replica, ``replica-NAME``.
+
+    Then each step is that of the first replica that has written it, and all else that of one that has the last step.
+    """
+    replicas = [read_run(each.parent) for each in sorted(folder.glob(f"replica-*/{METRICS}"))]
+    if replicas and not (folder / METRICS).is_file():
+        run = max(replicas, key=lambda each: each.last_step)
+        run.name, rows = folder.resolve().name, dict[int, list[dict[str, Any]]]()
+        for replica in replicas:
+            steps = {row["step"] for row in replica.rows}
+            for step in steps - rows.keys():
+                rows[step] = [row for row in replica.rows if row["step"] == step]
+        run.rows = [row for step in sorted(rows) for row in rows[step]]
+        run.membership = read_membership(folder, [row for replica in replicas for row in replica.rows])
+        return run
     run = Run(folder.resolve().name)
     metrics = folder / METRICS
     if metrics.is_file():

@@ -19,14 +19,18 @@ class Curve(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """One bar of a row: begin, end, the class of its color, the text on it, and its title under the pointer."""
+    """One bar of a row: begin, end, the class of its color, the text on it, and its title under the pointer.
+
+    ``thin``: a strip along the lower edge of the row, over other bars. ``fill``: a color in place of the class's.
+    """
 
     start: float
     end: float
     kind: str
     text: str
     title: str
-    thin: bool = False  # a strip along the lower edge of the row, over other bars
+    thin: bool = False
+    fill: str = ""
 
 
 class BarRow(NamedTuple):
@@ -75,20 +79,24 @@ def line_chart(curves: Sequence[Curve], width: int, height: int, level: float | 
     }
 
 
-def timeline(rows: Sequence[BarRow], longest: float, label: int) -> dict[str, Any]:
-    """Return rows of bars over one time axis in milliseconds.
+def timeline(rows: Sequence[BarRow], longest: float, label: int, unit: str = "ms") -> dict[str, Any]:
+    """Return rows of bars over one time axis.
 
     Args:
         rows: the rows, with times in seconds from 0.
         longest: end of the time axis in seconds.
         label: pixels for the names of the rows.
+        unit: unit of the axis, ms or s.
     """
+    factor = 1e3 if unit == "ms" else 1.0
     scale = (_WIDTH - label - 10) / longest
-    places = ((label + t / 1e3 * scale, number(t)) for t in ticks(0.0, 1e3 * longest, _WIDTH // 90))
+    places = ((label + t / factor * scale, number(t)) for t in ticks(0.0, factor * longest, _WIDTH // 90))
     return {
         "width": _WIDTH,
         "label": label,
         "scale": scale,
+        "unit": unit,
+        "factor": factor,
         "ticks": [(round(u, 1), text) for u, text in places if u <= _WIDTH],
         "rows": rows,
     }

@@ -1,7 +1,8 @@
 """Schedules and programs as values: made, lowered, verified, simulated and drawn, without torch.
 
-ops.py             the ops: F, B, I, W; O, R (offload); SEND, RECV; GATHER, RELEASE, REDUCE (ZeRO); TIED
+ops.py             the ops: F, B, I, W; C (recompute); O, R (offload); SEND, RECV; GATHER, RELEASE, REDUCE (ZeRO); TIED
 schedule.py        Schedule: the compute ops of each rank in order; JSON and CSV
+zero_bubble_log.py schedules as the zero-bubble repository prints them
 placement.py       the rank of each stage: loop (0 1 2 0 1 2), zigzag (0 1 2 2 1 0)
 program.py         Program: a schedule with its messages, collectives and tied sums
 passes.py          lower: schedule -> program, by passes that insert REDUCE, GATHER and RELEASE, TIED, SEND and RECV
@@ -9,7 +10,9 @@ deadlock.py        deadlock: the error of a schedule that hangs: which ranks wai
 verify.py          verify: proves completeness, order, memory limits and freedom from deadlock, or a counterexample
 timeline.py        Timeline: the start and end of each op, simulated or measured
 simulate.py        simulate: costs -> timeline, makespan, bubble, peak activations
+pairs.py           pair_pass: joins passes to pairs, in which each hides the collectives of the other
 offload.py         offload_pass: inserts offloads and reloads of activations
+recompute_pass.py  recompute_pass: inserts recomputations of activations
 critical.py        CriticalPath: why each op starts when it does, and the ops that make the step as long as it is
 layer_costs.py     LayerCosts: seconds and bytes of each layer of a list, from which a cut into stages is searched
 measured_costs.py  costs_of: measured timelines -> costs

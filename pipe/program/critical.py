@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
+from itertools import pairwise
 from typing import NamedTuple
 
-from .ops import BACKWARD, TRANSFERS, Op
+from .ops import BACKWARD, MAKES, TRANSFERS, Op
 from .schedule import Schedule
 from .simulate import Costs, timeline_of
 from .timeline import Span
@@ -67,7 +68,17 @@ class CriticalPath:
         self._near = _NEAR * max(self.timeline.makespan, 1e-300)
         lanes = self.timeline.transfers
         self._spans: dict[Op, Span] = {span.op: span for row in (*self.timeline.rows, *lanes) for span in row}
-        self._before = {row[i].op: row[i - 1] if i else None for row in self.timeline.rows for i in range(len(row))}
+        self._before: dict[Op, Span | None] = {}
+        for row in self.timeline.rows:
+            for i, span in enumerate(row):
+                before = row[i - 1] if i else None
+                paired = before is not None and before.op in schedule.pairs
+                self._before[span.op] = self._before[row[i - 1].op] if paired else before
+        self._partner: dict[Op, Op] = {}
+        for order in schedule.orders if schedule.pairs else ():
+            for op, after in pairwise(order):
+                if op in schedule.pairs:
+                    self._partner |= {op: after, after: op}
         self._copies = self._waits_of_copies()
         self.path = self._path()
 
@@ -91,23 +102,32 @@ class CriticalPath:
         for other in self._copies.get(op, ()):
             end = self._spans[other].end
             found.append(Cause(other, self._rank(op), end, end, "copy"))
-        if (source := self._source(op)) is not None:
-            end = self._spans[source].end
-            hop = self._hops[min(source.stage, op.stage)]
-            found.append(Cause(source, self._rank(source), end, end + hop, "input" if op.kind == "F" else "gradient"))
+        for each in (op, self._partner.get(op)):  # a pair waits for the inputs of both
+            if each is not None and (source := self._source(each)) is not None:
+                end = self._spans[source].end
+                hop = self._hops[min(source.stage, each.stage)]
+                value = "input" if each.kind == "F" else "gradient"
+                found.append(Cause(source, self._rank(source), end, end + hop, value))
         return found
 
     def slack(self) -> dict[Op, float]:
         """Return for each op how much later it could start without a longer step."""
         latest: dict[Op, float] = {}  # end
         last = max((span.end for span in self._spans.values()), default=0.0)
-        graph = {op: [cause.op for cause in self.causes(op)] for op in self._spans}
+        graph = {op: {self._head(cause.op) for cause in self.causes(op)} for op in self._spans if op == self._head(op)}
         for op in reversed([*TopologicalSorter(graph).static_order()]):
-            span, end = self._spans[op], latest.setdefault(op, last)
+            other = self._partner.get(op, op)
+            latest[op] = latest[other] = min(latest.get(op, last), latest.get(other, last))
+            span, end = self._spans[op], latest[op]
             for cause in self.causes(op):
                 limit = end - (span.end - span.start) - (cause.arrival - cause.end)
                 latest[cause.op] = min(latest.get(cause.op, last), limit)
         return {op: max(0.0, latest[op] - span.end) for op, span in self._spans.items()}
+
+    def _head(self, op: Op) -> Op:
+        """Return the first op of the pair of an op, or the op itself."""
+        partner = self._partner.get(op)
+        return partner if partner is not None and partner in self._schedule.pairs else op
 
     def explain(self, op: Op) -> str:
         """Return in words why an op starts when it does.
@@ -116,7 +136,8 @@ class CriticalPath:
             ValueError: the schedule has no such op.
         """
         span, rank = self.span(op), self._rank(op)
-        first = f"{op} runs from {span.start:g} to {span.end:g} on rank {rank}."
+        pair = f" as a pair with {self._partner[op]}" if op in self._partner else ""
+        first = f"{op} runs from {span.start:g} to {span.end:g} on rank {rank}{pair}."
         causes = self.causes(op)
         binding = [cause for cause in causes if cause.arrival >= span.start - self._near]
         if not binding:
@@ -174,7 +195,7 @@ class CriticalPath:
                     lane = op
                     leaving += [(len(computed), op)] if op.kind == "O" else []
                     continue
-                if op.kind == "F":
+                if op.kind in MAKES:
                     waits[op] = [offload for before, offload in leaving if before < len(computed)]
                     leaving = [each for each in leaving if each[0] == len(computed)]
                 elif op.kind in BACKWARD and (reload := op._replace(kind="R")) in self._spans:
@@ -187,7 +208,7 @@ class CriticalPath:
 
     def _source(self, op: Op) -> Op | None:
         """Return the op of another stage whose result an op reads; None if there is none."""
-        if op.kind in "WOR":
+        if op.kind in "WORC":
             return None
         stage = op.stage - 1 if op.kind == "F" else op.stage + 1
         if not 0 <= stage < self._schedule.stages:

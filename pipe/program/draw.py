@@ -7,7 +7,7 @@ chrome_trace(timeline)                  open in chrome://tracing or ui.perfetto.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,14 @@ from .chrome_trace import ChromeTrace
 from .ops import COMPUTE, Op
 from .schedule import Schedule
 from .simulate import timeline_of
-from .timeline import Span, Timeline
+from .timeline import Span, Timeline, together
 
 NAMES = {
     "F": "forward",
     "B": "backward",
     "I": "input gradient",
     "W": "weight gradient",
+    "C": "recompute",
     "O": "offload",
     "R": "reload",
 }
@@ -32,6 +33,7 @@ COLORS = {
     "B": ("#1d7a3f", "#7cc492"),
     "I": ("#b3541e", "#e8a36f"),
     "W": ("#6d6875", "#b5adbd"),
+    "C": ("#00707a", "#6fbcc4"),
     "O": ("#8a1c7c", "#d08bc8"),
     "R": ("#b8860b", "#ecc766"),
 }
@@ -42,6 +44,7 @@ STYLES = {
     "B": ("bright_white on green", "black on bright_green"),
     "I": ("bright_white on red", "black on bright_red"),
     "W": ("bright_white on bright_black", "black on white"),
+    "C": ("black on cyan", "black on bright_white"),
     "O": ("bright_white on magenta", "black on bright_magenta"),
     "R": ("black on yellow", "black on bright_yellow"),
 }
@@ -62,6 +65,7 @@ def text(subject: Timeline | Schedule, width: int | None = None) -> Any:
 
     times = timeline_of(subject) if isinstance(subject, Schedule) else subject
     rows = [[span for span in row if span.op.kind in COMPUTE] for row in times.rows]
+    rows, seconds = _side_by_side(rows)
     spans = [span for row in rows for span in row]
     if not spans:
         return Text("no op runs")
@@ -82,7 +86,7 @@ def text(subject: Timeline | Schedule, width: int | None = None) -> Any:
     label = len(f"rank {len(rows) - 1}")
     for rank, row in enumerate(rows):
         if narrowest >= 1:
-            lines = _cells(row, len(rows), begin, end, scale, apart=narrowest <= digits)
+            lines = _cells(row, len(rows), begin, end, scale, apart=narrowest <= digits, seconds=seconds)
         else:
             lines = [_summary(row, len(rows), begin, width, scale)]
         for i, line in enumerate(lines):
@@ -98,7 +102,9 @@ def text(subject: Timeline | Schedule, width: int | None = None) -> Any:
     if narrowest < 1:
         notes.append(f"a column is {1 / scale:.3g} of time: its ops in their proportion, . idle")
     else:
-        notes.append("= the op goes on, . idle")
+        notes.append(
+            "= the op goes on, . idle" + (", & runs interleaved with the op before" if "&" in out.plain else "")
+        )
         if narrowest < digits:
             notes.append("numbers: the last digit of the microbatch")
     out.append(" " * label)
@@ -116,8 +122,31 @@ def _letter(op: Op, ranks: int) -> tuple[str, str]:
     return op.kind.lower() if later else op.kind, STYLES[op.kind][later]
 
 
-def _cells(row: Sequence[Span], ranks: int, begin: float, end: float, scale: float, apart: bool) -> list[Any]:
-    """Return a rank's line of cells such as ``F0=``; with ``apart``, a line of letters and one of numbers."""
+def _side_by_side(rows: list[list[Span]]) -> tuple[list[list[Span]], set[Op]]:
+    """Return rows in which each op of a pair has one half of their time, and the second ops of the pairs."""
+    split: list[list[Span]] = []
+    for row in rows:
+        split.append([])
+        for spans in together(row):
+            start, end, parts = spans[0].start, spans[0].end, len(spans)
+            times = [start + (end - start) * i / parts for i in range(parts)] + [end]
+            split[-1] += [Span(span.op, times[i], times[i + 1]) for i, span in enumerate(spans)]
+    return split, {spans[1].op for row in rows for spans in together(row) if len(spans) == 2}
+
+
+def _cells(
+    row: Sequence[Span],
+    ranks: int,
+    begin: float,
+    end: float,
+    scale: float,
+    apart: bool,
+    seconds: Collection[Op] = (),
+) -> list[Any]:
+    """Return a rank's line of cells such as ``F0=``; with ``apart``, a line of letters and one of numbers.
+
+    Cells of ``seconds``, the second ops of pairs, begin with ``&`` if they are wide enough.
+    """
     from rich.text import Text
 
     lines, column = [Text() for _ in range(1 + apart)], 0
@@ -126,6 +155,8 @@ def _cells(row: Sequence[Span], ranks: int, begin: float, end: float, scale: flo
         cells = max(0, last - max(first, column))
         letter, style = _letter(span.op, ranks)
         number = str(span.op.microbatch)
+        if span.op in seconds and cells > 1 + (not apart) * len(number):
+            letter = "&" + letter
         lines[0].append("." * (first - column))
         lines[0].append((letter if apart else letter + number).ljust(cells, "=")[:cells], style=style)
         if apart:
@@ -219,10 +250,20 @@ def picture(
         for rank, row in enumerate(one.rows):
             spans = [span for span in row if span.op.kind in COMPUTE]
             fills = [color(span.op, stages, len(one.rows)) for span in spans]
-            bars = [(span.start - begin, span.end - span.start) for span in spans]
-            axis.broken_barh(bars, (rank - 0.4, 0.8), facecolors=fills, edgecolor="white", linewidth=0.4)
-            for span, fill in zip(spans, fills, strict=True):
-                _number(axis, rank, span, begin, fill, inches)
+            # The second op of a pair lies below the first.
+            seconds = {both[1].op for both in together(spans) if len(both) == 2}
+            firsts = {both[0].op for both in together(spans) if len(both) == 2}
+            for ops, top, height in ((None, -0.4, 0.8), (firsts, -0.4, 0.4), (seconds, 0.0, 0.4)):
+                drawn = [
+                    (span, fill)
+                    for span, fill in zip(spans, fills, strict=True)
+                    if (span.op in ops if ops is not None else span.op not in firsts | seconds)
+                ]
+                bars = [(span.start - begin, span.end - span.start) for span, _ in drawn]
+                colors = [fill for _, fill in drawn]
+                axis.broken_barh(bars, (rank + top, height), facecolors=colors, edgecolor="white", linewidth=0.4)
+                for span, fill in drawn:
+                    _number(axis, rank + top + height / 2, span, begin, fill, inches)
             # Copies to and from the host, below the row.
             lane = [*one.transfers[rank]] if one.transfers else []
             bars = [(span.start - begin, span.end - span.start) for span in lane]
@@ -241,7 +282,7 @@ def picture(
             points = [(time - begin, rank_of[span.op] + 0.32) for span in paths[i] for time in (span.start, span.end)]
             axis.plot(*zip(*points, strict=True), color="black", linewidth=1.2)
         axis.set_ylim(len(one.rows) - 0.4, -0.6)
-        axis.set_yticks(range(len(one.rows)), [f"rank {r}" for r in range(len(one.rows))])
+        axis.set_yticks(range(len(one.rows)), [f"pipe {r}" for r in range(len(one.rows))])
         axis.set_xlim(0, longest * 1.005)
         axis.spines[["top", "right"]].set_visible(False)
         name = f"{titles[i]}\n" if titles is not None else ""
@@ -277,14 +318,14 @@ def picture(
     figure.savefig(path, dpi=130)
 
 
-def _number(axis: Any, rank: int, span: Span, begin: float, fill: str, inches: float) -> None:
+def _number(axis: Any, height: float, span: Span, begin: float, fill: str, inches: float) -> None:
     number = str(span.op.microbatch)
     length = span.end - span.start
     size = min(8.0, length * inches * 72 / (0.62 * len(number) + 0.2))  # points: the largest digits that fit
     if size >= 4.5:
         ink = "white" if int(fill[3:5], 16) < 150 else "black"
         middle = span.start - begin + length / 2
-        axis.text(middle, rank, number, ha="center", va="center", color=ink, fontsize=size)
+        axis.text(middle, height, number, ha="center", va="center", color=ink, fontsize=size)
 
 
 def chrome_trace(times: Timeline, scale: float = 1e6) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Costs of the ops from measured steps, to simulate the schedule with them and compare with the measurement."""
+"""Costs of the ops from measured steps, and a simulation of the schedule with them to compare with a measurement."""
 
 from __future__ import annotations
 
@@ -7,8 +7,17 @@ from itertools import pairwise
 from statistics import median
 
 from .ops import COMPUTE, Op
-from .simulate import Costs
+from .schedule import Schedule
+from .simulate import Costs, timeline_of
 from .timeline import Timeline
+
+
+def simulated(schedule: Schedule, measured: Timeline) -> Timeline:
+    """Return the simulation of a schedule with the costs of a measured step.
+
+    Each op takes the median time of its stage, and each message the median time of its boundary.
+    """
+    return timeline_of(schedule, costs_of([measured], schedule.placement))
 
 
 def costs_of(steps: Sequence[Timeline], placement: Sequence[int]) -> Costs:
@@ -31,7 +40,7 @@ def costs_of(steps: Sequence[Timeline], placement: Sequence[int]) -> Costs:
         for row in timeline.rows:
             for before, span in pairwise(s for s in row if s.op.kind in COMPUTE):
                 kind, stage, microbatch = span.op
-                if kind == "W":
+                if kind in "WC":
                     continue
                 source = stage - 1 if kind == "F" else stage + 1
                 if not 0 <= source < stages or placement[source] == placement[stage]:

@@ -59,6 +59,8 @@ def offload_pass(
     """
     if not 0 <= fraction <= 1:
         raise ValueError(f"the fraction of activations to offload is {fraction}: give a number from 0 to 1")
+    if schedule.recomputes:
+        raise ValueError(f"{schedule.name} recomputes activations: offload them first, by offload_pass, then recompute")
     if schedule.offloads:
         raise ValueError(f"{schedule.name} offloads activations already: give the schedule without O and R")
     allowed = range(schedule.stages) if stages is None else sorted(set(stages))
@@ -80,9 +82,8 @@ def _with_copies(
     row: Sequence[Span], fraction: float, allowed: Collection[int], offload: Sequence[float], reload: Sequence[float]
 ) -> list[Op]:
     """Return the ops of one rank with O and R."""
-    made = {span.op[1:]: span.end for span in row if span.op.kind == "F"}
-    used = {span.op[1:]: span.start for span in row if span.op.kind in BACKWARD}
-    chosen = _chosen(made, used, fraction, allowed)
+    made, used = _lives(row)
+    chosen = chosen_activations(row, fraction, allowed)
     reloads: dict[tuple[int, int], _Copy] = {}
     free = float("inf")
     for key in sorted(chosen, key=lambda key: used[key], reverse=True):
@@ -109,10 +110,24 @@ def _with_copies(
     return [op for i, ops in enumerate(before) for op in (*ops, *(span.op for span in row[i : i + 1]))]
 
 
-def _chosen(
-    made: dict[tuple[int, int], float], used: dict[tuple[int, int], float], fraction: float, allowed: Collection[int]
-) -> list[tuple[int, int]]:
-    """Return (stage, microbatch) of the activations to offload: of the stages where they live longest, first."""
+Times = dict[tuple[int, int], float]  # (stage, microbatch) -> a time
+
+
+def _lives(row: Sequence[Span]) -> tuple[Times, Times]:
+    """Return the end of each forward of a rank, and the start of its backward."""
+    made = {span.op[1:]: span.end for span in row if span.op.kind == "F"}
+    return made, {span.op[1:]: span.start for span in row if span.op.kind in BACKWARD}
+
+
+def chosen_activations(row: Sequence[Span], fraction: float, allowed: Collection[int]) -> list[tuple[int, int]]:
+    """Return (stage, microbatch) of the activations to give up: of the stages where they live longest, first.
+
+    Args:
+        row: spans of one rank.
+        fraction: share of the rank's activations.
+        allowed: stages whose activations may be given up.
+    """
+    made, used = _lives(row)
     keys: dict[int, list[tuple[int, int]]] = {}
     for key in made:
         if key in used:

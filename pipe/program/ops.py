@@ -12,6 +12,7 @@ tied gradients.
     W          its weight gradient                                         weight.grad += backward_weight()
     O          start to offload the activations that 2F0 keeps             host = copy(saved)
     R          start to reload them, for 2B0 or 2I0                        saved = copy(host)
+    C          run 2F0 again, which kept its input only, for 2B0 or 2I0    stage(x)
     SEND_F     send the output of stage 2 to stage 3                       isend(y)
     RECV_F     post the receive of the input of stage 2                    x = irecv()
     SEND_B     send the gradient of the input of stage 2 to stage 1        isend(dx)
@@ -31,12 +32,13 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-F, B, I, W = "F", "B", "I", "W"
+F, B, I, W, C = "F", "B", "I", "W", "C"
 O, R = "O", "R"
 SEND_F, RECV_F, SEND_B, RECV_B = "SEND_F", "RECV_F", "SEND_B", "RECV_B"
 GATHER, RELEASE, REDUCE, TIED = "GATHER", "RELEASE", "REDUCE", "TIED"
 
-COMPUTE = frozenset((F, B, I, W))
+COMPUTE = frozenset((F, B, I, W, C))
+MAKES = frozenset((F, C))  # the ops that make activations
 TRANSFERS = frozenset((O, R))  # copies between the device and the host, which run beside the compute ops
 BACKWARD = frozenset((B, I))  # the ops that make an input gradient, which the stage before waits for
 SENDS = frozenset((SEND_F, SEND_B))

@@ -5,6 +5,7 @@
     gather     0GATHER 0F0 0RELEASE      0GATHER 0B0  0REDUCE0 0RELEASE     (ZeRO 3)
     tie        ...                       0TIED0 0REDUCE, at the end
     message    0F0 0SEND_F0   0RECV_B0   0B0 ...
+    pair       0RECV_B0 0F1 0B0 0SEND_F1, where 0F1&0B0 is a pair: nothing comes between its two ops
 
 In the executor RECV only posts a receive and returns; the compute op that reads it waits. SEND never
 blocks compute. Each channel (a boundary and a direction) is a queue, and both ends see its messages in
@@ -21,9 +22,9 @@ no rank.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-from .ops import BACKWARD, COMPUTE, GATHER, RECV_B, RECV_F, REDUCE, RELEASE, SEND_B, SEND_F, TIED, Op, Orders
+from .ops import BACKWARD, COMPUTE, GATHER, RECV_B, RECV_F, RECVS, REDUCE, RELEASE, SEND_B, SEND_F, TIED, Op, Orders
 from .program import Program, Ties, crossing
 from .schedule import Schedule
 from .simulate import timeline_of
@@ -56,6 +57,8 @@ def lower(schedule: Schedule, zero: int = 0, ties: Iterable[Iterable[int]] = (),
         ops = [gather_pass(order) for order in ops]
     ops = [tie_pass(order, rank, sorted_ties, schedule.placement) for rank, order in enumerate(ops)]
     ops = message_pass(schedule, ops)
+    if schedule.pairs:
+        ops = [join_pass(order, schedule.pairs) for order in ops]
     return Program(schedule, tuple(map(tuple, ops)), sorted_ties)
 
 
@@ -148,4 +151,22 @@ def message_pass(schedule: Schedule, orders: Orders) -> list[list[Op]]:
             if op in sends:
                 ops.append(sends[op])
         out.append(ops)
+    return out
+
+
+def join_pass(order: Sequence[Op], pairs: Collection[Op]) -> list[Op]:
+    """Move what stands between the two ops of a pair: before it what the second one needs, after it the rest."""
+    out: list[Op] = []
+    after: list[Op] | None = None  # what comes after the open pair
+    for op in order:
+        if after is None:
+            out.append(op)
+            after = [] if op in pairs else None
+        elif op.kind in COMPUTE:
+            out += [op, *after]
+            after = None
+        elif op.kind in RECVS or op.kind == GATHER:
+            out.insert(-1, op)
+        else:
+            after.append(op)
     return out

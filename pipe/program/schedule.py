@@ -2,6 +2,9 @@
 
 A schedule of your own is such a table. `Schedule.from_csv` reads one from a file, and `verify`
 (verify.py) proves that it is complete and cannot hang.
+
+Two ops that run interleaved, so that the collectives of each run beside the products of the other, are a pair:
+`0F3&0B1` in text and JSON, `(0F3;0B1)OVERLAP_F_B` in CSV.
 """
 
 from __future__ import annotations
@@ -10,12 +13,13 @@ import csv
 import io
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...base.errors import escaped
 from ...base.files import parse_json
+from .deadlock import ScheduleError
 from .ops import COMPUTE, TRANSFERS, Op
 
 
@@ -29,6 +33,8 @@ class Schedule:
     chunks: int  # stages per rank
     placement: tuple[int, ...]  # the rank of each stage
     orders: tuple[tuple[Op, ...], ...]  # per rank, compute ops and transfers
+    # Forwards, each of which runs interleaved with the op after it (pairs.py):
+    pairs: frozenset[Op] = field(default=frozenset(), kw_only=True)
 
     def __post_init__(self) -> None:
         if len(self.placement) != self.pipe * self.chunks:
@@ -38,6 +44,36 @@ class Schedule:
             )
         if len(self.orders) != self.pipe:
             raise ValueError(f"there are {len(self.orders)} orders for {self.pipe} ranks: give one for each rank")
+        if self.pairs:
+            self._require_pairs()
+
+    def _require_pairs(self) -> None:
+        """Check that the ops of each pair may run interleaved.
+
+        Ops of one microbatch depend on each other, and two backward passes would reduce gradients of one bucket.
+        """
+        found = set()
+        for rank, order in enumerate(self.orders):
+            for i, op in enumerate(order):
+                if op not in self.pairs:
+                    continue
+                after = order[i + 1] if i + 1 < len(order) else None
+                why = f"rank {rank}: {op} is the first op of a pair, but "
+                if op.kind != "F":
+                    raise ScheduleError(f"{why}the first op must be a forward: put it first", [(rank, op)])
+                if after is None or after.kind not in COMPUTE:
+                    raise ScheduleError(f"{why}no compute op comes right after it", [(rank, op)])
+                if after in self.pairs:
+                    raise ScheduleError(f"{why}{after} after it is the first op of another pair", [(rank, op)])
+                if after.microbatch == op.microbatch:
+                    raise ScheduleError(
+                        f"{why}{after} after it is of the same microbatch, and one of them needs the result of the "
+                        "other: pair passes of different microbatches",
+                        [(rank, op)],
+                    )
+                found.add(op)
+        if missing := sorted(self.pairs - found):
+            raise ScheduleError(f"{missing[0]} is the first op of a pair, but no rank runs it: add it to an order")
 
     @property
     def stages(self) -> int:
@@ -53,9 +89,14 @@ class Schedule:
         """True if the schedule offloads activations to the host."""
         return any(op.kind in TRANSFERS for order in self.orders for op in order)
 
+    @property
+    def recomputes(self) -> bool:
+        """True if the schedule recomputes activations by ops of its own."""
+        return any(op.kind == "C" for order in self.orders for op in order)
+
     def __str__(self) -> str:
         head = f"{self.name}: pipe {self.pipe}, microbatches {self.microbatches}, chunks {self.chunks}"
-        rows = (f"rank {r}: {' '.join(map(str, order))}" for r, order in enumerate(self.orders))
+        rows = (f"rank {r}: {' '.join(cells)}" for r, cells in enumerate(self._cells("{}&{}")))
         return "\n".join((head, *rows))
 
     def to_dict(self) -> dict[str, Any]:
@@ -65,7 +106,7 @@ class Schedule:
             "microbatches": self.microbatches,
             "chunks": self.chunks,
             "placement": list(self.placement),
-            "orders": [[str(op) for op in order] for order in self.orders],
+            "orders": self._cells("{}&{}"),
         }
 
     def to_json(self) -> str:
@@ -78,32 +119,43 @@ class Schedule:
         missing = {"name", "pipe", "microbatches", "chunks", "placement", "orders"} - set(data)
         if missing:
             raise ValueError(f"the schedule in JSON lacks the keys {', '.join(sorted(missing))}: add them")
+        orders, pairs = _flat([[[Op.parse(op) for op in cell.split("&")] for cell in row] for row in data["orders"]])
         return cls(
             escaped(str(data["name"])),
             int(data["pipe"]),
             int(data["microbatches"]),
             int(data["chunks"]),
             tuple(int(rank) for rank in data["placement"]),
-            tuple(tuple(Op.parse(op) for op in order) for order in data["orders"]),
+            orders,
+            pairs=pairs,
         )
 
     def to_csv(self) -> str:
-        """Return one line per rank, `0F0,0B0,...`, as torch.distributed.pipelining also reads it."""
-        return "".join(",".join(map(str, order)) + "\n" for order in self.orders)
+        """Return one line per rank, `0F0,(0F1;0B0)OVERLAP_F_B,...`, as torch.distributed.pipelining also reads it."""
+        return "".join(",".join(cells) + "\n" for cells in self._cells("({};{})OVERLAP_F_B"))
+
+    def _cells(self, pair: str) -> list[list[str]]:
+        """Return each rank's ops as text, those of a pair in the form ``pair``."""
+        rows = []
+        for order in self.orders:
+            after = iter(order)
+            rows.append([pair.format(op, next(after)) if op in self.pairs else str(op) for op in after])
+        return rows
 
     @classmethod
     def from_csv(cls, text: str, name: str = "file") -> Schedule:
         """Read one line per rank, as torch.distributed.pipelining writes them.
 
         Empty cells (idle steps) are skipped, and so are messages and gathers, which passes.py derives
-        anew. An overlapped pair `(4F0;7B0)OVERLAP_F_B` becomes its two ops. The placement and the numbers of
-        stages and microbatches follow from the ops.
+        anew. `(4F1;7B0)OVERLAP_F_B` is a pair. The placement and the numbers of stages and microbatches follow from
+        the ops.
 
         Raises:
             ValueError: a cell is not an op, a stage is on two lines, or lines have different numbers of stages.
         """
         lines = [line for line in csv.reader(io.StringIO(text)) if line]
-        orders = [[op for cell in line for op in _cell(cell)] for line in lines]
+        rows = [[ops for cell in line if (ops := _cell(cell))] for line in lines]
+        orders, pairs = _flat(rows)
         ranks: dict[int, int] = {}
         for rank, order in enumerate(orders):
             for op in order:
@@ -119,11 +171,17 @@ class Schedule:
         microbatches = max(op.microbatch for order in orders for op in order) + 1
         placement = tuple(ranks[s] for s in range(stages))
         chunks = stages // len(orders)
-        return cls(name, len(orders), microbatches, chunks, placement, tuple(map(tuple, orders)))
+        return cls(name, len(orders), microbatches, chunks, placement, orders, pairs=pairs)
 
 
 _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 _DERIVED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB]|GATHER|RELEASE|REDUCE|TIED)\d*")
+
+
+def _flat(rows: Sequence[Sequence[Sequence[Op]]]) -> tuple[tuple[tuple[Op, ...], ...], frozenset[Op]]:
+    """Return the orders, and the first ops of pairs, of each rank's cells of one op or two."""
+    orders = tuple(tuple(op for cell in row for op in cell) for row in rows)
+    return orders, frozenset(cell[0] for row in rows for cell in row if len(cell) > 1)
 
 
 def _cell(cell: str) -> list[Op]:
@@ -134,6 +192,6 @@ def _cell(cell: str) -> list[Op]:
     ops = [Op.parse(part) for part in (pair[1].split(";") if pair else [cell])]
     if any(op.kind not in COMPUTE | TRANSFERS for op in ops):
         raise ValueError(
-            f"{cell!r} is not an op of a schedule: write ops of the kinds F, B, I, W, O and R, such as 2F0"
+            f"{cell!r} is not an op of a schedule: write ops of the kinds F, B, I, W, C, O and R, such as 2F0"
         )
     return ops

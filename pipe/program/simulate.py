@@ -8,27 +8,49 @@ A rank runs its ops in order, each as soon as its inputs have arrived. A message
 rank busy; between two stages of one rank there is no message. Transfers of activations (O, R) run one after the other
 in a lane of their rank, beside its compute ops. A backward waits for the reload of its activations, and an F for the
 offloads that were issued before the compute op before it, so that memory is bounded whatever the speed of the lane.
+
+The two ops of a pair (pairs.py) start together, when the inputs of both have arrived, and end together. Both have the
+same span.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import mul
+from typing import NamedTuple
 
 from .deadlock import Wait, deadlock
-from .ops import BACKWARD, COMPUTE, TRANSFERS, Op
+from .ops import BACKWARD, COMPUTE, MAKES, TRANSFERS, Op
 from .schedule import Schedule
 from .timeline import Span, Timeline
 
 Cost = float | Sequence[float]
 
 
+class _Pass(NamedTuple):
+    """Parts of one pass of one stage."""
+
+    products: float
+    all_reduce: float
+    exchange: float
+    alone: float  # what it takes without another pass
+
+    @classmethod
+    def of(cls, kind: str, f: float, i: float, w: float, all_reduce: float, exchange: float) -> _Pass:
+        if kind == "W":
+            return cls(w, 0.0, 0.0, w)
+        products = {"F": f, "I": i, "B": i + w}[kind]
+        hidden = min(w, all_reduce) if kind == "B" else 0.0
+        return cls(products, all_reduce, exchange, products + all_reduce - hidden + exchange)
+
+
 @dataclass(frozen=True)
 class Costs:
     """Costs of a forward, an input gradient, a weight gradient and a message, in any unit of time.
 
+    C, a forward that is run again, costs as much as F.
     A number of F, I, W is the cost of one rank's whole share of a microbatch, all its chunks together,
     so that schedules with different chunks compare: an op of one of v chunks costs 1/v of it.
     A sequence of F, I, W, GATHER, O, R gives the cost of each stage's own op instead, undivided, as it is measured.
@@ -38,6 +60,15 @@ class Costs:
     counts as busy as long.
     O and R are the times to offload and to reload the activations of one rank's whole share of a microbatch: their
     bytes divided by the bandwidth, and the latency.
+    AR and A2A are the times of the collectives in an F, and in an I or B: the all-reduces of the tensor axis, and the
+    all-to-alls of the expert axis. They take a network, and the products F, I and W a processor. A pass alone waits for
+    its collectives, except that the all-reduces of a B run beside its own weight gradient:
+
+        pass     alone                   in a pair of passes 1 and 2
+        F        F + AR + A2A            the longest of: the products of 1 + 2, AR of 1 + 2, A2A of 1 + 2,
+        I        I + AR + A2A            pass 1 alone, pass 2 alone
+        B        I + max(W, AR) + A2A
+        W        W
     """
 
     F: Cost = 1.0
@@ -47,9 +78,11 @@ class Costs:
     GATHER: Cost = 0.0
     O: Cost = 1.0
     R: Cost = 1.0
+    AR: Cost = 0.0
+    A2A: Cost = 0.0
 
     def __post_init__(self) -> None:
-        for field in ("F", "I", "W", "COMM", "GATHER", "O", "R"):
+        for field in ("F", "I", "W", "COMM", "GATHER", "O", "R", "AR", "A2A"):
             value = getattr(self, field)
             if isinstance(value, Sequence):
                 object.__setattr__(self, field, tuple(float(x) for x in value))
@@ -59,11 +92,29 @@ class Costs:
 
     def op_costs(self, stages: int, chunks: int) -> dict[str, list[float]]:
         """Return for each kind of a schedule's ops the cost of one op of each stage, with the gather of its weights."""
-        f, i, w, g, o, r = (self._per_stage(name, stages, chunks) for name in ("F", "I", "W", "GATHER", "O", "R"))
-        b = [a + b for a, b in zip(i, w, strict=True)]
+        w, g, o, r = (self._per_stage(name, stages, chunks) for name in ("W", "GATHER", "O", "R"))
+        f, i, b = ([each.alone for each in self._passes(kind, stages, chunks)] for kind in "FIB")
         return {"W": w, "O": o, "R": r} | {
-            kind: list(map(max, cost, g)) for kind, cost in (("F", f), ("I", i), ("B", b))
+            kind: list(map(max, cost, g)) for kind, cost in (("F", f), ("C", f), ("I", i), ("B", b))
         }
+
+    def pair_costs(self, schedule: Schedule) -> Callable[[Op, Op], float]:
+        """Return the function that gives the time of two compute ops of a schedule as a pair."""
+        stages, chunks = schedule.stages, schedule.chunks
+        passes = {kind: self._passes(kind, stages, chunks) for kind in "FIBW"}
+        alone = self.op_costs(stages, chunks)
+
+        def cost(first: Op, second: Op) -> float:
+            one, other = passes[first.kind][first.stage], passes[second.kind][second.stage]
+            shared = (one.products + other.products, one.all_reduce + other.all_reduce, one.exchange + other.exchange)
+            return max(*shared, alone[first.kind][first.stage], alone[second.kind][second.stage])
+
+        return cost
+
+    def _passes(self, kind: str, stages: int, chunks: int) -> list[_Pass]:
+        """Return the parts of a pass of each stage."""
+        names = ("F", "I", "W", "AR", "A2A")
+        return [_Pass.of(kind, *each) for each in zip(*(self._per_stage(name, stages, chunks) for name in names))]
 
     def hops(self, placement: Sequence[int]) -> list[float]:
         """Return the time of a message across each boundary; 0 if both stages are on one rank."""
@@ -114,7 +165,8 @@ def peak_activations(schedule: Schedule, sizes: Sequence[float] | None = None) -
     """Return the most activations that each rank holds at once.
 
     An activation is held from the start of its F to the end of its W or B; in a forward-only schedule, during its F
-    only. One that is offloaded is held until an F has waited for its O, and again from its R on.
+    only. One that is offloaded is held until an F or C has waited for its O, and again from its R on. One that is
+    recomputed is held during its F, and again from its C on; its input, which stays, does not count.
 
     Args:
         schedule: the schedule.
@@ -143,17 +195,20 @@ def counts_in_flight(schedule: Schedule) -> list[list[tuple[int, ...]]]:
         held, seen = [0] * len(place), set()
         leaving: deque[tuple[int, int]] = deque()  # offloads under way: compute ops before it, its stage
         computed = 0
-        for kind, stage, _ in order:
-            if kind == "F":
+        again = {op[1:] for op in order if op.kind == "C"}
+        for kind, stage, microbatch in order:
+            if kind in MAKES:
                 while leaving and leaving[0][0] < computed:
                     held[place[leaving.popleft()[1]]] -= 1
             elif kind == "O":
                 leaving.append((computed, stage))
-            if kind in "FR":
+            if kind in "FRC":
                 held[place[stage]] += 1
                 seen.add(tuple(held))
                 if forward_only:
                     held[place[stage]] = 0
+                elif kind == "F" and (stage, microbatch) in again:
+                    held[place[stage]] -= 1
             elif kind in "BW":
                 held[place[stage]] -= 1
             computed += kind in COMPUTE
@@ -208,8 +263,29 @@ def timeline_of(schedule: Schedule, costs: Costs | None = None, keep_gathered: b
     leaving: list[deque[tuple[int, float]]] = [deque() for _ in rows]  # compute ops before an offload, its end
     reloaded: dict[int, float] = {}  # stage * mbs + m -> when its activations are back
     clock, done = [0.0] * len(rows), [0] * len(rows)
+    pairs, pair_cost = schedule.pairs, costs.pair_costs(schedule)
     waiting: dict[tuple[bool, int], int] = {}  # arrival that a rank waits for -> the rank
     runnable = list(range(len(rows)))[::-1]
+
+    def absent(op: Op) -> tuple[bool, int] | None:
+        """Return the arrival that an op of a pair waits for; None if its inputs have a time."""
+        at = op.stage * mbs + op.microbatch
+        if op.kind == "F":
+            return (True, at) if ready_f[at] < 0 else None
+        return (False, at + mbs) if op.kind != "W" and (ready_b[at + mbs] < 0 or ready_f[at + mbs] < 0) else None
+
+    def ready(op: Op, rank: int) -> float:
+        """Return when the inputs of an op of a pair have arrived."""
+        at = op.stage * mbs + op.microbatch
+        if op.kind == "W":
+            return 0.0
+        if op.kind != "F":
+            return max(ready_b[at + mbs], reloaded.get(at, 0.0))
+        start = ready_f[at]
+        while leaving[rank] and leaving[rank][0][0] < len(rows[rank]):
+            start = max(start, leaving[rank].popleft()[1])
+        return start
+
     while runnable:
         rank = runnable.pop()
         order, row, now = schedule.orders[rank], rows[rank], clock[rank]
@@ -218,9 +294,36 @@ def timeline_of(schedule: Schedule, costs: Costs | None = None, keep_gathered: b
             op = order[i]
             kind, stage, mb = op
             at = stage * mbs + mb
+            if pairs and i and order[i - 1] in pairs:
+                continue  # it has run with the op before
+            if op in pairs:
+                both = op, order[i + 1]
+                lacking = absent(both[0]) or absent(both[1])
+                if lacking is not None:
+                    waiting[lacking] = rank
+                    break
+                start = max(now, ready(both[0], rank), ready(both[1], rank))
+                now = start + pair_cost(*both)
+                for each in both:
+                    row.append(Span(each, start, now))
+                    at = each.stage * mbs + each.microbatch
+                    if each.kind == "F":
+                        ready_f[at + mbs], arrival = now + hop_f[each.stage], (True, at + mbs)
+                    elif each.kind != "W":
+                        ready_b[at], arrival = now + hop_b[each.stage], (False, at)
+                    if each.kind != "W" and arrival in waiting:
+                        runnable.append(waiting.pop(arrival))
+                continue
             if kind == "W":
                 row.append(Span(op, now, now + cost_w[stage]))
                 now += cost_w[stage]
+                continue
+            if kind == "C":
+                start = now
+                while leaving[rank] and leaving[rank][0][0] < len(row):
+                    start = max(start, leaving[rank].popleft()[1])
+                row.append(Span(op, start, start + cost["C"][stage]))
+                now = row[-1].end
                 continue
             if kind == "F":
                 start = ready_f[at]

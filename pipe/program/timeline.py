@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +28,20 @@ class Span(NamedTuple):
     op: Op
     start: float
     end: float
+
+
+def busy(row: Sequence[Span]) -> float:
+    """Return the time in which an op of a row runs. The two ops of a pair have the same span, which counts once."""
+    return sum(spans[0].end - spans[0].start for spans in together(row))
+
+
+def together(row: Sequence[Span]) -> Iterator[tuple[Span, ...]]:
+    """Yield the spans of a row one by one, those of a pair of ops together."""
+    i = 0
+    while i < len(row):
+        count = 1 + (i + 1 < len(row) and row[i][1:] == row[i + 1][1:] and row[i].end > row[i].start)
+        yield tuple(row[i : i + count])
+        i += count
 
 
 class CollectiveSpan(NamedTuple):
@@ -56,7 +71,7 @@ class Timeline:
     def idle(self) -> list[float]:
         """Idle share of each rank, which is 1 - (its busy time) / makespan."""
         makespan = self.makespan
-        return [1.0 - sum(s.end - s.start for s in row) / makespan for row in self.rows] if makespan else []
+        return [1.0 - busy(row) / makespan for row in self.rows] if makespan else []
 
     @property
     def bubble(self) -> float:
@@ -72,7 +87,17 @@ class Timeline:
         """
         rows = [row for row in self.rows if row]
         longest = max((row[-1].end - row[0].start for row in rows), default=0.0)
-        return 1.0 - max(sum(s.end - s.start for s in row) for row in rows) / longest if longest else 0.0
+        return 1.0 - max(map(busy, rows)) / longest if longest else 0.0
+
+    @property
+    def bubble_of_ideal(self) -> float:
+        """The bubble as Narayanan et al. 2021 count it: idle time over the ideal time, of the busiest rank.
+
+        The ideal time is the rank's own work, so 1F1B has (p - 1) / m. Narayanan et al. 2021, arXiv:2104.04473,
+        section 2.2.
+        """
+        idle = self.bubble
+        return idle / (1.0 - idle) if idle < 1.0 else 0.0
 
     def to_json(self) -> str:
         """Return the rows as JSON: [op, start, end] of each span, without collectives."""

@@ -4,6 +4,8 @@
     in order   F before B or I, I before W; the stage before first, and backward the stage after
     memory     no rank holds more activations than it may
     transfers  activations are offloaded once, after their F, and reloaded before their backward
+    pairs      the two ops of a pair come one after the other, and start when the inputs of both are there
+    recompute  C comes once, after its F and before its backward; what it makes anew is not offloaded
     deadlock   a program is run with every SEND blocking until its RECV is posted, every compute op
                until its message has arrived, every TIED until all its ranks have reached it. A
                program that passes cannot hang in an executor whose sends block less than that.
@@ -18,12 +20,14 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from itertools import pairwise
 
 from .deadlock import ScheduleError, Wait, deadlock
 from .ops import (
     BARE,
     COMPUTE,
     GATHER,
+    MAKES,
     RECV_B,
     RECV_F,
     RECVS,
@@ -71,6 +75,7 @@ def verify(subject: Schedule | Program, memory: float | Sequence[float] | None =
         _memory(schedule, orders, memory)
     timeline_of(schedule)  # raises if it hangs
     if isinstance(subject, Program):
+        _together(subject)
         _weights(subject)
         _messages(subject)
         _rendezvous(subject)
@@ -92,9 +97,9 @@ def _placement(schedule: Schedule) -> None:
 def _complete(schedule: Schedule, orders: Orders) -> None:
     """Check that each (stage, microbatch) has F, then B, or F, I and W, once and on the stage's rank."""
     stages, mbs, placement = schedule.stages, schedule.microbatches, schedule.placement
-    done = bytearray(stages * mbs)  # 0 nothing, 1 after F, 2 after I, 3 after B or W, 5 after O, 6 after R
-    before = {"F": (0,), "B": (1, 6), "I": (1, 6), "W": (2,), "O": (1,), "R": (5,)}
-    after = {"F": 1, "B": 3, "I": 2, "W": 3, "O": 5, "R": 6}
+    done = bytearray(stages * mbs)  # 0 nothing, 1 after F, 2 after I, 3 after B or W, 5 after O, 6 after R, 7 after C
+    before = {"F": (0,), "B": (1, 6, 7), "I": (1, 6, 7), "W": (2,), "O": (1,), "R": (5,), "C": (1,)}
+    after = {"F": 1, "B": 3, "I": 2, "W": 3, "O": 5, "R": 6, "C": 7}
     for rank, order in enumerate(orders):
         for op in order:
             kind, stage, mb = op
@@ -105,7 +110,7 @@ def _complete(schedule: Schedule, orders: Orders) -> None:
                     else f"{op} is not an op of a schedule:"
                 )
                 raise ScheduleError(
-                    f'rank {rank}: {found} Op("F", 0, 0), of the kinds F, B, I, W, O and R', [(rank, op)]
+                    f'rank {rank}: {found} Op("F", 0, 0), of the kinds F, B, I, W, C, O and R', [(rank, op)]
                 )
             if not (0 <= stage < stages and 0 <= mb < mbs):
                 size = f"stages are 0 to {stages - 1} and microbatches 0 to {mbs - 1}"
@@ -134,6 +139,10 @@ def _misplaced(op: Op, rank: int, state: int, order: Sequence[Op]) -> str:
         return f"rank {rank} runs {op} more than once"
     if state == 3 or (kind == "B" and state == 2):
         return f"rank {rank} runs {op}, but the backward of stage {stage} on microbatch {mb} is already there"
+    if (kind == "C" and state in (2, 5, 6)) or (kind in "OR" and state == 7):
+        text = f"rank {rank} runs {op}, but the activations of stage {stage} and microbatch {mb} are "
+        text += "recomputed" if state == 7 else "needed no more" if state == 2 else "offloaded"
+        return text + ": offload them, or run C once between F and its backward"
     if kind in "OR" and state in (2, 5, 6):
         why = "are in host memory" if state == 5 else "are needed no more" if state == 2 else "are reloaded"
         text = f"rank {rank} runs {op}, but the activations of stage {stage} and microbatch {mb} {why}"
@@ -153,18 +162,19 @@ def _memory(schedule: Schedule, orders: Orders, memory: float | Sequence[float])
     forward_only = schedule.forward_only
     for rank, (order, limit) in enumerate(zip(orders, limits, strict=True)):
         held, most = 0, int(limit * schedule.chunks + 1e-9)
+        again = {op[1:] for op in order if op.kind == "C"}
         computed, leaving = 0, deque[int]()  # for each offload under way, the compute ops before it
         for op in order:
             if op.kind == "O":
                 leaving.append(computed)
-            while op.kind == "F" and leaving and leaving[0] < computed:
+            while op.kind in MAKES and leaving and leaving[0] < computed:
                 leaving.popleft()
                 held -= 1
-            held += op.kind in "FR"
+            held += op.kind in "FRC"
             if held > most:
                 holds = f"at {op} it holds {held / schedule.chunks:g}"
                 raise ScheduleError(f"rank {rank} may hold {limit:g} activations, but {holds}", [(rank, op)])
-            held -= op.kind in "BW" or forward_only
+            held -= op.kind in "BW" or forward_only or (op.kind == "F" and op[1:] in again)
             computed += op.kind in COMPUTE
 
 
@@ -187,6 +197,16 @@ def _read(op: Op, placement: Sequence[int]) -> Op | None:
     if kind in "BI" and stage + 1 < len(placement) and placement[stage + 1] != placement[stage]:
         return Op(RECV_B, stage, mb)
     return None
+
+
+def _together(program: Program) -> None:
+    """Check that nothing comes between the two ops of a pair."""
+    for rank, ops in enumerate(program.ops):
+        for op, after in pairwise(ops):
+            if op in program.schedule.pairs and after.kind not in COMPUTE:
+                raise ScheduleError(
+                    f"rank {rank}: {after} comes between {op} and the op that runs with it", [(rank, op)]
+                )
 
 
 def _messages(program: Program) -> None:
@@ -280,6 +300,11 @@ def _rendezvous(program: Program) -> None:
     arrived: set[Op] = set()  # RECVs whose message was sent
     standing: dict[int, set[int]] = defaultdict(set)  # tie -> ranks that have reached it
 
+    def reads(rank: int, op: Op) -> list[Op]:
+        """Return the RECVs that a compute op waits for, with those of the op that runs interleaved with it."""
+        both = (op, program.ops[rank][at[rank] + 1]) if op in program.schedule.pairs else (op,)
+        return [read for each in both if (read := _read(each, placement)) is not None]
+
     def step(rank: int, op: Op) -> bool:
         kind, stage, mb = op
         if kind in RECVS:
@@ -299,8 +324,7 @@ def _rendezvous(program: Program) -> None:
             sent[channel] = k + 1
             arrived.add(_peer(op))
         elif kind in COMPUTE:
-            read = _read(op, placement)
-            return read is None or read in arrived
+            return all(read in arrived for read in reads(rank, op))
         elif kind == TIED:
             standing[mb].add(rank)
             return standing[mb] == holders[mb]
@@ -318,8 +342,8 @@ def _rendezvous(program: Program) -> None:
         if op.kind == TIED:
             there = min(holders[op.microbatch] - standing[op.microbatch])
             return next(Op(TIED, s, op.microbatch) for s in ties[op.microbatch] if placement[s] == there), there
-        needed = op if op.kind in SENDS else _read(op, placement)
-        return None if needed is None else (_peer(needed), placement[_peer(needed).stage])
+        missing = [op] if op.kind in SENDS else [r for r in reads(placement[op.stage], op) if r not in arrived]
+        return (_peer(missing[0]), placement[_peer(missing[0]).stage]) if missing else None
 
     if any(i < len(ops) for i, ops in zip(at, program.ops, strict=True)):
         raise deadlock(program.ops, at, waits)

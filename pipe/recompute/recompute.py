@@ -24,6 +24,7 @@ from torch import nn
 
 from ...base.autograd import mark
 from ...grid import Grid
+from ...grid.comm.lanes import keeping_turn
 from ...grid.ranges import split
 from ...randomness.random import DropoutState
 from .frame import CHECKPOINT, Frame, State, has_own_state, runs_within
@@ -210,7 +211,12 @@ class Recompute:
         matmuls = Matmuls() if self.granularity == "matmul" else None
 
         def run_again() -> None:
-            with self._measured(), state.restored(), matmuls.replayed() if matmuls else nullcontext():
+            with (
+                keeping_turn(self.grid.tensor.lanes),
+                self._measured(),
+                state.restored(),
+                matmuls.replayed() if matmuls else nullcontext(),
+            ):
                 repeated, named = inputs.restore()
                 function(*repeated, **named)
 

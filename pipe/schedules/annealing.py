@@ -1,9 +1,10 @@
 """Simulated annealing on orders of ops: orders as sequences of codes, a decoder that times them, and the moves.
 
 A sequence has one rank's forwards and input gradients in order. The code of chunk c's forward is c, of its input
-gradient v + c; the k-th use of a code is microbatch k. Weight gradients are not in it: the decoder puts them where the
-rank would wait anyway, or where memory must be freed. So sequences are short, every sequence that can be decoded is a
-valid schedule within memory, and a move takes one code to another place.
+gradient v + c; the k-th use of a code is microbatch k. Most weight gradients are not in it: the decoder puts them where
+the rank would wait anyway, or where memory must be freed. So sequences are short, every sequence that can be decoded is
+a valid schedule within memory, and a move takes one code to another place. The code 2v + c does a weight gradient of
+chunk c there, if one is left.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def decode(
     ready_b = [-1.0] * (stages * mbs) + [0.0] * mbs  # [(stage + 1) * mbs + mb]: its output's gradient
     hop_f, hop_b = problem.hop_f, problem.hop_b
     at, clock, held, idle = [0] * pipe, [0.0] * pipe, [0] * pipe, [0.0] * pipe
-    uses = [[0] * (2 * v) for _ in range(pipe)]
+    uses = [[0] * (3 * v) for _ in range(pipe)]  # of W: those that are done
     late: list[list[int]] = [[] for _ in range(pipe)]  # codes of the deferred Ws; `first` is the index of the next one
     first = [0] * pipe
     waiting: dict[int, int] = {}  # what a blocked rank waits for -> the rank
@@ -154,6 +155,19 @@ def decode(
         begin = j
         while j < len(sequence):
             code = sequence[j]
+            if code >= 2 * v:
+                c = code - 2 * v
+                if c in pending[head:]:
+                    pending.pop(pending.index(c, head))
+                    if full:
+                        orders[r].append(Op("W", mine[c], use[code]))
+                        use[code] += 1
+                    now += cost_w[c]
+                    hold -= 1
+                if full:
+                    starts[r].append(now)
+                j += 1
+                continue
             mb = use[code]
             forward = code < v
             chunk = code if forward else code - v
@@ -176,7 +190,8 @@ def decode(
                 if now + w > arrived + share * w and not (forward and hold >= limit):
                     break
                 if full:
-                    orders[r].append(Op("W", mine[c], pending[:head].count(c)))
+                    orders[r].append(Op("W", mine[c], use[2 * v + c]))
+                    use[2 * v + c] += 1
                 now += w
                 hold -= 1
                 head += 1
@@ -205,9 +220,10 @@ def decode(
             if reader in waiting:
                 runnable.append(waiting.pop(reader))
         else:
-            for k, c in enumerate(pending[head:], head):
+            for c in pending[head:]:
                 if full:
-                    orders[r].append(Op("W", mine[c], pending[:k].count(c)))
+                    orders[r].append(Op("W", mine[c], use[2 * v + c]))
+                    use[2 * v + c] += 1
                 now += cost_w[c]
             head = len(pending)
             ended += 1
@@ -265,7 +281,16 @@ def anneal(
         sequence = sequences[r]
         i = k = 0
         old = patience[r]
-        if rng.random() < 0.03:
+        kind = rng.random()
+        added = removed = -1
+        if frozen is None and 0.03 <= kind < 0.06:
+            i = rng.randrange(len(sequence) + 1)
+            if i < len(sequence) and sequence[i] >= 2 * problem.chunks:
+                removed = sequence.pop(i)
+            else:
+                added = rng.randrange(2 * problem.chunks, 3 * problem.chunks)
+                sequence.insert(i, added)
+        elif kind < 0.03:
             patience[r] = rng.choice((0.0, 0.1, 0.25, 0.5, 0.75, 0.99))
             if patience[r] == old:
                 continue
@@ -286,6 +311,10 @@ def anneal(
             score = found.score
             if found.makespan < best[0] - 1e-12:
                 best = (found.makespan, [list(sequence) for sequence in sequences], list(patience))
+        elif added >= 0:
+            del sequence[i]
+        elif removed >= 0:
+            sequence.insert(i, removed)
         elif i == k:
             patience[r] = old
         else:

@@ -6,19 +6,26 @@ where function(pipe, microbatches, chunks) returns a Schedule; chunks is None if
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from importlib.metadata import EntryPoints, entry_points
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...base.errors import ConfigError, nearest, no_such
 from ...base.files import read_text
 from ..program.schedule import Schedule
 from ..program.simulate import Costs
+from ..program.zero_bubble_log import from_zero_bubble, to_zero_bubble
+from .fitting import find_fitting
 from .registry import RECIPES, named_schedule
 from .search import find_schedule
 
+if TYPE_CHECKING:
+    from ...options.schedule import ScheduleOptions
+
 NAMES = (*RECIPES, "auto")
-FILES = (".csv", ".json")  # endings of schedule files
+FILES = (".csv", ".json", ".txt")  # endings of schedule files
 _GROUP = "triax.schedules"  # of other packages' entry points
 
 
@@ -29,24 +36,34 @@ def make_schedule(
     chunks: int | None = None,
     costs: Costs | None = None,
     memory: float | Sequence[float] | None = None,
+    offload: float = 0.0,
+    recompute: float = 0.0,
+    offload_stages: Collection[int] | None = None,
 ) -> Schedule:
     """Make or read a schedule: a published one, ``auto`` (the best found for ``costs``), or a file.
 
     Args:
-        name: a published name (``triax.pipe.schedules.registry.RECIPES``), ``auto``, a path that ends in .csv or
-            .json, or the name of another package's entry point (group ``triax.schedules``).
+        name: a published name (``triax.pipe.schedules.registry.RECIPES``), ``auto``, a path that ends in .csv,
+            .json or .txt, or the name of another package's entry point (group ``triax.schedules``).
         pipe: ranks of the pipe axis.
         microbatches: microbatches of a step.
         chunks: stages per rank; None: the schedule's default.
-        costs: for ``auto``: the costs of F, I, W and a message.
+        costs: for ``auto``: the costs of F, I, W, a message, and copies to the host (O) and back (R).
         memory: for ``auto``: the activations that a rank may hold, in microbatches through 1/pipe of the model;
             None: as many as 1F1B holds.
+        offload, recompute: for ``auto``: the largest shares of a rank's activations that may be in host memory, and
+            that may be recomputed by ops of the schedule, 0 to 1. The search does so where that makes the step shorter
+            within the limit.
+        offload_stages: for ``auto``: stages whose activations may be offloaded; None: all.
 
     Raises:
         ValueError: an unknown name, sizes that the schedule does not exist for, or a file of other sizes.
     """
     if name == "auto":
-        return find_schedule(pipe, microbatches, costs, pipe if memory is None else memory, chunks)
+        limit = pipe if memory is None else memory
+        if offload or recompute:
+            return find_fitting(pipe, microbatches, costs, limit, chunks, offload, recompute, offload_stages)
+        return find_schedule(pipe, microbatches, costs, limit, chunks)
     if not name.endswith(FILES):
         installed = _installed(name)
         if name not in installed.names:
@@ -61,6 +78,22 @@ def make_schedule(
     schedule = read_schedule(Path(name))
     require_size(schedule, name, pipe, microbatches, chunks)
     return schedule
+
+
+def schedule_of(options: ScheduleOptions, pipe: int, microbatches: int, chunks: int | None) -> Schedule:
+    """Return the schedule that options (options/schedule.py) name.
+
+    ``auto`` chooses what to recompute, and with a memory limit what to offload too.
+
+    Raises:
+        ValueError: as ``make_schedule``.
+    """
+    offload = options.offload
+    costs = replace(Costs(*options.costs), O=offload.copy_time, R=offload.copy_time)
+    share = offload.fraction if options.chooses_offload else 0.0
+    again = options.recompute if options.name == "auto" else 0.0
+    memory, stages = options.memory, offload.stages
+    return make_schedule(options.name, pipe, microbatches, chunks, costs, memory, share, again, stages)
 
 
 def _installed(name: str | None = None) -> EntryPoints:
@@ -115,7 +148,10 @@ def require_size(
 
 
 def read_schedule(path: Path) -> Schedule:
-    """Read a schedule from JSON (as ``triax schedule --json`` prints it) or CSV (as torch's pipelining writes it).
+    """Read a schedule from a file, by the ending of its name.
+
+    .json: as ``triax schedule --json`` prints it; .csv: as torch's pipelining writes it; .txt: as the zero-bubble
+    repository prints it (program/zero_bubble_log.py).
 
     Raises:
         ValueError: the file is not there, or not a schedule.
@@ -124,6 +160,8 @@ def read_schedule(path: Path) -> Schedule:
         content = read_text(path)
         if path.suffix == ".json":
             return Schedule.from_json(content)
+        if path.suffix == ".txt":
+            return from_zero_bubble(content, path.stem)
         return Schedule.from_csv(content, name=path.stem)
     except OSError as error:
         raise ValueError(f"the schedule {path} cannot be read: {error.strerror}") from None
@@ -133,3 +171,18 @@ def read_schedule(path: Path) -> Schedule:
         ) from None
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def write_schedule(schedule: Schedule, path: Path) -> None:
+    """Write a schedule to a file that ``read_schedule`` reads; the ending of its name is .json, .csv or .txt.
+
+    Raises:
+        ValueError: the name has another ending, or the format has no such ops.
+    """
+    if path.suffix not in FILES:
+        raise ValueError(f"{path} must end in .json, .csv (torch's pipelining) or .txt (the zero-bubble repository)")
+    if path.suffix == ".txt":
+        content = to_zero_bubble(schedule)
+    else:
+        content = schedule.to_csv() if path.suffix == ".csv" else schedule.to_json()
+    path.write_text(content, encoding="utf-8")

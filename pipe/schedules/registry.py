@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...base.errors import nearest
-from ..program.ops import Orders
+from ..program.ops import Op, Orders
 from ..program.placement import loop, zigzag
 from ..program.schedule import Schedule
-from . import classic, hanayo, v_shaped, zero_bubble
+from . import braided, classic, hanayo, v_shaped, zero_bubble
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Recipe:
     chunks: int = 1  # the default
     accepts: Callable[[int], bool] = lambda chunks: chunks == 1
     least: Callable[[int], int] = lambda pipe: 1  # pipe -> the least number of microbatches
+    pairs: Callable[[int, int, int], frozenset[Op]] | None = None  # as make -> the first op of each pair
 
 
 RECIPES: dict[str, Recipe] = {
@@ -41,6 +42,9 @@ RECIPES: dict[str, Recipe] = {
     "v-half": Recipe(v_shaped.v_half, zigzag, 2, lambda chunks: chunks == 2),
     "v-min": Recipe(v_shaped.v_min, zigzag, 2, lambda chunks: chunks == 2),
     "dualpipe-v": Recipe(v_shaped.dualpipe_v, zigzag, 2, lambda chunks: chunks == 2, lambda pipe: 2 * pipe),
+    "stp": Recipe(
+        braided.stp, zigzag, 2, lambda chunks: chunks == 2, lambda pipe: 3 * pipe - 1, pairs=braided.stp_pairs
+    ),
     "wave": Recipe(hanayo.wave, zigzag, 2, lambda chunks: chunks >= 2 and chunks % 2 == 0),
     "forward": Recipe(classic.forward, loop, 1, lambda chunks: chunks >= 1),
 }
@@ -79,5 +83,7 @@ def named_schedule(name: str, pipe: int, microbatches: int, chunks: int | None =
             f"{name} needs at least {recipe.least(pipe)} microbatches for {pipe} ranks, not {microbatches}: "
             f"the nearest is microbatches={recipe.least(pipe)}{or_}"
         )
-    orders = recipe.make(pipe, microbatches, chunks)
-    return Schedule(name, pipe, microbatches, chunks, recipe.place(pipe, chunks), tuple(map(tuple, orders)))
+    sizes = pipe, microbatches, chunks
+    orders = tuple(map(tuple, recipe.make(*sizes)))
+    pairs = frozenset[Op]() if recipe.pairs is None else recipe.pairs(*sizes)
+    return Schedule(name, *sizes, recipe.place(pipe, chunks), orders, pairs=pairs)

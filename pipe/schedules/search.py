@@ -18,10 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..program.ops import Op
-from ..program.placement import zigzag
+from ..program.placement import loop, zigzag
 from ..program.schedule import Schedule
 from ..program.simulate import Costs, peak_activations, simulate
 from .annealing import Problem, Sequences, anneal, decode, encode
+from .greedy import list_schedule
 from .registry import RECIPES, named_schedule
 from .steady import search_steady_state
 from .v_shaped import PATTERNS, squeezed_variants
@@ -29,7 +30,8 @@ from .v_shaped import PATTERNS, squeezed_variants
 PATIENCE = 0.5
 EFFORT = 8_000_000  # codes to decode for the named schedules: about ten seconds
 # Shares of it for the best start and the second best: of the named schedules, and of all starts.
-NAMED, ALL, STEADY = (0.6, 0.4), (0.375, 0.3), 0.075
+NAMED, ALL, STEADY, GREEDY = (0.6, 0.4), (0.375, 0.3), 0.05, 0.025
+TRIES = 24  # list schedules at most
 ALONE = "one at a time"  # name of the schedule that always fits
 Start = tuple[float, Problem, Schedule]
 
@@ -86,7 +88,7 @@ def find_schedule(
     """
     costs = costs or Costs()
     starts: list[Start] = []
-    for v in _options(pipe, costs, chunks):
+    for v in chunk_counts(pipe, costs, chunks):
         limits = _limits(pipe, microbatches, v, memory)
         for schedule in _fitting(pipe, microbatches, v, limits):
             problem = Problem(schedule.placement, pipe, microbatches, costs, limits)
@@ -96,7 +98,7 @@ def find_schedule(
     bound = min(problem.lower_bound() for _, problem, _ in starts)
     every = list(starts)
     if named_makespan > bound * (1 + 1e-12):
-        every += _steady_states(starts, int(EFFORT * effort * STEADY), random.Random(seed))
+        every += _made(starts, int(EFFORT * effort), random.Random(seed))
     fastest = min(every, key=lambda start: start[0])
     if fastest[0] < best_makespan:
         best_makespan, _, best = fastest
@@ -104,8 +106,7 @@ def find_schedule(
     # The more promising round goes first: it may reach the bound.
     for candidates, shares in reversed(rounds) if fastest[0] < named_makespan else rounds:
         candidates.sort(key=lambda start: start[0])
-        # a second start far behind the first is not worth its share, nor a named one far behind a steady state
-        second = 1 if len(candidates) > 1 and candidates[1][0] < 1.1 * candidates[0][0] else 0
+        second = _second(candidates)
         for k, (at, share) in enumerate(zip((0, second), shares, strict=True)):
             makespan, problem, start = candidates[at]
             # as on one rank, where every order is the fastest
@@ -149,7 +150,7 @@ def tune(schedule: Schedule, costs: Costs, effort: float = 0.1) -> Schedule:
     return replace(found, name=schedule.name)
 
 
-def _options(pipe: int, costs: Costs, chunks: int | None) -> tuple[int, ...]:
+def chunk_counts(pipe: int, costs: Costs, chunks: int | None) -> tuple[int, ...]:
     """Return the numbers of chunks to try: the given one, the one that costs per stage imply, or both 1 and 2."""
     if chunks is not None:
         return (chunks,)
@@ -170,18 +171,24 @@ def _limits(pipe: int, microbatches: int, chunks: int, memory: float | Sequence[
 
 
 def _fitting(pipe: int, microbatches: int, chunks: int, limits: Sequence[int]) -> list[Schedule]:
-    """Return the schedules from which the search starts: each named one within `limits`, and one that always fits."""
+    """Return the schedules from which the search starts: each named one within `limits`, and those that always fit.
+
+    The search knows no pairs: the passes of a named schedule's pairs run one after the other.
+    """
     schedules = []
     for name, recipe in RECIPES.items():
         if name == "forward" or not recipe.accepts(chunks) or microbatches < recipe.least(pipe):
             continue
         schedule = named_schedule(name, pipe, microbatches, chunks)
+        if schedule.pairs:
+            schedule = replace(schedule, name=f"{name} without pairs", pairs=frozenset())
         schedules += [made for made in (schedule, *_others(schedule)) if _fits(made, limits)]
-    placement = zigzag(pipe, chunks)
-    mine = [[s for s in range(pipe * chunks) if placement[s] == r] for r in range(pipe)]
-    passes = [[("F", s) for s in stages] + [("B", s) for s in reversed(stages)] for stages in mine]
-    alone = tuple(tuple(Op(kind, s, m) for m in range(microbatches) for kind, s in ops) for ops in passes)
-    return [*schedules, Schedule(ALONE, pipe, microbatches, chunks, placement, alone)]
+    for placement in sorted({zigzag(pipe, chunks), loop(pipe, chunks)}):
+        mine = [[s for s in range(pipe * chunks) if placement[s] == r] for r in range(pipe)]
+        passes = [[("F", s) for s in stages] + [("B", s) for s in reversed(stages)] for stages in mine]
+        alone = tuple(tuple(Op(kind, s, m) for m in range(microbatches) for kind, s in ops) for ops in passes)
+        schedules.append(Schedule(ALONE, pipe, microbatches, chunks, placement, alone))
+    return schedules
 
 
 def _others(schedule: Schedule) -> list[Schedule]:
@@ -197,15 +204,42 @@ def _others(schedule: Schedule) -> list[Schedule]:
     ]
 
 
-def _steady_states(starts: Sequence[Start], codes: int, rng: random.Random) -> list[Start]:
-    """Return a steady state for each number of chunks, in a zigzag of stages, where one is found that fits."""
-    made = []
-    problems = {problem.chunks: problem for _, problem, schedule in starts if schedule.name == ALONE}
-    for problem in problems.values():
-        found = search_steady_state(problem, codes // len(problems), rng)
-        if found is not None:
-            made.append((found[0], problem, _schedule(problem, *found[1:])))
+def _made(starts: Sequence[Start], codes: int, rng: random.Random) -> list[Start]:
+    """Return a steady state and a list schedule for each number of chunks and placement, where one is found."""
+    made: list[Start] = []
+    problems = [problem for _, problem, schedule in starts if schedule.name == ALONE]
+    for problem in problems:
+        share = codes // len(problems)
+        found = search_steady_state(problem, int(STEADY * share), rng)
+        listed = _list_schedules(problem, int(GREEDY * share), rng)
+        made += [(each[0], problem, _schedule(problem, *each[1:])) for each in (found, listed) if each is not None]
     return made
+
+
+def _list_schedules(problem: Problem, codes: int, rng: random.Random) -> tuple[float, Sequences, list[float]] | None:
+    """Return the fastest of a few list schedules: the plain one, and those with random delays."""
+    best: tuple[float, Sequences, list[float]] | None = None
+    work = 2 * len(problem.placement) * problem.microbatches * problem.pipe  # of one list schedule, in codes
+    most = max(1, min(min(problem.limits) // problem.chunks, problem.microbatches))
+    for tried in range(min(TRIES, 1 + codes // work)):
+        spread = 1.5 * rng.random() if tried > most else 0.0
+        sequences = list_schedule(problem, rng, spread, 1 + tried % most)
+        for patience in (0.0, PATIENCE):
+            decoded, _ = decode(problem, sequences, [patience] * problem.pipe)
+            if decoded is not None and (best is None or decoded.makespan < best[0]):
+                best = decoded.makespan, sequences, [patience] * problem.pipe
+    return best
+
+
+def _second(candidates: Sequence[Start]) -> int:
+    """Return the index of the second start to improve: the best of another placement, or the second best.
+
+    A start far behind the first is not worth its share of the work.
+    """
+    first = candidates[0]
+    near = [i for i, start in enumerate(candidates) if i and start[0] < 1.1 * first[0]]
+    others = [i for i in near if candidates[i][1].placement != first[1].placement]
+    return next(iter(others or near), 0)
 
 
 def _fits(schedule: Schedule, limits: Sequence[int]) -> bool:
@@ -222,7 +256,8 @@ def _improve(problem: Problem, start: Schedule, codes: int, rng: random.Random) 
     kept = decoded.makespan, sequences, patience
     few = 3 * problem.pipe
     # a long schedule has fewer tries per code: stay closer to its start
-    heat = 0.1 if sum(map(len, sequences)) <= 400 else 0.02
+    length = sum(map(len, sequences))
+    heat = 1.0 if length <= 100 else 0.1 if length <= 400 else 0.02
     short = _shorten(problem, sequences, problem.microbatches - few)
     if short is not None:
         small, cut, places = short

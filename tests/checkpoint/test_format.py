@@ -305,7 +305,10 @@ def test_the_command(saved: Path, tmp_path: Path) -> None:
         assert engine.save_checkpoint(tmp_path)
     code, text = command("show", saved)
     size = sum(file.stat().st_size for file in (saved / "there").glob("*.safetensors"))
-    assert code == 0 and f"8 files of {size / 1e6:.3f} MB" in text
+    assert code == 0 and f"8 files of {size / 1e6:.3f} MB" in text.partition("weights/layers.0.weight")[0]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(saved)  # the folder of a run
+    assert command("show", tmp_path / "run")[1].splitlines()[1:] == text.splitlines()[1:]
     assert "step 2, saved on 2 pipe x 2 data x 2 tensor" in text and "weights/layers.0.weight" in text
     assert f"{sum(p.numel() for p in engine.module.parameters()):,} parameters" in text
     code, text = command("verify", saved)

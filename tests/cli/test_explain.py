@@ -185,3 +185,14 @@ def test_options_of_explain_are_refused_without_it() -> None:
         train(LARGE, [], as_json=True)
     with pytest.raises(ConfigError, match="--processes 64 belongs to --explain or --dry"):
         train(LARGE, [], processes=64)
+
+
+def test_no_figure_is_broken_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = explain(resolve(read_training_file(LARGE)[0]))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = text(found).replace("│", " ").split()
+    kinds = [kind for kind in found["memory"][0] if kind != "pipe" and found["memory"][0][kind]]
+    assert {"activations", "temporaries", "optimizer", *kinds} <= set(shown)
+    assert {f"{row[kind] / 2**30:.2f}" for row in found["memory"] for kind in kinds} <= set(shown)
+    assert {f"{stage['parameters']:,}" for stage in found["stages"]} <= set(shown)

@@ -3,29 +3,101 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 import triax
-from triax.fault_tolerance.membership import History
+from triax.data.dataloader import make_loader
+from triax.fault_tolerance.membership import History, Ledger
 
 from replica_jobs import (
+    MICRO,
+    SHARE,
+    Samples,
     changes,
     coordinator,
     finish,
+    in_one_process,
     kill,
     kill_after_sum,
     kill_in_sum,
     losses,
-    require_equal,
+    model_of,
+    optimizer,
+    replayed,
     start,
 )
 
 pytest.importorskip("torchft")
 
 KILLED = -9
+
+
+def in_one_engine(history: Path, steps: int) -> tuple[list[float], dict[str, Tensor], dict[str, list[int]]]:
+    """Losses, last weights and last expert loads of an engine of one process without replicas: a mixture of experts."""
+    ledger, past = Ledger(), History.read(history)
+    model = model_of("experts", triax.Grid(), 0)
+    engine = triax.Engine(model, optimizer=optimizer, batch=triax.Batch(size=SHARE, microbatch=MICRO), clip=1.0)
+    loader, found = make_loader(Samples(), SHARE, MICRO, 0, 1, 0), []
+    for step in range(steps):
+        members, counted = past.members(step), past.counted(step)
+        shares, batches = ledger.plan(members), []
+        for name in counted:
+            loader.seek(shares[name])
+            batches += [*islice(loader, SHARE // MICRO)]
+        ledger.record(step, members, counted)
+        engine.set_batch_size(len(counted) * SHARE)
+        found.append(float(engine.train_batch(iter(batches))))
+    return found, engine.gather(), engine.expert_loads()
+
+
+@pytest.mark.parametrize(
+    ("kind", "grid", "zero", "fault"),
+    [
+        ("named", {}, 0, kill_in_sum),
+        pytest.param("named", {"pipe": 2}, 0, kill, marks=pytest.mark.exhaustive),
+        ("experts", {}, 0, kill_in_sum),
+        pytest.param("experts", {"data": 2}, 2, kill, marks=pytest.mark.exhaustive),
+        pytest.param("module", {}, 0, kill_in_sum, marks=pytest.mark.exhaustive),
+        pytest.param("module", {"data": 2}, 3, kill, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_losses_of_each_kind_outlive_a_kill(
+    kind: str, grid: dict[str, int], zero: int, fault: Callable[[Any], None], tmp_path: Path
+) -> None:
+    with coordinator(least=2) as address:
+        common = {"gather": "abc", "final": "ab", "faults": "bc", "pause": 0.05, "grid": grid, "zero": zero}
+        a = start(tmp_path, "a", address, kind=kind, **common)
+        b = start(tmp_path, "b", address, kind=kind, after=2, fault=fault, **common)
+        c = start(tmp_path, "c", address, kind=kind, after=4, fault=kill_in_sum, **common)
+        assert KILLED in finish(b)
+        again = start(tmp_path, "b", address, kind=kind, seed=9, **common)
+        assert {*finish([*a, *again])} == {0} and KILLED in finish(c)
+    found = [losses(tmp_path, name) for name in "abc"]
+    whole = {step: loss for each in found for step, loss in each.items()}
+    steps = len(whole)
+    assert all(each.items() <= whole.items() for each in found) and all(steps - 1 in each for each in found[:2])
+    past = History.read(tmp_path / "a.jsonl")
+    assert {n for step in range(steps) for n in set(past.members(step)) - set(past.counted(step))} == {"b", "c"}
+    assert replayed(tmp_path / "again", tmp_path / "a.jsonl", "abc", steps, kind=kind, grid=grid, zero=zero) == whole
+    weights, same = (torch.load(tmp_path / f"{name}.weights") for name in "ab")
+    facts, equal = (torch.load(tmp_path / f"{name}.facts") for name in "ab")
+    assert facts == equal and all(torch.equal(weights[name], same[name]) for name in weights)
+    expected: Any
+    if kind == "experts":
+        losses_alone, expected, loads = in_one_engine(tmp_path / "a.jsonl", steps)
+        assert facts["loads"] == loads
+        expected = [expected[name] for name in weights]
+    else:
+        losses_alone, expected = in_one_process(tmp_path / "a.jsonl", steps, kind)
+    assert [float.fromhex(whole[step]) for step in range(steps)] == pytest.approx(losses_alone, rel=1e-10)
+    for one, other in zip(weights.values(), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
 
 def test_steps_of_killed_replicas_are_taken_by_the_rest(tmp_path: Path) -> None:
@@ -45,13 +117,17 @@ def test_steps_of_killed_replicas_are_taken_by_the_rest(tmp_path: Path) -> None:
         assert finish([*run["a"], *run["b"], *again]) == [0, 0, 0]
         assert finish([*run["d"], *run["e"]]) == [KILLED, KILLED]
     found = [losses(tmp_path, name) for name in "abcde"]
-    steps = 1 + max(found[0])
+    whole = {step: loss for each in found for step, loss in each.items()}
+    steps = len(whole)
+    assert sorted(whole) == list(range(steps)) and all(each.items() <= whole.items() for each in found)
     assert all(steps - 1 in each for each in found[:3])
     past = History.read(tmp_path / "a.jsonl")
     assert changes(tmp_path / "a.jsonl") == changes(tmp_path / "b.jsonl") == changes(tmp_path / "c.jsonl")
     lost = {name for step in range(steps) for name in set(past.members(step)) - set(past.counted(step))}
     assert lost == {"c", "d"}  # a gradient that all have is in the step of e, though e died
-    require_equal(tmp_path, "abcde", steps)
+    assert replayed(tmp_path / "again", tmp_path / "a.jsonl", "abcde", steps) == whole
+    expected, _ = in_one_process(tmp_path / "a.jsonl", steps)
+    assert [float.fromhex(whole[step]) for step in range(steps)] == pytest.approx(expected, rel=1e-10)
 
 
 @pytest.mark.parametrize(("grid", "zero"), [({"pipe": 2}, 0), ({"data": 2}, 3)])
@@ -63,9 +139,20 @@ def test_replicas_are_grids_with_zero_inside(grid: dict[str, int], zero: int, tm
         assert KILLED in finish(b)
         again = start(tmp_path, "b", address, seed=9, **common)
         assert finish([*a, *again]) == [0, 0, 0, 0]
-    steps = 1 + max(losses(tmp_path, "a"))
-    whole = require_equal(tmp_path, "ab", steps, grid=grid, zero=zero)
+    whole = losses(tmp_path, "a") | losses(tmp_path, "b")
+    steps = len(whole)
     assert losses(tmp_path, "b", 1).items() <= whole.items() and steps - 1 in losses(tmp_path, "b")
+    assert replayed(tmp_path / "again", tmp_path / "a.jsonl", "ab", steps, grid=grid, zero=zero) == whole
+    expected, _ = in_one_process(tmp_path / "a.jsonl", steps)
+    assert [float.fromhex(whole[step]) for step in range(steps)] == pytest.approx(expected, rel=1e-10)
+
+
+def test_two_processes_of_one_name_are_refused(tmp_path: Path) -> None:
+    with coordinator(least=2) as address:
+        common = {"steps": 8, "pause": 0.2, "log": str(tmp_path / "log")}
+        first, second, other = (start(tmp_path, name, address, **common)[0] for name in "aab")
+        assert set(finish([first, second])) == {0, 1} and finish([other]) == [0]
+    assert "two processes have the name of replica a, with stores at 127.0.0.1:" in (tmp_path / "log").read_text()
 
 
 def test_a_run_starts_again_from_files_with_the_samples_that_follow(tmp_path: Path) -> None:
@@ -81,4 +168,6 @@ def test_a_run_starts_again_from_files_with_the_samples_that_follow(tmp_path: Pa
 
     run("cut", 6)
     assert run("cut", 10) == run("whole", 10)
-    assert changes(tmp_path / "cut" / "a.jsonl") == changes(tmp_path / "whole" / "b.jsonl")
+    again, *rest = changes(tmp_path / "cut" / "a.jsonl")[1:]
+    assert (again.step, again.members, again.facts["resumed"], rest) == (6, ("a", "b"), True, [])
+    assert changes(tmp_path / "cut" / "a.jsonl")[:1] == changes(tmp_path / "whole" / "b.jsonl")

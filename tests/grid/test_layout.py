@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from triax.grid import Grid
+from triax.grid.assemble import assemble
 from triax.grid.layout import Box, Layout, layout_of, rename, set_layout
 from triax.grid.ranges import split
 
@@ -152,3 +155,32 @@ def test_an_expert_dim_that_is_no_dim_is_refused() -> None:
         Layout((4, 5), expert_dim=2)
     with pytest.raises(ValueError, match="other than shard_dim=0"):
         Layout((4, 5), shard_dim=0, expert_dim=0)
+
+
+WHOLE = {  # lengths that no dtype's size divides, one of no elements, one number
+    "a": torch.arange(21, dtype=torch.int8).view(7, 3),
+    "b": torch.randn(5, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64),
+    "c": torch.tensor(True),
+    "d": torch.zeros(0, 4, dtype=torch.bfloat16),
+    "e": torch.arange(9.0, dtype=torch.float32).to(torch.float8_e5m2),
+}
+
+
+def gathered(limit: int) -> dict[str, torch.Tensor]:
+    """Assemble tensors of which both tensor ranks hold a part, or the whole if it is a number."""
+    grid = Grid(tensor=2)
+    layouts = {name: Layout(tuple(whole.shape), shard_dim=0 if whole.dim() else None) for name, whole in WHOLE.items()}
+    shards = {name: (layout, layout.shard(WHOLE[name], grid.rank, 2)) for name, layout in layouts.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("triax.grid.assemble.MESSAGE", limit)
+        return assemble(grid, shards)
+
+
+@pytest.mark.parametrize("limit", [1, 30, 2**26])
+def test_shards_are_gathered_in_one_message_or_several(ranks: Any, limit: int) -> None:
+    for found in ranks(2, gathered, limit):
+        assert found.keys() == WHOLE.keys()
+        for name, whole in WHOLE.items():
+            assert found[name].dtype == whole.dtype and found[name].shape == whole.shape
+            assert found[name].untyped_storage().nbytes() == whole.nbytes  # not a view of a message
+            assert torch.equal(found[name].view(-1).view(torch.uint8), whole.view(-1).view(torch.uint8))

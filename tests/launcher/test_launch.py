@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from triax.grid.topology import Topology
-from triax.launcher.launch import cores, launch
+from triax.launcher.launch import STOP, cores, launch
 from triax.launcher.worker import lost_peer
 from triax.testing.pool import slowdown
 
@@ -278,6 +278,34 @@ def test_a_signal_stops_all_ranks(number: signal.Signals, tmp_path: Path) -> Non
             assert last_line(program.stderr.read()) == f"stopped by {number.name}; all 2 ranks have ended"
         end_of(pids, 10 if number == signal.SIGKILL else 0)
         end_of(theirs)
+
+
+@pytest.mark.exhaustive
+def test_the_second_ctrl_c_ends_ranks_that_save(tmp_path: Path) -> None:
+    """The launcher waits for ranks that save after the first one."""
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import os, signal, sys, time\n"
+        "from triax.launcher.launch import launch\n"
+        "def work():\n"
+        "    signal.signal(signal.SIGINT, lambda *_: os.write(1, b'saves\\n'))\n"
+        "    os.write(1, b'%d\\n' % os.getpid())\n"
+        "    end = time.monotonic() + 600\n"
+        "    while time.monotonic() < end: time.sleep(1)\n"
+        "if __name__ == '__main__':\n"
+        "    sys.exit(launch(work, ranks=2))\n"
+    )
+    with started(sys.executable, script) as program:
+        assert program.stdout is not None and program.stderr is not None
+        pids = [int(program.stdout.readline()) for _ in range(2)]
+        os.killpg(program.pid, signal.SIGINT)
+        assert [program.stdout.readline() for _ in range(2)] == ["saves\n"] * 2
+        time.sleep(STOP + 1)
+        assert program.poll() is None
+        os.killpg(program.pid, signal.SIGINT)
+        assert program.wait(20 * slowdown()) == 128 + signal.SIGINT
+        assert last_line(program.stderr.read()) == "stopped by SIGINT; all 2 ranks have ended"
+        end_of(pids)
 
 
 @pytest.mark.exhaustive

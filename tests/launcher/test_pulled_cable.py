@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from network_namespaces import Namespaces
 
 from launched_scripts import ELSEWHERE, written
 from processes import TRIAX, free_port, last_line, started
@@ -52,51 +51,9 @@ class Loopback:
         pass
 
 
-class Namespaces:
-    """Two hosts in network namespaces, with a cable between them that can be pulled."""
-
-    template = "ip netns exec {host} sh -c {command}"
-
-    def __init__(self) -> None:
-        net = f"10.{os.getpid() // 250 % 250}.{os.getpid() % 250}"
-        self.hosts = (f"{net}.1", f"{net}.2")
-        self._cable = f"v{os.getpid()}"
-        for host in self.hosts:
-            self.ip("netns", "add", host)
-        a, b = self.hosts
-        ends = {a: f"{self._cable}a", b: f"{self._cable}b"}
-        self.ip("link", "add", ends[a], "netns", a, "type", "veth", "peer", "name", ends[b], "netns", b)
-        for host in self.hosts:
-            self.ip("-n", host, "addr", "add", f"{host}/24", "dev", ends[host])
-            self.ip("-n", host, "link", "set", ends[host], "up")
-            self.ip("-n", host, "link", "set", "lo", "up")
-
-    @staticmethod
-    def ip(*words: str) -> None:
-        subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
-
-    def down(self) -> None:
-        self.ip("-n", self.hosts[1], "link", "set", f"{self._cable}b", "down")
-
-    def up(self) -> None:
-        self.ip("-n", self.hosts[1], "link", "set", f"{self._cable}b", "up")
-
-    def close(self) -> None:
-        for host in self.hosts:
-            with contextlib.suppress(subprocess.CalledProcessError):
-                self.ip("netns", "del", host)
-
-
 def network() -> Namespaces | Loopback:
     """Namespaces where one may make them, else the loopback."""
-    if os.geteuid() == 0 and shutil.which("ip"):
-        made = Namespaces.__new__(Namespaces)
-        try:
-            made.__init__()  # type: ignore[misc]
-            return made
-        except subprocess.CalledProcessError:
-            made.close()
-    return Loopback()
+    return Namespaces.made() or Loopback()
 
 
 @pytest.fixture(params=["best", "loopback"])

@@ -82,7 +82,11 @@ def test_wheel_holds_the_library_and_nothing_else(wheel: Path) -> None:
     ours = {name for name in names if not name.startswith(f"{info}/")}
     stubs = {str(file.relative_to(ROOT)) for file in STUBS}
     data = {"py.typed", "monitor/report/page.html", "plan/page.html"}
-    assert ours == {f"triax/{file}" for file in {*library(ROOT), *stubs, *data}}
+    data |= {f"docs/{file.relative_to(ROOT / 'docs')}" for file in (ROOT / "docs").rglob("*.md")}
+    for folder in ("recipes", "own_model"):
+        whole = ROOT / "examples" / folder
+        data |= {f"{folder}/{file.relative_to(whole)}" for file in whole.rglob("*.*") if "__pycache__" not in str(file)}
+    assert ours == {f"triax/{file}" for file in {*library(ROOT), *stubs, *data, "docs/conf.py"}}
     assert f"{info}/licenses/LICENSE" in names
 
 
@@ -117,7 +121,8 @@ def test_what_an_error_says_to_install_is_there(unpacked: Path, tmp_path: Path) 
 def test_every_folder_of_the_library_is_packaged() -> None:
     files = [Path(file).parent for file in library(ROOT) if "/" in file]
     folders = {".".join(("triax", *folder.parts)) for folder in files}
-    assert {"triax"} | folders == set(PROJECT["tool"]["setuptools"]["packages"])
+    examples = {"triax.recipes", "triax.own_model", "triax.docs"}
+    assert {"triax"} | folders | examples == set(PROJECT["tool"]["setuptools"]["packages"])
 
 
 def test_command_exists() -> None:
@@ -343,7 +348,7 @@ def test_options_reach_the_command(clone: Path) -> None:
 def test_every_target_is_explained(clone: Path) -> None:
     listed = re.findall(r"^make (\S+)", make(clone).stdout, re.MULTILINE)
     tests = ["check", "test", "test-all", "test-versions", "test-device", "fuzz"]
-    assert listed == ["help", "install", "train", *tests, "docs", "release-check", "lint"]
+    assert listed == ["help", "install", "train", *tests, "docs", "release-check", "wheel", "lint"]
 
 
 def test_the_release_check_runs_everything(clone: Path) -> None:

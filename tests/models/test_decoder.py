@@ -40,12 +40,16 @@ MODELS: dict[str, DecoderConfig] = {
         **_SIZES, intermediate_size=24, fused_qkv=True, qkv_bias=True, norm_place="after", partial_rotary_factor=0.5
     ),
 }
-GRIDS: tuple[dict[str, Any], ...] = (
+# Grids and the models on them: experts on the expert axis; a window, rotations and fused weights on the context axis.
+SHARDED, EXPERT, CONTEXT, STAGES = (
     {"pipe": 2, "tensor": 2},
     {"data": 4, "expert": 2},
     {"data": 2, "context": 2},
     {"pipe": 4},
 )
+NAMES = list(MODELS)
+CELLS = [(SHARDED, NAMES), (EXPERT, NAMES[:3]), (CONTEXT, NAMES[::3])]
+MORE_CELLS = [(EXPERT, NAMES[3:]), (CONTEXT, NAMES[1:3]), (STAGES, NAMES)]
 
 
 def trained(sizes: dict[str, Any], names: list[str]) -> list[list[Step]]:
@@ -62,14 +66,13 @@ def trained(sizes: dict[str, Any], names: list[str]) -> list[list[Step]]:
     return found
 
 
-@pytest.mark.parametrize("grids", [GRIDS[:3], pytest.param(GRIDS[3:], marks=pytest.mark.exhaustive)])
-def test_mixed_settings_equal_one_process(ranks: Any, grids: Sequence[dict[str, Any]]) -> None:
-    names = list(MODELS)
-    (alone,) = ranks(1, trained, {}, names)
-    for sizes in grids:
+@pytest.mark.parametrize("cells", [CELLS, pytest.param(MORE_CELLS, marks=pytest.mark.exhaustive)])
+def test_mixed_settings_equal_one_process(ranks: Any, cells: Sequence[tuple[dict[str, int], list[str]]]) -> None:
+    (alone,) = ranks(1, trained, {}, NAMES)
+    for sizes, names in cells:
         for found in ranks(4, trained, sizes, names, timeout=120):
-            for steps, wanted in zip(found, alone, strict=True):
-                assert_steps_equal(steps, wanted)
+            for name, steps in zip(names, found, strict=True):
+                assert_steps_equal(steps, alone[NAMES.index(name)])
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import math
+import re
 import shutil
+import threading
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,13 +21,15 @@ from triax.base.errors import ConfigError
 from triax.cli.main import app
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.monitor.protocol import Slice, StepRecord
-from triax.monitor.report.page import chart
+from triax.monitor.report.page import _wait_bars, chart
 from triax.monitor.report.run_folder import read_run, read_trace
+from triax.monitor.report.serve import report_server
 from triax.monitor.report.svg import Curve, number, thinned, ticks
 from triax.monitor.report.write import write_report
 from triax.monitor.trace.clock_offsets import Offset
 from triax.monitor.trace.trace import chrome_trace
-from triax.pipe.program.measured_costs import costs_of
+from triax.pipe.program.draw import COLORS
+from triax.pipe.program.measured_costs import costs_of, simulated
 from triax.pipe.program.simulate import Costs, simulate
 from triax.pipe.schedules.choose import make_schedule
 
@@ -67,7 +72,8 @@ class Page(HTMLParser):
 def trace(schedule: str = "1f1b", pipe: int = 2, replicas: int = 2) -> dict[str, Any]:
     """Trace of a run on that grid, with the times of a simulation: F 2, B 3, messages 0.5 ms."""
     made = make_schedule(schedule, pipe, 4)
-    times = simulate(made, Costs(F=[2e-3] * pipe, I=[3e-3] * pipe, W=0.0, COMM=5e-4)).timeline
+    stages = len(made.placement)
+    times = simulate(made, Costs(F=[2e-3] * stages, I=[3e-3] * stages, W=0.0, COMM=5e-4)).timeline
     end = max(s.end for row in times.rows for s in row) + 1e-3
     records: list[StepRecord] = []
     places: list[dict[str, int]] = []
@@ -333,6 +339,117 @@ def test_a_step_taken_again_counts_once(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
     run = read_run(tmp_path)
     assert run.series("x") == [(1, 1.0), (2, 2.5), (3, 3.5)] and run.last_step == 3
+
+
+def test_duration_and_tokens_leave_out_the_time_between_runs(tmp_path: Path) -> None:
+    """Steps of 2 s and 500 tokens: 3, then 2 again from step 3 an hour later; step 3 counts once as tokens."""
+    times = [(1, 100.0), (2, 102.0), (3, 104.0), (3, 3700.0), (4, 3702.0)]
+    told = {"Train/Samples/step_time_ms": 2000.0, "Train/Samples/tokens_per_second": 250.0}
+    rows = [{"step": step, "samples": step, "time": at, **told} for step, at in times]
+    rows.insert(4, {"step": 3, "samples": 3, "time": 3700.5, "Validation/loss": 2.0})
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "run.json").write_text(json.dumps({"since_step": 3, "ranks": []}))
+    run = read_run(tmp_path)
+    assert run.tokens == 4 * 500
+    # The second step 3 follows a step of the same number, as the validation's row does: only its file position tells.
+    (tmp_path / "run.json").write_text(json.dumps({"since_step": 4, "ranks": []}))
+    rows[3]["step"] = rows[4]["step"] = 2
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert read_run(tmp_path).seconds == pytest.approx(2 + 4 + 2 + 0.5 + 2)
+
+
+def test_runs_are_compared(tmp_path: Path) -> None:
+    first, second = write(tmp_path / "a"), write(tmp_path / "b", 20)
+    record = json.loads((second / "run.json").read_text())
+    record |= {"command": "triax train <b>.yaml", "config": {"zero": {"stage": 2}, "note": "same"}}
+    (second / "run.json").write_text(json.dumps(record))
+    record |= {"command": "triax train a.yaml", "config": {"zero": {"stage": 1}, "note": "same"}}
+    (first / "run.json").write_text(json.dumps(record))
+    done = CliRunner().invoke(app, ["report", str(first), str(second)])
+    assert done.exit_code == 0 and done.output.strip() == str(first / "comparison.html")
+    page = Page((first / "comparison.html").read_text())
+    words = " ".join(page.text.split())
+    assert "a and b" in words and "triax train a.yaml triax train <b>.yaml" in words
+    assert "steps 30 20" in words and "zero.stage 1 2" in words and "note" not in words
+    charts = [json.loads(each.partition("</script>")[0]) for each in _data(first / "comparison.html")]
+    assert [line["name"] for line in charts[0]] == ["a", "b"]
+    assert [len(line["points"]) for line in charts[0]] == [30, 20] and len(charts) == 5
+    with pytest.raises(ConfigError, match="5 runs cannot be compared: give 2 to 4"):
+        write_report(*[first] * 5)
+    with pytest.raises(ConfigError, match="There is no folder"):
+        write_report(first, tmp_path / "none")
+
+
+def _data(file: Path) -> list[str]:
+    return file.read_text().split('<script type="application/json">')[1:]
+
+
+def test_a_page_is_served_to_this_machine_while_the_run_goes_on(tmp_path: Path) -> None:
+    folder = write(tmp_path / "run", 5)
+    with report_server([folder]) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            assert server.server_address[0] == "127.0.0.1"
+
+            def get(path: str, host: str = f"localhost:{server.server_port}") -> tuple[int, str]:
+                connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+                connection.request("GET", path, headers={"Host": host})
+                answer = connection.getresponse()
+                return answer.status, answer.read().decode()
+
+            code, text = get("/")
+            version = get("/version")
+            assert code == 200 and "fetch('version')" in text and "steps" in Page(text).text and version[0] == 200
+            assert get("/")[0] == 200 and get("/version") == version
+            write(folder, 7)
+            assert get("/version") != version and "7 steps" in " ".join(Page(get("/")[1]).text.split())
+            assert get("/run.json")[0] == 404
+            # A page of another site whose name leads to this address reads nothing.
+            assert get("/", "evil.example:80")[0] == 403
+            with pytest.raises(ConfigError, match=f"Port {server.server_port} of 127.0.0.1 cannot be used"):
+                report_server([folder], server.server_port)
+        finally:
+            server.shutdown()
+            thread.join()
+    assert "fetch(" not in write_report(folder).read_text()
+    for words, said in ((["--port", "9"], "belongs to --serve"), (["--serve", "--output", "x"], "without --serve")):
+        assert said in str(CliRunner().invoke(app, ["report", str(folder), *words]).exception)
+
+
+def test_the_page_and_the_picture_show_one_step_and_one_simulation(tmp_path: Path) -> None:
+    """Colors are those of triax schedule, a rank's later stages lighter; waits end with the last op."""
+    folder = write(tmp_path / "run")
+    made = trace("interleaved")
+    end = max(event["ts"] + event["dur"] for event in made["traceEvents"] if event["ph"] == "X")
+    late = next(event for event in made["traceEvents"] if event.get("cat") == "tensor:all_reduce")
+    made["traceEvents"].append({**late, "ts": end - 900.0, "dur": 5e5})
+    (folder / "timeline.json").write_text(json.dumps(made))
+    traced = read_trace(made)
+    assert traced is not None and traced.schedule is not None
+    measured = traced.timeline()
+    text = write_report(folder).read_text()
+    assert all(dark in text for dark in (COLORS["F"][0], COLORS["B"][0]))
+    assert f'style="fill:{COLORS["F"][1]}"' in text and f'style="fill:{COLORS["B"][1]}"' in text
+    (shown,) = {float(found) for found in re.findall(r"makespan [0-9.]+ ms, bubble ([0-9.]+)%", text)[:1]}
+    assert shown == pytest.approx(100 * measured.bubble, abs=0.06)
+    bars = _wait_bars(traced.slices[0], 0.0, measured.makespan)
+    assert bars and max(bar.end for bar in bars) <= measured.makespan
+    slow = simulated(traced.schedule, measured).makespan - measured.makespan
+    assert ("longer than the measured one" in text) == (slow > 0)
+
+
+def test_a_slower_simulation_says_why(tmp_path: Path) -> None:
+    """One op on the critical path is shorter than the median of its stage."""
+    folder, made = write(tmp_path / "run"), trace()
+    for event in made["traceEvents"]:
+        if event["ph"] == "X" and event["name"] == "0F0":
+            event["ts"], event["dur"] = event["ts"] + 1900.0, 100.0
+    (folder / "timeline.json").write_text(json.dumps(made))
+    assert "The simulated step is 1.9 ms longer than the measured one" in write_report(folder).read_text()
+    made = trace()
+    (folder / "timeline.json").write_text(json.dumps(made))
+    assert "longer than the measured one" not in write_report(folder).read_text()
 
 
 def test_curves_keep_their_spikes_and_lose_what_is_no_number() -> None:

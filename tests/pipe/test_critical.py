@@ -113,6 +113,8 @@ def test_the_papers_bubble_leaves_the_first_way_out() -> None:
     two = simulate(make_schedule("zb-h2", 4, 8)).timeline
     assert two.bubble_paper == pytest.approx(0, abs=1e-12) and two.bubble > 0.1
     one = simulate(make_schedule("1f1b", 4, 8)).timeline
+    assert one.bubble_of_ideal == pytest.approx(3 / 8)  # Narayanan et al. 2021: (p - 1) / m
+    assert simulate(make_schedule("interleaved", 4, 8)).timeline.bubble_of_ideal == pytest.approx(3 / 8 / 2)
     assert one.bubble_paper == one.bubble == pytest.approx(9 / 33)  # rank 0 is there from the start to the end
 
 
@@ -128,6 +130,11 @@ def test_the_command_explains_marks_and_lists(tmp_path: Path) -> None:
     schedule = make_schedule("1f1b", 2, 4)
     assert found["critical_path"] == [str(span.op) for span in CriticalPath(schedule).path]
     assert found["bubble_paper"] == simulate(schedule).timeline.bubble_paper
+    csv = tmp_path / "s.csv"
+    run = CliRunner().invoke(app, ["schedule", "1f1b", "--pipe", "2", "--write", str(csv)])
+    assert csv.read_text() == schedule.to_csv() and "bubble / ideal time 25.00% (Narayanan 2021)" in run.output
+    again = CliRunner().invoke(app, ["schedule", "--file", str(csv)])
+    assert again.output.splitlines()[1:] == run.output.splitlines()[1:]
     assert "critical path" in plot.read_text()
     run = CliRunner().invoke(app, ["schedule", "1f1b", "--explain", "9F0"])
     assert run.exit_code == 2 and "the schedule has no op 9F0" in run.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import weakref
 from collections.abc import Iterator
@@ -15,9 +16,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import triax
 from triax import Costs, Grid, LayerSpec, PipelineModule, make_schedule, simulate, verify
+from triax.cli.main import app
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.pipe.program.critical import CriticalPath
 from triax.pipe.program.deadlock import ScheduleError
@@ -26,7 +29,11 @@ from triax.pipe.program.draw import text as drawn
 from triax.pipe.program.offload import offload_pass
 from triax.pipe.program.ops import Op
 from triax.pipe.program.passes import lower
+from triax.pipe.program.recompute_pass import recompute_pass
 from triax.pipe.program.schedule import Schedule
+from triax.pipe.schedules.choose import schedule_of
+from triax.pipe.schedules.fitting import find_fitting
+from triax.pipe.schedules.search import find_schedule
 from triax.testing.strategies import schedules
 
 from toys import error_text, random_pair, summed_loss
@@ -148,18 +155,20 @@ def mutant(seed: int) -> Schedule:
     pipe, name = draw.randint(1, 3), draw.choice(NAMES)
     made = make_schedule(name, pipe, draw.randint(1, 5))
     made = offload_pass(made, draw.choice((0.5, 1.0)), costs=Costs(O=draw.random(), R=draw.random()))
+    if seed % 2:
+        made = recompute_pass(made, draw.choice((0.5, 1.0)))
     rank = draw.randrange(pipe)
     order = list(made.orders[rank])
     for _ in range(draw.randint(0, 3)):
         # O and R are inserted and moved more than others
-        i = draw.choice([k for k, op in enumerate(order) if op.kind in "OR"] or range(len(order)))
+        i = draw.choice([k for k, op in enumerate(order) if op.kind in "ORC"] or range(len(order)))
         how = draw.randrange(3)
         op = order[i] if how == 2 else order.pop(i)
         if how:
             order.insert(draw.randint(0, len(order)), op)
         if order and draw.random() < 0.5:
             _, stage, microbatch = draw.choice(order)
-            order.insert(draw.randint(0, len(order)), Op(draw.choice("OR"), stage, microbatch))
+            order.insert(draw.randint(0, len(order)), Op(draw.choice("ORC"), stage, microbatch))
         if not order:
             break
     return replace(made, orders=(*made.orders[:rank], tuple(order), *made.orders[rank + 1 :]))
@@ -167,7 +176,11 @@ def mutant(seed: int) -> Schedule:
 
 def runs(schedule: Schedule) -> bool:
     """Execute a schedule with sets of what is on the device and in host memory, and nothing else of triax."""
-    at, made, device, host = [0] * schedule.pipe, set(), set(), set()
+    at, made = [0] * schedule.pipe, set()
+    device: set[tuple[int, int]] = set()
+    host: set[tuple[int, int]] = set()
+    again = {op[1:] for order in schedule.orders for op in order if op.kind == "C"}
+    inputs: set[tuple[int, int]] = set()  # of what is recomputed
     used: set[tuple[int, int]] = set()
     split: set[tuple[int, int]] = set()
     moved = True
@@ -182,6 +195,11 @@ def runs(schedule: Schedule) -> bool:
                         break
                     if ("F", *key) in made:
                         return False
+                    (inputs if key in again else device).add(key)
+                elif kind == "C":
+                    if key not in inputs:
+                        return False
+                    inputs.discard(key)
                     device.add(key)
                 elif kind in "BI":
                     if stage + 1 < schedule.stages and ("B", stage + 1, microbatch) not in made:
@@ -196,7 +214,7 @@ def runs(schedule: Schedule) -> bool:
                         return False
                     split.discard(key)
                 elif kind == "O":
-                    if key not in device or key in used:
+                    if key not in device or key in used or key in again:
                         return False
                     device.discard(key)
                     host.add(key)
@@ -211,7 +229,7 @@ def runs(schedule: Schedule) -> bool:
                 moved = True
     ended = all(i == len(order) for i, order in zip(at, schedule.orders, strict=True))
     backward = sum(kind == "B" for kind, _, _ in made)
-    return ended and not (device or host or split) and backward == schedule.stages * schedule.microbatches
+    return ended and not (device or host or split or inputs) and backward == schedule.stages * schedule.microbatches
 
 
 @pytest.mark.parametrize("seeds", [range(300), pytest.param(range(300, 2300), marks=pytest.mark.exhaustive)])
@@ -260,12 +278,15 @@ def train(pipe: int, data: int, cells: list[Cell]) -> list[Any]:
     for name, stage, offload, recompute in cells:
         loss_fn = GPTLoss(here, vocab_size=VOCABULARY)
         model = PipelineModule(gpt_layers(shape), grid=here, loss_fn=loss_fn, seed=7, dtype=torch.float64)
+        again = 1.0 if name.startswith("again ") else 0.0
+        name = name.removeprefix("again ")
         value = split_gpipe(pipe, SAMPLES // data) if name == "split" else None
+        section = triax.OffloadActivations(**offload)
         engine = triax.Engine(
             model,
             optimizer=torch.optim.AdamW,
             batch=triax.Batch(size=SAMPLES, microbatch=1),
-            schedule=triax.ScheduleOptions(name=name, value=value, offload=triax.OffloadActivations(**offload)),
+            schedule=triax.ScheduleOptions(name=name, value=value, offload=section, recompute=again),
             zero=triax.Zero.of({"stage": stage}),
             recompute=recompute,
         )
@@ -273,7 +294,7 @@ def train(pipe: int, data: int, cells: list[Cell]) -> list[Any]:
         mine = rows[here.data.rank * share : (here.data.rank + 1) * share]
         for _ in range(2):
             loss = engine.train_batch(iter([(row[None, :-1], row[None, 1:]) for row in mine])).item()
-        offloads = sum(op.kind == "O" for ops in engine.program.ops for op in ops)
+        offloads = sum(op.kind == ("C" if again else "O") for ops in engine.program.ops for op in ops)
         found.append((loss, engine.gather("gradients"), offloads))
     return found
 
@@ -287,6 +308,9 @@ def test_training_with_offload_equals_one_process(ranks: Any, tmp_path: Path) ->
         ("gpipe", 2, half, {"enabled": True}),
         ("interleaved", 3, cpu, {"granularity": "matmul"}),
         ("split", 1, cpu, {}),
+        ("again gpipe", 0, {}, {}),
+        ("again interleaved", 3, {}, {}),
+        ("again split", 1, half, {}),
     ]
     loss, gradients, _ = train(1, 1, [("1f1b", 0, {}, {})])[0]
     for size, sizes in ((2, (2, 1)), (4, (2, 2))):
@@ -294,6 +318,98 @@ def test_training_with_offload_equals_one_process(ranks: Any, tmp_path: Path) ->
             for value, own, offloads in rank:
                 assert offloads and value == pytest.approx(loss, rel=1e-10)
                 torch.testing.assert_close(own, gradients, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("memory", [2.5, pytest.param(1.5, marks=pytest.mark.exhaustive)])
+def test_auto_offloads_where_that_shortens_the_step(memory: float) -> None:
+    costs = Costs(O=0.8, R=0.8)
+    plain = find_schedule(4, 8, costs, memory, effort=0.01)
+    found = find_fitting(4, 8, costs, memory, offload=1, effort=0.01)
+    verify(found, memory)
+    assert found.offloads and found.makespan < 0.9 * plain.makespan
+    assert found.lower_bound <= found.makespan == pytest.approx(replayed(found, costs)[0])
+    allowed = find_fitting(4, 8, costs, memory, 2, offload=1, stages=[0, 7], effort=0.01)
+    assert {op.stage for order in allowed.orders for op in order if op.kind == "O"} <= {0, 7}
+    assert "give chunks" in error_text(lambda: find_fitting(4, 8, costs, memory, offload=1, stages=[0]))
+    slow = find_fitting(4, 8, Costs(O=50, R=50), memory, offload=1, effort=0.01)  # no copy fits
+    assert not slow.offloads and slow.makespan == plain.makespan
+
+
+def test_options_of_auto_reach_the_search_of_offload(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triax.pipe.schedules.search.EFFORT", 40_000)
+    offload = triax.OffloadActivations(device="cpu", copy_time=0.1)
+    options = triax.ScheduleOptions(name="auto", memory=1.5, offload=offload)
+    found = schedule_of(options, 2, 6, None)
+    verify(found, 1.5)
+    assert found.offloads
+    layers: list[Any] = [LayerSpec(nn.Linear, 4, 4) for _ in range(2)]
+    engine = triax.Engine(
+        PipelineModule(layers, grid=Grid(), loss_fn=summed_loss, dtype=torch.float64),
+        optimizer=torch.optim.SGD,
+        batch=triax.Batch(size=4, microbatch=1),
+        schedule=replace(options, memory=1.0),
+    )
+    # One rank is busy all the time with one microbatch after the other: the search offloads nothing, and so it stays.
+    assert not any(op.kind == "O" for op in engine.program.ops[0])
+    run = CliRunner().invoke(app, ["schedule", "auto", "--pipe", "2", "--memory", "1.5", "--offload", "1"])
+    assert run.exit_code == 0 and "in host memory" in run.output and "above the lower bound" in run.output
+
+
+def test_recomputation_as_an_op() -> None:
+    """C takes as long as F; where a rank waits for a gradient it costs nothing."""
+    plain = make_schedule("1f1b", 4, 8)
+    whole = recompute_pass(plain)
+    result = simulate(whole)
+    verify(whole, 1)
+    assert result.peak_activations == (1.0,) * 4
+    # Recomputation within each backward, as by an option of the model, makes B = F + I + W.
+    within = simulate(plain, Costs(1, 2, 1)).makespan
+    assert within == (8 + 3) * 4 and simulate(plain).makespan == (8 + 3) * 3
+    assert result.makespan == replayed(whole, Costs())[0] == 39
+    assert not any(op.kind == "C" for op in whole.orders[3])  # its peak is 1 in any case
+    gpipe = recompute_pass(make_schedule("gpipe", 4, 8))
+    assert simulate(gpipe).makespan == (8 + 3) + 8 * 3 + 3 * 2 and simulate(gpipe).peak_activations == (1.0,) * 4
+    text, path = drawn(simulate(whole).timeline).plain, CriticalPath(whole)
+    assert "C0" in text and "when rank 0 has ended 0C1" in path.explain(Op("B", 0, 1))
+    assert sum(span.end - span.start for span in path.path) == pytest.approx(path.timeline.makespan)
+    one = Schedule("one", 1, 1, 1, (0,), (ops("0F0 0C0 0B0"),))
+    verify(one)
+    for orders, words in (
+        ("0F0 0C0 0C0 0B0", "runs 0C0 more than once"),
+        ("0C0 0F0 0B0", "0C0 runs before 0F0"),
+        ("0F0 0B0 0C0", "the backward of stage 0 on microbatch 0 is already there"),
+        ("0F0 0O0 0C0 0R0 0B0", "are offloaded"),
+        ("0F0 0C0 0O0 0R0 0B0", "are recomputed"),
+    ):
+        assert words in error_text(lambda: verify(replace(one, orders=(ops(orders),))))  # noqa: B023
+
+
+@pytest.mark.parametrize("memory", [1, pytest.param(1.5, marks=pytest.mark.exhaustive)])
+def test_auto_recomputes_where_that_shortens_the_step(memory: float) -> None:
+    costs = Costs(0.5, 1, 1)
+    plain = find_schedule(4, 8, costs, memory, effort=0.01)
+    found = find_fitting(4, 8, costs, memory, recompute=1, effort=0.01)
+    verify(found, memory)
+    assert found.recomputes and not found.offloads and found.makespan < plain.makespan
+    assert found.lower_bound <= found.makespan
+    run = CliRunner().invoke(app, ["schedule", "1f1b", "--recompute", "1", "--json"])
+    assert json.loads(run.output)["orders"] == [
+        list(map(str, order)) for order in recompute_pass(make_schedule("1f1b", 4, 8)).orders
+    ]
+
+
+def test_recomputed_twice_is_refused() -> None:
+    layers: list[Any] = [LayerSpec(nn.Linear, 4, 4)]
+    message = error_text(
+        lambda: triax.Engine(
+            PipelineModule(layers, grid=Grid(), loss_fn=summed_loss, dtype=torch.float64),
+            optimizer=torch.optim.SGD,
+            batch=triax.Batch(size=4, microbatch=1),
+            schedule=triax.ScheduleOptions(name="gpipe", recompute=1),
+            recompute={"enabled": True},
+        )
+    )
+    assert "leave one of them out" in message
 
 
 def test_no_more_bytes_are_held_than_simulated() -> None:

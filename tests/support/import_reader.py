@@ -46,7 +46,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "testing": (*_LOW, "options", "pipe", "monitor/profiler", "engine"),
     "local_sgd": (*_PARTS, "models", "engine"),
-    "fault_tolerance": (*_PARTS, "models", "engine"),
+    "fault_tolerance": (*_PARTS, "models", "engine", "local_sgd/outer_optimizer.py"),
     "train": (*_PARTS, "models", "engine", "inference", "methods"),
     "dry_run": (*_PARTS, "models", "engine", "methods", "train"),
     "compat": (*_PARTS, "models", "engine", "inference", "train", "gradient_compression"),

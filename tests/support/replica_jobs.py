@@ -16,11 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+from network_namespaces import enter
 from torch import Tensor, nn
 
 import triax
 from triax.data.dataloader import make_loader
+from triax.engine.step_observer import StepObserver
 from triax.fault_tolerance.membership import Change, History, Ledger
+from triax.moe import MoE
 
 from processes import free_port
 
@@ -50,10 +53,64 @@ def loss_fn(outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return loss, (labels != -100).sum()
 
 
-def layers(dropout: float, dtype: torch.dtype = torch.float64) -> list[Any]:
-    """Return the layers of the model."""
+class NamedLoss:
+    """Two pairs with weights of their own, and a mean."""
+
+    def __call__(self, outputs: Tensor, labels: Tensor) -> dict[str, Any]:
+        total, count = loss_fn(outputs, labels)
+        size, odd = outputs.pow(2).sum(-1), labels[:, 0] % 2
+        return {"ce": (total, count), "odd": (0.1 * (size * odd).sum(), odd.sum()), "size": 0.01 * size.mean()}
+
+    def weight(self, labels: Tensor) -> dict[str, Tensor]:
+        return {"ce": (labels != -100).sum(), "odd": (labels[:, 0] % 2).sum()}
+
+
+class CountedLoss:
+    """``loss_fn`` with the weight of labels, which auxiliary losses need."""
+
+    def __call__(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return loss_fn(outputs, labels)
+
+    def weight(self, labels: Tensor) -> Tensor:
+        return (labels != -100).sum()
+
+
+class Experts(nn.Module):
+    """A mixture of experts over the samples as tokens of sequences of length 2."""
+
+    def __init__(self, grid: triax.Grid) -> None:
+        super().__init__()
+        balance = ("sequence", "bias")
+        self.moe = MoE(12, 4, 2, grid=grid, width=8, balance=balance, balance_coefficient=0.1, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.moe(x.unsqueeze(1)).squeeze(1)
+        return y
+
+
+def layers(dropout: float, experts: bool = False, dtype: torch.dtype = torch.float64) -> list[Any]:
+    """Return the layers of the model, with a mixture of experts if asked for."""
     make = partial(nn.Linear, dtype=dtype)
-    return [triax.LayerSpec(make, WIDTH, 12), torch.tanh, nn.Dropout(dropout), triax.LayerSpec(make, 12, 3 * WIDTH)]
+    middle = nn.Dropout(dropout) if not experts else triax.LayerSpec(Experts)
+    return [triax.LayerSpec(make, WIDTH, 12), torch.tanh, middle, triax.LayerSpec(make, 12, 3 * WIDTH)]
+
+
+def model_of(kind: str, grid: triax.Grid, seed: int, dropout: float = 0.0) -> triax.PipelineModule:
+    """Return the model of a kind: plain, narrow (in float32), named or experts."""
+    if kind == "narrow":
+        return triax.PipelineModule(layers(dropout, dtype=torch.float32), loss_fn=loss_fn, grid=grid, seed=seed)
+    if kind == "plain":
+        return triax.PipelineModule(layers(dropout), loss_fn=loss_fn, grid=grid, seed=seed)
+    if kind == "experts":
+        return triax.PipelineModule(layers(dropout, True), loss_fn=CountedLoss(), grid=grid, seed=seed)
+    return triax.PipelineModule(layers(dropout), loss_fn=NamedLoss(), grid=grid, seed=seed)
+
+
+def plain_module(seed: int) -> nn.Sequential:
+    """Return the model as a module of torch's, which returns a loss."""
+    torch.manual_seed(seed)
+    make = partial(nn.Linear, dtype=torch.float64)
+    return nn.Sequential(make(WIDTH, 12), nn.Tanh(), make(12, 3 * WIDTH))
 
 
 def optimizer(groups: Any) -> torch.optim.Optimizer:
@@ -63,6 +120,11 @@ def optimizer(groups: Any) -> torch.optim.Optimizer:
 
 def train(job: Mapping[str, Any]) -> None:
     """Train as one rank of a replica; write a line for each step: step, loss as hex, time, members."""
+    if "host" in job:
+        enter(job["host"])
+    if "log" in job:
+        with Path(job["log"]).open("ab") as file:
+            os.dup2(file.fileno(), 2)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     grid_sizes = job.get("grid", {})
@@ -73,19 +135,24 @@ def train(job: Mapping[str, Any]) -> None:
         os.environ |= {"RANK": str(job["rank"]), "WORLD_SIZE": str(size), "LOCAL_RANK": str(job["rank"])}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job["port"]), "LOCAL_WORLD_SIZE": str(size)}
     grid = triax.Grid(**grid_sizes)
-    dtype = job.get("dtype", torch.float64)
-    model = triax.PipelineModule(layers(job.get("dropout", 0.0), dtype), loss_fn=loss_fn, grid=grid, seed=job["seed"])
+    kind = job.get("kind", "plain")
+    model: Any = plain_module(job["seed"]) if kind == "module" else None
+    model = model or model_of(kind, grid, job["seed"], job.get("dropout", 0.0))
     engine: Any = triax.Engine(
         model,
+        grid=grid if kind == "module" else None,
         optimizer=optimizer,
         batch=triax.Batch(size=SHARE, microbatch=MICRO if grid.replicas == 1 else SHARE // grid.replicas),
         clip=1.0,
         precision=job.get("precision", triax.Precision()),
-        training_data=Samples(dtype),
+        training_data=Samples(torch.float32 if kind == "narrow" else torch.float64),
         zero=job.get("zero", 0),
+        local_updates=job.get("local"),
         checkpoint=job.get("checkpoint", triax.Checkpoints()),
         fault_tolerance={"replica": job["name"], "folder": job["folder"], **job["options"]},
     )
+    microbatches = engine.replicas.microbatches()
+    engine.observers.append(LastLoss())
     with Path(job["folder"], f"{job['name']}.{grid.rank}.losses").open("a") as file:
         while not _is_over(engine, job):
             since = _since(engine, job.get("gather", ()))
@@ -93,32 +160,48 @@ def train(job: Mapping[str, Any]) -> None:
                 job["fault"](engine)
                 job = {**job, "fault": None}
             time.sleep(job.get("pause", 0.0))
-            try:
-                loss = engine.train_batch()
-            except RuntimeError as error:
-                Path(job["folder"], f"{job['name']}.error").write_text(str(error))
-                raise
+            loss = engine.train_batch() if kind != "module" else _module_step(engine, microbatches)
             line = [engine.global_steps - 1, float(loss).hex(), time.monotonic(), engine.replicas.members]
             file.write(json.dumps(line) + "\n")
             file.flush()
-    _write_end(engine, job)
+    weights, facts = engine.gather(), {"metrics": engine.metrics, "loads": engine.expert_loads()}
+    held = Path(job["folder"], f"{job['name']}.{grid.rank}.held")
+    held.write_text(json.dumps(engine.memory_report()["held"]))
+    if grid.rank == 0:
+        torch.save(weights, Path(job["folder"], f"{job['name']}.weights"))
+        torch.save(facts, Path(job["folder"], f"{job['name']}.facts"))
     engine.leave()
 
 
-def _write_end(engine: Any, job: Mapping[str, Any]) -> None:
-    """Write a rank's weights as hex, and the bytes that it holds."""
-    weights = {
-        name: [each.hex() for each in value.double().flatten().tolist()] for name, value in engine.gather().items()
-    }
-    found = {"weights": weights, "held": engine.memory_report()["held"]}
-    Path(job["folder"], f"{job['name']}.{engine.grid.rank}.end").write_text(json.dumps(found))
+def _rounds(engine: Any) -> int:
+    """Return the number of steps; with local updates the number of rounds."""
+    return int(engine.global_steps // engine.replicas.batches)
+
+
+def _module_step(engine: Any, microbatches: Iterator[Any]) -> float:
+    """Take a step of a plain module; return the loss of all replicas."""
+    for _ in range(engine.batch.accumulation):
+        inputs, labels = next(microbatches)
+        engine.backward(loss_fn(engine(inputs), labels))
+        engine.step()
+    last: LastLoss = engine.observers[-1]
+    return last.loss
+
+
+class LastLoss(StepObserver):
+    """Observer that keeps the loss of the last step."""
+
+    loss = 0.0
+
+    def after_step(self, grid: triax.Grid, loss: Tensor) -> None:
+        self.loss = float(loss)
 
 
 def _since(engine: Any, names: Sequence[str]) -> int | None:
     """Return the number of steps since these replicas were first members together; None if they were not."""
     for change in engine.replicas.ledger.changes:
         if set(names) <= set(change.members or ()):
-            return int(engine.global_steps - change.step)
+            return _rounds(engine) - int(change.step)
     return None
 
 
@@ -126,7 +209,7 @@ def _is_over(engine: Any, job: Mapping[str, Any]) -> bool:
     """Return True at the end of the run: equal on all replicas, because it depends on the history alone."""
     if "steps" in job:
         return bool(engine.global_steps >= job["steps"])
-    changes, step = engine.replicas.ledger.changes, engine.global_steps
+    changes, step = engine.replicas.ledger.changes, _rounds(engine)
     since = _since(engine, job["gather"])
     met = since is not None and set(job["final"]) == set(engine.replicas.ledger.members)
     later = [change for change in changes if since is not None and change.step >= step - since]
@@ -165,7 +248,7 @@ def kill_after_sum(engine: Any) -> None:
 
 def kill_in_gather(engine: Any) -> None:
     """Kill this process when it has stepped its part of the optimizer state, before it gives the weights."""
-    engine.replicas.shards.gather_weights = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    engine.replicas.sharded.gather_weights = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
 def kill_in_move(engine: Any) -> None:
@@ -238,24 +321,26 @@ def _has_stepped(folder: Path, name: str) -> bool:
 
 
 @contextlib.contextmanager
-def coordinator(least: int, silence: float = 0.6, patience: float = 20.0) -> Iterator[str]:
-    """Run a coordinator; yields its address."""
+def coordinator(least: int, silence: float = 0.6, patience: float = 20.0, host: str | None = None) -> Iterator[str]:
+    """Run a coordinator, in the network namespace ``host`` if that is given; yields its address."""
     port = free_port()
-    process = CONTEXT.Process(target=_serve, args=(port, least, silence, patience))
+    process = CONTEXT.Process(target=_serve, args=(port, least, silence, patience, host))
     process.start()
     try:
-        yield f"127.0.0.1:{port}"
+        yield f"{host or '127.0.0.1'}:{port}"
     finally:
         process.kill()
         process.join()
 
 
-def _serve(port: int, least: int, silence: float, patience: float) -> None:
+def _serve(port: int, least: int, silence: float, patience: float, host: str | None) -> None:
     from triax.fault_tolerance.coordinator import serve
 
+    if host is not None:
+        enter(host)
     with Path(os.devnull).open("w") as nothing:
         os.dup2(nothing.fileno(), 2)  # the Lighthouse logs every meeting
-    server = serve(port, least, silence, patience, "127.0.0.1")
+    server = serve(port, least, silence, patience, host or "127.0.0.1")
     signal.pause()
     server.shutdown()
 
@@ -272,15 +357,15 @@ def finish(processes: Sequence[Any], seconds: float = 150.0) -> list[int | None]
     return codes
 
 
-def end(folder: Path, name: str, rank: int = 0) -> dict[str, Any]:
-    """Return the weights of a replica at its end, and the bytes that one of its ranks held."""
-    return dict(json.loads(Path(folder, f"{name}.{rank}.end").read_text()))
-
-
 def losses(folder: Path, name: str, rank: int = 0) -> dict[int, str]:
     """Return the losses of a replica, as hex: step -> loss."""
     lines = Path(folder, f"{name}.{rank}.losses").read_text().splitlines()
     return {step: loss for step, loss, *_ in map(json.loads, lines)}
+
+
+def held(folder: Path, name: str, rank: int = 0) -> dict[str, int]:
+    """Return the bytes that a rank of a replica held at its end, by kind."""
+    return dict(json.loads(Path(folder, f"{name}.{rank}.held").read_text()))
 
 
 def changes(file: Path) -> list[Change]:
@@ -300,54 +385,65 @@ def replayed(folder: Path, history: Path, names: str, steps: int, **job: Any) ->
     return found[0]
 
 
-def in_one_process(history: Path, steps: int) -> tuple[list[float], dict[str, list[float]]]:
-    """Losses and final weights of one process of plain torch that takes the samples of a history."""
+def in_one_process(history: Path, steps: int, kind: str = "plain") -> tuple[list[float], list[Tensor]]:
+    """Losses and last weights of one process of plain torch that takes the samples of a history."""
     ledger, past = Ledger(), History.read(history)
-    model = triax.PipelineModule(layers(0.0), loss_fn=loss_fn, grid=triax.Grid(), seed=0)
+    model = plain_module(0) if kind == "module" else model_of(kind, triax.Grid(), 0)
     first, last = (module for module in model.modules() if isinstance(module, nn.Linear))
     adamw = optimizer([*first.parameters(), *last.parameters()])
     loader, found = make_loader(Samples(), SHARE, SHARE, 0, 1, 0), []
     for step in range(steps):
         members, counted = past.members(step), past.counted(step)
         shares = ledger.plan(members)
-        total, weight = torch.zeros((), dtype=torch.float64), 0
+        batches = []
         for name in counted:
             loader.seek(shares[name])
             inputs, labels = next(iter(loader))
-            loss, count = loss_fn(last(torch.tanh(first(inputs))), labels)
-            total, weight = total + loss, weight + int(count)
+            batches.append((last(torch.tanh(first(inputs))), labels))
         ledger.record(step, members, counted)
+        loss = whole_loss(batches, kind)
         adamw.zero_grad()
-        (total / weight).backward()
+        loss.backward()
         nn.utils.clip_grad_norm_([*first.parameters(), *last.parameters()], 1.0)
         adamw.step()
-        found.append(float(total.detach() / weight))
-    named = zip(("layers.0", "layers.3"), (first, last), strict=True)
-    weights = {f"{at}.{name}": p.flatten().tolist() for at, layer in named for name, p in layer.named_parameters()}
-    return found, weights
+        found.append(float(loss.detach()))
+    return found, [p.detach() for p in (*first.parameters(), *last.parameters())]
 
 
-def require_equal(folder: Path, names: str, steps: int, **job: Any) -> dict[int, str]:
-    """Check the steps of replicas against a replay of the first one's history, bit by bit, and against one process.
+def whole_loss(batches: list[tuple[Tensor, Tensor]], kind: str) -> Tensor:
+    """Loss of a whole batch, of (outputs, labels) of each share."""
+    if kind == "module":  # a mean over microbatches
+        pairs = [loss_fn(*part) for each in batches for part in zip(*(x.split(MICRO) for x in each), strict=True)]
+        return torch.stack([total / count for total, count in pairs]).mean()
+    outputs, labels = (torch.cat(each) for each in zip(*batches, strict=True))
+    if kind == "plain":
+        total, count = loss_fn(outputs, labels)
+        return total / count
+    terms = NamedLoss()(outputs, labels)
+    (total, count), (odd, odd_count) = terms["ce"], terms["odd"]
+    return total / count + odd / odd_count + terms["size"]
+
+
+def require_equal(folder: Path, names: str, **job: Any) -> int:
+    """Check a run against a replay of the first replica's history, bit by bit, and against one process in float64.
 
     Args:
         folder: the folder of the run.
-        names: the replicas that were ever members.
-        steps: the number of steps.
+        names: the replicas that were ever members; the first one has the last step.
         job: of ``start``.
 
     Returns:
-        The losses.
+        The number of steps.
     """
     found = [losses(folder, name) for name in names]
-    whole = {step: loss for each in found for step, loss in each.items()}
-    assert sorted(whole) == list(range(steps)) and all(each.items() <= whole.items() for each in found)
-    history = folder / f"{names[0]}.jsonl"
+    whole, history = {step: loss for each in found for step, loss in each.items()}, folder / f"{names[0]}.jsonl"
+    steps = len(whole)
+    assert max(found[0]) == steps - 1 and all(each.items() <= whole.items() for each in found)
     assert replayed(folder / "again", history, names, steps, **job) == whole
-    weights = end(folder, names[0])["weights"]
-    assert end(folder / "again", names[0])["weights"] == weights
-    expected, model = in_one_process(history, steps)
+    weights, same = (torch.load(Path(each, f"{names[0]}.weights")) for each in (folder, folder / "again"))
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
+    expected, values = in_one_process(history, steps, job.get("kind", "plain"))
     assert [float.fromhex(whole[step]) for step in range(steps)] == pytest.approx(expected, rel=1e-10)
-    for name, values in model.items():
-        assert [float.fromhex(each) for each in weights[name]] == pytest.approx(values, rel=1e-10, abs=1e-12)
-    return whole
+    for one, other in zip(weights.values(), values, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+    return steps

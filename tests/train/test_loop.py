@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import resource
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from torch import Tensor
 
 from triax.data.token_data import TokenData
 from triax.grid.environment import read_environment
+from triax.monitor.protocol import StepMetrics
 from triax.pipe.program.simulate import timeline_of
 from triax.pipe.schedules.choose import make_schedule
 from triax.train.file import read_training_file
 from triax.train.job import resolve
 from triax.train.loop import TrainingRun, train
-from triax.train.progress import Reporter
+from triax.train.progress import Reporter, in_lines, step_figures
 
 from reference import gpt_logits
 from tokenized import folder
@@ -212,9 +214,25 @@ def on_a_full_disk(root: str) -> tuple[int, str, str]:
 
 def test_a_line_of_progress_has_terms_and_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = Reporter(tmp_path, True, steps=10, every=5)
-    report.step(5, 2.0, 1234.0, 75.0, {"main": 1.5, "mtp_1": 1.25, "histogram": [1.0, 2.0]})
+    shown: dict[str, float | list[float]] = {"main": 1.5, "mtp_1": 1.25, "histogram": [1.0, 2.0]}
+    report.step(5, 2.0, step_figures(None, 1234.0), 75.0, shown)
     wanted = "step  5/10  loss 2.0000  main 1.5000  mtp_1 1.2500  1,234 tokens/s  1:15 left"
     assert capsys.readouterr().out.splitlines() == [wanted]
+
+
+def test_a_line_of_progress_has_the_figures_of_the_step(tmp_path: Path) -> None:
+    """MFU stands in it where the peak is known; no part is broken at 80 columns."""
+    timings = {"peak_memory_gb": 1.256, "mfu": 0.4123}
+    numbers = StepMetrics(5, 40, torch.tensor(2.0), [3e-4], None, 0.8125, 0, timings)
+    figures = step_figures(numbers, 12345.0)
+    assert figures == ["lr 0.0003", "norm 0.812", "12,345 tokens/s", "1.26 GB", "MFU 41.2%"]
+    assert step_figures(replace(numbers, timings={}, grad_norm=None), 10.0) == ["lr 0.0003", "10 tokens/s"]
+    parts = ["━" * 16, "step    5/10000", "loss 2.0000", *figures, "10:15 left"]
+    lines = in_lines(parts, 80)
+    assert len(lines) == 2 and max(map(len, lines)) <= 80
+    assert [part for line in lines for part in line.split("  ") if part] == [
+        word for part in parts for word in part.split("  ") if word
+    ]
 
 
 def test_a_disk_that_fills_up_ends_no_training(ranks: Any, place: Path) -> None:

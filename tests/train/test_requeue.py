@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,18 @@ from triax.checkpoint.format.folder import tags
 from triax.train.requeue import requeued
 
 from checkpoint_jobs import Cell, Job, make
+from processes import started
+from tokenized import folder
+
+# A run that only a signal ends, or a checkpoint from.
+LONG = """\
+name: long
+model: {preset: bytes-tiny}
+data: {training: tokens, held_out: 0.2, threads: 0}
+training: {steps: 100000, batch: 8, microbatch: 2, sequence: 32, learning_rate: 1e-3}
+evaluate: {every: 100000}
+checkpoint: {every: 100000}
+"""
 
 
 def leave(folder: str, number: int, requeue: bool) -> tuple[int, int]:
@@ -70,3 +85,21 @@ def test_a_requeue_that_fails_says_what_to_do(tmp_path: Path, monkeypatch: Any, 
         with pytest.raises(SystemExit), requeued(True, 0):
             raise SystemExit(138)
         assert "the job was not requeued: scontrol requeue 5 failed" in caplog.text and reason in caplog.text
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_ctrl_c_saves_a_checkpoint_and_ends_the_run(tmp_path: Path, processes: int) -> None:
+    """It ends after the step, with the reason; the same command goes on from there."""
+    folder(tmp_path, 60)
+    (tmp_path / "run.yaml").write_text(LONG)
+    triax, run = Path(sys.executable).parent / "triax", tmp_path / "runs" / "long"
+    with started(triax, "train", "run.yaml", f"grid.pipe={processes}", cwd=tmp_path) as process:
+        while process.poll() is None and not (run / "metrics.jsonl").exists():
+            time.sleep(0.02)
+        assert process.poll() is None, process.communicate()
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=100)
+    assert process.returncode == 130 and "SIGINT was received: the run ends after step" in err, err
+    assert "Ctrl-C again ends it at once" in err and "Traceback" not in err
+    last = max(json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines())
+    assert tags(run / "checkpoints") == [f"global_step{last}"]

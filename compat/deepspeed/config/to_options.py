@@ -144,7 +144,14 @@ def options_of(config: Config) -> EngineOptions:
         optimizer=None if optimizer is None else native_optimizer(optimizer.type, optimizer.params),
         lr_scheduler=None if scheduler is None else LRSchedule(scheduler.type, **scheduler.params),
         schedule=_read(
-            ScheduleOptions, "schedule", config, value=None, chunks=None, limit=None, offload=OffloadActivations()
+            ScheduleOptions,
+            "schedule",
+            config,
+            value=None,
+            chunks=None,
+            limit=None,
+            pairs=None,
+            offload=OffloadActivations(),
         ),
         zero=_zero(config),
         precision=_precision(config),

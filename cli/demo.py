@@ -1,0 +1,80 @@
+"""``triax demo``: a small model trained on two pipeline stages here, and the measured timeline of its last step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..base.errors import ConfigError
+from ..base.tables import terminal
+from ..grid.environment import read_environment
+
+_NO_STEP = 10**6  # of monitor.trace: a run that ends before this step traces its last one
+_NEXT = """\
+Next:
+  triax generate {folder} --prompt "def "   # text of the model
+  triax report {folder} --serve             # its page, in a browser
+  triax schedule --compare --pipe 2            # other schedules of the same stages
+  triax new my_model                           # a project of your own
+  triax recipe                                 # training files for real runs"""
+
+
+def demo(
+    runs: Annotated[Path, typer.Option(help="Folder of runs; the demo's is demo in it, and is written anew.")] = Path(
+        "runs"
+    ),
+) -> None:
+    """Train a small GPT on two stages for less than a minute, and draw the measured timeline of its last step.
+
+    Two processes of this machine train on triax's own source, a byte a token.
+    """
+    from ..data.tokenization import tokenize
+    from ..launcher.launch import cores, launch
+    from ..monitor.report.run_folder import read_run, read_trace
+    from ..pipe.program.draw import text
+    from ..train.loop import train
+    from ..train.progress import from_zero
+    from ..train.schema import TrainingFile
+    from ..train.start import PRELOAD, make_job
+
+    if read_environment() is not None:
+        raise ConfigError("triax demo starts its own two processes: type it without a launcher.")
+    folder, source = runs / "demo", Path(__file__).resolve().parents[1]
+    texts = sorted(str(path) for part in ("pipe", "engine", "zero") for path in (source / part).rglob("*.py"))
+    tokens = tokenize(texts, "bytes", folder / "tokens", processes=min(2, cores()), split="paragraph").folder
+    terminal().print(f"text    {tokens.index.tokens:,} bytes of triax's own source")
+    values = {
+        "name": "demo",
+        "runs": str(runs),
+        "model": {"preset": "bytes-small"},
+        "data": {"training": str(folder / "tokens"), "held_out": 0.05},
+        "grid": {"pipe": 2},
+        "schedule": "1f1b",
+        "training": {
+            "steps": 100,
+            "batch": 16,
+            "microbatch": 2,
+            "precision": "fp32",
+            "learning_rate": {"peak": 2e-3, "warmup_steps": 20},
+            "time_limit": "30s",
+        },
+        "evaluate": {"sequences": 64},
+        "checkpoint": False,
+        "monitor": {"log_every": 10, "trace": _NO_STEP},
+    }
+    job = make_job(TrainingFile.of(values))
+    code = launch(train, job, ranks=2, topology=job.topology, logs=job.folder, preload=PRELOAD)
+    if code:
+        raise typer.Exit(code)
+    console = terminal()
+    traced = read_trace(read_run(folder).trace or {})
+    if traced is not None:
+        times = traced.timeline()
+        console.print(f"\nStep {traced.step} as measured on two stages: rank 0 has the first half of the layers")
+        console.print(text(from_zero(times), min(console.width, 160) - 8))
+        console.print(f"It took {1e3 * times.makespan:.1f} ms; the busiest rank was idle for {times.bubble:.1%} of it.")
+    if (picture := folder / "schedule.png").is_file():
+        console.print(f"The same as a picture: {picture}")
+    console.print(f"\n{_NEXT.format(folder=folder)}")

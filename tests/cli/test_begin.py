@@ -1,0 +1,79 @@
+"""What a new user types first: ``triax demo``, ``triax new``, ``triax recipe``."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from triax.cli.main import app
+from triax.monitor.report.run_folder import read_run
+from triax.train.file import read_training_file
+
+from readme_blocks import commands
+
+
+def typed(*words: str) -> str:
+    done = CliRunner().invoke(app, [*words])
+    assert done.exit_code == 0, f"{done.output}{done.exception}"
+    return done.output
+
+
+@pytest.mark.parametrize("name", ["pretrain", "chat", "llama3-70b-64gpus"])
+def test_a_recipe_has_its_files_and_commands(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert name in typed("recipe")
+    said = typed("recipe", name)
+    others = {"chat": {"chat_template.jinja", "conversations.py"}, "llama3-70b-64gpus": {"llama3-70b-64gpus.sbatch"}}
+    assert {path.name for path in tmp_path.iterdir()} == {f"{name}.yaml", *others.get(name, ())}
+    assert "examples/" not in said + "".join(path.read_text() for path in tmp_path.iterdir())
+    assert read_training_file(f"{name}.yaml")[0].name == name.removesuffix("-64gpus")
+    assert f"{name}.yaml" in said.partition("```sh")[2]
+    again = CliRunner().invoke(app, ["recipe", name])
+    assert "exists. Remove it" in str(again.exception)
+    assert "pretrain" in str(CliRunner().invoke(app, ["recipe", "pretrian"]).exception)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
+def test_a_new_project_passes_its_tests_and_trains(tmp_path: Path) -> None:
+    """Every command of its README, as it is typed."""
+    where = tmp_path / "my-model"
+    typed("new", str(where))
+    assert {"my_model.py", "run.yaml", "train.py"} < {path.name for path in where.iterdir()}
+    assert not [path for path in where.rglob("*.*") if "own_model" in path.read_text() + path.name]
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    printed = {}
+    for _, command in commands((where / "README.md").read_text()):
+        done = subprocess.run(
+            shlex.split(command), cwd=where, env=environment, capture_output=True, text=True, timeout=900, check=False
+        )
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        printed[command] = done.stdout
+    assert "2 passed" in printed["python -m pytest"] or "3 passed" in printed["python -m pytest"]
+    one, four = (printed[name] for name in printed if "train.py" in name and "tokenize" not in name)
+    assert one == four and "step 10 loss" in one
+    again = CliRunner().invoke(app, ["new", str(where)])
+    assert "is not an empty folder" in str(again.exception)
+
+
+def test_a_project_needs_the_name_of_a_module(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["new", str(tmp_path / "2 models")])
+    assert "cannot be the name of a Python module" in str(done.exception) and not [*tmp_path.iterdir()]
+
+
+@pytest.mark.exhaustive
+def test_the_demo_trains_and_draws_its_timeline(tmp_path: Path) -> None:
+    words = [str(Path(sys.executable).parent / "triax"), "demo"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = [loss for _, loss in read_run(tmp_path / "runs" / "demo").series("Train/Samples/train_loss")]
+    assert losses[-1] < losses[0] - 1.0
+    for words_shown in ("rank 0 F", "rank 1 ", "was idle for", "triax new my_model", "runs/demo/schedule.png"):
+        assert words_shown in done.stdout, done.stdout
+    assert (tmp_path / "runs" / "demo" / "schedule.png").is_file()

@@ -1,0 +1,490 @@
+"""Pairs of passes: STP's formulas, pairs of any schedule, what verify accepts, and training with two lanes."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import triax
+from triax import Costs, Grid, LayerSpec, PipelineModule, make_schedule, simulate, verify
+from triax.cli.schedule import schedule as schedule_command
+from triax.grid.comm.observer import Observer
+from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
+from triax.options.schedule import ScheduleOptions
+from triax.pipe.program.critical import CriticalPath
+from triax.pipe.program.deadlock import ScheduleError
+from triax.pipe.program.draw import chrome_trace
+from triax.pipe.program.draw import text as drawn
+from triax.pipe.program.offload import offload_pass
+from triax.pipe.program.ops import COMPUTE, Op
+from triax.pipe.program.pairs import pair_pass
+from triax.pipe.program.passes import lower
+from triax.pipe.program.schedule import Schedule
+from triax.pipe.program.simulate import timeline_of
+from triax.pipe.program.timeline import busy
+from triax.testing.strategies import schedules
+
+import five_axes
+from five_axes import Job, Place, differences
+from toys import error_text, summed_loss
+
+NAMES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "stp")
+VOCABULARY, LENGTH, SAMPLES = 37, 8, 16
+app = typer.Typer()
+app.command()(schedule_command)
+
+
+def ops(text: str) -> tuple[Op, ...]:
+    return tuple(map(Op.parse, text.split()))
+
+
+@pytest.mark.parametrize(("pipe", "microbatches"), [(2, 5), (4, 16), (8, 64)])
+@pytest.mark.parametrize("share", [0.1, 0.25, 0.5])
+def test_the_three_formulas_of_stp(pipe: int, microbatches: int, share: float) -> None:
+    f = i = w = 1 / 2  # of one of the two stages of a rank
+    ar = share * f
+    costs, work = Costs(AR=share), 3 * microbatches
+    found = {name: simulate(make_schedule(name, pipe, microbatches), costs) for name in ("interleaved", "zb-v", "stp")}
+    # Qi et al. 2025, table 1: bubble of the pipeline, and collectives that show.
+    interleaved = (pipe - 1) * (f + ar + i + w) + 2 * microbatches * ar
+    zero_bubble = (pipe - 1) * (f + 2 * ar + i - 2 * w) + 4 * microbatches * ar
+    stp = (pipe - 1) * (f + ar + i - w) + (2 * pipe + 1) * ar
+    if microbatches % pipe == 0:
+        assert found["interleaved"].makespan - work == pytest.approx(interleaved)
+    rows = found["zb-v"].timeline.rows  # the paper counts from each rank's own first op to its last
+    if microbatches >= 2 * pipe:
+        assert max(row[-1].end - row[0].start for row in rows) - work == pytest.approx(zero_bubble)
+    assert stp - ar - 1e-9 <= found["stp"].makespan - work <= stp + 1e-9
+    assert found["stp"].makespan < min(found["zb-v"].makespan, found["interleaved"].makespan)
+    assert max(found["zb-v"].peak_activations) <= 2 * pipe / 2
+    assert max(found["stp"].peak_activations) * 2 <= 4 * pipe - 1
+
+
+def ends(schedule: Schedule, costs: Costs) -> dict[Op, tuple[float, float]]:
+    """Return start and end of each op, by recursion over what a pass or a pair waits for."""
+    f, i, w, hop, ar, a2a = (
+        float(x) / v  # type: ignore[arg-type]
+        for x, v in zip((costs.F, costs.I, costs.W, costs.COMM, costs.AR, costs.A2A), [schedule.chunks] * 6)
+    )
+    hop *= schedule.chunks
+    products = {"F": f, "I": i, "B": i + w, "W": w}
+    alone = {"F": f + ar + a2a, "I": i + ar + a2a, "B": i + max(w, ar) + a2a, "W": w}
+    groups: list[tuple[Op, ...]] = []
+    before: dict[Op, tuple[Op, ...]] = {}
+    for order in schedule.orders:
+        left = list(order)
+        last: tuple[Op, ...] = ()
+        while left:
+            group = (left.pop(0), left.pop(0)) if left[0] in schedule.pairs else (left.pop(0),)
+            before |= dict.fromkeys(group, last)
+            groups.append(group)
+            last = group
+    of = {op: group for group in groups for op in group}
+    known: dict[tuple[Op, ...], tuple[float, float]] = {}
+
+    def reads(op: Op) -> Op | None:
+        kind, stage, microbatch = op
+        if kind == "F":
+            return Op("F", stage - 1, microbatch) if stage else None
+        return next((Op(k, stage + 1, microbatch) for k in "BI" if Op(k, stage + 1, microbatch) in of), None)
+
+    def time(group: tuple[Op, ...]) -> tuple[float, float]:
+        if group not in known:
+            start = time(before[group[0]])[1] if before[group[0]] else 0.0
+            for op in group:
+                if op.kind != "W" and (made := reads(op)) is not None:
+                    apart = schedule.placement[made.stage] != schedule.placement[op.stage]
+                    start = max(start, time(of[made])[1] + apart * hop)
+            kinds = [op.kind for op in group]
+            length = alone[kinds[0]]
+            if len(group) == 2:
+                moving = sum(kind != "W" for kind in kinds)
+                length = max(sum(products[k] for k in kinds), moving * ar, moving * a2a, *(alone[k] for k in kinds))
+            known[group] = start, start + length
+        return known[group]
+
+    return {op: time(group) for group in groups for op in group}
+
+
+def with_pairs(schedule: Schedule, seed: int) -> Schedule:
+    """Return a schedule with random neighbors as pairs, which may hang."""
+    draw, pairs, orders = random.Random(seed), set(), []
+    for order in map(list, schedule.orders):
+        i = 0
+        while i + 1 < len(order):
+            both = sorted(order[i : i + 2], key=lambda op: op.kind != "F")
+            if both[0].kind == "F" and both[0].microbatch != both[1].microbatch and draw.random() < 0.3:
+                order[i : i + 2] = both
+                pairs.add(both[0])
+                i += 1
+            i += 1
+        orders.append(tuple(order))
+    return replace(schedule, orders=tuple(orders), pairs=frozenset(pairs))
+
+
+@settings(max_examples=100, derandomize=True)
+@given(schedules(NAMES), st.integers(0, 99), *[st.floats(0, 2)] * 6)
+def test_pairs_run_when_an_independent_simulator_says(
+    schedule: Schedule, seed: int, f: float, i: float, w: float, comm: float, ar: float, a2a: float
+) -> None:
+    costs = Costs(f, i, w, comm, AR=ar, A2A=a2a)
+    made = schedule if schedule.pairs else with_pairs(schedule, seed)
+    try:
+        verify(made)
+    except ScheduleError:
+        return  # the test below
+    expected = ends(made, costs)
+    for row in timeline_of(made, costs).rows:
+        for op, start, end in row:
+            assert (start, end) == pytest.approx(expected[op], rel=1e-9, abs=1e-9), op
+
+
+@settings(max_examples=60, derandomize=True)
+@given(schedules(NAMES[:-1]), *[st.floats(0.1, 2)] * 4, st.floats(0, 1))
+def test_pair_pass_never_costs_time(schedule: Schedule, f: float, i: float, w: float, ar: float, comm: float) -> None:
+    costs = Costs(f, i, w, comm, AR=ar)
+    found = pair_pass(schedule, costs)
+    before, after = simulate(schedule, costs), simulate(found, costs)
+    assert after.makespan < before.makespan if found.pairs else found == schedule
+    assert max(after.peak_activations) <= max(before.peak_activations) + 1 / schedule.chunks
+    verify(found, list(after.peak_activations))
+    for zero in range(4):
+        verify(lower(found, zero, ties=[(0, found.stages - 1)]))
+    assert Schedule.from_json(found.to_json()) == found
+    assert Schedule.from_csv(found.to_csv(), found.name) == found
+    hosted = offload_pass(found, costs=costs)
+    assert hosted.pairs == found.pairs and simulate(hosted, costs).makespan <= after.makespan * (1 + 1e-9)
+    verify(lower(hosted))
+
+
+def test_pairs_make_every_kind_of_schedule_faster() -> None:
+    costs, times = Costs(COMM=0.02, AR=0.25), {}
+    for name in ("gpipe", "eager-1f1b", "interleaved", "zb-h2", "zb-v", "dualpipe-v", "looped-bfs"):
+        made = make_schedule(name, 4, 16)
+        times[name] = simulate(pair_pass(made, costs), costs).makespan
+        assert times[name] < 0.985 * simulate(made, costs).makespan, name
+    # One forward ahead is too little for the longer way of a microbatch through pairs.
+    assert not pair_pass(make_schedule("1f1b", 4, 16), costs).pairs
+    assert simulate(make_schedule("stp", 4, 16), costs).makespan < min(times.values())
+    assert not pair_pass(make_schedule("dualpipe-v", 4, 16)).pairs  # without collectives
+
+
+def runs(schedule: Schedule) -> bool:
+    """Execute a schedule with the set of what is done, a pair in one step, and nothing else of triax."""
+    at, done = [0] * schedule.pipe, set[tuple[str, int, int]]()
+
+    def ready(op: Op) -> bool:
+        kind, stage, microbatch = op
+        if kind == "F":
+            return stage == 0 or ("F", stage - 1, microbatch) in done
+        if kind == "W":
+            return ("I", stage, microbatch) in done
+        below = stage + 1 == schedule.stages or ("B", stage + 1, microbatch) in done
+        return below and ("F", stage, microbatch) in done
+
+    moved = True
+    while moved:
+        moved = False
+        for rank, order in enumerate(schedule.orders):
+            if at[rank] == len(order):
+                continue
+            group = order[at[rank] : at[rank] + 1 + (order[at[rank]] in schedule.pairs)]
+            if all(map(ready, group)):
+                for kind, stage, microbatch in group:
+                    done |= {(kind, stage, microbatch)} | ({("B", stage, microbatch)} if kind in "IB" else set())
+                at[rank] += len(group)
+                moved = True
+    return all(i == len(order) for i, order in zip(at, schedule.orders, strict=True))
+
+
+@pytest.mark.parametrize("seeds", [range(300), pytest.param(range(300, 2300), marks=pytest.mark.exhaustive)])
+def test_verify_accepts_pairs_that_run_and_no_others(seeds: range) -> None:
+    accepted = 0
+    for seed in seeds:
+        draw, reason = random.Random(seed), ""
+        name, pipe = draw.choice(NAMES[:-1]), draw.randint(2, 4)
+        made = with_pairs(make_schedule(name, pipe, 2 * pipe + draw.randint(0, 3)), seed)
+        try:
+            verify(made)
+            verify(lower(made, draw.randrange(4)))
+        except ScheduleError as error:
+            reason = str(error)
+        assert runs(made) == (not reason), (seed, reason)
+        assert not reason or "deadlock: rank" in reason
+        accepted += not reason
+    assert 0.1 * len(seeds) < accepted < 0.9 * len(seeds)
+
+
+@pytest.mark.parametrize(
+    ("order", "pairs", "words"),
+    [
+        ("0F0 0F1 0B0 0B1", "0B0", "the first op must be a forward"),
+        ("0F0 0B0 0F1 0B1", "0F0", "0B0 after it is of the same microbatch"),
+        ("0F0 0F1 0B0 0B1", "0F0 0F1", "0F1 after it is the first op of another pair"),
+        ("0F0 0O0 0F1 0R0 0B0 0B1", "0F0", "no compute op comes right after it"),
+        ("0F0 0B0 0B1 0F1", "0F1", "no compute op comes right after it"),
+        ("0F0 0F1 0B0 0B1", "0F2", "0F2 is the first op of a pair, but no rank runs it"),
+    ],
+)
+def test_pairs_that_cannot_be_have_their_reason(order: str, pairs: str, words: str) -> None:
+    made = make_schedule("1f1b", 1, 2)
+    wrong = error_text(lambda: replace(made, orders=(ops(order),), pairs=frozenset(ops(pairs))), ScheduleError)
+    assert words in wrong
+
+
+def test_pairs_are_refused_where_they_are_already() -> None:
+    paired = make_schedule("stp", 2, 6)
+    assert "stp has pairs already" in error_text(lambda: pair_pass(paired))
+    assert "before offload_pass" in error_text(lambda: pair_pass(offload_pass(make_schedule("1f1b", 4, 8))))
+    # A program in which a message comes between the two ops.
+    program = lower(paired)
+    torn = [list(order) for order in program.ops]
+    at = next(i for i, op in enumerate(torn[0]) if op in paired.pairs)
+    torn[0].insert(at + 1, torn[0].pop(next(i for i in range(at + 2, len(torn[0])) if torn[0][i].kind not in COMPUTE)))
+    wrong = replace(program, ops=tuple(map(tuple, torn)))
+    assert "comes between" in error_text(lambda: verify(wrong), ScheduleError)
+
+
+def test_a_pair_is_drawn_explained_and_on_the_path() -> None:
+    schedule, costs = make_schedule("stp", 2, 6), Costs(AR=0.25)
+    causes = CriticalPath(schedule, costs)
+    times, path = causes.timeline, causes.path
+    assert sum(span.end - span.start for span in path) == pytest.approx(times.makespan)
+    assert all(a.end == pytest.approx(b.start) for a, b in pairwise(path))
+    assert all(0 <= idle < 0.2 for idle in times.idle) and times.bubble == min(times.idle)
+    alone = [span for row in times.rows for span in row if span.op.kind == "F" and span.op not in schedule.pairs]
+    assert busy(times.rows[0]) < sum(span.end - span.start for span in times.rows[0])
+    assert alone
+    first = min(schedule.pairs, key=lambda op: causes.span(op).start)
+    second = next(b for order in schedule.orders for a, b in pairwise(order) if a == first)
+    assert f"as a pair with {second}" in causes.explain(first)
+    assert f"as a pair with {first}" in causes.explain(second)
+    slack = causes.slack()
+    assert all(slack[a] == slack[b] for order in schedule.orders for a, b in pairwise(order) if a in schedule.pairs)
+    assert "&" in drawn(times, 200).plain and "runs interleaved with the op before" in drawn(times, 200).plain
+    names = [event["name"] for event in chrome_trace(times)["traceEvents"]]
+    assert {str(op) for order in schedule.orders for op in order} <= {*names}
+    assert f"{first}&{second}" in str(schedule) and f"({first};{second})OVERLAP_F_B" in schedule.to_csv()
+
+
+# ---------------------------------------------------------------------------------------------------- execution
+
+Cell = tuple[str, int, dict[str, Any], bool, bool]  # schedule, ZeRO stage, recompute, sequence parallelism, interleaves
+
+
+class Overlaps(Observer):
+    """Count the collectives that begin while another one is under way."""
+
+    def __init__(self) -> None:
+        self.open = self.count = self.all = 0
+
+    def begin(self, axis: Any, op: str, size: int) -> bool:
+        self.count += self.open > 0
+        self.all += 1
+        self.open += 1
+        return True
+
+    def end(self, begun: Any, waited: Any, sent: float) -> None:
+        self.open -= 1
+
+
+def gpt(**others: Any) -> GPTConfig:
+    return GPTConfig(
+        vocab_size=VOCABULARY,
+        max_position_embeddings=LENGTH,
+        hidden_size=16,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        **others,
+    )
+
+
+def train(sizes: dict[str, Any], cells: list[Cell]) -> list[Any]:
+    """Return loss, gradients and share of overlapping collectives of each cell: a GPT with dropout and a tied head."""
+    here, found = Grid(**sizes, timeout=60), []
+    rows = torch.randint(VOCABULARY, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(3))
+    shape = gpt(dropout=0.1, tie_word_embeddings=True)
+    for name, stage, recompute, sequence_parallel, interleaves in cells:
+        paired = here.size > 1 and name != "stp"
+        engine = triax.Engine(
+            PipelineModule(
+                gpt_layers(shape, sequence_parallel=sequence_parallel),
+                grid=here,
+                loss_fn=GPTLoss(here, vocab_size=VOCABULARY),
+                seed=7,
+                dtype=torch.float64,
+            ),
+            optimizer=torch.optim.AdamW,
+            batch=triax.Batch(size=SAMPLES, microbatch=1),
+            schedule=ScheduleOptions(name=name, pairs=1.0 if paired else None),
+            zero=triax.Zero.of({"stage": stage}),
+            recompute=recompute,
+        )
+        assert here.size == 1 or engine.program.schedule.pairs
+        engine.executor.interleaves &= interleaves
+        here.tensor.observe(seen := Overlaps())
+        count = SAMPLES // here.data.size
+        mine = rows[here.data.rank * count : (here.data.rank + 1) * count]
+        for _ in range(2):
+            loss = engine.train_batch(iter([(row[None, :-1], row[None, 1:]) for row in mine])).item()
+        here.tensor.unobserve(seen)
+        found.append((loss, engine.gather("gradients"), seen.count / max(seen.all, 1)))
+    return found
+
+
+def check_cells(ranks: Any, sizes: dict[str, int], size: int, cells: list[Cell]) -> None:
+    loss, gradients, _ = train({}, [("1f1b", 0, {}, False, True)])[0]
+    everyone = ranks(size, train, sizes, cells, timeout=120)
+    for cell, *found in zip(cells, *everyone, strict=True):
+        overlaps = max(each[-1] for each in found)
+        assert overlaps > 0.2 if cell[-1] and cell[1] < 3 else overlaps == 0
+        for value, own, _ in found:
+            assert value == pytest.approx(loss, rel=1e-10)
+            torch.testing.assert_close(own, gradients, rtol=1e-10, atol=1e-12)
+
+
+def test_training_with_pairs_equals_one_process(ranks: Any) -> None:
+    cells: list[Cell] = [
+        ("stp", 1, {}, False, True),  # F with F, I, W and B
+        ("stp", 1, {}, False, False),
+        ("stp", 3, {}, False, True),  # one pass after the other
+        ("eager-1f1b", 2, {}, True, True),
+    ]
+    check_cells(ranks, {"pipe": 2, "tensor": 2}, 4, cells)
+
+
+@pytest.mark.exhaustive
+def test_pairs_of_each_schedule_equal_one_process(ranks: Any) -> None:
+    for stage, recompute in ((0, {"granularity": "selective"}), (1, {"enabled": True}), (2, {"granularity": "matmul"})):
+        for name in ("gpipe", "eager-1f1b", "interleaved", "zb-h2", "zb-v", "dualpipe-v", "stp"):
+            cells = [(name, stage, recompute, parallel, True) for parallel in (False, True)]
+            check_cells(ranks, {"pipe": 2, "data": 2, "tensor": 2}, 8, cells)
+    check_cells(ranks, {"tensor": 2}, 2, [("gpipe", 0, {}, False, True)])
+
+
+def train_on_axes(job: Job, place: Place, file: str) -> Any:
+    return five_axes.train(job, place, settings={"pipeline": {"schedule": file}})
+
+
+def check_axes(ranks: Any, place: Place, file: str) -> None:
+    everyone = ranks(place.ranks, train_on_axes, Job(), place, file, timeout=120)
+    assert not differences(everyone, (Job(), place))
+
+
+def paired_file(folder: Path, name: str, pipe: int, microbatches: int) -> str:
+    """Write a schedule with pairs into a file, and return its path."""
+    made = make_schedule(name, pipe, microbatches)
+    made = made if made.pairs else pair_pass(made, Costs(AR=1.0))
+    assert made.pairs
+    file = folder / f"{name}.json"
+    file.write_text(made.to_json())
+    return str(file)
+
+
+def test_pairs_with_experts_equal_one_process(ranks: Any, tmp_path: Path) -> None:
+    place = Place(pipe=2, data=2, expert=2, schedule="zb-v", microbatches=8, stage=2)
+    check_axes(ranks, place, paired_file(tmp_path, "stp", 2, 8))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+def test_pairs_on_five_axes_equal_one_process(ranks: Any, tmp_path: Path, kind: str) -> None:
+    place = Place(pipe=2, context=2, tensor=2, kind=kind, schedule="zb-v", microbatches=8, stage=1)
+    check_axes(ranks, place, paired_file(tmp_path, "stp", 2, 8))
+    place = Place(data=2, context=2, tensor=2, expert=2, kind=kind, microbatches=4, stage=2, shard_tensor=True)
+    check_axes(ranks, place, paired_file(tmp_path, "gpipe", 1, 4))
+
+
+class Fails(nn.Module):
+    """Layer that fails on one tensor rank, in the forward or the backward of its fifth microbatch."""
+
+    def __init__(self, where: str, grid: Grid) -> None:
+        super().__init__()
+        self.where, self.here, self.calls = where, grid.tensor.rank == 1, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.here and self.calls == 5:
+            if self.where == "forward":
+                raise ArithmeticError("boom")
+            x.register_hook(self.fail)
+        return x
+
+    def fail(self, _: Tensor) -> None:
+        raise ArithmeticError("boom")
+
+
+def failing(where: str) -> str:
+    here = Grid(tensor=2, timeout=30)
+    layers = gpt_layers(gpt())
+    model = PipelineModule(
+        [*layers[:3], LayerSpec(Fails, where, grid=here), *layers[3:]],
+        grid=here,
+        loss_fn=GPTLoss(here, vocab_size=VOCABULARY),
+        dtype=torch.float64,
+    )
+    engine = triax.Engine(
+        model,
+        optimizer=torch.optim.SGD,
+        batch=triax.Batch(microbatch=1, microbatches=8),
+        schedule=ScheduleOptions(name="eager-1f1b", pairs=0.5),
+    )
+    rows = torch.randint(VOCABULARY, (8, LENGTH + 1), generator=torch.Generator().manual_seed(3))
+    return error_text(
+        lambda: engine.train_batch(iter([(row[None, :-1], row[None, 1:]) for row in rows])), (RuntimeError, OSError)
+    )
+
+
+@pytest.mark.parametrize(("where", "op"), [("forward", "0F4&0B3"), ("backward", "0F5&0B4")])
+def test_a_pass_that_fails_stops_its_pair_and_the_others(ranks: Any, where: str, op: str) -> None:
+    first, second = ranks(2, failing, where, timeout=60)
+    assert f"rank 1 (pipe 0, data 0, tensor 1) failed at {op}: ArithmeticError: boom" in second
+    assert "rank 0 (pipe 0, data 0, tensor 0) stopped at" in first and "ArithmeticError: boom" in first
+
+
+def test_engines_refuse_what_pairs_cannot_do() -> None:
+    def made(schedule: Any) -> str:
+        return error_text(
+            lambda: triax.Engine(
+                PipelineModule([LayerSpec(nn.Linear, 4, 4)] * 4, grid=Grid(), loss_fn=summed_loss),
+                optimizer=torch.optim.SGD,
+                batch=triax.Batch(microbatch=1, microbatches=8),
+                schedule=schedule,
+            )
+        )
+
+    assert "stp has pairs already" in made(ScheduleOptions(name="stp", pairs=0.5))
+    assert made(ScheduleOptions(name="stp")) == made(ScheduleOptions(name="gpipe", pairs=0.5)) == "no error"
+
+
+def run(*words: str, collectives: str = "0.25") -> Any:
+    result = CliRunner().invoke(app, [*words, "--collectives", collectives])
+    return json.loads(result.output) if "--json" in words else result.output
+
+
+@pytest.mark.exhaustive
+def test_the_command_compares_with_pairs() -> None:
+    rows = run("--compare", "--pipe", "4", "--microbatches", "16", "--pairs", "--json")["schedules"]
+    assert [row["name"] for row in rows][:2] == ["stp", "dualpipe-v"]
+    assert rows[0]["makespan"] == simulate(make_schedule("stp", 4, 16), Costs(AR=0.25)).makespan
+
+
+def test_the_command_pairs_passes() -> None:
+    sizes = ("--pipe", "4", "--microbatches", "16")
+    plain, paired = run("dualpipe-v", *sizes, "--json"), run("dualpipe-v", *sizes, "--pairs", "--json")
+    assert (plain["makespan"], paired["makespan"]) == (54.75, 53.25)
+    assert Schedule.from_json(paired).pairs and not Schedule.from_json(plain).pairs
+    assert "AR 0.25" in run("stp", *sizes) and "as a pair with" in run("stp", *sizes, "--explain", "7F4")
+    assert "must be AR[,A2A]" in run("stp", *sizes, collectives="x")
