@@ -5,6 +5,8 @@ meeting.py: what replicas report at the end of each attempt of a step, and the d
 coordinator.py: torchft's Lighthouse, which tells who is there, and the client of a replica
 replica_group.py: process group between replicas, made anew when they change, and its sum in a fixed order
 peer_state.py: weights, optimizer state and schedules from a peer's memory
+shard_cut.py: cut of the optimizer state into parts, and the replicas that hold each, as a value
+sharded_state.py: the step on parts, and parts that move (ZeRO over the replicas)
 ledger_checkpoints.py: the ledger in a checkpoint
 replicas.py: ``FaultTolerantReplicas``, the replica strategy: the order of a step
 local_rounds.py: ``LocalRounds``, the replica strategy with local updates: members come and go between outer steps

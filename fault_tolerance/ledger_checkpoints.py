@@ -31,7 +31,18 @@ class LedgerCheckpoints:
         self._engine, self._replicas = engine, replicas
 
     def shards(self) -> StateShards:
-        """Return this rank's shards of the weights and the optimizer state."""
+        """Return this rank's shards of the weights and the optimizer state.
+
+        With ZeRO over replicas it is collective: all replicas save or load after the same step.
+
+        Raises:
+            RuntimeError: a replica was lost meanwhile.
+        """
+        if (problem := self._replicas.hold_whole_state()) is not None:
+            raise RuntimeError(
+                f"the optimizer state is cut over the replicas, and was not gathered ({problem}): save on all replicas "
+                "after the same step, and again after the next one"
+            )
         return StateShards(self._engine.data_axis, all_parameters(self._engine), self._engine.grid)
 
     def add_to(self, snapshot: Snapshot) -> None:
@@ -57,11 +68,13 @@ class LedgerCheckpoints:
         """Load the ledger. Returns no notes."""
         if not options.weights_only:
             self._replicas.ledger = Ledger.of(snapshot.header["run"]["membership"])
+        if self._replicas.sharded is not None:
+            self._replicas.sharded.take_whole()
         return []
 
     def may_save_after(self, step: int, every: int) -> bool:
-        """Return True: between two steps every replica has the state of the run."""
-        return True
+        """Return True if this replica has the state of the run, which is gathered with ZeRO over replicas."""
+        return self._replicas.may_save(step % every == 0)
 
 
 class RoundCheckpoints(LedgerCheckpoints):

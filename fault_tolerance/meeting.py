@@ -25,7 +25,8 @@ class Report:
         step: number of steps that it has taken; -1 if it has lost its state, or waits for it.
         round: number of the round whose sum it tried; -1 if it has no state that the others could rely on.
         summed: True if all its ranks have the whole sum of that round.
-        members, contributors: those of the round.
+        members, contributors, owners, keepers: those of the round.
+        planned: the replicas that took shares in the step, also those that were lost since.
         leaving: True if the replica ends after this step.
         settings: hash of the options and the model, which must be equal.
         store: address of the replica's store, ``host:port``.
@@ -38,6 +39,9 @@ class Report:
     summed: bool = False
     members: tuple[str, ...] = ()
     contributors: tuple[str, ...] = ()
+    planned: tuple[str, ...] = ()
+    owners: tuple[str, ...] = ()
+    keepers: tuple[str, ...] = ()
     leaving: bool = False
     settings: str = ""
     store: str = ""
@@ -50,7 +54,7 @@ class Report:
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> Report:
         """Return the report of ``plain``."""
-        return cls(**{**value, "members": tuple(value["members"]), "contributors": tuple(value["contributors"])})
+        return cls(**{key: tuple(each) if isinstance(each, list) else each for key, each in value.items()})
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,9 @@ class Round:
         donor: the member that sends the state; empty without newcomers.
         store: address of the store at which the group of this round meets.
         fresh: True at the start of a run: newcomers get the state before the step, and contribute.
+        owners: replicas among which the optimizer state is cut that the last step has left; empty after a fresh round,
+            when each has the whole state.
+        keepers: those of the owners that still hold what they held then.
     """
 
     number: int
@@ -76,6 +83,8 @@ class Round:
     donor: str = ""
     store: str = ""
     fresh: bool = False
+    owners: tuple[str, ...] = ()
+    keepers: tuple[str, ...] = ()
 
     @property
     def group(self) -> tuple[str, ...]:
@@ -109,12 +118,13 @@ Choose = Callable[[int, tuple[str, ...]], tuple[str, ...]]  # (step, members) ->
 _SLOW = 2.0  # a replica is slow if it takes so many times the median of the others
 
 
-def decide(reports: Sequence[Report], choose: Choose) -> Decision | None:
+def decide(reports: Sequence[Report], choose: Choose, hands_over: bool = False) -> Decision | None:
     """Return the decision of a meeting; None if every member of the last round is lost, so that no state is left.
 
     Args:
         reports: the reports of all replicas at the meeting.
         choose: chooses the contributors of a step among the members.
+        hands_over: a replica that leaves is spare for one step, in which the others take what it owns.
     """
     by_name = {report.name: report for report in reports}
     number = max(report.round for report in reports)
@@ -138,11 +148,18 @@ def decide(reports: Sequence[Report], choose: Choose) -> Decision | None:
         members = tuple(name for name in last.members if name in round_)
         newcomers = tuple(sorted(name for name in round_ if name not in last.members))
         # Newcomers of the round have their state already: those that have not are not in the round any more.
-        again = Round(number + 1, last.step, (*members, *newcomers), tuple(here), store=round_[here[0]].store)
+        keepers = tuple(name for name in last.keepers if name in round_)
+        store = round_[here[0]].store
+        again = Round(
+            number + 1, last.step, (*members, *newcomers), tuple(here), store=store, owners=last.owners, keepers=keepers
+        )
         return Decision(None, again, lost)
-    stay = [name for name in last.members if name in round_ and round_[name].summed and not round_[name].leaving]
-    left = tuple(name for name in last.members if name in round_ and round_[name].leaving)
+    there = [name for name in last.members if name in round_ and round_[name].summed]
     entered = sorted(name for name, each in round_.items() if name not in last.members and each.summed)
+    waits = hands_over and any(not round_[name].leaving for name in (*there, *entered))
+    leaving = [name for name in last.members if name in round_ and round_[name].leaving]
+    left = tuple(name for name in leaving if not (waits and name in last.planned))
+    stay = [name for name in there if name not in left]
     members = (*stay, *(name for name in entered if not round_[name].leaving))
     newcomers = tuple(sorted(name for name in by_name if name not in members and name not in left))
     step = last.step + 1
@@ -151,10 +168,12 @@ def decide(reports: Sequence[Report], choose: Choose) -> Decision | None:
         number + 1,
         step,
         members,
-        choose(step, members),
+        choose(step, tuple(name for name in members if not round_[name].leaving)),
         newcomers,
         donor if newcomers else "",
         round_[donor].store if members else "",
+        owners=last.planned,
+        keepers=tuple(name for name in last.planned if name in stay),
     )
     keeps = all(name in round_ and round_[name].summed for name in following.group)
     return Decision(last.contributors, following, lost, left, _slowest([round_[name] for name in here]), keeps)

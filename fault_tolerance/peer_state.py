@@ -87,10 +87,16 @@ def capture_here(
         "client_shapes": [[*each.shape] for each in own],
         "numbers": optimizer_numbers(shards),
         "dtypes": dtypes,
-        "tensors": [(each.numel(), str(each.dtype).removeprefix("torch.")) for each in tensors],
         **more,
     }
-    return torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8), tensors
+    return packed(header, tensors)
+
+
+def packed(header: Mapping[str, Any], tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Return a header as bytes, with the sizes and dtypes of the tensors that follow it, and the tensors."""
+    sizes = [(each.numel(), str(each.dtype).removeprefix("torch.")) for each in tensors]
+    text = json.dumps({**header, "tensors": sizes}).encode()
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8), tensors
 
 
 def send_state(header: Tensor, tensors: list[Tensor], group: ReplicaGroup, to: int) -> None:

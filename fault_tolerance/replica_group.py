@@ -89,13 +89,33 @@ class ReplicaGroup:
         self.sent += own.element_size() * part * (self.size - 1) * (1 + int(gives))
         return whole[: own.numel()]
 
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return the flat tensors of all ranks, in host memory, one after the other. Collective.
+
+        Args:
+            tensor: (n,) in host memory, of the same length and dtype on all ranks.
+
+        Raises:
+            RuntimeError: another rank is gone, or did not come within the time limit.
+        """
+        whole = tensor.new_empty(self.size * tensor.numel())
+        if whole.numel():
+            self._open()._allgather_base(whole.view(torch.uint8), tensor.view(torch.uint8)).wait()
+        self.sent += tensor.nbytes * (self.size - 1)
+        return whole
+
     def send(self, tensor: Tensor, to: int) -> None:
         """Send a tensor in host memory to another rank, and wait."""
-        self._group.send([tensor], to, 0).wait()
+        self._open().send([tensor], to, 0).wait()
 
     def receive(self, tensor: Tensor, source: int) -> None:
         """Receive into a tensor in host memory from another rank, and wait."""
-        self._group.recv([tensor], source, 0).wait()
+        self._open().recv([tensor], source, 0).wait()
+
+    def _open(self) -> Any:
+        if (group := self._group) is None:
+            raise RuntimeError("the connections to the other replicas are closed")
+        return group
 
     def abort(self) -> None:
         """Close all connections, so that the other ranks do not wait for this one.

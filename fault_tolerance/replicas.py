@@ -4,6 +4,7 @@ Each replica is a group of processes with a world of its own: a whole grid. A st
 rank by rank, between ranks at the same place of each grid, in a group that is made anew when replicas come or go:
 
 stepping   take the samples that the ledger gives; send the state to newcomers, or receive it, while the step runs
+prepare    with ZeRO over replicas: gather the new weights, and move optimizer state if the replicas have changed
 sum        sum gradients and numbers over the contributors; meet; again without those that were lost; record the step
 """
 
@@ -16,7 +17,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -41,6 +42,8 @@ from .meeting import Decision, Report, Round, decide
 from .membership import Change, History, Ledger
 from .peer_state import capture_here, load_here, receive_state, send_state
 from .replica_group import ReplicaGroup, serve_store
+from .shard_cut import Cut
+from .sharded_state import ReplicaShards
 
 if TYPE_CHECKING:
     from ..engine.base import Engine
@@ -62,6 +65,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
     Attributes:
         name: this replica's name.
         ledger: the samples taken, and the history of members.
+        sharded: the optimizer state that this replica holds, with ZeRO over the replicas; None: it holds all.
         left: True if this replica has left the run.
         leaving: True if it leaves after the present step.
         recoveries: seconds that each loss of a replica cost: from the failed sum to the sum of the others.
@@ -113,6 +117,13 @@ class FaultTolerantReplicas(SynchronousReplicas):
             self._store, self._address = serve_store(self._host)
             self._client = CoordinatorClient(address, self.name, options.silence, options.give_up)
         engine.optimizer_step.across = self.sum
+        self.sharded: ReplicaShards | None = None
+        self._ready = -1  # number of the last round for which weights and shards were made ready
+        self._announced = False  # True if the others know that this replica leaves
+        self._hands_over = False  # True if it left the run while others went on, which have its part
+        if options.zero:
+            self.sharded = ReplicaShards(engine.data_axis, self.name, options.copies)
+            engine.data_axis.stepper.elsewhere = self._step_shards
 
     @property
     def present(self) -> list[int]:
@@ -153,7 +164,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
             self._close()
             if self.grid.rank == 0:
                 _LOG.warning("replica %s has left the run after step %d", self.name, self._engine.global_steps)
-            if self._next_handler is None:  # else a checkpoint is saved, which ends the process
+            if self._next_handler is None or self._hands_over:  # else a checkpoint is saved, which ends the process
                 raise SystemExit(0)
 
     def microbatches(self) -> Iterator[Any]:
@@ -193,10 +204,53 @@ class FaultTolerantReplicas(SynchronousReplicas):
         sent = self._sent_before + (0.0 if self._group is None else self._group.sent)
         return {"replicas": {"sent": sent, "per_step": sent / max(1, self._engine.global_steps)}}
 
+    def memory(self) -> dict[str, int]:
+        """Return additional entries of ``held`` in ``memory_report``: with ZeRO over replicas, the bytes of copies."""
+        return {} if self.sharded is None else self.sharded.nbytes()
+
+    def may_save(self, due: bool) -> bool:
+        """Return True if an automatic checkpoint may be saved now; with ZeRO over replicas all save together.
+
+        Args:
+            due: True if the replicas save one after this step.
+        """
+        if self.sharded is None or self.left:
+            return not self._hands_over
+        if due and (problem := self.hold_whole_state()) is not None:
+            _LOG.warning("replica %s saves no checkpoint after step %d: %s", self.name, self._now.step - 1, problem)
+            return False
+        return due and not self._announced
+
+    def hold_whole_state(self) -> str | None:
+        """Get the whole optimizer state, which stays until the next step, for a checkpoint. Collective over replicas.
+
+        Returns:
+            The reason of a failure, on every rank; the next step goes on with those that are left.
+        """
+        if self.sharded is None or self._round is None or self.left:
+            return None
+        if self._stateless:
+            return "this replica waits for the state of the others"
+        problem = None
+        round_, group = self._now, self._group
+        try:
+            if group is None or self._ready != round_.number:
+                raise RuntimeError("this replica has no whole state of this step")
+            self.sharded.gather_whole(group, round_.group, round_.members, round_.keepers)
+        except _FAILURES as error:
+            problem = str(error) or type(error).__name__
+        found = next((each for each in self.grid.world.all_gather_json(problem) if each is not None), None)
+        if found is not None:
+            self._abort()
+        return found
+
     # ------------------------------------------------------------------------------------------ a step
 
     def _begin(self) -> None:
         """Begin a step: go to the samples of this replica, and begin to send or receive the state."""
+        self._make_ready()
+        if self.sharded is not None:
+            self.sharded.drop_whole()
         round_, engine = self._now, self._engine
         self._began = time.monotonic()
         planned = self._planned(round_)
@@ -263,7 +317,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
         while True:
             round_ = self._now
             found: list[Tensor] = []
-            problem = self._load_received()
+            problem = self._make_ready_once() or self._load_received()  # a donor sends after it has done so
             if again is not None and self._weighs and self._computed != round_.number:
                 self._computed, (tensors, values) = round_.number, again()
             numbers = torch.tensor([float(value) for value in values], dtype=torch.float64)
@@ -280,10 +334,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
             if decision.committed is not None and summed and round_.number == decision.next.number - 1:
                 break
             detection, since = detection + now - since, now
-            if not self._accept(decision):
-                self._join()
-                if self._now.fresh:
-                    raise RuntimeError("every replica with the state of the run is lost, and the run starts anew")
+            self._follow(decision)
         if detection:
             self._lose("detection", detection)
             self._lose("again", now - since)
@@ -339,9 +390,12 @@ class FaultTolerantReplicas(SynchronousReplicas):
             for change in changes:
                 self._tell(change)
             self._name_slow(decision, round_)
+        if self.sharded is not None:
+            self.sharded.adopt()
         if self.name in decision.left or not decision.next.members:
-            self.left = True
-            self._abort()
+            self.left, self._hands_over = True, self.sharded is not None and bool(decision.next.members)
+            if self.sharded is None or self._hands_over:
+                self._abort()
         else:
             before = time.monotonic()
             self._enter(decision.next, decision.keeps)
@@ -356,6 +410,93 @@ class FaultTolerantReplicas(SynchronousReplicas):
         """Count the samples that the other contributors have taken in this step."""
         self.contributing = len(counted)
         self._engine.add_samples((len(counted) - 1) * self._engine.batch.train)
+
+    def _follow(self, decision: Decision) -> None:
+        """Enter the next round after an attempt that failed, as a newcomer if the others went on. Collective."""
+        if not self._accept(decision):
+            self._join()
+            if self._now.fresh:
+                raise RuntimeError("every replica with the state of the run is lost, and the run starts anew")
+
+    # ------------------------------------------------------------------------------------------ ZeRO over replicas
+
+    def _step_shards(self, without: Collection[Tensor]) -> None:
+        """Step the parts of this replica, and gather the weights: in the next round, as one is lost at any time.
+
+        Args:
+            without: parameters that had no gradient on any replica.
+
+        Raises:
+            AgreedError: there is such a parameter.
+            RuntimeError: all replicas leave after this step, and one was lost before the weights were there.
+        """
+        assert self.sharded is not None
+        self.sharded.step(without)
+        if not self.left:
+            self._make_ready()
+        elif not self._hands_over and self._group is not None:
+            group, members = self._now.group, self._now.members
+            try:
+                self.sharded.gather_weights(self._group, group, self._cut(self._planned(self._now)), members)
+                self.sharded.gather_whole(self._group, group, members, members)
+            except _FAILURES as error:
+                raise RuntimeError(
+                    f"a replica was lost while all left the run after step {self._now.step}, so replica {self.name} "
+                    f"has no whole state of it ({error}): start the run again from its last checkpoint"
+                ) from error
+
+    def _make_ready(self) -> None:
+        """Make weights and shards ready for the round; with those that are left if one is lost. Collective."""
+        before, failed = time.monotonic(), False
+        while (problem := self._make_ready_once()) is not None:
+            failed = True
+            reports, _ = self._meet(problem, 0.0)
+            self._follow(self._decide(reports))
+        if failed:
+            self._lose("again", time.monotonic() - before)
+
+    def _make_ready_once(self) -> str | None:
+        """Make weights and shards ready for the round; return a reason if it failed. Collective over the round."""
+        round_, group = self._now, self._group
+        if self.sharded is None or self._ready == round_.number:
+            return None
+        problem = None
+        try:
+            if group is None:
+                raise RuntimeError("the group of the round was not made")
+            self.sharded.prepare(
+                group, round_.group, self._cut(round_.owners), round_.keepers, self._cut(self._planned(round_))
+            )
+        except _FAILURES as error:
+            problem = str(error) or type(error).__name__
+        found = next((each for each in self.grid.world.all_gather_json(problem) if each is not None), None)
+        if found is None:
+            self._ready = round_.number
+        else:
+            self._abort()
+        return found
+
+    def _cut(self, names: Sequence[str]) -> Cut:
+        return Cut(tuple(names), self.options.copies)
+
+    def _require_state(self, round_: Round) -> None:
+        """Check that each part of the optimizer state has a holder.
+
+        Raises:
+            RuntimeError: all holders of a part are lost.
+        """
+        found = ((self._cut(round_.owners), round_.keepers), (self._cut(self._planned(round_)), round_.members))
+        for cut, present in found:
+            if round_.fresh or not (lost := cut.lost(present)):
+                continue
+            holders = sorted({name for part in lost for name in cut.holders(part)})
+            folder = self._engine.options.checkpoint.folder
+            what = f"in {folder}" if folder else "that you saved (set <checkpoint.folder>, <checkpoint.every>)"
+            raise RuntimeError(
+                f"step {round_.step}: {len(lost)} of {len(cut.names)} parts of the optimizer state are lost with "
+                f"replicas {', '.join(holders)}, which held them and their copies (fault_tolerance.copies="
+                f"{cut.copies}): start the run again from its last checkpoint, {what}, or give more copies"
+            )
 
     def _name_slow(self, decision: Decision, round_: Round) -> None:
         """Log the name of a replica that was the slowest, and slow, in several steps in a row."""
@@ -415,7 +556,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
                     f"replicas {self.name} and {report.name} have different options or models: start all replicas with "
                     "the same program and options"
                 )
-        decision = decide(reports, self._choose)
+        decision = decide(reports, self._choose, self.sharded is not None)
         if decision is None:
             raise RuntimeError("every replica with the state of the run is lost: start the run from a checkpoint")
         return decision
@@ -430,7 +571,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
         by_hand = self._engine.data_axis.by_hand
         told = self.grid.world.all_gather_json([problem, self.leaving, self._weighs, by_hand])
         summed = all(each is None for each, *_ in told)
-        self.leaving = any(leaving for _, leaving, *_ in told)
+        self.leaving = self._announced = any(leaving for _, leaving, *_ in told)
         self._weighs = any(weighs for *_, weighs, _ in told)
         if any(by_hand for *_, by_hand in told):
             raise AgreedError(
@@ -447,11 +588,15 @@ class FaultTolerantReplicas(SynchronousReplicas):
             round_ = self._round
             report = Report(
                 self.name,
-                -1 if self._stateless else self._steps_taken,
+                # A round of the next step is entered before the engine has counted the last one.
+                -1 if self._stateless else self._steps_taken if round_ is None else round_.step,
                 -1 if round_ is None or self._stateless else round_.number,
                 summed,
                 () if round_ is None else round_.members,
                 () if round_ is None else self._contributors(round_),
+                () if round_ is None or self._stateless else self._planned(round_),
+                () if round_ is None else round_.owners,
+                () if round_ is None else round_.keepers,
                 self.leaving,
                 self._settings,
                 self._address,
@@ -477,6 +622,9 @@ class FaultTolerantReplicas(SynchronousReplicas):
     def _join(self) -> None:
         """Meet the others without a state, until this replica is in a round. Collective."""
         self._abort()
+        if self.sharded is not None and self.sharded.cut is not None:
+            self._stateless = True  # it has parts of a step that is gone
+            self.sharded.forget()
         if self._round is not None:  # it was cut off, or stopped
             self._round, self._made = None, time.monotonic()
         while True:
@@ -507,6 +655,8 @@ class FaultTolerantReplicas(SynchronousReplicas):
         if self._first is None or self._first.step != round_.step or round_.fresh:
             self._first = round_
         self._round = round_
+        if self.sharded is not None:
+            self._require_state(round_)
         if not same:
             self._abort()
             rank = round_.group.index(self.name)
@@ -521,6 +671,8 @@ class FaultTolerantReplicas(SynchronousReplicas):
             self._share_state(round_)
         elif self.name in round_.newcomers:
             self._stateless = True
+            if self.sharded is not None:
+                self.sharded.forget()
             self._receive(round_.donor)
 
     def _abort(self) -> None:
@@ -723,6 +875,11 @@ def _check(engine: Engine) -> None:
             f"<fault_tolerance> sends the state of optimizers that work element by element, not of "
             f"{type(engine.data_axis.optimizer).__name__}: use AdamW or SGD"
         )
+    if engine.options.fault_tolerance.zero and getattr(engine.data_axis.optimizer, "layerwise", False):
+        raise refusal(
+            f"<fault_tolerance.zero> steps parts of a layer on several replicas, and "
+            f"{type(engine.data_axis.optimizer).__name__} needs whole layers: use AdamW, or leave it out"
+        )
     for name, module in engine.module.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
             raise refusal(
@@ -734,7 +891,11 @@ def _check(engine: Engine) -> None:
 def _digest(engine: Engine) -> str:
     """Return a hash of what must be equal on all replicas: options, and the parameters of each rank. Collective."""
     settings = {k: v for k, v in engine.settings(given=True).items() if k not in ("checkpoint", "monitor")}
-    section = {k: v for k, v in settings.pop("fault_tolerance", {}).items() if k in ("active", "replay")}
+    section = {
+        k: v for k, v in settings.pop("fault_tolerance", {}).items() if k in ("active", "replay", "zero", "copies")
+    }
+    if section.get("zero"):  # a checkpoint is saved together
+        section["every"] = engine.options.checkpoint.every
     shapes = [(name, [*parameter.shape]) for name, parameter in engine.module.named_parameters()]
     sizes = engine.grid.topology.sizes
     everyone = engine.grid.world.all_gather_json(shapes)

@@ -73,6 +73,8 @@ def _check_fault_tolerance(options: EngineOptions) -> None:
         )
     if local is not None and options.fault_tolerance.active is not None:
         _refuse(f"{both}, but a spare replica would have weights of its own: leave <fault_tolerance.active> out")
+    if local is not None and options.fault_tolerance.zero:
+        _refuse(f"{both}, but replicas step alone within a round: leave <fault_tolerance.zero> out")
     if options.tuning is not None or options.tunes_microbatch:
         _refuse("<fault_tolerance> needs <batch.microbatch> as a number: write it, and leave <tuning> out")
     if options.reduction.op != "mean":

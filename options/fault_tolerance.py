@@ -21,6 +21,20 @@ class FaultTolerance(Options):
     active: int | None = option(
         None, "Number of replicas that contribute; further ones are spare, with equal weights. None: all.", least=1
     )
+    zero: int = option(
+        0,
+        "Stage of ZeRO over the replicas: 1 cuts the optimizer state and the master weights among them. 0: each holds "
+        "all.",
+        least=0,
+        most=3,
+    )
+    copies: int = option(
+        1,
+        "With zero: replicas that hold a copy of each one's part, in host memory. If all holders of a part are lost in "
+        "one step, the run ends, and starts again from a checkpoint.",
+        least=0,
+        needs="zero",
+    )
     timeout: float = option(
         60.0, "Seconds after which a sum over replicas fails, where a connection stands and nothing comes.", above=0
     )
@@ -38,7 +52,16 @@ class FaultTolerance(Options):
     )
 
     def check(self) -> None:
-        """Check that the replica's name can be a file's name."""
+        """Check that the replica's name can be a file's name, and that gradients and weights are whole."""
+        if self.zero > 1:
+            what = "gradients" if self.zero == 2 else "gradients and weights"
+            raise OptionError(
+                "zero",
+                self.zero,
+                f"replicas keep whole {what}, because those that are left sum their gradients again when one is lost, "
+                f"and no layer waits for another replica: give 1, and cut {what} within each replica (zero="
+                f"{self.zero} of the engine, on a data axis)",
+            )
         if self.replica is not None and (not self.replica or set(self.replica) & set("/\\\n\0")):
             raise OptionError("replica", self.replica, "give a name without a slash, such as 0")
 

@@ -119,14 +119,27 @@ class FlatWeights:
 
     @property
     def master_is_copy(self) -> bool:
-        """True if there is a master and it is not the shard itself."""
-        if self.master is None:
+        """True if there is a master here and it is not the shard itself."""
+        if self.master is None or self.master_is_away:
             return False
         return self.master.untyped_storage()._cdata != self.shard.untyped_storage()._cdata
 
+    @property
+    def master_is_away(self) -> bool:
+        """True after ``put_master_away``."""
+        return self.master is not None and self.master.stride() == (0,)
+
+    def put_master_away(self) -> None:
+        """Free the memory of the master: the caller holds parts of it, and steps them. Its elements read as NaN."""
+        assert self.master is not None
+        self.master.data = self.master.new_full((1,), float("nan")).expand(self.owned_numel)
+
     def values(self) -> tuple[Tensor, int]:
-        """Return the tensor with the values at full precision, and the place of its first element in the bucket."""
-        if self.master is not None:
+        """Return the tensor with the values at full precision, and the place of its first element in the bucket.
+
+        While the master is away, these are the values in the dtype of the weights.
+        """
+        if self.master is not None and not self.master_is_away:
             return self.master.detach(), self.owned[0]
         return (self.shard, self.owned[0]) if self.partitioned else (self.weights, 0)
 

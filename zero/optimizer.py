@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +67,8 @@ class RangeStepper:
     Attributes:
         optimizer: torch's, over the owned ranges, for learning-rate schedulers and for reading its state.
         late: step counts of parameters that stood still in some steps; None if they have none of their own.
+        elsewhere: steps the owned ranges in the place of this object, with gradients that are scaled, but for
+            parameters without a gradient; None: this object steps them.
         whole_tensors: True if it steps tensors of the parameters' shapes.
         equal_weights: True if all replicas have equal weights between two steps.
     """
@@ -93,6 +95,7 @@ class RangeStepper:
         self._allgather_bucket_size = allgather_bucket_size
         self._buckets = [bucket for bucket in buckets if bucket.trained]
         self._sub_groups: SubGroups | None = None
+        self.elsewhere: Callable[[Collection[Tensor]], None] | None = None
         self.optimizer = self._make(make, groups)
         self.late = LateParameters(self.optimizer) if self._keeps_counts() else None
 
@@ -129,7 +132,10 @@ class RangeStepper:
             without: parameters that had no gradient on any replica; they do not change, as with torch's ``None``.
         """
         with torch.no_grad():
-            if self._sub_groups is not None:
+            if self.elsewhere is not None:
+                self._scale(scale)
+                self.elsewhere(without)
+            elif self._sub_groups is not None:
                 self._sub_groups.step(scale, without)
             else:
                 self._step(scale, without)

@@ -9,89 +9,33 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import triax
 from triax.data.dataloader import make_loader
-from triax.fault_tolerance.membership import Change, History, Ledger
+from triax.fault_tolerance.membership import History, Ledger
 
 from replica_jobs import (
     MICRO,
     SHARE,
-    NamedLoss,
     Samples,
+    changes,
     coordinator,
     finish,
+    in_one_process,
     kill,
     kill_after_sum,
     kill_in_sum,
-    loss_fn,
     losses,
     model_of,
     optimizer,
-    plain_module,
+    replayed,
     start,
 )
 
 pytest.importorskip("torchft")
 
 KILLED = -9
-
-
-def changes(file: Path) -> list[Change]:
-    """Changes of a history file."""
-    return [Change.of(line) for line in file.read_text().splitlines()]
-
-
-def replayed(folder: Path, history: Path, names: str, steps: int, **job: Any) -> dict[int, str]:
-    """Replay a history without faults; return the losses."""
-    folder.mkdir()
-    options = {**job.pop("options", {}), "replay": str(history)}
-    with coordinator(least=len(names)) as address:
-        run = [p for name in names for p in start(folder, name, address, steps=steps, options=options, **job)]
-        assert set(finish(run)) == {0}
-    found = [losses(folder, name) for name in names]
-    assert all(each == found[0] for each in found)
-    return found[0]
-
-
-def in_one_process(history: Path, steps: int, kind: str = "plain") -> tuple[list[float], list[Tensor]]:
-    """Losses and last weights of one process of plain torch that takes the samples of a history."""
-    ledger, past = Ledger(), History.read(history)
-    model = plain_module(0) if kind == "module" else model_of(kind, triax.Grid(), 0)
-    first, last = (module for module in model.modules() if isinstance(module, nn.Linear))
-    adamw = optimizer([*first.parameters(), *last.parameters()])
-    loader, found = make_loader(Samples(), SHARE, SHARE, 0, 1, 0), []
-    for step in range(steps):
-        members, counted = past.members(step), past.counted(step)
-        shares = ledger.plan(members)
-        batches = []
-        for name in counted:
-            loader.seek(shares[name])
-            inputs, labels = next(iter(loader))
-            batches.append((last(torch.tanh(first(inputs))), labels))
-        ledger.record(step, members, counted)
-        loss = whole_loss(batches, kind)
-        adamw.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_([*first.parameters(), *last.parameters()], 1.0)
-        adamw.step()
-        found.append(float(loss.detach()))
-    return found, [p.detach() for p in (*first.parameters(), *last.parameters())]
-
-
-def whole_loss(batches: list[tuple[Tensor, Tensor]], kind: str) -> Tensor:
-    """Loss of a whole batch, of (outputs, labels) of each share."""
-    if kind == "module":  # a mean over microbatches
-        pairs = [loss_fn(*part) for each in batches for part in zip(*(x.split(MICRO) for x in each), strict=True)]
-        return torch.stack([total / count for total, count in pairs]).mean()
-    outputs, labels = (torch.cat(each) for each in zip(*batches, strict=True))
-    if kind == "plain":
-        total, count = loss_fn(outputs, labels)
-        return total / count
-    terms = NamedLoss()(outputs, labels)
-    (total, count), (odd, odd_count) = terms["ce"], terms["odd"]
-    return total / count + odd / odd_count + terms["size"]
 
 
 def in_one_engine(history: Path, steps: int) -> tuple[list[float], dict[str, Tensor], dict[str, list[int]]]:

@@ -7,18 +7,22 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from network_namespaces import enter
 from torch import Tensor, nn
 
 import triax
+from triax.data.dataloader import make_loader
 from triax.engine.step_observer import StepObserver
+from triax.fault_tolerance.membership import Change, History, Ledger
 from triax.moe import MoE
 
 from processes import free_port
@@ -27,11 +31,11 @@ SAMPLES, SHARE, MICRO, WIDTH = 60, 4, 2, 6
 
 
 class Samples(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    """Inputs and labels in float64; every third label of a sample is ignored, so samples have unlike weights."""
+    """Inputs and labels; every third label of a sample is ignored, so samples have unlike weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         generator = torch.Generator().manual_seed(3)
-        self.inputs = torch.randn(SAMPLES, WIDTH, generator=generator, dtype=torch.float64)
+        self.inputs = torch.randn(SAMPLES, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
         self.labels = torch.randint(0, WIDTH, (SAMPLES, 3), generator=generator)
         self.labels[::3, 1:] = -100
 
@@ -84,15 +88,17 @@ class Experts(nn.Module):
         return y
 
 
-def layers(dropout: float, experts: bool = False) -> list[Any]:
+def layers(dropout: float, experts: bool = False, dtype: torch.dtype = torch.float64) -> list[Any]:
     """Return the layers of the model, with a mixture of experts if asked for."""
-    make = partial(nn.Linear, dtype=torch.float64)
+    make = partial(nn.Linear, dtype=dtype)
     middle = nn.Dropout(dropout) if not experts else triax.LayerSpec(Experts)
     return [triax.LayerSpec(make, WIDTH, 12), torch.tanh, middle, triax.LayerSpec(make, 12, 3 * WIDTH)]
 
 
 def model_of(kind: str, grid: triax.Grid, seed: int, dropout: float = 0.0) -> triax.PipelineModule:
-    """Return the model of a kind: plain, named or experts."""
+    """Return the model of a kind: plain, narrow (in float32), named or experts."""
+    if kind == "narrow":
+        return triax.PipelineModule(layers(dropout, dtype=torch.float32), loss_fn=loss_fn, grid=grid, seed=seed)
     if kind == "plain":
         return triax.PipelineModule(layers(dropout), loss_fn=loss_fn, grid=grid, seed=seed)
     if kind == "experts":
@@ -138,7 +144,8 @@ def train(job: Mapping[str, Any]) -> None:
         optimizer=optimizer,
         batch=triax.Batch(size=SHARE, microbatch=MICRO if grid.replicas == 1 else SHARE // grid.replicas),
         clip=1.0,
-        training_data=Samples(),
+        precision=job.get("precision", triax.Precision()),
+        training_data=Samples(torch.float32 if kind == "narrow" else torch.float64),
         zero=job.get("zero", 0),
         local_updates=job.get("local"),
         checkpoint=job.get("checkpoint", triax.Checkpoints()),
@@ -158,6 +165,8 @@ def train(job: Mapping[str, Any]) -> None:
             file.write(json.dumps(line) + "\n")
             file.flush()
     weights, facts = engine.gather(), {"metrics": engine.metrics, "loads": engine.expert_loads()}
+    held = Path(job["folder"], f"{job['name']}.{grid.rank}.held")
+    held.write_text(json.dumps(engine.memory_report()["held"]))
     if grid.rank == 0:
         torch.save(weights, Path(job["folder"], f"{job['name']}.weights"))
         torch.save(facts, Path(job["folder"], f"{job['name']}.facts"))
@@ -237,6 +246,35 @@ def kill_after_sum(engine: Any) -> None:
     engine.replicas._meet = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
+def kill_in_gather(engine: Any) -> None:
+    """Kill this process when it has stepped its part of the optimizer state, before it gives the weights."""
+    engine.replicas.sharded.gather_weights = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_in_move(engine: Any) -> None:
+    """Kill this process within its next transfer of a part of the optimizer state."""
+    from triax.fault_tolerance import sharded_state
+
+    send = sharded_state.send_state
+
+    def sent(header: Tensor, *arguments: Any) -> None:
+        send(header, [], *arguments[1:])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    sharded_state.send_state = sent
+
+
+def stop_for_a_while(engine: Any) -> None:
+    """Stop this process for four seconds."""
+    subprocess.Popen(["sh", "-c", f"sleep 4; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def ask_to_leave(engine: Any) -> None:
+    """Send SIGTERM to this process, as triax drain does."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 CONTEXT = multiprocessing.get_context("forkserver")
 # Loaded once, by the server: each process would take seconds on two cores.
 CONTEXT.set_forkserver_preload(
@@ -256,6 +294,30 @@ def start(folder: Path, name: str, address: str, **job: Any) -> list[Any]:
     for process in started:
         process.start()
     return started
+
+
+def start_in_order(folder: Path, names: str, address: str, **job: Any) -> dict[str, list[Any]]:
+    """Start replicas one after the other, each once the one before has taken a step: their order is that of ``names``.
+
+    Args:
+        folder: the folder of the run.
+        names: the replicas.
+        address: the coordinator's address.
+        job: of ``start``; ``faults`` has a replica's ``after`` and ``fault`` by its name.
+    """
+    faults = job.pop("faults")
+    started = {}
+    for name in names:
+        started[name] = start(folder, name, address, **job, faults="".join(faults), **faults.get(name, {}))
+        deadline = time.monotonic() + 60.0
+        while not _has_stepped(folder, name) and time.monotonic() < deadline:
+            time.sleep(0.02)
+    return started
+
+
+def _has_stepped(folder: Path, name: str) -> bool:
+    file = Path(folder, f"{name}.0.losses")
+    return file.exists() and file.stat().st_size > 0
 
 
 @contextlib.contextmanager
@@ -299,3 +361,89 @@ def losses(folder: Path, name: str, rank: int = 0) -> dict[int, str]:
     """Return the losses of a replica, as hex: step -> loss."""
     lines = Path(folder, f"{name}.{rank}.losses").read_text().splitlines()
     return {step: loss for step, loss, *_ in map(json.loads, lines)}
+
+
+def held(folder: Path, name: str, rank: int = 0) -> dict[str, int]:
+    """Return the bytes that a rank of a replica held at its end, by kind."""
+    return dict(json.loads(Path(folder, f"{name}.{rank}.held").read_text()))
+
+
+def changes(file: Path) -> list[Change]:
+    """Changes of a history file."""
+    return [Change.of(line) for line in file.read_text().splitlines()]
+
+
+def replayed(folder: Path, history: Path, names: str, steps: int, **job: Any) -> dict[int, str]:
+    """Replay a history without faults; return the losses."""
+    folder.mkdir()
+    options = {**job.pop("options", {}), "replay": str(history)}
+    with coordinator(least=len(names)) as address:
+        run = [p for name in names for p in start(folder, name, address, steps=steps, options=options, **job)]
+        assert set(finish(run)) == {0}
+    found = [losses(folder, name) for name in names]
+    assert all(each == found[0] for each in found)
+    return found[0]
+
+
+def in_one_process(history: Path, steps: int, kind: str = "plain") -> tuple[list[float], list[Tensor]]:
+    """Losses and last weights of one process of plain torch that takes the samples of a history."""
+    ledger, past = Ledger(), History.read(history)
+    model = plain_module(0) if kind == "module" else model_of(kind, triax.Grid(), 0)
+    first, last = (module for module in model.modules() if isinstance(module, nn.Linear))
+    adamw = optimizer([*first.parameters(), *last.parameters()])
+    loader, found = make_loader(Samples(), SHARE, SHARE, 0, 1, 0), []
+    for step in range(steps):
+        members, counted = past.members(step), past.counted(step)
+        shares = ledger.plan(members)
+        batches = []
+        for name in counted:
+            loader.seek(shares[name])
+            inputs, labels = next(iter(loader))
+            batches.append((last(torch.tanh(first(inputs))), labels))
+        ledger.record(step, members, counted)
+        loss = whole_loss(batches, kind)
+        adamw.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_([*first.parameters(), *last.parameters()], 1.0)
+        adamw.step()
+        found.append(float(loss.detach()))
+    return found, [p.detach() for p in (*first.parameters(), *last.parameters())]
+
+
+def whole_loss(batches: list[tuple[Tensor, Tensor]], kind: str) -> Tensor:
+    """Loss of a whole batch, of (outputs, labels) of each share."""
+    if kind == "module":  # a mean over microbatches
+        pairs = [loss_fn(*part) for each in batches for part in zip(*(x.split(MICRO) for x in each), strict=True)]
+        return torch.stack([total / count for total, count in pairs]).mean()
+    outputs, labels = (torch.cat(each) for each in zip(*batches, strict=True))
+    if kind == "plain":
+        total, count = loss_fn(outputs, labels)
+        return total / count
+    terms = NamedLoss()(outputs, labels)
+    (total, count), (odd, odd_count) = terms["ce"], terms["odd"]
+    return total / count + odd / odd_count + terms["size"]
+
+
+def require_equal(folder: Path, names: str, **job: Any) -> int:
+    """Check a run against a replay of the first replica's history, bit by bit, and against one process in float64.
+
+    Args:
+        folder: the folder of the run.
+        names: the replicas that were ever members; the first one has the last step.
+        job: of ``start``.
+
+    Returns:
+        The number of steps.
+    """
+    found = [losses(folder, name) for name in names]
+    whole, history = {step: loss for each in found for step, loss in each.items()}, folder / f"{names[0]}.jsonl"
+    steps = len(whole)
+    assert max(found[0]) == steps - 1 and all(each.items() <= whole.items() for each in found)
+    assert replayed(folder / "again", history, names, steps, **job) == whole
+    weights, same = (torch.load(Path(each, f"{names[0]}.weights")) for each in (folder, folder / "again"))
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
+    expected, values = in_one_process(history, steps, job.get("kind", "plain"))
+    assert [float.fromhex(whole[step]) for step in range(steps)] == pytest.approx(expected, rel=1e-10)
+    for one, other in zip(weights.values(), values, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+    return steps
