@@ -54,7 +54,8 @@ class Report:
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> Report:
         """Return the report of ``plain``."""
-        return cls(**{key: tuple(each) if isinstance(each, list) else each for key, each in value.items()})
+        plain: dict[str, Any] = {key: tuple(each) if isinstance(each, list) else each for key, each in value.items()}
+        return cls(**plain)
 
 
 @dataclass(frozen=True)
