@@ -107,7 +107,7 @@ def test_learning_rates() -> None:
         (None, {"schedule": {"name": "zb-v", "slices": 2}}, "schedule: zb-v runs whole microbatches, not 2 slices"),
         (None, {"schedule": {"slices": 65}}, "training.sequence: a sequence of 64 tokens cannot be cut into 65 slices"),
         (None, {"schedule": {"slices": 2}, "grid": {"context": 2}}, "cuts sequences, and so does grid.context 2"),
-        (None, {"schedule": {"partition": "time", "slices": 2}}, "schedule.partition time is for whole sequences"),
+        (None, {"schedule": {"partition": "time", "slices": 2}}, "schedule: partition time is for whole sequences"),
         (6, {"grid": {"pipe": 4}}, "takes 4 processes a replica, and there are 6"),
         (6, {"grid": {"pipe": 2, "data": 2}}, "is a grid of 4 processes, and there are 6"),
         (None, {"training": {"optimizer": {"type": "AdamW", "lr": 1}}}, "give it as training.learning_rate"),
