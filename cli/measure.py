@@ -440,7 +440,7 @@ def cycled(calls: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
 
 
 def small_engine(
-    name: str, device: torch.device, layers: int, width: int = 16, sequence: int = 8, zero: Any = 0, **axes: int
+    name: str, device: torch.device, layers: int, width: int = 16, sequence: int = 8, zero: Any = 0, **axes: Any
 ) -> tuple[PipelineEngine, tuple[Tensor, Tensor]]:
     """Return an engine of a model with 4 microbatches, and one of them; by default nothing but Python takes time.
 

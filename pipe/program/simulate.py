@@ -344,7 +344,7 @@ def timeline_of(schedule: Schedule, costs: Costs | None = None, keep_gathered: b
                 start = now
                 while leaving[rank] and leaving[rank][0][0] < len(row):
                     start = max(start, leaving[rank].popleft()[1])
-                row.append(Span(op, start, start + cost["C"][stage]))
+                row.append(Span(op, start, start + cost[mb % slices]["C"][stage]))
                 now = row[-1].end
                 continue
             if kind == "F":

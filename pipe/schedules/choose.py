@@ -200,6 +200,8 @@ def write_schedule(schedule: Schedule, path: Path) -> None:
     """
     if path.suffix not in FILES:
         raise ValueError(f"{path} must end in .json, .csv (torch's pipelining) or .txt (the zero-bubble repository)")
+    if len(schedule.slices) > 1 and path.suffix != ".json":
+        raise ValueError(f"{path} cannot say that the ops are of {len(schedule.slices)} slices: write a .json file")
     if path.suffix == ".txt":
         content = to_zero_bubble(schedule)
     else:
