@@ -182,9 +182,9 @@ process to 1e-10, in float64. The pipe axis runs 1F1B and a zero-bubble schedule
 Of a type without experts, a run on the expert axis is one on two replicas. A type that a method's table does not list
 was not run with it.
 
-That one process equals transformers, torch and TRL, other tests show ([models.md](models.md),
-[guides/preferences.md](guides/preferences.md)), as they run grids of several axes. For your own model there is `triax
-check` ([guides/testing.md](guides/testing.md)), and for a grid of any size `triax check --dry`.
+That one process equals transformers, torch and TRL, other tests show ([Models](models.md),
+[Preferences](guides/preferences.md)), as they run grids of several axes. For your own model there is `triax
+check` ([Test your model on grids](guides/testing.md)), and for a grid of any size `triax check --dry`.
 
 torch {torch.__version__.partition("+")[0]}, CPU, gloo."""
 

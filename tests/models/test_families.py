@@ -464,7 +464,7 @@ def table() -> list[str]:
             cells = [f"`{config_name(family.config)}`", "1e-10", "equal", "1e-10" if name in dense else ""]
             cells.append("1e-10" if family.plan is not None else "")
         else:
-            where = "[moe.md](moe.md)" if known else ""
+            where = "[Mixture of experts](moe.md)" if known else ""
             cells = [f"`{config_name(family.config)}`" if known else "", where, "equal" if known else ""]
             cells.append("1e-10" if family.blocks else "")
             cells.append("1e-10" if family.plan is not None else "")
