@@ -154,7 +154,7 @@ def write_programs(text: str, folder: Path) -> None:
 # -------------------------------------------------------------------------------------------- the README
 
 
-LINES, WORDS = 150, 25  # of the whole README, and of a cell of its tables
+LINES, WORDS = 120, 25  # of the whole README, and of a cell of its tables
 
 
 def test_readme_is_short() -> None:
