@@ -27,19 +27,23 @@ def inputs(kind: str, chunks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return transitions, updates, initial, torch.randn_like(updates)
 
 
-def one_by_one(kind: str, chunks: int) -> tuple[Tensor, ...]:
-    """The states in front of the chunks, the last state, and the gradients, by the recurrence as it is written."""
-    transitions, updates, state, weights = inputs(kind, chunks)
-    transitions.requires_grad_(), updates.requires_grad_()
+def one_by_one(kind: str, chunks: int, alone: bool) -> tuple[Tensor, ...]:
+    """The states in front of the chunks, the last state, and the gradients, by the recurrence as it is written.
+
+    On one process the last state has a gradient too, and so has the initial one.
+    """
+    transitions, updates, initial, weights = inputs(kind, chunks)
+    transitions.requires_grad_(), updates.requires_grad_(), initial.requires_grad_()
+    state = initial
     states = []
     for i in range(chunks):
         states.append(state)
         a = transitions[:, i]
         state = (a if kind == "matrix" else a * torch.eye(KEYS)) @ state + updates[:, i]
     before = torch.stack(states, 1)
-    (before * weights).sum().backward()
-    assert transitions.grad is not None and updates.grad is not None
-    return before.detach(), state.detach(), transitions.grad, updates.grad
+    ((before * weights).sum() + (alone * state * weights[:, 0]).sum()).backward()
+    assert transitions.grad is not None and updates.grad is not None and initial.grad is not None
+    return before.detach(), state.detach(), transitions.grad, updates.grad, initial.grad
 
 
 def scanned(kind: str, chunks: int) -> tuple[list[Tensor], dict[str, float], dict[str, float]]:
@@ -49,13 +53,15 @@ def scanned(kind: str, chunks: int) -> tuple[list[Tensor], dict[str, float], dic
     transitions, updates, initial, weights = inputs(kind, chunks)
     cut = [shard(x, grid.context).unflatten(1, (pieces, -1)) for x in (transitions, updates, weights)]
     a, u = (x.clone().requires_grad_() for x in cut[:2])
+    alone = grid.context.size == 1
     with count_bytes(grid) as forward:
-        before, last = scan(a, u, initial, grid.context)
+        before, last = scan(a, u, initial.requires_grad_(alone), grid.context)
+    assert last.requires_grad == alone
     with count_bytes(grid) as backward:
-        (before * cut[2]).sum().backward()
+        ((before * cut[2]).sum() + (alone * last * weights[:, 0]).sum()).backward()
     assert a.grad is not None and u.grad is not None
-    assert not last.requires_grad
-    return [before.detach().flatten(1, 2), last, a.grad.flatten(1, 2), u.grad.flatten(1, 2)], forward, backward
+    found = [before.detach().flatten(1, 2), last.detach(), a.grad.flatten(1, 2), u.grad.flatten(1, 2)]
+    return [*found, *([] if initial.grad is None else [initial.grad])], forward, backward
 
 
 CASES = [(kind, chunks) for kind in ("number", "matrix") for chunks in (8, 16)]
@@ -72,8 +78,9 @@ def test_the_scan_is_the_recurrence(ranks: Any, count: int) -> None:
     for rank, cases in enumerate(every):
         for (kind, chunks), (found, forward, backward) in zip(CASES, cases, strict=True):
             held = positions(chunks, count, rank)
-            for i, (mine, whole) in enumerate(zip(found, one_by_one(kind, chunks), strict=True)):
-                if i != 1:
+            assert len(found) == (5 if count == 1 else 4)
+            for i, (mine, whole) in enumerate(zip(found, one_by_one(kind, chunks, count == 1), strict=False)):
+                if i in (0, 2, 3):
                     torch.testing.assert_close(mine, whole[:, held], rtol=1e-10, atol=1e-10)
                 elif rank == 0:
                     torch.testing.assert_close(mine, whole, rtol=1e-10, atol=1e-10)
