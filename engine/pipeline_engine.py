@@ -166,6 +166,7 @@ class PipelineEngine(Engine):
         self.executor = Executor(module, self.data_axis, self.parts, memory, slices)
         self.executor.interleaves = self.data_axis.options.stage < 3
         self.named_losses = NamedLossSteps(module.is_last)
+        self._running: tuple[Grid, Sequence[Microbatch]] | None = None  # of the step whose gradients are summed
         self.auxiliary = AuxiliarySteps(module, self.grid, module.auxiliary)
         self.replica_buffers = ReplicaBuffers(module, self._step_grid)
         self._tied_buffers = [
@@ -270,13 +271,14 @@ class PipelineEngine(Engine):
         self.module.dropout_state.step = self.global_steps
         self.executor.clock = self.observer.program_clock(self.record_timeline)
         self.executor.loss_scale = self.optimizer_step.scale
-        self.compute = partial(self._compute, grid, microbatches)
-        result, mine = self.compute()
+        self._running = grid, microbatches
+        result, mine = self._compute(grid, microbatches)
         if self.record_timeline:
             self.timeline = self.observer.measure_timeline(grid)
 
         losses = [*result.named.values()]
         sums, named = self.named_losses.totals(grid, losses, mine, self.optimizer_step.totals, training=True)
+        self._running = None
         loss, weight, unused, *strayed = sums
         if unused and not self.auxiliary:
             self._leave_out_unreached(grid, result)
@@ -307,6 +309,11 @@ class PipelineEngine(Engine):
         for observer in self.observers:
             observer.after_step(grid, value)
         return value
+
+    def compute_again(self) -> list[Tensor | float]:
+        """Compute the gradients of the running step once more, and return this rank's numbers, as ``_compute`` does."""
+        assert self._running is not None  # replicas sum within a step
+        return self._compute(*self._running)[1]
 
     def _compute(self, grid: Grid, microbatches: Sequence[Microbatch]) -> tuple[Result, list[Tensor | float]]:
         """Compute the gradients of a step. Collective over the grid, and where losses are weighed over the replicas.

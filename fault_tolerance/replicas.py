@@ -42,7 +42,7 @@ from .meeting import Decision, Report, Round, decide
 from .membership import Change, History, Ledger
 from .peer_state import capture_here, load_here, receive_state, send_state
 from .replica_group import ReplicaGroup, serve_store
-from .shard_cut import Cut
+from .shard_cut import ShardCut
 from .sharded_state import ReplicaShards
 
 if TYPE_CHECKING:
@@ -284,7 +284,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
             return [*(bucket.owned_gradient for bucket in buckets), *facts]
 
         def again() -> tuple[list[Tensor], list[Tensor | float]]:
-            own = engine.compute()[1]
+            own = engine.compute_again()
             return tensors(), [*own, *values[len(own) :]]
 
         found, sums = self.agree(tensors(), values, again)
@@ -476,8 +476,8 @@ class FaultTolerantReplicas(SynchronousReplicas):
             self._abort()
         return found
 
-    def _cut(self, names: Sequence[str]) -> Cut:
-        return Cut(tuple(names), self.options.copies)
+    def _cut(self, names: Sequence[str]) -> ShardCut:
+        return ShardCut(tuple(names), self.options.copies)
 
     def _require_state(self, round_: Round) -> None:
         """Check that each part of the optimizer state has a holder.
@@ -875,7 +875,8 @@ def _check(engine: Engine) -> None:
             f"<fault_tolerance> sends the state of optimizers that work element by element, not of "
             f"{type(engine.data_axis.optimizer).__name__}: use AdamW or SGD"
         )
-    if engine.options.fault_tolerance.zero and getattr(engine.data_axis.optimizer, "layerwise", False):
+    tolerance = engine.options.fault_tolerance
+    if tolerance is not None and tolerance.zero and getattr(engine.data_axis.optimizer, "layerwise", False):
         raise refusal(
             f"<fault_tolerance.zero> steps parts of a layer on several replicas, and "
             f"{type(engine.data_axis.optimizer).__name__} needs whole layers: use AdamW, or leave it out"

@@ -31,7 +31,7 @@ class Move(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardCut:
     """Cut of flat tensors into one part for each replica.
 
     Attributes:

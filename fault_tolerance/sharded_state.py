@@ -28,13 +28,13 @@ from ..zero.state_shards import state_number
 from ..zero.sub_groups import is_elementwise, is_number
 from .peer_state import packed, receive_state, send_state
 from .replica_group import ReplicaGroup
-from .shard_cut import Cut, Span
+from .shard_cut import ShardCut, Span
 
 _MASTER = ""  # key of the master weights among the tensors of a fragment
 
 
 @dataclass
-class _Piece:
+class _StatePart:
     """Master weights and optimizer state of elements ``start`` to ``stop`` of the owned range of a bucket.
 
     Attributes:
@@ -60,7 +60,7 @@ class _Fragment(NamedTuple):
     numbers: dict[str, Any]
 
 
-_Pieces = dict[tuple[int, int], _Piece]  # (number of the bucket, part) -> piece
+_StateParts = dict[tuple[int, int], _StatePart]  # (number of the bucket, part) -> piece
 _Wanted = Mapping[str, Mapping[int, Sequence[Span]]]  # replica -> number of the bucket -> spans
 
 
@@ -80,17 +80,17 @@ class ReplicaShards:
 
     def __init__(self, data_axis: ZeroDataAxis, name: str, copies: int) -> None:
         self.name, self.copies = name, copies
-        self.cut: Cut | None = None
+        self.cut: ShardCut | None = None
         self._optimizer = data_axis.stepper.optimizer
         self._buckets = [bucket for bucket in data_axis.buckets if bucket.trained]
         self._apart = [bucket.master_is_copy for bucket in self._buckets]
-        self._pieces: _Pieces = {}
-        self._next: tuple[Cut, _Pieces] | None = None
+        self._pieces: _StateParts = {}
+        self._next: tuple[ShardCut, _StateParts] | None = None
         self._is_whole = True
 
-    def of(self, names: Sequence[str]) -> Cut:
+    def of(self, names: Sequence[str]) -> ShardCut:
         """Return the cut among replicas."""
-        return Cut(tuple(names), self.copies)
+        return ShardCut(tuple(names), self.copies)
 
     def nbytes(self) -> dict[str, int]:
         """Return the bytes of the copies, and of own master weights, which are not the bucket's."""
@@ -129,7 +129,7 @@ class ReplicaShards:
             self._step([(at, piece) for (at, _), piece in self._pieces.items() if at == number and not piece.own])
         self._show()
 
-    def _step(self, pieces: Sequence[tuple[int, _Piece]]) -> None:
+    def _step(self, pieces: Sequence[tuple[int, _StatePart]]) -> None:
         """Step some pieces at once."""
         groups: Any = self._optimizer.param_groups
         for group in groups:
@@ -139,9 +139,9 @@ class ReplicaShards:
             bucket, master = self._buckets[number], piece.master
             written = bucket.shard[piece.start : piece.stop]
             if self._apart[number]:  # a weight that was written takes the place of a master that differs from it
-                home = written.to(master.device)
-                same = master.detach().to(home.dtype) == home
-                master.data.copy_(torch.where(same, master.detach(), home.to(master.dtype)))
+                weight = written.to(master.device)
+                same = master.detach().to(weight.dtype) == weight
+                master.data.copy_(torch.where(same, master.detach(), weight.to(master.dtype)))
             device = bucket.owned_gradient.device
             if master.device != device:
                 master = nn.Parameter(master.detach().to(device))
@@ -174,7 +174,9 @@ class ReplicaShards:
 
     # ------------------------------------------------------------------------------------------ parts that move
 
-    def prepare(self, group: ReplicaGroup, names: Sequence[str], owners: Cut, keepers: Sequence[str], cut: Cut) -> None:
+    def prepare(
+        self, group: ReplicaGroup, names: Sequence[str], owners: ShardCut, keepers: Sequence[str], cut: ShardCut
+    ) -> None:
         """Gather the weights of the last step, and move the state to the cut of the present one. Collective.
 
         What this replica held before is kept until ``adopt``, so that a failure loses nothing.
@@ -223,7 +225,7 @@ class ReplicaShards:
         self.drop_whole()
 
     @torch.no_grad()
-    def gather_weights(self, group: ReplicaGroup, names: Sequence[str], cut: Cut, keepers: Sequence[str]) -> None:
+    def gather_weights(self, group: ReplicaGroup, names: Sequence[str], cut: ShardCut, keepers: Sequence[str]) -> None:
         """Gather the weights of this rank's ranges from those that have stepped them. Collective.
 
         Each rank sends the parts for which it is the source, in slots of equal size.
@@ -289,19 +291,19 @@ class ReplicaShards:
             bucket.master.grad = None
         self._show()
 
-    def _cut_whole(self, cut: Cut) -> _Pieces:
+    def _cut_whole(self, cut: ShardCut) -> _StateParts:
         """Return the pieces that this replica holds, cut out of the whole state."""
         found = {}
         for number, part, (start, stop) in self._spans(cut):
             bucket = self._buckets[number]
             assert bucket.master is not None
             state = self._optimizer.state.get(bucket.master, {})
-            whole = _Piece(0, bucket.owned_numel, True, bucket.master, state)
+            whole = _StatePart(0, bucket.owned_numel, True, bucket.master, state)
             given = _Fragment(start, stop, self._tensors(number, whole, start, stop), _numbers(whole))
             found[number, part] = self._assemble(number, part, (start, stop), cut, [given])
         return found
 
-    def _spans(self, cut: Cut) -> Iterator[tuple[int, int, Span]]:
+    def _spans(self, cut: ShardCut) -> Iterator[tuple[int, int, Span]]:
         """Yield (number of the bucket, part, span) of what this replica holds by a cut."""
         for number, bucket in enumerate(self._buckets):
             for part in cut.parts(self.name):
@@ -309,13 +311,15 @@ class ReplicaShards:
                 if start < stop:
                     yield number, part, (start, stop)
 
-    def _assemble(self, number: int, part: int, span: Span, cut: Cut, fragments: Sequence[_Fragment]) -> _Piece:
+    def _assemble(
+        self, number: int, part: int, span: Span, cut: ShardCut, fragments: Sequence[_Fragment]
+    ) -> _StatePart:
         own = cut.parts(self.name)[0] == part
         piece = self._joined(number, span, fragments, _home(own, self._buckets[number]))
         piece.own = own
         return piece
 
-    def _joined(self, number: int, span: Span, fragments: Sequence[_Fragment], device: torch.device) -> _Piece:
+    def _joined(self, number: int, span: Span, fragments: Sequence[_Fragment], device: torch.device) -> _StatePart:
         """Return a piece, joined from fragments, on a device."""
         bucket, (start, stop) = self._buckets[number], span
         tensors: dict[str, Tensor] = {}
@@ -333,20 +337,20 @@ class ReplicaShards:
         if count != stop - start:
             raise RuntimeError(f"{count} of {stop - start} elements of the optimizer state of bucket {number} came")
         master = tensors.pop(_MASTER) if self._apart[number] else bucket.shard[start:stop]
-        piece = _Piece(start, stop, True, nn.Parameter(master), dict(tensors))
+        piece = _StatePart(start, stop, True, nn.Parameter(master), dict(tensors))
         group = self._optimizer.param_groups[bucket.group or 0]
         decoded: Mapping[str, Any] = decode(numbers)
         piece.state |= {key: state_number(key, value, piece.master, group) for key, value in decoded.items()}
         return piece
 
-    def _tensors(self, number: int, piece: _Piece, start: int, stop: int) -> dict[str, Tensor]:
+    def _tensors(self, number: int, piece: _StatePart, start: int, stop: int) -> dict[str, Tensor]:
         """Return the tensors of elements of a piece, which are views: master weights apart, and optimizer state."""
         found = {_MASTER: piece.master.detach()} if self._apart[number] else {}
         found |= {k: v for k, v in piece.state.items() if is_elementwise(v, piece.master)}
         return {key: value[start - piece.start : stop - piece.start] for key, value in found.items()}
 
     def _exchange(
-        self, group: ReplicaGroup, names: Sequence[str], cut: Cut, keepers: Sequence[str], wanted: _Wanted
+        self, group: ReplicaGroup, names: Sequence[str], cut: ShardCut, keepers: Sequence[str], wanted: _Wanted
     ) -> dict[int, list[_Fragment]]:
         """Send to other replicas the state that they want, and return what this one wants. Collective over ``wanted``.
 
@@ -392,7 +396,7 @@ class ReplicaShards:
             raise failures[0]
         return found
 
-    def _fragment(self, number: int, cut: Cut, start: int, stop: int) -> _Fragment:
+    def _fragment(self, number: int, cut: ShardCut, start: int, stop: int) -> _Fragment:
         """Return elements of the state that this replica holds by a cut."""
         numel = self._buckets[number].owned_numel
         part = next(p for p in cut.parts(self.name) if cut.span(p, numel)[0] <= start < cut.span(p, numel)[1])
@@ -410,7 +414,7 @@ def _placed(state: Mapping[str, Any], master: Tensor, device: torch.device) -> d
     return {key: value.to(device) if is_elementwise(value, master) else value for key, value in state.items()}
 
 
-def _numbers(piece: _Piece) -> dict[str, Any]:
+def _numbers(piece: _StatePart) -> dict[str, Any]:
     """Return the values of a piece's state that are one number, for JSON."""
     found = {key: value for key, value in piece.state.items() if is_number(value, piece.master)}
     return dict(encode(found, None, "the optimizer's state"))

@@ -233,7 +233,8 @@ class Executor:
             "GATHER": lambda op: data.gather(op.stage),
             "RELEASE": lambda op: data.release(op.stage),
         }
-        self._lanes = Lanes(module.grid.device, self._state, self._restore)  # of the passes of a pair
+        # of the passes of a pair
+        self._lanes = Lanes(module.grid.device, partial(_pass_state, module), partial(_restore, module))
         self._model_axes = (module.grid.tensor, module.grid.context, module.grid.expert)
         self.interleaves = True
         self._program: Program | None = None  # of the last run
@@ -390,13 +391,6 @@ class Executor:
         if self.clock is not None:
             end = self.clock.mark()
             self.marks += [OpMarks(op, entered, began, end) for op in (first, second)]
-
-    def _state(self) -> tuple[range | None, Callable[[Any], object] | None]:
-        """Return what a pass sets in the model while it runs."""
-        return self._module.dropout_state.samples, self._module.check_hook
-
-    def _restore(self, state: tuple[range | None, Callable[[Any], object] | None]) -> None:
-        self._module.dropout_state.samples, self._module.check_hook = state
 
     def _cut(self, microbatches: Sequence[Microbatch], slices: Sequence[float]) -> list[Microbatch]:
         """Return the slices of the microbatches, along dim 1 of inputs and labels.
@@ -821,6 +815,15 @@ def _narrow(value: Any, start: int, stop: int, tokens: int, what: str) -> Any:
         return tensor[:, start:stop]
 
     return map_tensors(narrowed, value)
+
+
+def _pass_state(module: PipelineModule) -> tuple[range | None, Callable[[Any], object] | None]:
+    """Return what a pass sets in the model while it runs."""
+    return module.dropout_state.samples, module.check_hook
+
+
+def _restore(module: PipelineModule, state: tuple[range | None, Callable[[Any], object] | None]) -> None:
+    module.dropout_state.samples, module.check_hook = state
 
 
 def _do_nothing() -> None:

@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 
 from triax.fault_tolerance.meeting import Report, decide
-from triax.fault_tolerance.shard_cut import Cut
+from triax.fault_tolerance.shard_cut import ShardCut
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_cut_gives_each_element_to_an_owner_and_its_copies(seed: int) -> None:
     choose = random.Random(seed)
     names = tuple(choose.sample("abcdefg", choose.randint(1, 7)))
-    cut, numel = Cut(names, choose.randint(0, 3)), 16 * choose.randint(0, 40)
+    cut, numel = ShardCut(names, choose.randint(0, 3)), 16 * choose.randint(0, 40)
     owned = [each for part in range(len(names)) for each in range(*cut.span(part, numel))]
     assert owned == list(range(numel))
     for part, holders in enumerate(map(cut.holders, range(len(names)))):
@@ -29,8 +29,8 @@ def test_a_cut_gives_each_element_to_an_owner_and_its_copies(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(50))
 def test_state_that_has_a_holder_moves_to_any_other_cut(seed: int) -> None:
     choose = random.Random(seed)
-    old = Cut(tuple(choose.sample("abcdef", choose.randint(1, 6))), choose.randint(0, 2))
-    new = Cut(tuple(choose.sample("abcdefgh", choose.randint(1, 6))), old.copies)
+    old = ShardCut(tuple(choose.sample("abcdef", choose.randint(1, 6))), choose.randint(0, 2))
+    new = ShardCut(tuple(choose.sample("abcdefgh", choose.randint(1, 6))), old.copies)
     present = choose.sample(old.names, choose.randint(1, len(old.names)))
     numel = 16 * choose.randint(1, 30)
     held = {

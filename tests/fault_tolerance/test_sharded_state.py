@@ -9,7 +9,7 @@ import pytest
 
 import triax
 from triax.fault_tolerance.membership import History
-from triax.fault_tolerance.shard_cut import Cut
+from triax.fault_tolerance.shard_cut import ShardCut
 
 from replica_jobs import (
     ask_to_leave,
@@ -52,7 +52,7 @@ def test_owners_of_optimizer_state_are_lost(tmp_path: Path) -> None:
     past = History.read(tmp_path / "a.jsonl")
     lost = [name for step in range(steps) for name in set(past.members(step)) - set(past.counted(step))]
     assert lost == ["b", "d"]
-    cut = Cut(past.members(steps - 1), 1)
+    cut = ShardCut(past.members(steps - 1), 1)
     for name in "abc":
         found, (own, copies) = held(tmp_path, name), cut.held(name, NUMEL)
         assert (found["optimizer"], found["copies"]) == (2 * 8 * own, 2 * 8 * copies)  # exp_avg, exp_avg_sq in float64
@@ -68,8 +68,8 @@ def test_lost_owner_and_copy_end_the_run_with_a_reason(tmp_path: Path) -> None:
         reason = (tmp_path / "log").read_text()
         assert "of 3 parts of the optimizer state are lost with replicas b, c" in reason and str(tmp_path) in reason
     with coordinator(least=3) as address:
-        run = [process for name in "abc" for process in start(tmp_path, name, address, steps=10, **job)]
-        assert finish(run) == [0, 0, 0]
+        again = [process for name in "abc" for process in start(tmp_path, name, address, steps=10, **job)]
+        assert finish(again) == [0, 0, 0]
     found, (expected, _) = losses(tmp_path, "a"), in_one_process(tmp_path / "a.jsonl", 10)
     assert [float.fromhex(found[step]) for step in range(10)] == pytest.approx(expected, rel=1e-10)
     assert losses(tmp_path, "b").items() <= found.items()
@@ -142,6 +142,6 @@ def test_master_weights_are_cut_too(tmp_path: Path) -> None:
     assert replayed(tmp_path / "again", history, "abc", steps, options={"zero": 1}, **job) == taken
     whole = replayed(tmp_path / "whole", history, "abc", steps, **job)  # each replica holds all
     assert [float.fromhex(whole[step]) for step in taken] == pytest.approx([float.fromhex(x) for x in taken.values()])
-    own, copies = Cut(History.read(history).members(steps - 1), 1).held("a", NUMEL)
+    own, copies = ShardCut(History.read(history).members(steps - 1), 1).held("a", NUMEL)
     found = held(tmp_path, "a")
     assert (found["masters"], found["optimizer"], found["copies"]) == (4 * own, 2 * 4 * own, 3 * 4 * copies)

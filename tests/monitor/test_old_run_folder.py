@@ -66,7 +66,8 @@ def test_a_new_run_has_the_same_keys(ranks: Any, tmp_path: Path) -> None:
     old, new = read_run(OLD), read_run(tmp_path / "new")
     without = {"Train/Samples/tokens_per_second", "Train/Samples/bubble"}  # no tokens; recorded in step 3 only
     assert set(old.rows[0]) - without <= set(new.rows[0])
-    added = ("since_step", "earlier")  # since runs say which steps were taken on which grid
+    # since runs say which steps were taken on which grid, and with which command
+    added = ("since_step", "earlier", "command")
     assert list(old.record) == [key for key in new.record if key not in added] and new.record["since_step"] == 1
     assert list(old.record["ranks"][0]) == list(new.record["ranks"][0])
     for report in ("memory", "traffic"):

@@ -23,6 +23,7 @@ import triax
 from triax.data.dataloader import make_loader
 from triax.engine.step_observer import StepObserver
 from triax.fault_tolerance.membership import Change, History, Ledger
+from triax.fault_tolerance.replica_group import ReplicaGroup
 from triax.moe import MoE
 
 from processes import free_port
@@ -257,8 +258,8 @@ def kill_in_move(engine: Any) -> None:
 
     send = sharded_state.send_state
 
-    def sent(header: Tensor, *arguments: Any) -> None:
-        send(header, [], *arguments[1:])
+    def sent(header: Tensor, tensors: list[Tensor], group: ReplicaGroup, to: int) -> None:
+        send(header, [], group, to)
         os.kill(os.getpid(), signal.SIGKILL)
 
     sharded_state.send_state = sent
