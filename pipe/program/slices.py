@@ -100,5 +100,6 @@ def equal_cost_slices(count: int, attention: float) -> Slices:
         raise ValueError(f"{count} slices with attention={attention}: give 1 slice or more, and a share from 0 to 1")
     linear = 1 - attention
     # The end b of slice k solves linear b + attention b**2 = k / n; written without a difference of close numbers.
-    ends = [2 * k / count / (linear + math.sqrt(linear**2 + 4 * attention * k / count)) for k in range(count + 1)]
+    shares = [k / count for k in range(1, count + 1)]
+    ends = [0.0, *(2 * x / (linear + math.sqrt(linear**2 + 4 * attention * x)) for x in shares)]
     return tuple(b - a for a, b in pairwise(ends))
