@@ -15,10 +15,10 @@ sys.path.insert(0, str(HERE.parents[1] / "tests" / "support"))
 from import_reader import ARROWS, GROUND  # noqa: E402  # found by the line above
 
 SUBJECTS = {
-    "grid": "ranks, process groups, collectives, layouts of parameters",
+    "grid": "ranks, groups, layouts",
     "base": "errors, names, values",
-    "randomness": "weights and dropout by the seed",
-    "agreement": "what all ranks agree on, and who hangs",
+    "randomness": "numbers by the seed",
+    "agreement": "facts of all ranks",
     "options": "what a user may choose",
     "pipe": "stages and schedules",
     "tensor_parallel": "layers in shards",
