@@ -70,6 +70,7 @@ class Costs:
         I        I + AR + A2A            pass 1 alone, pass 2 alone
         B        I + max(W, AR) + A2A
         W        W
+
     attention is the share of causal attention in F and in I of a whole microbatch, 0 to 1, for schedules over slices of
     sequences (slices.py): a later slice attends to more tokens and takes longer. All other costs of a slice, its
     messages too, are those of the microbatch times its share of the tokens.

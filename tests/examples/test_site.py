@@ -152,13 +152,16 @@ def leaves(words: list[str], command: Any) -> list[tuple[list[str], Any]]:
 
 
 def pictures() -> list[Any]:
-    """(page, picture, command below it)"""
+    """(page, picture, command that draws it, in a block or within a sentence)"""
     found = []
     for page in [ROOT / "README.md", *PAGES]:
         text = page.read_text(encoding="utf-8")
         for match in re.finditer(r"!\[[^\]]*\]\(([^)]+\.png)\)", text):
             name = Path(match[1]).name
-            typed = [command for _, command in commands(text) if name in shlex.split(command)]
+            within = re.findall(r"`(triax [^`\n]*--plot [^`\n]*)`", text)
+            typed = [
+                each for each in (*(command for _, command in commands(text)), *within) if name in shlex.split(each)
+            ]
             found.append(pytest.param(page, match[1], typed, id=f"{page.stem}-{name}"))
     return found
 
