@@ -43,7 +43,8 @@ def schedule(
     microbatches: Annotated[
         int | None,
         typer.Option(
-            help="Microbatches per step. Default: twice --pipe, or as many as the schedule needs, or the file's."
+            help="Microbatches per step. Default: twice --pipe, or the least number of a schedule that needs more, or "
+            "the file's."
         ),
     ] = None,
     chunks: Annotated[int | None, typer.Option(help="Stages per rank. Default: as the schedule needs.")] = None,
@@ -65,7 +66,7 @@ def schedule(
     ] = None,
     attention: Annotated[
         float,
-        typer.Option(help="With --slices: share of causal attention in F and I, 0 to 1, of which late ones have more."),
+        typer.Option(help="With --slices: share of causal attention in F and I, 0 to 1. Later slices have more of it."),
     ] = 0.0,
     layers: Annotated[
         Path | None,
@@ -183,7 +184,8 @@ def schedule(
                 _compare(own, pipe, microbatches, chunks, parsed, memory, plot, as_json, keep_gathered, pairs)
                 return
             assert name is not None
-            shares = (offload or 0.0, recompute or 0.0) if name == "auto" and memory is not None else (0.0, 0.0)
+            searched = name == "auto"  # it chooses what is recomputed, and within a limit what is offloaded
+            shares = (offload or 0.0) * (searched and memory is not None), (recompute or 0.0) * searched
             made = make_schedule(name, pipe, microbatches, chunks, parsed, memory, *shares, slices=cut)
             chosen = _tuned(made, parsed)
         elif slices is not None:
@@ -192,11 +194,10 @@ def schedule(
             raise ValueError("--attention is for slices of sequences: give --slices too, such as --slices 4")
         if pairs:
             chosen = pair_pass(chosen, parsed)
-        if not (isinstance(chosen, Found) and memory is not None):
-            if offload is not None:
-                chosen = offload_pass(chosen, offload, costs=parsed)
-            if recompute is not None:
-                chosen = recompute_pass(chosen, recompute, costs=parsed)
+        if offload is not None and not (isinstance(chosen, Found) and memory is not None):
+            chosen = offload_pass(chosen, offload, costs=parsed)
+        if recompute is not None and not isinstance(chosen, Found):
+            chosen = recompute_pass(chosen, recompute, costs=parsed)
         verify(chosen, memory)
         result = simulate(chosen, parsed, keep_gathered)
         causes = CriticalPath(chosen, parsed, keep_gathered)

@@ -104,7 +104,7 @@ class Slices:
         """Check the number of tokens that a layer was given.
 
         Raises:
-            ValueError: it is not that of the slice.
+            ValueError: the slice has another number of tokens.
         """
         if tokens != self.stop - self.start:
             raise ValueError(

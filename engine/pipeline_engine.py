@@ -7,7 +7,7 @@ eval_batch     fetch microbatches -> run a forward-only program
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
@@ -74,7 +74,6 @@ class PipelineEngine(Engine):
         timeline: times of the ops of the last measured batch, on all pipe ranks.
         feed: reads this rank's microbatches.
         program: the lowered schedule of a training step.
-        compute: computes the gradients of the present step, also again when its weights have changed.
         auxiliary_sums: loads and auxiliary losses of the step, as ``AuxiliarySteps.collect`` returns them.
         executor: runs programs.
     """
@@ -85,7 +84,6 @@ class PipelineEngine(Engine):
     record_timeline = False
     PARTS = ("step", "batch", "program", "stage", "reduce", "optimizer")
     timeline: Timeline | None = None
-    compute: Callable[[], tuple[Result, list[Tensor | float]]]
     auxiliary_sums: Tensor
 
     @classmethod
@@ -483,7 +481,10 @@ class PipelineEngine(Engine):
                 self._warn(Note("schedule.offload", why))
         share = self.options.schedule.recompute
         if share and self.options.schedule.name != "auto" and not schedule.forward_only and not schedule.recomputes:
-            schedule = recompute_pass(schedule, share, costs=Costs(*self.options.schedule.costs))
+            try:
+                schedule = recompute_pass(schedule, share, costs=Costs(*self.options.schedule.costs))
+            except ValueError as error:
+                raise OptionError("schedule.recompute", share, str(error)) from error
             if not schedule.recomputes:
                 self._warn(Note("schedule.recompute", f"recomputes nothing with {schedule.name}: no peak would fall"))
         if schedule.recomputes and self.options.recompute.asked:

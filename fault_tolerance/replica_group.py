@@ -55,7 +55,8 @@ class ReplicaGroup:
             store = dist.TCPStore(server, int(port), is_master=False, wait_for_workers=False, timeout=limit)
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = limit
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # not that of the replica's grid
+            # The replica's own grid may use another device.
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
             self._group = dist.ProcessGroupGloo(dist.PrefixStore(key, store), rank, size, options)
             self._group._set_default_timeout(timedelta(seconds=timeout))
 

@@ -61,7 +61,7 @@ class ShardCut:
         return [(self.names.index(name) - place) % count for place in range(min(count, 1 + self.copies))]
 
     def held(self, name: str, numel: int) -> tuple[int, int]:
-        """Return the elements of a flat tensor that a replica owns, and those of which it holds a copy."""
+        """Return how many elements of a flat tensor a replica owns, and how many it holds as copies."""
         sizes = [stop - start for start, stop in (self.span(part, numel) for part in self.parts(name))]
         return sum(sizes[:1]), sum(sizes[1:])
 

@@ -83,7 +83,7 @@ class DataAxis(Protocol):
 
 
 class SliceStates(Protocol):
-    """What the slices of sequences pass on from one to the next: ``context.slices.Slices``."""
+    """States that a slice of a sequence leaves for the next one: ``context.slices.Slices``."""
 
     def running(
         self, sequence: Hashable, number: int, start: int, stop: int, length: int

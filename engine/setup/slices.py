@@ -70,7 +70,7 @@ def _problems(module: PipelineModule, options: EngineOptions) -> Iterator[str]:
         )
     taken = [name for rank in range(module.grid.pipe.size) for name in module.taken(rank)]
     if taken:
-        yield f"a layer takes the field {taken[0]!r} of a microbatch, which is that of the whole sequence"
+        yield f"a layer takes the field {taken[0]!r} of a microbatch, which belongs to the whole sequence"
     for stage in module.stages:
         uses: Counter[str] = Counter()
         for index, key, function, _ in module.calls_of(stage):

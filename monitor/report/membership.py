@@ -93,7 +93,7 @@ def read_membership(run: Path, rows: list[dict[str, Any]] | None = None) -> Memb
     names = sorted({name for change in changes for name in change.members or ()})
     made = Membership(names, end - begin, spans={name: [] for name in names})
     members: dict[str, float] = {}  # present ones -> time from which on
-    missed: dict[str, float] = {}  # absent ones, of which the run waits for the return -> time of the loss
+    missed: dict[str, float] = {}  # absent replicas that the run waits for -> time of the loss
 
     def leave(name: str, at: float) -> None:
         made.spans[name].append((members.pop(name) - begin, at - begin))

@@ -145,7 +145,8 @@ class Run:
 def read_run(folder: Path) -> Run:
     """Read a run's folder. With ``fault_tolerance`` it has a folder of each replica, ``replica-NAME``.
 
-    Then each step is that of the first replica that has written it, and all else that of one that has the last step.
+    Then each step comes from the first replica that has written it, and everything else from a replica that has the
+    last step.
     """
     replicas = [read_run(each.parent) for each in sorted(folder.glob(f"replica-*/{METRICS}"))]
     if replicas and not (folder / METRICS).is_file():

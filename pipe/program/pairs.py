@@ -37,20 +37,20 @@ def pair_pass(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     one more microbatch in one stage.
 
     Args:
-        schedule: a schedule without pairs and without offload.
+        schedule: a schedule without pairs, offload and recomputation.
         costs: times of the ops; None: those of ``Costs()``, which has no collectives to hide.
 
     Returns:
         The schedule with the pairs that were found best; the schedule itself if none makes the step shorter.
 
     Raises:
-        ValueError: the schedule has pairs or offloads activations.
+        ValueError: the schedule has pairs, or offloads or recomputes activations.
         ScheduleError: the schedule would hang.
     """
     if schedule.pairs:
         raise ValueError(f"{schedule.name} has pairs already: give a schedule without")
-    if schedule.offloads:
-        raise ValueError(f"{schedule.name} offloads activations already: pair its passes before offload_pass")
+    if schedule.offloads or schedule.recomputes:
+        raise ValueError(f"{schedule.name} offloads or recomputes activations: give a schedule without O, R and C")
     costs = costs or Costs()
     best, shortest = schedule, timeline_of(schedule, costs).makespan
     for kinds in _PARTNERS:

@@ -38,13 +38,16 @@ def recompute_pass(
         The schedule with C before backwards; a rank whose peak would not fall stays as it is.
 
     Raises:
-        ValueError: the fraction is not from 0 to 1, a stage does not exist, or the schedule recomputes already.
+        ValueError: the fraction is not from 0 to 1, a stage does not exist, or the schedule has pairs or recomputes
+            already.
         ScheduleError: the schedule would hang.
     """
     if not 0 <= fraction <= 1:
         raise ValueError(f"the fraction of activations to recompute is {fraction}: give a number from 0 to 1")
     if schedule.recomputes:
         raise ValueError(f"{schedule.name} recomputes activations already: give the schedule without C")
+    if schedule.pairs:
+        raise ValueError(f"{schedule.name} has pairs, and a C would come between their ops: give a schedule without")
     allowed = range(schedule.stages) if stages is None else sorted(set(stages))
     if wrong := [stage for stage in allowed if not 0 <= stage < schedule.stages]:
         raise ValueError(f"there is no stage {wrong[0]} to recompute: the stages are 0 to {schedule.stages - 1}")
@@ -59,7 +62,7 @@ def recompute_pass(
                 for each in ([Op("C", *op[1:])] if op.kind in BACKWARD and op[1:] in chosen else []) + [op]
             )
         )
-    found = replace(schedule, orders=tuple(orders))
-    peaks = zip(peak_activations(schedule), peak_activations(found), strict=True)
-    pairs = zip(peaks, schedule.orders, orders, strict=True)
-    return replace(schedule, orders=tuple(new if after < before else old for (before, after), old, new in pairs))
+    lower = peak_activations(replace(schedule, orders=tuple(orders)))
+    peaks = zip(peak_activations(schedule), lower, strict=True)
+    found = zip(peaks, schedule.orders, orders, strict=True)
+    return replace(schedule, orders=tuple(new if after < before else old for (before, after), old, new in found))

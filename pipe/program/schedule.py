@@ -76,8 +76,8 @@ class Schedule:
                 why = f"rank {rank}: {op} is the first op of a pair, but "
                 if op.kind != "F":
                     raise ScheduleError(f"{why}the first op must be a forward: put it first", [(rank, op)])
-                if after is None or after.kind not in COMPUTE:
-                    raise ScheduleError(f"{why}no compute op comes right after it", [(rank, op)])
+                if after is None or after.kind not in COMPUTE or after.kind == "C":
+                    raise ScheduleError(f"{why}no F, B, I or W comes right after it", [(rank, op)])
                 if after in self.pairs:
                     raise ScheduleError(f"{why}{after} after it is the first op of another pair", [(rank, op)])
                 if after.microbatch == op.microbatch:

@@ -286,7 +286,7 @@ def timeline_of(schedule: Schedule, costs: Costs | None = None, keep_gathered: b
     leaving: list[deque[tuple[int, float]]] = [deque() for _ in rows]  # compute ops before an offload, its end
     reloaded: dict[int, float] = {}  # stage * mbs + m -> when its activations are back
     clock, done = [0.0] * len(rows), [0] * len(rows)
-    pairs, pair_cost = schedule.pairs, costs.pair_costs(schedule)
+    pairs, pair_cost = schedule.pairs, costs.pair_costs(schedule) if schedule.pairs else None
     waiting: dict[tuple[bool, int], int] = {}  # arrival that a rank waits for -> the rank
     runnable = list(range(len(rows)))[::-1]
 
@@ -326,6 +326,7 @@ def timeline_of(schedule: Schedule, costs: Costs | None = None, keep_gathered: b
                     waiting[lacking] = rank
                     break
                 start = max(now, ready(both[0], rank), ready(both[1], rank))
+                assert pair_cost is not None  # there are pairs
                 now = start + pair_cost(*both)
                 for each in both:
                     row.append(Span(each, start, now))

@@ -35,7 +35,7 @@ def to_zero_bubble(schedule: Schedule) -> str:
         )
     if schedule.pairs:
         raise ValueError(
-            f"{schedule.name} has pairs of ops, which the zero-bubble repository's lines have not: write .csv"
+            f"{schedule.name} has pairs of ops, which the zero-bubble repository's lines cannot say: write .csv"
         )
     lines = []
     for rank, order in enumerate(schedule.orders):
@@ -66,7 +66,9 @@ def from_zero_bubble(text: str, name: str = "file") -> Schedule:
     rows = [row for row in rows if row]
     chunks = {1 + any(cell[0].isupper() for cell in row) for row in rows}
     if len(chunks) != 1:
-        raise ValueError(f"{len(rows)} lines have ops of 1 or 2 chunks: give one line per rank, all with as many")
+        raise ValueError(
+            f"{len(rows)} lines have ops of 1 or 2 chunks: give one line per rank, all with the same number of chunks"
+        )
     count, pipe = chunks.pop(), len(rows)
     found: list[tuple[float, Schedule]] = []
     for placement in dict.fromkeys((loop(pipe, count), zigzag(pipe, count))):

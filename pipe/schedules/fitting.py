@@ -21,7 +21,7 @@ from ..program.recompute_pass import recompute_pass
 from ..program.schedule import Schedule
 from ..program.simulate import Costs, peak_activations, simulate
 from .registry import RECIPES, named_schedule
-from .search import Found, chunk_counts, find_schedule
+from .search import Found, chunk_counts, find_schedule, without_pairs
 
 STEPS = 8  # shares of a rank's activations that are tried
 WIDER = (1.5, 2.0, 3.0)  # memory limits of the search, as multiples of the given one; and none
@@ -67,7 +67,7 @@ def find_fitting(
     best: Schedule = plain
     least = plain.makespan
     tried: list[Schedule] = [
-        named_schedule(name, pipe, microbatches, v)
+        without_pairs(named_schedule(name, pipe, microbatches, v))
         for v in chunk_counts(pipe, costs, chunks)
         for name, recipe in RECIPES.items()
         if name != "forward" and recipe.accepts(v) and microbatches >= recipe.least(pipe)

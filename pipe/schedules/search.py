@@ -179,9 +179,7 @@ def _fitting(pipe: int, microbatches: int, chunks: int, limits: Sequence[int]) -
     for name, recipe in RECIPES.items():
         if name == "forward" or not recipe.accepts(chunks) or microbatches < recipe.least(pipe):
             continue
-        schedule = named_schedule(name, pipe, microbatches, chunks)
-        if schedule.pairs:
-            schedule = replace(schedule, name=f"{name} without pairs", pairs=frozenset())
+        schedule = without_pairs(named_schedule(name, pipe, microbatches, chunks))
         schedules += [made for made in (schedule, *_others(schedule)) if _fits(made, limits)]
     for placement in sorted({zigzag(pipe, chunks), loop(pipe, chunks)}):
         mine = [[s for s in range(pipe * chunks) if placement[s] == r] for r in range(pipe)]
@@ -189,6 +187,13 @@ def _fitting(pipe: int, microbatches: int, chunks: int, limits: Sequence[int]) -
         alone = tuple(tuple(Op(kind, s, m) for m in range(microbatches) for kind, s in ops) for ops in passes)
         schedules.append(Schedule(ALONE, pipe, microbatches, chunks, placement, alone))
     return schedules
+
+
+def without_pairs(schedule: Schedule) -> Schedule:
+    """Return a schedule whose passes run one after the other."""
+    if not schedule.pairs:
+        return schedule
+    return replace(schedule, name=f"{schedule.name} without pairs", pairs=frozenset())
 
 
 def _others(schedule: Schedule) -> list[Schedule]:

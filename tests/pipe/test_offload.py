@@ -399,6 +399,13 @@ def test_auto_recomputes_where_that_shortens_the_step(memory: float) -> None:
     ]
 
 
+def test_auto_recomputes_among_schedules_with_pairs() -> None:
+    """STP exists at this size. Its pairs, which the search does not know, run one after the other."""
+    found = find_fitting(2, 8, Costs(), 1.5, recompute=1, effort=0.01)
+    verify(found, 1.5)
+    assert not found.pairs and found.makespan == simulate(found).makespan
+
+
 def test_recomputed_twice_is_refused() -> None:
     layers: list[Any] = [LayerSpec(nn.Linear, 4, 4)]
     message = error_text(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from triax.pipe.program.offload import offload_pass
 from triax.pipe.program.ops import COMPUTE, Op
 from triax.pipe.program.pairs import pair_pass
 from triax.pipe.program.passes import lower
+from triax.pipe.program.recompute_pass import recompute_pass
 from triax.pipe.program.schedule import Schedule
 from triax.pipe.program.simulate import timeline_of
 from triax.pipe.program.timeline import busy
@@ -233,8 +235,9 @@ def test_verify_accepts_pairs_that_run_and_no_others(seeds: range) -> None:
         ("0F0 0F1 0B0 0B1", "0B0", "the first op must be a forward"),
         ("0F0 0B0 0F1 0B1", "0F0", "0B0 after it is of the same microbatch"),
         ("0F0 0F1 0B0 0B1", "0F0 0F1", "0F1 after it is the first op of another pair"),
-        ("0F0 0O0 0F1 0R0 0B0 0B1", "0F0", "no compute op comes right after it"),
-        ("0F0 0B0 0B1 0F1", "0F1", "no compute op comes right after it"),
+        ("0F0 0O0 0F1 0R0 0B0 0B1", "0F0", "no F, B, I or W comes right after it"),
+        ("0F0 0B0 0B1 0F1", "0F1", "no F, B, I or W comes right after it"),
+        ("0F0 0F1 0C0 0B0 0B1", "0F1", "no F, B, I or W comes right after it"),
         ("0F0 0F1 0B0 0B1", "0F2", "0F2 is the first op of a pair, but no rank runs it"),
     ],
 )
@@ -247,7 +250,13 @@ def test_pairs_that_cannot_be_have_their_reason(order: str, pairs: str, words: s
 def test_pairs_are_refused_where_they_are_already() -> None:
     paired = make_schedule("stp", 2, 6)
     assert "stp has pairs already" in error_text(lambda: pair_pass(paired))
-    assert "before offload_pass" in error_text(lambda: pair_pass(offload_pass(make_schedule("1f1b", 4, 8))))
+    plain = make_schedule("1f1b", 4, 8)
+    for moved in (offload_pass(plain), recompute_pass(plain)):
+        assert "give a schedule without O, R and C" in error_text(lambda moved=moved: pair_pass(moved))
+    assert "a C would come between their ops" in error_text(lambda: recompute_pass(paired))
+    sliced = make_schedule("1f1b", 4, 8, slices=4)
+    for whole in (recompute_pass, partial(pair_pass, costs=Costs(AR=0.5))):
+        assert "has whole microbatches, not 4 slices of each" in error_text(lambda whole=whole: whole(sliced))
     # A program in which a message comes between the two ops.
     program = lower(paired)
     torn = [list(order) for order in program.ops]
@@ -475,6 +484,7 @@ def test_engines_refuse_what_pairs_cannot_do() -> None:
         )
 
     assert "stp has pairs already" in made(ScheduleOptions(name="stp", pairs=0.5))
+    assert "schedule.recompute = 0.5" in made(ScheduleOptions(name="stp", recompute=0.5))
     assert made(ScheduleOptions(name="stp")) == made(ScheduleOptions(name="gpipe", pairs=0.5)) == "no error"
 
 
