@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 from ..base.errors import ConfigError, to_install
+from ..grid.environment import quiet_rust
 from .meeting import Report
 
 _LOG = logging.getLogger("triax")
@@ -28,6 +29,7 @@ def coordination() -> Any:
     Raises:
         ConfigError: torchft is not installed.
     """
+    quiet_rust()  # it would write the reports of all replicas to the terminal in every step
     try:
         from torchft import coordination as module
     except ImportError as error:

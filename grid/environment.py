@@ -243,6 +243,11 @@ def coordinator_address() -> str | None:
     return os.environ.get("TRIAX_COORDINATOR")
 
 
+def quiet_rust() -> None:
+    """Let libraries in Rust, such as torchft, log warnings and errors alone, unless the user has set RUST_LOG."""
+    os.environ.setdefault("RUST_LOG", "warn")
+
+
 def timeline_folder() -> str | None:
     """Return the folder for the parts of a timeline (``triax run --timeline``); None if none is recorded."""
     return os.environ.get(TIMELINE)

@@ -83,13 +83,16 @@ def test_replicas_of_several_launchers_meet(tmp_path: Path) -> None:
     server = ["3" if before == "--least" else word for before, word in zip(["", *server], server, strict=False)]
     with place(tmp_path) as common, contextlib.ExitStack() as open_:
         options: dict[str, Any] = {"cwd": tmp_path, "env": common}
-        open_.enter_context(started(*server, **options))
+        meetings = open_.enter_context(started(*server, **options))
         both = open_.enter_context(started(*typed(BY_NAME, f"127.0.0.1:{port}"), **options))
         own |= {"PET_MASTER_PORT": str(free_port())}  # of torchrun: 29500 may be taken here
         third = open_.enter_context(started(*command, **{**options, "env": common | own}))
         for process in (both, third):
             out, errors = process.communicate(timeout=SECONDS)
             assert process.returncode == 0, out + errors
+        meetings.terminate()
+        out, errors = meetings.communicate(timeout=SECONDS)
+        assert out.count("\n") == 1 and not errors, out + errors  # its address: no line for each meeting
     assert history(tmp_path, "a")[0].members == ("a", "b", "c")
 
 
