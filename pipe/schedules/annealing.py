@@ -251,6 +251,7 @@ def anneal(
     rng: random.Random,
     heat: float,
     frozen: Sequence[tuple[int, int]] | None = None,
+    weights: bool = False,
 ) -> tuple[float, Sequences, list[float]]:
     """Improve sequences by simulated annealing: move one code of one rank, and keep the change if it is good enough.
 
@@ -262,6 +263,7 @@ def anneal(
         rng: source of random numbers.
         heat: the first temperature, as a multiple of the mean cost of a forward.
         frozen: for each rank, a range (start, stop) of its sequence that no move may touch.
+        weights: also add and remove codes of weight gradients.
 
     Returns:
         (makespan, sequences, patience) of the best found.
@@ -283,7 +285,7 @@ def anneal(
         old = patience[r]
         kind = rng.random()
         added = removed = -1
-        if frozen is None and 0.03 <= kind < 0.06:
+        if weights and 0.03 <= kind < 0.06:
             i = rng.randrange(len(sequence) + 1)
             if i < len(sequence) and sequence[i] >= 2 * problem.chunks:
                 removed = sequence.pop(i)

@@ -30,7 +30,8 @@ from .v_shaped import PATTERNS, squeezed_variants
 PATIENCE = 0.5
 EFFORT = 8_000_000  # codes to decode for the named schedules: about ten seconds
 # Shares of it for the best start and the second best: of the named schedules, and of all starts.
-NAMED, ALL, STEADY, GREEDY = (0.6, 0.4), (0.375, 0.3), 0.05, 0.025
+NAMED, ALL, STEADY, GREEDY = (0.6, 0.4), (0.375, 0.3), 0.075, 0.025
+SMALL = 100  # forwards and input gradients of a schedule for which there is work to try more kinds of starts and moves
 TRIES = 24  # list schedules at most
 ALONE = "one at a time"  # name of the schedule that always fits
 Start = tuple[float, Problem, Schedule]
@@ -103,14 +104,15 @@ def find_schedule(
     if fastest[0] < best_makespan:
         best_makespan, _, best = fastest
     rounds = [(starts, NAMED), (every, ALL)]
+    if named_makespan > 2 * fastest[0]:  # no named schedule is near, and the other starts get all the work
+        rounds = [(every, (NAMED[0] + ALL[0], NAMED[1] + ALL[1]))]
     # The more promising round goes first: it may reach the bound.
     for candidates, shares in reversed(rounds) if fastest[0] < named_makespan else rounds:
         candidates.sort(key=lambda start: start[0])
         second = _second(candidates)
         for k, (at, share) in enumerate(zip((0, second), shares, strict=True)):
             makespan, problem, start = candidates[at]
-            # as on one rank, where every order is the fastest
-            if best_makespan <= bound * (1 + 1e-12) or makespan > 2 * fastest[0]:
+            if best_makespan <= bound * (1 + 1e-12):  # as on one rank, where every order is the fastest
                 break
             improved = _improve(problem, start, int(EFFORT * effort * share), random.Random(seed + k))
             makespan = simulate(improved, costs).makespan
@@ -210,15 +212,23 @@ def _others(schedule: Schedule) -> list[Schedule]:
 
 
 def _made(starts: Sequence[Start], codes: int, rng: random.Random) -> list[Start]:
-    """Return a steady state and a list schedule for each number of chunks and placement, where one is found."""
+    """Return a steady state for each number of chunks in a zigzag of stages, where one is found that fits.
+
+    For a small schedule also one for the other placement, and list schedules for both.
+    """
     made: list[Start] = []
     problems = [problem for _, problem, schedule in starts if schedule.name == ALONE]
+    problems = [each for each in problems if _is_small(each) or each.placement == zigzag(each.pipe, each.chunks)]
     for problem in problems:
-        share = codes // len(problems)
-        found = search_steady_state(problem, int(STEADY * share), rng)
-        listed = _list_schedules(problem, int(GREEDY * share), rng)
-        made += [(each[0], problem, _schedule(problem, *each[1:])) for each in (found, listed) if each is not None]
+        found = [search_steady_state(problem, int(STEADY * codes) // len(problems), rng)]
+        if _is_small(problem):
+            found.append(_list_schedules(problem, int(GREEDY * codes) // len(problems), rng))
+        made += [(each[0], problem, _schedule(problem, *each[1:])) for each in found if each is not None]
     return made
+
+
+def _is_small(problem: Problem) -> bool:
+    return 2 * len(problem.placement) * problem.microbatches <= SMALL
 
 
 def _list_schedules(problem: Problem, codes: int, rng: random.Random) -> tuple[float, Sequences, list[float]] | None:
@@ -237,13 +247,13 @@ def _list_schedules(problem: Problem, codes: int, rng: random.Random) -> tuple[f
 
 
 def _second(candidates: Sequence[Start]) -> int:
-    """Return the index of the second start to improve: the best of another placement, or the second best.
+    """Return the index of the second start to improve: the second best; of another placement for a small schedule.
 
     A start far behind the first is not worth its share of the work.
     """
     first = candidates[0]
     near = [i for i, start in enumerate(candidates) if i and start[0] < 1.1 * first[0]]
-    others = [i for i in near if candidates[i][1].placement != first[1].placement]
+    others = [i for i in near if _is_small(first[1]) and candidates[i][1].placement != first[1].placement]
     return next(iter(others or near), 0)
 
 
@@ -261,8 +271,8 @@ def _improve(problem: Problem, start: Schedule, codes: int, rng: random.Random) 
     kept = decoded.makespan, sequences, patience
     few = 3 * problem.pipe
     # a long schedule has fewer tries per code: stay closer to its start
-    length = sum(map(len, sequences))
-    heat = 1.0 if length <= 100 else 0.1 if length <= 400 else 0.02
+    is_small = _is_small(problem)
+    heat = 1.0 if is_small else 0.1 if sum(map(len, sequences)) <= 400 else 0.02
     short = _shorten(problem, sequences, problem.microbatches - few)
     if short is not None:
         small, cut, places = short
@@ -278,7 +288,7 @@ def _improve(problem: Problem, start: Schedule, codes: int, rng: random.Random) 
         if decoded and decoded.makespan < kept[0]:
             kept = decoded.makespan, longer, patience
     else:
-        found = anneal(problem, sequences, patience, codes, rng, heat)
+        found = anneal(problem, sequences, patience, codes, rng, heat, weights=is_small)
         kept = min(kept, found, key=lambda entry: entry[0])
     return _schedule(problem, kept[1], kept[2])
 
