@@ -35,12 +35,13 @@ def held() -> int:
     Those the kernel drops where memory is short, and reads again, as it sees fit: megabytes more one time than another.
     """
     total, counted = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first, *more = line.split(None, 5)
-        if not first.endswith(":"):  # a mapping: its address, rights, offset, device, inode and path
-            counted = more[3] == "0" or more[-1].endswith("(deleted)")
-        elif counted and first == "Rss:":
-            total += int(more[0]) * 1024
+    with Path("/proc/self/smaps").open() as lines:  # line by line: as one text it would be megabytes of what it counts
+        for line in lines:
+            first, *more = line.split(None, 5)
+            if not first.endswith(":"):  # a mapping: its address, rights, offset, device, inode and path
+                counted = more[3] == "0" or more[-1].rstrip().endswith("(deleted)")
+            elif counted and first == "Rss:":
+                total += int(more[0]) * 1024
     return total
 
 

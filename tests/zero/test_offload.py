@@ -260,9 +260,13 @@ LAYER, LAYERS, SUB_GROUP = 1024, 16, 2**20  # a layer's weights are 4 MiB, a sub
 
 
 def grown(zero: dict[str, Any]) -> tuple[float, float, dict[str, Any]]:
-    """Return MiB at the peak of two steps and after them, beyond those of a process that trains a tiny model."""
+    """Return MiB at the peak of two steps and after them, beyond those of a process that trained two tiny models.
+
+    Two, because the second is made while the first is still there, as the large one is while the second is: Python's
+    own heap, which grows by arenas of 1 MiB, has room for the objects of two engines then.
+    """
     with own_pages():
-        for width in (8, LAYER):
+        for width in (8, 8, LAYER):
             growth = Growth()
             layers = [LayerSpec(Layer, width) for _ in range(LAYERS)]
             model = PipelineModule(layers, grid=Grid(), loss_fn=F.mse_loss, device="meta")
