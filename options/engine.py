@@ -67,7 +67,7 @@ class EngineOptions(Options):
     optimizer: Any = option(
         None,
         "A function from parameter groups to an optimizer, such as functools.partial(torch.optim.AdamW, lr=1e-3); a "
-        "torch optimizer over the model's parameters; or Optimizer(name, ...). None: the model is evaluated alone.",
+        "torch optimizer over the model's parameters; or Optimizer(name, ...). None: the engine only evaluates.",
     )
     lr_scheduler: Any = option(
         None,
@@ -103,7 +103,7 @@ class EngineOptions(Options):
     fault_tolerance: FaultTolerance | None = option(
         None, "Replicas that leave and join the run at a step: True, or FaultTolerance(...). None: a fixed number."
     )
-    lora: Lora | None = option(None, "Low-rank adapters of linear layers, which alone are trained.")
+    lora: Lora | None = option(None, "Low-rank adapters of linear layers; only these are trained.")
     sparse_attention: SparseAttention | None = option(None, "Block masks of the model's attention.")
     tuning: Tuning | None = option(None, "Search for the microbatch size and the ZeRO stage.")
     drop_last: bool = option(

@@ -60,7 +60,7 @@ class Precision(Options):
         "below 1/256 of a weight are lost in rounding.",
     )
     buffers: Dtype | None = option(
-        None, "Dtype of floating-point buffers; None: as the weights, but for inv_freq and correction_bias."
+        None, "Dtype of floating-point buffers; None: the weights' dtype, except for inv_freq and correction_bias."
     )
     autocast: Literal["bf16", "fp16"] | None = option(
         None, "Run forward passes under torch.autocast to this dtype; weights keep their own."

@@ -35,7 +35,7 @@ class GradientCompressionConfig(Section):
     warmup_steps: int = setting(0, "topk: steps in which the fraction falls from 0.25 to ratio.", ge=0)
     start_step: int = setting(0, "topk, powersgd: first step that compresses; earlier steps use the plain sum.", ge=0)
     values: Literal["fp32", "fp16", "bf16"] | None = setting(
-        None, "topk: dtype of the values that are sent; null: that of the gradients."
+        None, "topk: dtype of the values that are sent; null: the gradients' dtype."
     )
     rank: int = setting(4, "powersgd: rank of the matrices.", ge=1)
     min_compression: float = setting(

@@ -40,16 +40,16 @@ class Config(Section):
     train_batch_size: int | None = setting(None, "Samples per step, over all replicas.", auto=True, ge=1)
     train_micro_batch_size_per_gpu: Annotated[int, Strict(), Field(ge=1)] | Literal["auto"] | None = setting(
         None,
-        "Samples per microbatch of one replica. auto, with a train_batch_size alone: the largest that fits in memory, "
-        "for a PipelineModule: docs/plan.md.",
+        "Samples per microbatch of one replica. auto, with train_batch_size and no accumulation: the largest that fits "
+        "in memory, for a PipelineModule: docs/plan.md.",
     )
     gradient_accumulation_steps: int | None = setting(
         None, "Microbatches per step and replica: they fill the pipeline.", auto=True, ge=1
     )
     managed_gradient_accumulation: bool = setting(
         True,
-        "false: each engine.step() updates the weights, after any number of backward passes, whose gradients are "
-        "divided by gradient_accumulation_steps all the same. Not for a PipelineModule.",
+        "false: every engine.step() updates the weights, after any number of backward passes; gradients are still "
+        "divided by gradient_accumulation_steps. Not for a PipelineModule.",
     )
     optimizer: OptimizerConfig | None = setting(None, "Optimizer; null: the one of initialize(optimizer=...).")
     scheduler: SchedulerConfig | None = setting(
@@ -61,15 +61,15 @@ class Config(Section):
     prescale_gradients: bool = setting(
         False,
         "Divide gradients by the number of replicas before they are summed, so that the sum does not overflow in a "
-        "low-precision communication_data_type. The step is the same: the division by the batch's weight undoes it.",
+        "low-precision communication_data_type. The step stays the same.",
     )
     gradient_predivide_factor: float = setting(
         1.0, "Divide gradients by this number before they are summed.", gt=0.0, le=LARGEST
     )
     gradient_allreduce_op: Literal["mean", "sum"] = setting(
         "mean",
-        "Combine the gradients of the replicas, each the mean over its own samples, by their mean, or by their sum, "
-        "which is as many times larger as there are replicas.",
+        "mean: the mean of the replicas' gradients; sum: their sum. Each replica's gradient is the mean over its own "
+        "samples.",
     )
     zero_optimization: ZeroConfig = setting(ZeroConfig(), "ZeRO: what the data axis shards.")
     pipeline: PipelineConfig = setting(PipelineConfig(), "The pipeline schedule.")
