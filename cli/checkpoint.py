@@ -25,7 +25,8 @@ checkpoint = typer.Typer(
 Where = Annotated[
     str,
     typer.Argument(
-        help="A checkpoint, or a folder of checkpoints or of a run: its last one. A path, or a URI as s3://bucket/run."
+        help="A checkpoint, or a folder of checkpoints or of a run, which means its last one. A path, or a URI as "
+        "s3://bucket/run."
     ),
 ]
 
@@ -93,7 +94,7 @@ def export(
     ] = False,
     tokenizer: Annotated[
         str | None,
-        typer.Option(help="For hf: folder or id of the tokenizer; default: that from which the model was loaded."),
+        typer.Option(help="For hf: folder or id of the tokenizer; default: the one of the model's folder."),
     ] = None,
 ) -> None:
     """Write whole weights and buffers to one safetensors file, or to a folder for Hugging Face, tensor by tensor.

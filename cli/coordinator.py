@@ -16,10 +16,12 @@ PORT = 29510
 
 def coordinator(
     port: Annotated[int, typer.Option(min=0, max=65535, help="TCP port.")] = PORT,
-    least: Annotated[int, typer.Option(min=1, help="Number of replicas without which no step is taken.")] = 1,
-    silence: Annotated[float, typer.Option(min=0.1, help="Seconds without a heartbeat until a replica is lost.")] = 2.0,
+    least: Annotated[int, typer.Option(min=1, help="Smallest number of replicas with which steps are taken.")] = 1,
+    silence: Annotated[
+        float, typer.Option(min=0.1, help="Seconds without a heartbeat after which a replica counts as lost.")
+    ] = 2.0,
     patience: Annotated[
-        float, typer.Option(min=0.1, help="Seconds to wait for a replica that lives and is late.")
+        float, typer.Option(min=0.1, help="Seconds to wait for a late replica that still sends heartbeats.")
     ] = 60.0,
 ) -> None:
     """Tell the replicas of a run who is there (torchft's Lighthouse); runs until it is stopped."""

@@ -24,8 +24,8 @@ data = typer.Typer(name="data", help="Tokenize text, and show and verify tokens.
 Sources = Annotated[
     list[str],
     typer.Argument(
-        help="Text files, .jsonl, .parquet and .arrow files, folders of them, or hf://datasets/ORG/NAME, "
-        "with @REVISION and /PATH behind it if wanted.",
+        help="Text files, .jsonl, .parquet and .arrow files, folders of them, or hf://datasets/ORG/NAME, optionally "
+        "followed by @REVISION and /PATH.",
         metavar="SOURCE",
     ),
 ]

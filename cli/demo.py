@@ -22,9 +22,7 @@ _NEXT = {
 
 
 def demo(
-    runs: Annotated[Path, typer.Option(help="Folder of runs; the demo's is demo in it, and is written anew.")] = Path(
-        "runs"
-    ),
+    runs: Annotated[Path, typer.Option(help="Folder of runs; the demo replaces the folder demo in it.")] = Path("runs"),
 ) -> None:
     """Train a small GPT on two stages for less than a minute, and draw the measured timeline of its last step.
 

@@ -52,7 +52,7 @@ def evaluate(
     pipe: Annotated[int, typer.Option(min=1, help="Size of the pipe axis: the number of stages.")] = 1,
     data: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of replicas. Default: what the other axes leave of torchrun's, or 1."),
+        typer.Option(min=1, help="Number of replicas. Default: torchrun's processes divided by the other axes, or 1."),
     ] = None,
     context: Annotated[int, typer.Option(min=1, help="Size of the context axis.")] = 1,
     tensor: Annotated[int, typer.Option(min=1, help="Size of the tensor axis.")] = 1,

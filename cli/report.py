@@ -24,7 +24,7 @@ def report(
         typer.Option(help="File to write. Default: report.html, or comparison.html, in the folder of the first run."),
     ] = None,
     serve: Annotated[
-        bool, typer.Option("--serve", help="Show the page in a browser of this machine while the run goes on.")
+        bool, typer.Option("--serve", help="Serve the page to a browser on this machine while the run continues.")
     ] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="With --serve: port; 0: a free one.")] = 0,
 ) -> None:

@@ -35,7 +35,7 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="With --explain: print one JSON object.")] = False,
     processes: Annotated[
         int | None,
-        typer.Option(min=1, help="With --explain or --dry: number of processes that grid.data: auto would share."),
+        typer.Option(min=1, help="With --explain or --dry: number of processes, for grid.data: auto."),
     ] = None,
     table: Annotated[bool, typer.Option("--table", help="Print the table of all keys of a training file.")] = False,
 ) -> None:

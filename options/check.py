@@ -47,8 +47,7 @@ def _check_tuning(options: EngineOptions) -> None:
         )
     if options.tuning is not None and options.batch.size is None:
         _refuse(
-            "<tuning> is given, and the batch it tunes for is not: write <batch.size>, the samples of a step over all "
-            "replicas"
+            "<tuning> is given without a batch to tune for: write <batch.size>, the samples of a step over all replicas"
         )
 
 

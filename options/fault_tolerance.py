@@ -60,9 +60,9 @@ class FaultTolerance(Options):
             raise OptionError(
                 "zero",
                 self.zero,
-                f"replicas keep whole {what}, because those that are left sum their gradients again when one is lost, "
-                f"and no layer waits for another replica: give 1, and cut {what} within each replica (zero="
-                f"{self.zero} of the engine, on a data axis)",
+                f"replicas keep whole {what}, because they sum their gradients again if one is lost, and no layer may "
+                f"wait for another replica: give 1, and shard {what} within each replica (zero={self.zero} of the "
+                "engine, on a data axis)",
             )
         if self.replica is not None and (not self.replica or set(self.replica) & set("/\\\n\0")):
             raise OptionError("replica", self.replica, "give a name without a slash, such as 0")

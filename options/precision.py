@@ -82,6 +82,6 @@ class Precision(Options):
             )
         if not self.master_weights and self.weights != "bf16":
             raise refusal(
-                "<master_weights> is false, which is for <weights> bf16: squares of gradients are too small for "
-                "fp16, and fp32 weights have no other masters; leave it out",
+                "<master_weights> is false, which is for <weights> bf16: squares of gradients are too small for fp16, "
+                "and fp32 weights are their own master weights; leave it out",
             )

@@ -145,7 +145,7 @@ class Zero(Options):
             OptionError: it is auto, and was not found.
         """
         if self.stage == "auto":
-            raise refusal("<stage> is auto, which is found for a PipelineModule in Python: give a stage from 0 to 3")
+            raise refusal("<stage> auto works only for a PipelineModule, in Python: give a stage from 0 to 3")
         return self.stage
 
     def check(self) -> None:
@@ -169,8 +169,7 @@ class Zero(Options):
             notes.append(
                 Note(
                     "offload_parameters",
-                    f"stores shards of the weights, and in stage {self.stage} they are whole: it does nothing; set "
-                    "stage 3, or leave it out",
+                    f"does nothing in stage {self.stage}, where weights are whole: set stage 3, or leave it out",
                 )
             )
         if self.hpz_partition_size > 1 and self.keep_gathered and self.max_live_parameters is None and self.stage == 3:

@@ -320,9 +320,7 @@ class MethodSection(Keys):
         if self.name == "distill" and self.beta is not None and self.beta >= 1:
             raise refusal(f"<beta> is {self.beta}, but jsd needs a number below 1, such as 0.5")
         if self.is_stored and self.top_k is not None:
-            raise refusal(
-                "<teacher> is a file, whose log-probabilities are of the words that it has: leave <top_k> out"
-            )
+            raise refusal("<teacher> is a file, which has its own number of tokens: leave <top_k> out")
         if self.reward_weights is not None and len(self.reward_weights) != len(self.rewards or ()):
             raise refusal(
                 f"<reward_weights> has {len(self.reward_weights)} numbers for {len(self.rewards or ())} functions of "
@@ -718,7 +716,7 @@ class TrainingFile(Keys):
             )
         if training.time_limit is not None:
             raise refusal(
-                "<training.time_limit> would end each replica at a step of its own with <fault_tolerance>: give "
+                "<training.time_limit> would end each replica at a different step with <fault_tolerance>: give "
                 "<training.steps>, and end the run by SIGTERM to triax run"
             )
         if training.spikes.action == "rewind":

@@ -180,7 +180,7 @@ class Config(Section):
     curriculum_learning: Any = refused(_DATA)
     data_efficiency: Any = refused(_DATA)
     hybrid_engine: Any = refused("leave it out: triax.init_inference(engine) generates with the weights in training")
-    nebula: Any = refused("leave it out: there is no such service here")
+    nebula: Any = refused("leave it out: triax has no such service")
     expert_parallel: Any = refused("write expert_parallel_size, and Grid(expert=...)")
     use_data_before_expert_parallelism: Any = refused(
         "experts are spread over consecutive ranks of data x context: leave it out"
