@@ -93,15 +93,13 @@ def generate(
         float | None, typer.Option(help="Sample from tokens at least P times as likely as the likeliest one.")
     ] = None,
     repetition_penalty: Annotated[
-        float, typer.Option(help="Divide the logits of tokens that are in the text by this number; 1 is none.")
+        float, typer.Option(help="Divide the logits of tokens that are in the text by this number; 1: no penalty.")
     ] = 1.0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the generation. May be repeated.")] = None,
     samples: Annotated[int, typer.Option(min=1, help="Number of texts: draws, or the best ones of --beams.")] = 1,
     beams: Annotated[int, typer.Option(min=1, help="Number of beams of a beam search, which draws nothing.")] = 1,
     length_penalty: Annotated[float, typer.Option(help="With --beams: larger values prefer longer texts.")] = 1.0,
-    logprobs: Annotated[
-        bool, typer.Option(help="Print the log-probability of each new token behind the text.")
-    ] = False,
+    logprobs: Annotated[bool, typer.Option(help="Print the log-probability of each new token after the text.")] = False,
     logits_processor: Annotated[
         list[str] | None,
         typer.Option(help="package.module:function of (ids, scores) that returns scores. May be repeated."),

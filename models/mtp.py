@@ -84,8 +84,8 @@ def embed_and_keep(embedding: TokenEmbedding, ids: Any) -> tuple[Tensor, Tensor]
     """
     if not isinstance(ids, Tensor) or embedding.context.size > 1:
         raise ValueError(
-            "num_nextn_predict_layers needs ids (B, T) without documents, and a grid with context=1. Give rows of ids "
-            "alone (data.document_mask: false), or num_nextn_predict_layers=0."
+            "num_nextn_predict_layers needs ids (B, T) without documents, and a grid with context=1. Give rows of "
+            "only ids (data.document_mask: false), or num_nextn_predict_layers=0."
         )
     return embedding(ids), ids
 

@@ -82,7 +82,7 @@ class EngineOptions(Options):
         "raise",
         "If a loss or (without fp16) a gradient is nan or infinite: raise an error on every rank before any weight "
         "changes, skip the step (50 in a row are an error), or ignore it. With fp16 the loss scale handles gradients "
-        "that overflow. One process without clipping computes no norm and checks the loss alone.",
+        "that overflow. One process without clipping computes no norm and checks only the loss.",
     )
     reduction: GradientReduction = option(GradientReduction(), "How gradients are summed over replicas.")
     compression: Any = option(

@@ -16,7 +16,9 @@ class FaultTolerance(Options):
         None, "Address of the coordinator, host:port; None: TRIAX_COORDINATOR, which triax run --replicas sets."
     )
     replica: str | None = option(
-        None, "Name of this replica, equal on its ranks alone; None: TRIAX_REPLICA, which triax run --replicas sets."
+        None,
+        "Name of this replica, equal on all its ranks and on no others; None: TRIAX_REPLICA, which triax run "
+        "--replicas sets.",
     )
     active: int | None = option(
         None,

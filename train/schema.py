@@ -441,7 +441,7 @@ class ScheduleSection(Keys):
         if self.partition == "auto" and self.name not in ("1f1b", "auto"):
             raise refusal(f"<partition> auto chooses the schedule, and <name> is {self.name}: write time, or no name")
         if self.searched and self.name == "auto":
-            raise refusal(f"<name> auto does not go with <partition> {self.partition}: write <partition> auto alone")
+            raise refusal(f"<name> auto does not go with <partition> {self.partition}: write only <partition> auto")
         if self.searched and self.slices is not None:
             raise refusal(f"<partition> {self.partition} is for whole sequences: leave out <slices>, or give a cut")
         for key in ("layer_costs", "limit"):

@@ -190,4 +190,4 @@ def test_what_sets_cannot_do_is_refused(ranks: Callable[..., list[Any]], tmp_pat
     merge, both, late, name = ranks(1, refused, saved(tmp_path / "model", "llama"))[0]
     assert "triax.save_hf(engine, path, merge_lora=True)" in merge
     assert "'dora' use DoRA, whose update cannot be added" in both
-    assert "give base with the first adapters alone" in late and "no name of adapters" in name
+    assert "give base only with the first adapters" in late and "no name of adapters" in name

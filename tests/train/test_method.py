@@ -184,7 +184,7 @@ def test_a_run_that_goes_on_needs_the_numbers_of_its_reference(
         run(str(place), "dpo", "name=f")
     text = capsys.readouterr().err
     place_of = file.relative_to(place)
-    assert f", but the reference model's log-probabilities of its data, {place_of}, are not" in text
+    assert f", but the reference model's log-probabilities of its data, {place_of}, are missing" in text
 
 
 @pytest.mark.parametrize(

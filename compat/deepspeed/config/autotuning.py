@@ -47,7 +47,7 @@ class AutotuningConfig(SwitchSection):
     min_train_batch_size: Any = idle(_BATCH)
     mp_size: Any = idle(_GRID)
     exps_dir: Any = idle(_INSIDE)
-    overwrite: Any = idle("results_dir is written anew")
+    overwrite: Any = idle("results_dir is always replaced")
     metric_path: Any = idle(_INSIDE)
     arg_mappings: Any = idle("tuning changes the configuration given to triax.initialize, not a command line")
     model_info: Any = idle("the sizes of layers are read from the model")

@@ -25,7 +25,7 @@ class GradientCompressionConfig(Section):
     )
     ratio: float = setting(0.01, "topk: fraction of each tensor's elements that is sent.", gt=0.0, le=1.0)
     momentum: float = setting(
-        0.0, "topk: momentum correction, in place of SGD's momentum, which must be 0.", ge=0.0, lt=1.0
+        0.0, "topk: momentum correction, instead of SGD's momentum, which must be 0.", ge=0.0, lt=1.0
     )
     clip: float = setting(
         0.0,

@@ -88,7 +88,7 @@ class Config(Section):
         None, "Local SGD and DiLoCo: replicas step separately and synchronize every so many steps; null: off."
     )
     lora: LoraConfig | None = setting(
-        None, "Low-rank adapters of linear layers, which alone are trained: docs/lora.md; null: off."
+        None, "Low-rank adapters of linear layers; only these are trained: docs/lora.md; null: off."
     )
     gradient_compression: GradientCompressionConfig = setting(
         GradientCompressionConfig(), "Compression of the sum of gradients: docs/compression.md."
@@ -120,7 +120,7 @@ class Config(Section):
         "raise",
         "If a loss or (without fp16) a gradient is nan or infinite: raise an error on every rank before any weight "
         "changes, skip the step (50 in a row are an error), or ignore it. With fp16 the loss scale handles gradients "
-        "that overflow. One process without clipping computes no norm and checks the loss alone.",
+        "that overflow. One process without clipping computes no norm and checks only the loss.",
     )
     steps_per_print: int | None = setting(
         None, "Print step, loss, learning rate and samples per second on rank 0, every so many steps.", ge=1
@@ -205,7 +205,7 @@ class Config(Section):
         given = {key: value for key, value in values.items() if key != "$schema"}  # for editors
         if "bfloat16" in given:
             if "bf16" in given:
-                raise ValueError("bfloat16 is an older name of bf16: give the second alone")
+                raise ValueError("bfloat16 is an older name of bf16: give only bf16")
             given["bf16"] = given.pop("bfloat16")
         if isinstance(given.get("steps_per_print"), float) and given["steps_per_print"] == float("inf"):
             given["steps_per_print"] = None  # some trainers write infinity for never

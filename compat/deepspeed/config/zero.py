@@ -181,7 +181,7 @@ class ZeroConfig(Section):
         given = {f"stage3_{key}" if f"stage3_{key}" in cls.model_fields else key: values[key] for key in values}
         if len(given) < len(values):
             twice = next(key for key in values if f"stage3_{key}" in values)
-            raise ValueError(f"{twice} is another name of stage3_{twice}: give the second alone")
+            raise ValueError(f"{twice} is another name of stage3_{twice}: give only the second")
         if given.get("stage3_gather_fp16_weights_on_model_save") is True:
             del given["stage3_gather_fp16_weights_on_model_save"]
             given["stage3_gather_16bit_weights_on_model_save"] = True
@@ -195,7 +195,7 @@ class ZeroConfig(Section):
         ):
             if given.get(old) is True:
                 if given.get(new):
-                    raise ValueError(f"{old} is an older name of {new}: give the second alone")
+                    raise ValueError(f"{old} is an older name of {new}: give only the second")
                 given[new] = {"device": "cpu", "pin_memory": pin}
                 del given[old]
         return given
