@@ -52,7 +52,7 @@ def check(
 ) -> None:
     """Compare a model on grids with one process: losses, metrics and every gradient, in float64.
 
-    A training file's, a folder's or an id's model has random weights, and gets random tokens.
+    The model of a training file, a folder or an id has random weights, and gets random tokens.
 
     The exit status is 0 if all numbers are equal, and 1 if one differs.
     """

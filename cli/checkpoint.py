@@ -64,7 +64,7 @@ def show(path: Where, tensors: Annotated[bool, typer.Option(help="Print a line f
 
 @checkpoint.command()
 def verify(path: Where) -> None:
-    """Compare every byte with its checksum. Damaged files and tensors are named, and the exit code is 1."""
+    """Compare every byte with its checksum. Print damaged files and tensors; with any, the exit code is 1."""
     from ..checkpoint.format.folder import verify as problems
 
     reader = _open(path)
@@ -152,7 +152,7 @@ def prune(
         bool, typer.Option("--dry-run", help="Print what would be removed, and remove nothing.")
     ] = False,
 ) -> None:
-    """Remove all but the last checkpoints. The one that ``latest`` names stays in any case."""
+    """Remove all but the last checkpoints. The checkpoint that ``latest`` names is never removed."""
     from ..checkpoint.format.folder import prunable, remove
     from ..checkpoint.format.remote import folder_at
     from ..checkpoint.lineage import Lineage

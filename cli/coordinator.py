@@ -24,7 +24,7 @@ def coordinator(
         float, typer.Option(min=0.1, help="Seconds to wait for a late replica that still sends heartbeats.")
     ] = 60.0,
 ) -> None:
-    """Tell the replicas of a run who is there (torchft's Lighthouse); runs until it is stopped."""
+    """Run the coordinator of a run's replicas (torchft's Lighthouse), until it is stopped."""
     from ..fault_tolerance.coordinator import serve  # imported only where it is used: it needs torchft
 
     server = serve(port, least, silence, patience)
@@ -42,6 +42,6 @@ def drain(
     log_dir: Annotated[str, typer.Option(help="Log folder of the run, as of triax run.")] = "runs/logs",
     wait: Annotated[float, typer.Option(min=0.1, help="Seconds to wait until it has left.")] = 120.0,
 ) -> None:
-    """Ask a replica of triax run --replicas to leave the run after its step; the others train on."""
+    """Ask a replica of triax run --replicas to leave the run after its step; the others continue."""
     drain_replica(name, Path(log_dir), wait)
     typer.echo(f"replica {name} has left")

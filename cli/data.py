@@ -58,7 +58,7 @@ def tokenize(
     ] = None,
     skip_bad: SkipBad = False,
 ) -> None:
-    """Tokenize text into a folder. After an interruption, the same command goes on where it was."""
+    """Tokenize text into a folder. After an interruption, the same command continues."""
     from ..data.sources import find_sources
     from ..data.tokenization import tokenize as run
 
@@ -130,7 +130,7 @@ def show(
 
 @data.command()
 def verify(path: Where) -> None:
-    """Compare every byte with its checksum. Damaged files are named, and the exit code is 1."""
+    """Compare every byte with its checksum. Print damaged files; with any, the exit code is 1."""
     try:
         folder = _open(path)
         problems = [*folder.verify()]

@@ -26,7 +26,7 @@ def demo(
 ) -> None:
     """Train a small GPT on two stages for less than a minute, and draw the measured timeline of its last step.
 
-    Two processes of this machine train on triax's own source, a byte a token.
+    Two processes on this machine train on triax's own source; each byte is a token.
     """
     from ..data.tokenization import tokenize
     from ..launcher.launch import cores, launch

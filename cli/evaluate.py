@@ -57,9 +57,9 @@ def evaluate(
     context: Annotated[int, typer.Option(min=1, help="Size of the context axis.")] = 1,
     tensor: Annotated[int, typer.Option(min=1, help="Size of the tensor axis.")] = 1,
 ) -> None:
-    """Evaluate a model on tasks of lm-eval, on --pipe x --data x --context x --tensor processes, its own or torchrun's.
+    """Evaluate a model on tasks of lm-eval, on --pipe x --data x --context x --tensor processes, new or torchrun's.
 
-    The data sets are downloaded by rank 0, into the cache of the package datasets.
+    Rank 0 downloads the data sets, into the cache of the package datasets.
     """
     folder = find_model(run)
     family(folder)  # before any process starts

@@ -113,7 +113,7 @@ def generate(
         int | None, typer.Option(min=1, help="Size of the tensor axis. Default: torchrun's processes / --pipe, or 1.")
     ] = None,
 ) -> None:
-    """Continue a prompt, or answer messages, token by token, on --pipe x --tensor processes, its own or torchrun's."""
+    """Continue a prompt, or answer messages, on --pipe x --tensor processes, new or torchrun's."""
     if not prompt and not (chat and prompt is None):
         raise ConfigError("--prompt is empty, but the model needs a text to continue. Give at least one character.")
     if chat and (samples > 1 or beams > 1 or logprobs):

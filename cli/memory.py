@@ -69,7 +69,7 @@ def memory(
     optimizer: Annotated[str | None, typer.Option(help=f"Optimizer: {', '.join(STATES)}. Default: adamw.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="With a model: print one JSON object, with bytes.")] = False,
 ) -> None:
-    """Print the memory of each pipe rank of a model on a grid, activations included; or of a number of parameters."""
+    """Print the memory of each pipe rank of a model on a grid, with activations; or of a number of parameters."""
     from ..compat.deepspeed.config.optimizer_names import native_optimizer
     from ..plan.machine import machine as machine_of
 

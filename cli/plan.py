@@ -96,7 +96,7 @@ def plan(
     html: Annotated[Path | None, typer.Option(help="Write a page with the table and the bars.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Print the fastest layouts of a training run that fit on a cluster."""
+    """Print the fastest layouts of a training run that fit into a cluster's memory."""
     from ..plan.cost import CostModel, Work
     from ..plan.machine import machine as machine_of
     from ..plan.page import page

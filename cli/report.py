@@ -30,7 +30,7 @@ def report(
 ) -> None:
     """Write one HTML page about a run: loss curves, measured and simulated timeline, memory and traffic.
 
-    Of a run with fault_tolerance it also prints its replicas over time, the time lost by cause, and goodput.
+    For a run with fault_tolerance, also print its replicas over time, the lost time by cause, and goodput.
     """
     from ..monitor.report.run_folder import read_run
     from ..monitor.report.serve import report_server

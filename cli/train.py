@@ -39,7 +39,7 @@ def train(
     ] = None,
     table: Annotated[bool, typer.Option("--table", help="Print the table of all keys of a training file.")] = False,
 ) -> None:
-    """Train a model as a file says: alone with ranks of its own, or under triax run, torchrun or srun."""
+    """Train a model from a file. The processes are started here, or by triax run, torchrun or srun."""
     if table or file is None:
         if not table or file is not None:
             raise ConfigError("Give a FILE to train, or --table.")

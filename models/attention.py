@@ -71,7 +71,7 @@ class CausalAttention(nn.Module):
     def refuses_slices(self) -> str | None:
         """Reason why the layer cannot run slices of sequences; None if it can."""
         if self.softcap is not None:
-            return f"caps the scores of attention (softcap={self.softcap}), which attention over slices cannot"
+            return f"caps attention scores (softcap={self.softcap}), which does not work with slices"
         if self.sparsity is not None:
             return "has sparse attention (<sparse_attention>), whose blocks slices would cut"
         return None
