@@ -150,14 +150,17 @@ def joined(features: tuple[Feature, ...]) -> dict[str, Any] | None:
     return options
 
 
-def train(features: tuple[Feature, ...], axes: dict[str, int], schedule: str, stage: int, dtype: torch.dtype) -> Any:
+def train(features: tuple[Feature, ...], axes: dict[str, Any], schedule: str, stage: int, dtype: torch.dtype) -> Any:
     """Take two steps on this rank; return their numbers, or, if they are not compared, their losses."""
     options = joined(features)
     assert options is not None
     grid = Grid(**axes)
     if "compile" in options:  # torch compiles a function 8 times in a process, and then runs it plainly
         torch.compiler.reset()
-    given = {"optimizer": partial(torch.optim.SGD, lr=0.1), "batch": triax.Batch(size=2 * MICROBATCHES, microbatch=2)}
+    given: dict[str, Any] = {
+        "optimizer": partial(torch.optim.SGD, lr=0.1),
+        "batch": triax.Batch(size=2 * MICROBATCHES, microbatch=2),
+    }
     given |= options | {"zero": triax.Zero.of({**options["zero"], "stage": stage}), "schedule": schedule}
     engine = triax.Engine(build(dtype, "expert" in axes, grid), **given)
     found: list[Any] = []
