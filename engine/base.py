@@ -160,8 +160,9 @@ class Engine:
     _samples_before = 0  # samples of the steps before the batch got its present size
     _batch_size_since = 0  # the step from which the batch has its present size
 
-    def __new__(cls, model: Any = None, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Return an engine of the class that trains this kind of model."""
+        model = args[0] if args else kwargs.get("model")
         kinds = (kind for kind in Engine.__subclasses__() if kind.trains(model)) if cls is Engine else iter(())
         made: Any = object.__new__(next(kinds, cls))
         return made

@@ -92,7 +92,7 @@ class PipelineModule(nn.Module):
     (``[LayerSpec(...)] * 4`` is four layers.)
 
     On a grid without a pipe axis the model is called as any module, ``model(x)``. The other methods of this class are
-    for engines; those of ``nn.Module`` act on this rank's layers.
+    for engines. The methods of ``nn.Module`` act on this rank's layers.
 
     Args:
         layers: ``LayerSpec`` s, ``nn.Module`` s, and functions of one argument. Modules that are already built
