@@ -85,9 +85,9 @@ class TransformerConfig:
     def preset(cls, name: str, **changes: Any) -> Self:
         """Make a published configuration or a small one for tests by name, with the given fields changed.
 
-        >>> GPTConfig.preset("gpt2").parameter_count
+        >>> triax.GPTConfig.preset("gpt2").parameter_count
         124439808
-        >>> LlamaConfig.preset("llama3-8b").parameter_count
+        >>> triax.LlamaConfig.preset("llama3-8b").parameter_count
         8030261248
 
         Raises:
