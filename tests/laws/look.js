@@ -46,7 +46,8 @@
   if (!/width\s*=\s*device-width/.test(document.querySelector('meta[name=viewport]')?.content))
     fault('no viewport', null, 'a phone shows the page 980 px wide');
   const page = ground(document.body);
-  if (matchMedia('(prefers-color-scheme: dark)').matches && luminance(page) > 0.2)
+  const dark = matchMedia('(prefers-color-scheme: dark)').matches;
+  if (dark && luminance(page) > 0.2)
     fault('no dark theme', document.body, `background rgb(${page.map(Math.round)})`);
   const fixed = node => [...ancestors(node)].some(each => styleOf(each).position === 'fixed');
   const held = node => [...ancestors(node.parentElement)].some(each =>
@@ -66,7 +67,7 @@
     const style = styleOf(node), { left, top, width: wide, height } = node.getBoundingClientRect();
     if (node.clientWidth < 8 || height < 8 || !node.innerText?.trim() || !shown(node)) continue;
     const more = node.scrollWidth - node.clientWidth, numbers = `${node.scrollWidth} px in ${node.clientWidth}`;
-    if (more > 1) {
+    if (more > 1 + parseFloat(style.paddingRight) * /auto|scroll/.test(style.overflowX)) {  // more than empty padding
       if (/auto|scroll/.test(style.overflowX)) {
         boxes.push([name(node), left + scrollX, top + scrollY, wide, height, ground(node), numbers]);
         if (left >= 0 && left + node.scrollWidth <= room)
@@ -124,7 +125,7 @@
   for (const image of document.images) {
     if (!shown(image)) continue;
     if (!image.naturalWidth) { fault('picture missing', image, image.src); continue; }
-    if (luminance(page) > 0.2) continue;
+    if (!dark) continue;
     const drawn = new OffscreenCanvas(32, 32).getContext('2d');  // with the filter that turns it dark
     drawn.fillStyle = `rgb(${page})`; drawn.fillRect(0, 0, 32, 32);
     drawn.filter = styleOf(image).filter; drawn.drawImage(image, 0, 0, 32, 32);

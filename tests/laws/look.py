@@ -31,7 +31,7 @@ HERE = Path(__file__).resolve().parent
 BUILD = HERE.parents[1] / "build"
 SITE, LOOK = BUILD / "docs" / "html", BUILD / "look"
 WIDTHS = {390: "phone", 1280: "laptop", 1920: "wide"}
-HEIGHT, TALLEST = 900, 8000  # of the window, and of a picture
+HEIGHT, TALLEST = 900, 2400  # of the window, and of a picture
 PLANTED = "look_faults.html"
 KINDS = {"no viewport", "no dark theme", "page too wide", "no sign of scrolling", "cut beside an empty margin"}
 KINDS |= {"text cut", "text wider than its box", "texts overlap", "contrast", "picture missing"}
@@ -96,7 +96,8 @@ class Files(SimpleHTTPRequestHandler):
 
     def send_error(self, code: int, *rest: Any) -> None:
         """Keep the path and the page."""
-        self.missing.add((self.path, self.headers.get("Referer", "")))
+        if self.path != "/favicon.ico":  # which browsers ask for in any case
+            self.missing.add((self.path, self.headers.get("Referer", "")))
         super().send_error(code, *rest)
 
     def log_message(self, *rest: Any) -> None:
@@ -108,9 +109,13 @@ class Files(SimpleHTTPRequestHandler):
 
 def look(theme: str, names: list[str], address: str) -> Faults:
     """Open the pages in this theme, and return their faults."""
-    flags = "--no-sandbox --disable-gpu --hide-scrollbars"  # a phone shows no scroll bars
+    flags = "--no-sandbox --disable-gpu --log-level=3 --hide-scrollbars"  # a phone shows no scroll bars
     dark = " --blink-settings=preferredColorScheme=0" if theme == "dark" else ""
-    os.environ |= {"QT_QPA_PLATFORM": "offscreen", "QTWEBENGINE_CHROMIUM_FLAGS": flags + dark}
+    os.environ |= {
+        "QT_QPA_PLATFORM": "offscreen",
+        "QT_LOGGING_RULES": "qt.rhi.*=false",
+        "QTWEBENGINE_CHROMIUM_FLAGS": flags + dark,
+    }
     from PyQt6.QtCore import QEventLoop, QTimer, QUrl
     from PyQt6.QtGui import QImage
     from PyQt6.QtWebEngineCore import QWebEnginePage
@@ -142,14 +147,27 @@ def look(theme: str, names: list[str], address: str) -> Faults:
     def resize(width: int, height: int) -> None:
         view.resize(width, height)
         ask("window.drawn = false; requestAnimationFrame(() => requestAnimationFrame(() => { window.drawn = true; }))")
-        while ask("window.drawn && innerWidth") != width:
+        while ask("window.drawn && [innerWidth, innerHeight]") != [width, height]:
             pause(10)
 
-    def picture(top: float, height: float) -> tuple[QImage, int]:
-        """Return the window, scrolled so that it shows this part of the page, and the top of what it shows."""
-        shown = int(ask(f"scrollTo({{top: {top} - 40, behavior: 'instant'}}); scrollY"))
-        pause(60)
+    def picture(top: float) -> tuple[QImage, float]:
+        """Return the window, scrolled to this height of the page, and the height at which it begins."""
+        shown = ask(f"scrollTo({{top: {top}, behavior: 'instant'}}); scrollY")
+        pause(20)
         return view.grab().toImage(), shown
+
+    def has_sign(left: float, top: float, wide: float, high: float, ground: list[float]) -> bool:
+        """Return True if most of the right edge of a scrolling box has another color than the box's ground."""
+        for _ in range(5):  # a busy machine draws later
+            image, shown = picture(top - 60)
+            x, y = int(left + wide) - 3, top - shown
+            rows = range(int(y + high / 4), int(y + 3 * high / 4))
+            found = [image.pixelColor(x, row).getRgb() for row in rows if image.rect().contains(x, row)]
+            marked = [color for color in found if max(abs(a - b) for a, b in zip(color, ground)) >= SIGN]
+            if 2 * len(marked) > len(found):
+                return True
+            pause(100)
+        return False
 
     application = QApplication(["look"])
     view = QWebEngineView()
@@ -170,13 +188,14 @@ def look(theme: str, names: list[str], address: str) -> Faults:
             for kind, element, numbers in found["faults"]:
                 faults[kind, element, numbers][name].append(place)
             for element, left, top, wide, high, ground, numbers in found["boxes"]:
-                image, shown = picture(top, high)
-                if not has_sign(image, left + wide, top - shown, min(high, HEIGHT - 80), ground):
+                if not has_sign(left, top, wide, min(high, HEIGHT - 60), ground):
                     faults["no sign of scrolling", element, numbers][name].append(place)
             resize(width, min(found["height"], TALLEST))
             file = LOOK / theme / f"{name.removesuffix('.html').replace('/', '-')}-{WIDTHS[width]}.png"
             file.parent.mkdir(parents=True, exist_ok=True)
-            picture(0, 0)[0].save(str(file))
+            picture(0)
+            pause(150)
+            view.grab().save(str(file))
         links[name], ids[name] = set(found["links"]), set(found["ids"])
     for name, targets in links.items():
         for target in targets:
@@ -190,14 +209,6 @@ def look(theme: str, names: list[str], address: str) -> Faults:
     view.close()
     application.quit()
     return faults
-
-
-def has_sign(image: Any, right: float, top: float, height: float, ground: list[float]) -> bool:
-    """Return True if the middle half of a scrolling box's right edge mostly has another color than its ground."""
-    x, rows = int(right) - 3, range(int(top + height / 4), int(top + 3 * height / 4))
-    found = [image.pixelColor(x, y) for y in rows if image.rect().contains(x, y)]
-    marked = [color for color in found if max(abs(a - b) for a, b in zip(color.getRgb(), ground)) >= SIGN]
-    return 2 * len(marked) > len(found)
 
 
 # ------------------------------------------------------------------------------------------------ the faults
@@ -217,10 +228,15 @@ def main() -> int:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
     faults: Faults = defaultdict(lambda: defaultdict(list))
-    for theme in ("light", "dark"):
-        file = LOOK / f"{theme}.json"
+    files = {theme: LOOK / f"{theme}.json" for theme in ("light", "dark")}
+    browsers = []
+    for theme, file in files.items():
         file.write_text(json.dumps(names))
-        subprocess.run([sys.executable, __file__, "--theme", theme, str(file), address], check=True)
+        browsers.append(subprocess.Popen([sys.executable, __file__, "--theme", theme, str(file), address]))
+    codes = [browser.wait() for browser in browsers]
+    if any(codes):
+        sys.exit("the browser ended with an error")
+    for file in files.values():
         for kind, element, numbers, places in json.loads(file.read_text()):
             for name, where in places.items():
                 faults[kind, element, numbers][name] += where
