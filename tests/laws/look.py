@@ -15,6 +15,7 @@ interfaces, but their wheels hold no browser, and download one from another serv
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import shutil
@@ -36,6 +37,11 @@ PLANTED = "look_faults.html"
 KINDS = {"no viewport", "no dark theme", "page too wide", "no sign of scrolling", "cut beside an empty margin"}
 KINDS |= {"text cut", "text wider than its box", "texts overlap", "contrast", "picture missing"}
 KINDS |= {"white box in the dark", "dead link", "dead anchor", "console", "no such file"}
+PREPARE = """
+for (const each of document.querySelectorAll('details')) each.open = true;
+const mark = document.body.appendChild(document.createElement('i'));
+mark.style = 'position: fixed; left: 0; top: 0; width: 2px; height: 2px; z-index: 9999999';
+"""
 SIGN = 12  # difference from the ground, of 255, that is a sign at the edge of a scrolling box
 
 # (kind, element, numbers) -> page -> places, such as "390 dark"
@@ -125,6 +131,7 @@ def look(theme: str, names: list[str], address: str) -> Faults:
     faults: Faults = defaultdict(lambda: defaultdict(list))
     links: dict[str, set[str]] = {}
     ids: dict[str, set[str]] = {}
+    colors = (f"#ff{number:04x}" for number in itertools.count())
     script = (HERE / "look.js").read_text(encoding="utf-8")
     place = ""
 
@@ -146,28 +153,28 @@ def look(theme: str, names: list[str], address: str) -> Faults:
 
     def resize(width: int, height: int) -> None:
         view.resize(width, height)
-        ask("window.drawn = false; requestAnimationFrame(() => requestAnimationFrame(() => { window.drawn = true; }))")
-        while ask("window.drawn && [innerWidth, innerHeight]") != [width, height]:
+        while ask("[innerWidth, innerHeight]") != [width, height]:
             pause(10)
 
     def picture(top: float) -> tuple[QImage, float]:
         """Return the window, scrolled to this height of the page, and the height at which it begins."""
-        shown = ask(f"scrollTo({{top: {top}, behavior: 'instant'}}); scrollY")
-        pause(20)
-        return view.grab().toImage(), shown
+        # Chromium draws in another process: a mark of a new color in the corner shows that it has drawn this.
+        color = next(colors)
+        shown = ask(f"scrollTo({{top: {top}, behavior: 'instant'}}); mark.style.background = '{color}'; scrollY")
+        while True:
+            image = view.grab().toImage()
+            if image.pixelColor(0, 0).name() == color:
+                return image, shown
+            pause(10)
 
     def has_sign(left: float, top: float, wide: float, high: float, ground: list[float]) -> bool:
         """Return True if most of the right edge of a scrolling box has another color than the box's ground."""
-        for _ in range(5):  # a busy machine draws later
-            image, shown = picture(top - 60)
-            x, y = int(left + wide) - 3, top - shown
-            rows = range(int(y + high / 4), int(y + 3 * high / 4))
-            found = [image.pixelColor(x, row).getRgb() for row in rows if image.rect().contains(x, row)]
-            marked = [color for color in found if max(abs(a - b) for a, b in zip(color, ground)) >= SIGN]
-            if 2 * len(marked) > len(found):
-                return True
-            pause(100)
-        return False
+        image, shown = picture(top - 60)
+        x, y = int(left + wide) - 3, top - shown
+        rows = range(int(y + high / 4), int(y + 3 * high / 4))
+        found = [image.pixelColor(x, row).getRgb() for row in rows if image.rect().contains(x, row)]
+        marked = [color for color in found if max(abs(a - b) for a, b in zip(color, ground)) >= SIGN]
+        return 2 * len(marked) > len(found)
 
     application = QApplication(["look"])
     view = QWebEngineView()
@@ -180,7 +187,7 @@ def look(theme: str, names: list[str], address: str) -> Faults:
         view.resize(1280, HEIGHT)
         view.load(QUrl(f"{address}/{name}"))
         loaded.exec()
-        ask("for (const each of document.querySelectorAll('details')) each.open = true")
+        ask(PREPARE)
         for width in WIDTHS:
             place = f"{width} {theme}"
             resize(width, HEIGHT)
@@ -193,9 +200,7 @@ def look(theme: str, names: list[str], address: str) -> Faults:
             resize(width, min(found["height"], TALLEST))
             file = LOOK / theme / f"{name.removesuffix('.html').replace('/', '-')}-{WIDTHS[width]}.png"
             file.parent.mkdir(parents=True, exist_ok=True)
-            picture(0)
-            pause(150)
-            view.grab().save(str(file))
+            picture(0)[0].save(str(file))
         links[name], ids[name] = set(found["links"]), set(found["ids"])
     for name, targets in links.items():
         for target in targets:
