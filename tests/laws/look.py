@@ -115,7 +115,7 @@ class Files(SimpleHTTPRequestHandler):
 
 def look(theme: str, names: list[str], address: str) -> Faults:
     """Open the pages in this theme, and return their faults."""
-    flags = "--no-sandbox --disable-gpu --log-level=3 --hide-scrollbars"  # a phone shows no scroll bars
+    flags = "--no-sandbox --disable-gpu --log-level=3"
     dark = " --blink-settings=preferredColorScheme=0" if theme == "dark" else ""
     os.environ |= {
         "QT_QPA_PLATFORM": "offscreen",
@@ -124,7 +124,7 @@ def look(theme: str, names: list[str], address: str) -> Faults:
     }
     from PyQt6.QtCore import QEventLoop, QTimer, QUrl
     from PyQt6.QtGui import QImage
-    from PyQt6.QtWebEngineCore import QWebEnginePage
+    from PyQt6.QtWebEngineCore import QWebEnginePage, QWebEngineSettings
     from PyQt6.QtWebEngineWidgets import QWebEngineView
     from PyQt6.QtWidgets import QApplication
 
@@ -179,6 +179,8 @@ def look(theme: str, names: list[str], address: str) -> Faults:
     application = QApplication(["look"])
     view = QWebEngineView()
     view.setPage(Page(view))
+    # As on a phone: a scroll bar is no sign there, and takes no room.
+    view.settings().setAttribute(QWebEngineSettings.WebAttribute.ShowScrollBars, False)
     view.show()
     loaded = QEventLoop()
     view.loadFinished.connect(loaded.quit)
