@@ -126,7 +126,7 @@
     if (!shown(image)) continue;
     if (!image.naturalWidth) { fault('picture missing', image, image.src); continue; }
     if (!dark) continue;
-    const drawn = new OffscreenCanvas(32, 32).getContext('2d');  // with the filter that turns it dark
+    const drawn = new OffscreenCanvas(32, 32).getContext('2d', { willReadFrequently: true });  // with the filter that turns it dark
     drawn.fillStyle = `rgb(${page})`; drawn.fillRect(0, 0, 32, 32);
     drawn.filter = styleOf(image).filter; drawn.drawImage(image, 0, 0, 32, 32);
     const corners = [[0, 0], [31, 0], [0, 31], [31, 31]].map(([x, y]) => luminance([...drawn.getImageData(x, y, 1, 1).data].slice(0, 3)));

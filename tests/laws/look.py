@@ -52,10 +52,7 @@ Faults = dict[tuple[str, str, str], dict[str, list[str]]]
 
 
 def make_pages() -> None:
-    """Write a run's report, a comparison of two runs, and a plan, in build/look."""
-    if (LOOK / "plan.html").exists():
-        return
-    LOOK.mkdir(parents=True, exist_ok=True)
+    """Write a run's report, a comparison of two runs, and a plan, in build/look. The runs themselves are kept there."""
     run = {
         "runs": str(LOOK / "runs"),
         "model": {"preset": "mixtral-tiny"},
@@ -65,11 +62,14 @@ def make_pages() -> None:
         "evaluate": {"every": 10, "sequences": 16},
         "monitor": {"histograms": 10},
     }
-    (LOOK / "run.json").write_text(json.dumps(run))
-    texts = sorted(str(path) for path in (HERE.parents[1] / "docs").glob("*.md"))
-    triax("data", "tokenize", *texts, "--tokenizer", "bytes", "--split", "paragraph", "--out", LOOK / "tokens")
-    triax("train", LOOK / "run.json", "name=pipeline")
-    triax("train", LOOK / "run.json", "name=other", "schedule=gpipe")
+    if not (LOOK / "runs" / "other" / "report.html").exists():
+        shutil.rmtree(LOOK, ignore_errors=True)
+        LOOK.mkdir(parents=True)
+        (LOOK / "run.json").write_text(json.dumps(run))
+        texts = sorted(str(path) for path in (HERE.parents[1] / "docs").glob("*.md"))
+        triax("data", "tokenize", *texts, "--tokenizer", "bytes", "--split", "paragraph", "--out", LOOK / "tokens")
+        triax("train", LOOK / "run.json", "name=pipeline")
+        triax("train", LOOK / "run.json", "name=other", "schedule=gpipe")
     triax("report", LOOK / "runs/pipeline", "--output", LOOK / "report.html")
     triax("report", LOOK / "runs/pipeline", LOOK / "runs/other", "--output", LOOK / "comparison.html")
     triax("plan", "--model", "llama3-8b", "--gpus", "16", "--batch", "512", "--html", LOOK / "plan.html")
