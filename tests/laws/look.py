@@ -146,8 +146,14 @@ def look(theme: str, names: list[str], address: str) -> Faults:
         loop.exec()
 
     def ask(text: str) -> Any:
-        loop, answers = QEventLoop(), []
-        view.page().runJavaScript(text, lambda value: (answers.append(value), loop.quit()))
+        loop = QEventLoop()
+        answers: list[Any] = []
+
+        def take(value: Any) -> None:
+            answers.append(value)
+            loop.quit()
+
+        view.page().runJavaScript(text, take)
         loop.exec()
         return answers[0]
 
@@ -224,9 +230,9 @@ def look(theme: str, names: list[str], address: str) -> Faults:
 def main() -> int:
     """Look at the pages, print their faults, and return 1 if there are any."""
     if sys.argv[1:2] == ["--theme"]:  # a process for each theme: Chromium takes it when it starts
-        theme, file, address = sys.argv[2:5]
-        found = look(theme, json.loads(Path(file).read_text()), address)
-        Path(file).write_text(json.dumps([[*key, places] for key, places in found.items()]))
+        theme, path, address = sys.argv[2:]
+        found = look(theme, json.loads(Path(path).read_text()), address)
+        Path(path).write_text(json.dumps([[*key, places] for key, places in found.items()]))
         return 0
     make_pages()
     names = pages(sys.argv[1:])
@@ -247,8 +253,8 @@ def main() -> int:
         for kind, element, numbers, places in json.loads(file.read_text()):
             for name, where in places.items():
                 faults[kind, element, numbers][name] += where
-    for path, page in missing:
-        faults["no such file", path, ""][page.removeprefix(f"{address}/")].append("any")
+    for asked, page in missing:
+        faults["no such file", asked, ""][page.removeprefix(f"{address}/")].append("any")
     return report(faults, len(names))
 
 
