@@ -119,7 +119,7 @@ def look(theme: str, names: list[str], address: str) -> Faults:
     dark = " --blink-settings=preferredColorScheme=0" if theme == "dark" else ""
     os.environ |= {
         "QT_QPA_PLATFORM": "offscreen",
-        "QT_LOGGING_RULES": "qt.rhi.*=false",
+        "QT_LOGGING_RULES": "*.warning=false",
         "QTWEBENGINE_CHROMIUM_FLAGS": flags + dark,
     }
     from PyQt6.QtCore import QEventLoop, QTimer, QUrl
