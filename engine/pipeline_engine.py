@@ -486,7 +486,12 @@ class PipelineEngine(Engine):
             except ValueError as error:
                 raise OptionError("schedule.recompute", share, str(error)) from error
             if not schedule.recomputes:
-                self._warn(Note("schedule.recompute", f"recomputes nothing with {schedule.name}: no peak would fall"))
+                self._warn(
+                    Note(
+                        "schedule.recompute",
+                        f"recomputes nothing with {schedule.name}, because no peak would become smaller",
+                    )
+                )
         if schedule.recomputes and self.options.recompute.asked:
             raise ConfigError(
                 self.options.say(

@@ -71,7 +71,7 @@ class CausalAttention(nn.Module):
     def refuses_slices(self) -> str | None:
         """Reason why the layer cannot run slices of sequences; None if it can."""
         if self.softcap is not None:
-            return f"caps the scores of attention (softcap={self.softcap}), which attention over slices cannot"
+            return f"caps attention scores (softcap={self.softcap}), which does not work with slices"
         if self.sparsity is not None:
             return "has sparse attention (<sparse_attention>), whose blocks slices would cut"
         return None
@@ -96,8 +96,8 @@ class CausalAttention(nn.Module):
         super().__init__()
         if softcap is not None and (grid.context.size > 1 or sparsity is not None):
             raise ValueError(
-                f"softcap={softcap} caps the scores of attention, which a context axis (context={grid.context.size}) "
-                "and sparse attention cannot. Use a grid with context=1, without sparse attention."
+                f"softcap={softcap} caps attention scores, which a context axis (context={grid.context.size}) and "
+                "sparse attention do not support. Use a grid with context=1, without sparse attention."
             )
         self.grid, self.axis, self.sequence_parallel = grid, grid.tensor, sequence_parallel
         self.kind, self.window, self.sparsity, self.scale, self.softcap = kind, window, sparsity, scale, softcap
