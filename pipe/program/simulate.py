@@ -155,6 +155,7 @@ class Simulation:
     makespan: float
     bubble: float  # 1 - busy time of the busiest rank / makespan
     peak_activations: tuple[float, ...]  # per rank, in microbatches through 1/pipe of the model
+    peak_of_stages: tuple[float, ...]  # per stage, in the same unit; not all stages of a rank have it at one time
     timeline: Timeline
     peak_offloaded: tuple[float, ...] = ()  # per rank, in host memory, in the same unit; () if nothing is offloaded
 
@@ -173,7 +174,9 @@ def simulate(schedule: Schedule, costs: Costs | None = None, keep_gathered: bool
     """
     times = timeline_of(schedule, costs, keep_gathered)
     offloaded = peak_offloaded(schedule) if schedule.offloads else ()
-    return Simulation(times.makespan, times.bubble, peak_activations(schedule), times, offloaded)
+    counts = counts_in_flight(schedule)
+    stages = _stage_peaks(schedule, counts)
+    return Simulation(times.makespan, times.bubble, _rank_peaks(schedule, counts), stages, times, offloaded)
 
 
 def peak_activations(schedule: Schedule, sizes: Sequence[float] | None = None) -> tuple[float, ...]:
@@ -191,11 +194,21 @@ def peak_activations(schedule: Schedule, sizes: Sequence[float] | None = None) -
     """
     counts = counts_in_flight(schedule)
     if sizes is None:
-        return tuple(max(map(sum, each), default=0) / schedule.chunks for each in counts)
+        return _rank_peaks(schedule, counts)
     own = [
         [size for size, home in zip(sizes, schedule.placement, strict=True) if home == r] for r in range(len(counts))
     ]
     return tuple(max((sum(map(mul, each, of)) for each in most), default=0) for most, of in zip(counts, own))
+
+
+def _rank_peaks(schedule: Schedule, counts: Sequence[Sequence[tuple[float, ...]]]) -> tuple[float, ...]:
+    return tuple(max(map(sum, each), default=0) / schedule.chunks for each in counts)
+
+
+def _stage_peaks(schedule: Schedule, counts: Sequence[Sequence[tuple[float, ...]]]) -> tuple[float, ...]:
+    """Return the most activations of each stage that its rank holds at once."""
+    of_ranks = [iter(map(max, zip(*each, strict=True))) for each in counts]  # the stages of a rank are in their order
+    return tuple(next(of_ranks[rank], 0.0) / schedule.chunks for rank in schedule.placement)
 
 
 def counts_in_flight(schedule: Schedule) -> list[list[tuple[float, ...]]]:
