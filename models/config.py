@@ -5,12 +5,13 @@ Fields that Hugging Face's configurations also have are named as there. ``preset
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
 from ..base.errors import nearest
 from ..grid.ranges import check_units
+from ..pipe.program.slices import slice_bounds
 from .presets import DEEPSEEK_PRESETS, GPT_PRESETS, LLAMA_PRESETS, MIXTRAL_PRESETS, Presets
 from .recurrent.sizes import RecurrentSizes, sizes_from_fields
 from .rope_scaling import DynamicScaling, LinearScaling, LongRopeScaling, RopeScaling, Scaling, YarnScaling
@@ -124,6 +125,30 @@ class TransformerConfig:
         """
         for name in self.SHARDED:
             check_units(name, getattr(self, name), 1, tensor)
+
+    @property
+    def refuses_slices(self) -> str | None:
+        """Reason why a pipeline cannot cut sequences of the model into slices; None if it can."""
+        return None
+
+    def check_slices(self, slices: Sequence[float], sequence: int, tensor: int = 1, context: int = 1) -> None:
+        """Check that a pipeline can cut sequences into slices (``schedule.slices``), before any process starts.
+
+        Args:
+            slices: relative lengths of the slices.
+            sequence: tokens of a sequence.
+            tensor, context: sizes of the axes.
+
+        Raises:
+            ValueError: it cannot; the message has the reason.
+        """
+        if len(slices) == 1:
+            return
+        if context > 1:
+            raise ValueError(f"slices cut sequences, and so does context={context}: leave out one of them")
+        if self.refuses_slices is not None:
+            raise ValueError(f"the model {self.refuses_slices}: leave slices out, for whole sequences")
+        slice_bounds(sequence, slices, tensor)
 
 
 @dataclass(frozen=True, repr=False)
@@ -510,6 +535,13 @@ class DecoderConfig(TransformerConfig):
         return self.max_position_embeddings
 
     @property
+    def refuses_slices(self) -> str | None:
+        """Reason why a pipeline cannot cut sequences of the model into slices; None if it can."""
+        if self.num_experts:
+            return "has a mixture of experts, which balances and limits the tokens of a whole microbatch"
+        return None
+
+    @property
     def moe_layers(self) -> tuple[int, ...]:
         """Numbers of the blocks that have experts, counted from 0."""
         if not self.num_experts:
@@ -795,6 +827,11 @@ class DeepseekConfig(TransformerConfig):
         """Number of entries in the model's list of layers; with modules, the embedding is in it again."""
         modules = self.num_nextn_predict_layers
         return super().layer_count + (modules + 1 if modules else 0)
+
+    @property
+    def refuses_slices(self) -> str | None:
+        """Reason why a pipeline cannot cut sequences of the model into slices."""
+        return "has a mixture of experts, which balances and limits the tokens of a whole microbatch"
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from ..pipe.cuts import StageCut, find_cut
 from ..pipe.partition import boundaries
 from ..pipe.program.layer_costs import LayerCosts
 from ..pipe.program.schedule import Schedule
-from ..pipe.program.slices import slice_bounds, slice_lengths
+from ..pipe.program.slices import slice_lengths
 from ..pipe.schedules.choose import require_schedule, schedule_of, with_passes
 from .learning_rate import LearningRate
 from .schema import ModelSection, TrainingFile
@@ -427,15 +427,10 @@ def _check_model(
             f"training.sequence {sequence} is not shared evenly by grid.tensor {tensor}, as sequence_parallel needs: "
             f"give {near}"
         )
-    if len(schedule.slices) > 1:
-        try:
-            slice_bounds(sequence, schedule.slices, tensor)
-        except ValueError as error:
-            raise ConfigError(f"training.sequence: {error}") from error
-        if file.grid.context > 1:
-            raise ConfigError(
-                f"schedule.slices cuts sequences, and so does grid.context {file.grid.context}: leave out one of them"
-            )
+    try:
+        model.check_slices(schedule.slices, sequence, tensor, file.grid.context)
+    except ValueError as error:
+        raise ConfigError(f"schedule.slices: {error}") from error
     experts = next((getattr(model, n) for n in ("num_experts", "n_routed_experts") if hasattr(model, n)), 0)
     if expert > 1 and not experts:
         raise ConfigError(
