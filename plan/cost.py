@@ -492,6 +492,21 @@ class CostModel:
             return max(*ranks, sum(ranks) * layout.gpus / layout.pipe / self.speed_of_all(layout.gpus))
         return sum(self._pipeline(layout)[1].values())
 
+    def least(self, layout: ParallelLayout) -> float:
+        """Return a lower bound of ``passes``, without a simulation, of a layout with options of its schedule.
+
+        The last rank waits for the first forward pass to come through the other ranks, and in 1f1b and interleaved
+        these wait for its last gradient; slices take equally long. A rank that recomputes runs that share of its
+        forward passes again, at best while it would wait.
+        """
+        m, ranks = layout.microbatches(self.work.batch), self._rank_times(layout, _zigzag(layout))
+        costs = self._costs(layout, max(ranks, key=lambda rank: rank.busy))
+        each, f = sum((costs.F, costs.I, costs.W)), costs.F
+        whole = layout.schedule in ("1f1b", "interleaved")
+        waits = (layout.pipe - 1) * (each if whole else f) / (layout.chunks * layout.slices)
+        again = max(0.0, layout.recompute_ops - 1 / m) * f
+        return max(m * each + 0.99 * waits, m * (each + again))  # the slices' lengths are rounded
+
     def speed_of_all(self, processes: int) -> float:
         """Return the most that processes on shared cores compute together, over what one computes alone."""
         assert self.measured is not None

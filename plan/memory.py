@@ -347,6 +347,13 @@ class ModelMemory:
         sizes = layer.attention
         return kv_heads(sizes, layout.tensor) * (sizes.query_dim + sizes.value_dim)
 
+    def _passed_on(self, layer: LayerShape, layout: ParallelLayout) -> int:
+        """Return the bytes per token of keys and values, rotated and not, that a slice of a sequence does not keep."""
+        if layer.attention is None or not layer.attention.rotated:
+            return 0
+        rotated = kv_heads(layer.attention, layout.tensor) * layer.attention.query_dim
+        return self.options.size * (self._keys(layer, layout) + (0 if self.fused_kernels else rotated))
+
     def check(self, layout: ParallelLayout, sequence: int) -> None:
         """Check that the layout can shard the model and the sequence.
 
@@ -590,12 +597,14 @@ class ModelMemory:
         """Return the bytes of a rank that has activations of slices in flight, and ``beside`` them others."""
         states = self._states_of(rank.placed, layout, layout.tensor - 1)
         tokens = layout.microbatch * sequence / (layout.context * slices)
-        activations = self._activations(rank, tokens, sequence, layout) + beside
+        activations = self._activations(rank, tokens, sequence, layout, slices) + beside
         temporaries = self._temporaries(rank.placed, tokens, sequence, layout)
         margin = FRAGMENTS * (activations + temporaries) + self.reserve
         return RankMemory(*states, activations, temporaries, margin)
 
-    def _activations(self, rank: _RankClass, tokens: float, sequence: int, layout: ParallelLayout) -> float:
+    def _activations(
+        self, rank: _RankClass, tokens: float, sequence: int, layout: ParallelLayout, slices: int = 1
+    ) -> float:
         """Return the bytes of activations of the microbatches that a rank has in flight."""
         key = (
             tokens,
@@ -609,6 +618,10 @@ class ModelMemory:
         if key not in rank.activations:
             kinds = rank.placed.counts
             of = {kind: self.layer_activations(self._kinds[kind], tokens, sequence, layout) for kind in kinds}
+            if (
+                slices > 1 and layout.recompute == "none"
+            ):  # rotated keys, and values, are in the sequence's buffer alone
+                of = {kind: kept - tokens * self._passed_on(self._kinds[kind], layout) for kind, kept in of.items()}
             kept = [sum(of[kind] for kind in stage) for stage in rank.placed.kinds]
             # A chunk's logits exist in the backward pass alone.
             chunk = max(

@@ -102,11 +102,6 @@ class _Change(NamedTuple):
     values: tuple[Any, ...]  # of ``CHANGES``
     recomputes: tuple[str, ...]
 
-    @property
-    def saves_memory(self) -> bool:
-        """True if the options make a step no shorter, and are for layouts that do not fit without them."""
-        return any(self.values[2:])
-
 
 class Searcher:
     """Search of a space for one model, machine, batch and sequence.
@@ -117,7 +112,7 @@ class Searcher:
     """
 
     MEMORY, SLOWER, EMPTY = "does not fit in memory", "slower than the layouts kept, by a lower bound", "impossible"
-    NEEDLESS = "fits without recomputation or offload by its schedule"
+    NEEDLESS = "with needless recomputation or offload by the schedule"
 
     def __init__(self, work: Work, space: Space) -> None:
         self.work, self.space, self.model = work, space, CostModel(work)
@@ -557,13 +552,15 @@ class Searcher:
                     excluded[self.MEMORY] += 1
                     continue
                 made = self._layout(layout, *change[:2], zero, offload, recompute, change.values)
-                if change.saves_memory:
-                    if self.model.passes(without_changes(made)) * _JUST_BELOW > worst:
-                        excluded[self.SLOWER] += 1
-                        continue
-                    if self.needless(made):
-                        excluded[self.NEEDLESS] += 1
-                        continue
+                shortest = self.model.least(made)
+                if any(made.changes[2:]):  # they make no step shorter
+                    shortest = max(shortest, self.model.passes(without_changes(made)))
+                if shortest * _JUST_BELOW > worst:
+                    excluded[self.SLOWER] += 1
+                    continue
+                if self.needless(made):
+                    excluded[self.NEEDLESS] += 1
+                    continue
                 self._try(made, best, top, excluded)
 
     def _size(self, node: _Node, recomputes: Sequence[str]) -> int:

@@ -22,6 +22,7 @@ from triax.options.engine import EngineOptions
 from triax.options.tuning import Tuning
 from triax.plan.machine import MACHINES, machine
 from triax.plan.page import figure
+from triax.plan.parallel_layout import CHANGES
 from triax.plan.trust import trust
 from triax.train.file import read_training_file
 
@@ -96,8 +97,8 @@ def test_the_issues_layout_from_a_file_of_fields(tmp_path: Path) -> None:
     )
     each = found["layouts"][0]
     keys = "pipe data context tensor expert microbatch chunks schedule zero recompute offload step_s tflops_per_gpu mfu"
-    assert set(each) == {*keys.split(), "memory_gib", "time_s", "interval_s"}
-    assert set(found["chosen"]) == {"context", "expert", "offload", "sequence_parallel"} - {"offload"}
+    assert set(each) == {*keys.split(), *CHANGES, "memory_gib", "time_s", "interval_s"}
+    assert set(found["chosen"]) == {"context", "expert", "sequence_parallel", *CHANGES}
     assert abs(each["step_s"] / 24.8 - 1) < 0.06
     assert sum(each["time_s"].values()) == pytest.approx(each["step_s"])
 
