@@ -23,10 +23,12 @@ from .plan_inputs import TRAINING_FILES, model_of, parse_layout
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ..models.config import TransformerConfig
     from ..plan.cost import Work
     from ..plan.parallel_layout import ParallelLayout
     from ..plan.search import Search, Searcher
     from ..train.file import ReadFile
+    from ..train.schema import TrainingFile
 
 
 def plan(
@@ -131,6 +133,8 @@ def plan(
             _why(work, gpus, limit, why, as_json)
             return
         given = parse_layout(layout or "")
+        if file is not None and _needs_sequences(file, config, given):
+            given["slices"] = [1]
         space = Space(gpus or _gpus(given), given, limits if len(limits) > 1 else limit)
         searcher = Searcher(work, space)
         found = searcher.run(top)
@@ -186,6 +190,16 @@ def _numbers(option: str, text: str | None) -> list[float]:
     if not all(0 < each < math.inf for each in found):
         raise ValueError(f"{option} is {text!r}. Give a number above 0, or one for each rank of the pipe axis: 2,2,1.")
     return found
+
+
+def _needs_sequences(file: TrainingFile, config: TransformerConfig, given: dict[str, list[Any]]) -> bool:
+    """Return True if the run of a training file cannot cut sequences into slices."""
+    from ..train.job import needs_sequences
+
+    reason = needs_sequences(file) or config.refuses_slices(file.model.experts.arguments)
+    if reason is not None and given.get("slices", [1]) != [1]:
+        raise ValueError(f"--layout has slices, but {reason}. Leave them out.")
+    return reason is not None
 
 
 def _gpus(given: dict[str, list[Any]]) -> int:

@@ -16,6 +16,11 @@ from .presets import DEEPSEEK_PRESETS, GPT_PRESETS, LLAMA_PRESETS, MIXTRAL_PRESE
 from .recurrent.sizes import RecurrentSizes, sizes_from_fields
 from .rope_scaling import DynamicScaling, LinearScaling, LongRopeScaling, RopeScaling, Scaling, YarnScaling
 
+WHOLE_EXPERTS = (
+    "has a mixture of experts with a loss or a limit of whole sequences (z_loss, capacity, or another balance than "
+    "bias)"
+)
+
 
 @dataclass(frozen=True, repr=False)
 class TransformerConfig:
@@ -126,28 +131,39 @@ class TransformerConfig:
         for name in self.SHARDED:
             check_units(name, getattr(self, name), 1, tensor)
 
-    @property
-    def refuses_slices(self) -> str | None:
-        """Reason why a pipeline cannot cut sequences of the model into slices; None if it can."""
+    def refuses_slices(self, experts: Mapping[str, Any] | None = None) -> str | None:
+        """Return the reason why a pipeline cannot cut sequences of the model into slices; None if it can.
+
+        Args:
+            experts: further arguments of its mixtures of experts, such as ``balance``.
+        """
         return None
 
-    def check_slices(self, slices: Sequence[float], sequence: int, tensor: int = 1, context: int = 1) -> None:
+    def check_slices(
+        self,
+        slices: Sequence[float],
+        sequence: int,
+        tensor: int = 1,
+        context: int = 1,
+        experts: Mapping[str, Any] | None = None,
+    ) -> None:
         """Check that a pipeline can cut sequences into slices (``schedule.slices``), before any process starts.
 
         Args:
             slices: relative lengths of the slices.
             sequence: tokens of a sequence.
             tensor, context: sizes of the axes.
+            experts: as for ``refuses_slices``.
 
         Raises:
             ValueError: it cannot; the message has the reason.
         """
         if len(slices) == 1:
             return
+        if (reason := self.refuses_slices(experts)) is not None:
+            raise ValueError(f"the model {reason}: leave slices out, for whole sequences")
         if context > 1:
             raise ValueError(f"slices cut sequences, and so does context={context}: leave out one of them")
-        if self.refuses_slices is not None:
-            raise ValueError(f"the model {self.refuses_slices}: leave slices out, for whole sequences")
         slice_bounds(sequence, slices, tensor)
 
 
@@ -534,12 +550,9 @@ class DecoderConfig(TransformerConfig):
             return min(self.max_position_embeddings, self.rope_scaling.original_max_position_embeddings)
         return self.max_position_embeddings
 
-    @property
-    def refuses_slices(self) -> str | None:
-        """Reason why a pipeline cannot cut sequences of the model into slices; None if it can."""
-        if self.num_experts:
-            return "has a mixture of experts, which balances and limits the tokens of a whole microbatch"
-        return None
+    def refuses_slices(self, experts: Mapping[str, Any] | None = None) -> str | None:
+        """Return the reason why a pipeline cannot cut sequences of the model, as for ``TransformerConfig``."""
+        return _whole_experts(self.moe_arguments(), experts) if self.num_experts else None
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -828,10 +841,11 @@ class DeepseekConfig(TransformerConfig):
         modules = self.num_nextn_predict_layers
         return super().layer_count + (modules + 1 if modules else 0)
 
-    @property
-    def refuses_slices(self) -> str | None:
-        """Reason why a pipeline cannot cut sequences of the model into slices."""
-        return "has a mixture of experts, which balances and limits the tokens of a whole microbatch"
+    def refuses_slices(self, experts: Mapping[str, Any] | None = None) -> str | None:
+        """Return the reason why a pipeline cannot cut sequences of the model, as for ``TransformerConfig``."""
+        if self.num_nextn_predict_layers:
+            return "predicts several tokens at once (num_nextn_predict_layers), whose modules take ids of later slices"
+        return _whole_experts(self.moe_arguments(), experts)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -870,6 +884,16 @@ class DeepseekConfig(TransformerConfig):
         blocks = self.num_hidden_layers * (attention + 2 * d) + self.first_k_dense_replace * dense + sparse * experts
         module = attention + 2 * d + experts + 2 * d * d + 3 * d
         return embeddings + blocks + d + self.num_nextn_predict_layers * module
+
+
+def _whole_experts(own: Mapping[str, Any], given: Mapping[str, Any] | None) -> str | None:
+    """Return the reason why mixtures of experts need whole sequences; None if they do not."""
+    arguments = {"z_loss": 0.0, "capacity": None, **own, **(given or {})}
+    balance = arguments["balance"] or ()
+    losses = {balance} if isinstance(balance, str) else {*balance}
+    if losses - {"bias"} or arguments["z_loss"] or arguments["capacity"] is not None:
+        return WHOLE_EXPERTS
+    return None
 
 
 def _check_experts(experts: int, chosen: int, coefficient: float, name: str) -> None:

@@ -244,7 +244,7 @@ class Searcher:
         if p == 1 or self.unequal or self.model.on_cores or self.asked != UNCHANGED:
             return []
         axes = layout.tensor > 1 or layout.expert > 1
-        cut = layout.microbatch == layout.context == 1 and self.work.config.refuses_slices is None
+        cut = layout.microbatch == layout.context == 1 and self.work.config.refuses_slices() is None
         key = (p, m, axes, cut)
         if key in self._changes:
             return self._changes[key]

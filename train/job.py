@@ -407,6 +407,13 @@ def _plain(model: TransformerConfig) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in asdict(model).items()}
 
 
+def needs_sequences(file: TrainingFile) -> str | None:
+    """Return the reason why a run cannot cut its sequences into slices, whatever its model; None if it can."""
+    if file.method is not None and file.method.name != "sft":
+        return f"method {file.method.name} has a loss of whole sequences"
+    return None if file.training.compile is None else "training.compile would compile each layer again for each slice"
+
+
 def _check_model(
     file: TrainingFile, model: TransformerConfig, topology: Topology, schedule: Schedule, sequence: int
 ) -> None:
@@ -428,9 +435,11 @@ def _check_model(
             f"give {near}"
         )
     try:
-        model.check_slices(schedule.slices, sequence, tensor, file.grid.context)
+        model.check_slices(schedule.slices, sequence, tensor, file.grid.context, file.model.experts.arguments)
     except ValueError as error:
         raise ConfigError(f"schedule.slices: {error}") from error
+    if len(schedule.slices) > 1 and (reason := needs_sequences(file)) is not None:
+        raise ConfigError(f"schedule.slices: {reason}: leave slices out, for whole sequences")
     experts = next((getattr(model, n) for n in ("num_experts", "n_routed_experts") if hasattr(model, n)), 0)
     if expert > 1 and not experts:
         raise ConfigError(

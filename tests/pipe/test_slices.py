@@ -22,7 +22,7 @@ from triax import Costs, Grid, LayerSpec, PipelineModule, Schedule, make_schedul
 from triax.base.option_error import OptionError
 from triax.cli.main import app
 from triax.models.attention import SelfAttention
-from triax.models.config import DecoderConfig, DeepseekConfig, MixtralConfig
+from triax.models.config import WHOLE_EXPERTS, DecoderConfig, DeepseekConfig, MixtralConfig
 from triax.models.decoder import decoder_layers
 from triax.models.deepseek import deepseek_layers
 from triax.models.gpt import GPTConfig
@@ -284,6 +284,16 @@ MODELS: dict[str, Any] = {
         linear_attention=DeltaNetSizes(4, 5, 2, 6),
     ),
     "alibi": DecoderConfig(**NARROW, num_hidden_layers=4, alibi="added"),
+    "experts": MixtralConfig(
+        **NARROW,
+        num_hidden_layers=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        scoring_func="sigmoid",
+        selection_bias=True,
+        router_aux_loss_coef=0.0,
+        shared_expert_intermediate_size=8,
+    ),
     "capped": DecoderConfig(
         **NARROW,
         num_hidden_layers=4,
@@ -385,6 +395,7 @@ ALONE: list[Cell] = [
     ("window", "gpipe", 4, {"packed": True, "recompute": {"granularity": "selective"}}),
     ("mamba", "zb-h1", 3, {"packed": True, "recompute": {"enabled": True}}),
     ("capped", "1f1b", (3, 2, 1), {}),
+    ("experts", "zb-h1", (3, 2, 1), {"packed": True, "recompute": {"enabled": True}}),
     ("capped", "1f1b", 4, {"packed": True, "recompute": {"granularity": "selective"}}),
 ]
 
@@ -502,10 +513,17 @@ def test_slices_refuse_what_is_not_exact() -> None:
 
 def test_configurations_refuse_slices_as_engines_do() -> None:
     """A plan and a training file ask the configuration, before there is a model."""
-    assert all(config.refuses_slices is None for config in MODELS.values())  # which the other tests run
+    assert all(config.refuses_slices() is None for config in MODELS.values())  # which the other tests run
     mixtral, deepseek = MixtralConfig.preset("mixtral-tiny"), DeepseekConfig.preset("deepseek-tiny")
-    for config, layers in ((mixtral, decoder_layers(mixtral)), (deepseek, deepseek_layers(deepseek))):
-        assert config.refuses_slices is not None and config.refuses_slices in refused(layers)
+    limited, losing = {"balance": ["bias"], "capacity": 2.0}, {"balance": ["bias"], "z_loss": 0.1}
+    cases: list[dict[str, Any]] = [{}, limited, losing, {"balance": "batch"}]
+    for options in cases:
+        for config, layers in ((mixtral, decoder_layers), (deepseek, deepseek_layers)):
+            assert config.refuses_slices(options) == WHOLE_EXPERTS in refused(layers(config, **options))
+    several = replace(deepseek, num_nextn_predict_layers=1)
+    assert "predicts several tokens" in str(several.refuses_slices())
+    assert refused(deepseek_layers(several)) != "no error"
+    assert MODELS["experts"].refuses_slices({"balance": ["bias"]}) is None
 
 
 def on_two(pipe: int) -> list[str]:

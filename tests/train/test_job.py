@@ -112,6 +112,7 @@ def test_learning_rates() -> None:
             "schedule.slices: slices cut sequences, and so does context=2",
         ),
         (None, {"model": {"preset": "mixtral-tiny"}, "schedule": {"slices": 2}}, "the model has a mixture of experts"),
+        (None, {"method": {"name": "dpo"}, "schedule": {"slices": 2}}, "method dpo has a loss of whole sequences"),
         (None, {"schedule": {"recompute": 0.5, "pairs": 0.5}, "grid": {"pipe": 2}}, "schedule.recompute = 0.5"),
         (
             None,
