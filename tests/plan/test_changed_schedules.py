@@ -10,16 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from triax import Batch, Engine, Grid, PipelineEngine, PipelineModule, ScheduleOptions
 from triax.base.errors import ConfigError
 from triax.cli.main import app
 from triax.models.config import DecoderConfig, LlamaConfig, MixtralConfig
+from triax.models.layers import NextTokenLoss
+from triax.models.llama import llama_layers
 from triax.pipe.program.schedule import Schedule
 from triax.pipe.program.simulate import Costs, simulate
 from triax.plan import search
 from triax.plan.cost import CostModel, Work
 from triax.plan.machine import MACHINES
+from triax.plan.memory import ModelMemory
 from triax.plan.parallel_layout import CHANGES, ParallelLayout
 from triax.plan.search import Planned, Searcher, Space, preference
 from triax.train.file import read_training_file
@@ -268,3 +273,31 @@ def test_a_written_plan_with_options_dry_runs(
     assert done.exit_code == 0, done.output or done.exception
     done = CliRunner().invoke(app, ["train", "run.yaml", "--dry", "--processes", "4"])
     assert done.exit_code == 0, done.output or done.exception
+
+
+def counted(config: Any, **options: Any) -> tuple[float, float]:
+    """Return the bytes of activations of a step of four sequences on one process: counted, and by the formulas."""
+    torch.manual_seed(0)
+    grid = Grid()
+    model = PipelineModule(llama_layers(config), grid=grid, loss_fn=NextTokenLoss(grid, config.vocab_size))
+    engine = Engine(
+        model,
+        optimizer=torch.optim.SGD,
+        batch=Batch(size=4, microbatch=1),
+        schedule=ScheduleOptions(name="gpipe", **options),
+    )
+    assert isinstance(engine, PipelineEngine)
+    rows = torch.randint(config.vocab_size, (1, 65))
+    engine.record_memory = True
+    engine.train_batch(iter([(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())] * 4))
+    memory = ModelMemory(config, precision="fp32", device="cpu")
+    [wanted] = memory.ranks(ParallelLayout(schedule="gpipe"), 4, 64, engine.program.schedule)
+    return engine.memory_report()["held"]["activations"], wanted.activations
+
+
+def test_memory_with_options_is_what_a_run_counts() -> None:
+    config = LlamaConfig.preset("llama-tiny", num_hidden_layers=3, vocab_size=61)
+    plain, again, sliced = (counted(config, **each) for each in ({}, {"recompute": 1.0}, {"slices": 4}))
+    assert plain[0] == plain[1]
+    assert again[0] == pytest.approx(again[1], rel=0.05) and again[1] < 0.5 * plain[1]
+    assert sliced[0] == pytest.approx(sliced[1], rel=0.05)
