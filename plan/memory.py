@@ -318,17 +318,20 @@ class ModelMemory:
     ) -> list[float]:
         """Return the bytes that each pipe rank keeps beside activations, for the options of a schedule.
 
-        Of recomputed activations the inputs of the stages stay. Slices of a sequence share keys and values, until the
-        backward of the first one, and their gradients, which one sequence at a time has; and the backward of a slice
-        makes gradients of its own.
+        Of recomputed activations the inputs of the stages stay, and what the loss keeps. Slices of a sequence share
+        keys and values, until the backward of the first one, and their gradients, which one sequence at a time has; and
+        the backward of a slice makes gradients of its own.
         """
         tokens = layout.microbatch * sequence / layout.context
         found = [0.0] * len(placed)
         if schedule.recomputes:
             kept = [tuple(op for op in order if op.kind != "C") for order in schedule.orders]
             for rank, counts in enumerate(counts_in_flight(replace(schedule, orders=tuple(kept)))):
-                first = int(schedule.placement[0] == rank)  # whose inputs are the data
-                found[rank] += max(sum(each[first:]) for each in counts) * self._boundary(tokens, layout)
+                own = [stage for stage, home in enumerate(schedule.placement) if home == rank]
+                stays = [self._boundary(tokens, layout) if stage else 0.0 for stage in own]  # stage 0 has the data
+                if own[-1] == schedule.stages - 1:
+                    stays[-1] += self.layer_activations(self.layers[-1], tokens, sequence, layout)
+                found[rank] += max(sum(map(mul, each, stays)) for each in counts)
         if len(schedule.slices) > 1:
             for rank, counts in enumerate(counts_in_flight(_of_first_slices(schedule))):
                 kinds = placed[rank].kinds
@@ -596,7 +599,7 @@ class ModelMemory:
     ) -> RankMemory:
         """Return the bytes of a rank that has activations of slices in flight, and ``beside`` them others."""
         states = self._states_of(rank.placed, layout, layout.tensor - 1)
-        tokens = layout.microbatch * sequence / (layout.context * slices)
+        tokens, sequence = layout.microbatch * sequence / (layout.context * slices), sequence // slices
         activations = self._activations(rank, tokens, sequence, layout, slices) + beside
         temporaries = self._temporaries(rank.placed, tokens, sequence, layout)
         margin = FRAGMENTS * (activations + temporaries) + self.reserve

@@ -237,8 +237,8 @@ class Searcher:
         - slices, with 1f1b and interleaved: of sequences of the model that has causal attention, in microbatches of one
           sequence, without a context axis, in slices of ``LEAST_SLICE`` tokens or more
         - stp, whose passes run in pairs: with an axis whose collectives it hides
-        - shares of activations that are recomputed by ops, or offloaded, with 1f1b, and with zb-v or interleaved in two
-          chunks: for layouts that do not fit without, in place of ``recompute`` of layers
+        - shares of activations that are recomputed by ops, or offloaded, with 1f1b, and interleaved in two chunks: for
+          layouts that do not fit without, in place of ``recompute`` of layers
         """
         p, given = layout.pipe, self.space.given
         if p == 1 or self.unequal or self.model.on_cores or self.asked != UNCHANGED:
@@ -268,7 +268,7 @@ class Searcher:
                 values = tuple(share if i == place else value for i, value in enumerate(UNCHANGED))
                 add("1f1b", one, values, ("none",))
                 if m % p == 0:
-                    add("interleaved" if place == 2 else "zb-v", two, values, ("none",))
+                    add("interleaved", two, values, ("none",))
         self._changes[key] = found
         return found
 

@@ -20,7 +20,7 @@ from triax.models.config import DecoderConfig, LlamaConfig, MixtralConfig
 from triax.models.layers import NextTokenLoss
 from triax.models.llama import llama_layers
 from triax.pipe.program.schedule import Schedule
-from triax.pipe.program.simulate import Costs, simulate
+from triax.pipe.program.simulate import Costs, peak_activations, simulate
 from triax.plan import search
 from triax.plan.cost import CostModel, Work
 from triax.plan.machine import MACHINES
@@ -122,8 +122,7 @@ def test_hidden_collectives_shorten_a_step_and_do_not_hide_in_stage_3() -> None:
     hidden, shown = model.step(stp), model.step(plain)
     assert hidden.seconds < 0.97 * shown.seconds and hidden.kinds["tensor"] < shown.kinds["tensor"] / 2
     assert hidden.kinds["products"] == shown.kinds["products"]
-    whole = [model.step(replace(each, zero=3, data=2)).kinds["tensor"] for each in (stp, plain)]
-    assert whole[0] > 0.8 * whole[1]
+    assert model.step(replace(stp, zero=3)).kinds["tensor"] > 2 * hidden.kinds["tensor"]
 
 
 def held(schedule: Schedule, rank: int, stage_bytes: list[float], inputs: float) -> float:
@@ -162,7 +161,7 @@ def test_memory_of_recomputation_is_that_of_a_replay(change: dict[str, Any]) -> 
         most = max(sum(op.kind == "F" for op in order) for order in made.orders)
         # The peaks of activations and of inputs may come at different times.
         assert replayed + logits - 1 <= each.activations <= replayed + logits + most * inputs
-    assert max(each.activations for each in found) < 0.7 * max(each.activations for each in without)
+    assert max(each.activations for each in found) < 0.76 * max(each.activations for each in without)
 
 
 def test_slices_hold_the_papers_share_and_one_buffer_of_keys() -> None:
@@ -174,6 +173,18 @@ def test_slices_hold_the_papers_share_and_one_buffer_of_keys() -> None:
     keys = 8192 * 2 * 8 * 128 * blocks  # elements of a sequence
     beside = 2 * 2 * keys + 4 * keys * (1 + 1 / blocks)  # of two sequences; gradients of one, and of one layer
     assert sliced - beside == pytest.approx(whole / 4 * (1 + 3 / 8), rel=0.05)
+
+
+@pytest.mark.parametrize("change", CHANGED, ids=IDS)
+def test_a_long_schedule_has_the_peaks_and_the_time_of_short_ones(change: dict[str, Any]) -> None:
+    layout, m = layout_of(change), 42
+    model = CostModel(work(m))
+    short, whole = model.schedule(layout), model.schedule(layout, microbatches=m)
+    assert short.microbatches < m
+    assert peak_activations(short) == pytest.approx(peak_activations(whole), rel=0.02)
+    step = model.step(layout)
+    passes = step.seconds - sum(step.kinds[kind] for kind in ("data", "optimizer", "offload"))
+    assert passes == pytest.approx(simulate(whole, costs_of(model, layout)).makespan, rel=0.01)
 
 
 REFUSED: list[tuple[dict[str, Any], Any]] = [
@@ -214,7 +225,7 @@ def test_a_plan_refuses_what_a_run_refuses(change: dict[str, Any], config: Any, 
     with pytest.raises(ConfigError) as run:
         resolve(read_training_file(path)[0])
     reason = str(planned.value).partition(": ")[2] or str(planned.value)
-    assert reason[:30] in str(run.value), (planned.value, run.value)
+    assert reason.partition(" ")[2][:30] in str(run.value), (planned.value, run.value)  # the first word may be an op
 
 
 def brute_force(searcher: Searcher, top: int) -> tuple[list[Planned], int]:
@@ -237,7 +248,7 @@ def agree(numbers: range, monkeypatch: pytest.MonkeyPatch) -> list[ParallelLayou
     for number in numbers:
         draw = random.Random(number)
         config = DecoderConfig(32000, 4096, 1024, 8, 8, 4, 2048)
-        machine = replace(H100, host_bandwidth=draw.choice((25e9, 400e9)))
+        machine = replace(H100, host_bandwidth=draw.choice((25e9, 4e12)))
         task = Work(config, machine, draw.choice((2, 4, 12)), draw.choice((512, 2048)))
         given: dict[str, list[Any]] = {"pipe": [draw.choice((2, 4))], "context": [1], "offload": [False]}
         given |= {"microbatch": [1], "zero": [draw.choice((0, 1))]}
@@ -262,13 +273,14 @@ def test_each_option_is_among_the_best_of_some_space(monkeypatch: pytest.MonkeyP
     assert any(layout.schedule == "stp" for layout in best)
 
 
-@pytest.mark.parametrize("change", [CHANGED[0], CHANGED[2], CHANGED[5], CHANGED[7]])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("change", CHANGED, ids=IDS)
 def test_a_written_plan_with_options_dry_runs(
     change: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     given = ",".join(f"{name}={value}" for name, value in {"pipe": 2, "tensor": 2, "microbatch": 1, **change}.items())
-    sizes = ("--model", "llama-tiny", "--gpus", "4", "--batch", "6", "--sequence", "64", "--precision", "fp32")
+    sizes = ("--model", "llama-small", "--gpus", "4", "--batch", "6", "--sequence", "64", "--precision", "fp32")
     done = CliRunner().invoke(app, ["plan", *sizes, "--layout", given, "--write", "run.yaml"])
     assert done.exit_code == 0, done.output or done.exception
     done = CliRunner().invoke(app, ["train", "run.yaml", "--dry", "--processes", "4"])
@@ -299,5 +311,8 @@ def test_memory_with_options_is_what_a_run_counts() -> None:
     config = LlamaConfig.preset("llama-tiny", num_hidden_layers=3, vocab_size=61)
     plain, again, sliced = (counted(config, **each) for each in ({}, {"recompute": 1.0}, {"slices": 4}))
     assert plain[0] == plain[1]
-    assert again[0] == pytest.approx(again[1], rel=0.05) and again[1] < 0.5 * plain[1]
-    assert sliced[0] == pytest.approx(sliced[1], rel=0.05)
+    # Counted at the end of the forwards: what stays of four sequences. One of them is then computed again.
+    assert again[1] == again[0] + plain[1] / 4
+    # The meter counts what autograd saves, to which the buffers of keys and values do not belong: of each layer and
+    # sequence 64 tokens x 2 heads x (8 + 8) numbers, and of one sequence their gradients, and those of one slice.
+    assert sliced[1] == pytest.approx(sliced[0] + 4 * 64 * 32 * (4 * 3 + 3 + 1), rel=0.01)

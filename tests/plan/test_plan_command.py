@@ -249,7 +249,8 @@ def test_each_prediction_says_how_far_it_can_be_trusted(tmp_path: Path) -> None:
 def test_a_written_plan_dry_runs_and_has_a_slurm_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     sizes = ("--model", "llama-tiny", "--gpus", "16", "--batch", "16", "--sequence", "64", "--precision", "fp32")
-    said = run(*sizes, "--layout", "pipe=2,tensor=2", "--write", "run.yaml", "--sbatch", "job.sbatch")
+    layout = "pipe=2,tensor=2,microbatch=1,slices=2"
+    said = run(*sizes, "--layout", layout, "--write", "run.yaml", "--sbatch", "job.sbatch")
     assert "wrote job.sbatch: 16 GPUs on 2 nodes; sbatch job.sbatch" in said
     script = Path("job.sbatch").read_text()
     assert (
