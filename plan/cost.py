@@ -40,7 +40,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from operator import mul
@@ -53,6 +53,7 @@ from ..pipe.program.layer_costs import LayerCost, LayerCosts
 from ..pipe.program.schedule import Schedule
 from ..pipe.program.simulate import Costs, timeline_of
 from ..pipe.program.slices import equal_cost_slices
+from ..pipe.program.timeline import Timeline
 from ..pipe.schedules.choose import with_passes
 from ..pipe.schedules.registry import RECIPES, named_schedule
 from .collectives import RankGroup, all_gather, all_reduce, all_to_all, message, reduce_scatter
@@ -197,6 +198,7 @@ class CostModel:
         self._parameters: dict[tuple[int, int, int], tuple[float, float]] = {}
         self._simulated: dict[tuple[object, ...], float] = {}
         self._schedules: dict[tuple[object, ...], Schedule] = {}  # with options
+        self._timelines: dict[tuple[object, ...], Timeline] = {}  # of them
         self._totals: dict[tuple[object, ...], tuple[float, ...]] = {}
         self._groups: dict[tuple[object, ...], list[tuple[float, RankGroup]]] = {}
         self._scatters: dict[tuple[float, RankGroup], float] = {}
@@ -497,15 +499,24 @@ class CostModel:
 
         The last rank waits for the first forward pass to come through the other ranks, and in 1f1b and interleaved
         these wait for its last gradient; slices take equally long. A rank that recomputes runs that share of its
-        forward passes again, at best while it would wait.
+        forward passes again, at best while it would wait. Of stp it is 0.99 of the paper's formula.
         """
         m, ranks = layout.microbatches(self.work.batch), self._rank_times(layout, _zigzag(layout))
         costs = self._costs(layout, max(ranks, key=lambda rank: rank.busy))
         each, f = sum((costs.F, costs.I, costs.W)), costs.F
+        if layout.schedule == "stp":
+            idle = costs.F + costs.I - costs.W + costs.AR  # halves of them are the times of a stage
+            return m * each + 0.99 * ((layout.pipe - 1) * idle + (2 * layout.pipe + 1) * costs.AR) / 2
         whole = layout.schedule in ("1f1b", "interleaved")
         waits = (layout.pipe - 1) * (each if whole else f) / (layout.chunks * layout.slices)
         again = max(0.0, layout.recompute_ops - 1 / m) * f
         return max(m * each + 0.99 * waits, m * (each + again))  # the slices' lengths are rounded
+
+    def copies(self, layout: ParallelLayout) -> float:
+        """Return the seconds of the copies that a layout offloads and reloads, over those of the passes."""
+        ranks = self._rank_times(layout, _zigzag(layout))
+        costs = self._costs(layout, max(ranks, key=lambda rank: rank.busy))
+        return layout.offload_activations * sum((costs.O, costs.R)) / sum((costs.F, costs.I, costs.W))
 
     def speed_of_all(self, processes: int) -> float:
         """Return the most that processes on shared cores compute together, over what one computes alone."""
@@ -534,12 +545,12 @@ class CostModel:
     def _change(self, layout: ParallelLayout, m: int, rank: _RankTime, kinds: dict[str, float]) -> None:
         """Set the times of a step by kind that the options of a layout's schedule change: all by simulation."""
         costs = self._costs(layout, rank)
-        whole = self._makespan_of(layout, m, costs, costs)
+        whole, idle = self._makespan_of(layout, m, costs)
         if layout.hides_collectives:
             waits = kinds["tensor"] + kinds["expert"]
-            alone = self._makespan_of(layout, m, costs, replace(costs, AR=0.0, A2A=0.0))
+            shown = whole - idle - (sum(kinds.values()) - waits)  # what a busy rank takes beyond its products
             for kind in ("tensor", "expert"):
-                kinds[kind] *= max(0.0, whole - alone) / waits if waits else 0.0
+                kinds[kind] *= max(0.0, shown) / waits if waits else 0.0
         if layout.recompute_ops:
             made = self.schedule(layout, costs)
             again = max(sum(op.kind == "C" for op in order) for order in made.orders) / made.microbatches / made.chunks
@@ -626,17 +637,20 @@ class CostModel:
             found = self._schedules[key] = with_passes(plain, options, layout.recompute != "none")[0]
         return found
 
-    def _makespan_of(self, layout: ParallelLayout, m: int, placed: Costs, costs: Costs) -> float:
-        """Return the seconds of a schedule that is made for some costs, with other costs."""
+    def _makespan_of(self, layout: ParallelLayout, m: int, costs: Costs) -> tuple[float, float]:
+        """Return the seconds of a schedule with options by simulation, and those in which its busiest rank is idle."""
 
-        def makespan(microbatches: int) -> float:
-            key = (layout.schedule, layout.pipe, layout.chunks, microbatches, layout.changes, placed, costs)
-            if key not in self._simulated:
-                made = self.schedule(layout, placed, microbatches)
-                self._simulated[key] = timeline_of(made, costs).makespan
-            return self._simulated[key]
+        def simulated(microbatches: int) -> Timeline:
+            key = (layout.schedule, layout.pipe, layout.chunks, microbatches, layout.changes, costs)
+            if key not in self._timelines:
+                self._timelines[key] = timeline_of(self.schedule(layout, costs, microbatches), costs)
+            return self._timelines[key]
 
-        return _extrapolated(makespan, m, layout.pipe)
+        def idle(microbatches: int) -> float:
+            return simulated(microbatches).bubble * simulated(microbatches).makespan
+
+        p = layout.pipe
+        return _extrapolated(lambda count: simulated(count).makespan, m, p), _extrapolated(idle, m, p)
 
     def _closed(self, layout: ParallelLayout, m: int, busiest: _RankTime) -> bool:
         """Return True if the schedule has a closed form, and it holds."""

@@ -39,6 +39,7 @@ SCHEDULES = (
 )  # gpipe and eager-1f1b are never faster than 1f1b, and hold more
 MOST_CHUNKS = 8  # beyond those that divide the blocks evenly
 LEAST_SLICE = 4096  # tokens of a slice: products of fewer rows take longer per token
+MOST_RANKS = 16  # of stp: a simulation takes time with the square of their number
 SHARES = (0.25, 0.5, 0.75, 1.0)  # of activations that are recomputed or offloaded
 _JUST_BELOW = 1 - 1e-8  # a bound is another sum of the same numbers, and times are compared in nine digits
 
@@ -234,17 +235,21 @@ class Searcher:
     def changes(self, layout: ParallelLayout, m: int) -> list[_Change]:
         """Return the options of schedules that can make a node's layouts faster, where ``Space.given`` has none.
 
-        - slices, with 1f1b and interleaved: of sequences of the model that has causal attention, in microbatches of one
-          sequence, without a context axis, in slices of ``LEAST_SLICE`` tokens or more
-        - stp, whose passes run in pairs: with an axis whose collectives it hides
+        All without a context axis:
+
+        - slices, with 1f1b and interleaved in two chunks: for a model that they are exact for, of microbatches of one
+          sequence, with ``LEAST_SLICE`` tokens or more
+        - stp, whose passes run in pairs: with a tensor or expert axis, whose collectives it hides, and up to
+          ``MOST_RANKS`` pipe ranks
         - shares of activations that are recomputed by ops, or offloaded, with 1f1b, and interleaved in two chunks: for
-          layouts that do not fit without, in place of ``recompute`` of layers
+          layouts that do not fit without, in place of ``recompute`` of layers, and whose copies take no longer than
+          their passes
         """
         p, given = layout.pipe, self.space.given
-        if p == 1 or self.unequal or self.model.on_cores or self.asked != UNCHANGED:
+        if p == 1 or layout.context > 1 or self.unequal or self.model.on_cores or self.asked != UNCHANGED:
             return []
         axes = layout.tensor > 1 or layout.expert > 1
-        cut = layout.microbatch == layout.context == 1 and self.work.config.refuses_slices() is None
+        cut = layout.microbatch == 1 and self.work.config.refuses_slices() is None
         key = (p, m, axes, cut)
         if key in self._changes:
             return self._changes[key]
@@ -261,7 +266,7 @@ class Searcher:
                 if self.work.sequence >= n * LEAST_SLICE:
                     add("1f1b", one, (n, *UNCHANGED[1:]), recomputes)
                     add("interleaved", two if m * n % p == 0 else (), (n, *UNCHANGED[1:]), recomputes)
-        if axes and "pairs" not in given and "stp" not in given.get("schedule", ()):  # as a schedule of its own
+        if axes and p <= MOST_RANKS and "pairs" not in given and "stp" not in given.get("schedule", ()):
             add("stp", two, UNCHANGED, recomputes)
         for place, name in ((2, "recompute_ops"), (3, "offload_activations")):
             for share in SHARES if name not in given and "none" in recomputes else ():
@@ -292,9 +297,14 @@ class Searcher:
                     yield self._layout(node.layout, *change[:2], zero, offload, recompute, change.values)
 
     def needless(self, layout: ParallelLayout) -> bool:
-        """Return True if a layout recomputes or offloads by its schedule, which was not asked for, and fits without."""
-        saves = any(layout.changes[2:]) and self.asked == UNCHANGED
-        return saves and self._fullest(without_changes(layout))[1]
+        """Return True if a layout recomputes or offloads by its schedule, which was not asked for, without need.
+
+        It fits without, or its copies take longer than its passes, so that not all of them fit between these.
+        """
+        if self.asked != UNCHANGED or not any(layout.changes[2:]):
+            return False
+        slow = bool(layout.offload_activations) and self.model.copies(layout) > 1
+        return slow or self._fullest(without_changes(layout))[1]
 
     def _layout(
         self,
@@ -452,8 +462,10 @@ class Searcher:
         elif schedule not in CLOSED_FORMS:
             flight = 1  # some hold less than 1F1B
         if changes[0] > 1 or changes[2] or changes[3]:
-            flight = max(1, math.floor((1 - changes[2] - changes[3]) * flight) - 1) if schedule == "1f1b" else 1
-            flight = 1 if changes[0] > 1 else flight
+            # The first of two chunks lives longest: half of the activations are at most three quarters of a peak.
+            share = (changes[2] + changes[3]) * (1 if schedule == "1f1b" else 1.5)
+            flight = max(1, math.floor((1 - share) * flight) - 1)
+            flight = 1 if changes[0] > 1 or schedule not in ("1f1b", "interleaved") else flight
         return flight * fewest * kept * (1 + FRAGMENTS)
 
     # -------------------------------------------------------------------------------------------------- the search
@@ -604,6 +616,10 @@ class Searcher:
     def _try(
         self, layout: ParallelLayout, best: list[tuple[tuple[Any, ...], Planned]], top: int, excluded: Counter[str]
     ) -> None:
+        simulated = layout.changes != UNCHANGED or layout.hides_collectives  # its time is known last
+        if simulated and not self._fullest(layout)[1]:
+            excluded[self.MEMORY] += 1
+            return
         step = self.model.step(layout)
         key = preference(layout, step.seconds)
         if len(best) == top and key > best[-1][0]:
