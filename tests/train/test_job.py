@@ -113,10 +113,14 @@ def test_learning_rates() -> None:
         ),
         (None, {"model": {"preset": "mixtral-tiny"}, "schedule": {"slices": 2}}, "the model has a mixture of experts"),
         (None, {"method": {"name": "dpo"}, "schedule": {"slices": 2}}, "method dpo has a loss of whole sequences"),
-        (None, {"schedule": {"recompute": 0.5, "pairs": 0.5}, "grid": {"pipe": 2}}, "schedule.recompute = 0.5"),
         (
             None,
-            {"schedule": {"recompute": 0.5}, "grid": {"pipe": 2}, "training": {"recompute": "full"}},
+            {"schedule": {"name": "stp", "recompute": 0.5}, "grid": {"pipe": 2}, "training": {"batch": 8}},
+            "schedule.recompute = 0.5",
+        ),
+        (
+            None,
+            {"schedule": {"recompute": 1.0}, "grid": {"pipe": 2}, "training": {"batch": 8, "recompute": "full"}},
             "training.recompute and a schedule that recomputes",
         ),
         (None, {"schedule": {"partition": "time", "slices": 2}}, "schedule: partition time is for whole sequences"),
