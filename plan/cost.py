@@ -503,10 +503,10 @@ class CostModel:
         """
         m, ranks = layout.microbatches(self.work.batch), self._rank_times(layout, _zigzag(layout))
         costs = self._costs(layout, max(ranks, key=lambda rank: rank.busy))
-        each, f = sum((costs.F, costs.I, costs.W)), costs.F
+        each, f = costs.products, costs.forward
         if layout.schedule == "stp":
-            idle = costs.F + costs.I - costs.W + costs.AR  # halves of them are the times of a stage
-            return m * each + 0.99 * ((layout.pipe - 1) * idle + (2 * layout.pipe + 1) * costs.AR) / 2
+            idle = f + costs.inputs - costs.weights + costs.reduce  # halves of them are the times of a stage
+            return m * each + 0.99 * ((layout.pipe - 1) * idle + (2 * layout.pipe + 1) * costs.reduce) / 2
         whole = layout.schedule in ("1f1b", "interleaved")
         waits = (layout.pipe - 1) * (each if whole else f) / (layout.chunks * layout.slices)
         again = max(0.0, layout.recompute_ops - 1 / m) * f
@@ -516,7 +516,7 @@ class CostModel:
         """Return the seconds of the copies that a layout offloads and reloads, over those of the passes."""
         ranks = self._rank_times(layout, _zigzag(layout))
         costs = self._costs(layout, max(ranks, key=lambda rank: rank.busy))
-        return layout.offload_activations * sum((costs.O, costs.R)) / sum((costs.F, costs.I, costs.W))
+        return layout.offload_activations * 2 * costs.copy / costs.products
 
     def speed_of_all(self, processes: int) -> float:
         """Return the most that processes on shared cores compute together, over what one computes alone."""
@@ -559,7 +559,7 @@ class CostModel:
         if kinds["bubble"] < 0:  # of a long schedule, whose share of recomputations is not quite that of a short one
             kinds["recompute"], kinds["bubble"] = max(0.0, kinds["recompute"] + kinds["bubble"]), 0.0
 
-    def _costs(self, layout: ParallelLayout, rank: _RankTime) -> Costs:
+    def _costs(self, layout: ParallelLayout, rank: _RankTime) -> _PassCosts:
         """Return the costs of a rank's passes for a schedule with options, of whole microbatches."""
         n, t, moved = layout.slices, self.types, 0.0
         tokens = layout.microbatch * self.work.sequence / layout.context
@@ -582,44 +582,44 @@ class CostModel:
             shown, again = shown + count * more[0], again + count * more[1]
         split = layout.schedule in SPLIT
         attention = rank.kinds["attention"] / (rank.forward + rank.inputs)
-        return Costs(
-            F=n * (rank.forward - ahead - sent),
-            I=n * (rank.inputs - back - split * shown - sent),
-            W=n * (rank.weights - split * again),
-            O=moved,
-            R=moved,
-            AR=n * (ahead + back + shown) / 2,
-            A2A=n * sent,
-            attention=min(1.0, attention) if n > 1 else 0.0,
+        return _PassCosts(
+            n * (rank.forward - ahead - sent),
+            n * (rank.inputs - back - split * shown - sent),
+            n * (rank.weights - split * again),
+            moved,
+            n * (ahead + back + shown) / 2,
+            n * sent,
+            min(1.0, attention) if n > 1 else 0.0,
         )
 
     def schedule_options(self, layout: ParallelLayout) -> ScheduleOptions:
         """Return the options of a layout's schedule, as a run has them."""
-        plain = {"name": layout.schedule, "chunks": layout.chunks}
         if layout.changes == UNCHANGED:
-            return ScheduleOptions(**plain)
+            return ScheduleOptions(name=layout.schedule, chunks=layout.chunks)
         ranks = self._rank_times(layout, _zigzag(layout))
         return self._options(layout, self._costs(layout, max(ranks, key=lambda rank: rank.busy)))
 
-    def _options(self, layout: ParallelLayout, costs: Costs) -> ScheduleOptions:
+    def _options(self, layout: ParallelLayout, costs: _PassCosts) -> ScheduleOptions:
         """Return ``schedule_options`` for the costs of the busiest rank, which stand in it in units of its forward."""
         given: dict[str, Any] = {"name": layout.schedule, "chunks": layout.chunks}
-        unit = costs.F
+        unit = costs.forward
         if layout.slices > 1:
             lengths = equal_cost_slices(layout.slices, costs.attention)
             given["slices"] = tuple(round(each, 4) for each in lengths)
         if layout.pairs or layout.recompute_ops or layout.offload_activations:
-            given["costs"] = (1.0, *(_short(each / unit) for each in (costs.I, costs.W)))
+            given["costs"] = (1.0, *(_short(each / unit) for each in (costs.inputs, costs.weights)))
         if layout.pairs:
-            given["pairs"] = _short((costs.AR + costs.A2A) / unit)
+            given["pairs"] = _short((costs.reduce + costs.exchange) / unit)
         if layout.recompute_ops:
             given["recompute"] = layout.recompute_ops
         if layout.offload_activations:
-            copy = {"fraction": layout.offload_activations, "copy_time": _short(costs.O / unit)}
-            given["offload"] = OffloadActivations(device="cpu", pin_memory=True, **copy)
+            share, copy = layout.offload_activations, _short(costs.copy / unit)
+            given["offload"] = OffloadActivations(device="cpu", pin_memory=True, fraction=share, copy_time=copy)
         return ScheduleOptions(**given)
 
-    def schedule(self, layout: ParallelLayout, costs: Costs | None = None, microbatches: int | None = None) -> Schedule:
+    def schedule(
+        self, layout: ParallelLayout, costs: _PassCosts | None = None, microbatches: int | None = None
+    ) -> Schedule:
         """Return the schedule that a run of a layout makes.
 
         Args:
@@ -637,13 +637,13 @@ class CostModel:
             found = self._schedules[key] = with_passes(plain, options, layout.recompute != "none")[0]
         return found
 
-    def _makespan_of(self, layout: ParallelLayout, m: int, costs: Costs) -> tuple[float, float]:
+    def _makespan_of(self, layout: ParallelLayout, m: int, costs: _PassCosts) -> tuple[float, float]:
         """Return the seconds of a schedule with options by simulation, and those in which its busiest rank is idle."""
 
         def simulated(microbatches: int) -> Timeline:
             key = (layout.schedule, layout.pipe, layout.chunks, microbatches, layout.changes, costs)
             if key not in self._timelines:
-                self._timelines[key] = timeline_of(self.schedule(layout, costs, microbatches), costs)
+                self._timelines[key] = timeline_of(self.schedule(layout, costs, microbatches), costs.costs)
             return self._timelines[key]
 
         def idle(microbatches: int) -> float:
@@ -950,6 +950,29 @@ class _RankTime:
     def idle(self, layout: ParallelLayout) -> float:
         """Return the seconds that other ranks wait for this one at the start and the end of a step."""
         return idle(layout.schedule, layout.chunks, self.forward, self.inputs, self.weights)
+
+
+class _PassCosts(NamedTuple):
+    """Seconds of a whole microbatch on a rank whose schedule has options; the collectives only where they may hide."""
+
+    forward: float
+    inputs: float
+    weights: float
+    copy: float  # of its activations to the host, or back
+    reduce: float  # collectives of the tensor axis in a forward pass or an input gradient
+    exchange: float  # of the expert axis
+    attention: float  # share of causal attention, for slices
+
+    @property
+    def products(self) -> float:
+        """Seconds of all passes without the collectives that may hide."""
+        return self.forward + self.inputs + self.weights
+
+    @property
+    def costs(self) -> Costs:
+        """The costs for a simulation."""
+        passes = self[:3]
+        return Costs(*passes, O=self.copy, R=self.copy, AR=self.reduce, A2A=self.exchange, attention=self.attention)
 
 
 def _zigzag(layout: ParallelLayout) -> bool:

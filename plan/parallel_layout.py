@@ -15,7 +15,7 @@ RECOMPUTATION = ("none", "selective", "full")
 # "mlp" is planned where it is given, for runs of other software; triax train has no such run.
 KNOWN_RECOMPUTATION = (*RECOMPUTATION, "mlp")
 # Options of a layout's schedule beside its name and chunks, which the section ``schedule`` of a training file has too.
-CHANGES = {"slices": 1, "pairs": False, "recompute_ops": 0.0, "offload_activations": 0.0}
+CHANGES: dict[str, Any] = {"slices": 1, "pairs": False, "recompute_ops": 0.0, "offload_activations": 0.0}
 UNCHANGED = tuple(CHANGES.values())
 
 

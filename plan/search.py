@@ -675,7 +675,7 @@ def preference(layout: ParallelLayout, seconds: float) -> tuple[Any, ...]:
 def without_changes(layout: ParallelLayout) -> ParallelLayout:
     """Return a layout without options of its schedule, and without pairs."""
     name = "zb-v" if RECIPES[layout.schedule].pairs is not None else layout.schedule
-    return replace(layout, schedule=name, **CHANGES)
+    return replace(layout, schedule=name, slices=1, pairs=False, recompute_ops=0.0, offload_activations=0.0)
 
 
 def divisors(number: int) -> list[int]:

@@ -518,8 +518,8 @@ def test_configurations_refuse_slices_as_engines_do() -> None:
     limited, losing = {"balance": ["bias"], "capacity": 2.0}, {"balance": ["bias"], "z_loss": 0.1}
     cases: list[dict[str, Any]] = [{}, limited, losing, {"balance": "batch"}]
     for options in cases:
-        for config, layers in ((mixtral, decoder_layers), (deepseek, deepseek_layers)):
-            assert config.refuses_slices(options) == WHOLE_EXPERTS in refused(layers(config, **options))
+        assert mixtral.refuses_slices(options) == WHOLE_EXPERTS in refused(decoder_layers(mixtral, **options))
+        assert deepseek.refuses_slices(options) == WHOLE_EXPERTS in refused(deepseek_layers(deepseek, **options))
     several = replace(deepseek, num_nextn_predict_layers=1)
     assert "predicts several tokens" in str(several.refuses_slices())
     assert refused(deepseek_layers(several)) != "no error"
