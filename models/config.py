@@ -5,21 +5,15 @@ Fields that Hugging Face's configurations also have are named as there. ``preset
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Self
 
 from ..base.errors import nearest
 from ..grid.ranges import check_units
-from ..pipe.program.slices import slice_bounds
 from .presets import DEEPSEEK_PRESETS, GPT_PRESETS, LLAMA_PRESETS, MIXTRAL_PRESETS, Presets
 from .recurrent.sizes import RecurrentSizes, sizes_from_fields
 from .rope_scaling import DynamicScaling, LinearScaling, LongRopeScaling, RopeScaling, Scaling, YarnScaling
-
-WHOLE_EXPERTS = (
-    "has a mixture of experts with a loss or a limit of whole sequences (z_loss, capacity, or another balance than "
-    "bias)"
-)
 
 
 @dataclass(frozen=True, repr=False)
@@ -138,33 +132,6 @@ class TransformerConfig:
             experts: further arguments of its mixtures of experts, such as ``balance``.
         """
         return None
-
-    def check_slices(
-        self,
-        slices: Sequence[float],
-        sequence: int,
-        tensor: int = 1,
-        context: int = 1,
-        experts: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Check that a pipeline can cut sequences into slices (``schedule.slices``), before any process starts.
-
-        Args:
-            slices: relative lengths of the slices.
-            sequence: tokens of a sequence.
-            tensor, context: sizes of the axes.
-            experts: as for ``refuses_slices``.
-
-        Raises:
-            ValueError: it cannot; the message has the reason.
-        """
-        if len(slices) == 1:
-            return
-        if (reason := self.refuses_slices(experts)) is not None:
-            raise ValueError(f"the model {reason}: leave slices out, for whole sequences")
-        if context > 1:
-            raise ValueError(f"slices cut sequences, and so does context={context}: leave out one of them")
-        slice_bounds(sequence, slices, tensor)
 
 
 @dataclass(frozen=True, repr=False)
@@ -892,7 +859,10 @@ def _whole_experts(own: Mapping[str, Any], given: Mapping[str, Any] | None) -> s
     balance = arguments["balance"] or ()
     losses = {balance} if isinstance(balance, str) else {*balance}
     if losses - {"bias"} or arguments["z_loss"] or arguments["capacity"] is not None:
-        return WHOLE_EXPERTS
+        return (
+            "has a mixture of experts with a loss or a limit of whole sequences (z_loss, capacity, or another balance "
+            "than bias)"
+        )
     return None
 
 

@@ -28,6 +28,7 @@ from ..options.engine import EngineOptions
 from ..pipe.partition import boundaries, by_speed
 from ..pipe.program.schedule import Schedule
 from ..pipe.program.simulate import counts_in_flight, largest_counts
+from ..pipe.program.slices import require_slices
 from ..pipe.schedules.registry import RECIPES, named_schedule
 from ..zero.flat import LARGE, REPLICATED, Item
 from ..zero.flat import plan as plan_buckets
@@ -369,8 +370,8 @@ class ModelMemory:
         if layout.expert > 1 and (not experts or experts % layout.expert):
             what = f"the model's blocks have {experts} experts" if experts else "the model has no experts"
             raise ValueError(f"expert={layout.expert} is impossible, because {what}. Give a divisor of their number.")
-        lengths = (1.0,) * layout.slices
-        self.config.check_slices(lengths, sequence, layout.tensor, layout.context)
+        lengths, reason = (1.0,) * layout.slices, self.config.refuses_slices()
+        require_slices(lengths, sequence, layout.tensor, layout.context, reason)
         if layout.sequence_parallel and sequence % (layout.tensor * layout.context):
             raise ValueError(
                 f"sequence={sequence} cannot be sharded over tensor x context = {layout.tensor} x {layout.context}, as "

@@ -25,6 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from ..pipe.program.slices import require_slices
 from ..pipe.schedules.registry import RECIPES
 from .cost import CLOSED_FORMS, CostModel, StepTime, Work, idle, utilization
 from .memory import FRAGMENTS, RankMemory
@@ -95,7 +96,7 @@ class _Node(NamedTuple):
     microbatches: int
 
 
-class _Change(NamedTuple):
+class _ScheduleChange(NamedTuple):
     """Options of a schedule that are tried on the layouts of a node."""
 
     schedule: str
@@ -131,11 +132,12 @@ class Searcher:
         # Options of the schedule that all layouts have.
         self.asked = tuple(space.given.get(name, [value])[0] for name, value in CHANGES.items())
         self.contexts = space.given.get("context", [1] if self.asked[0] > 1 else None)
-        work.config.check_slices((1.0,) * self.asked[0], work.sequence, context=max(self.contexts or [1]))
+        lengths, reason = (1.0,) * self.asked[0], work.config.refuses_slices()
+        require_slices(lengths, work.sequence, context=max(self.contexts or [1]), reason=reason)
         self.experts = max((layer.feedforward.experts for layer in work.layers if layer.feedforward), default=0)
         self.blocks = [index for index, layer in enumerate(work.layers) if layer.kind == "block"]
         self._variants: dict[tuple[int, int], list[tuple[str, int]]] = {}
-        self._changes: dict[tuple[object, ...], list[_Change]] = {}
+        self._changes: dict[tuple[object, ...], list[_ScheduleChange]] = {}
         self._bases: dict[tuple[int, ...], tuple[float, float, float]] = {}
         self._fewest: dict[tuple[int, int], int] = {}
         self._kept: dict[tuple[Any, ...], float] = {}
@@ -232,7 +234,7 @@ class Searcher:
                     yield _Node(self._time_bound(layout, m), order, layout, m)
                     order += 1
 
-    def changes(self, layout: ParallelLayout, m: int) -> list[_Change]:
+    def changes(self, layout: ParallelLayout, m: int) -> list[_ScheduleChange]:
         """Return the options of schedules that can make a node's layouts faster, where ``Space.given`` has none.
 
         All without a context axis:
@@ -253,13 +255,13 @@ class Searcher:
         key = (p, m, axes, cut)
         if key in self._changes:
             return self._changes[key]
-        found: list[_Change] = []
+        found: list[_ScheduleChange] = []
         each, recomputes = len(self.blocks) // p, tuple(self._recomputes())
         one, two = (self._free("chunks", [v]) if v <= each else [] for v in (1, 2))
 
         def add(name: str, chunks: Sequence[int], values: tuple[Any, ...], recomputes: tuple[str, ...]) -> None:
             if self._free("schedule", [name]) and m >= RECIPES[name].least(p):
-                found.extend(_Change(name, v, values, recomputes) for v in chunks if RECIPES[name].accepts(v))
+                found.extend(_ScheduleChange(name, v, values, recomputes) for v in chunks if RECIPES[name].accepts(v))
 
         if cut and "slices" not in given:
             for n in (2, 4, 8, 16):
@@ -373,7 +375,7 @@ class Searcher:
         times = self._passes(layout, schedule)
         return self._at_least(layout, m, times, self._bubble(schedule, chunks, *times))
 
-    def _change_bound(self, layout: ParallelLayout, m: int, change: _Change) -> float:
+    def _change_bound(self, layout: ParallelLayout, m: int, change: _ScheduleChange) -> float:
         """Return a lower bound of the seconds of a node's layouts with options of the schedule.
 
         The last rank waits for the first slice to pass the others, and they for its gradient, and slices take equally
@@ -545,7 +547,7 @@ class Searcher:
         self,
         bound: float,
         node: _Node,
-        change: _Change,
+        change: _ScheduleChange,
         stages: Sequence[tuple[int, bool]],
         best: list[tuple[tuple[Any, ...], Planned]],
         top: int,

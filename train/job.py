@@ -26,7 +26,7 @@ from ..pipe.cuts import StageCut, find_cut
 from ..pipe.partition import boundaries
 from ..pipe.program.layer_costs import LayerCosts
 from ..pipe.program.schedule import Schedule
-from ..pipe.program.slices import slice_lengths
+from ..pipe.program.slices import require_slices, slice_lengths
 from ..pipe.schedules.choose import require_schedule, schedule_of, with_passes
 from .learning_rate import LearningRate
 from .schema import ModelSection, TrainingFile
@@ -435,7 +435,8 @@ def _check_model(
             f"give {near}"
         )
     try:
-        model.check_slices(schedule.slices, sequence, tensor, file.grid.context, file.model.experts.arguments)
+        reason = model.refuses_slices(file.model.experts.arguments)
+        require_slices(schedule.slices, sequence, tensor, file.grid.context, reason)
     except ValueError as error:
         raise ConfigError(f"schedule.slices: {error}") from error
     if len(schedule.slices) > 1 and (reason := needs_sequences(file)) is not None:

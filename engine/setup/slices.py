@@ -10,8 +10,6 @@ from torch import nn
 
 from ...base.option_error import OptionError
 from ...context.slices import Slices
-from ...models.config import WHOLE_EXPERTS
-from ...moe.layer import MoE
 from ...options.engine import EngineOptions
 from ...pipe.module import PipelineModule
 from ...pipe.program.schedule import Schedule
@@ -100,8 +98,6 @@ def _is_known(thing: Any) -> bool:
 
 def _reason(part: nn.Module) -> str | None:
     """Return why a module is not exact with slices; None if it is."""
-    if isinstance(part, MoE) and (part.loss_names or part.capacity is not None):
-        return f" {WHOLE_EXPERTS}"
     if (reason := getattr(part, "refuses_slices", None)) is not None:
         return f" {reason}"
     if hasattr(type(part), "slices") or getattr(part, "token_wise", False) or type(part) in _TOKEN_WISE:

@@ -56,7 +56,7 @@ def layout_of(change: dict[str, Any], **others: Any) -> ParallelLayout:
 
 
 @pytest.mark.parametrize("change", CHANGED, ids=IDS)
-def test_a_plan_has_the_schedule_and_the_time_of_the_run_that_it_writes(
+def test_a_plan_has_the_schedule_and_time_of_its_run(
     change: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -261,7 +261,7 @@ def agree(numbers: range, monkeypatch: pytest.MonkeyPatch) -> list[ParallelLayou
     return best
 
 
-def test_the_search_agrees_with_brute_force_on_options_of_the_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_of_options_agrees_with_brute_force(monkeypatch: pytest.MonkeyPatch) -> None:
     agree(range(2), monkeypatch)
 
 
