@@ -40,7 +40,7 @@ SCHEDULES = (
 )  # gpipe and eager-1f1b are never faster than 1f1b, and hold more
 MOST_CHUNKS = 8  # beyond those that divide the blocks evenly
 LEAST_SLICE = 4096  # tokens of a slice: products of fewer rows take longer per token
-MOST_RANKS = 16  # of stp: a simulation takes time with the square of their number
+MOST_RANKS = 8  # of stp: a simulation takes time with the square of their number
 SHARES = (0.25, 0.5, 0.75, 1.0)  # of activations that are recomputed or offloaded
 _JUST_BELOW = 1 - 1e-8  # a bound is another sum of the same numbers, and times are compared in nine digits
 
@@ -531,6 +531,12 @@ class Searcher:
             changes = self.changes(node.layout, node.microbatches)
             stages = self._changed_stages(node.layout) if changes else []
             worst = best[-1][1].time.seconds if len(best) == top else math.inf
+            if changes:  # no bubble, and no collective shows
+                layout, m = node.layout, node.microbatches
+                if self._at_least(layout, m, self._passes(layout, "stp"), 0.0) > worst:
+                    count = len(stages) * sum(len(change.recomputes) for change in changes)
+                    considered, excluded[self.SLOWER] = considered + count, excluded[self.SLOWER] + count
+                    continue
             for place, change in enumerate(changes):
                 count = len(stages) * len(change.recomputes)
                 considered += count
