@@ -108,7 +108,7 @@ def _class_of(make: MakeOptimizer) -> tuple[type[torch.optim.Optimizer], dict[st
 
 
 def _like_instance(optimizer: torch.optim.Optimizer) -> OptimizerFactory:
-    """Return the factory of another of the same class, with the same options, from other parameter groups.
+    """Return the factory of an optimizer with the class and options of the given one, for other parameter groups.
 
     Raises:
         ConfigError: if the optimizer needs unsharded tensors, or if it has already made a step.
