@@ -281,6 +281,7 @@ def figures(result: Simulation) -> dict[str, Any]:
         "bubble_paper": result.timeline.bubble_paper,
         "bubble_of_ideal": result.timeline.bubble_of_ideal,
         "peak_activations": list(result.peak_activations),
+        "peak_of_stages": list(result.peak_of_stages),
     } | ({"peak_offloaded": list(result.peak_offloaded)} if result.peak_offloaded else {})
 
 
@@ -309,6 +310,8 @@ def _print(chosen: Schedule, result: Simulation, costs: Costs) -> None:
         f"within a rank {result.timeline.bubble_paper:.2%} (Qi 2024)\n"
         f"peak activations per rank, microbatches: {peaks}"
     )
+    if chosen.chunks > 1:
+        console.print("of each stage: " + " ".join(f"{peak:g}" for peak in result.peak_of_stages))
     if result.peak_offloaded:
         console.print("in host memory: " + " ".join(f"{peak:g}" for peak in result.peak_offloaded))
     if len(chosen.slices) > 1 and costs.attention:

@@ -70,8 +70,6 @@ class CausalAttention(nn.Module):
     @property
     def refuses_slices(self) -> str | None:
         """Reason why the layer cannot run slices of sequences; None if it can."""
-        if self.softcap is not None:
-            return f"caps attention scores (softcap={self.softcap}), which does not work with slices"
         if self.sparsity is not None:
             return "has sparse attention (<sparse_attention>), whose blocks slices would cut"
         return None
@@ -151,7 +149,7 @@ class CausalAttention(nn.Module):
         q, k = self._placed(q, k, slices.positions(documents, q.device), slices.length)
         k, v = self._of_own_heads(k, v)
         documents = self._in_chunks(documents, len(q), slices.length)
-        others = documents, self.window, self.scale, self.sinks
+        others = documents, self.window, self.scale, self.sinks, self.softcap
         if self.recompute is not None:
             y: Tensor = self.recompute(slices.attend, self, q, k, v, *others)
             return y

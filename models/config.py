@@ -85,9 +85,9 @@ class TransformerConfig:
     def preset(cls, name: str, **changes: Any) -> Self:
         """Make a published configuration or a small one for tests by name, with the given fields changed.
 
-        >>> GPTConfig.preset("gpt2").parameter_count
+        >>> triax.GPTConfig.preset("gpt2").parameter_count
         124439808
-        >>> LlamaConfig.preset("llama3-8b").parameter_count
+        >>> triax.LlamaConfig.preset("llama3-8b").parameter_count
         8030261248
 
         Raises:
@@ -124,6 +124,14 @@ class TransformerConfig:
         """
         for name in self.SHARDED:
             check_units(name, getattr(self, name), 1, tensor)
+
+    def refuses_slices(self, experts: Mapping[str, Any] | None = None) -> str | None:
+        """Return the reason why a pipeline cannot cut sequences of the model into slices; None if it can.
+
+        Args:
+            experts: further arguments of its mixtures of experts, such as ``balance``.
+        """
+        return None
 
 
 @dataclass(frozen=True, repr=False)
@@ -509,6 +517,10 @@ class DecoderConfig(TransformerConfig):
             return min(self.max_position_embeddings, self.rope_scaling.original_max_position_embeddings)
         return self.max_position_embeddings
 
+    def refuses_slices(self, experts: Mapping[str, Any] | None = None) -> str | None:
+        """Return the reason why a pipeline cannot cut sequences of the model, as for ``TransformerConfig``."""
+        return _whole_experts(self.moe_arguments(), experts) if self.num_experts else None
+
     @property
     def moe_layers(self) -> tuple[int, ...]:
         """Numbers of the blocks that have experts, counted from 0."""
@@ -628,6 +640,10 @@ class DecoderConfig(TransformerConfig):
 class GPTConfig(DecoderConfig):
     """Configuration of a decoder-only transformer like GPT-2, with learned positions, pre-LayerNorm and GELU.
 
+    >>> config = triax.GPTConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16)
+    >>> config.head_dim, config.intermediate_size, config.parameter_count
+    (64, 4096, 354823168)
+
     Attributes, beside those of ``DecoderConfig``:
         mlp_ratio: ratio of the MLP's width, ``intermediate_size``, to ``hidden_size``.
         layer_norm_epsilon: epsilon of each LayerNorm.
@@ -679,7 +695,11 @@ class LlamaConfig(DecoderConfig):
     """``DecoderConfig`` with its defaults, and the sizes of the published models of Llama's architecture.
 
     With ``qkv_bias`` it has the architecture of Qwen2, with ``qk_norm`` that of Qwen3, with ``sliding_window`` that of
-    Mistral, with ``no_rope_layers`` that of SmolLM3.
+    Mistral, with ``no_rope_layers`` that of SmolLM3. ``DecoderConfig`` describes the fields.
+
+    >>> config = triax.LlamaConfig.preset("llama3-8b")
+    >>> config.num_hidden_layers, config.num_key_value_heads, config.parameter_count
+    (32, 8, 8030261248)
     """
 
     PRESETS: ClassVar[Presets] = LLAMA_PRESETS
@@ -688,7 +708,10 @@ class LlamaConfig(DecoderConfig):
 
 @dataclass(frozen=True, repr=False)
 class MixtralConfig(DecoderConfig):
-    """``DecoderConfig`` with mixtures of experts in place of the MLPs: Mixtral, Qwen-MoE, OLMoE, gpt-oss."""
+    """``DecoderConfig`` with mixtures of experts in place of the MLPs: Mixtral, Qwen-MoE, OLMoE, gpt-oss.
+
+    ``DecoderConfig`` describes the fields.
+    """
 
     PRESETS: ClassVar[Presets] = MIXTRAL_PRESETS
     SIZES: ClassVar[tuple[str, ...]] = (*DecoderConfig.SIZES, "num_experts", "num_experts_per_tok")
@@ -796,6 +819,12 @@ class DeepseekConfig(TransformerConfig):
         modules = self.num_nextn_predict_layers
         return super().layer_count + (modules + 1 if modules else 0)
 
+    def refuses_slices(self, experts: Mapping[str, Any] | None = None) -> str | None:
+        """Return the reason why a pipeline cannot cut sequences of the model, as for ``TransformerConfig``."""
+        if self.num_nextn_predict_layers:
+            return "predicts several tokens at once (num_nextn_predict_layers), whose modules take ids of later slices"
+        return _whole_experts(self.moe_arguments(), experts)
+
     @property
     def moe_layers(self) -> tuple[int, ...]:
         """Numbers of the blocks that have experts, counted from 0."""
@@ -833,6 +862,19 @@ class DeepseekConfig(TransformerConfig):
         blocks = self.num_hidden_layers * (attention + 2 * d) + self.first_k_dense_replace * dense + sparse * experts
         module = attention + 2 * d + experts + 2 * d * d + 3 * d
         return embeddings + blocks + d + self.num_nextn_predict_layers * module
+
+
+def _whole_experts(own: Mapping[str, Any], given: Mapping[str, Any] | None) -> str | None:
+    """Return the reason why mixtures of experts need whole sequences; None if they do not."""
+    arguments = {"z_loss": 0.0, "capacity": None, **own, **(given or {})}
+    balance = arguments["balance"] or ()
+    losses = {balance} if isinstance(balance, str) else {*balance}
+    if losses - {"bias"} or arguments["z_loss"] or arguments["capacity"] is not None:
+        return (
+            "has a mixture of experts with a loss or a limit of whole sequences (z_loss, capacity, or another balance "
+            "than bias)"
+        )
+    return None
 
 
 def _check_experts(experts: int, chosen: int, coefficient: float, name: str) -> None:

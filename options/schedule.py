@@ -25,15 +25,26 @@ class OffloadActivations(Offload):
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions(Options):
-    """Pipeline schedule by name, and what a search for one takes into account."""
+    """Pipeline schedule by name, and what a search for one takes into account.
+
+    >>> model = triax.PipelineModule([triax.LayerSpec(nn.Linear, 4, 1)], loss_fn=nn.functional.mse_loss)
+    >>> schedule = triax.ScheduleOptions(name="zb-h1")
+    >>> batch = triax.Batch(microbatch=1, microbatches=3)
+    >>> engine = triax.Engine(model, optimizer=triax.Optimizer("Adam"), batch=batch, schedule=schedule)
+    >>> print(engine.program.schedule)
+    zb-h1: pipe 1, microbatches 3, chunks 1
+    rank 0: 0F0 0I0 0W0 0F1 0I1 0W1 0F2 0I2 0W2
+    """
 
     MAIN: ClassVar = "name"
 
-    name: str = option("1f1b", "Name of a schedule, auto (search for one), or path of a .csv or .json file.")
+    name: str = option("1f1b", "Name of a schedule, auto (search for one), or path of a .csv, .json or .txt file.")
     value: Any = option(None, "The schedule itself, a triax.Schedule for these ranks and microbatches.")
     chunks: int | None = option(None, "Stages per rank; None: as the model or the schedule has them.", least=1)
     costs: tuple[float, ...] = option(
-        (1.0, 1.0, 1.0), "For auto: measured times of F, I, W and a message, in any unit.", least=0
+        (1.0, 1.0, 1.0),
+        "For auto, pairs, recompute and offload: measured times of F, I, W and a message, in any unit.",
+        least=0,
     )
     memory: float | None = option(
         None,

@@ -17,6 +17,7 @@ from ..options.fault_tolerance import FaultTolerance
 from ..options.lora import Lora
 from ..options.monitoring import Wandb
 from ..options.recomputation import Recomputation
+from ..options.schedule import OffloadActivations
 from ..options.zero import Zero
 from ..pipe.partition import CUTS, SEARCHED
 
@@ -401,19 +402,36 @@ class ScheduleSection(Keys):
 
     MAIN: ClassVar = "name"
 
-    name: str = option("1f1b", "Name of a pipeline schedule, auto (search for one), or path of a .csv or .json file.")
+    name: str = option(
+        "1f1b", "Name of a pipeline schedule, auto (search for one), or path of a .csv, .json or .txt file."
+    )
     chunks: int | None = option(None, "Stages per rank; null: the schedule's own number.", least=1)
     costs: tuple[float, ...] | None = option(
-        None, "For auto: measured times of F, I, W and a message, in any unit.", least=0
+        None,
+        "For auto, pairs, recompute and offload: measured times of F, I, W and a message, in any unit; null: 1, 1, 1.",
+        least=0,
     )
     memory: float | None = option(
         None, "For auto: limit of activations per rank, in microbatches through 1/pipe of the model.", above=0
+    )
+    pairs: float | None = option(
+        None,
+        "Join passes to pairs, in which the tensor axis's collectives of each run beside the other: the time of these "
+        "collectives in a pass, in the unit of costs. null: only pairs that the schedule itself has.",
+        least=0,
+    )
+    recompute: float | None = option(
+        None,
+        "Share of each rank's activations that ops of the schedule recompute; for auto, the largest share.",
+        least=0,
+        most=1,
     )
     slices: int | tuple[float, ...] | None = option(
         None,
         "Slices of each sequence, which pass the pipeline one after the other: their number, or relative lengths.",
         above=0,
     )
+    offload: OffloadActivations = option(OffloadActivations(), "Where activations are offloaded to.")
     partition: Any = option(
         "parameters",
         "Division of the layers into stages: parameters, uniform, type:REGEX, boundaries such as [0, 9, 18]; or by "

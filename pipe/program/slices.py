@@ -10,7 +10,7 @@ first. In an op the last number counts slices: with n slices, `2F7` is stage 2, 
     rank 1: 1F0 1F1 1B1 1F2 1B0 1F3 1B3 1B2
 
 Sources: TeraPipe (Li et al. 2021, arXiv:2102.07988) with the order of GPipe; Seq1F1B (Sun et al. 2024,
-arXiv:2406.03488) with those of 1F1B, interleaved 1F1B and ZB-H1; SlimPipe (Li et al. 2025, arXiv:2504.14519).
+arXiv:2406.03488) with the orders of 1F1B, interleaved 1F1B and ZB-H1; SlimPipe (Li et al. 2025, arXiv:2504.14519).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def slice_lengths(slices: int | Sequence[float]) -> Slices:
 
 
 def in_order_of_slices(orders: Orders, slices: int) -> Orders:
-    """Return orders in which the k-th backward of a sequence is of its k-th last slice, not of its k-th."""
+    """Return orders in which the backwards of a sequence go from its last slice to its first."""
 
     def reversed_(op: Op) -> Op:
         microbatch, k = divmod(op.microbatch, slices)
@@ -67,6 +67,29 @@ def slice_bounds(length: int, slices: Sequence[float], multiple: int = 1) -> lis
             "fewer slices (schedule.slices)"
         )
     return bounds
+
+
+def require_slices(
+    slices: Sequence[float], sequence: int, tensor: int = 1, context: int = 1, reason: str | None = None
+) -> None:
+    """Check that a run can cut its sequences into slices, before any process starts.
+
+    Args:
+        slices: relative lengths.
+        sequence: tokens of a sequence.
+        tensor, context: sizes of the axes.
+        reason: why its model needs whole sequences; None if it does not.
+
+    Raises:
+        ValueError: it cannot; the message says why.
+    """
+    if len(slices) == 1:
+        return
+    if reason is not None:
+        raise ValueError(f"the model {reason}: leave slices out, for whole sequences")
+    if context > 1:
+        raise ValueError(f"slices cut sequences, and so does context={context}: leave out one of them")
+    slice_bounds(sequence, slices, tensor)
 
 
 def slice_costs(slices: Sequence[float], attention: float = 0.0) -> list[tuple[float, float]]:

@@ -14,7 +14,7 @@ _PLAN = "leave it out: triax.parallelize(model, grid, plan), called before initi
 class PipelineConfig(Section):
     """``pipeline``: the pipeline schedule."""
 
-    schedule: str = setting("1f1b", "Name of a schedule, auto (search for one), or path of a .csv or .json file.")
+    schedule: str = setting("1f1b", "Name of a schedule, auto (search for one), or path of a .csv, .json or .txt file.")
     costs: tuple[Annotated[float, Strict(), Field(ge=0)], ...] = setting(
         (1.0, 1.0, 1.0),
         "For auto: measured times of F, I, W and a message, in any unit.",
