@@ -51,15 +51,18 @@ def plan(
     fit: Annotated[
         Path | None,
         typer.Option(
-            help="Fit the figures of --machine to the measured runs of this .csv file, and print the errors of each "
-            "run left out. --write then writes the machine file (.json)."
+            help="Fit the efficiencies of --machine to the measured runs of this .csv file, and print each run's "
+            "leave-one-out error. --write then writes the machine file (.json)."
         ),
     ] = None,
     sequence: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences of a step, over all replicas.")] = None,
     precision: Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp64.")] = "bf16",
     products: Annotated[
-        str | None, typer.Option(help="fp8 or mxfp8: operands of the blocks' products, to compare; triax has none.")
+        str | None,
+        typer.Option(
+            help="fp8 or mxfp8: dtype of the blocks' matrix products, to compare; triax does not train with it."
+        ),
     ] = None,
     memory: Annotated[
         str | None,
@@ -68,14 +71,15 @@ def plan(
         ),
     ] = None,
     speeds: Annotated[
-        str | None, typer.Option(help="Speed of each rank of the pipe axis over the machine's, such as 1,1,0.5.")
+        str | None,
+        typer.Option(help="Speed of each rank of the pipe axis, relative to the machine's, such as 1,1,0.5."),
     ] = None,
     layout: Annotated[
         str | None,
-        typer.Option(help="Keys that are given, such as pipe=8,tensor=8,recompute=full. The others are searched."),
+        typer.Option(help="Keys of the layout, such as pipe=8,tensor=8,recompute=full. The others are searched."),
     ] = None,
     why: Annotated[
-        tuple[str, str] | None, typer.Option(help="Two layouts: where the first loses time against the second.")
+        tuple[str, str] | None, typer.Option(help="Two layouts: print where the first loses time against the second.")
     ] = None,
     tokens: Annotated[str | None, typer.Option(help="Tokens of the whole run, such as 1T: prints its days.")] = None,
     time: Annotated[str | None, typer.Option(help="Time of the whole run, such as 3d: prints its tokens.")] = None,
@@ -94,7 +98,7 @@ def plan(
     html: Annotated[Path | None, typer.Option(help="Write a page with the table and the bars.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Print the fastest layouts of a training run that fit on a cluster."""
+    """Print the fastest layouts of a training run that fit into a cluster's memory."""
     from ..plan.cost import CostModel, Work
     from ..plan.machine import machine as machine_of
     from ..plan.page import page
@@ -401,8 +405,8 @@ def _write(path: Path, model: str, source: ReadFile | None, work: Work, layout: 
         raise ValueError(f"--write is {path}, but it must end in .yaml.")
     if layout.recompute not in RECOMPUTATION or work.products:
         raise ValueError(
-            f"recompute={layout.recompute} and --products {work.products} are planned, but triax train has no such "
-            "run. Leave them out with --write."
+            f"The plan has recompute={layout.recompute} and --products {work.products}, which triax train cannot run. "
+            "Leave them out with --write."
         )
     content: dict[str, Any] = {} if source is None else copy.deepcopy(source.values)
     if source is None:
@@ -439,7 +443,7 @@ def _sbatch(path: Path, training: Path, gpus: int, node: int = 8) -> int:
     """Write a Slurm script that runs a training file, and return its number of nodes."""
     each = min(gpus, node)
     if gpus % each:
-        raise ValueError(f"--sbatch has {node} GPUs on a node, and {gpus} are no whole number of nodes.")
+        raise ValueError(f"--sbatch uses nodes of {node} GPUs, but {gpus} GPUs are not a whole number of nodes.")
     lines = [
         "#!/bin/bash",
         f"#SBATCH --job-name={training.stem}",

@@ -72,9 +72,9 @@ class Slices:
         for part in self._parts.pop(sequence, {}).values():
             if part.owed:
                 raise RuntimeError(
-                    "later slices of a sequence have given a gradient to the keys and values, or the state, of a slice "
-                    "whose own backward did not reach the layer, so that it would be lost: let the loss of every slice "
-                    "depend on the model's output, with a weight of 0 where no label counts"
+                    "later slices of a sequence have given a gradient to the keys and values, or the state, of a "
+                    "slice whose own backward pass did not reach the layer; that gradient would be lost: let the loss "
+                    "of every slice depend on the model's output, with a weight of 0 where no label counts"
                 )
 
     def clear(self) -> None:

@@ -1,8 +1,8 @@
 """Replicas of a run as jobs of their own on this host: each is started again when it dies, while the others train on.
 
 A coordinator and N launchers are started, one for each replica, whose ranks find TRIAX_REPLICA and TRIAX_COORDINATOR in
-their environment. A coordinator that dies is started again at its address, and the replicas wait for it. A file with the launcher's process number, ``replica-NAME.pid`` in the log folder, lets another
-process ask a replica to go.
+their environment. A coordinator that dies is started again at its address, and the replicas wait for it. A file with
+the launcher's process number, ``replica-NAME.pid`` in the log folder, lets another process ask a replica to go.
 """
 
 from __future__ import annotations

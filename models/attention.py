@@ -94,8 +94,8 @@ class CausalAttention(nn.Module):
         super().__init__()
         if softcap is not None and (grid.context.size > 1 or sparsity is not None):
             raise ValueError(
-                f"softcap={softcap} caps the scores of attention, which a context axis (context={grid.context.size}) "
-                "and sparse attention cannot. Use a grid with context=1, without sparse attention."
+                f"softcap={softcap} caps attention scores, which a context axis (context={grid.context.size}) and "
+                "sparse attention do not support. Use a grid with context=1, without sparse attention."
             )
         self.grid, self.axis, self.sequence_parallel = grid, grid.tensor, sequence_parallel
         self.kind, self.window, self.sparsity, self.scale, self.softcap = kind, window, sparsity, scale, softcap

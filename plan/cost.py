@@ -182,7 +182,7 @@ class CostModel:
                 f"{work.precision}. Give --precision with one of them."
             )
         if work.speeds and self.on_cores:
-            raise ValueError("ranks that share cores have no speeds of their own. Leave --speeds out.")
+            raise ValueError("ranks that share cores cannot have different speeds. Leave --speeds out.")
         device = "cpu" if self.on_cores else "cuda"
         self.memory = ModelMemory(
             *(work.config, work.precision),

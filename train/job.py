@@ -193,7 +193,7 @@ def resolve(file: TrainingFile, processes: int | None = None, places: int | None
         _check_method(file, model, topology, batch, sequence)
     if _has_score(file.model) and (file.method is None or file.method.name != "reward"):
         raise ConfigError(
-            f"model.folder {file.model.folder} is a reward model, which has scores in place of logits: write method: "
+            f"model.folder {file.model.folder} is a reward model, which has scores instead of logits: write method: "
             "reward, or give a language model"
         )
     if file.sample is not None and topology.expert > 1:
@@ -243,12 +243,12 @@ def _check_method(
         _check_second(f"method.teacher {method.teacher}", str(method.teacher), model, topology, most)
         if method.top_k is not None and method.top_k >= model.vocab_size:
             raise ConfigError(
-                f"method.top_k is {method.top_k}, but the model has {model.vocab_size} words: give less, or "
-                "leave it out"
+                f"method.top_k is {method.top_k}, but the model's vocabulary has {model.vocab_size} tokens: give "
+                "less, or leave it out"
             )
     if method.name == "distill" and method.is_stored and file.data.validation is not None:
         raise ConfigError(
-            f"method.teacher {method.teacher} has the tokens of data.training alone: give data.held_out in place of "
+            f"method.teacher {method.teacher} has only the tokens of data.training: give data.held_out instead of "
             "data.validation"
         )
     if method.name != "grpo":
@@ -292,7 +292,7 @@ def _check_second(what: str, folder: str, model: TransformerConfig, topology: To
     except ConfigError as error:
         raise ConfigError(f"{what}: {str(error).partition(': ')[2] or error}") from error
     if _has_score(section):
-        raise ConfigError(f"{what} is a reward model, which has scores in place of logits: give a language model")
+        raise ConfigError(f"{what} is a reward model, which has scores instead of logits: give a language model")
     if second.vocab_size != model.vocab_size:
         raise ConfigError(
             f"{what} has a vocabulary of {second.vocab_size}, and the model of {model.vocab_size}: give one with the "
@@ -312,7 +312,7 @@ def _check_second(what: str, folder: str, model: TransformerConfig, topology: To
     try:
         second.check_tensor(topology.size("tensor"))
     except ValueError as error:
-        raise ConfigError(f"grid.tensor is {topology.size('tensor')}, but of {what} {error}") from error
+        raise ConfigError(f"grid.tensor: {what}: {error}") from error
 
 
 def cut_by(costs: LayerCosts, job: Job) -> Job:
@@ -427,7 +427,7 @@ def _check_model(
     try:
         model.check_tensor(tensor)
     except ValueError as error:
-        raise ConfigError(f"grid.tensor is {tensor}, but {error}") from error
+        raise ConfigError(f"grid.tensor: {error}") from error
     if file.grid.sequence_parallel and sequence % tensor:
         near = sequence // tensor * tensor or tensor
         raise ConfigError(

@@ -54,7 +54,7 @@ def choose_optimizer(
     else:
         cls, params = found
         if cls is torch.optim.Muon:
-            raise refusal("<optimizer> torch.optim.Muon steps matrices alone: write triax.Optimizer('Muon', lr=...)")
+            raise refusal("<optimizer> torch.optim.Muon steps only matrices: write triax.Optimizer('Muon', lr=...)")
         if cls.__name__ not in optimizers.WHOLE_TENSOR:
             require_elementwise(cls)
     require_whole_tensors(cls, options.zero, grid.tensor.size)
@@ -152,7 +152,8 @@ def require_whole_tensors(cls: type[torch.optim.Optimizer], zero: Zero, tensor: 
     Raises:
         ConfigError: as ``optim.optimizers.require_whole_tensors``.
     """
-    offload = zero.offload_optimizer.device != "none" or zero.sub_group_size is not None
+    weights = zero.offload_parameters.device != "none" and zero.stage == 3  # their optimizer state goes with them
+    offload = weights or zero.offload_optimizer.device != "none" or zero.sub_group_size is not None
     optimizers.require_whole_tensors(cls, 1 if zero.stage == "auto" else zero.stage, offload, tensor)
 
 

@@ -262,5 +262,5 @@ def test_a_written_plan_dry_runs_and_has_a_slurm_script(tmp_path: Path, monkeypa
     assert done.exit_code == 0, done.output
     with pytest.raises(ConfigError, match=r"Give --write run\.yaml too"):
         run(*sizes, "--sbatch", "job.sbatch")
-    with pytest.raises(ConfigError, match="triax train has no such run"):
+    with pytest.raises(ConfigError, match="which triax train cannot run"):
         run("--model", "llama3-8b", "--gpus", "8", "--batch", "8", "--products", "fp8", "--write", "run.yaml")

@@ -90,7 +90,7 @@ def test_learning_rates() -> None:
             "multiple of the sequence of 64 tokens: give 128",
         ),
         (None, {"training": {"sequence": 65}}, "but the model has 64 positions"),
-        (None, {"grid": {"tensor": 8}}, "grid.tensor is 8, but"),
+        (None, {"grid": {"tensor": 8}}, "grid.tensor: num_"),
         (None, {"grid": {"pipe": 7}}, "is 7 stages, but"),
         (None, {"grid": {"expert": 2, "data": 2}}, "a GPTConfig has no experts"),
         (None, {"model": {"preset": "bytes-tny"}}, "there is no preset 'bytes-tny'; did you mean 'bytes-tiny'?"),

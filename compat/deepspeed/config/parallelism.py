@@ -42,7 +42,7 @@ class PipelineConfig(Section):
     use_reentrant: Any = idle("recomputation has one form")
     labels: Literal["read", "sent"] = setting(
         "read",
-        "read: the last stage's ranks read the data too; sent: the first stage's ranks alone read data, and send the "
+        "read: the last stage's ranks read the data too; sent: only the first stage's ranks read data, and send the "
         "labels.",
     )
 
