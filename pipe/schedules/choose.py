@@ -160,7 +160,9 @@ def with_passes(
         except ValueError as error:
             raise OptionError("schedule.recompute", options.recompute, str(error)) from error
         if not schedule.recomputes:
-            notes.append(Note("schedule.recompute", f"recomputes nothing with {name}: no peak would fall"))
+            notes.append(
+                Note("schedule.recompute", f"recomputes nothing with {name}, because no peak would become smaller")
+            )
     if schedule.recomputes and layers_recompute:
         raise refusal(
             f"<recompute> and a schedule that recomputes ({name}) are both given, and each layer would run three "
