@@ -1,4 +1,4 @@
-"""DoRA, rsLoRA and LoRA's dropout on any grid against PEFT on one process, in float64, over 6 and 20 steps."""
+"""DoRA, rsLoRA and LoRA's dropout on any grid against PEFT on one process, in float64, over 6 or 20 steps."""
 
 from __future__ import annotations
 
