@@ -5,9 +5,11 @@
     python benchmarks/plan.py here.json --processes 1 2 --results times.jsonl
     python benchmarks/plan.py here.json --processes 4 8 --results times.jsonl   # adds to the file, and prints all of it
     python benchmarks/plan.py here.json --processes --results times.jsonl       # prints the file
+    python benchmarks/plan.py before.json after.json --processes --results times.jsonl
 
-A layout's time is the median of its steps on the slowest rank. The machine file comes from ``--measure`` alone: nothing
-in it or in the model is fitted to these times.
+A layout's time is the median of its steps on the slowest rank; a layout that is measured again, at another time, has
+the steps of both. The machine files come from ``--measure`` alone: nothing in them or in the model is fitted to these
+times. A prediction by several files, measured before and after, is the mean of theirs: a shared machine's speed drifts.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ import argparse
 import itertools
 import json
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from statistics import correlation, median
+from statistics import correlation, fmean, median
 from typing import Any
 
 import torch
@@ -140,10 +143,12 @@ def main() -> None:
             row = on_ranks(measure, processes, name, fields, options.steps, ranks=processes)[0]
             with path.open("a", encoding="utf-8") as file:
                 file.write(f"{json.dumps(row)}\n")
-    # The last measurement of each layout.
-    rows = list({(row["model"], row["layout"]): row for row in map(json.loads, path.read_text().splitlines())}.values())
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in map(json.loads, path.read_text().splitlines()):
+        found.setdefault((row["model"], row["layout"]), {**row, "times": []})["times"] += row["times"]
+    rows = list(found.values())
     for row in rows:
-        predict(row, options.machine)
+        predict(row, options.machines)
     if options.json:
         print_json(rows, **summary(rows))
     else:
@@ -152,7 +157,7 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("machine", help="machine file of triax plan --measure")
+    parser.add_argument("machines", nargs="+", help="machine files of triax plan --measure")
     parser.add_argument("--processes", type=int, nargs="*", choices=list(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--steps", type=int, default=7, help="steps of each layout")
     parser.add_argument("--results", type=Path, help="file to which the measured times are added")
@@ -201,13 +206,14 @@ def build(name: str, layout: ParallelLayout) -> tuple[Any, tuple[torch.Tensor, t
 # --------------------------------------------------------------------------------------------- the table
 
 
-def predict(row: dict[str, Any], file: str) -> None:
+def predict(row: dict[str, Any], files: Sequence[str]) -> None:
     """Add the prediction, and its ratio to the measured median, to a row."""
     config, _, sequence = MODELS[row["model"]]
     layout = ParallelLayout(**row["fields"])
-    model = CostModel(Work(config, machine(file), BATCH, sequence, "fp32"))
-    step = model.step(layout)
-    row["predicted"], row["kinds"] = step.seconds, {kind: value for kind, value in step.kinds.items() if value}
+    steps = [CostModel(Work(config, machine(file), BATCH, sequence, "fp32")).step(layout) for file in files]
+    row["predicted"] = fmean(step.seconds for step in steps)
+    kinds = {kind: fmean(step.kinds[kind] for step in steps) for kind in steps[0].kinds}
+    row["kinds"] = {kind: value for kind, value in kinds.items() if value}
     row["median"] = median(row["times"])
     row["ratio"] = row["predicted"] / row["median"]
 

@@ -54,6 +54,7 @@ Kernel = Callable[[int], tuple[Callable[[], Any], tuple[Tensor, ...]]]  # elemen
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 _RANKS = 8  # the most that are started on one machine
+_ROUNDS = 5  # of the steps of small models
 _MODELS: dict[str, tuple[Any, Any]] = {
     "GPTBlock": (GPTConfig, gpt_layers),
     "LlamaBlock": (LlamaConfig, llama_layers),
@@ -402,12 +403,12 @@ class _Alone:
     def in_step(self, machine: Machine) -> dict[str, float]:
         """Return by how much kernels are slower in steps of small models than in loops of their own, for each block."""
         width, sequence = (256, 128) if self.small else (2048, 2048)
-        found = {}
-        for name in _MODELS:
+        found: dict[str, list[float]] = {name: [] for name in _MODELS}
+        for name in [*_MODELS] * _ROUNDS:  # in turn, because a machine's speed changes within seconds
             taken, step = self._step(name, machine, width, sequence)
             kernels = sum(step.kinds[kind] for kind in ("products", "attention", "elementwise"))
-            found[name] = max(1.0, (taken - step.seconds + kernels) / kernels)
-        return found
+            found[name].append(max(1.0, (taken - step.seconds + kernels) / kernels))
+        return {name: median(each) for name, each in found.items()}
 
     def check(self, machine: Machine) -> None:
         """Say how far off the description is in steps of models of another size, which it was not made from."""

@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -246,27 +247,22 @@ def _run_replicas(
     if not all(names) or not names or len(set(names)) < len(names) or set("/\\") & set("".join(names)):
         raise ConfigError(f"--replicas is {replicas!r}: give a number of at least 1, or different names: a,b,c")
     logs = Path("runs/logs" if log_dir == "none" else log_dir)
-    server = None
+    serve = None
     if not coordinator:
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = int(probe.getsockname()[1])
         coordinator = f"127.0.0.1:{port}"
-        server = start_coordinator(port, *limits, logs / "coordinator.log")
+        serve = partial(start_coordinator, port, *limits, logs / "coordinator.log")
 
     def command(name: str) -> list[str]:
         folder = "none" if log_dir == "none" else str(logs / f"replica-{name}")
         return [sys.executable, "-m", "triax.cli.main", "run", *options, "--log-dir", folder, *program]
 
-    try:
-        code = run_replicas(
-            command, names, coordinator, restarts, logs, grace, lambda text: print(text, file=sys.stderr, flush=True)
-        )
-    finally:
-        if server is not None:
-            server.kill()
-            server.wait()
-    raise SystemExit(code)
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    raise SystemExit(run_replicas(command, names, coordinator, restarts, logs, grace, say, serve))
 
 
 def _dry_run(

@@ -47,6 +47,9 @@ def positions(length: int, size: int, rank: int, multiple: int = 1) -> Tensor:
 
     Positions from ``length`` on are padding.
 
+    >>> [triax.context.positions(8, size=2, rank=rank).tolist() for rank in range(2)]
+    [[0, 1, 6, 7], [2, 3, 4, 5]]
+
     Args:
         length, size, multiple: as for ``local_length``.
         rank: rank on the context axis.
@@ -76,6 +79,10 @@ def runs(length: int, local: int, size: int, rank: int) -> Runs:
 
 def shard(x: Tensor, axis: Axis, dim: int = 1, fill: float = 0, multiple: int = 1) -> Tensor:
     """Return this rank's tokens of a whole sequence. Differentiable: each rank's gradient has its own tokens only.
+
+    >>> ids = torch.arange(8).reshape(1, 8)
+    >>> triax.context.shard(ids, triax.Grid().context)  # with context=2, rank 0 has the tokens 0, 1, 6 and 7
+    tensor([[0, 1, 2, 3, 4, 5, 6, 7]])
 
     Args:
         x: (..., T, ...), the whole sequence, the same on every rank.

@@ -207,6 +207,10 @@ class Loader(DataLoader[Any]):
 class RepeatingLoader:
     """Iterator over a loader that starts it again at its end, without end.
 
+    >>> loader = triax.RepeatingLoader(["a", "b", "c"])
+    >>> [next(loader) for _ in range(5)]
+    ['a', 'b', 'c', 'a', 'b']
+
     Args:
         loader: an object that can be iterated over repeatedly.
     """

@@ -30,6 +30,14 @@ class TokenData:
 
     A row depends on its number, the seed and these arguments alone. Members of a mixture have epochs of their own.
 
+    >>> with open("text.txt", "w") as file:
+    ...     length = file.write("to be or not to be")
+    >>> tokenized = triax.data.tokenize(["text.txt"], "bytes", "tokens")
+    >>> data = triax.data.TokenData("tokens", length=8, document_mask=False, shuffle=False)
+    >>> inputs, labels = next(iter(data.loader(train=2, micro=2)))
+    >>> inputs.shape, bytes(inputs[0].tolist())
+    (torch.Size([2, 8]), b'to be or')
+
     Args:
         folders: a folder that ``triax data tokenize`` wrote, several as one set, or several with their weights.
         length: T, the number of tokens in a row.

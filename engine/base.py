@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 from collections import Counter
@@ -102,7 +103,14 @@ class Engine:
     """Trains a model on a grid: a ``PipelineModule`` by ``train_batch``, any other module by forward, backward, step.
 
     ``Engine(model, ...)`` is a ``PipelineEngine`` or a ``ModuleEngine``. Every rank makes it, with the same arguments.
-    The work is done by its members.
+
+    >>> layers = [triax.LayerSpec(nn.Linear, 4, 8), torch.tanh, triax.LayerSpec(nn.Linear, 8, 1)]
+    >>> model = triax.PipelineModule(layers, loss_fn=nn.functional.mse_loss)
+    >>> batch = triax.Batch(size=4, microbatch=2)
+    >>> engine = triax.Engine(model, optimizer=triax.Optimizer("Adam", lr=0.03), batch=batch, zero=1, clip=1.0)
+    >>> microbatches = iter(lambda: (torch.ones(2, 4), torch.ones(2, 1)), None)
+    >>> [round(engine.train_batch(microbatches).item(), 3) for step in range(3)]
+    [1.77, 1.001, 0.451]
 
     Args:
         model: a ``PipelineModule``, or another ``nn.Module``, which moves to the grid's device.
@@ -152,8 +160,9 @@ class Engine:
     _samples_before = 0  # samples of the steps before the batch got its present size
     _batch_size_since = 0  # the step from which the batch has its present size
 
-    def __new__(cls, model: Any = None, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Return an engine of the class that trains this kind of model."""
+        model = args[0] if args else kwargs.get("model")
         kinds = (kind for kind in Engine.__subclasses__() if kind.trains(model)) if cls is Engine else iter(())
         made: Any = object.__new__(next(kinds, cls))
         return made
@@ -228,6 +237,8 @@ class Engine:
         self._warn(*(Note("", each) for each in (lr_note, untrained) if each is not None))
         self._warn(unsharded_note(self.data_axis), one_replica_note(options.zero, grid.data_context.size))
         self.observer.install()
+
+    __new__.__signature__ = inspect.signature(__init__)  # type: ignore[attr-defined]  # for help()
 
     def __getattr__(self, name: str) -> Any:
         """Return a member under another library's name, if an adapter has one: an engine has no other such member."""
@@ -404,7 +415,7 @@ class Engine:
 
     @property
     def present(self) -> list[int]:
-        """Indices of the replicas that have not left the training, as far as this replica was told.
+        """Indices of the replicas that have not left the training, as far as this replica knows.
 
         Without ``async_diloco`` these are all replicas.
         """
@@ -427,7 +438,7 @@ class Engine:
         | ``uncompressed`` | axis -> bytes, by ZeRO's formula for gradients in the dtype in which they are accumulated |
         | ``local`` | under ``local_updates`` only: the table below |
 
-        Under ``local_updates`` ``formula`` is that of ``local``, for the data axis.
+        Under ``local_updates`` the ``formula`` of the data axis is the ``formula`` of ``local``.
 
         | entry of ``local`` | meaning |
         |---|---|
@@ -472,12 +483,12 @@ class Engine:
     def gather(self, what: str = "weights") -> dict[str, Tensor]:
         """Return the model's unsharded tensors by whole-model name, on every rank. Collective.
 
-        Use it for inspection and small exports. Under ``local_updates`` the tensors are those of this replica, and the
+        Use it for inspection and small exports. Under ``local_updates`` it returns the tensors of this replica, and the
         call is collective over the replica's ranks.
 
         Args:
-            what: ``"weights"`` or ``"gradients"``. Gradients are those of the last step for all trained parameters,
-                divided by the batch's weight and clipped. They are available until the next step begins.
+            what: ``"weights"`` or ``"gradients"``. It returns the gradients of the last step for all trained
+                parameters, divided by the batch's weight and clipped. They are available until the next step begins.
         """
         with self.replicas.reading() as grid:
             return assemble(grid, self.shards(what))
@@ -571,7 +582,7 @@ class Engine:
 
         On several processes each step computes the norm. On a single process a step computes it only if clipping, fp16,
         compression or a monitor needs it. Otherwise reading this computes it from the gradients, which exist until the
-        next step begins. Read after that it is None, and from then on each step computes the norm.
+        next step begins. If you read it later, it is None, and from then on each step computes the norm.
         """
         return self.optimizer_step.global_norm() if self.global_steps else None
 
@@ -590,15 +601,15 @@ class Engine:
     def metrics(self) -> dict[str, float | list[float]]:
         """Terms and metrics of the last batch, if the loss names them (``triax.Loss``, a dict): name -> value.
 
-        Each is the sum over the whole batch, divided by its weight of the whole batch; NaN without a weight. They are
-        equal on every rank, and those of the last ``train_batch``, ``eval_batch`` or ``step``.
+        The batch is that of the last ``train_batch``, ``eval_batch`` or ``step``. A value is the sum over the whole
+        batch, divided by its weight in the whole batch; NaN without a weight. The values are equal on every rank.
         """
         return dict(self.named_losses.values)
 
     def expert_loads(self) -> dict[str, list[int]]:
         """Return the tokens that each expert was given in the last step, over all ranks: layer -> loads.
 
-        Equal on every rank, and {} if the model has no experts.
+        The loads are equal on every rank, and {} if the model has no experts.
         """
         return {name: list(loads) for name, loads in self.auxiliary.loads.items()}
 
@@ -665,15 +676,21 @@ class Engine:
         """Write a checkpoint of the run as it is after its last step. Collective.
 
         Every rank writes its part, and nothing is gathered. The checkpoint gets its name when all of it is on the disk.
-        Until then, or if writing fails, the previous checkpoint is the last one. With ``checkpoint.background`` this
-        returns when a copy is in host memory, which is written while training continues; the next save or load waits
-        for it.
+        Until then, or if writing fails, the previous checkpoint is the last one. With ``checkpoint.background`` the
+        call returns when a copy is in host memory. A thread writes the copy while training continues, and the next
+        save or load waits for it.
+
+        >>> engine = triax.Engine(nn.Linear(4, 1), optimizer=triax.Optimizer("Adam"), batch=1)
+        >>> engine.save_checkpoint("runs/linear", client_state={"epoch": 3})
+        True
+        >>> [name for name in sorted(os.listdir("runs/linear")) if name[0] != "."]
+        ['global_step0', 'latest']
 
         Args:
             save_dir: a folder that every rank sees, or a URI such as ``s3://bucket/run``.
             tag: name of the checkpoint's folder in ``save_dir``. None: ``global_step`` and the number of steps.
             client_state: the user's values, which ``load_checkpoint`` returns: numbers, text, tensors, lists and dicts.
-                Those of rank 0 are saved.
+                The values of rank 0 are saved.
             save_latest: write the tag into the file ``latest``.
             exclude_frozen_parameters: leave out parameters that are not trained. Load such a checkpoint with
                 ``load_module_strict=False``.
@@ -712,9 +729,15 @@ class Engine:
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint that any grid may have written. Collective.
 
+        >>> engine = triax.Engine(nn.Linear(4, 1), optimizer=triax.Optimizer("Adam"), batch=1)
+        >>> engine.save_checkpoint("runs/linear", client_state={"epoch": 3})
+        True
+        >>> engine.load_checkpoint("runs/linear")
+        ('runs/linear/global_step0', {'epoch': 3})
+
         Args:
             load_dir: the folder of checkpoints, ``save_dir`` of ``save_checkpoint``.
-            tag: name of the checkpoint. None: the one that the file ``latest`` names.
+            tag: name of the checkpoint. None: the name in the file ``latest``.
             load_module_strict: require the names and shapes of the model. If False, the tensors that fit are loaded,
                 and rank 0 logs the others.
             load_optimizer_states: load the optimizer's state, the options of its groups and the loss scale.
@@ -744,8 +767,8 @@ class Engine:
     def save_weights(self, file: str | Path, exclude_frozen: bool = False) -> None:
         """Write unsharded weights and buffers to one safetensors file, in fp16 or bf16. Collective.
 
-        The dtype is that of the engine's weights under ``precision`` bf16 and fp16, else bfloat16. Nothing is gathered:
-        every rank writes its boxes into the file.
+        The file has the dtype of the engine's weights under ``precision`` bf16 and fp16, else bfloat16. No rank gathers
+        weights: every rank writes its part into the file.
 
         Args:
             file: path of the file, in a folder that every rank sees. Its ending becomes ``.safetensors``.

@@ -1,4 +1,4 @@
-"""The two kinds of engines, told apart by their models: their own modules import what asks here."""
+"""Functions that tell the two kinds of engines by their models, without an import of the engines themselves."""
 
 from __future__ import annotations
 

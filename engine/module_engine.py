@@ -60,6 +60,16 @@ class ModuleEngine(Engine):
     Gradients are averaged: over the samples of a microbatch by the loss, over microbatches, and over replicas, as under
     DDP. Attributes that the engine does not have are the module's: ``engine.parameters()``.
 
+    >>> model = nn.Linear(4, 1)
+    >>> engine = triax.Engine(model, optimizer=triax.Optimizer("SGD", lr=0.1), batch=triax.Batch(microbatch=2))
+    >>> before = model.weight.data.clone()
+    >>> loss = engine(torch.ones(2, 4)).mean()
+    >>> engine.backward(loss).equal(loss)
+    True
+    >>> engine.step()
+    >>> before - model.weight.data, engine.global_steps
+    (tensor([[0.1000, 0.1000, 0.1000, 0.1000]]), 1)
+
     The grid has no pipe axis. The first replica's parameters and buffers are broadcast to all replicas. Within a
     tensor-parallel group each rank keeps its shards, and unsharded tensors are broadcast from the group's first rank.
 
@@ -79,7 +89,7 @@ class ModuleEngine(Engine):
 
     micro_steps = 0
     auxiliary_sums: Tensor
-    _shift = 0  # samples of the step before those of this grid
+    _shift = 0  # samples of the step that other grids have before this one's
     PARTS = ("forward", "backward", "step", "reduce", "optimizer")
 
     @classmethod
@@ -145,7 +155,7 @@ class ModuleEngine(Engine):
         self._eval_outputs_opaque = False  # in eval mode, where no backward pass needs to follow
         self._outputs_entered = False  # a backward pass entered through outputs of this microbatch
         self._losses: list[Tensor | float] = []  # of this step's microbatches
-        self._named: list[NamedLosses] = []  # those of them that have names
+        self._named: list[NamedLosses] = []  # the losses of this step that have names
         self._mark_last()
         self._set_plain()
 
@@ -408,7 +418,7 @@ class ModuleEngine(Engine):
         taken = self.optimizer_step.decide(grid, value, weight, own, self.observers)
         if taken:
             factor = self.optimizer_step.factor(grid)
-            # A parameter without a gradient on any rank stands still, as under torch's optimizers. This is rare.
+            # The step leaves out a parameter that has a gradient on no rank, as torch's optimizers do. This is rare.
             optimizer.prepared = factor, self.data_axis.without_gradient() if unused else set()
             with self.parts("optimizer"):
                 optimizer.step()
@@ -424,11 +434,11 @@ class ModuleEngine(Engine):
         log_profile(self.recompute)
 
     def shift_samples(self, samples: int) -> None:
-        """Set the number of samples of the step before those of this grid, on which dropout depends."""
+        """Set the number of samples of the step that other grids have before this one's: dropout depends on it."""
         self._shift = samples
 
     def _require_one_loss(self, *following: tuple[int | None, int]) -> None:
-        """Refuse to add the gradients of this engine's own loss and of a loss of which another engine's step was made.
+        """Check that this step adds no gradients of its own loss to gradients of a loss of another engine's step.
 
         Args:
             following: the origin of the pass that is about to begin.
@@ -547,9 +557,9 @@ class ModuleEngine(Engine):
         return self._enter_backward()
 
     def _begin_step(self) -> None:
-        """Begin the next step, if the last one has ended: in the first forward or backward pass after it.
+        """Begin the next step, if the last one has ended: the first forward or backward pass after it does.
 
-        A forward pass in eval mode does not: it may be an evaluation's, which no backward pass follows.
+        A forward pass in eval mode begins no step: no backward pass follows an evaluation.
         """
         if self._sent_before is None:
             self._sent_before = self.grid.traffic.report()
@@ -564,7 +574,7 @@ class ModuleEngine(Engine):
         return Counter({0: self.batch.accumulation})
 
     def _set_plain(self) -> None:
-        # One process and one microbatch: autograd's own gradients are those of the batch.
+        # One process and one microbatch: autograd's own gradients are the gradients of the batch.
         one = self.grid.size == 1 and self.batch.accumulation == 1 and self.options.batch.counted
         sums = self.data_axis.exchange is None and self.options.local_updates is None
         self.data_axis.access.plain = one and sums and self.loss_scaler is None and self._options.divisor == 1.0

@@ -1,8 +1,8 @@
 """Named losses and metrics of an engine's batches: the terms' weights before a batch, and the values after it.
 
-A pipeline's first backward passes run before its last forward passes, and a term's gradients are divided by its weight
-over the whole batch. Therefore ``loss_fn.weight(labels)``, and ``loss_weight`` of layers that return losses, give the
-weights before.
+A term's gradients are divided by its weight over the whole batch, and a pipeline's first backward passes run before its
+last forward passes. So the weights must be known before the batch runs: ``loss_fn.weight(labels)`` gives them, and
+``loss_weight`` of layers that return losses.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class NamedLossSteps:
     def __init__(self, computes: bool) -> None:
         self._computes = computes
         self._forms: dict[bool, Any] = {}  # in training and in evaluation, equal on all ranks, after the first batch
-        self._own: dict[bool, Any] = {}  # of them the form of the losses that this rank computes
+        self._own: dict[bool, Any] = {}  # form of the losses that this rank computes, likewise
         self._told: dict[str, float] = {}  # weights of this rank's microbatches, by loss_fn.weight and loss_weight
         self.values: dict[str, float | list[float]] = {}
 
@@ -52,7 +52,7 @@ class NamedLossSteps:
         Args:
             grid: the grid whose ranks take the step.
             module, executor: the model, and what runs its program.
-            microbatches: those of this rank.
+            microbatches: the microbatches of this rank.
             share: sums numbers over replicas outside of the grid.
 
         Raises:
@@ -121,7 +121,7 @@ class NamedLossSteps:
         Raises:
             AgreedError: ranks return other terms; or, in training, all terms have the weight 0, or the weight of a pair
                 differs from the one that ``loss_fn.weight`` returned.
-            ValueError: the names or forms are not those of the first batch.
+            ValueError: the names or forms differ from the first batch's.
         """
         if training not in self._forms:
             (some,) = totals(grid, [float(bool(named))])

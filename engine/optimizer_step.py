@@ -94,7 +94,7 @@ class OptimizerStep:
             loss: the mean loss of the batch. None if the engine was not given a loss.
             weight: the weight of the batch, by which the summed gradients are divided.
             losses: this rank's losses by microbatch, for the error message.
-            observers: the engine's observers, each of which is asked.
+            observers: the engine's observers, each of which may skip the step.
 
         Raises:
             AgreedError: on every rank, if the loss or the norm is not finite and ``nan_loss`` is ``raise``.
@@ -124,7 +124,7 @@ class OptimizerStep:
     def global_norm(self) -> float | None:
         """Norm of the last step's gradient before clipping.
 
-        If the step did not compute the norm, it is computed now, as long as the gradients still exist.
+        If the step did not compute the norm, this call computes it from the gradients, if they still exist.
         """
         if self.norm is None:
             if self._data_axis.stepped:

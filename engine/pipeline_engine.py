@@ -291,7 +291,7 @@ class PipelineEngine(Engine):
         taken = self.optimizer_step.decide(grid, loss / weight, weight, result.losses, self.observers)
         if taken:
             factor = self.optimizer_step.factor(grid)
-            # A parameter without a gradient on any rank stands still, as under torch's optimizers. This is rare.
+            # The step leaves out a parameter that has a gradient on no rank, as torch's optimizers do. This is rare.
             without = self.data_axis.without_gradient() if unused else ()
             with self.parts("optimizer"):
                 self.data_axis.step(factor, without)
@@ -341,11 +341,11 @@ class PipelineEngine(Engine):
         return result, mine + ([float(self.replica_buffers.strayed())] if self.replica_buffers else [])
 
     def shift_samples(self, samples: int) -> None:
-        """Set the number of samples of the step before those of this grid, on which dropout depends."""
+        """Set the number of samples of the step that other grids have before this one's: dropout depends on it."""
         self.feed.shift = samples
 
     def _require_tied_buffers(self) -> None:
-        """Refuse a step that has changed a buffer of a tied layer of several ranks, whose values would differ."""
+        """Refuse a step that has changed a buffer of a tied layer of several ranks: the ranks' values would differ."""
         for name, layer, key, buffer in self._tied_buffers:
             if not torch.equal(layer.get_buffer(key), buffer):
                 raise RuntimeError(
@@ -355,10 +355,10 @@ class PipelineEngine(Engine):
                 )
 
     def _leave_out_unreached(self, grid: Grid, result: Result) -> None:
-        """Leave out of the step the stages before one whose inputs got no gradient (it has a ``detach``). Collective.
+        """Leave out of the step all stages before a stage whose inputs got no gradient (a ``detach``). Collective.
 
-        Their gradients are zero. On a single process they would have none, and their weights would not decay. A stage
-        with losses of its layers has gradients, and so have those before it.
+        The gradients of these stages are zero. On a single process they would have none, so that their weights would
+        not decay. A stage whose layers return losses has gradients, and so do the stages before it.
         """
         flags = torch.zeros(2, len(self.module.placement), device=grid.device)
         for stage, reached in result.reached.items():

@@ -1,9 +1,9 @@
-"""Buffers that steps change, such as batch norm's statistics: those of the first replica for all, as under DDP.
+"""Buffers that steps change, such as batch norm's statistics: all replicas get the first replica's, as under DDP.
 
-DDP broadcasts all buffers before each forward pass. Here only the buffers that a step has changed on any replica are
-broadcast, together, at the end of each step: masks and rotary tables are not sent, and evaluation and checkpoints find
-equal buffers on all replicas. A model without buffers costs nothing. Under ``local_updates`` replicas have buffers of
-their own until they synchronize their weights; with ``async_diloco`` they keep them.
+DDP broadcasts all buffers before each forward pass. triax broadcasts, at the end of each step and in one message, only
+the buffers that the step has changed on any replica. So it sends no masks and rotary tables, and evaluation and
+checkpoints find equal buffers on all replicas. A model without buffers costs nothing. Under ``local_updates`` replicas
+have buffers of their own until they synchronize their weights; with ``async_diloco`` they keep them.
 """
 
 from __future__ import annotations

@@ -31,8 +31,15 @@ TIMELINE = "TRIAX_TIMELINE"  # set by the launcher for its ranks: the folder of 
 class Environment:
     """Rank and rendezvous address of this process, as its launcher set them.
 
-    ``restarts`` counts torchrun's restarts of the workers. ``launcher`` is the launcher's name for messages, ``names``
-    are its variables of rank and number.
+    Attributes:
+        rank: rank of this process.
+        world_size: number of processes, on all hosts.
+        local_rank: rank of this process among those of its host.
+        master_addr, master_port: address and port of the store, at which the processes meet.
+        restarts: number of times that the launcher has restarted the processes.
+        launcher: name of the launcher, for messages.
+        agent_store: True if the launcher serves the store; False: rank 0 does.
+        names: names of the launcher's variables for the rank and the number of processes.
     """
 
     rank: int
@@ -42,7 +49,7 @@ class Environment:
     master_port: int
     restarts: int
     launcher: str
-    agent_store: bool = False  # the launcher, and not rank 0, serves the store
+    agent_store: bool = False
     names: tuple[str, str] = field(default=("RANK", "WORLD_SIZE"), compare=False)
 
 

@@ -72,6 +72,10 @@ class Grid:
     that has not been done: gloo for the CPU, and for an accelerator the backend that torch has for it, as NCCL for
     CUDA. Without a launcher, ``Grid()`` is one process and needs no process group.
 
+    >>> grid = triax.Grid()  # on 8 processes, for instance Grid(pipe=2, data=2, tensor=2)
+    >>> grid.coordinate, grid.tensor.rank, grid.tensor.size
+    (Coordinate(pipe=0, data=0, tensor=0), 0, 1)
+
     Args:
         pipe: size of the pipe axis, along which the list of layers is cut into stages.
         data: number of replicas; None: the number of processes divided by pipe x context x tensor.

@@ -24,7 +24,9 @@ _ATTRIBUTE = "triax_layout"
 class Box(NamedTuple):
     """N-d slice of an unsharded tensor, and the slice of this rank's shard that has the same elements.
 
-    Each is a tuple with one slice for each dim.
+    Attributes:
+        whole: one slice for each dim of the unsharded tensor.
+        local: one slice for each dim of this rank's shard.
     """
 
     whole: tuple[slice, ...]
@@ -34,6 +36,9 @@ class Box(NamedTuple):
 @dataclass(frozen=True)
 class Layout:
     """Layout of one parameter.
+
+    >>> triax.Layout(shape=(8, 4), shard_dim=0).boxes(rank=1, size=2)
+    [Box(whole=(slice(4, 8, None), slice(0, 4, None)), local=(slice(0, 4, None), slice(0, 4, None)))]
 
     Attributes:
         shape: the unsharded shape of the parameter.

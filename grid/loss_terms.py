@@ -27,7 +27,15 @@ class Loss:
 
     A dict is a ``Loss`` whose values are the terms.
 
-    Args:
+    >>> def loss_fn(outputs, labels):
+    ...     terms = {"error": (outputs - labels).square().mean(), "size": outputs.square().mean()}
+    ...     return triax.Loss(terms, factors={"size": 0.1})
+    >>> model = triax.PipelineModule([nn.Identity()], loss_fn=loss_fn)
+    >>> engine = triax.Engine(model, batch=1)
+    >>> engine.eval_batch(iter([(torch.full((1, 4), 2.0), torch.ones(1, 4))])).item(), engine.metrics
+    (1.4, {'error': 1.0, 'size': 4.0})
+
+    Attributes:
         terms: name -> a mean, () (each microbatch then has the weight 1), or a pair (sum, weight) of 0-dim tensors.
         factors: name -> factor of the term, a number; 1 for those that are left out.
         metrics: name -> a number that is only reported: a mean, or a pair (sum, weight). The sum may be a tensor (K,),
@@ -47,7 +55,7 @@ class WithLoss(NamedTuple):
     are known before the first backward pass by a method ``loss_weight`` of the layer: it gets the fields that the layer
     takes, as keyword arguments, and returns name -> weight.
 
-    Args:
+    Attributes:
         value: the layer's output.
         loss: a ``Loss`` or a dict of terms. No other layer, nor ``loss_fn``, may have a term or metric of these names.
     """

@@ -16,9 +16,9 @@ def split(length: int, parts: int, index: int, unit: int = 1) -> tuple[int, int]
 
     The numbers of units of two parts differ by one at most. ``length`` must be a multiple of ``unit``.
 
-    >>> [split(10, 4, i) for i in range(4)]
+    >>> [triax.grid.split(10, 4, i) for i in range(4)]
     [(0, 2), (2, 5), (5, 7), (7, 10)]
-    >>> [split(48, 4, i, unit=8) for i in range(4)]
+    >>> [triax.grid.split(48, 4, i, unit=8) for i in range(4)]
     [(0, 8), (8, 24), (24, 32), (32, 48)]
     """
     units = length // unit

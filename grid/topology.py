@@ -88,7 +88,7 @@ class Topology:
     def coordinate(self, rank: int) -> Any:
         """Return the coordinate of a rank: a named tuple with one field for each axis.
 
-        >>> Topology(pipe=2, data=2, tensor=2).coordinate(5)
+        >>> triax.Topology(pipe=2, data=2, tensor=2).coordinate(5)
         Coordinate(pipe=1, data=0, tensor=1)
         """
         if not 0 <= rank < self.world_size:
@@ -102,7 +102,7 @@ class Topology:
     def rank(self, **coordinate: int) -> int:
         """Return the rank at a coordinate; axes of size 1 may be left out.
 
-        >>> Topology(pipe=2, data=2, tensor=2).rank(pipe=1, data=0, tensor=1)
+        >>> triax.Topology(pipe=2, data=2, tensor=2).rank(pipe=1, data=0, tensor=1)
         5
         """
         ranks = self.ranks(**coordinate)
@@ -114,7 +114,7 @@ class Topology:
     def ranks(self, **fixed: int) -> list[int]:
         """Return all ranks with the given coordinates, in order: a slice of the grid.
 
-        >>> Topology(pipe=2, data=2, tensor=2).ranks(pipe=0)
+        >>> triax.Topology(pipe=2, data=2, tensor=2).ranks(pipe=0)
         [0, 1, 2, 3]
         """
         for axis, at in fixed.items():
@@ -134,9 +134,9 @@ class Topology:
         ``groups("data_context")`` joins data and context; ``groups("expert")`` and ``groups("expert_data")`` cut these
         groups as the class says.
 
-        >>> Topology(pipe=2, tensor=2).groups("pipe")
+        >>> triax.Topology(pipe=2, tensor=2).groups("pipe")
         [[0, 2], [1, 3]]
-        >>> Topology(data=4, expert=2).groups("expert")
+        >>> triax.Topology(data=4, expert=2).groups("expert")
         [[0, 1], [2, 3]]
         """
         if len(axes) == 1 and axes[0] in DERIVED_AXES:

@@ -41,6 +41,11 @@ def init_inference(
 ) -> InferenceEngine:
     """Make an engine for generation. Collective: every rank calls it, with the same arguments.
 
+    >>> model = triax.PipelineModule(triax.gpt_layers(triax.GPTConfig.preset("bytes-tiny")))
+    >>> engine = triax.init_inference(model, max_batch=2)
+    >>> engine.generate([[72, 101, 108]], max_new_tokens=4, temperature=0)
+    [[72, 101, 108, 108, 108, 108, 108]]
+
     Args:
         model: a ``PipelineModule`` whose layers are of ``triax.models``, or have their attribute ``cache``; or the
             ``PipelineEngine`` that trains one. It may continue training; each call uses the weights of that moment.

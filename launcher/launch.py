@@ -93,6 +93,11 @@ def launch(
     | n | the rank that failed first called ``sys.exit(n)`` or ``os._exit(n)`` |
     | 1 | any other failure |
 
+    >>> with open("work.py", "w") as file:
+    ...     length = file.write("import os; open('rank-' + os.environ['RANK'], 'w')")
+    >>> triax.launch(Path("work.py"), ranks=2), sorted(os.listdir())
+    (0, ['rank-0', 'rank-1', 'work.py'])
+
     Args:
         target: a function at the top level of a module, called as ``target(*args)``; or a script, a module
             or a program, run with ``args`` as its command line.

@@ -1,8 +1,8 @@
 """Replicas of a run as jobs of their own on this host: each is started again when it dies, while the others train on.
 
 A coordinator and N launchers are started, one for each replica, whose ranks find TRIAX_REPLICA and TRIAX_COORDINATOR in
-their environment. A file with the launcher's process number, ``replica-NAME.pid`` in the log folder, lets another
-process ask a replica to go.
+their environment. A coordinator that dies is started again at its address, and the replicas wait for it. A file with
+the launcher's process number, ``replica-NAME.pid`` in the log folder, lets another process ask a replica to go.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def run_replicas(
     logs: Path,
     grace: float,
     say: Callable[[str], None],
+    serve: Callable[[], subprocess.Popen[bytes]] | None = None,
 ) -> int:
     """Run replicas until all have ended; return the exit code.
 
@@ -61,10 +62,11 @@ def run_replicas(
         command: returns the command of the launcher of the replica of a name.
         names: the replicas' names.
         coordinator: address of the coordinator.
-        restarts: number of times that each replica is started again.
+        restarts: number of times that each replica, and the coordinator, is started again.
         logs: folder of the files with process numbers.
         grace: seconds.
         say: prints a line.
+        serve: starts the coordinator, also again if it dies; None: it is not this process's.
 
     Returns:
         0 if a replica reached the end of the run; else the exit code of the replica that ended last.
@@ -73,9 +75,14 @@ def run_replicas(
     replicas = [_Replica(name) for name in names]
     asked: list[int] = []
     handlers = {each: signal.signal(each, _Asked(asked)) for each in (signal.SIGTERM, signal.SIGINT)}
-    last, finished, over = 0, False, None
+    last, finished, over, served = 0, False, None, 0
+    server = None if serve is None else serve()
     try:
         while any(replica.ended is None for replica in replicas):
+            if serve is not None and server is not None and server.poll() is not None and served < restarts:
+                served += 1
+                say(f"the coordinator died with code {server.returncode}: it is started again ({served} of {restarts})")
+                server = serve()
             for replica in (each for each in replicas if each.ended is None):
                 if replica.process is None:
                     if over is not None:
@@ -106,6 +113,9 @@ def run_replicas(
             time.sleep(_POLL)
     finally:
         _signal(replicas, signal.SIGKILL)
+        if server is not None:
+            server.kill()
+            server.wait()
         for each, handler in handlers.items():
             signal.signal(each, handler)
         for replica in replicas:

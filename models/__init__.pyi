@@ -4,6 +4,7 @@ from .config import DeepseekConfig as DeepseekConfig
 from .config import GPTConfig as GPTConfig
 from .config import LlamaConfig as LlamaConfig
 from .config import MixtralConfig as MixtralConfig
+from .config import TransformerConfig as TransformerConfig
 from .decoder import decoder_layers as decoder_layers
 from .deepseek import deepseek_layers as deepseek_layers
 from .gpt import GPTLoss as GPTLoss

@@ -85,9 +85,9 @@ class TransformerConfig:
     def preset(cls, name: str, **changes: Any) -> Self:
         """Make a published configuration or a small one for tests by name, with the given fields changed.
 
-        >>> GPTConfig.preset("gpt2").parameter_count
+        >>> triax.GPTConfig.preset("gpt2").parameter_count
         124439808
-        >>> LlamaConfig.preset("llama3-8b").parameter_count
+        >>> triax.LlamaConfig.preset("llama3-8b").parameter_count
         8030261248
 
         Raises:
@@ -628,6 +628,10 @@ class DecoderConfig(TransformerConfig):
 class GPTConfig(DecoderConfig):
     """Configuration of a decoder-only transformer like GPT-2, with learned positions, pre-LayerNorm and GELU.
 
+    >>> config = triax.GPTConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16)
+    >>> config.head_dim, config.intermediate_size, config.parameter_count
+    (64, 4096, 354823168)
+
     Attributes, beside those of ``DecoderConfig``:
         mlp_ratio: ratio of the MLP's width, ``intermediate_size``, to ``hidden_size``.
         layer_norm_epsilon: epsilon of each LayerNorm.
@@ -679,7 +683,11 @@ class LlamaConfig(DecoderConfig):
     """``DecoderConfig`` with its defaults, and the sizes of the published models of Llama's architecture.
 
     With ``qkv_bias`` it has the architecture of Qwen2, with ``qk_norm`` that of Qwen3, with ``sliding_window`` that of
-    Mistral, with ``no_rope_layers`` that of SmolLM3.
+    Mistral, with ``no_rope_layers`` that of SmolLM3. ``DecoderConfig`` describes the fields.
+
+    >>> config = triax.LlamaConfig.preset("llama3-8b")
+    >>> config.num_hidden_layers, config.num_key_value_heads, config.parameter_count
+    (32, 8, 8030261248)
     """
 
     PRESETS: ClassVar[Presets] = LLAMA_PRESETS
@@ -688,7 +696,10 @@ class LlamaConfig(DecoderConfig):
 
 @dataclass(frozen=True, repr=False)
 class MixtralConfig(DecoderConfig):
-    """``DecoderConfig`` with mixtures of experts in place of the MLPs: Mixtral, Qwen-MoE, OLMoE, gpt-oss."""
+    """``DecoderConfig`` with mixtures of experts in place of the MLPs: Mixtral, Qwen-MoE, OLMoE, gpt-oss.
+
+    ``DecoderConfig`` describes the fields.
+    """
 
     PRESETS: ClassVar[Presets] = MIXTRAL_PRESETS
     SIZES: ClassVar[tuple[str, ...]] = (*DecoderConfig.SIZES, "num_experts", "num_experts_per_tok")

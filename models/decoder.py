@@ -63,6 +63,12 @@ def decoder_layers(
 
     ``gpt_layers``, ``llama_layers`` and ``mixtral_layers`` are other names of this function.
 
+    >>> config = triax.GPTConfig.preset("bytes-tiny")
+    >>> layers = triax.gpt_layers(config)
+    >>> model = triax.PipelineModule(layers, loss_fn=triax.NextTokenLoss(triax.Grid(), config.vocab_size))
+    >>> len(layers), model(torch.tensor([[1, 2, 3]])).shape
+    (6, torch.Size([1, 3, 256]))
+
     Args:
         config: the model's configuration.
         sequence_parallel: keep on each tensor-parallel rank, between the layers, only its shard (B, T / t, D) of the

@@ -328,6 +328,10 @@ class NextTokenLoss:
     The engine adds up the two over the whole batch and divides once. As the ``loss_fn`` of a ``PipelineModule`` it runs
     the output layer too, in chunks of tokens, so that the logits never exist as a whole (``pipe/chunked_loss.py``).
 
+    >>> loss_fn = triax.NextTokenLoss(triax.Grid(), vocab_size=256)
+    >>> loss_fn(torch.zeros(1, 3, 256), torch.tensor([[7, 8, -100]]))  # 2 ln 256, and 2 labels
+    (tensor(11.0904), tensor(2))
+
     Args:
         grid: grid whose tensor axis shards the vocabulary, and whose context axis shards the sequence.
         vocab_size: V, the size of the whole vocabulary.

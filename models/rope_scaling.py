@@ -44,7 +44,10 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Linear scaling of the rotary positions: every position is divided by ``factor`` (arXiv:2306.15595).
+    """Linear scaling of the rotary positions (arXiv:2306.15595).
+
+    Attributes:
+        factor: number by which every position is divided.
 
     Raises:
         ValueError: ``factor`` is below 1.

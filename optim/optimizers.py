@@ -157,7 +157,10 @@ def require_whole_tensors(cls: type[torch.optim.Optimizer], stage: int, offload:
         (
             offload,
             state or LAYERWISE.get(name),
-            "<zero.offload_optimizer> and <zero.sub_group_size> step flat ranges: leave them out",
+            (
+                "<zero.offload_optimizer>, <zero.offload_parameters> and <zero.sub_group_size> step flat ranges: "
+                "leave them out"
+            ),
         ),
         (tensor > 1, tensors, f"the grid's tensor axis of {tensor} shards tensors: make a grid of tensor 1"),
     ):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
+import textwrap
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
@@ -15,6 +17,11 @@ from ..base.option_error import Note, OptionError, join, refusal, together
 
 _WORDS = {int: "a whole number", float: "a number", str: "a text in quotes", bool: "true or false"}
 
+
+# Lines of an option in a docstring.
+_DOCUMENTED = textwrap.TextWrapper(
+    width=100, initial_indent=4 * " ", subsequent_indent=8 * " ", break_long_words=False, break_on_hyphens=False
+)
 
 REQUIRED: Any = MISSING  # default of an option that must be given
 
@@ -35,7 +42,7 @@ def option(
     Args:
         default: value of an option that is not given; ``dict`` for an empty mapping, ``REQUIRED`` for none.
         doc: the meaning, with the unit, in one line.
-        read: function that returns the option's value for what a file has in its place.
+        read: function from the value in a file to the option's value.
         least, most: the smallest and the largest value.
         above, below: numbers that the value must be above or below.
         needs: option of the same section without which this one has no effect.
@@ -56,15 +63,29 @@ def option(
 class Options:
     """Base class of a section of options. Every value has the type of its annotation and lies within its limits.
 
-    A list is accepted for a tuple, a whole number for a number, and for a section a mapping of its options or, where
-    the class names one, the value of its main option: ``zero=2`` is ``zero=Zero(stage=2)``. True and False switch a
-    section that may be None on and off.
+    Other forms of a value are accepted too: a list for a tuple; a whole number for a number; for a section, a mapping
+    of its options, or the value of its main option, if it has one (``zero=2`` is ``zero=Zero(stage=2)``). True and
+    False switch on and off a section that may be None.
 
     Raises:
         OptionError: a value of another type, or out of its limits, or one that contradicts another option.
     """
 
     MAIN: ClassVar[str | None] = None  # the option for whose value the section may be left out
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Write every option with its meaning into the docstring, which ``help(triax.Zero)`` and the site show."""
+        super().__init_subclass__(**kwargs)
+        found = dict[str, Field[Any]]()
+        for base in reversed(cls.__mro__[1:]):
+            found |= getattr(base, "__dataclass_fields__", {})
+        found |= {name: each for name, each in vars(cls).items() if isinstance(each, Field)}
+        text = inspect.cleandoc(cls.__doc__ or "")
+        lines = [] if "\nAttributes:\n" in text else ["", "Attributes:"]
+        for name, each in found.items():
+            if "doc" in each.metadata:
+                lines.append(_DOCUMENTED.fill(f"{name}: {each.metadata['doc']}"))
+        cls.__doc__ = "\n".join([text, *lines])
 
     def __post_init__(self) -> None:
         hints, problems = hints_of(type(self)), list[OptionError]()
@@ -91,14 +112,14 @@ class Options:
         """
 
     def check_given(self) -> None:
-        """Check that no option of a mapping has its default where it would have no effect.
+        """Check that a mapping gives no option that has no effect, even with its default as the value.
 
         Raises:
-            OptionError: one has.
+            OptionError: the mapping gives such an option.
         """
 
     def notes(self) -> list[Note]:
-        """Return notes on options that are given and have no effect, those of inner sections too."""
+        """Return notes on options, of this section and of inner ones, that are given and have no effect."""
         found = []
         for each in declared(type(self)):
             value, needed = getattr(self, each.name), each.metadata["needs"]
@@ -123,7 +144,7 @@ class Options:
 
     @property
     def given(self) -> frozenset[str]:
-        """Names of the options that the section was made from, and of those that have not their default."""
+        """Names of the options that the section was made from, and of all options that differ from their defaults."""
         named: frozenset[str] = self.__dict__.get("_given", frozenset())
         return named | {each.name for each in declared(type(self)) if self.changes(each.name)}
 

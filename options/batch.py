@@ -27,7 +27,11 @@ class BatchSizes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Batch(Options):
-    """Samples of a step. Two of the three sizes determine the third."""
+    """Samples of a step. Two of the three sizes determine the third.
+
+    >>> triax.Batch(size=32, microbatch=4).sizes(replicas=2)
+    BatchSizes(train=32, micro=4, accumulation=4)
+    """
 
     MAIN: ClassVar = "size"
 

@@ -1,4 +1,4 @@
-"""Checkpoints: how they are written and read, and when automatically."""
+"""Checkpoints: how the engine writes and reads them, and when it saves by itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ from .base import Options, option
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints(Options):
-    """How checkpoints are written and read, and when automatically."""
+    """Checkpoints: how the engine writes and reads them, and when it saves by itself.
+
+    >>> model = triax.PipelineModule([triax.LayerSpec(nn.Linear, 4, 1)], loss_fn=nn.functional.mse_loss)
+    >>> checkpoint = triax.Checkpoints(folder="runs/checkpoints", every=2)
+    >>> engine = triax.Engine(model, optimizer=triax.Optimizer("Adam"), batch=1, checkpoint=checkpoint)
+    >>> for step in range(4):
+    ...     loss = engine.train_batch(iter([(torch.ones(1, 4), torch.ones(1, 1))]))
+    >>> [name for name in sorted(os.listdir("runs/checkpoints")) if name[0] != "."]
+    ['global_step2', 'global_step4', 'latest']
+    """
 
     folder: str | None = option(
         None,
@@ -46,7 +55,7 @@ class Checkpoints(Options):
     )
 
     def check(self) -> None:
-        """Check that what is automatic has a folder."""
+        """Check that automatic checkpoints have a folder."""
         for name in ("every", "keep", "resume"):
             if getattr(self, name) and self.folder is None:
                 raise refusal(f"<{name}> needs a folder: give <folder> too")

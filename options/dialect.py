@@ -25,7 +25,7 @@ class GivenOptions(NamedTuple):
     fields: dict[str, Any]
 
     def over(self, options: EngineOptions) -> EngineOptions:
-        """Return options in which those that are given here replace others."""
+        """Return the options, with the values that are given here in place of theirs."""
         changes = {}
         for name, value in self.fields.items():
             before = getattr(options, name)

@@ -61,7 +61,15 @@ class EngineKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions(Options):
-    """Options of an engine: the keywords of ``triax.Engine``, and the sections of a training file."""
+    """Options of an engine: the keywords of ``triax.Engine``, and the sections of a training file.
+
+    >>> options = triax.EngineOptions(batch=8, zero=1, clip=1.0)
+    >>> options.plain(given=True)
+    {'batch': {'size': 8}, 'zero': {'stage': 1}, 'clip': 1.0}
+
+    Attributes:
+        names: function from an option's path, such as ``zero.stage``, to its name where the user gave it.
+    """
 
     batch: Batch = option(Batch(), "Samples of a step, and of a microbatch.")
     optimizer: Any = option(

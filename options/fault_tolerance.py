@@ -10,7 +10,7 @@ from .base import Options, option
 
 @dataclass(frozen=True, kw_only=True)
 class FaultTolerance(Options):
-    """Replicas are groups of processes of their own, which leave and join a run at a step."""
+    """Replicas that leave and join a run at a step; each one is a group of processes of its own."""
 
     coordinator: str | None = option(
         None, "Address of the coordinator, host:port; None: TRIAX_COORDINATOR, which triax run --replicas sets."

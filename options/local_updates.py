@@ -44,7 +44,7 @@ class LocalSGD(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCo(LocalSGD):
-    """A synchronization takes a Nesterov step on the mean difference (Douillard et al. 2023, arXiv:2311.08105)."""
+    """Local SGD with an outer Nesterov step on the mean change of the weights (Douillard 2023, arXiv:2311.08105)."""
 
     TYPE: ClassVar = "diloco"
 
@@ -59,7 +59,7 @@ class DiLoCo(LocalSGD):
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncDiLoCo(DiLoCo):
-    """DiLoCo with the differences received so far, which waits at ``max_staleness`` alone."""
+    """DiLoCo with the changes that other replicas have sent so far; it waits for them only at ``max_staleness``."""
 
     TYPE: ClassVar = "async_diloco"
 

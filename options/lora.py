@@ -11,7 +11,14 @@ from .base import Options, option
 
 @dataclass(frozen=True, kw_only=True)
 class Lora(Options):
-    """Train low-rank updates of linear layers, and freeze all other parameters (Hu et al. 2021, arXiv:2106.09685)."""
+    """Train low-rank updates of linear layers, and freeze all other parameters (Hu et al. 2021, arXiv:2106.09685).
+
+    >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    >>> lora = triax.Lora(rank=2, targets=("0",))
+    >>> engine = triax.Engine(model, optimizer=triax.Optimizer("Adam"), batch=1, lora=lora)
+    >>> [(name, tuple(p.shape)) for name, p in model.named_parameters() if p.requires_grad]
+    [('0.lora.0.A', (2, 8)), ('0.lora.0.B', (8, 2))]
+    """
 
     MAIN: ClassVar = "rank"
 

@@ -93,7 +93,15 @@ class CommunicationLog(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Monitoring(Options):
-    """What a run writes and prints about itself. Folders are written by rank 0."""
+    """Records of a run: files, printed lines, profiles and traces. Rank 0 writes the folders.
+
+    >>> model = triax.PipelineModule([triax.LayerSpec(nn.Linear, 4, 1)], loss_fn=nn.functional.mse_loss)
+    >>> monitor = triax.Monitoring(json="runs/first")
+    >>> engine = triax.Engine(model, optimizer=triax.Optimizer("Adam"), batch=1, monitor=monitor)
+    >>> loss = engine.train_batch(iter([(torch.ones(1, 4), torch.ones(1, 1))]))
+    >>> sorted(os.listdir("runs/first"))
+    ['metrics.jsonl', 'run.json']
+    """
 
     print_every: int | None = option(
         None, "Print step, loss, learning rate and samples per second on rank 0, every so many steps.", least=1

@@ -47,6 +47,10 @@ class Optimizer(_Named):
 
     In Python a function does the same: ``functools.partial(torch.optim.AdamW, lr=1e-3)``. Adafactor needs whole
     tensors: ZeRO stage 0.
+
+    >>> engine = triax.Engine(nn.Linear(4, 1), optimizer=triax.Optimizer("AdamW", lr=1e-3), batch=1)
+    >>> [(group["lr"], group["weight_decay"]) for group in engine.optimizer.param_groups]
+    [(0.001, 0.01)]
     """
 
 
@@ -56,6 +60,16 @@ class LRSchedule(_Named):
 
     WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, ReduceLROnPlateau (which follows the loss), or
     another class of torch.optim.lr_scheduler, with its arguments.
+
+    >>> model = triax.PipelineModule([triax.LayerSpec(nn.Linear, 4, 1)], loss_fn=nn.functional.mse_loss)
+    >>> warmup = triax.LRSchedule("WarmupLR", warmup_max_lr=0.1, warmup_num_steps=4, warmup_type="linear")
+    >>> engine = triax.Engine(model, optimizer=triax.Optimizer("SGD", lr=0.1), lr_scheduler=warmup, batch=1)
+    >>> for step in range(3):
+    ...     loss = engine.train_batch(iter([(torch.ones(1, 4), torch.ones(1, 1))]))
+    ...     print(engine.lr)
+    [0.0]
+    [0.025]
+    [0.05]
     """
 
 

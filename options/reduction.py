@@ -13,7 +13,11 @@ from .precision import Dtype
 
 @dataclass(frozen=True, kw_only=True)
 class GradientReduction(Options):
-    """The sum of gradients over replicas: its dtype and its factors."""
+    """Sum of gradients over replicas: its dtype and its factors.
+
+    >>> triax.EngineOptions(reduction=triax.GradientReduction(dtype="fp32")).plain(given=True)
+    {'reduction': {'dtype': 'fp32'}}
+    """
 
     op: Literal["mean", "sum"] = option(
         "mean",

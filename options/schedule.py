@@ -25,7 +25,16 @@ class OffloadActivations(Offload):
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions(Options):
-    """Pipeline schedule by name, and what a search for one takes into account."""
+    """Pipeline schedule by name, and what a search for one takes into account.
+
+    >>> model = triax.PipelineModule([triax.LayerSpec(nn.Linear, 4, 1)], loss_fn=nn.functional.mse_loss)
+    >>> schedule = triax.ScheduleOptions(name="zb-h1")
+    >>> batch = triax.Batch(microbatch=1, microbatches=3)
+    >>> engine = triax.Engine(model, optimizer=triax.Optimizer("Adam"), batch=batch, schedule=schedule)
+    >>> print(engine.program.schedule)
+    zb-h1: pipe 1, microbatches 3, chunks 1
+    rank 0: 0F0 0I0 0W0 0F1 0I1 0W1 0F2 0I2 0W2
+    """
 
     MAIN: ClassVar = "name"
 

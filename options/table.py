@@ -13,7 +13,7 @@ from .base import Options, declared, hints_of, is_required, sections_in
 def rows(
     section: type[Options], prefix: str = "", whole: Collection[type[Options]] = ()
 ) -> Iterator[tuple[str, type[Options], Field[Any]]]:
-    """Yield each option by its path, those of inner sections in their place.
+    """Yield each option by its path. The options of an inner section stand at the section's place.
 
     Args:
         section: the section.
@@ -35,7 +35,7 @@ def markdown(
 
     Args:
         section: the section.
-        whole: sections of which the table has one row.
+        whole: sections that are one row of the table.
         written: function that returns the text of a default; ``repr`` for Python.
     """
     lines = ["| key | default | meaning |", "|---|---|---|"]

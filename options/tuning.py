@@ -10,7 +10,7 @@ from .base import Options, option
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning(Options):
-    """Search for ``batch.microbatch`` and, where ``zero.stage`` is auto, for the stage, for a PipelineModule."""
+    """Search for ``batch.microbatch`` of a PipelineModule, and for ``zero.stage`` if that is auto."""
 
     memory: float | None = option(
         None,

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from ..base.option_error import Note, refusal
 from .base import Options, option
 
-# The stages in which an option acts, where these are not all.
+# The stages in which an option acts, for options that do not act in all stages.
 _STAGES = {
     "reduce_scatter": (1, 2, 3),
     "reduce_each_microbatch": (2, 3),
@@ -63,7 +63,7 @@ class OffloadOptimizer(Offload):
 
 @dataclass(frozen=True, kw_only=True)
 class LeafModules(Options):
-    """Modules that stage 3 gathers as one unit, of a model that is not a PipelineModule."""
+    """Modules that stage 3 gathers as one unit, in a model that is not a PipelineModule."""
 
     classes: tuple[str, ...] = option((), "Classes, by name, with or without their Python module.")
     names: tuple[str, ...] = option((), "Whole names of modules in the model.")
@@ -72,7 +72,13 @@ class LeafModules(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Zero(Options):
-    """ZeRO: what the replicas shard, and how they communicate."""
+    """ZeRO: what the replicas shard, and how they communicate.
+
+    >>> zero = triax.Zero(stage=3, offload_optimizer="cpu")
+    >>> engine = triax.Engine(nn.Linear(64, 64), optimizer=triax.Optimizer("Adam"), batch=1, zero=zero)
+    >>> engine.memory_report()["offloaded"]["cpu"]  # bytes of 64 * 65 numbers, and of Adam's two moments
+    {'gradients': 16640, 'optimizer': 33280}
+    """
 
     MAIN: ClassVar = "stage"
 
@@ -141,7 +147,7 @@ class Zero(Options):
         """The stage.
 
         Raises:
-            OptionError: it is auto, and was not found.
+            OptionError: the stage is auto, and no search has found it.
         """
         if self.stage == "auto":
             raise refusal("<stage> is auto, which is found for a PipelineModule in Python: give a stage from 0 to 3")

@@ -1,9 +1,9 @@
 """Offload of activations: the O and R ops of a program, which copy what autograd keeps to the host and back.
 
-While a stage that offloads runs forward, hooks on saved tensors keep the storages of what autograd saves in a
-``KeptActivations``, except those of parameters and buffers. O copies the storages to host memory or a file and frees
-them; R allocates them anew and copies back. On an accelerator the copies run on a stream of their own, on a CPU in a
-thread. Wan et al. 2025 (PipeOffload, arXiv:2503.01328), section 3.
+While a stage that offloads runs its forward pass, autograd saves tensors. Hooks keep the storages of these tensors,
+without parameters and buffers, in a ``KeptActivations``. O copies the storages to host memory or a file and frees them;
+R allocates them anew and copies back. On an accelerator the copies run on a stream of their own, on a CPU in a thread.
+Wan et al. 2025 (PipeOffload, arXiv:2503.01328), section 3.
 """
 
 from __future__ import annotations

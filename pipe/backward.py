@@ -121,7 +121,7 @@ class SplitBackward(TorchFunctionMode):
 
 @contextmanager
 def unsplit() -> Iterator[None]:
-    """Return a context in which no backward is split, within those of ``SplitBackward``."""
+    """Return a context in which no backward is split, for use within the contexts of ``SplitBackward``."""
     with ExitStack() as stack:
         while isinstance(_get_current_function_mode(), SplitBackward):
             stack.enter_context(_pop_mode_temporarily())

@@ -119,7 +119,7 @@ def loss_in_chunks(head: LastLayer, loss_fn: LossFunction, x: Any, labels: Any, 
         head: the last layer, which acts on each token by itself.
         loss_fn: a sum over tokens, as for ``chunked``.
         x: the last layer's input, (B, T, ...); with ``sequence_parallel``, (B, T / t, ...).
-        labels: nest of tensors (B, T, ...), those of the tokens of ``x``.
+        labels: nest of tensors (B, T, ...), the labels of the tokens of ``x``.
         tokens: tokens of a chunk, at most. One token of each of the t shards is the least.
 
     Returns:
@@ -201,7 +201,7 @@ def _parameters(head: LastLayer) -> list[Tensor]:
 
 
 def _check(x: Any, labels: Any, spread: int) -> None:
-    """Check that labels are those of the tokens of ``x``."""
+    """Check that the labels fit the tokens of ``x``."""
     if not isinstance(x, Tensor) or x.dim() < 2:
         what = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
         raise ValueError(

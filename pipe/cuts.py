@@ -5,13 +5,14 @@
     >>> find_cut("time", costs, pipe=2, microbatches=4).boundaries
     (0, 5, 6)
 
-``time``: the least makespan of a schedule, as ``simulate`` has it, of the cuts that fit in memory. ``memory``: the
-least bytes of the fullest rank and, of equal ones, the least makespan. ``auto``: as ``time``, over several schedules.
+``time``: of the cuts that fit in memory, the cut with the least makespan, as ``simulate`` computes it. ``memory``: the
+cut whose fullest rank has the fewest bytes; of several such cuts, the one with the least makespan. ``auto``: as
+``time``, over several schedules.
 
-The start is the best cut by a lower bound of the makespan, found by dynamic programming over the slowest stage. Moves
-of boundaries improve it, alone, in pairs, and in runs, which carry a layer from one stage to a distant one. Then the
-cuts that the lower bound does not exclude are simulated. If these are all of them, and not those of the least bounds,
-the result is proved to be the best. All cuts of one round are simulated at once, as arrays.
+The search starts from the best cut by a lower bound of the makespan, which dynamic programming over the slowest stage
+finds. It improves the cut by moves of boundaries: of one, of two, and of a run of them, which carries a layer to a
+distant stage. Then it simulates the cuts that the lower bound does not exclude, up to ``MOST_CUTS``. If these are all
+of them, the result is proved to be the best. All cuts of one round are simulated at once, as arrays.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ def find_cut(
         limit: bytes that a rank may take, one number or one for each rank; None: no limit.
 
     Raises:
-        ConfigError: no cut was found within the limit; the message has the numbers of the one that comes nearest.
+        ConfigError: no cut was found within the limit; the message has the numbers of the cut that comes nearest.
         ValueError: an unknown method or schedule, or fewer layers than stages.
     """
     if method not in SEARCHED:
@@ -135,7 +136,8 @@ def compare_cuts(
 ) -> list[StageCut]:
     """Return cuts beside one another: ``uniform``, ``parameters``, ``time``, ``memory`` and ``auto``.
 
-    The first two keep no limit; of the others, those that are found within it. Arguments as for ``find_cut``.
+    The first two ignore the limit. Of the other three, the list has the cuts that are found within the limit. Arguments
+    as for ``find_cut``.
 
     Raises:
         ConfigError: no cut was found within the limit.
@@ -378,16 +380,16 @@ class _CutSearch:
         return need, after
 
     def _bound(self, f: Array, i: Array, w: Array, head: Array, tail: Array) -> Array:
-        """Return the bound of a stage, from the seconds of all its passes, and those before and behind them."""
+        """Return the bound of a stage, from the seconds of all its passes and the seconds before and after them."""
         if self._split:  # weight gradients may come when the last gradient is sent
             return np.maximum(head + f + i + w, head + f + i + tail)
         return head + f + i + w + tail
 
     def _not_excluded(self, aim: tuple[float, float]) -> tuple[Array, Array, bool]:
-        """Return the cuts of which a lower bound is below a pair, their bounds, and True if none of them is left out.
+        """Return cuts with lower bounds below ``aim``, their bounds, and True if these are all such cuts.
 
-        The cuts grow by a stage at a time. Those that the bound excludes are left out and, if they are too many, those
-        of larger bounds.
+        The cuts grow by one stage at a time. The bound excludes cuts at each stage; if too many are left, the cuts with
+        the largest bounds are dropped too.
         """
         cuts, exact, m = np.zeros((1, 1), dtype=int), True, self._schedule.microbatches
         for stage in range(self._stages):

@@ -123,10 +123,10 @@ class Microbatch:
 
 
 class Result:
-    """Result of a run. Losses and outputs are those of the ranks that hold the last stage; empty on the others.
+    """Result of a run. The ranks that hold the last stage have losses and outputs; on the others both are empty.
 
     Attributes:
-        losses: microbatch -> (loss, weight). Of named losses: their share of the batch's loss, and 1.
+        losses: microbatch -> (loss, weight). For named losses: (their share of the batch's loss, 1).
         named: microbatch -> its named losses, if ``loss_fn`` or layers of this rank returned such.
         outputs: microbatch -> the last layer's output, if asked for.
         pairs: True if ``loss_fn`` returned pairs (sum, weight), False if it returned means; None without a loss.
@@ -191,10 +191,10 @@ class Executor:
 
     Attributes:
         loss_scale: factor of the losses before the backward pass (fp16). Reported losses are not scaled.
-        term_weights: weights of named losses over the whole batch, before it runs; none of means.
+        term_weights: weights of named losses over the whole batch, known before it runs; means have none.
         count: microbatches of the whole batch.
         forms: (in training, stage) -> form of the losses of earlier batches, which each microbatch must have.
-        clock: if set, each run records the times of its ops; ``marks`` has those of the last run.
+        clock: if set, each run records the times of its ops; ``marks`` has the times of the last run.
         origin: time at which that run started, after a barrier over the ranks of this pipeline.
         interleaves: run the two passes of a pair interleaved. If False, or if no axis of the model has collectives,
             they run one after the other, as two ops.
@@ -358,7 +358,7 @@ class Executor:
         return self._result
 
     def _together(self, ops: Sequence[Op]) -> Iterator[tuple[Op, ...]]:
-        """Yield the ops, those of a pair together if they are to run interleaved."""
+        """Yield the ops one by one, but the two ops of a pair together if they are to run interleaved."""
         assert self._program is not None
         pairs = self._program.schedule.pairs
         if not pairs or not self.interleaves or all(axis.size == 1 for axis in self._model_axes):
@@ -571,7 +571,7 @@ class Executor:
         self._lane.offload(kept, self._computed)
 
     def _reload(self, op: Op) -> None:
-        """Start to copy them back."""
+        """Start to copy the activations of a stage and microbatch back to the device."""
         kept = self.held[op.stage, op.microbatch].kept
         assert kept is not None and self._lane is not None
         self._lane.reload(kept)
@@ -774,7 +774,7 @@ class Executor:
         """Check that each microbatch has named losses of one form: the same names, means or pairs, and sizes.
 
         Args:
-            form: that of this microbatch; None if its loss has no names.
+            form: the form of this microbatch's losses; None if its loss has no names.
             stage: the stage that computed the losses.
         """
         before = self.forms.setdefault((self._training, stage), form)

@@ -35,7 +35,7 @@ class MicrobatchItem(NamedTuple):
         """Return a field: ``labels``, ``inputs``, or an entry.
 
         Raises:
-            KeyError: the microbatch has no such field; the message lists those that it has.
+            KeyError: the microbatch has no such field; the message lists its fields.
         """
         known = {**self.entries, "inputs": self.inputs, "labels": self.labels}
         if name not in known:
@@ -86,7 +86,7 @@ class FieldMessages:
         needs: rank on the pipe axis -> the names of the fields that it needs.
 
     Attributes:
-        names: names of all fields that a rank needs, also of those that the reading rank needs itself.
+        names: names of the fields that any rank needs, including the rank that reads.
     """
 
     def __init__(self, module: PipelineModule, needs: Mapping[int, Sequence[str]]) -> None:

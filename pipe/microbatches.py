@@ -40,7 +40,7 @@ class MicrobatchFeed:
         sends_labels: the ranks of the first stage send the labels to those of the last stage.
 
     Attributes:
-        shift: number of samples of the step that replicas outside of the grid have before those of this grid.
+        shift: number of samples of the step that other grids have before this one's.
     """
 
     def __init__(self, module: PipelineModule, dtype: torch.dtype | None = None, sends_labels: bool = False) -> None:
@@ -197,7 +197,7 @@ class MicrobatchFeed:
         """Send the formats of the first stage to all stages, and the numbers of samples to all replicas. Collective.
 
         Raises:
-            AgreedError: on every rank: the ranks of a tensor or context group read microbatches of unlike shapes.
+            AgreedError: on every rank: the ranks of a tensor or context group read microbatches of different shapes.
         """
         module = self._module
         table = torch.tensor(formats, dtype=torch.int64)
@@ -215,7 +215,7 @@ class MicrobatchFeed:
         grid.pipe.broadcast(table, source=module.placement[0])
         self._formats = table.tolist()
         self._messages.forget_schemas()
-        # Replicas may have different numbers of samples: count those of the replicas before this one.
+        # Replicas may have different numbers of samples: count the samples of the replicas before this one.
         samples = torch.zeros(grid.data.size, dtype=torch.int64)
         samples[grid.data.rank] = table[:, 1].sum()
         grid.data.all_reduce(samples)

@@ -73,17 +73,26 @@ class LayerCall(NamedTuple):
 
 
 class PipelineModule(nn.Module):
-    """A model as a list of layers, cut into stages along the pipe axis.
+    """A model as a list of layers, cut into stages along the pipe axis. ``triax.Engine`` trains it.
+
+    >>> layers = [triax.LayerSpec(nn.Linear, 4, 8), torch.relu, triax.LayerSpec(nn.Linear, 8, 2)]
+    >>> model = triax.PipelineModule(layers, loss_fn=nn.functional.cross_entropy)
+    >>> model(torch.ones(3, 4)).shape
+    torch.Size([3, 2])
+    >>> [name for name, _ in model.named_parameters()]
+    ['layers.0.weight', 'layers.0.bias', 'layers.2.weight', 'layers.2.bias']
 
     Each layer is called with one argument, the output of the layer before, and with the fields of the microbatch that
-    its ``LayerSpec`` takes. A rank builds the layers of its own stages
-    only, each from random numbers that depend on ``seed`` and on the layer's index in the list, so that every grid
-    starts from bitwise the same weights. Parameters have whole-model names: ``layers.3.up.weight`` belongs to the
-    fourth entry of the list, on whichever rank that runs.
+    its ``LayerSpec`` takes. A rank builds only the layers of its own stages. The initial weights of a layer depend on
+    ``seed`` and on the layer's index in the list alone, so they are bitwise equal on every grid. Parameters have
+    whole-model names: ``layers.3.up.weight`` belongs to the fourth entry of the list, on every rank that runs it.
 
-    Tied layers: a module that is listed twice, and the ``TiedLayerSpec`` s of one key, are one layer. It is built once
-    and has the same weights on every rank that runs it. A parameter that two listed modules share is tied as well.
+    Tied layers: a module that is listed twice is one layer, and so are the ``TiedLayerSpec`` s of one key. Each rank
+    that runs the layer builds it once, with the same weights. A parameter that two listed modules share is tied too.
     (``[LayerSpec(...)] * 4`` is four layers.)
+
+    On a grid without a pipe axis the model is called as any module, ``model(x)``. The other methods of this class are
+    for engines. The methods of ``nn.Module`` act on this rank's layers.
 
     Args:
         layers: ``LayerSpec`` s, ``nn.Module`` s, and functions of one argument. Modules that are already built
@@ -98,10 +107,11 @@ class PipelineModule(nn.Module):
         partition: how to cut the list into stages: ``"parameters"`` (the default: the largest stage has as few
             parameters as possible), ``"uniform"``, ``"type:REGEX"``, or boundaries such as ``[0, 8, 16, 23, 30]``.
             With ``costs``, ``triax.Engine`` cuts for its schedule and microbatches: ``"time"`` makes the step as short
-            as possible, ``"memory"`` the fullest rank as empty, and ``"auto"`` chooses schedule and chunks too.
+            as possible, ``"memory"`` makes the peak of the fullest rank as small as possible, and ``"auto"`` is
+            ``"time"`` with the best schedule and chunks.
         costs: seconds and bytes of each layer, as ``triax.measure_layers`` returns them, equal on all ranks.
-        chunks: stages per rank of the pipe axis. None: as many as the ranks in ``placement`` or the boundaries in
-            ``partition`` give; without them, ``triax.Engine`` cuts the list as the schedule needs.
+        chunks: stages per rank of the pipe axis. None: the list of ranks in ``placement``, or of boundaries in
+            ``partition``, gives the number; without such a list, ``triax.Engine`` takes the schedule's number.
         placement: the rank of each stage: ``"loop"`` (0 1 2 0 1 2), ``"v"`` (0 1 2 2 1 0), or a list. The engine moves
             stages to the ranks that its schedule asks for; the right placement here only saves building them twice.
         seed: seed of the initial weights; by default 0. (``EngineOptions.seed`` is for data order and dropout.)
@@ -116,9 +126,9 @@ class PipelineModule(nn.Module):
         others: older arguments that an adapter translates, with a warning.
 
     Attributes:
-        grid_is_default: True if no argument said which grid.
+        grid_is_default: True if no grid was given.
         partition: how the list is cut, as given; once an engine has searched for the cut, its boundaries.
-        chunks_follow: True if no argument said how many chunks, so that they follow from the schedule.
+        chunks_follow: True if no argument gives the number of chunks, so that the schedule sets it.
         boundaries: stage ``s`` has the layers ``boundaries[s]`` to ``boundaries[s + 1] - 1``.
         placement: the rank of each stage.
         layers: the modules of this rank's stages, by their first index in the list.
@@ -220,7 +230,7 @@ class PipelineModule(nn.Module):
 
     @property
     def layer_specs(self) -> list[Layer]:
-        """The whole model's list of layers as it was given, with those of other ranks."""
+        """List of layers of the whole model, as it was given, including the layers of other ranks."""
         return list(self._list)
 
     @property
@@ -339,7 +349,7 @@ class PipelineModule(nn.Module):
         return x, losses
 
     def _run_layer(self, index: int, call: Callable[..., Any], fields: Mapping[str, Any], x: Any) -> Any:
-        """Return a layer's output. Losses beside it are checked, and so a nest of tensors, as hooks need it."""
+        """Return a layer's output. Check losses beside it, and make them a nest of tensors, which hooks need."""
         value = call(x, **fields) if fields else call(x)
         if not isinstance(value, WithLoss):
             return value
@@ -523,7 +533,7 @@ class PipelineModule(nn.Module):
         return [name for name, p in self.named_parameters() if checksum(p) != known.get(p)]
 
     def change_layers(self, change: Callable[[str, nn.Module], object]) -> None:
-        """Change this rank's layers, and those that ``move`` builds later, for instance to add parameters to them.
+        """Change the layers of this rank, also layers that ``move`` builds later, for instance to add parameters.
 
         Args:
             change: called as ``change(name, layer)`` with each layer's name in the whole model, such as ``layers.3``.
@@ -656,9 +666,9 @@ class PipelineModule(nn.Module):
             self._build()
 
     def _place_loss(self) -> None:
-        """Make a loss module a part of this rank's model, if this rank holds the last stage, and else a mere attribute.
+        """Register a loss module as a submodule on the rank of the last stage; on other ranks it is a plain attribute.
 
-        Every rank has the module that the caller built, so that it need not be sent if the last stage moves.
+        Every rank keeps the module that the caller built, so that no rank has to send it if the last stage moves.
         """
         self.__dict__["_placed_loss"] = loss_fn = self.loss_fn
         if isinstance(loss_fn, nn.Module):
@@ -695,7 +705,7 @@ class PipelineModule(nn.Module):
         if isinstance(entry, TiedLayerSpec):
             names = {attribute: name for (i, attribute), (name, _) in self._shared.items() if i == source}
             for attribute, name in names.items():
-                # Another layer of this rank may have this weight already. If none has, it is built as its home does.
+                # Another layer of this rank may have this weight already. Else the layer that owns it is built for it.
                 held = [i for (i, _), (shared, _) in self._shared.items() if shared == name and str(i) in self.layers]
                 home = held[0] if held else int(name.split(".")[1])
                 if home != source:

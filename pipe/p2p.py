@@ -167,10 +167,10 @@ def receive_value(channel: Channel, kind: Hashable) -> Receive:
 def send_gradients(
     channel: Channel, gradients: Sequence[Tensor | None], specs: Sequence[TensorSpec], microbatch: int
 ) -> None:
-    """Start sending gradients, with zeros for those that are None.
+    """Start sending gradients, with zeros in place of None.
 
-    If there are several, a last tensor says which of them there are: a parameter without a gradient is not stepped, and
-    one whose gradient is zero decays.
+    If there are several gradients, a last tensor marks which of them are None. The difference matters: the optimizer
+    leaves out a parameter without a gradient, and applies weight decay to a parameter whose gradient is zero.
     """
     tensors = [
         torch.zeros(spec.shape, dtype=spec.dtype, device=channel.device) if gradient is None else gradient

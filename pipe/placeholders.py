@@ -100,7 +100,7 @@ def _placeholder_value(dtype: torch.dtype) -> float:
 
 
 def _adopt_meta_tensors(layer_on_meta: nn.Module, layer: nn.Module) -> None:
-    """Move a built layer's buffers and tensor attributes into its twin, where that has them on the meta device."""
+    """Move a built layer's buffers and tensor attributes into its twin, if the twin has them on the meta device."""
     twins = dict(layer.named_modules())
     for name, module in layer_on_meta.named_modules():
         if name not in twins:  # added to the layer after it was built, with values

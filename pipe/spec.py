@@ -13,7 +13,11 @@ from ..grid import Grid
 
 
 class LayerSpec:
-    """Description of a layer, which is built on the rank that runs it: ``LayerSpec(nn.Linear, 64, 256)``.
+    """Description of a layer, which the rank that runs it builds: ``LayerSpec(nn.Linear, 64, 256)``.
+
+    >>> spec = triax.LayerSpec(nn.Linear, 64, 256)
+    >>> spec, spec.build().weight.shape
+    (LayerSpec(Linear, 64, 256), torch.Size([256, 64]))
 
     Args:
         cls: the class of the layer, or any callable that returns an ``nn.Module``. If it takes a keyword
@@ -70,6 +74,12 @@ class TiedLayerSpec(LayerSpec):
     each spec's own ``forward_fn``. Specs of one key and different classes (an embedding and a linear head) are
     different layers that share the parameters named by ``tied_weight_attr``, and no others. Every function (a lambda)
     that is given as ``cls`` counts as a class of its own.
+
+    >>> embedding = triax.TiedLayerSpec("table", nn.Embedding, 10, 4)
+    >>> head = triax.TiedLayerSpec("table", nn.Embedding, 10, 4, forward_fn=lambda layer, x: x @ layer.weight.T)
+    >>> model = triax.PipelineModule([embedding, head])
+    >>> model(torch.tensor([1, 2])).shape, [name for name, _ in model.named_parameters()]
+    (torch.Size([2, 10]), ['layers.0.weight'])
 
     Args:
         key: name of the tie.

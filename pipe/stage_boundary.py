@@ -56,9 +56,10 @@ class Boundary:
 
 
 def joined(outputs: Any) -> Any:
-    """Return a stage's outputs as those of one node of the graph.
+    """Return a stage's outputs, joined as the outputs of one node of the autograd graph.
 
-    A backward pass that starts from a part of them then visits all that computed them, on every replica the same.
+    A backward pass that starts from some of the outputs then visits everything that computed any of them, so that all
+    replicas visit the same layers.
     """
     several = sum(tensor.requires_grad for tensor in flatten(outputs)[0]) > 1
     return mark(outputs, lambda: None) if several else outputs

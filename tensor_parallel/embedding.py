@@ -83,6 +83,11 @@ class VocabParallelEmbedding(VocabSharded):
     Each rank looks up the ids of its own rows and returns zeros for other ids. The sum over the ranks is the embedding.
     On a grid with tensor=1 the layer computes what ``nn.Embedding`` does.
 
+    >>> layer = triax.VocabParallelEmbedding(256, 16, grid=triax.Grid())  # with tensor=2, weight is (128, 16)
+    >>> x = layer(torch.tensor([[1, 2, 3]]))
+    >>> x.shape, layer.attend(x).shape
+    (torch.Size([1, 3, 16]), torch.Size([1, 3, 256]))
+
     Args:
         num_embeddings: V, the size of the whole vocabulary, at least the size of the tensor axis.
         embedding_dim: D, the width of an embedding vector.

@@ -73,6 +73,10 @@ class ColumnParallelLinear(_ParallelLinear):
     On a grid with tensor=1 it is ``nn.Linear``. Initial values are drawn for the whole weight, with the whole
     fan-in, so that they do not depend on the tensor axis's size.
 
+    >>> layer = triax.ColumnParallelLinear(16, 64, grid=triax.Grid())  # with tensor=2, weight is (32, 16)
+    >>> layer.weight.shape, layer(torch.ones(2, 16)).shape
+    (torch.Size([64, 16]), torch.Size([2, 64]))
+
     Args:
         in_features: K, the number of inputs.
         out_features: N, the number of outputs of the whole layer. The tensor axis's size t must divide N and each of
@@ -149,6 +153,10 @@ class RowParallelLinear(_ParallelLinear):
 
     On a grid with tensor=1 it is ``nn.Linear``. The bias is replicated on every rank and is added after the all-reduce,
     because the all-reduce would add it t times.
+
+    >>> layer = triax.RowParallelLinear(64, 16, grid=triax.Grid())  # with tensor=2, weight is (16, 32)
+    >>> layer.weight.shape, layer(torch.ones(2, 64)).shape
+    (torch.Size([16, 64]), torch.Size([2, 16]))
 
     Args:
         in_features: K, the number of inputs of the whole layer. The tensor axis's size t must divide K, unless

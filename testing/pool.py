@@ -58,13 +58,21 @@ Kind = Literal["raised", "died", "stuck", "returned"]
 
 @dataclass(frozen=True)
 class RankReport:
-    """Report of one rank of a failed job."""
+    """Report of one rank of a failed job.
+
+    Attributes:
+        rank: the rank.
+        kind: how the rank ended.
+        summary: the error in one line, such as `ValueError: boom` or `killed by SIGKILL`.
+        text: the traceback, or the line of code at which the rank was.
+        when: seconds from the start of the job to the error.
+    """
 
     rank: int
     kind: Kind
-    summary: str  # one line: `ValueError: boom`, `killed by SIGKILL`, ...
-    text: str  # the traceback, or where it stood
-    when: float  # seconds after the start of the job
+    summary: str
+    text: str
+    when: float
 
 
 class RankFailure(Exception):

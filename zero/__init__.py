@@ -22,7 +22,7 @@ A step:
     optimizer.py: gradients times 1 / divisor and clip factor, the optimizer's step on the ranges that a rank owns, and
         the all-gather of the new weights
     sub_groups.py: the step in sub-groups, for offloaded state
-    late_parameters.py: step counts of parameters that stood still in some steps
+    late_parameters.py: step counts of parameters that some steps left out
     whole_tensors.py: the step of optimizers that need whole tensors (Adafactor), in stage 0
     layerwise.py: norms and matrices over the shards of each layer, for LAMB and Muon
 

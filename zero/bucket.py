@@ -36,7 +36,7 @@ class Bucket(FlatWeights):
     ``gradients``, and later gradients add up in place. If one parameter fills the bucket, its first ``.grad`` becomes
     ``gradients`` without a copy. Between backward passes, ``.grad`` is a guard if there is an ``access``.
 
-    Arguments are those of ``FlatWeights``.
+    Takes the arguments of ``FlatWeights``.
 
     Attributes:
         gradients: (numel,), the unsharded gradients. None between steps if the bucket is ``transient``, and between
@@ -86,7 +86,7 @@ class Bucket(FlatWeights):
         self.assigned: set[Tensor] = set()
         self._filled: set[Tensor] = set()  # parameters without a gradient on this rank
         self._zeroed: set[Tensor] = set()  # parameters whose gradient user code has set to zero
-        self._cleared: set[Tensor] = set()  # those of them that no backward pass has added to since
+        self._cleared: set[Tensor] = set()  # parameters of ``_zeroed`` that no backward pass has added to since
         ends, starts = [slot.stop for slot in flat.slots], [slot.start for slot in flat.slots]
         padding = zip([0, *ends], [*starts, flat.numel], strict=True)
         self._padding = [slice(start, stop) for start, stop in padding if start < stop]
@@ -441,8 +441,8 @@ class Bucket(FlatWeights):
     def reopen(self, tensor_axis: Axis) -> None:
         """Let another backward pass of the step add to gradients that are summed over the data axis already.
 
-        The sum is kept on one rank, with zeros on the others, so that the next sum is that of all passes. Transient
-        gradients need nothing: the parts of their sums add up.
+        One rank keeps the sum, and the others set theirs to zero, so that the next reduction gives the sum of all
+        passes. Transient gradients need no change: the parts of their sums add up.
         """
         if self.transient or not self._sums_here or self.gradients is None:
             return

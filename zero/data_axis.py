@@ -127,7 +127,7 @@ class ZeroDataAxis:
         return self._bucket_of.get(parameter)
 
     def fill(self, parameter: nn.Parameter, value: Tensor) -> bool:
-        """Set a parameter's initial values, of which this rank keeps its shard; return False if no bucket has it."""
+        """Set a parameter's initial values; this rank keeps its shard of them. Return False if no bucket has it."""
         bucket = self._bucket_of.get(parameter)
         if bucket is not None:
             bucket.fill(parameter, value)
@@ -211,10 +211,11 @@ class ZeroDataAxis:
     def squares(self) -> Tensor:
         """Return this rank's share of the square of the global gradient norm, 0-dim float64.
 
-        Summed over every rank of the grid it is that square: a sharded element counts on its own rank, a replicated one
-        on the first of its replicas, a tied one on the first stage that holds it.
+        The sum of the shares of all ranks of the grid is that square: a sharded element counts on its own rank, a
+        replicated one on the first of its replicas, a tied one on the first stage that holds it.
 
-        Before ``exchange_gradients`` it is that of this rank's own gradients: it tells if they are all finite.
+        Before ``exchange_gradients`` this is the square of the norm of this rank's own gradients, which shows if they
+        are all finite.
         """
         if self.exchange is None or self._exchanged:
             if (own := self.stepper.gradient_squares(self.buckets, self.device)) is not None:
@@ -342,7 +343,7 @@ class ZeroDataAxis:
     def step(self, scale: float, without: Collection[Tensor] = ()) -> None:
         """Scale the gradients, step the optimizer, and send the new weights to every replica. Collective.
 
-        Arguments are those of ``RangeStepper.step``.
+        Takes the arguments of ``RangeStepper.step``.
 
         Raises:
             RuntimeError: a weight that has a master was written through ``.data``; looked for in the steps 1, 2, 4, ...
@@ -386,7 +387,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _no_optimizer(groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Make an optimizer without parameters, for a model of which no parameter is trained."""
+    """Make an optimizer without parameters, for a model without trained parameters."""
     return torch.optim.Optimizer([{"params": []}], {})
 
 

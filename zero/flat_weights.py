@@ -25,7 +25,7 @@ from .released_parameter import ReleasedParameter
 
 
 class FlatWeights:
-    """Flat weights of the parameters of one bucket, of which this rank owns a range.
+    """Flat weights of the parameters of one bucket. This rank owns a range of them.
 
     The parameters are moved: each becomes a view of ``weights``.
 
@@ -272,7 +272,7 @@ class FlatWeights:
         A write through ``.data`` raises no version. It is found by its values, in the run number 1, 2, 4, 8, ...
 
         Args:
-            exact: the gathered weights are those of the shards.
+            exact: True if the gathered weights equal the shards bit by bit.
         """
         for member, version in zip(self.members, self._versions, strict=True):
             if member.parameter._version != version:

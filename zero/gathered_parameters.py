@@ -30,6 +30,12 @@ def gathered(
     Only the data axis is gathered. A rank of the tensor axis still sees its own shard, and each stage that holds a tie
     has its own copy: write the same to all copies.
 
+    >>> model = nn.Linear(4, 1)
+    >>> engine = triax.Engine(model, optimizer=triax.Optimizer("Adam"), batch=1, zero=3)
+    >>> with triax.zero.gathered(model, modifier_rank=0):
+    ...     model.weight.data.fill_(0.5)
+    tensor([[0.5000, 0.5000, 0.5000, 0.5000]])
+
     Args:
         parameters: of an engine's model or of a ``ShardedOptimizer``, or built in a ``ShardedInit``; a module stands
             for all its parameters.

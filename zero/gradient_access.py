@@ -1,7 +1,7 @@
 """Access to ``p.grad``: guarded tensors through which user code reads and changes the reduced gradients of a step.
 
-between two backward passes    ``p.grad`` is a guard: each operation on it asks ``GradientAccess`` first
-an operation on a guard        stages 0, 1: the reductions end, all gradients become those of the batch, whole
+between two backward passes    ``p.grad`` is a guard: each operation on it first calls ``GradientAccess``
+an operation on a guard        stages 0, 1: the reductions end; then every ``p.grad`` is the whole batch's gradient
                                stages 2, 3, gradients that are not complete, shards: an error
 the optimizer's step           takes what user code left in ``p.grad``
 """
@@ -29,9 +29,9 @@ _WITHOUT_VALUES = {
     *("is_floating_point", "is_complex", "__len__", "__hash__", "untyped_storage"),
     "_has_compatible_shallow_copy_type",
 }
-# What does nothing to a gradient that is guarded: ``zero_grad`` of torch calls them first.
+# Methods that do nothing to a guarded gradient: torch's ``zero_grad`` calls them first.
 _IDLE = {"detach_", "requires_grad_"}
-# Moves of a whole module move its gradients too, also those that a step has taken.
+# Moves of a whole module move its gradients too, even gradients that a step has used already.
 _MOVES = {"to", "cpu", "cuda", "half", "bfloat16", "float", "double"}
 # Gradients of replicas differ if one was changed; rounding may differ between processors.
 _TOLERANCE = 1e-6
@@ -304,7 +304,7 @@ class GradientAccess:
             RuntimeError: on every replica, if they differ.
         """
         if not self._exposed and not any(bucket.sharded or bucket.transient for bucket in self._buckets):
-            self.expose()  # another replica has: all step with the same factor
+            self.expose()  # another replica has read or changed gradients: all step with the same factor
         sums = [bucket.fingerprint(self._exposed) for bucket in self._buckets]
         mine = torch.tensor(sums, dtype=torch.float64, device=self._grid.device).view(-1)
         most = torch.cat([mine, -mine])

@@ -56,9 +56,9 @@ def with_gradients(buckets: Sequence[GradientBucket]) -> set[Tensor]:
 class GradientReducer:
     """Sums gradients over the data axis, at the points of a step that a program names.
 
-    The collectives of a stage start within a backward pass, each as soon as the gradients of its bucket are complete,
-    and always in the order of the buckets: the same on every replica, whatever its autograd engine does. That pass is
-    the stage's last one, or with ``reduce_every_backward`` every one.
+    The collectives of a stage start within its last backward pass, or with ``reduce_every_backward`` within each one. A
+    collective starts as soon as the gradients of its bucket are complete, and always in the order of the buckets, which
+    is the same on every replica, whatever order autograd has.
 
     Args:
         buckets: of this rank.
@@ -85,7 +85,7 @@ class GradientReducer:
         self._bucket_of: dict[int, Bucket] = {}
         self._strict = not options.ignore_unused_parameters
         self._members = [member for bucket in self._buckets for member in bucket.members]
-        self._unused: dict[int, ManagedParameter] = {}  # those without a gradient in this step, so far
+        self._unused: dict[int, ManagedParameter] = {}  # without a gradient in this step, so far
         for bucket in self._buckets:
             for member in bucket.members:
                 self._bucket_of[id(member.parameter)] = bucket
@@ -103,7 +103,7 @@ class GradientReducer:
     def watch(self, before: Callable[[Tensor], None]) -> None:
         """Call a hook with each parameter whose gradient autograd has accumulated, before it is collected.
 
-        It may be what tells the caller of a backward pass, and ``backward`` is then entered within the pass.
+        The hook may be the first sign of a backward pass: its caller then enters ``backward`` within the pass.
         """
         self._before = before
         for bucket in self._buckets:
@@ -129,7 +129,7 @@ class GradientReducer:
         self._unused = {id(m.parameter): m for m in self._members if m.parameter.requires_grad}
 
     def reopen(self) -> None:
-        """Let further backward passes add to the gradients of the step, after its last one has reduced them."""
+        """Let further backward passes add to the step's gradients, after the step's last pass has reduced them."""
         self.settle()
         for bucket in self._buckets:
             bucket.reopen(self._grid.tensor)
@@ -147,7 +147,7 @@ class GradientReducer:
         return not next(kept, True) and not any(kept)
 
     def open(self, first: Tensor | None) -> None:
-        """Let autograd accumulate in ``.grad``: a backward pass begins, which may have added to that of ``first``."""
+        """Let autograd accumulate in ``.grad``: a backward pass begins. It may have added to ``first.grad`` already."""
         for bucket in self._buckets:
             bucket.open(self.settle, first)
 
@@ -312,7 +312,7 @@ class GradientReducer:
         return left
 
     def _collect_bucket(self, bucket: Bucket) -> None:
-        """Collect all gradients of a bucket, before zeros take the place of those that are missing."""
+        """Collect all gradients of a bucket, before zeros take the place of missing gradients."""
         self._collect((bucket, member.parameter) for member in bucket.members)
 
     @contextmanager

@@ -1,11 +1,12 @@
-"""LateParameters: parameters that stood still in some steps, and so have step counts of their own, as under torch.
+"""LateParameters: parameters that some steps left out, and that have step counts of their own, as in torch.
 
     bucket     a a a | b b b b | c c | d d d      b was frozen in the first steps, c has no gradient in this one
     pieces     a a a | b b b b |     | d d d      each stepped with its own count; c is left out
 
-An optimizer over flat buckets has one state for each bucket. Its numbers (Adam's ``step``) are those of all parameters
-that have been stepped in every step. A bucket of which a parameter was frozen, or had no gradient on any replica, is
-stepped in pieces from then on: views of the bucket's master and state, with the numbers of their own.
+An optimizer over flat buckets has one state for each bucket. The numbers in this state (Adam's ``step``) count for all
+parameters that no step has left out. If a step leaves out a parameter of a bucket, because it is frozen or has no
+gradient on any replica, the optimizer steps the bucket in pieces from then on: views of the bucket's master and state,
+each with its own numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Numbers = dict[str, Any]
 
 
 class LateParameters:
-    """Step counts of the parameters that stood still in some steps, and the steps of their buckets.
+    """Step counts of the parameters that some steps left out, and the steps of their buckets.
 
     Args:
         optimizer: over the masters of the buckets.
@@ -38,7 +39,7 @@ class LateParameters:
         self.numbers: dict[Tensor, Numbers | None] = {}
 
     def find(self, buckets: Sequence[Bucket], without: Collection[Tensor]) -> dict[Bucket, set[Tensor]]:
-        """Return the buckets that must be stepped in pieces, with the parameters that stand still in this step."""
+        """Return the buckets that must be stepped in pieces, with the parameters that this step leaves out."""
         found: dict[Bucket, set[Tensor]] = {}
         for bucket in buckets:
             standing = bucket.standing(without)
@@ -77,7 +78,7 @@ class LateParameters:
             for key, value in state[piece].items():
                 if is_number(value, piece):
                     numbers[key] = value
-                    flat.setdefault(key, copied(value))  # of a bucket of which no parameter has the common number
+                    flat.setdefault(key, copied(value))  # no parameter of this bucket has the common number
                     continue
                 if not is_elementwise(flat.get(key), bucket.master):
                     flat[key] = torch.zeros_like(bucket.master, dtype=value.dtype, requires_grad=False)

@@ -56,7 +56,7 @@ class ParameterGatherer:
         options: how much to prefetch and to keep, and how weights are sent.
         keep: keep weights from a stage's first forward of a step to its end: one gather a step and layer instead of one
             for each forward and backward pass, at the cost of the memory of the whole weights.
-        reducer: sums the gradients; it is told within a backward pass when one of a layer's runs is over.
+        reducer: sums the gradients; within a backward pass it is called at the end of each run of a layer.
         names: layer -> its name in messages; by default "layer 3".
 
     Attributes:
@@ -197,7 +197,7 @@ class ParameterGatherer:
         return all(self._contexts.get(bucket) for bucket in self._buckets_of.get(layer, ()))
 
     def _acquire(self, stage: int, layer: int, step: int) -> None:
-        """Gather a layer's weights, and start gathering those of the layer that runs next."""
+        """Gather a layer's weights, and start to gather the weights of the layer that runs next."""
         self.start_gather(layer)
         if self._options.overlap_comm:
             self._prefetch(stage * 2 + (step > 0), layer)
@@ -275,7 +275,7 @@ class ParameterGatherer:
         self._reducer.layer_backward_done(layer, self._stage_layers[stage].count(layer))
 
     def _name_gathers(self, names: Mapping[int, str], user: int) -> dict[Bucket, str]:
-        """Return the calls in which the buckets are gathered, as phrases for messages, each of them another one."""
+        """Return the calls in which the buckets are gathered, each as a different phrase for messages."""
         calls: dict[Bucket, str] = {}
         seen: Counter[tuple[int, ...]] = Counter()
         for bucket in self._buckets:

@@ -140,7 +140,7 @@ class ShardedLayers:
     def _apply(self, matrix: _Matrix, flat: Tensor, function: Function) -> Tensor:
         """Return this rank's shard of a function of a layer, flat, from its shard of the layer. Collective over tensor.
 
-        Experts are layers of their own: those of other ranks are not gathered.
+        Experts are layers of their own: a rank does not gather the experts of other ranks.
         """
         layout, shape = matrix.member.layout, matrix.member.parameter.shape
         if layout.expert_dim is not None:

@@ -2,8 +2,8 @@
 
     norm = sqrt(sum over all ranks of counted_squares) / divisor        factor = min(1, limit / (norm + 1e-6))
 
-``ZeroDataAxis.squares`` adds up this rank's squares, and ``engine/optimizer_step.py`` those of all ranks, in the one
-sum of a step.
+``ZeroDataAxis.squares`` adds up this rank's squares. ``engine/optimizer_step.py`` adds up the squares of all ranks, in
+the step's one all-reduce.
 """
 
 from __future__ import annotations

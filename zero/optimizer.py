@@ -66,8 +66,8 @@ class RangeStepper:
 
     Attributes:
         optimizer: torch's, over the owned ranges, for learning-rate schedulers and for reading its state.
-        late: step counts of parameters that stood still in some steps; None if they have none of their own.
-        elsewhere: steps the owned ranges in the place of this object, with gradients that are scaled, but for
+        late: step counts of parameters that some steps left out; None if they have no counts of their own.
+        elsewhere: steps the owned ranges in place of this object, with gradients that are already scaled, except
             parameters without a gradient; None: this object steps them.
         whole_tensors: True if it steps tensors of the parameters' shapes.
         equal_weights: True if all replicas have equal weights between two steps.
@@ -110,7 +110,7 @@ class RangeStepper:
     def connect(self, exchange: Exchange | None, grid: Grid) -> None:
         """Connect the optimizer to the gradient exchange, once, after that was made. Collective over the grid.
 
-        LAMB and Muon are given the layers of which the ranges hold parts.
+        LAMB and Muon get the layers that lie, whole or in part, in this rank's ranges.
 
         Raises:
             ValueError: the optimizer needs its whole range at once, and steps sub-groups.
@@ -176,10 +176,10 @@ class RangeStepper:
             bucket.update()
 
     def _keeps_counts(self) -> bool:
-        """Return True if parameters that stood still have step counts of their own.
+        """Return True if parameters that a step leaves out have step counts of their own.
 
-        Not those of LAMB and Muon, which step whole layers, of sub-groups, and of optimizers of other libraries, which
-        may keep numbers elsewhere: all parameters of a bucket have one count there.
+        This is False for LAMB and Muon, which step whole layers, for sub-groups, and for optimizers of other libraries,
+        which may keep numbers elsewhere: there all parameters of a bucket have one count.
         """
         bases = [base.__module__ for base in type(self.optimizer).__mro__[:-2]]
         known = any(base.startswith(("torch.optim.", f"{_PACKAGE}.optim.")) for base in bases)
@@ -220,8 +220,8 @@ class RangeStepper:
         No effect, except for 1-bit optimizers whose replicas have different weights between two synchronizations.
 
         Args:
-            at_synchronization: True if the loaded weights are those of the last synchronization, after which all
-                replicas had equal weights.
+            at_synchronization: True if the loaded weights were saved right after a synchronization, when all replicas
+                had equal weights.
         """
 
     def rejoin(self, written: Mapping[Bucket, Sequence[tuple[int, int]]] | None = None) -> None:

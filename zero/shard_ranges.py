@@ -22,7 +22,7 @@ class NamedParameter(NamedTuple):
 
     parameter: nn.Parameter
     layout: Layout  # with its whole-model name
-    counted: bool  # True if this pipe rank writes it, of those that hold it
+    counted: bool  # True if this pipe rank, of all that hold it, writes it
 
 
 class ShardRanges:

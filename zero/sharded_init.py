@@ -4,8 +4,8 @@
         model = Model(config)  # any class; each module's parameters are sharded as soon as its __init__ has ended
 
 A parameter is drawn whole, as without the context and in the same order, so that its values are the same; then each
-rank keeps its shard of the first rank's values. What later code in a constructor does with it (``apply(init_weights)``,
-scaling, tying) finds it whole: it is gathered when a function of torch is called with it, and sharded again soon after.
+rank keeps its shard of the first rank's values. Later code in a constructor (``apply(init_weights)``, scaling, tying)
+finds the parameter whole: a function of torch that is called with it gathers it, and it is sharded again soon after.
 """
 
 from __future__ import annotations

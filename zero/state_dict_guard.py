@@ -59,7 +59,7 @@ def _refuse_read(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 def _refuse_write(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Hook before ``load_state_dict()`` loads one module; its submodules have this hook too.
 
-    transformers loads one module at a time, whose own parameters alone are gathered.
+    transformers loads one module at a time, and gathers the parameters of this module alone.
     """
     own = module.named_parameters(recurse=False)
     released = [name for name, parameter in own if prefix + name in state_dict and is_released(parameter)]

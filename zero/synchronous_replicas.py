@@ -1,4 +1,4 @@
-"""Replica strategy of synchronous data parallelism. ``local_sgd/`` has that of local SGD and DiLoCo."""
+"""Replica strategy of synchronous data parallelism. ``local_sgd/`` has the strategy of local SGD and DiLoCo."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SynchronousReplicas:
         return list(range(self.grid.replicas))
 
     def share(self, numbers: Sequence[float]) -> list[float]:
-        """Return the sums of numbers over replicas outside of the grid, of which this strategy has none."""
+        """Return the sums of numbers over replicas outside of the grid. This strategy has no such replicas."""
         return [*numbers]
 
     def stepping(self) -> AbstractContextManager[Grid]:

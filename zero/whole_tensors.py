@@ -29,7 +29,8 @@ class MasterView(NamedTuple):
 class WholeStepper(RangeStepper):
     """Steps each unsharded parameter on every replica, for stage 0, in which every replica holds all weights and state.
 
-    Arguments and attributes are those of ``RangeStepper``. The optimizer steps tensors of the parameters' shapes.
+    Takes the arguments, and has the attributes, of ``RangeStepper``. The optimizer steps tensors of the parameters'
+    shapes.
 
     Attributes:
         views: the tensors that the optimizer steps, which are views of the flat master weights.
@@ -60,7 +61,7 @@ class WholeStepper(RangeStepper):
             bucket.update()
 
     def masters(self) -> Iterator[tuple[Tensor, list[str]]]:
-        """Yield each tensor that the optimizer steps, and a list of one name: that of the parameter."""
+        """Yield each tensor that the optimizer steps, and a list with one name, the parameter's."""
         for view in self.views:
             yield view.master, [view.member.layout.name]
 

@@ -22,8 +22,7 @@ from .autotp import asked_size, is_sharded, shard
 from .config.schema import Config
 from .configuration import read_deepspeed_config, tensor_section
 from .engine import DeepSpeedConfigError, DeepSpeedEngine, DeepSpeedPipelineEngine, deepspeed_errors
-from .from_config import check_grid, config_source
-from .from_config import initialize as make_engine
+from .from_config import check_grid, config_source, make_engine
 from .on_grid import on_grid
 
 PERSISTENCE_THRESHOLD = 100_000  # DeepSpeed's default; triax's own is 0
@@ -160,7 +159,6 @@ def initialize(
             "training_data is a DataLoader, which reads the same samples on every rank: pass its dataset, "
             "training_data=loader.dataset, and collate_fn=loader.collate_fn"
         )
-    make: Any = make_engine
     with deepspeed_errors():
         source, tensor = tensor_section(config_source(args, config, config_params))
         checked = _with_defaults(read_deepspeed_config(source))
@@ -180,21 +178,20 @@ def initialize(
         stages = checked.pipeline.stages or 1
         if stages > 1 and isinstance(model, PipelineModule) and model.grid_is_default:
             model, model_parameters = on_grid(model, Grid(pipe=stages), model_parameters)
-        made: tuple[Any, Any, Any, Any] = make(
-            args,
+        engine = make_engine(
+            (DeepSpeedPipelineEngine, DeepSpeedEngine),
             model,
-            optimizer,
-            model_parameters,
-            training_data,
-            lr_scheduler,
-            collate_fn,
             checked,
+            optimizer=optimizer,
+            model_parameters=model_parameters,
+            training_data=training_data,
+            lr_scheduler=lr_scheduler,
+            collate_fn=collate_fn,
             grid=CONTEXT.grid_of(model) if grid is None and not isinstance(model, PipelineModule) else grid,
-            _classes=(DeepSpeedPipelineEngine, DeepSpeedEngine),
         )
-    made[0].mpu = mpu
-    CONTEXT.engines[id(made[0])] = made[0]
-    return made
+    engine.mpu = mpu
+    CONTEXT.engines[id(engine)] = engine
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
 def _with_defaults(config: Config) -> Config:

@@ -308,9 +308,17 @@ def initialize(
     mpu: Any = None,
     distributed_port: int | None = None,
     dist_init_required: bool | None = None,
-    _classes: tuple[type[ConfiguredEngine], type[ConfiguredEngine]] | None = None,
 ) -> tuple[Any, torch.optim.Optimizer | None, DataLoader[Any] | TokenLoader | None, LRScheduler | None]:
     """Make an engine. Every rank calls this, with the same arguments.
+
+    >>> config = {"train_batch_size": 2, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
+    >>> engine, optimizer, _, _ = triax.initialize(model=nn.Linear(4, 1), config=config)
+    >>> loss = engine(torch.ones(2, 4)).square().mean()
+    >>> engine.backward(loss).equal(loss)
+    True
+    >>> engine.step()
+    >>> engine.global_steps, engine.get_lr()
+    (1, [0.1])
 
     Args:
         args: object whose ``deepspeed_config`` is the path of the configuration, used if ``config`` is not given.
@@ -341,20 +349,50 @@ def initialize(
         ConfigError: the configuration, or its combination with the other arguments, cannot be used.
         TypeError: an argument of the wrong kind; the message says what to pass.
     """
+    engine = make_engine(
+        (ConfiguredPipelineEngine, ConfiguredModuleEngine),
+        model,
+        config_source(args, config, config_params),
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        collate_fn=collate_fn,
+        grid=grid,
+        schedule=schedule,
+        mpu=mpu,
+    )
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def make_engine(
+    kinds: tuple[type[ConfiguredEngine], type[ConfiguredEngine]],
+    model: Any,
+    config: Any,
+    *,
+    optimizer: Any,
+    model_parameters: Iterable[Any] | None,
+    training_data: Dataset[Any] | None,
+    lr_scheduler: Any,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    grid: Grid | None,
+    schedule: str | Schedule | None = None,
+    mpu: Any = None,
+) -> Any:
+    """Make an engine of the first of ``kinds`` for a ``PipelineModule``, else of the second; as ``initialize``."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}, not an nn.Module: pass model=, a module of torch's")
     arguments.check_arguments(
         "initialize", optimizer=optimizer, model_parameters=model_parameters, collate_fn=collate_fn, grid=grid
     )
-    checked = read_config(config_source(args, config, config_params))
+    checked = read_config(config)
     if schedule is not None:
         checked = with_schedule(checked, schedule, model)
-    pipelined, plain = _classes or (ConfiguredPipelineEngine, ConfiguredModuleEngine)
-    kind = pipelined if isinstance(model, PipelineModule) else plain
+    kind: Any = kinds[0] if isinstance(model, PipelineModule) else kinds[1]
     try:
         grid = choose_grid(model, grid, mpu, checked)
         check_grid(grid, checked)
-        engine: Any = kind(
+        return kind(
             model,
             checked,
             grid=grid,
@@ -367,7 +405,6 @@ def initialize(
         )
     except OptionError as error:
         raise ConfigError(error.spelled(key_of)) from error
-    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
 def config_source(args: Any, config: Any, config_params: Any) -> Any:

@@ -48,6 +48,10 @@ class TrainingArguments(transformers.TrainingArguments):
     The grid is made in the constructor, before transformers makes a process group. Without a launcher it has one
     process.
 
+    >>> args = triax.TrainingArguments("runs/trainer", triax={"zero_optimization": {"stage": 1}}, grid={"tensor": 1})
+    >>> args.grid.coordinate
+    Coordinate(pipe=0, data=0, tensor=0)
+
     Attributes:
         triax: a dict, the path of a JSON file, or JSON. ``deepspeed=`` is accepted in its place: its value is moved to
             ``triax``, and the package DeepSpeed is not needed. None: all values come from the other arguments.

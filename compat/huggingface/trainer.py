@@ -113,6 +113,14 @@ class WholeHead:
 class Trainer(transformers.Trainer):
     """``transformers.Trainer`` over a grid of replicas, tensor ranks and pipe stages; see docs/huggingface.md.
 
+    >>> sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
+    >>> model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    >>> args = triax.TrainingArguments("runs/trainer", max_steps=2, per_device_train_batch_size=2, disable_tqdm=True)
+    >>> data = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 8
+    >>> triax.Trainer(model=model, args=args, train_dataset=data).train().global_step
+    {'train_runtime': ...}
+    2
+
     Args:
         model, args, others, options: as transformers.Trainer; ``args`` must be ``triax.TrainingArguments``.
 

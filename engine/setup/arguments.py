@@ -140,7 +140,7 @@ def parameter_groups(model: nn.Module, optimizer: Any, model_parameters: Iterabl
 
 
 def untrained_in_loss(model: nn.Module) -> str | None:
-    """Return a note if a loss function that is no module holds parameters, of which the model does not know."""
+    """Return a note if a loss function that is no module holds parameters: the model does not train them."""
     loss_fn = getattr(model, "loss_fn", None)
     if not isinstance(model, PipelineModule) or isinstance(loss_fn, nn.Module):
         return None

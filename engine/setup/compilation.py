@@ -154,9 +154,9 @@ def compile_pipeline(module: PipelineModule, options: EngineOptions, program: Pr
 def compile_module(module: nn.Module, options: EngineOptions, grid: Grid) -> Compilation | None:
     """Compile the repeated blocks of a plain module, or all of it if it has none. Collective if asked for.
 
-    Blocks are those of stage 3 and of recomputation, which replace their ``forward`` too, after this. If they are all
-    single layers, such as the entries of a small ``nn.Sequential``, and neither needs them, the module is compiled
-    as a whole.
+    The blocks are the same as for ZeRO stage 3 and for recomputation, which replace their ``forward`` after this. If
+    all blocks are single layers, such as the entries of a small ``nn.Sequential``, and neither stage 3 nor
+    recomputation needs them, the module is compiled as a whole.
     """
     if options.compile is None:
         return None

@@ -31,7 +31,7 @@ def make_exchange(options: EngineOptions, module: nn.Module, grid: Grid) -> Make
 
 
 def named_compressor(options: EngineOptions) -> Any:
-    """Return the options of the compressor: as given, or those of a name and its arguments; None if there is none.
+    """Return the options of the compressor, as given or made from a name and its arguments; None if there is none.
 
     Raises:
         OptionError: there is no such compressor or argument, or a value is out of range.

@@ -108,7 +108,7 @@ def _class_of(make: MakeOptimizer) -> tuple[type[torch.optim.Optimizer], dict[st
 
 
 def _like_instance(optimizer: torch.optim.Optimizer) -> OptimizerFactory:
-    """Return the factory of another of the same class, with the same options, from other parameter groups.
+    """Return the factory of an optimizer with the class and options of the given one, for other parameter groups.
 
     Raises:
         ConfigError: if the optimizer needs unsharded tensors, or if it has already made a step.
@@ -152,7 +152,8 @@ def require_whole_tensors(cls: type[torch.optim.Optimizer], zero: Zero, tensor: 
     Raises:
         ConfigError: as ``optim.optimizers.require_whole_tensors``.
     """
-    offload = zero.offload_optimizer.device != "none" or zero.sub_group_size is not None
+    weights = zero.offload_parameters.device != "none" and zero.stage == 3  # their optimizer state goes with them
+    offload = weights or zero.offload_optimizer.device != "none" or zero.sub_group_size is not None
     optimizers.require_whole_tensors(cls, 1 if zero.stage == "auto" else zero.stage, offload, tensor)
 
 

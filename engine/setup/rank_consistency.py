@@ -71,14 +71,14 @@ def require_same_model(grid: Grid, model: nn.Module, groups: Any, optimizer: Any
     loss = getattr(getattr(model, "loss_fn", None), "__module__", None)
     common |= {**kinds, **source_hashes({*sources, loss} if loss else sources)}
     require_equal(grid, grid.world, common)
-    # Stages hold different layers, and tensor ranks different shards: replicas are those that hold the same.
+    # Stages hold different layers, and tensor ranks different shards; replicas hold the same parameters.
     require_equal(grid, grid.data_context, parameters(model, groups))
     if isinstance(model, PipelineModule) and model.ties:
         _require_same_ties(grid, model, groups)
 
 
 def _require_same_ties(grid: Grid, model: PipelineModule, groups: Groups) -> None:
-    """Check that a tied weight is trained alike on all its stages, which sum its gradients. Collective over the pipe.
+    """Check that all stages of a tied weight, which sum its gradients, train it in one way. Collective over the pipe.
 
     Raises:
         ConfigError: on every rank, because the replicas are equal.

@@ -71,7 +71,7 @@ def configure_recomputation(module: PipelineModule, section: Recomputation, sche
 
 
 def recompute_layer(module: PipelineModule, section: Recomputation) -> None:
-    """Install the recomputation of a model of one layer, which is a layer of the model that the options are for.
+    """Install the recomputation of a single layer, taken from the model that the options are for.
 
     Raises:
         OptionError: the options ask for groups of several layers.
@@ -97,7 +97,7 @@ def _install_tiles(module: nn.Module, grid: Grid, dropout: DropoutState, section
 
 
 def _check_tiles(section: Recomputation, grid: Grid, module: nn.Module, found: bool) -> None:
-    """Refuse tiles of tokens, on every rank, if no module runs in tiles, or one has dropout. Collective."""
+    """Check, for tiles of tokens, that some module runs in tiles and that no such module has dropout. Collective."""
     if section.mlp_tile is None:
         return
     dropped = [name for name in grid.world.all_gather_json(dropout_in_tiles(module)) if name]

@@ -16,7 +16,7 @@ from ...pipe.module import PipelineModule
 from ...pipe.program.schedule import Schedule
 
 _ROOT = Slices.__module__.partition(".")[0]
-# Modules of this library whose layers act on each token by itself, but for those that have an attribute ``slices``.
+# Modules of this library whose layers act on each token by itself, except layers with an attribute ``slices``.
 _KNOWN = tuple(
     f"{_ROOT}.{name}"
     for name in (

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def find_sizes(model: nn.Module, options: EngineOptions, data: Any, collate: Any) -> TunedRun | None:
-    """Return the run whose sizes are to be found, of arguments of an engine; None if they are given."""
+    """Return the run whose sizes must be found, from an engine's arguments; None if the options give the sizes."""
     tunes, enabled = options.tunes_microbatch, options.tuning is not None
     if isinstance(model, PipelineModule) and (tunes or options.zero.stage == "auto"):
         if not tunes or data is not None or tuner().model_of(model.layer_specs) is not None:
@@ -52,7 +52,7 @@ def find_sizes(model: nn.Module, options: EngineOptions, data: Any, collate: Any
 
 
 class TunedRun:
-    """A run of which sizes are found: ``RunToTune`` of ``plan/tuning.py``, and the ``Tuner`` that asks it.
+    """Run whose batch sizes are searched: ``RunToTune`` of ``plan/tuning.py``, and the ``Tuner`` that searches.
 
     Args:
         model, options, data, collate: arguments of the engine.
@@ -121,7 +121,7 @@ class TunedRun:
         try:
             self._step(size)
         except RuntimeError as error:
-            # On several ranks this one has left the group, in which the others waited for it.
+            # With several ranks, this rank has left the process group, so the run cannot go on.
             if self._grid.size > 1 or not isinstance(error.__cause__, torch.OutOfMemoryError):
                 raise
             return None

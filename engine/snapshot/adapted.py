@@ -20,8 +20,8 @@ def require_same_base(own: Mapping[str, torch.dtype], stored: Mapping[str, Any],
 
     Raises:
         ValueError: the checkpoint has weights in floating point that the model keeps in 4 or 8 bits, or in another of
-            these formats; or it has the weights of adapted layers without DoRA's norms, which would stay those of the
-            weights before.
+            these formats; or it has the weights of adapted layers without DoRA's norms, and the model's norms would not
+            fit the loaded weights.
     """
     for name, dtype in own.items():
         layer, _, numbers = name.partition(".quantized.")

@@ -189,13 +189,13 @@ class Checkpointer:
         grid, lineage = self._engine.grid, self._lineage
         with agreed(grid):
             if grid.rank == 0:
-                with contextlib.suppress(OSError):  # the first save says so, and checkpoint.on_failure decides
+                with contextlib.suppress(OSError):  # the first save reports it, and checkpoint.on_failure decides
                     lineage.lock(folders.folder_at(folder))
 
     def may_save(self) -> bool:
         """Return True if an automatic checkpoint may be saved after the step that just ended.
 
-        Without local updates it always may. Under local updates it may be saved after a synchronization of the weights,
+        Without local updates this is always True. Under local updates it is True after a synchronization of the weights
         and after every ``checkpoint.every``-th step.
         """
         engine = self._engine

@@ -31,6 +31,13 @@ def load_weights(
 
     Each rank reads its own part. Weights are cast to the model's dtype.
 
+    >>> trained, other = nn.Linear(4, 1), nn.Linear(4, 1)
+    >>> triax.Engine(trained, optimizer=triax.Optimizer("Adam"), batch=1).save_checkpoint("runs/linear")
+    True
+    >>> triax.load_weights(other, "runs/linear")
+    >>> torch.equal(trained.weight, other.weight)
+    True
+
     Args:
         module: a ``PipelineModule`` or any other module. For a module with an engine use ``engine.load_checkpoint``.
         path: a checkpoint, or a folder of checkpoints, also as a URI. In a folder the checkpoint that ``latest`` names

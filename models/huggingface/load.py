@@ -76,6 +76,12 @@ def load_hf(
 ) -> Any:
     """Load Hugging Face's weights into a triax model. Each rank reads only the slices that it holds.
 
+    >>> layers = triax.llama_layers(triax.LlamaConfig.preset("llama-tiny"))
+    >>> triax.save_hf(triax.PipelineModule(layers), "runs/llama")
+    >>> model = triax.PipelineModule(triax.load_hf("runs/llama"))
+    >>> model(torch.tensor([[1, 2, 3]])).shape
+    torch.Size([1, 3, 256])
+
     Args:
         path_or_model: a folder with ``config.json`` and ``*.safetensors``; an id of the Hub, ``ORG/NAME`` or
             ``ORG/NAME@REVISION``, which is downloaded into huggingface_hub's cache; or a live ``transformers`` model.

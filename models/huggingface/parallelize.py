@@ -24,6 +24,11 @@ def parallelize(module: M, grid: Grid, plan: Mapping[str, Any] | None = None) ->
     sharded layer that holds this rank's shard of the same ``Parameter``. ``tensor_parallel.parallelize`` describes the
     rest, and the errors.
 
+    >>> model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+    >>> model = triax.parallelize(model, triax.Grid(), {"0": "column", "2": "row"})
+    >>> [tuple(p.shape) for p in model.parameters()]  # with tensor=2: (32, 16), (32,), (16, 32), (16,)
+    [(64, 16), (64,), (16, 64), (16,)]
+
     A model with PEFT's LoRA keeps PEFT's layers, of which the factors are sharded as ``tensor_parallel/lora.py`` says.
 
     Args:

@@ -244,6 +244,11 @@ def hf_layers(model_or_config: Any, attention: str = "ring") -> list[LayerSpec]:
     projector]``, whose input is the microbatch: a dict of ``input_ids`` and ``pixel_values`` (N, C, H, W), the images
     of all its rows in the order of their tokens. N may differ between microbatches, and may be 0.
 
+    >>> sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
+    >>> model = triax.PipelineModule(triax.hf_layers(transformers.LlamaConfig(**sizes)), loss_fn=triax.CausalLMLoss())
+    >>> model(torch.tensor([[1, 2, 3]])).shape
+    torch.Size([1, 3, 64])
+
     Args:
         model_or_config: a model such as ``LlamaForCausalLM``, of a family that docs/models.md lists, from which the
             layers take their initial weights, and which of them are frozen; a folder with such a model, or its id on
@@ -476,6 +481,9 @@ class Head(nn.Linear):
 @dataclass(frozen=True)
 class CausalLMLoss:
     """Causal language model loss as in transformers: the labels are the ids themselves, and the loss shifts them.
+
+    >>> triax.CausalLMLoss()(torch.zeros(1, 3, 256), torch.tensor([[7, 8, 9]]))  # 2 ln 256, and 2 labels
+    (tensor(11.0904), tensor(2))
 
     Args:
         ignore_index: label value that is left out of the loss and of the count.

@@ -57,6 +57,11 @@ def save_hf(
     The ids of special tokens, ``generation_config.json``, the tokenizer's files and its chat template are those of the
     folder or the model that ``load_hf`` read.
 
+    >>> layers = triax.llama_layers(triax.LlamaConfig.preset("llama-tiny"))
+    >>> triax.save_hf(triax.PipelineModule(layers), "runs/llama")
+    >>> sorted(os.listdir("runs/llama"))
+    ['config.json', 'model.safetensors']
+
     Args:
         model: an ``Engine``, a ``PipelineModule`` of triax's layers, or a Hugging Face model that ``parallelize``
             sharded. This model may be the only layer of an engine's ``PipelineModule``.

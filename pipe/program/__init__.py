@@ -14,7 +14,7 @@ simulate.py        simulate: costs -> timeline, makespan, bubble, peak activatio
 pairs.py           pair_pass: joins passes to pairs, in which each hides the collectives of the other
 offload.py         offload_pass: inserts offloads and reloads of activations
 recompute_pass.py  recompute_pass: inserts recomputations of activations
-critical.py        CriticalPath: why each op starts when it does, and the ops that make the step as long as it is
+critical.py        CriticalPath: reason for the start time of each op, and the ops that set the makespan
 layer_costs.py     LayerCosts: seconds and bytes of each layer of a list, from which a cut into stages is searched
 measured_costs.py  costs_of: measured timelines -> costs
 forward_only.py    forward_only: the schedule of inference and evaluation

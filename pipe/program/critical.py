@@ -1,10 +1,10 @@
-"""Why each op of a simulated step starts when it does, and the critical path, whose ops make the step as long as it is.
+"""Reason for the start time of each op of a simulated step, and the critical path: the ops that set the makespan.
 
 An op starts when its rank has ended the op before and its inputs have arrived: the later of the two is its cause. The
 critical path goes from the last op of the step back along the causes to an op that starts at 0. Its ops and messages
 follow each other without a gap, so their times add up to the makespan.
 
-    >>> schedule = make_schedule("1f1b", pipe=2, microbatches=2)
+    >>> schedule = triax.make_schedule("1f1b", pipe=2, microbatches=2)
     >>> print(explain(schedule, Costs(), Op("B", 0, 0)))
     0B0 runs from 4 to 6 on rank 0. It starts when its gradient arrives, at 4: 1B0 of rank 1 ends at 4.
     Rank 0 was ready at 2, after 0F1, and idle for 2.

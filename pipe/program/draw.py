@@ -168,7 +168,7 @@ def _cells(
 
 
 def _summary(row: Sequence[Span], ranks: int, begin: float, width: int, scale: float) -> Any:
-    """Return a rank's line of letters, each kind as often as its share of the time; idle time is a dot."""
+    """Return a rank's line of letters: each kind of op has letters by its share of the time; idle time is a dot."""
     from rich.text import Text
 
     line, owed, at = Text(), {(".", ""): 0.0}, 0

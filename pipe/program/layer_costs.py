@@ -63,7 +63,7 @@ class LayerCosts:
     """Costs of all layers of a list, of the messages between stages, and the speeds of the ranks.
 
     Attributes:
-        layers: costs of each layer, those of the loss with the last one.
+        layers: costs of each layer; the costs of the last one include the loss.
         latency: seconds of a message, without its bytes.
         per_byte: seconds of each byte of a message.
         speeds: speed of each rank of the pipe axis; a pass takes the layers' seconds divided by it. (): all have 1.
@@ -89,7 +89,7 @@ class LayerCosts:
         """Return the speed of each rank of a pipe axis.
 
         Raises:
-            ValueError: the speeds are those of another number of ranks.
+            ValueError: there are speeds for another number of ranks.
         """
         if self.speeds and len(self.speeds) != pipe:
             raise ValueError(

@@ -3,16 +3,16 @@
     1f1b                    0F0 0F1     0F2         0B0 ...
     with offload            0F0 0O0 0F1 0O1 0F2 0R0 0B0 ...
 
-The copies of a rank run one after the other in a lane of their own (simulate.py). A reload is planned as late as its
-backward allows, an offload as early as the lane is free; activations whose copies do not fit between their forward
-and their backward stay on the device, and so do all of a rank whose peak would not fall,
-because of the buffers under way. So no op starts later than without offload, at the costs that the pass was given.
+The copies of a rank run one after the other in a lane of their own (simulate.py). The pass plans a reload as late as
+its backward allows, and an offload as early as the lane is free. Activations whose copies do not fit between their
+forward and their backward stay on the device. All activations of a rank stay if its peak would not fall, because of the
+buffers of the copies. So no op starts later than without offload, at the costs that the pass was given.
 
-Selective offload takes the stages of a rank whose activations live longest first, as in PipeOffload (Wan et al. 2025,
-arXiv:2503.01328, section 4), and of the last such stage every n-th microbatch.
+If a part is offloaded, the stages of a rank whose activations live longest come first, as in PipeOffload (Wan et al.
+2025, arXiv:2503.01328, section 4). Of the last such stage, every n-th microbatch is offloaded.
 
-    >>> schedule = offload_pass(make_schedule("1f1b", pipe=4, microbatches=16))
-    >>> result = simulate(schedule, Costs(F=1, I=1, W=1, O=1, R=1))
+    >>> schedule = offload_pass(triax.make_schedule("1f1b", pipe=4, microbatches=16))
+    >>> result = triax.simulate(schedule, Costs(F=1, I=1, W=1, O=1, R=1))
     >>> result.makespan, result.peak_activations
     (57.0, (3.0, 3.0, 2.0, 1.0))
 """
@@ -48,7 +48,7 @@ def offload_pass(
         schedule: a schedule with backward ops.
         fraction: share of each rank's activations to offload, 0 to 1. Those whose copies would not fit stay.
         stages: the stages whose activations may be offloaded; None: all.
-        costs: times of the ops, by which the copies are placed; None: those of ``Costs()``.
+        costs: times of the ops, by which the copies are placed; None: ``Costs()``.
 
     Returns:
         The schedule with the same compute ops, and O and R between them.

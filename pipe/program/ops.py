@@ -51,7 +51,13 @@ _PATTERN = re.compile(r"(\d+)([A-Z_]+?)(\d*)")
 
 
 class Op(NamedTuple):
-    """Operation of one rank for one stage and microbatch; `Op("F", 2, 0)` prints as `2F0`."""
+    """Operation of one rank for one stage and microbatch; `Op("F", 2, 0)` prints as `2F0`.
+
+    Attributes:
+        kind: kind of the operation: `F`, `B`, `I`, `W`, and so on.
+        stage: index of the stage.
+        microbatch: index of the microbatch, of the slice, or of the tie; -1: none.
+    """
 
     kind: str
     stage: int

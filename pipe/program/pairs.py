@@ -13,8 +13,8 @@ pass that would have come first. DualPipe pairs F with B (DeepSeek 2025). STP pa
 2025, arXiv:2510.27257; pipe/schedules/braided.py).
 
     >>> costs = Costs(F=1, I=1, W=1, AR=0.25)
-    >>> plain = make_schedule("dualpipe-v", pipe=4, microbatches=16)
-    >>> simulate(plain, costs).makespan, simulate(pair_pass(plain, costs), costs).makespan
+    >>> plain = triax.make_schedule("dualpipe-v", pipe=4, microbatches=16)
+    >>> triax.simulate(plain, costs).makespan, triax.simulate(pair_pass(plain, costs), costs).makespan
     (54.75, 53.25)
 """
 
@@ -38,7 +38,7 @@ def pair_pass(schedule: Schedule, costs: Costs | None = None) -> Schedule:
 
     Args:
         schedule: a schedule without pairs, offload and recomputation.
-        costs: times of the ops; None: those of ``Costs()``, which has no collectives to hide.
+        costs: times of the ops; None: ``Costs()``, which has no collectives to hide.
 
     Returns:
         The schedule with the pairs that were found best; the schedule itself if none makes the step shorter.

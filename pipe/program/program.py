@@ -13,11 +13,17 @@ Ties = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Program:
-    """Ops of each rank: a schedule's compute ops, messages, ZeRO's collectives, sums of tied gradients."""
+    """Ops of each rank: a schedule's compute ops, messages, ZeRO's collectives, sums of tied gradients.
+
+    Attributes:
+        schedule: the schedule.
+        ops: for each rank its ops, in the order in which it runs them.
+        ties: for each tie, the stages that hold it, ascending.
+    """
 
     schedule: Schedule
-    ops: tuple[tuple[Op, ...], ...]  # per rank
-    ties: Ties = ()  # for each tie, the stages that hold it, ascending
+    ops: tuple[tuple[Op, ...], ...]
+    ties: Ties = ()
 
     def __str__(self) -> str:
         rows = (f"rank {r}: {' '.join(map(str, ops))}" for r, ops in enumerate(self.ops))

@@ -3,11 +3,11 @@
     1f1b                    0F0 0F1 0F2 0F3     0B0 ...
     with recomputation      0F0 0F1 0F2 0F3 0C0 0B0 ...
 
-C runs directly before its backward, which is the time at which it needs the least memory. It takes as long as a
-forward, and waits for no message: where the rank waits for the gradient, C costs no time.
+C runs directly before its backward: at no other time does it need less memory. It takes as long as a forward, and waits
+for no message. If the rank waits for the gradient anyway, C costs no time.
 
-    >>> schedule = recompute_pass(make_schedule("1f1b", pipe=4, microbatches=8))
-    >>> result = simulate(schedule)
+    >>> schedule = recompute_pass(triax.make_schedule("1f1b", pipe=4, microbatches=8))
+    >>> result = triax.simulate(schedule)
     >>> result.makespan, result.peak_activations
     (39.0, (1.0, 1.0, 1.0, 1.0))
 """
@@ -32,7 +32,7 @@ def recompute_pass(
         schedule: a schedule with backward ops.
         fraction: share of each rank's activations to recompute, 0 to 1: of the stages where they live longest, first.
         stages: the stages whose activations may be recomputed; None: all.
-        costs: times of the ops, by which the stages are chosen; None: those of ``Costs()``.
+        costs: times of the ops, by which the stages are chosen; None: ``Costs()``.
 
     Returns:
         The schedule with C before backwards; a rank whose peak would not fall stays as it is.

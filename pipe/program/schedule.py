@@ -26,17 +26,32 @@ from .slices import Slices, slice_lengths
 
 @dataclass(frozen=True)
 class Schedule:
-    """Compute ops of each rank of the pipe axis, in order. (`verify` checks that it can run.)"""
+    """Compute ops of each rank of the pipe axis, in order. (`verify` checks that it can run.)
+
+    >>> schedule = triax.make_schedule("gpipe", pipe=2, microbatches=2)
+    >>> schedule.placement, [str(op) for op in schedule.orders[1]]
+    ((0, 1), ['1F0', '1F1', '1B0', '1B1'])
+    >>> triax.Schedule.from_csv(schedule.to_csv()).orders == schedule.orders
+    True
+
+    Attributes:
+        name: name of the schedule, for messages.
+        pipe: number of ranks of the pipe axis.
+        microbatches: number of microbatches of a step.
+        chunks: number of stages per rank.
+        placement: the rank of each stage.
+        orders: for each rank its compute ops and transfers, in the order in which it runs them.
+        pairs: forwards, each of which runs interleaved with the op after it (pairs.py).
+        slices: relative lengths of the slices of each microbatch (slices.py); (1,): microbatches are whole.
+    """
 
     name: str
-    pipe: int  # ranks of the pipe axis
+    pipe: int
     microbatches: int
-    chunks: int  # stages per rank
-    placement: tuple[int, ...]  # the rank of each stage
-    orders: tuple[tuple[Op, ...], ...]  # per rank, compute ops and transfers
-    # Forwards, each of which runs interleaved with the op after it (pairs.py):
+    chunks: int
+    placement: tuple[int, ...]
+    orders: tuple[tuple[Op, ...], ...]
     pairs: frozenset[Op] = field(default=frozenset(), kw_only=True)
-    # relative lengths of the slices of each microbatch (slices.py)
     slices: Slices = field(default=(1,), kw_only=True)
 
     def __post_init__(self) -> None:

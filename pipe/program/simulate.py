@@ -1,6 +1,6 @@
 """Simulation of a schedule: costs of the ops -> timeline, makespan, bubble, peak activations.
 
-    >>> result = simulate(make_schedule("1f1b", pipe=4, microbatches=8), Costs(F=1, I=1, W=1, COMM=0))
+    >>> result = triax.simulate(triax.make_schedule("1f1b", pipe=4, microbatches=8), triax.Costs(F=1, I=1, W=1))
     >>> result.makespan, round(result.bubble, 3), result.peak_activations
     (33.0, 0.273, (4.0, 3.0, 2.0, 1.0))
 
@@ -51,19 +51,17 @@ class _Pass(NamedTuple):
 class Costs:
     """Costs of a forward, an input gradient, a weight gradient and a message, in any unit of time.
 
-    C, a forward that is run again, costs as much as F.
-    A number of F, I, W is the cost of one rank's whole share of a microbatch, all its chunks together,
-    so that schedules with different chunks compare: an op of one of v chunks costs 1/v of it.
-    A sequence of F, I, W, GATHER, O, R gives the cost of each stage's own op instead, undivided, as it is measured.
-    COMM is one message's time; a sequence gives it for each boundary, stage 0 to 1 first.
-    GATHER is for ZeRO-3: gathering the weights of one rank's whole share over the data axis. Layers are gathered
-    ahead while others compute, so a pass that needs them (F, and I or B) takes no less than its gather, and
-    counts as busy as long.
-    O and R are the times to offload and to reload the activations of one rank's whole share of a microbatch: their
-    bytes divided by the bandwidth, and the latency.
-    AR and A2A are the times of the collectives in an F, and in an I or B: the all-reduces of the tensor axis, and the
-    all-to-alls of the expert axis. They take a network, and the products F, I and W a processor. A pass alone waits for
-    its collectives, except that the all-reduces of a B run beside its own weight gradient:
+    >>> schedule = triax.make_schedule("1f1b", pipe=2, microbatches=4)
+    >>> triax.simulate(schedule, triax.Costs(F=1, I=1, W=1, COMM=0.5)).makespan
+    17.0
+
+    Each cost but COMM is a number or a sequence. A number is the cost of one rank's whole share of a microbatch, all
+    its chunks together, so that schedules with different chunks compare: an op of one of v chunks costs 1/v of it. A
+    sequence gives the cost of each stage's own op, undivided, as it is measured. C, a forward that is run again, costs
+    as much as F.
+
+    AR and A2A are collectives: they take a network, and the products F, I and W a processor. A pass alone waits for its
+    collectives, except that the all-reduces of a B run beside its own weight gradient:
 
         pass     alone                   in a pair of passes 1 and 2
         F        F + AR + A2A            the longest of: the products of 1 + 2, AR of 1 + 2, A2A of 1 + 2,
@@ -71,9 +69,20 @@ class Costs:
         B        I + max(W, AR) + A2A
         W        W
 
-    attention is the share of causal attention in F and in I of a whole microbatch, 0 to 1, for schedules over slices of
-    sequences (slices.py): a later slice attends to more tokens and takes longer. All other costs of a slice, its
-    messages too, are those of the microbatch times its share of the tokens.
+    Attributes:
+        F: time of a forward pass.
+        I: time of the gradient of the inputs.
+        W: time of the gradient of the weights.
+        COMM: time of one message. A sequence gives it for each boundary, the boundary of stages 0 and 1 first.
+        GATHER: for ZeRO-3: time to gather the weights over the data axis. Layers are gathered ahead while others
+            compute. So a pass that needs them (F, and I or B) takes no less time than its gather, and all of this time
+            counts as busy.
+        O, R: times to offload and to reload the activations of a microbatch: bytes / bandwidth + latency.
+        AR: time of the all-reduces of the tensor axis in an F, and in an I or B.
+        A2A: time of the all-to-alls of the expert axis in an F, and in an I or B.
+        attention: share of causal attention in F and in I of a whole microbatch, 0 to 1, for schedules over slices of
+            sequences (slices.py): a later slice attends to more tokens and takes longer. All other costs of a slice,
+            its messages too, are the costs of the microbatch times the slice's share of the tokens.
     """
 
     F: Cost = 1.0
@@ -102,7 +111,7 @@ class Costs:
         """Return for each kind of a schedule's ops the cost of one op of each stage, with the gather of its weights.
 
         Args:
-            stages, chunks: those of the schedule.
+            stages, chunks: number of stages of the schedule, and of chunks of a rank.
             tokens, forward: for ops of a slice, its shares as ``slice_costs`` returns them.
         """
         w, g, o, r = (self._per_stage(name, stages, chunks) for name in ("W", "GATHER", "O", "R"))
@@ -150,17 +159,31 @@ class Costs:
 
 @dataclass(frozen=True)
 class Simulation:
-    """Result of `simulate`: the times of all ops, and the makespan, bubble and peak memory that follow from them."""
+    """Result of `simulate`: the times of all ops, and the makespan, bubble and peak memory that follow from them.
+
+    Attributes:
+        makespan: time of the step, in the unit of the costs.
+        bubble: idle share of the busiest rank, 1 - (its busy time) / makespan.
+        peak_activations: for each rank the activations that it holds at most, in microbatches through 1/pipe of the
+            model.
+        timeline: start and end of each op.
+        peak_offloaded: for each rank the activations in host memory at most, in the same unit; () if the schedule
+            offloads none.
+    """
 
     makespan: float
-    bubble: float  # 1 - busy time of the busiest rank / makespan
-    peak_activations: tuple[float, ...]  # per rank, in microbatches through 1/pipe of the model
+    bubble: float
+    peak_activations: tuple[float, ...]
     timeline: Timeline
-    peak_offloaded: tuple[float, ...] = ()  # per rank, in host memory, in the same unit; () if nothing is offloaded
+    peak_offloaded: tuple[float, ...] = ()
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None, keep_gathered: bool = False) -> Simulation:
     """Simulate a step of `schedule`.
+
+    >>> result = triax.simulate(triax.make_schedule("zb-h1", pipe=4, microbatches=8))
+    >>> result.makespan, round(result.bubble, 3), result.peak_activations
+    (27.0, 0.111, (4.0, 4.0, 4.0, 4.0))
 
     Args:
         schedule: the schedule.
@@ -179,9 +202,9 @@ def simulate(schedule: Schedule, costs: Costs | None = None, keep_gathered: bool
 def peak_activations(schedule: Schedule, sizes: Sequence[float] | None = None) -> tuple[float, ...]:
     """Return the most activations that each rank holds at once.
 
-    An activation is held from the start of its F to the end of its W or B; in a forward-only schedule, during its F
-    only. One that is offloaded is held until an F or C has waited for its O, and again from its R on. One that is
-    recomputed is held during its F, and again from its C on; its input, which stays, does not count.
+    A rank holds an activation from the start of its F to the end of its W or B; in a forward-only schedule, during its
+    F only. It holds an offloaded activation until an F or C has waited for its O, and again from its R on. It holds a
+    recomputed activation during its F, and again from its C on; the stage's input, which stays, does not count.
 
     Args:
         schedule: the schedule.
@@ -199,10 +222,10 @@ def peak_activations(schedule: Schedule, sizes: Sequence[float] | None = None) -
 
 
 def counts_in_flight(schedule: Schedule) -> list[list[tuple[float, ...]]]:
-    """Return for each rank the largest numbers of microbatches that its stages hold activations of.
+    """Return for each rank the largest numbers of microbatches whose activations its stages hold at once.
 
-    A slice counts as its share of a microbatch's tokens. A rank with several stages may have several largest numbers,
-    of which none is larger in all stages: with two chunks, (3, 1) and (2, 2).
+    A slice counts as its share of a microbatch's tokens. A rank with several stages may have several such tuples,
+    because none is larger in all stages: with two chunks, (3, 1) and (2, 2).
     """
     found, forward_only = [], schedule.forward_only
     for rank, order in enumerate(schedule.orders):

@@ -10,7 +10,7 @@ first. In an op the last number counts slices: with n slices, `2F7` is stage 2, 
     rank 1: 1F0 1F1 1B1 1F2 1B0 1F3 1B3 1B2
 
 Sources: TeraPipe (Li et al. 2021, arXiv:2102.07988) with the order of GPipe; Seq1F1B (Sun et al. 2024,
-arXiv:2406.03488) with those of 1F1B, interleaved 1F1B and ZB-H1; SlimPipe (Li et al. 2025, arXiv:2504.14519).
+arXiv:2406.03488) with the orders of 1F1B, interleaved 1F1B and ZB-H1; SlimPipe (Li et al. 2025, arXiv:2504.14519).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def slice_lengths(slices: int | Sequence[float]) -> Slices:
 
 
 def in_order_of_slices(orders: Orders, slices: int) -> Orders:
-    """Return orders in which the k-th backward of a sequence is of its k-th last slice, not of its k-th."""
+    """Return orders in which the backwards of a sequence go from its last slice to its first."""
 
     def reversed_(op: Op) -> Op:
         microbatch, k = divmod(op.microbatch, slices)

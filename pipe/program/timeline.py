@@ -55,11 +55,17 @@ class CollectiveSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The time of each op of each rank: simulated (simulate.py), or measured by the executor."""
+    """Times of each op of each rank: simulated (simulate.py), or measured by the executor.
 
-    rows: tuple[tuple[Span, ...], ...]  # per rank
-    collectives: tuple[tuple[CollectiveSpan, ...], ...] = ()  # per rank, of a measured step; () for a simulated one
-    transfers: tuple[tuple[Span, ...], ...] = ()  # per rank, of activations to and from the host; () without any
+    Attributes:
+        rows: for each rank the spans of its ops; in seconds if they were measured, else in the unit of the costs.
+        collectives: for each rank its collectives of a measured step; () for a simulated step.
+        transfers: for each rank the copies of activations to the host and back; () without any.
+    """
+
+    rows: tuple[tuple[Span, ...], ...]
+    collectives: tuple[tuple[CollectiveSpan, ...], ...] = ()
+    transfers: tuple[tuple[Span, ...], ...] = ()
 
     @property
     def makespan(self) -> float:

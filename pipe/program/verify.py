@@ -51,10 +51,17 @@ from .simulate import timeline_of
 def verify(subject: Schedule | Program, memory: float | Sequence[float] | None = None) -> None:
     """Check that `subject` runs to its end.
 
+    >>> schedule = triax.make_schedule("gpipe", pipe=2, microbatches=4)
+    >>> triax.verify(schedule)  # no error
+    >>> triax.verify(schedule, memory=2)
+    Traceback (most recent call last):
+        ...
+    triax.pipe.program.deadlock.ScheduleError: rank 0 may hold 2 activations, but at 0F2 it holds 3
+
     Args:
         subject: a schedule or a program.
-        memory: limit on the activations that a rank holds (one number for all ranks, or one for each), in the unit of
-            `peak_activations`: those of one microbatch in 1/pipe of the model. If None, there is no limit.
+        memory: limit on the activations that a rank holds (one number for all ranks, or one for each). The unit is the
+            activations of one microbatch in 1/pipe of the model, as in `peak_activations`. If None, there is no limit.
 
     Raises:
         ScheduleError: the subject is incomplete, in a wrong order, exceeds the limit or hangs. The message names the
@@ -319,7 +326,7 @@ def _rendezvous(program: Program) -> None:
     standing: dict[int, set[int]] = defaultdict(set)  # tie -> ranks that have reached it
 
     def reads(rank: int, op: Op) -> list[Op]:
-        """Return the RECVs that a compute op waits for, with those of the op that runs interleaved with it."""
+        """Return the RECVs that a compute op waits for, and the RECVs of the op that runs interleaved with it."""
         both = (op, program.ops[rank][at[rank] + 1]) if op in program.schedule.pairs else (op,)
         return [read for each in both if (read := _read(each, placement)) is not None]
 

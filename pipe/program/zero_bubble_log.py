@@ -55,8 +55,8 @@ def to_zero_bubble(schedule: Schedule) -> str:
 def from_zero_bubble(text: str, name: str = "file") -> Schedule:
     """Read lines of the zero-bubble repository.
 
-    The lines do not say on which rank the second chunk begins. Of the loop (0 1 0 1) and the zigzag (0 1 1 0), the
-    placement is taken with which the schedule runs, and the faster one if it runs with both.
+    The lines do not say on which rank the second chunk begins: the placement is the loop (0 1 0 1) or the zigzag
+    (0 1 1 0). The result has the placement with which the schedule runs; if it runs with both, the faster one.
 
     Raises:
         ValueError: a cell is not an op, an op comes twice, the ranks have different numbers of chunks, or the schedule

@@ -1,8 +1,8 @@
 """Recomputation by an op of the schedule: a stage's pass keeps its inputs, and C runs it again before the backward.
 
-The stage is one recomputed group (recompute.py): gradients go through the graph of the first run, whose saved tensors
-the second run makes anew. What differs is the time: the group runs again when the schedule says so, for instance while
-the rank waits for a gradient.
+The stage is one recomputed group (recompute.py): gradients go through the graph of the first run, and the second run
+makes the saved tensors of that graph anew. Only the time of the second run differs: the schedule sets it, for instance
+while the rank waits for a gradient.
 """
 
 from __future__ import annotations

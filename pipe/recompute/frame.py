@@ -300,7 +300,7 @@ def _changed(values: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:
 
 
 def _put(owner: dict[str, Any], items: Mapping[str, Any]) -> None:
-    """Set items of a dict, or delete those that it did not have."""
+    """Set items of a dict; delete an item whose value is ``_MISSING``."""
     for key, value in items.items():
         if value is _MISSING:
             owner.pop(key, None)

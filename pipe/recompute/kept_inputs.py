@@ -73,8 +73,8 @@ class KeptNest:
         inputs: the options with which its tensors are kept.
         key: name of the group whose input it is.
         nest: the group's input.
-        changed: places in the nest of the tensors that the group changes in place, of which copies are kept. None: not
-            known yet, so that each is copied until ``run_ended``.
+        changed: places in the nest of the tensors that the group changes in place: the nest keeps copies of them. None:
+            not known yet, so all tensors are copied until ``run_ended``.
     """
 
     def __init__(self, inputs: Inputs, key: Hashable, nest: Any, changed: Collection[int] | None = ()) -> None:

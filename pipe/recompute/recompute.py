@@ -57,7 +57,7 @@ class Group(NamedTuple):
         start, stop: their places in the stage.
         recomputed: True if they are recomputed, all together.
         name: name of the group in error messages.
-        layers: indices, in the model's list of layers, of those that are modules (not functions).
+        layers: indices, in the model's list of layers, of the group's modules (without functions).
         parts: the modules whose state is restored; see ``stateful``.
     """
 
@@ -122,7 +122,7 @@ class Recompute:
         self._groups: dict[int, list[Group]] = {}
         self._changed: dict[str, Collection[int]] = {}  # by group: its inputs that it changes in place
         self._watched: set[str] = set()  # blocks of a plain module that have run once
-        self._checkpointing: set[str] = set()  # those that call torch.utils.checkpoint
+        self._checkpointing: set[str] = set()  # blocks that call torch.utils.checkpoint
         self._count, self._seconds = 0, 0.0
 
     def groups(self, module: Stages, stage: int) -> Sequence[Group]:
@@ -185,8 +185,8 @@ class Recompute:
     def run_block(self, group: Group, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a block of a plain module as ``run`` does, but without recomputation if it is recomputed already.
 
-        It is within another block, or within ``torch.utils.checkpoint``, or if it calls ``torch.utils.checkpoint``
-        itself, which its first run finds out.
+        A block is recomputed already within another block or within ``torch.utils.checkpoint``, or if it calls
+        ``torch.utils.checkpoint`` itself, which its first run finds out.
         """
         if not torch.is_grad_enabled() or group.name in self._checkpointing or runs_within(__name__, CHECKPOINT):
             return function(*args, **kwargs)
@@ -292,7 +292,7 @@ class Recompute:
 
 
 def module_of(function: Callable[..., Any]) -> nn.Module | None:
-    """Return the module that a function is, or of which it is a method; None if there is none."""
+    """Return the module if the function is a module or a method of one; else None."""
     while isinstance(function, partial):
         function = function.func
     owner = getattr(function, "__self__", function)

@@ -38,7 +38,7 @@ def install_tiles(module: nn.Module, recompute: Recompute, tokens: int) -> int:
 
 
 def dropout_in_tiles(module: nn.Module) -> str | None:
-    """Return the name of a dropout in a module that may run in tiles: its masks would be others than without them."""
+    """Return the name of a dropout in a module that may run in tiles: tiles would change its masks."""
     for name, part in module.named_modules():
         if isinstance(part, (SampleRandom, nn.modules.dropout._DropoutNd)) and getattr(part, "p", True):
             parts = name.split(".")

@@ -137,11 +137,11 @@ def decode(
     ready_b = [-1.0] * (stages * mbs) + [0.0] * mbs  # [(stage + 1) * mbs + mb]: its output's gradient
     hop_f, hop_b = problem.hop_f, problem.hop_b
     at, clock, held, idle = [0] * pipe, [0.0] * pipe, [0] * pipe, [0.0] * pipe
-    uses = [[0] * (3 * v) for _ in range(pipe)]  # of W: those that are done
+    uses = [[0] * (3 * v) for _ in range(pipe)]  # number of Ws that are done
     late: list[list[int]] = [[] for _ in range(pipe)]  # codes of the deferred Ws; `first` is the index of the next one
     first = [0] * pipe
     waiting: dict[int, int] = {}  # what a blocked rank waits for -> the rank
-    backward = (stages + 1) * mbs  # keys of gradients come after those of activations
+    backward = (stages + 1) * mbs  # keys of gradients come after the keys of activations
     runnable = list(range(pipe))
     ended = codes = 0
     orders: list[list[Op]] = [[] for _ in range(pipe)]

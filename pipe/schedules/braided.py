@@ -5,10 +5,10 @@ its collectives over the tensor axis, the other one computes. T_F, T_I, T_W and 
 3p-1 microbatches or more the paper counts
 
     idle time of the pipeline    (p-1)(T_F + T_AR + T_I - T_W)
-    collectives that show        (2p+1) T_AR: those of forwards before the steady state and of backwards after it
+    collectives not hidden       (2p+1) T_AR: of the forwards before the steady state and the backwards after it
 
-In each step of the steady state a rank runs F and B of its upper stage, then F and B of its lower stage. The order is
-that of the authors' generator (github.com/MICLAB-BUPT/STP).
+In each step of the steady state a rank runs F and B of its upper stage, then F and B of its lower stage. The authors'
+generator (github.com/MICLAB-BUPT/STP) has the same order.
 """
 
 from __future__ import annotations

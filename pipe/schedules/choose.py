@@ -44,6 +44,11 @@ def make_schedule(
 ) -> Schedule:
     """Make or read a schedule: a published one, ``auto`` (the best found for ``costs``), or a file.
 
+    >>> print(triax.make_schedule("1f1b", pipe=2, microbatches=3))
+    1f1b: pipe 2, microbatches 3, chunks 1
+    rank 0: 0F0 0F1 0B0 0F2 0B1 0B2
+    rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
+
     Args:
         name: a published name (``triax.pipe.schedules.registry.RECIPES``), ``auto``, a path that ends in .csv,
             .json or .txt, or the name of another package's entry point (group ``triax.schedules``).

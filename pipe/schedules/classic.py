@@ -1,13 +1,13 @@
 """Schedules with a whole backward (B) and a fixed pattern per rank: GPipe, 1F1B, interleaved, breadth-first.
 
 A generator returns the order of every rank. Its docstring has an example of the output, and two figures: the idle time
-of a rank in a step, and the peak of the activations that it holds. In these, p is the number of ranks, m of
-microbatches, v of chunks; F, B, I and W are the times of one microbatch on a rank, all chunks together; and the peak
-counts activations of one microbatch in 1/p of the model.
+of a rank in a step, and the peak of the activations that it holds. In the figures, p is the number of ranks, m of
+microbatches, and v of chunks. F, B, I and W are the times of one microbatch on a rank, all chunks together. The unit of
+the peak is the activations of one microbatch in 1/p of the model.
 
-For slices of sequences (program/slices.py) the generators take the number of slices of all microbatches as that of the
-microbatches, and n slices of each. They number the backwards in the order in which they run: `named_schedule` gives
-them the slices of a sequence in reverse. Then idle times and peaks are 1/n of those with n - 1 forwards more ahead.
+For n slices of each sequence (program/slices.py) the generators count slices in place of microbatches. They number the
+backwards in the order in which they run; `named_schedule` then gives the backwards the slices of a sequence in reverse.
+Idle times and peaks are 1/n of the figures of the same order with n - 1 more forwards ahead.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def interleaved(pipe: int, microbatches: int, chunks: int, slices: int = 1) -> O
             if sample and sample[0] <= bound(few):
                 yield i
 
-    # a way that reaches the bound on a few microbatches mostly does so on all
+    # a way that reaches the bound on a few microbatches mostly reaches it on all
     result = best(promising()) or best(range(len(tries)))
     assert result is not None
     return result[1]
@@ -169,7 +169,7 @@ def chunk_order(sizes: Sequence[int], chunks: int) -> list[int]:
 
 
 def number(stage_ops: Sequence[StageOp]) -> list[Op]:
-    """Number the microbatches: the k-th forward of a stage is of microbatch k, and so is its k-th backward.
+    """Number the microbatches: the k-th forward and the k-th backward of a stage are of microbatch k.
 
     A W belongs to the earliest I of the rank that has no W yet.
 

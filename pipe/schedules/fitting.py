@@ -51,7 +51,7 @@ def find_fitting(
         stages: stages whose activations may be offloaded; None: all.
 
     Returns:
-        The schedule, without O, R and C if they make the step no shorter. Its lower bound is that without a limit.
+        The schedule, without O, R and C if they make the step no shorter. Its lower bound ignores the limit.
 
     Raises:
         ValueError: as ``find_schedule`` and ``offload_pass``, or stages without chunks.

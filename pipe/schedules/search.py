@@ -173,9 +173,9 @@ def _limits(pipe: int, microbatches: int, chunks: int, memory: float | Sequence[
 
 
 def _fitting(pipe: int, microbatches: int, chunks: int, limits: Sequence[int]) -> list[Schedule]:
-    """Return the schedules from which the search starts: each named one within `limits`, and those that always fit.
+    """Return the schedules from which the search starts: named ones within `limits`, and some that always fit.
 
-    The search knows no pairs: the passes of a named schedule's pairs run one after the other.
+    The search has no pairs: the two passes of a named schedule's pair run one after the other.
     """
     schedules = []
     for name, recipe in RECIPES.items():

@@ -72,6 +72,14 @@ def rank_of(root: Path, replica: str) -> int:
     raise LookupError(f"replica {replica} has no rank")
 
 
+def coordinator_of(launcher: int) -> int:
+    """Process number of the coordinator that a launcher has started."""
+    for each in map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()):
+        if b"coordinator" in Path(f"/proc/{each}/cmdline").read_bytes().split(b"\0"):
+            return each
+    raise LookupError(f"launcher {launcher} has no coordinator")
+
+
 def in_one_process(job: Job, history: Path) -> list[float]:
     """Losses of plain PyTorch that takes the samples of a history."""
     module = build_module(job, triax.Grid())
@@ -103,7 +111,7 @@ def in_one_process(job: Job, history: Path) -> list[float]:
 
 
 @pytest.mark.exhaustive
-def test_a_killed_replica_of_a_file_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_replica_and_coordinator_of_a_file_return(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     folder(tmp_path, 60)
@@ -112,9 +120,14 @@ def test_a_killed_replica_of_a_file_returns(tmp_path: Path, monkeypatch: pytest.
         deadline = time.monotonic() + 100
         while max(written(tmp_path, "faults", "1"), default=0) < 4 and time.monotonic() < deadline:
             time.sleep(0.01)
+        os.kill(coordinator_of(process.pid), signal.SIGKILL)
+        before = max(written(tmp_path, "faults", "1"))
+        while max(written(tmp_path, "faults", "1")) < before + 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
         os.kill(rank_of(tmp_path, "1"), signal.SIGKILL)
         out, errors = process.communicate(timeout=150)
         assert process.returncode == 0, out + errors
+        assert "the coordinator died with code -9: it is started again (1 of 2)" in errors
     found = [written(tmp_path, "faults", name) for name in "01"]
     assert [*found[0]] == [*range(1, STEPS + 1)] and found[1].items() <= found[0].items() and STEPS in found[1]
     history = tmp_path / "runs" / "faults" / "history" / "0.jsonl"

@@ -12,6 +12,7 @@ import difflib
 import enum
 import importlib
 import inspect
+import re
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,7 @@ PACKAGES = (
         "triax.grid",
         "triax.methods",
         "triax.models",
+        "triax.moe",
         "triax.pipe",
         "triax.tensor_parallel",
         "triax.testing",
@@ -186,6 +188,14 @@ def test_public_api_is_the_list() -> None:
     pytest.importorskip("accelerate")
     told = difference(LISTED.read_text(encoding="utf-8"), current())
     assert not told, told
+
+
+def test_no_parameter_of_a_public_function_is_private() -> None:
+    """A name with an underscore in front is for callers within the library, and ``help`` shows it to all others."""
+    listed = LISTED.read_text(encoding="utf-8")
+    private = re.compile(r"(?:^|[(,]) *\**(_\w+)(?: *[:=,)]|$)", re.MULTILINE)
+    assert private.findall("class A(_a: int, b=_b)\nf(\n    x: int,\n    **_c,\n)") == ["_a", "_c"]
+    assert private.findall(listed) == []
 
 
 def test_changes_are_seen() -> None:

@@ -414,6 +414,12 @@ def test_an_instance_of_torchs_muon_is_sharded_too() -> None:
         ("FusedLamb", {"max_grad_norm": 1.0}, {}, "write gradient_clipping"),
         ("Lamb", {}, {"offload_optimizer": {"device": "cpu"}}, "step flat ranges: leave them out, or use AdamW"),
         ("Muon", {}, {"stage": 2, "sub_group_size": 100}, "step flat ranges: leave them out, or use AdamW"),
+        (
+            "Muon",
+            {},
+            {"stage": 3, "offload_param": {"device": "cpu"}},
+            "offload_param and zero_optimization.sub_group_size",
+        ),
         ("Muon", {"per_head_muon": True}, {}, "made orthogonal as a whole"),
         ("Muon", {"ns_dtype": "float16"}, {}, "give bfloat16, float32 or float64"),
         ("Muon", {"ns_method": "svd"}, {}, "give gram or standard"),

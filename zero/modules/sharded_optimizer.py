@@ -34,14 +34,20 @@ class ShardedOptimizer(ZeroModuleOptimizer):
     torch's own hooks, and divided by the number of replicas: each rank's loss is a mean over its own samples, as under
     DDP. Gradients of several backward passes add up: divide the loss by their number for a mean.
 
-    Learning-rate schedulers accept it: it is a ``torch.optim.Optimizer``. A parameter without a gradient on any
-    replica does not change, nor does its step count. Parameters' own ``.grad`` can be read
-    and changed in stages 0 and 1; ``gradients()`` returns whole gradients in every stage. ``torch.amp.GradScaler`` is
-    refused: use bf16.
+    It is a ``torch.optim.Optimizer``, so learning-rate schedulers accept it. If a parameter has a gradient on no
+    replica, neither it nor its step count changes. The parameters' own ``.grad`` can be read and changed in stages 0
+    and 1; ``gradients()`` returns whole gradients in every stage. It refuses ``torch.amp.GradScaler``: use bf16.
+
+    >>> weight = nn.Parameter(torch.tensor([1.0, -2.0]))
+    >>> optimizer = triax.ShardedOptimizer(torch.optim.SGD, [weight], triax.Grid(), stage=1, lr=0.1)
+    >>> weight.square().sum().backward()
+    >>> optimizer.step()
+    >>> weight.data
+    tensor([ 0.8000, -1.6000])
 
     Args:
-        optimizer_class: one that treats every element alone: Adam, AdamW, SGD, ...; or, in stage 0, a 1-bit optimizer:
-            ``OneBitAdam``, ``ZeroOneAdam``, ``OneBitLamb``.
+        optimizer_class: an optimizer that works element by element: Adam, AdamW, SGD, ...; or, in stage 0, a 1-bit
+            optimizer: ``OneBitAdam``, ``ZeroOneAdam``, ``OneBitLamb``.
         params: parameters, parameter groups or named parameters, as the class takes them.
         grid: gradients are averaged over its data axis, and summed over its tensor axis if a parameter's layout
             asks for it.

@@ -286,8 +286,8 @@ class Units:
         self._tape = UnitTape()
         self._waiting: deque[UnitTape] = deque(maxlen=expected)  # forward passes that no backward pass has reached
         self._unseen = 0  # forward passes since the last backward pass
-        self._reached: list[UnitTape] = []  # those that the running backward pass has reached
-        self._alive: WeakSet[UnitTape] = WeakSet()  # those that a backward pass may reach
+        self._reached: list[UnitTape] = []  # forward passes that the running backward pass has reached
+        self._alive: WeakSet[UnitTape] = WeakSet()  # forward passes that a backward pass may reach
         self._orders: dict[int, list[int]] = {}  # for each outermost unit, the order in which units began in it
         self._entered = False  # the running backward pass has reached a unit
         self._repeated: Counter[int] = Counter()  # runs of units in it, by activation checkpointing
@@ -307,7 +307,7 @@ class Units:
         self._in_backward.clear()
 
     def gather_missed(self, passes: int) -> None:
-        """Start the gathers of backward passes that other replicas have run and this one has not: at most ``passes``.
+        """Start the gathers of at most ``passes`` backward passes that other replicas have run and this one has not.
 
         The gathers follow the oldest forward passes of this step that no backward pass has reached.
         """
@@ -579,7 +579,7 @@ class Units:
         return sum(each.entered.count(unit) for each in self._alive)
 
     def _release_unused(self, unit: int) -> None:
-        """Release a unit's weights, except those that another unit still uses."""
+        """Release a unit's weights, except weights that another unit still uses."""
         using = {*self._held, *self._running, *self._in_backward}
         if unit not in using:
             self._gatherer.release_layer(unit, using)

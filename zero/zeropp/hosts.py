@@ -33,7 +33,7 @@ def equal_runs(hosts: Sequence[str], groups: Sequence[Sequence[int]]) -> int:
 def inner(grid: Grid, size: int, purpose: str) -> Axis:
     """Make the axis ``data within`` over this rank's group of ``size`` consecutive replicas. Collective.
 
-    ``purpose`` is that of ``Grid.subgroup``: each purpose has its own communicator.
+    ``purpose`` is an argument of ``Grid.subgroup``: each purpose has its own communicator.
     """
     replicas = grid.data_context.size
     return _one_of(grid, [range(first, first + size) for first in range(0, replicas, size)], purpose, "within")
@@ -42,7 +42,7 @@ def inner(grid: Grid, size: int, purpose: str) -> Axis:
 def outer(grid: Grid, size: int, purpose: str) -> Axis:
     """Make the axis ``data between`` over one replica of each group, at this rank's position in its group. Collective.
 
-    ``size`` and ``purpose`` are those of ``inner``.
+    ``size`` and ``purpose`` are as for ``inner``.
     """
     return _one_of(grid, [range(at, grid.data_context.size, size) for at in range(size)], purpose, "between")
 

@@ -12,8 +12,8 @@ from .weight_gather import WeightRoute
 def zeropp_formula(data_axis: ZeroDataAxis, passes: Counter[int]) -> dict[str, float]:
     """Return the bytes that each rank sends in one step under ZeRO++: axis -> bytes.
 
-    The formulas are those of Wang et al. 2023, arXiv:2306.10209. For M bytes of fp16 weights in stage 3, per
-    microbatch; each of N replicas sends (N-1)/N of these bytes:
+    The formulas are from Wang et al. 2023, arXiv:2306.10209. The table has the bytes of each collective, per
+    microbatch, for M bytes of fp16 weights in stage 3. Each of N replicas sends (N-1)/N of these bytes:
 
     | collective | ZeRO | ZeRO++ |
     |---|---|---|

@@ -1,0 +1,57 @@
+"""docs/option-pairs.md has every option, and a run finds what it says."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+
+import option_pairs
+import pytest
+from option_pairs import FEATURES, PAGE, PLACES
+
+from triax.options.engine import EngineOptions
+
+# Options that the page leaves out: sizes, rates, names, and what a run writes.
+LEFT_OUT = {"batch", "lr_scheduler", "schedule", "checkpoint", "monitor", "tuning", "drop_last", "seed", "names"}
+LEFT_OUT |= {"fault_tolerance"}  # replicas in processes of their own: docs/faults.md
+
+
+def test_the_page_has_every_option() -> None:
+    tried = {keyword for feature in FEATURES for keyword in feature.options}
+    assert tried | LEFT_OUT == {each.name for each in fields(EngineOptions)} and not tried & LEFT_OUT
+    page = PAGE.read_text()
+    single, _, rest = page.partition("## Pairs of options")
+    rows = dict(re.findall(r"^\| `(.+?)` \| (.*) \|$", single, re.MULTILINE))
+    assert list(rows) == [feature.name for feature in FEATURES]
+    cells = [cell.strip() for row in rows.values() for cell in row.split("|")]
+    assert len(cells) == len(FEATURES) * len(PLACES)
+    listed = re.findall(r"^\| `(.+?)` \| `(.+?)` \| (.*) \|$", rest, re.MULTILINE)
+    every = [(a.name, b.name) for a, b in option_pairs.pairs()]
+    assert {(a, b) for a, b, _ in listed} <= set(every)
+    counts = re.search(r"Of (\d+) pairs,\n(\d+) are equal and (\d+) run\.", rest)
+    assert counts is not None and len(every) == int(counts[1]) == int(counts[2]) + int(counts[3]) + len(listed)
+    numbers = {cell for cell in (*cells, *(cell for _, _, cell in listed)) if cell not in ("", "equal", "runs")}
+    assert all(re.fullmatch(r"refused \(\d+\)", cell) for cell in numbers), "an option fails"
+    assert len(numbers) == len(re.findall(r"^\d+\. \S", rest, re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ('recompute="full"', 'zero=Zero(offload_optimizer="cpu")'),
+        ('reduction=GradientReduction(dtype="bf16")', 'compression=GradientCompression("powersgd")'),
+    ],
+)
+def test_a_pair_does_what_the_page_says(names: tuple[str, str]) -> None:
+    (pair,) = (pair for pair in option_pairs.pairs() if (pair[0].name, pair[1].name) == names)
+    rows = re.findall(r"^\| `(.+?)` \| `(.+?)` \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+    refused = names in {(a, b) for a, b, _ in rows}
+    found = option_pairs.together(pair)
+    assert bool(option_pairs.REFUSALS.match(found)) is refused and (refused or found == "equal"), found
+
+
+@pytest.mark.exhaustive
+def test_the_page_is_what_the_command_writes() -> None:
+    rows = list(option_pairs.alone())
+    found = [(a, b, option_pairs.together((a, b))) for a, b in option_pairs.pairs()]
+    assert option_pairs.page(rows, found) == PAGE.read_text()
