@@ -18,6 +18,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Touched when an install is complete; older than one of its sources, or missing, means: install.
 STAMP := $(VENV)/installed
+BROWSER := $(VENV)/browser
 # A folder in which this checkout, whatever its name, is visible as `triax`: mypy goes by folder names.
 AS_TRIAX := $(VENV)/as-package
 # What is type-checked: the folders, of these, that hold Python files.
@@ -37,7 +38,7 @@ WORKERS := -n 2 --dist worksteal
 # In order even under `make -j`: these share one machine, and one of them makes what the others need.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
-.PHONY: help install train check test test-all test-versions test-device fuzz lint docs release-check wheel
+.PHONY: help install train check test test-all test-versions test-device fuzz lint docs look release-check wheel
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' Makefile
@@ -94,6 +95,14 @@ docs: $(STAMP) ## the documentation site, in build/docs/html; a warning is an er
 	@echo "== building the documentation"
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet -j auto -d build/docs/cache docs build/docs/html
 	@echo "open build/docs/html/index.html"
+
+$(BROWSER): $(STAMP)
+	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e ".[look]"
+	@touch $@
+
+# Outside of the tests: the browser is 500 MB.
+look: docs $(BROWSER) ## the site, a report and a plan in a headless browser: text, pictures, links; make look ARGS=plan.html
+	$(BIN)/python tests/laws/look.py $(ARGS)
 
 release-check: $(STAMP) ## before a release: linters, every test, an hour of fuzzing, docs, and the wheel in an empty environment
 	$(MAKE) --no-print-directory lint

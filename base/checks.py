@@ -70,7 +70,7 @@ def check_folder_name(name: str) -> str:
     leaves = name.startswith(("/", "\\")) or any(not part.strip(". ") for part in parts)
     path_text(name)
     if not parts or leaves or not name.isprintable():
-        raise ValueError("it names a folder within another one: give a name without .., which does not begin with /")
+        raise ValueError("it names a folder inside another one: give a name without .., and not one that begins with /")
     return name
 
 

@@ -113,7 +113,7 @@ def _snapshot(name: str, revision: str | None, kind: str | None, files: list[str
         from huggingface_hub import constants, errors, snapshot_download
     except ImportError as error:
         raise ConfigError(
-            f"there is no folder {name}, and huggingface_hub, which would get it from the Hub, is not installed. Type "
+            f"there is no folder {name}, and huggingface_hub, which downloads it from the Hub, is not installed. Type "
             f"{to_install('hf')}"
         ) from error
     what = "data set" if kind else "model"

@@ -29,7 +29,9 @@ class Records:
             if what not in self._said:
                 self._said.add(what)
                 _LOG.warning(
-                    "%s cannot be written: %s. The run goes on without, tries again, and warns once", what, error
+                    "%s cannot be written: %s. The run continues without it and tries again, without another warning",
+                    what,
+                    error,
                 )
 
 

@@ -35,13 +35,12 @@ def check(
     axes: Annotated[
         str, typer.Option(help="Axes to try, each with 2 ranks, then together: pipe, data, context, tensor, expert.")
     ] = "pipe,data,tensor",
-    ranks: Annotated[int, typer.Option(min=1, max=8, help="Ranks of a grid, at most.")] = 4,
+    ranks: Annotated[int, typer.Option(min=1, max=8, help="Maximum number of ranks of a grid.")] = 4,
     timeout: Annotated[float, typer.Option(help="Seconds that a run may take.")] = 120.0,
     dry: Annotated[
         str | None,
         typer.Option(
-            help="Grid of any size: run a step of each class of its ranks without values, devices or ranks, and "
-            "compare nothing.",
+            help="Grid of any size: run a step of one rank of each class on the meta device, and compare nothing.",
             metavar="pipe=8,tensor=4",
         ),
     ] = None,
@@ -53,7 +52,7 @@ def check(
 ) -> None:
     """Compare a model on grids with one process: losses, metrics and every gradient, in float64.
 
-    A training file's, a folder's or an id's model has random weights, and gets random tokens.
+    The model of a training file, a folder or an id has random weights, and gets random tokens.
 
     The exit status is 0 if all numbers are equal, and 1 if one differs.
     """

@@ -63,7 +63,7 @@ def read_target(target: str, changes: Sequence[str], data: str | None, dry: bool
             "as Qwen/Qwen3-0.6B"
         )
     if data is not None:
-        raise ValueError(f"--data {data} names a function of a Python file, and {target} is none: leave it out")
+        raise ValueError(f"--data {data} names a function of a Python file, but {target} is not one: leave it out")
     build = partial(_configured, target, tuple(changes))
     config, _, _ = _read(target, changes)
     if not dry:
@@ -192,6 +192,6 @@ def _random_batch(build: Any) -> list[list[tuple[Tensor, Tensor]]]:
             continue
         return [list(zip(inputs, labels, strict=True))]
     raise ValueError(
-        "the model takes no batch that triax check can make: give the file a function batches() that returns a list of "
+        "triax check cannot make a batch for this model: add to the file a function batches() that returns a list of "
         "batches, each a list of microbatches (inputs, labels)"
     )

@@ -25,7 +25,8 @@ checkpoint = typer.Typer(
 Where = Annotated[
     str,
     typer.Argument(
-        help="A checkpoint, or a folder of checkpoints or of a run: its last one. A path, or a URI as s3://bucket/run."
+        help="A checkpoint, or a folder of checkpoints or of a run, which means its last one. A path, or a URI as "
+        "s3://bucket/run."
     ),
 ]
 
@@ -63,7 +64,7 @@ def show(path: Where, tensors: Annotated[bool, typer.Option(help="Print a line f
 
 @checkpoint.command()
 def verify(path: Where) -> None:
-    """Compare every byte with its checksum. Damaged files and tensors are named, and the exit code is 1."""
+    """Compare every byte with its checksum. Print damaged files and tensors; with any, the exit code is 1."""
     from ..checkpoint.format.folder import verify as problems
 
     reader = _open(path)
@@ -93,7 +94,7 @@ def export(
     ] = False,
     tokenizer: Annotated[
         str | None,
-        typer.Option(help="For hf: folder or id of the tokenizer; default: that from which the model was loaded."),
+        typer.Option(help="For hf: folder or id of the tokenizer; default: the one of the model's folder."),
     ] = None,
 ) -> None:
     """Write whole weights and buffers to one safetensors file, or to a folder for Hugging Face, tensor by tensor.
@@ -151,7 +152,7 @@ def prune(
         bool, typer.Option("--dry-run", help="Print what would be removed, and remove nothing.")
     ] = False,
 ) -> None:
-    """Remove all but the last checkpoints. The one that ``latest`` names stays in any case."""
+    """Remove all but the last checkpoints. The checkpoint that ``latest`` names is never removed."""
     from ..checkpoint.format.folder import prunable, remove
     from ..checkpoint.format.remote import folder_at
     from ..checkpoint.lineage import Lineage

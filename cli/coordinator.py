@@ -16,13 +16,15 @@ PORT = 29510
 
 def coordinator(
     port: Annotated[int, typer.Option(min=0, max=65535, help="TCP port.")] = PORT,
-    least: Annotated[int, typer.Option(min=1, help="Number of replicas without which no step is taken.")] = 1,
-    silence: Annotated[float, typer.Option(min=0.1, help="Seconds without a heartbeat until a replica is lost.")] = 2.0,
+    least: Annotated[int, typer.Option(min=1, help="Smallest number of replicas with which steps are taken.")] = 1,
+    silence: Annotated[
+        float, typer.Option(min=0.1, help="Seconds without a heartbeat after which a replica counts as lost.")
+    ] = 2.0,
     patience: Annotated[
-        float, typer.Option(min=0.1, help="Seconds to wait for a replica that lives and is late.")
+        float, typer.Option(min=0.1, help="Seconds to wait for a late replica that still sends heartbeats.")
     ] = 60.0,
 ) -> None:
-    """Tell the replicas of a run who is there (torchft's Lighthouse); runs until it is stopped."""
+    """Run the coordinator of a run's replicas (torchft's Lighthouse), until it is stopped."""
     from ..fault_tolerance.coordinator import serve  # imported only where it is used: it needs torchft
 
     server = serve(port, least, silence, patience)
@@ -40,6 +42,6 @@ def drain(
     log_dir: Annotated[str, typer.Option(help="Log folder of the run, as of triax run.")] = "runs/logs",
     wait: Annotated[float, typer.Option(min=0.1, help="Seconds to wait until it has left.")] = 120.0,
 ) -> None:
-    """Ask a replica of triax run --replicas to leave the run after its step; the others train on."""
+    """Ask a replica of triax run --replicas to leave the run after its step; the others continue."""
     drain_replica(name, Path(log_dir), wait)
     typer.echo(f"replica {name} has left")

@@ -36,7 +36,9 @@ def show_cuts(
     from ..pipe.program.layer_costs import LayerCosts
 
     if name == "auto":
-        raise ValueError("--layers has a row of the best schedule, auto, in any case: give a schedule's name, or none")
+        raise ValueError(
+            "--layers always prints a row of auto, the best schedule: give the name of another schedule, or none"
+        )
     costs, schedule = LayerCosts.from_json(file), make_schedule(name, pipe, microbatches, chunks)
     cuts = compare_cuts(costs, pipe, microbatches, schedule, chunks, _bytes(limit))
     if as_json:

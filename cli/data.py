@@ -24,8 +24,8 @@ data = typer.Typer(name="data", help="Tokenize text, and show and verify tokens.
 Sources = Annotated[
     list[str],
     typer.Argument(
-        help="Text files, .jsonl, .parquet and .arrow files, folders of them, or hf://datasets/ORG/NAME, "
-        "with @REVISION and /PATH behind it if wanted.",
+        help="Text files, .jsonl, .parquet and .arrow files, folders of them, or hf://datasets/ORG/NAME, optionally "
+        "followed by @REVISION and /PATH.",
         metavar="SOURCE",
     ),
 ]
@@ -58,7 +58,7 @@ def tokenize(
     ] = None,
     skip_bad: SkipBad = False,
 ) -> None:
-    """Tokenize text into a folder. After an interruption, the same command goes on where it was."""
+    """Tokenize text into a folder. After an interruption, the same command continues."""
     from ..data.sources import find_sources
     from ..data.tokenization import tokenize as run
 
@@ -130,7 +130,7 @@ def show(
 
 @data.command()
 def verify(path: Where) -> None:
-    """Compare every byte with its checksum. Damaged files are named, and the exit code is 1."""
+    """Compare every byte with its checksum. Print damaged files; with any, the exit code is 1."""
     try:
         folder = _open(path)
         problems = [*folder.verify()]

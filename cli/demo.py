@@ -22,13 +22,11 @@ _NEXT = {
 
 
 def demo(
-    runs: Annotated[Path, typer.Option(help="Folder of runs; the demo's is demo in it, and is written anew.")] = Path(
-        "runs"
-    ),
+    runs: Annotated[Path, typer.Option(help="Folder of runs; the demo replaces the folder demo in it.")] = Path("runs"),
 ) -> None:
     """Train a small GPT on two stages for less than a minute, and draw the measured timeline of its last step.
 
-    Two processes of this machine train on triax's own source, a byte a token.
+    Two processes on this machine train on triax's own source; each byte is a token.
     """
     from ..data.tokenization import tokenize
     from ..launcher.launch import cores, launch

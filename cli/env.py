@@ -33,7 +33,7 @@ _COMMANDS = {
 
 
 def env() -> None:
-    """Print versions, devices and backends, and what is missing for which feature."""
+    """Print versions, devices and backends, and what is missing for each feature."""
     out = terminal()
     for title, rows in (("Versions", _versions()), ("Devices", _devices()), ("Backends", _backends())):
         out.print(table(("", ""), rows, title, left=2, show_header=False))

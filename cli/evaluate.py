@@ -52,14 +52,14 @@ def evaluate(
     pipe: Annotated[int, typer.Option(min=1, help="Size of the pipe axis: the number of stages.")] = 1,
     data: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of replicas. Default: what the other axes leave of torchrun's, or 1."),
+        typer.Option(min=1, help="Number of replicas. Default: torchrun's processes divided by the other axes, or 1."),
     ] = None,
     context: Annotated[int, typer.Option(min=1, help="Size of the context axis.")] = 1,
     tensor: Annotated[int, typer.Option(min=1, help="Size of the tensor axis.")] = 1,
 ) -> None:
-    """Evaluate a model on tasks of lm-eval, on --pipe x --data x --context x --tensor processes, its own or torchrun's.
+    """Evaluate a model on tasks of lm-eval, on --pipe x --data x --context x --tensor processes, new or torchrun's.
 
-    The data sets are downloaded by rank 0, into the cache of the package datasets.
+    Rank 0 downloads the data sets, into the cache of the package datasets.
     """
     folder = find_model(run)
     family(folder)  # before any process starts

@@ -72,7 +72,10 @@ def generate(
         str | None, typer.Option(help="Text to continue; with --chat a message. Without it, --chat reads messages.")
     ] = None,
     chat: Annotated[
-        bool, typer.Option(help="Answer messages by the tokenizer's chat template, one a line, until the input ends.")
+        bool,
+        typer.Option(
+            help="Read one message per line until the input ends, and answer with the tokenizer's chat template."
+        ),
     ] = False,
     system: Annotated[str | None, typer.Option(help="System message of --chat.")] = None,
     max_new_tokens: Annotated[
@@ -90,15 +93,13 @@ def generate(
         float | None, typer.Option(help="Sample from tokens at least P times as likely as the likeliest one.")
     ] = None,
     repetition_penalty: Annotated[
-        float, typer.Option(help="Divide the logits of tokens that are in the text by this number; 1 is none.")
+        float, typer.Option(help="Divide the logits of tokens that are in the text by this number; 1: no penalty.")
     ] = 1.0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the generation. May be repeated.")] = None,
     samples: Annotated[int, typer.Option(min=1, help="Number of texts: draws, or the best ones of --beams.")] = 1,
     beams: Annotated[int, typer.Option(min=1, help="Number of beams of a beam search, which draws nothing.")] = 1,
-    length_penalty: Annotated[float, typer.Option(help="Of --beams: larger values prefer longer texts.")] = 1.0,
-    logprobs: Annotated[
-        bool, typer.Option(help="Print the log-probability of each new token behind the text.")
-    ] = False,
+    length_penalty: Annotated[float, typer.Option(help="With --beams: larger values prefer longer texts.")] = 1.0,
+    logprobs: Annotated[bool, typer.Option(help="Print the log-probability of each new token after the text.")] = False,
     logits_processor: Annotated[
         list[str] | None,
         typer.Option(help="package.module:function of (ids, scores) that returns scores. May be repeated."),
@@ -112,11 +113,13 @@ def generate(
         int | None, typer.Option(min=1, help="Size of the tensor axis. Default: torchrun's processes / --pipe, or 1.")
     ] = None,
 ) -> None:
-    """Continue a prompt, or answer messages, token by token, on --pipe x --tensor processes, its own or torchrun's."""
+    """Continue a prompt, or answer messages, on --pipe x --tensor processes, new or torchrun's."""
     if not prompt and not (chat and prompt is None):
         raise ConfigError("--prompt is empty, but the model needs a text to continue. Give at least one character.")
     if chat and (samples > 1 or beams > 1 or logprobs):
-        raise ConfigError("--chat writes one answer as it is made. Leave out --samples, --beams and --logprobs.")
+        raise ConfigError(
+            "--chat prints one answer while it is generated. Leave out --samples, --beams and --logprobs."
+        )
     if system is not None and not chat:
         raise ConfigError("--system is a message of --chat. Add --chat, or leave --system out.")
     folder = find_model(run)
@@ -125,8 +128,8 @@ def generate(
     processes = environment.world_size if environment else pipe * (tensor or 1)
     if prompt is None and environment is None and processes > 1:
         raise ConfigError(
-            f"--chat reads messages from the terminal, which the {processes} processes that this command starts do not "
-            f"have. Type torchrun --nproc-per-node {processes} --no-python triax generate ..., or give --prompt."
+            f"--chat reads messages from the terminal, but the {processes} processes that this command starts have "
+            f"none. Type torchrun --nproc-per-node {processes} --no-python triax generate ..., or give --prompt."
         )
     shards = tensor or max(1, processes // pipe)
     job = GenerateOptions(

@@ -60,7 +60,7 @@ def grid(
     ranks = [_held(topology, rank, cuts) for rank in range(topology.world_size)]
     if plot is not None:
         if len(ranks) > LISTED:
-            raise ConfigError(f"You asked for a picture of {len(ranks)} ranks, but it shows at most {LISTED}.")
+            raise ConfigError(f"You asked for a picture of {len(ranks)} ranks, but a picture shows at most {LISTED}.")
         if plot.suffix not in (".png", ".svg", ".pdf"):
             raise ConfigError(f"--plot is {plot}, but it must end in .png, .svg or .pdf.")
         try:

@@ -47,10 +47,11 @@ def memory(
         int | None, typer.Option(min=1, help="Sequences of a step. Default: 4 microbatches for each pipe rank.")
     ] = None,
     sequence: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a sequence. Default: the model's most.")
+        int | None, typer.Option(min=1, help="Tokens of a sequence. Default: the model's maximum.")
     ] = None,
     machine: Annotated[
-        str | None, typer.Option(help="Compare with its memory: a100-80g, h100-80g, h200, b200, or a machine file.")
+        str | None,
+        typer.Option(help="Compare with the memory of a machine: a100-80g, h100-80g, h200, b200, or a machine file."),
     ] = None,
     parameters: Annotated[
         float | None,
@@ -58,16 +59,17 @@ def memory(
     ] = None,
     processes: Annotated[
         int | None,
-        typer.Option(min=1, help="Of a training file: number of processes that grid.data: auto would share."),
+        typer.Option(min=1, help="With a training file: number of processes, for grid.data: auto."),
     ] = None,
     data: Annotated[int, typer.Option(min=1, help="With --parameters: the number of replicas.")] = 1,
     precision: Annotated[
-        str | None, typer.Option(help=f"Dtype of the weights: {', '.join(BYTES)}. Default: bf16, of a number fp32.")
+        str | None,
+        typer.Option(help=f"Dtype of the weights: {', '.join(BYTES)}. Default: bf16; with --parameters fp32."),
     ] = None,
     optimizer: Annotated[str | None, typer.Option(help=f"Optimizer: {', '.join(STATES)}. Default: adamw.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Of a model: print one JSON object, with bytes.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With a model: print one JSON object, with bytes.")] = False,
 ) -> None:
-    """Print the memory of each pipe rank of a model on a grid, activations included; or of a number of parameters."""
+    """Print the memory of each pipe rank of a model on a grid, with activations; or of a number of parameters."""
     from ..compat.deepspeed.config.optimizer_names import native_optimizer
     from ..plan.machine import machine as machine_of
 
@@ -79,13 +81,13 @@ def memory(
         if parameters is not None:
             if layout or batch or sequence or machine or processes or as_json:
                 raise ValueError(
-                    "--layout, --batch, --sequence, --machine, --processes and --json are of a MODEL. Name one."
+                    "--layout, --batch, --sequence, --machine, --processes and --json are only for a MODEL. Name one."
                 )
             _states(parameters, data, precision or "fp32", optimizer or "adamw")
             return
         assert model is not None
         if data > 1:
-            raise ValueError(f"--data is of --parameters. Write --layout data={data}.")
+            raise ValueError(f"--data is only for --parameters. Write --layout data={data}.")
         run = _run(model, layout or "", batch, sequence, precision, optimizer, processes)
         run.memory.check(run.layout, run.sequence)
         ranks = run.memory.ranks(run.layout, run.batch, run.sequence, run.schedule)
@@ -126,7 +128,9 @@ def _run(
         job = resolve(read_training_file(model)[0], processes)
         return _Counted(memory_of_job(job), layout_of_job(job), job.batch.train * job.rows, job.sequence, job.schedule)
     if processes is not None:
-        raise ValueError(f"--processes is of a training file, and {model} is none. Write the grid as --layout.")
+        raise ValueError(
+            f"--processes is only for a training file, but {model} is not one. Write the grid as --layout."
+        )
     config, *_ = model_of(model)
     layout = ParallelLayout(**given)
     options = StateOptions(precision=precision or "bf16", optimizer=optimizer or "adamw")

@@ -23,10 +23,12 @@ from .plan_inputs import TRAINING_FILES, model_of, parse_layout
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from ..models.config import TransformerConfig
     from ..plan.cost import Work
     from ..plan.parallel_layout import ParallelLayout
     from ..plan.search import Search, Searcher
     from ..train.file import ReadFile
+    from ..train.schema import TrainingFile
 
 
 def plan(
@@ -49,15 +51,18 @@ def plan(
     fit: Annotated[
         Path | None,
         typer.Option(
-            help="Fit the figures of --machine to the measured runs of this .csv file, and print the errors of each "
-            "run left out. --write then writes the machine file (.json)."
+            help="Fit the efficiencies of --machine to the measured runs of this .csv file, and print each run's "
+            "leave-one-out error. --write then writes the machine file (.json)."
         ),
     ] = None,
     sequence: Annotated[int | None, typer.Option(min=1, help="Tokens of a sequence.")] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Sequences of a step, over all replicas.")] = None,
     precision: Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp64.")] = "bf16",
     products: Annotated[
-        str | None, typer.Option(help="fp8 or mxfp8: operands of the blocks' products, to compare; triax has none.")
+        str | None,
+        typer.Option(
+            help="fp8 or mxfp8: dtype of the blocks' matrix products, to compare; triax does not train with it."
+        ),
     ] = None,
     memory: Annotated[
         str | None,
@@ -66,14 +71,15 @@ def plan(
         ),
     ] = None,
     speeds: Annotated[
-        str | None, typer.Option(help="Speed of each rank of the pipe axis over the machine's, such as 1,1,0.5.")
+        str | None,
+        typer.Option(help="Speed of each rank of the pipe axis, relative to the machine's, such as 1,1,0.5."),
     ] = None,
     layout: Annotated[
         str | None,
-        typer.Option(help="Keys that are given, such as pipe=8,tensor=8,recompute=full. The others are searched."),
+        typer.Option(help="Keys of the layout, such as pipe=8,tensor=8,recompute=full. The others are searched."),
     ] = None,
     why: Annotated[
-        tuple[str, str] | None, typer.Option(help="Two layouts: where the first loses time against the second.")
+        tuple[str, str] | None, typer.Option(help="Two layouts: print where the first loses time against the second.")
     ] = None,
     tokens: Annotated[str | None, typer.Option(help="Tokens of the whole run, such as 1T: prints its days.")] = None,
     time: Annotated[str | None, typer.Option(help="Time of the whole run, such as 3d: prints its tokens.")] = None,
@@ -92,7 +98,7 @@ def plan(
     html: Annotated[Path | None, typer.Option(help="Write a page with the table and the bars.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Print the fastest layouts of a training run that fit on a cluster."""
+    """Print the fastest layouts of a training run that fit into a cluster's memory."""
     from ..plan.cost import CostModel, Work
     from ..plan.machine import machine as machine_of
     from ..plan.page import page
@@ -131,18 +137,20 @@ def plan(
             _why(work, gpus, limit, why, as_json)
             return
         given = parse_layout(layout or "")
+        if file is not None and _needs_sequences(file, config, given):
+            given["slices"] = [1]
         space = Space(gpus or _gpus(given), given, limits if len(limits) > 1 else limit)
         searcher = Searcher(work, space)
         found = searcher.run(top)
         if not found.layouts:
             _none_fits(searcher, found, asked=layout is not None, as_json=as_json)
-        result = _result(found, work)
+        result = _result(found, searcher)
         if given:
             result["chosen"] = _chosen(found.layouts[0].layout, given)
         if as_json:
             typer.echo(json.dumps(result))
         else:
-            _print(result, limit, _days(work, found, run_tokens, run_seconds))
+            _print(result, limit, [*_without(result, limit), *_days(work, found, run_tokens, run_seconds)])
         if plot is not None:
             picture(result["layouts"][:5], plot, limit / 2**30, result["trust"]["line"])
         title = f"{model} on {space.gpus:,} x {work.machine.name}, batch {batch:,} of {sequence:,} tokens"
@@ -188,6 +196,16 @@ def _numbers(option: str, text: str | None) -> list[float]:
     return found
 
 
+def _needs_sequences(file: TrainingFile, config: TransformerConfig, given: dict[str, list[Any]]) -> bool:
+    """Return True if the run of a training file cannot cut sequences into slices."""
+    from ..train.job import needs_sequences
+
+    reason = needs_sequences(file) or config.refuses_slices(file.model.experts.arguments)
+    if reason is not None and given.get("slices", [1]) != [1]:
+        raise ValueError(f"--layout has slices, but {reason}. Leave them out.")
+    return reason is not None
+
+
 def _gpus(given: dict[str, list[Any]]) -> int:
     if "data" not in given:
         raise ValueError("--gpus is missing. Give the number of GPUs, or a --layout with data.")
@@ -206,11 +224,15 @@ def _trust(work: Work, seconds: float | None) -> dict[str, Any]:
     return trust(work.machine, work.config, work.products or work.precision).to_dict(work.machine.name, seconds)
 
 
-def _result(found: Search, work: Work) -> dict[str, Any]:
+def _result(found: Search, searcher: Searcher) -> dict[str, Any]:
     """Return the object that ``--json`` prints."""
     from ..plan.search import to_dict
 
+    work = searcher.work
     layouts = [to_dict(planned, work) for planned in found.layouts]
+    for layout, planned in zip(layouts, found.layouts, strict=True):
+        if (plain := searcher.without_changes(planned.layout)) is not None:
+            layout["without"] = to_dict(plain, work)
     trusted = _trust(work, layouts[0]["step_s"] if layouts else None)
     for layout in layouts:
         layout["interval_s"] = [layout["step_s"] * trusted["low"], layout["step_s"] * trusted["high"]]
@@ -243,7 +265,7 @@ def _none_fits(searcher: Searcher, found: Search, asked: bool, as_json: bool) ->
     )
     if not asked:
         if as_json:
-            typer.echo(json.dumps(_result(found, work)))
+            typer.echo(json.dumps(_result(found, searcher)))
         raise ValueError(message)
     typer.echo(f"triax plan: {message}", err=True)
     given = {"pipe", "tensor", "zero", "recompute"} <= set(space.given)
@@ -264,6 +286,26 @@ def _change(searcher: Searcher) -> str:
         if Searcher(work, Space(gpus, space.given, searcher.limit)).run(1).layouts:
             return f"It fits on {gpus} GPUs."
     return "Give GPUs with more memory, a shorter --sequence, or a smaller model."
+
+
+def _without(result: dict[str, Any], limit: float) -> list[str]:
+    """Return a line about what the options of the best layout's schedule save."""
+    from ..plan.page import figure
+    from ..plan.parallel_layout import CHANGES
+    from ..plan.picture import name_of
+
+    best = result["layouts"][0]
+    plain = best.get("without")
+    if plain is None:
+        return []
+    changed = [f"{name}={best[name]}" for name in (*CHANGES, "schedule") if best[name] != plain[name]]
+    held, other = (sum(each["memory_gib"].values()) for each in (best, plain))
+    fits = "" if other <= limit / 2**30 else ", which does not fit"
+    line = (
+        f"chosen for the first: {', '.join(changed)}, which takes {figure(best['step_s'])} s and {figure(held)} GiB; "
+        f"{name_of(plain)} takes {figure(plain['step_s'])} s and {figure(other)} GiB{fits}"
+    )
+    return [line]
 
 
 def _days(work: Work, found: Search, tokens: int | None, given: float | None) -> list[str]:
@@ -363,23 +405,25 @@ def _write(path: Path, model: str, source: ReadFile | None, work: Work, layout: 
         raise ValueError(f"--write is {path}, but it must end in .yaml.")
     if layout.recompute not in RECOMPUTATION or work.products:
         raise ValueError(
-            f"recompute={layout.recompute} and --products {work.products} are planned, but triax train has no such "
-            "run. Leave them out with --write."
+            f"The plan has recompute={layout.recompute} and --products {work.products}, which triax train cannot run. "
+            "Leave them out with --write."
         )
     content: dict[str, Any] = {} if source is None else copy.deepcopy(source.values)
     if source is None:
-        found: dict[str, Any] = {"preset": model}
+        shape: dict[str, Any] = {"preset": model}
         if Path(model).is_dir():  # of a folder without weights only the shape can be trained
-            found = {"folder": model, "weights": any(Path(model).glob("*.safetensors"))}
+            shape = {"folder": model, "weights": any(Path(model).glob("*.safetensors"))}
         if model.endswith(".json"):
             raise ValueError("--write needs a model that triax train can build. Give a preset or a folder.")
-        content = {"model": found, "data": {"training": "tokens"}, "training": {"steps": 1000}}
+        content = {"model": shape, "data": {"training": "tokens"}, "training": {"steps": 1000}}
     sizes = ("pipe", "data", "context", "tensor", "expert")
     content["grid"] = {name: getattr(layout, name) for name in sizes}
     content["grid"]["sequence_parallel"] = bool(layout.sequence_parallel)
-    content["schedule"] = {"name": layout.schedule, "chunks": layout.chunks}
+    costs = CostModel(work)
+    section = costs.schedule_options(layout).plain(given=True)
+    content["schedule"] = {"name": layout.schedule, "chunks": layout.chunks, **section}
     if work.speeds:  # a cut that no run makes by itself
-        content["schedule"]["partition"] = CostModel(work).memory.cuts(layout.pipe)
+        content["schedule"]["partition"] = costs.memory.cuts(layout.pipe)
     zero: Any = layout.zero
     if layout.offload:
         zero = {"stage": layout.zero, "offload_optimizer": {"device": "cpu"}}
@@ -399,7 +443,7 @@ def _sbatch(path: Path, training: Path, gpus: int, node: int = 8) -> int:
     """Write a Slurm script that runs a training file, and return its number of nodes."""
     each = min(gpus, node)
     if gpus % each:
-        raise ValueError(f"--sbatch has {node} GPUs on a node, and {gpus} are no whole number of nodes.")
+        raise ValueError(f"--sbatch uses nodes of {node} GPUs, but {gpus} GPUs are not a whole number of nodes.")
     lines = [
         "#!/bin/bash",
         f"#SBATCH --job-name={training.stem}",

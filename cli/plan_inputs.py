@@ -86,7 +86,9 @@ def parse_layout(text: str) -> dict[str, list[Any]]:
             if value not in words[key]:
                 raise ValueError(f"--layout: there is no {key} {value!r}; {nearest(value, words[key])}")
             given[key] = [value]
-        elif key in ("offload", "sequence_parallel"):
+        elif key in ("recompute_ops", "offload_activations"):
+            given[key] = [_share(key, value)]
+        elif key in ("offload", "sequence_parallel", "pairs"):
             if value.lower() not in ("true", "false", "1", "0", ""):
                 raise ValueError(f"--layout: {key} is {value!r}. Give true or false.")
             given[key] = [value.lower() in ("true", "1") or not equals]
@@ -98,3 +100,13 @@ def parse_layout(text: str) -> dict[str, list[Any]]:
     if "zero" in given:  # a given stage is meant without offload
         given.setdefault("offload", [False])
     return given
+
+
+def _share(key: str, value: str) -> float:
+    try:
+        found = float(value)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found <= 1:
+        raise ValueError(f"--layout: {key} is {value!r}. Give a share of each rank's activations, from 0 to 1.")
+    return found

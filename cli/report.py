@@ -24,13 +24,13 @@ def report(
         typer.Option(help="File to write. Default: report.html, or comparison.html, in the folder of the first run."),
     ] = None,
     serve: Annotated[
-        bool, typer.Option("--serve", help="Show the page in a browser of this machine while the run goes on.")
+        bool, typer.Option("--serve", help="Serve the page to a browser on this machine while the run continues.")
     ] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="With --serve: port; 0: a free one.")] = 0,
 ) -> None:
     """Write one HTML page about a run: loss curves, measured and simulated timeline, memory and traffic.
 
-    Of a run with fault_tolerance it also prints its replicas over time, the time lost by cause, and goodput.
+    For a run with fault_tolerance, also print its replicas over time, the lost time by cause, and goodput.
     """
     from ..monitor.report.run_folder import read_run
     from ..monitor.report.serve import report_server

@@ -54,7 +54,7 @@ def run(
     script: Annotated[str, typer.Argument(help="Python file to run; with -m, a module. Its own arguments follow.")],
     module: Annotated[bool, typer.Option("-m", "--module", help="Run the script as a module, as python -m.")] = False,
     no_python: Annotated[
-        bool, typer.Option("--no-python", help="Run the script as a program of its own, not by Python.")
+        bool, typer.Option("--no-python", help="Run the script as a program, without Python.")
     ] = False,
     nproc: Annotated[
         str | None,
@@ -104,8 +104,8 @@ def run(
     replicas: Annotated[
         str,
         typer.Option(
-            help="Replicas of fault_tolerance on this host, of --nproc processes each: a number, or names a,b. One "
-            "that dies is started again, up to --max-restarts times, while the others train."
+            help="Replicas of fault_tolerance on this host, of --nproc processes each: a number, or names a,b. If one "
+            "dies, it is started again, up to --max-restarts times, while the others train."
         ),
     ] = "",
     coordinator: Annotated[
@@ -113,13 +113,17 @@ def run(
         typer.Option(help="With --replicas: coordinator of several hosts, HOST:PORT. Default: one is started here."),
     ] = "",
     least: Annotated[
-        int, typer.Option(min=1, help="With --replicas: number of replicas without which no step is taken.")
+        int, typer.Option(min=1, help="With --replicas: smallest number of replicas with which steps are taken.")
     ] = 1,
     silence: Annotated[
-        float, typer.Option(min=0.1, help="With --replicas: seconds without a heartbeat until a replica is lost.")
+        float,
+        typer.Option(
+            min=0.1, help="With --replicas: seconds without a heartbeat after which a replica counts as lost."
+        ),
     ] = 2.0,
     patience: Annotated[
-        float, typer.Option(min=0.1, help="With --replicas: seconds to wait for a replica that lives and is late.")
+        float,
+        typer.Option(min=0.1, help="With --replicas: seconds to wait for a late replica that still sends heartbeats."),
     ] = 60.0,
     wait: Annotated[float, typer.Option(min=1.0, help="Seconds to wait for all hosts at the start.")] = 600.0,
     rdzv_endpoint: Annotated[str, typer.Option(help="Rendezvous address, as in torchrun: host:29400.")] = "",
@@ -131,12 +135,12 @@ def run(
         typer.Option(
             min=1,
             metavar="RANKS",
-            help="Start nothing: run one rank of each class of so many ranks here, without values, for one step, "
-            "and report memory, traffic, and what would have failed.",
+            help="Start no ranks: divide so many ranks into classes, run one rank of each class here for one step, "
+            "without values, and report memory, traffic, and what would fail.",
         ),
     ] = None,
     dry_value: Annotated[
-        float, typer.Option(help="With --dry: the number that stands for a value that is not computed, e.g. a loss.")
+        float, typer.Option(help="With --dry: the number to use for values that are not computed, such as a loss.")
     ] = 1.0,
     driven: Annotated[str, typer.Option("--driven", hidden=True)] = "",
 ) -> None:
@@ -154,7 +158,7 @@ def run(
     if replicas:
         if nnodes or hostfile or node_rank is not None or rdzv_endpoint or np is not None or timeline:
             raise ConfigError(
-                "--replicas starts jobs of this host alone: give --nproc, and start the other hosts' replicas there, "
+                "--replicas starts jobs only on this host: give --nproc, and start the other hosts' replicas there, "
                 "with other names and --coordinator HOST:PORT"
             )
         options = [*(("--nproc", nproc) if nproc else ()), *(("--threads", str(threads)) if threads else ())]
@@ -270,9 +274,7 @@ def _dry_run(
 ) -> NoReturn:
     """Run a script as ranks of a cluster without the cluster, print what was found, and exit: 1 if it would fail."""
     if isinstance(target, Executable):
-        raise ConfigError(
-            "--dry runs Python alone, because it has to stand in for torch's functions. Leave out --no-python."
-        )
+        raise ConfigError("--dry runs only Python, because it replaces torch's functions. Leave out --no-python.")
     from ..dry_run.dry_run import dry_run  # imported only where it is used: it needs torch
     from ..dry_run.rank import Script, Settings
     from ..dry_run.report import report

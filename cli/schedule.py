@@ -70,7 +70,9 @@ def schedule(
     ] = 0.0,
     layers: Annotated[
         Path | None,
-        typer.Option(help="JSON file with the costs of each layer: print where to cut them, by default for 1f1b."),
+        typer.Option(
+            help="JSON file with the costs of each layer: print where to cut the layers, by default for 1f1b."
+        ),
     ] = None,
     limit: Annotated[
         str | None, typer.Option(help="With --layers: GB that a rank may take, or one for each rank: 20,20,40.")
@@ -83,7 +85,7 @@ def schedule(
         ),
     ] = "0",
     pairs: Annotated[
-        bool, typer.Option("--pairs", help="Join passes to pairs where that hides collectives and shortens the step.")
+        bool, typer.Option("--pairs", help="Join passes into pairs if that hides collectives and shortens the step.")
     ] = False,
     offload: Annotated[
         float | None, typer.Option(help="Share of the activations to offload to the host, 0 to 1, if their copies fit.")
@@ -95,7 +97,7 @@ def schedule(
         bool, typer.Option("--keep-gathered", help="ZeRO stage 3: gather weights once per step, not for each pass.")
     ] = False,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Print a table of all schedules that fit, with --file beside the file's.")
+        bool, typer.Option("--compare", help="Print a table of all schedules that fit; with --file, also the file's.")
     ] = False,
     file: Annotated[
         Path | None,
@@ -106,7 +108,7 @@ def schedule(
     ] = None,
     explain: Annotated[
         str | None,
-        typer.Option(help="Say why this op starts when it does, such as 2B3: stage 2, backward, microbatch 3."),
+        typer.Option(help="Explain why this op does not start earlier, such as 2B3: stage 2, backward, microbatch 3."),
     ] = None,
     plot: Annotated[
         Path | None,
@@ -143,8 +145,8 @@ def schedule(
                 or pairs
             ):
                 raise ValueError(
-                    "--layers goes with a schedule's name, --pipe, --microbatches, --chunks, --limit and --json alone, "
-                    "and --limit needs it"
+                    "--layers works only with a schedule's name, --pipe, --microbatches, --chunks, --limit and "
+                    "--json, and --limit needs --layers"
                 )
             sizes = 4 if pipe is None else pipe
             show_cuts(layers, name or "1f1b", sizes, microbatches or 2 * sizes, chunks, limit, as_json)
@@ -189,7 +191,7 @@ def schedule(
             made = make_schedule(name, pipe, microbatches, chunks, parsed, memory, *shares, slices=cut)
             chosen = _tuned(made, parsed)
         elif slices is not None:
-            raise ValueError("--slices goes with a schedule's name: a JSON file says its slices itself")
+            raise ValueError("--slices is only for a schedule's name: a JSON file has its own slices")
         if attention and len(chosen.slices) == 1:
             raise ValueError("--attention is for slices of sequences: give --slices too, such as --slices 4")
         if pairs:
@@ -279,6 +281,7 @@ def figures(result: Simulation) -> dict[str, Any]:
         "bubble_paper": result.timeline.bubble_paper,
         "bubble_of_ideal": result.timeline.bubble_of_ideal,
         "peak_activations": list(result.peak_activations),
+        "peak_of_stages": list(result.peak_of_stages),
     } | ({"peak_offloaded": list(result.peak_offloaded)} if result.peak_offloaded else {})
 
 
@@ -307,6 +310,8 @@ def _print(chosen: Schedule, result: Simulation, costs: Costs) -> None:
         f"within a rank {result.timeline.bubble_paper:.2%} (Qi 2024)\n"
         f"peak activations per rank, microbatches: {peaks}"
     )
+    if chosen.chunks > 1:
+        console.print("of each stage: " + " ".join(f"{peak:g}" for peak in result.peak_of_stages))
     if result.peak_offloaded:
         console.print("in host memory: " + " ".join(f"{peak:g}" for peak in result.peak_offloaded))
     if len(chosen.slices) > 1 and costs.attention:

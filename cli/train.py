@@ -35,11 +35,11 @@ def train(
     as_json: Annotated[bool, typer.Option("--json", help="With --explain: print one JSON object.")] = False,
     processes: Annotated[
         int | None,
-        typer.Option(min=1, help="With --explain or --dry: number of processes that grid.data: auto would share."),
+        typer.Option(min=1, help="With --explain or --dry: number of processes, for grid.data: auto."),
     ] = None,
     table: Annotated[bool, typer.Option("--table", help="Print the table of all keys of a training file.")] = False,
 ) -> None:
-    """Train a model as a file says: alone with ranks of its own, or under triax run, torchrun or srun."""
+    """Train a model from a file. The processes are started here, or by triax run, torchrun or srun."""
     if table or file is None:
         if not table or file is not None:
             raise ConfigError("Give a FILE to train, or --table.")

@@ -9,7 +9,8 @@ merged output and log-sum-exp, and so gives the block's part of the gradients.
                  ds = p (dout v^T - rowsum(dout out));  dq = ds k scale;  dk = ds^T q scale
 
 On a CPU and, without a mask and in 16 bits, on a GPU the flash kernels of torch compute it, elsewhere the equations
-above, a few rows of scores at a time.
+above, a few rows of scores at a time. With a cap c, s = q k^T scale becomes c tanh(s / c), and ds has the factor
+1 - tanh(s / c)^2.
 """
 
 from __future__ import annotations
@@ -33,7 +34,13 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False, mask: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp of one block.
 
@@ -44,12 +51,13 @@ def forward(
         scale: factor of the scores.
         causal: query i sees keys up to i. Only with m = n and without a mask.
         mask: added to the scores, (B or 1, H or 1, m, n), of q's dtype: 0 or -inf.
+        softcap: cap of the scores, before the mask; None: no cap.
 
     Returns:
         (B, H, m, width) of q's dtype, and (B, H, m) of ``accumulation_dtype``. A query that sees no key has the output
         0 and the log-sum-exp -inf.
     """
-    if _flash(q, mask):
+    if softcap is None and _flash(q, mask):
         width = v.shape[-1]
         q, k, v = _same_width(q, k, v)
         if q.device.type == "cpu":
@@ -61,7 +69,7 @@ def forward(
             lse = lse.masked_fill((mask == -torch.inf).all(-1), -torch.inf)
         return out, lse
     outs, sums = [], []
-    for _, scores in _scores(q, k, scale, causal, mask):
+    for _, scores in _scores(q, k, scale, causal, mask, softcap):
         lse = scores.logsumexp(-1)
         p = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None])
         outs.append(_grouped(p.to(q.dtype), k.shape[1]) @ v[:, :, None])
@@ -79,6 +87,7 @@ def backward(
     scale: float,
     causal: bool = False,
     mask: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return one block's parts of dq, dk and dv.
 
@@ -86,12 +95,12 @@ def backward(
         dout: gradient of the merged output, (B, H, m, width).
         out: the merged output, (B, H, m, width).
         lse: the merged log-sum-exp, (B, H, m); any finite number where a query sees no key.
-        q, k, v, scale, causal, mask: as for ``forward``.
+        q, k, v, scale, causal, mask, softcap: as for ``forward``.
 
     Returns:
         Gradients of the shapes of q, k and v.
     """
-    if _flash(q, mask):
+    if softcap is None and _flash(q, mask):
         dim, width = q.shape[-1], v.shape[-1]
         q, k, v, dout, out = _same_width(q, k, v, dout, out)
         dout, out, lse = dout.to(q.dtype), out.to(q.dtype), lse.contiguous()
@@ -108,11 +117,13 @@ def backward(
     heads, dqs = k.shape[1], []
     wide = accumulation_dtype(q.dtype)
     dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
-    for rows, scores in _scores(q, k, scale, causal, mask):
+    for rows, scores in _scores(q, k, scale, causal, mask, softcap):
         p = _grouped(torch.exp(scores - lse[:, :, rows, None]), heads)  # (B, K, H/K, rows, n)
         mine, grad = (_grouped(x[:, :, rows], heads) for x in (q, dout))
         delta = (grad.to(wide) * _grouped(out[:, :, rows], heads)).sum(-1, keepdim=True)
         ds = p * ((grad.to(v.dtype) @ v[:, :, None].mT).to(wide) - delta) * scale
+        if softcap is not None:
+            ds = ds * _grouped(1 - (scores.masked_fill(scores == -torch.inf, 0) / softcap) ** 2, heads)
         dv += (p.to(v.dtype).mT @ grad.to(v.dtype)).sum(2)
         dqs.append((ds.to(k.dtype) @ k[:, :, None]).flatten(1, 2))
         dk += (ds.to(q.dtype).mT @ mine).sum(2)
@@ -178,7 +189,9 @@ def _same_width(*tensors: Tensor) -> list[Tensor]:
     return [x if x.stride(-1) == 1 else x.contiguous() for x in padded]
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, causal: bool, mask: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+def _scores(
+    q: Tensor, k: Tensor, scale: float, causal: bool, mask: Tensor | None, softcap: float | None
+) -> Iterator[tuple[slice, Tensor]]:
     """Yield ranges of queries, and their masked scores (B, H, rows, n)."""
     batch, heads, m, _ = q.shape
     n = k.shape[2]
@@ -187,6 +200,8 @@ def _scores(q: Tensor, k: Tensor, scale: float, causal: bool, mask: Tensor | Non
         rows = slice(start, min(start + step, m))
         scores = (_grouped(q[:, :, rows], k.shape[1]) @ k[:, :, None].mT).flatten(1, 2)
         scores = scores.to(accumulation_dtype(q.dtype)) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
         if mask is not None:
             scores = scores + mask[:, :, rows]
         if causal:

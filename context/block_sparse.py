@@ -105,7 +105,9 @@ class BlockSparse:
         self.per_head = mask.layout is not None and mask.layout.shape[0] > 1
         self.kept = self._kept()  # (B, heads or 1, nq, nk)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor] | None:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None = None
+    ) -> tuple[Tensor, Tensor] | None:
         """Return output and log-sum-exp of the queries without padding; None if they see no key."""
         if not bool(self.kept.any()):
             return None
@@ -116,12 +118,20 @@ class BlockSparse:
             bias = _bias(group.mask, q.dtype)
             there = group.queries.flatten()
             there_k, there_v = _side(rows_k, group.keys), _side(rows_v, group.keys)
-            o, s = block.forward(_side(rows_q, group.queries), there_k, there_v, scale, mask=bias)
+            o, s = block.forward(_side(rows_q, group.queries), there_k, there_v, scale, mask=bias, softcap=softcap)
             out[there], lse[there] = (self._as_rows(self.q_cut, x) for x in (o, s))
         return self._local(out), self._local(lse)
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+        softcap: float | None = None,
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return dq, dk and dv of the tokens without padding; None if the queries see no key."""
         if not bool(self.kept.any()):
@@ -134,7 +144,8 @@ class BlockSparse:
         for group in self._groups(q.device, max(q.shape[-1], v.shape[-1])):
             do, mine, o, s = (_side(x, group.queries) for x in (rows_do, rows_q, rows_o, rows_l))
             there_k, there_v = _side(rows_k, group.keys), _side(rows_v, group.keys)
-            grads = block.backward(do, mine, there_k, there_v, o, s, scale, mask=_bias(group.mask, q.dtype))
+            bias = _bias(group.mask, q.dtype)
+            grads = block.backward(do, mine, there_k, there_v, o, s, scale, mask=bias, softcap=softcap)
             dq[group.queries.flatten()] = self._as_rows(self.q_cut, grads[0].to(wide))
             for total, part in ((dk, grads[1]), (dv, grads[2])):
                 total.index_add_(0, group.keys.flatten(), self._as_rows(self.k_cut, part.to(wide)))

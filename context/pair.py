@@ -25,25 +25,27 @@ class Queries:
         runs: positions of the tokens.
         mask: the rule by which they see keys.
         scale: factor of the scores.
+        softcap: cap of the scores, as for ``block.forward``.
     """
 
     q: Tensor
     runs: Runs
     mask: Mask
     scale: float
+    softcap: float | None = None
 
     def forward(self, total: block.Merged, k: Tensor, v: Tensor, keys: Runs) -> None:
         """Merge the attention of a part of the keys, (B, K, n, dim) at the positions ``keys``, into ``total``."""
         if not self.runs or not keys:
             return
         if not self.mask.plain:
-            found = BlockSparse(self.q, k, self.mask, self.runs, keys).forward(self.q, k, v, self.scale)
+            found = BlockSparse(self.q, k, self.mask, self.runs, keys).forward(self.q, k, v, self.scale, self.softcap)
             if found is not None:
                 total.add(slice(0, found[0].shape[2]), *found)
             return
         for tile in tiles(self.runs, keys, self.mask.causal):
             there = self.q[:, :, tile.queries], k[:, :, tile.keys], v[:, :, tile.keys]
-            total.add(tile.queries, *block.forward(*there, self.scale, tile.causal))
+            total.add(tile.queries, *block.forward(*there, self.scale, tile.causal, softcap=self.softcap))
 
     def backward(
         self, dout: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, keys: Runs, grads: Gradients
@@ -61,13 +63,14 @@ class Queries:
             return
         if not self.mask.plain:
             pair = BlockSparse(self.q, k, self.mask, self.runs, keys)
-            found = pair.backward(dout, self.q, k, v, out, lse, self.scale)
+            found = pair.backward(dout, self.q, k, v, out, lse, self.scale, self.softcap)
             if found is not None:
                 grads.add(slice(0, found[0].shape[2]), slice(0, found[1].shape[2]), *found)
             return
         for tile in tiles(self.runs, keys, self.mask.causal):
             do, q, o, s = (x[:, :, tile.queries] for x in (dout, self.q, out, lse))
-            found = block.backward(do, q, k[:, :, tile.keys], v[:, :, tile.keys], o, s, self.scale, tile.causal)
+            there = k[:, :, tile.keys], v[:, :, tile.keys]
+            found = block.backward(do, q, *there, o, s, self.scale, tile.causal, softcap=self.softcap)
             grads.add(tile.queries, tile.keys, *found)
 
 

@@ -55,6 +55,6 @@ def share_of_mean(loss: Tensor | tuple[Tensor, Tensor | float], axis: Axis, call
     if axis.size > 1:
         raise AgreedError(
             f"the grid has context={axis.size}, so each rank has the loss of its part of the sequences, and {call} "
-            "would weigh the parts alike: call engine.backward((sum of the losses, number of labels))"
+            "would give all parts the same weight: call engine.backward((sum of the losses, number of labels))"
         )
     return loss

@@ -72,9 +72,9 @@ class Slices:
         for part in self._parts.pop(sequence, {}).values():
             if part.owed:
                 raise RuntimeError(
-                    "later slices of a sequence have given a gradient to the keys and values, or the state, of a slice "
-                    "whose own backward did not reach the layer, so that it would be lost: let the loss of every slice "
-                    "depend on the model's output, with a weight of 0 where no label counts"
+                    "later slices of a sequence have given a gradient to the keys and values, or the state, of a "
+                    "slice whose own backward pass did not reach the layer; that gradient would be lost: let the loss "
+                    "of every slice depend on the model's output, with a weight of 0 where no label counts"
                 )
 
     def clear(self) -> None:
@@ -123,6 +123,7 @@ class Slices:
         window: int | None = None,
         scale: float | None = None,
         sinks: Tensor | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Causal softmax attention of the slice's tokens with these and all earlier tokens of the sequence.
 
@@ -135,6 +136,7 @@ class Slices:
             window: a token attends only to itself and to the ``window`` - 1 tokens before it; None: to all.
             scale: factor of the scores; None means dim ** -0.5.
             sinks: (H,), attention sinks, as for ``context.attention``, or None.
+            softcap: cap of the scores, as for ``block.forward``.
 
         Returns:
             (B, H, n, width).
@@ -149,7 +151,7 @@ class Slices:
             self.length, True, window if window is not None and window < self.length else None, on_cpu(documents)
         )
         factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-        out: Tensor = _SliceAttention.apply(q, k, v, sinks, keys, mask, factor, (self.start, self.stop))
+        out: Tensor = _SliceAttention.apply(q, k, v, sinks, keys, mask, (factor, softcap), (self.start, self.stop))
         return out
 
     def recur(
@@ -224,13 +226,13 @@ class _SliceAttention(torch.autograd.Function):
         sinks: Tensor | None,
         keys: _SliceKeys,
         mask: Mask,
-        scale: float,
+        scale: tuple[float, float | None],
         tokens: tuple[int, int],
     ) -> Tensor:
         start, stop = tokens
         keys.write(k, v, start, stop)
         total = Merged((*q.shape[:3], v.shape[3]), q, sinks)
-        Queries(q, (tokens,), mask, scale).forward(total, *keys.until(stop), ((0, stop),))
+        Queries(q, (tokens,), mask, *scale).forward(total, *keys.until(stop), ((0, stop),))
         out = total.out.to(q.dtype)
         # Keys and values are not saved: all slices share them.
         ctx.save_for_backward(q, out, total.lse, sinks)
@@ -245,7 +247,7 @@ class _SliceAttention(torch.autograd.Function):
         k, v = ctx.keys.until(stop)
         grads = Gradients(q, k, v)
         lse = lse.masked_fill(lse == -torch.inf, 0)
-        Queries(q, (ctx.tokens,), ctx.mask, ctx.scale).backward(dout, out, lse, k, v, ((0, stop),), grads)
+        Queries(q, (ctx.tokens,), ctx.mask, *ctx.scale).backward(dout, out, lse, k, v, ((0, stop),), grads)
         dk, dv = ctx.keys.add(grads.dk, grads.dv, start, stop)
         dsinks = sinks_gradient(sinks, dout, out, lse)
         return grads.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None, None

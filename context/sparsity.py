@@ -287,8 +287,8 @@ def _check_global(starts: Sequence[int], ends: Sequence[int] | None) -> None:
         return
     if len(starts) != len(ends) or any(start >= end for start, end in zip(starts, ends)):
         raise ValueError(
-            f"global_block_indices={list(starts)} and global_block_end_indices={list(ends)}. Give for each beginning "
-            "of a range an end behind it."
+            f"global_block_indices={list(starts)} and global_block_end_indices={list(ends)}. Give for each start of a "
+            "range an end after it."
         )
 
 

@@ -179,7 +179,7 @@ class Loader(DataLoader[Any]):
         for key, mine in (("samples", order.samples), ("seed", order.seed)):
             if state.get(key) != mine:
                 raise ValueError(
-                    f"The position is of training_data with {key} {state.get(key)}, but here it is {mine}."
+                    f"The position belongs to training_data with {key} {state.get(key)}, but here it is {mine}."
                 )
         first, middle = divmod(state["sample"], order.train)
         if middle:

@@ -147,12 +147,12 @@ class TokenLoader:
         """
         row = state.get("row")
         if type(row) is not int or not 0 <= row < 2**62:
-            raise ConfigError(f"The row of the place is {row!r}, but it must be a number from 0 on.")
+            raise ConfigError(f"The row of the position is {row!r}, but it must be a whole number of at least 0.")
         for key, mine in (("seed", self._seed), *self.dataset.facts.items()):
             if key not in state or state[key] != mine:
                 raise ConfigError(
-                    f"The place is of data with {key} {state.get(key)}, but here it is {mine}, which makes other rows. "
-                    "Give the former, or start from the first row."
+                    f"The position belongs to data with {key} {state.get(key)}, but here it is {mine}, so the rows "
+                    "differ. Give the former, or start from the first row."
                 )
         self._go(row)
 

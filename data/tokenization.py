@@ -208,7 +208,7 @@ def _run(
                     progress(count, len(pieces))
         except BrokenProcessPool as error:
             raise ConfigError(
-                "A process of the tokenization ended without a word, perhaps because memory was short. Run the same "
+                "A process of the tokenization ended without an error, perhaps because memory ran out. Run the same "
                 "command again, with fewer --processes."
             ) from error
         finally:

@@ -55,7 +55,7 @@ html_title = f"triax {version}"
 html_static_path, html_css_files = ["_static"], ["site.css"]
 html_show_sourcelink = html_show_copyright = False
 html_copy_source = False
-pygments_style, pygments_dark_style = "friendly", "native"
+pygments_style, pygments_dark_style = "a11y-light", "a11y-dark"  # each token has a contrast of 4.5 at least
 
 # An object that several packages have is described under the first of them, and named under the others.
 PACKAGES = (

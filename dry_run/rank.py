@@ -23,6 +23,7 @@ from ..grid.devices import ignore_device_choice
 from ..launcher.worker import LOCAL_RANK
 from ..options.batch import BatchSizes
 from ..options.engine import EngineOptions
+from ..pipe.schedules.registry import RECIPES
 from ..randomness.random import derive
 from ..zero.held_bytes import held_bytes
 from .exchange import HangError, RankSocket
@@ -234,6 +235,7 @@ def _limit_microbatches(recorder: Recorder) -> None:
         sizes, schedule = whole(options, data), options.schedule.name
         stages = recorder.topology.size("pipe") if recorder.topology is not None else 1
         most = stages if schedule in _KEEPS_ONE_EACH else 2 * stages
+        most = max(most, RECIPES[schedule].least(stages) if schedule in RECIPES else 1)
         if sizes.accumulation <= most or schedule in _KEEPS_ALL:
             return sizes
         recorder.microbatches = sizes.accumulation, most

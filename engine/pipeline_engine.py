@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NoReturn
 
@@ -33,15 +32,12 @@ from ..pipe.executor import Executor, Result
 from ..pipe.microbatches import Microbatch, MicrobatchFeed
 from ..pipe.module import PipelineModule
 from ..pipe.program.forward_only import forward_only
-from ..pipe.program.offload import offload_pass
-from ..pipe.program.pairs import pair_pass
 from ..pipe.program.passes import lower
 from ..pipe.program.program import Program
-from ..pipe.program.recompute_pass import recompute_pass
 from ..pipe.program.schedule import Schedule
-from ..pipe.program.simulate import Costs
 from ..pipe.program.timeline import Timeline
 from ..pipe.program.verify import verify
+from ..pipe.schedules.choose import with_passes
 from ..pipe.schema import Schema, flatten, unflatten
 from ..zero.bucketing import cast
 from ..zero.data_axis import ZeroDataAxis
@@ -459,56 +455,19 @@ class PipelineEngine(Engine):
             return assemble(grid, {**self.shards("weights"), **held})
 
     def _lower(self, schedule: Schedule) -> Program:
-        zero, offload = self.options.zero, self.options.schedule.offload
-        if self.options.schedule.pairs is not None and not schedule.forward_only:
-            schedule = self._paired(schedule, self.options.schedule.pairs)
+        zero, recompute = self.options.zero, self.options.recompute
+        schedule, notes = with_passes(schedule, self.options.schedule, recompute.asked)
         if schedule.pairs and not self.executor.interleaves:
             why = (
                 f"stage 3 releases the weights of a layer at the end of each pass, so the passes of {schedule.name}'s "
                 "pairs run one after the other, and their collectives do not hide; stage 2 runs them interleaved"
             )
-            self._warn(Note("zero.stage", why))
-        chosen = schedule.offloads or self.options.schedule.chooses_offload
-        if offload.device != "none" and not schedule.forward_only and not chosen:
-            copy = offload.copy_time
-            costs = replace(Costs(*self.options.schedule.costs), O=copy, R=copy)
-            try:
-                schedule = offload_pass(schedule, offload.fraction, offload.stages, costs)
-            except ValueError as error:
-                raise OptionError("schedule.offload", reason=str(error)) from error
-            if not schedule.offloads:
-                why = f"offloads nothing with {schedule.name}: no copy fits that lowers a peak; set it to none"
-                self._warn(Note("schedule.offload", why))
-        share = self.options.schedule.recompute
-        if share and self.options.schedule.name != "auto" and not schedule.forward_only and not schedule.recomputes:
-            try:
-                schedule = recompute_pass(schedule, share, costs=Costs(*self.options.schedule.costs))
-            except ValueError as error:
-                raise OptionError("schedule.recompute", share, str(error)) from error
-            if not schedule.recomputes:
-                self._warn(Note("schedule.recompute", f"recomputes nothing with {schedule.name}: no peak would fall"))
-        if schedule.recomputes and self.options.recompute.asked:
-            raise ConfigError(
-                self.options.say(
-                    f"<recompute> and a schedule that recomputes ({schedule.name}) are both given, and each layer "
-                    "would run three times: leave one of them out"
-                )
-            )
+            notes.append(Note("zero.stage", why))
+        self._warn(*notes)
         each = None if zero.reduce_each_microbatch else False
         program = lower(schedule, self.data_axis.options.stage, [tie.stages for tie in self.module.ties], each)
         verify(program)
         return program
-
-    def _paired(self, schedule: Schedule, collectives: float) -> Schedule:
-        """Return the schedule with pairs, if they make its step shorter."""
-        try:
-            found = pair_pass(schedule, replace(Costs(*self.options.schedule.costs), AR=collectives))
-        except ValueError as error:
-            raise OptionError("schedule.pairs", reason=str(error)) from error
-        if not found.pairs:
-            why = f"joins no passes of {schedule.name}, as no pair makes its step shorter; leave it out"
-            self._warn(Note("schedule.pairs", why))
-        return found
 
     def _share_outputs(self, outputs: list[Any]) -> list[Any]:
         """Broadcast the last stage's outputs to every stage, and return them. Collective over the pipe axis."""

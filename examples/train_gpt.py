@@ -110,7 +110,7 @@ def training_file(options: argparse.Namespace, data: dict[str, Any]) -> Training
     if options.context > 1:
         values["model"]["attention"] = options.attention
     if options.resume and options.save is None:
-        raise ValueError("--resume goes on from the last checkpoint of a folder: give that as --save too")
+        raise ValueError("--resume continues from the last checkpoint of a folder: give that folder as --save too")
     return TrainingFile.of(values)
 
 
@@ -121,54 +121,79 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument_group("the grid").add_argument
     add("--pipe", type=int, default=1, metavar="P", help="stages of layers (1)")
-    add("--data", type=int, metavar="D", help="replicas (what the other axes leave of the processes)")
+    add("--data", type=int, metavar="D", help="replicas (processes divided by the other axes)")
     add("--context", type=int, default=1, metavar="C", help="parts of each sequence (1)")
     add("--tensor", type=int, default=1, metavar="T", help="shards of each layer (1)")
     add("--expert-parallel", type=int, default=1, metavar="E", help="shards of each layer's experts (1)")
-    add("--processes", type=int, metavar="N", help="how many to start (P x D x C x T)")
-    add("--schedule", default="1f1b", choices=list(RECIPES), help="how the stages take turns (1f1b)")
+    add("--processes", type=int, metavar="N", help="number of processes to start (P x D x C x T)")
+    add("--schedule", default="1f1b", choices=list(RECIPES), help="pipeline schedule (1f1b)")
     add(
         "--zero",
         type=int,
         default=1,
         metavar="STAGE",
-        help="of ZeRO: what the replicas share out (1)",
+        help="ZeRO stage (1)",
     )
     add = parser.add_argument_group("the model").add_argument
     add("--layers", type=int, default=4, help="blocks (4)")
-    add("--width", type=int, default=128, help="of the residual stream (128)")
-    add("--heads", type=int, default=4, help="of attention (4)")
-    add("--sequence", type=int, default=128, metavar="BYTES", help="the longest context (128)")
-    add("--dropout", type=float, default=0.0, help="probability (0)")
-    add("--experts", type=int, default=0, metavar="N", help="a mixture of so many in each block; 0: a plain GPT (0)")
-    add("--attention", default="ring", choices=["ring", "ulysses", "gather"], help="over --context (ring)")
+    add("--width", type=int, default=128, help="width of the residual stream (128)")
+    add("--heads", type=int, default=4, help="attention heads (4)")
+    add("--sequence", type=int, default=128, metavar="BYTES", help="maximum length of the context (128)")
+    add("--dropout", type=float, default=0.0, help="dropout probability (0)")
+    add("--experts", type=int, default=0, metavar="N", help="number of experts in each block; 0: a plain GPT (0)")
+    add(
+        "--attention",
+        default="ring",
+        choices=["ring", "ulysses", "gather"],
+        help="kind of attention over --context (ring)",
+    )
     add("--sequence-parallel", action="store_true", help="norms and dropout on the tensor ranks' shares of a sequence")
-    add("--dtype", default="float32", choices=["float32", "float64"], help="of weights and arithmetic (float32)")
+    add("--dtype", default="float32", choices=["float32", "float64"], help="dtype of weights and arithmetic (float32)")
     add = parser.add_argument_group("the training").add_argument
     add("--steps", type=int, default=600, help="optimizer steps (600)")
-    add("--batch", type=int, default=32, help="sequences a step, over all replicas (32)")
+    add("--batch", type=int, default=32, help="sequences per step, over all replicas (32)")
     add("--microbatch", type=int, default=4, help="sequences that pass through the pipeline at once (4)")
     add("--lr", type=float, default=4e-3, help="the highest learning rate (4e-3)")
-    add("--warmup", type=int, default=50, metavar="STEPS", help="until the learning rate is there (50)")
-    add("--weight-decay", type=float, default=0.1, help="of matrices (0.1)")
-    add("--clip", type=float, default=1.0, help="the longest gradient; 0: any (1)")
-    add("--seed", type=int, default=0, help="of weights, batches and the sample (0)")
-    add("--time-limit", type=float, default=5.0, metavar="MINUTES", help="then end in good order; 0: no limit (5)")
-    add("--save", type=Path, metavar="FOLDER", help="checkpoints: each time it is measured (none)")
-    add("--resume", action="store_true", help="go on from the last one in --save, on whatever grid")
+    add("--warmup", type=int, default=50, metavar="STEPS", help="steps until the highest learning rate (50)")
+    add("--weight-decay", type=float, default=0.1, help="weight decay of matrices (0.1)")
+    add("--clip", type=float, default=1.0, help="limit of the gradient norm; 0: no limit (1)")
+    add("--seed", type=int, default=0, help="seed of weights, batches and the sample (0)")
+    add("--time-limit", type=float, default=5.0, metavar="MINUTES", help="minutes until the run ends; 0: no limit (5)")
+    add("--save", type=Path, metavar="FOLDER", help="folder for a checkpoint at each evaluation (none)")
+    add("--resume", action="store_true", help="continue from the last checkpoint in --save, on any grid")
     add = parser.add_argument_group("the text").add_argument
     add("--text", nargs="+", default=[], metavar="PATH", help="files and folders (Python's standard library)")
-    add("--validation", type=int, default=256, metavar="N", help="held-out sequences to measure (256)")
-    add("--validate-every", type=int, default=100, metavar="STEPS", help="and once more at the end (100)")
-    add("--prompt", default="def ", help='what the sample begins with ("def ")')
-    add("--sample", type=int, default=200, metavar="BYTES", help="its length, if there is room; 0: none (200)")
-    add("--temperature", type=float, default=0.7, help="of the sample: lower is safer (0.7)")
+    add("--validation", type=int, default=256, metavar="N", help="number of held-out sequences to evaluate (256)")
+    add(
+        "--validate-every",
+        type=int,
+        default=100,
+        metavar="STEPS",
+        help="evaluate every so many steps, and at the end (100)",
+    )
+    add("--prompt", default="def ", help='beginning of the sample ("def ")')
+    add(
+        "--sample", type=int, default=200, metavar="BYTES", help="length of the sample, if there is room; 0: none (200)"
+    )
+    add("--temperature", type=float, default=0.7, help="temperature of the sample (0.7)")
     add = parser.add_argument_group("the report").add_argument
-    add("--name", default="gpt", help="of the folder in runs/ (gpt)")
-    add("--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="where runs are kept (runs)")
-    add("--log-every", type=int, default=20, metavar="STEPS", help="a line, where there is no terminal (20)")
+    add("--name", default="gpt", help="name of the folder in runs/ (gpt)")
+    add("--runs", type=Path, default=Path("runs"), metavar="FOLDER", help="folder of all runs (runs)")
+    add(
+        "--log-every",
+        type=int,
+        default=20,
+        metavar="STEPS",
+        help="without a terminal, print a line every so many steps (20)",
+    )
     add("--print-losses", action="store_true", help="print every loss in full")
-    add("--trace", type=int, default=20, metavar="STEP", help="of which timeline.json is (20, or the last); 0: none")
+    add(
+        "--trace",
+        type=int,
+        default=20,
+        metavar="STEP",
+        help="step to trace in timeline.json (20, or the last); 0: none",
+    )
     return parser.parse_args(arguments)
 
 

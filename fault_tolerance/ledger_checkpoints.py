@@ -61,7 +61,7 @@ class LedgerCheckpoints:
         if not options.weights_only and not snapshot.header["run"].get("membership"):
             raise ValueError(
                 "the checkpoint does not say which samples follow, because it was saved without fault_tolerance: load "
-                "its weights alone (load_module_only=True), or leave fault_tolerance out"
+                "only its weights (load_module_only=True), or leave fault_tolerance out"
             )
 
     def restore(self, snapshot: Snapshot, options: LoadOptions, usable: Mapping[str, Shape]) -> list[str]:

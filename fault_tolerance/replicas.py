@@ -416,7 +416,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
         if not self._accept(decision):
             self._join()
             if self._now.fresh:
-                raise RuntimeError("every replica with the state of the run is lost, and the run starts anew")
+                raise RuntimeError("every replica with the state of the run is lost, and the run starts again")
 
     # ------------------------------------------------------------------------------------------ ZeRO over replicas
 
@@ -867,7 +867,7 @@ def _check(engine: Engine) -> None:
             "with a length; train_batch() and engine.replicas.microbatches() take them"
         )
     if engine.data_axis.exchange is not None:
-        raise refusal("<fault_tolerance> sums gradients as they are: leave <compression> out")
+        raise refusal("<fault_tolerance> sums uncompressed gradients: leave <compression> out")
     if engine.data_axis.memory.offload.portions or engine.data_axis.offloaded():
         raise refusal("<fault_tolerance> does not work with offload of weights or optimizer state: leave it out")
     if type(engine.data_axis.stepper) is not RangeStepper:

@@ -70,7 +70,9 @@ class Sampling:
         if self.min_p is not None and not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p is {self.min_p}. Give a probability in [0, 1], or None to keep every token.")
         if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"repetition_penalty is {self.repetition_penalty}. Give a positive number; 1 is none.")
+            raise ValueError(
+                f"repetition_penalty is {self.repetition_penalty}. Give a positive number; 1 means no penalty."
+            )
         if self.logprobs == "tempered" and not self.temperature:
             raise ValueError(
                 "logprobs='tempered' divides the logits by the temperature, which is 0. Give a temperature of at least "

@@ -66,9 +66,10 @@ def agreed_steps(axis: Axis, since: int, device: torch.device) -> int:
     most, least = int(both[0]), -int(both[1])
     if most != least:
         raise ValueError(
-            f"since the last synchronization one replica has taken {most} steps and another {least}; this one {since}: "
-            "let all take as many before synchronize(), leave() or a checkpoint; or set local_updates.type to "
-            "async_diloco, in which they may synchronize and leave after different numbers of steps"
+            f"since the last synchronization one replica has taken {most} steps and another {least}; this one "
+            f"{since}: let all take the same number before synchronize(), leave() or a checkpoint; or set "
+            "local_updates.type to async_diloco, in which they may synchronize and leave after different numbers of "
+            "steps"
         )
     return most
 

@@ -29,8 +29,9 @@ class ReplicaGrid(Grid):
     def __init__(self, full_grid: Grid) -> None:
         if full_grid.expert.size > 1:
             raise ValueError(
-                "local updates train each replica alone, but the experts of a layer are spread over "
-                f"{full_grid.expert.size} ranks of data x context: use a grid with expert=1, or leave local_updates out"
+                "local updates train each replica separately, but the experts of a layer are spread over "
+                f"{full_grid.expert.size} ranks of data x context: use a grid with expert=1, or leave local_updates "
+                "out"
             )
         self.full_grid = full_grid
         self._init_view(

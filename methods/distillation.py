@@ -264,9 +264,9 @@ class DistillLoss:
             given = ", ".join(f"{name} {each}" for name, each in shapes.items()) or "nothing"
             raise ValueError(
                 f"the teacher's part of the labels is {given}, but for labels {tuple(whole)} it must be {TEACHER!r} "
-                f"{(*whole, self.vocab_size)} or, of this rank's words, {(*whole, self._widths[1])}; or {TEACHER!r} "
-                f"and {IDS!r}, both {(*whole, 'k')} with k < {self.vocab_size}: make the microbatches with "
-                "triax.methods.with_teacher"
+                f"{(*whole, self.vocab_size)} or, for this rank's part of the vocabulary, "
+                f"{(*whole, self._widths[1])}; or {TEACHER!r} and {IDS!r}, both {(*whole, 'k')} with k < "
+                f"{self.vocab_size}: make the microbatches with triax.methods.with_teacher"
             )
         if IDS not in found:
             start, stop = split(self.vocab_size, self.grid.tensor.size, self.grid.tensor.rank)

@@ -94,7 +94,7 @@ class Rollouts:
         advantages(torch.zeros(group), group, scale_rewards)  # refuses an unknown scale
         if policy.length is not None and policy.length != max_new_tokens:
             raise ValueError(
-                f"max_new_tokens is {max_new_tokens} here and {policy.length} of the loss: give both the same"
+                f"max_new_tokens is {max_new_tokens} here and {policy.length} in the loss: give both the same value"
             )
         self._engine, self._sampler, self._reference, self._group = engine, sampler, reference, group
         self._rewards, self._scale = Rewards(engine.grid, rewards, weights), scale_rewards

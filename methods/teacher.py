@@ -63,8 +63,8 @@ def with_teacher(
         target = engine.module.placement[0 if engine.options.batch.labels == "sent" else -1]
         if teacher.grid is not grid:
             raise ValueError(
-                f"the teacher has a grid of its own, {teacher.grid}, beside the student's, {grid}: make both models "
-                "with grid=engine.grid, the same object, or run the teacher in other processes, with "
+                f"the teacher has its own grid, {teacher.grid}, and the student {grid}: make both models with "
+                "grid=engine.grid, the same object, or run the teacher in other processes, with "
                 "triax.methods.serve_teacher"
             )
         if not isinstance(teacher, RemoteTeacher):

@@ -70,8 +70,6 @@ class CausalAttention(nn.Module):
     @property
     def refuses_slices(self) -> str | None:
         """Reason why the layer cannot run slices of sequences; None if it can."""
-        if self.softcap is not None:
-            return f"caps the scores of attention (softcap={self.softcap}), which attention over slices cannot"
         if self.sparsity is not None:
             return "has sparse attention (<sparse_attention>), whose blocks slices would cut"
         return None
@@ -96,8 +94,8 @@ class CausalAttention(nn.Module):
         super().__init__()
         if softcap is not None and (grid.context.size > 1 or sparsity is not None):
             raise ValueError(
-                f"softcap={softcap} caps the scores of attention, which a context axis (context={grid.context.size}) "
-                "and sparse attention cannot. Use a grid with context=1, without sparse attention."
+                f"softcap={softcap} caps attention scores, which a context axis (context={grid.context.size}) and "
+                "sparse attention do not support. Use a grid with context=1, without sparse attention."
             )
         self.grid, self.axis, self.sequence_parallel = grid, grid.tensor, sequence_parallel
         self.kind, self.window, self.sparsity, self.scale, self.softcap = kind, window, sparsity, scale, softcap
@@ -151,7 +149,7 @@ class CausalAttention(nn.Module):
         q, k = self._placed(q, k, slices.positions(documents, q.device), slices.length)
         k, v = self._of_own_heads(k, v)
         documents = self._in_chunks(documents, len(q), slices.length)
-        others = documents, self.window, self.scale, self.sinks
+        others = documents, self.window, self.scale, self.sinks, self.softcap
         if self.recompute is not None:
             y: Tensor = self.recompute(slices.attend, self, q, k, v, *others)
             return y

@@ -125,6 +125,14 @@ class TransformerConfig:
         for name in self.SHARDED:
             check_units(name, getattr(self, name), 1, tensor)
 
+    def refuses_slices(self, experts: Mapping[str, Any] | None = None) -> str | None:
+        """Return the reason why a pipeline cannot cut sequences of the model into slices; None if it can.
+
+        Args:
+            experts: further arguments of its mixtures of experts, such as ``balance``.
+        """
+        return None
+
 
 @dataclass(frozen=True, repr=False)
 class DecoderConfig(TransformerConfig):
@@ -509,6 +517,10 @@ class DecoderConfig(TransformerConfig):
             return min(self.max_position_embeddings, self.rope_scaling.original_max_position_embeddings)
         return self.max_position_embeddings
 
+    def refuses_slices(self, experts: Mapping[str, Any] | None = None) -> str | None:
+        """Return the reason why a pipeline cannot cut sequences of the model, as for ``TransformerConfig``."""
+        return _whole_experts(self.moe_arguments(), experts) if self.num_experts else None
+
     @property
     def moe_layers(self) -> tuple[int, ...]:
         """Numbers of the blocks that have experts, counted from 0."""
@@ -807,6 +819,12 @@ class DeepseekConfig(TransformerConfig):
         modules = self.num_nextn_predict_layers
         return super().layer_count + (modules + 1 if modules else 0)
 
+    def refuses_slices(self, experts: Mapping[str, Any] | None = None) -> str | None:
+        """Return the reason why a pipeline cannot cut sequences of the model, as for ``TransformerConfig``."""
+        if self.num_nextn_predict_layers:
+            return "predicts several tokens at once (num_nextn_predict_layers), whose modules take ids of later slices"
+        return _whole_experts(self.moe_arguments(), experts)
+
     @property
     def moe_layers(self) -> tuple[int, ...]:
         """Numbers of the blocks that have experts, counted from 0."""
@@ -844,6 +862,19 @@ class DeepseekConfig(TransformerConfig):
         blocks = self.num_hidden_layers * (attention + 2 * d) + self.first_k_dense_replace * dense + sparse * experts
         module = attention + 2 * d + experts + 2 * d * d + 3 * d
         return embeddings + blocks + d + self.num_nextn_predict_layers * module
+
+
+def _whole_experts(own: Mapping[str, Any], given: Mapping[str, Any] | None) -> str | None:
+    """Return the reason why mixtures of experts need whole sequences; None if they do not."""
+    arguments = {"z_loss": 0.0, "capacity": None, **own, **(given or {})}
+    balance = arguments["balance"] or ()
+    losses = {balance} if isinstance(balance, str) else {*balance}
+    if losses - {"bias"} or arguments["z_loss"] or arguments["capacity"] is not None:
+        return (
+            "has a mixture of experts with a loss or a limit of whole sequences (z_loss, capacity, or another balance "
+            "than bias)"
+        )
+    return None
 
 
 def _check_experts(experts: int, chosen: int, coefficient: float, name: str) -> None:

@@ -90,8 +90,8 @@ class TokenEmbedding(VocabParallelEmbedding):
             local = local_length(whole.shape[1], self.context.size, multiple)
             if local == whole.shape[1]:  # a part could not be told from the whole
                 raise ValueError(
-                    f"the rows have {local} tokens, too few for context={self.context.size}, whose ranks hold as many "
-                    f"each. Give rows of at least {local + 1} tokens, or use context=1."
+                    f"the rows have {local} tokens, too few for context={self.context.size}, whose ranks need equally "
+                    f"many tokens each. Give rows of at least {local + 1} tokens, or use context=1."
                 )
             if ids.shape[1] == local:  # this rank's already
                 check_documents(whole, documents)

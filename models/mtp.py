@@ -84,8 +84,8 @@ def embed_and_keep(embedding: TokenEmbedding, ids: Any) -> tuple[Tensor, Tensor]
     """
     if not isinstance(ids, Tensor) or embedding.context.size > 1:
         raise ValueError(
-            "num_nextn_predict_layers needs ids (B, T) without documents, and a grid with context=1. Give rows of ids "
-            "alone (data.document_mask: false), or num_nextn_predict_layers=0."
+            "num_nextn_predict_layers needs ids (B, T) without documents, and a grid with context=1. Give rows of "
+            "only ids (data.document_mask: false), or num_nextn_predict_layers=0."
         )
     return embedding(ids), ids
 
@@ -169,7 +169,7 @@ class MTPModule(nn.Module):
             return value
         if embedded.shape[1] <= self.number:
             raise ValueError(
-                f"the rows have {embedded.shape[1]} tokens, so no token has {self.number} further tokens behind it. "
+                f"the rows have {embedded.shape[1]} tokens, so no token is followed by {self.number} further tokens. "
                 f"Give rows of at least {self.number + 1} tokens, or a smaller num_nextn_predict_layers."
             )
         e, h = embedded[:, self.number :], states[-1][:, :-1]  # (B, T - k, D)

@@ -94,8 +94,8 @@ class AuxiliarySteps:
         """
         if self._weight is not None and abs(weight - self._weight) > 1e-6 * abs(weight):
             raise AgreedError(
-                f"the model has auxiliary losses, whose gradients need the weight of the batch before the first "
-                f"backward pass. It was taken to be {self._weight:g}, but the losses that loss_fn returned have the "
+                "the model has auxiliary losses, whose gradients need the weight of the batch before the first "
+                f"backward pass. It was assumed to be {self._weight:g}, but the losses that loss_fn returned have the "
                 f"weight {weight:g}: give loss_fn a method weight(labels) that returns the weight of the pair (sum, "
                 "weight), as triax.models.NextTokenLoss has, or return a mean"
             )

@@ -167,6 +167,16 @@ class MoE(AuxiliaryLayer):
         return self.router.experts
 
     @property
+    def refuses_slices(self) -> str | None:
+        """Reason why the layer cannot run slices of sequences; None if it can."""
+        if self.loss_names or self.capacity is not None:
+            return (
+                "has a mixture of experts with a loss or a limit of whole sequences: leave out capacity and z_loss, "
+                "and give balance='bias' or None"
+            )
+        return None
+
+    @property
     def loss_names(self) -> list[str]:
         """Names of the auxiliary losses."""
         names = ["balance"] if self._balances_by_loss else []

@@ -70,7 +70,8 @@ class GateNoise(SampleRandom):
         if x.shape[:2].numel() % len(samples):
             raise ValueError(
                 f"the router {self._layer.rpartition('.')[0]} with {self.kind} noise was given {x.shape[:2].numel()} "
-                f"tokens of a microbatch of {len(samples)} samples: give it as many tokens of each sample, in order"
+                f"tokens of a microbatch of {len(samples)} samples: give it equally many tokens of each sample, in "
+                "order"
             )
         keys = torch.tensor(samples, device=x.device) + self.key()
         drawn = uniform(keys, torch.arange(x.numel() // len(samples), device=x.device)).view_as(x)

@@ -47,14 +47,14 @@ class Batch(Options):
     )
     counted: bool = option(
         True,
-        "Microbatches are counted, and engine.step() updates the weights after the last of a step. False: each "
-        "engine.step() does, after any number of backward passes, whose gradients are divided by microbatches all the "
-        "same. Not for a PipelineModule.",
+        "True: engine.step() updates the weights only after the last microbatch of a step. False: every engine.step() "
+        "updates them, after any number of backward passes; gradients are still divided by microbatches. Not for a "
+        "PipelineModule.",
     )
     labels: Literal["read", "sent"] = option(
         "read",
-        "Labels of a PipelineModule's last stage. read: its ranks read the data too. sent: only the ranks of the first "
-        "stage read data, and they send the labels to those of the last stage.",
+        "Labels of a PipelineModule's last stage. read: its ranks read the data too. sent: only the first stage's "
+        "ranks read data, and they send the labels to the last stage's ranks.",
     )
 
     def check(self) -> None:

@@ -47,8 +47,7 @@ def _check_tuning(options: EngineOptions) -> None:
         )
     if options.tuning is not None and options.batch.size is None:
         _refuse(
-            "<tuning> is given, and the batch it tunes for is not: write <batch.size>, the samples of a step over all "
-            "replicas"
+            "<tuning> is given without a batch to tune for: write <batch.size>, the samples of a step over all replicas"
         )
 
 
@@ -87,8 +86,8 @@ def _check_local_updates(options: EngineOptions) -> None:
         return
     if zero.stage not in (0, "auto") and options.fault_tolerance is None:
         _refuse(
-            f"<zero.stage> is {zero.stage}, but <local_updates> needs stage 0, because each replica then has weights "
-            "of its own, and ZeRO shards one state over all replicas: set the stage to 0"
+            f"<zero.stage> is {zero.stage}, but <local_updates> needs stage 0, because each replica then has its own "
+            "weights, and ZeRO shards one state over all replicas: set the stage to 0"
         )
     if zero.offload_optimizer.device != "none":
         _refuse(

@@ -75,7 +75,7 @@ class EngineOptions(Options):
     optimizer: Any = option(
         None,
         "A function from parameter groups to an optimizer, such as functools.partial(torch.optim.AdamW, lr=1e-3); a "
-        "torch optimizer over the model's parameters; or Optimizer(name, ...). None: the model is evaluated alone.",
+        "torch optimizer over the model's parameters; or Optimizer(name, ...). None: the engine only evaluates.",
     )
     lr_scheduler: Any = option(
         None,
@@ -90,7 +90,7 @@ class EngineOptions(Options):
         "raise",
         "If a loss or (without fp16) a gradient is nan or infinite: raise an error on every rank before any weight "
         "changes, skip the step (50 in a row are an error), or ignore it. With fp16 the loss scale handles gradients "
-        "that overflow. One process without clipping computes no norm and checks the loss alone.",
+        "that overflow. One process without clipping computes no norm and checks only the loss.",
     )
     reduction: GradientReduction = option(GradientReduction(), "How gradients are summed over replicas.")
     compression: Any = option(
@@ -111,7 +111,7 @@ class EngineOptions(Options):
     fault_tolerance: FaultTolerance | None = option(
         None, "Replicas that leave and join the run at a step: True, or FaultTolerance(...). None: a fixed number."
     )
-    lora: Lora | None = option(None, "Low-rank adapters of linear layers, which alone are trained.")
+    lora: Lora | None = option(None, "Low-rank adapters of linear layers; only these are trained.")
     sparse_attention: SparseAttention | None = option(None, "Block masks of the model's attention.")
     tuning: Tuning | None = option(None, "Search for the microbatch size and the ZeRO stage.")
     drop_last: bool = option(

@@ -67,7 +67,7 @@ class AsyncDiLoCo(DiLoCo):
         2, "Rounds for which another replica's difference may be missing. 0: wait for all.", least=0
     )
     meet_early: bool = option(
-        True, "End a round early if other replicas would soon wait for this one, unless all are waited for."
+        True, "End a round early if other replicas would soon wait for this one; not with max_staleness 0."
     )
 
     def check(self) -> None:

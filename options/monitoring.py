@@ -34,9 +34,7 @@ class Histograms(Options):
     MAIN: ClassVar = "every"
 
     every: int | None = option(None, "Count weights and gradients every so many steps; None: never.", least=1)
-    bins: int = option(
-        64, "Equal parts of the range of a tensor, of which each has a count.", needs="every", least=2, most=1024
-    )
+    bins: int = option(64, "Number of equal bins over a tensor's range.", needs="every", least=2, most=1024)
 
     def due(self, step: int) -> bool:
         """Return True if a step has histograms."""

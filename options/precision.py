@@ -72,7 +72,7 @@ class Precision(Options):
         "below 1/256 of a weight are lost in rounding.",
     )
     buffers: Dtype | None = option(
-        None, "Dtype of floating-point buffers; None: as the weights, but for inv_freq and correction_bias."
+        None, "Dtype of floating-point buffers; None: the weights' dtype, except for inv_freq and correction_bias."
     )
     autocast: Literal["bf16", "fp16"] | None = option(
         None, "Run forward passes under torch.autocast to this dtype; weights keep their own."
@@ -94,6 +94,6 @@ class Precision(Options):
             )
         if not self.master_weights and self.weights != "bf16":
             raise refusal(
-                "<master_weights> is false, which is for <weights> bf16: squares of gradients are too small for "
-                "fp16, and fp32 weights have no other masters; leave it out",
+                "<master_weights> is false, which is for <weights> bf16: squares of gradients are too small for fp16, "
+                "and fp32 weights are their own master weights; leave it out",
             )

@@ -17,8 +17,8 @@ class Recomputation(Options):
 
     enabled: bool | None = option(
         None,
-        "True: recompute, each layer by itself if no other option says how; False: recompute nothing; None: if another "
-        "option asks for it.",
+        "True: recompute (each layer separately, unless another option groups them); False: recompute nothing; None: "
+        "recompute if another option asks for it.",
     )
     granularity: Literal["full", "selective", "matmul"] | None = option(
         None,

@@ -21,19 +21,19 @@ class GradientReduction(Options):
 
     op: Literal["mean", "sum"] = option(
         "mean",
-        "Combine the gradients of the replicas, each the mean over its own samples, by their mean, or by their sum, "
-        "which is as many times larger as there are replicas.",
+        "mean: the mean of the replicas' gradients; sum: their sum. Each replica's gradient is the mean over its own "
+        "samples.",
     )
-    dtype: Dtype | None = option(None, "Dtype in which gradients are summed; None: that in which they are accumulated.")
+    dtype: Dtype | None = option(None, "Dtype in which gradients are summed; None: the dtype of accumulation.")
     low_precision_modules: tuple[str, ...] | None = option(
         None,
-        "Classes of modules (torch.nn.Linear) whose gradients are summed in autocast's dtype, and the others' in the "
-        "dtype of accumulation. None: dtype sets it for all.",
+        "Classes of modules (torch.nn.Linear) whose gradients are summed in autocast's dtype; all other gradients are "
+        "summed in the dtype of accumulation. None: dtype holds for all.",
     )
     prescale: bool = option(
         False,
         "Divide gradients by the number of replicas before they are summed, so that the sum does not overflow in a "
-        "narrow dtype. The step is the same: the division by the batch's weight undoes it.",
+        "narrow dtype. The step stays the same.",
     )
     predivide: float = option(1.0, "Divide gradients by this number before they are summed.", above=0, most=LARGEST)
 

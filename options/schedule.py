@@ -38,11 +38,13 @@ class ScheduleOptions(Options):
 
     MAIN: ClassVar = "name"
 
-    name: str = option("1f1b", "Name of a schedule, auto (search for one), or path of a .csv or .json file.")
+    name: str = option("1f1b", "Name of a schedule, auto (search for one), or path of a .csv, .json or .txt file.")
     value: Any = option(None, "The schedule itself, a triax.Schedule for these ranks and microbatches.")
     chunks: int | None = option(None, "Stages per rank; None: as the model or the schedule has them.", least=1)
     costs: tuple[float, ...] = option(
-        (1.0, 1.0, 1.0), "For auto: measured times of F, I, W and a message, in any unit.", least=0
+        (1.0, 1.0, 1.0),
+        "For auto, pairs, recompute and offload: measured times of F, I, W and a message, in any unit.",
+        least=0,
     )
     memory: float | None = option(
         None,

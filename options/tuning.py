@@ -24,7 +24,7 @@ class Tuning(Options):
         3, "Number of sizes that fit of which the times of steps are measured; 1: the largest that fits, untimed.",
         least=1,
     )  # fmt: skip
-    first_step: int = option(1, "Steps of each size before those that are timed.", least=0)
+    first_step: int = option(1, "Untimed steps of each size, before the timed ones.", least=0)
     last_step: int = option(3, "Steps of each size.", least=1)
     results: str | None = option(None, "Folder for options.json, the options with what was found, and results.json.")
 

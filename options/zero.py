@@ -35,7 +35,7 @@ class Offload(Options):
     device: Literal["none", "cpu", "nvme"] = option(
         "none", "none: on the model's device; cpu: host memory; nvme: a file."
     )
-    path: str | None = option(None, "For nvme: folder on the disk, for a file without a name.")
+    path: str | None = option(None, "nvme: folder on the disk for the file, which is removed when the process ends.")
     pin_memory: bool = option(False, "Pin host memory, if the model is on a GPU.")
 
     def check(self) -> None:
@@ -116,7 +116,7 @@ class Zero(Options):
     )
     persistence_threshold: int = option(0, "Stage 3: parameters with at most so many elements stay whole.", least=0)
     max_live_parameters: int | None = option(
-        None, "Stage 3: with more gathered elements than this, none are kept or prefetched; None: no limit.", least=0
+        None, "Stage 3: above so many gathered elements, no layer is kept or prefetched; None: no limit.", least=0
     )
     max_reuse_distance: int = option(
         0, "Stage 3: a layer stays whole if it runs again within so many elements of other layers.", least=0
@@ -133,12 +133,13 @@ class Zero(Options):
         False, "ZeRO++, stage 3: gather weights that are not trained in blocks of 8 bits."
     )
     quantized_gradients: bool = option(
-        False, "ZeRO++: reduce gradients in blocks of 4 bits; within hosts first, if all hosts have as many replicas."
+        False,
+        "ZeRO++: reduce gradients in blocks of 4 bits; if all hosts have equally many replicas, within hosts first.",
     )
     hpz_partition_size: int = option(
         1,
-        "ZeRO++, stage 3: number of consecutive replicas (those of a host) with a second copy of the weights; they "
-        "gather from it after the first gather of a step. 1: no second copy.",
+        "ZeRO++, stage 3: number of consecutive replicas (usually those of one host) that share a second copy of the "
+        "weights. After a layer's first gather in a step, its further gathers use that copy. 1: no second copy.",
         least=1,
     )
 
@@ -150,7 +151,7 @@ class Zero(Options):
             OptionError: the stage is auto, and no search has found it.
         """
         if self.stage == "auto":
-            raise refusal("<stage> is auto, which is found for a PipelineModule in Python: give a stage from 0 to 3")
+            raise refusal("<stage> auto works only for a PipelineModule, in Python: give a stage from 0 to 3")
         return self.stage
 
     def check(self) -> None:
@@ -174,8 +175,7 @@ class Zero(Options):
             notes.append(
                 Note(
                     "offload_parameters",
-                    f"stores shards of the weights, and in stage {self.stage} they are whole: it does nothing; set "
-                    "stage 3, or leave it out",
+                    f"does nothing in stage {self.stage}, where weights are whole: set stage 3, or leave it out",
                 )
             )
         if self.hpz_partition_size > 1 and self.keep_gathered and self.max_live_parameters is None and self.stage == 3:

@@ -507,7 +507,7 @@ class PipelineModule(nn.Module):
             cuts = "" if cut is None else f"partition={list(cut)} and "
             raise RuntimeError(
                 f"the schedule places the stages on ranks {list(placement)}, but {name} was changed since it was "
-                f"built, and a stage that moves is built anew: pass {cuts}placement={list(placement)} to "
+                f"built, and a stage that moves is built again: pass {cuts}placement={list(placement)} to "
                 "PipelineModule, and change weights after that"
             )
         if len(placement) == len(self.placement) and cut is None:

@@ -44,12 +44,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from operator import mul
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..base.formulas import BYTES, model_states
 from ..models.config import TransformerConfig
+from ..options.schedule import OffloadActivations, ScheduleOptions
 from ..pipe.program.layer_costs import LayerCost, LayerCosts
-from ..pipe.program.simulate import Costs, simulate
+from ..pipe.program.schedule import Schedule
+from ..pipe.program.simulate import Costs, timeline_of
+from ..pipe.program.slices import equal_cost_slices
+from ..pipe.program.timeline import Timeline
+from ..pipe.schedules.choose import with_passes
 from ..pipe.schedules.registry import RECIPES, named_schedule
 from .collectives import RankGroup, all_gather, all_reduce, all_to_all, message, reduce_scatter
 from .cores import StageWork, makespan
@@ -57,7 +62,7 @@ from .layers import Attention, Feedforward, LayerShape, MatrixProduct, layers_of
 from .machine import Machine
 from .measured import MeasuredTimes, interpolated
 from .memory import ModelMemory
-from .parallel_layout import ParallelLayout
+from .parallel_layout import UNCHANGED, ParallelLayout
 
 KINDS = (
     *("products", "attention", "elementwise", "overhead", "recompute", "tensor", "context", "expert"),
@@ -177,7 +182,7 @@ class CostModel:
                 f"{work.precision}. Give --precision with one of them."
             )
         if work.speeds and self.on_cores:
-            raise ValueError("ranks that share cores have no speeds of their own. Leave --speeds out.")
+            raise ValueError("ranks that share cores cannot have different speeds. Leave --speeds out.")
         device = "cpu" if self.on_cores else "cuda"
         self.memory = ModelMemory(
             *(work.config, work.precision),
@@ -192,6 +197,8 @@ class CostModel:
         self._ranks: dict[tuple[int, int, bool], list[tuple[tuple[int, ...], int]]] = {}
         self._parameters: dict[tuple[int, int, int], tuple[float, float]] = {}
         self._simulated: dict[tuple[object, ...], float] = {}
+        self._schedules: dict[tuple[object, ...], Schedule] = {}  # with options
+        self._timelines: dict[tuple[object, ...], Timeline] = {}  # of them
         self._totals: dict[tuple[object, ...], tuple[float, ...]] = {}
         self._groups: dict[tuple[object, ...], list[tuple[float, RankGroup]]] = {}
         self._scatters: dict[tuple[float, RankGroup], float] = {}
@@ -219,9 +226,9 @@ class CostModel:
         return max(compute, moved / machine.elementwise_speed)
 
     def layer(self, kind: int, layout: ParallelLayout) -> LayerTime:
-        """Return the times of one microbatch in a layer of type ``self.types[kind]``."""
+        """Return the times of one microbatch, or of one of its slices, in a layer of type ``self.types[kind]``."""
         sharded = bool(layout.sequence_parallel)
-        key = (kind, layout.microbatch, layout.context, layout.tensor, layout.expert, sharded)
+        key = (kind, layout.microbatch, layout.context, layout.tensor, layout.expert, sharded, layout.slices)
         found = self._layers.get(key)
         if found is None:
             found = self._layers[key] = self._layer(self.types[kind], layout, sharded, key)
@@ -229,7 +236,7 @@ class CostModel:
 
     def _layer(self, shape: LayerShape, layout: ParallelLayout, sharded: bool, key: tuple[int, ...]) -> LayerTime:
         t, machine, size = layout.tensor, self.machine, self.bytes
-        tokens = layout.microbatch * self.work.sequence // layout.context
+        tokens = layout.microbatch * self.work.sequence // (layout.context * layout.slices)
         held = tokens / t if sharded else float(tokens)  # tokens of the hidden states that a rank holds
         forward = inputs = weights = column = mlp = 0.0
         sharded_products: set[str] = set()
@@ -397,7 +404,7 @@ class CostModel:
                 return forward / (self.peak * shares[0]), forward / (self.peak * shares[1])
             forward /= self.peak * machine.attention_efficiency
             return forward, BACKWARD_ATTENTION * forward
-        rows, calls = sequence // layout.context, layout.microbatch * heads
+        rows, calls = sequence // (layout.context * layout.slices), layout.microbatch * heads
         scores = calls * rows * sequence / machine.elementwise_speed
         first = self.product(rows, sizes.query_dim, sequence, calls)
         second = self.product(rows, sequence, sizes.value_dim, calls)
@@ -464,6 +471,11 @@ class CostModel:
         Raises:
             ValueError: data x microbatch does not divide the batch, or the schedule does not exist for the layout.
         """
+        if layout.changes != UNCHANGED and (self.work.speeds or self.on_cores):
+            raise ValueError(
+                f"{layout} has options of the schedule, which are not planned for ranks of several speeds (--speeds), "
+                "or for ranks that share cores. Leave them out."
+            )
         if self.on_cores:
             kinds = self._step_on_cores(layout)
         else:
@@ -482,6 +494,30 @@ class CostModel:
             return max(*ranks, sum(ranks) * layout.gpus / layout.pipe / self.speed_of_all(layout.gpus))
         return sum(self._pipeline(layout)[1].values())
 
+    def least(self, layout: ParallelLayout) -> float:
+        """Return a lower bound of ``passes``, without a simulation, of a layout with options of its schedule.
+
+        The last rank waits for the first forward pass to come through the other ranks, and in 1f1b and interleaved
+        these wait for its last gradient; slices take equally long. A rank that recomputes runs that share of its
+        forward passes again, at best while it would wait. Of stp it is 0.99 of the paper's formula.
+        """
+        m, ranks = layout.microbatches(self.work.batch), self._rank_times(layout, _zigzag(layout))
+        costs = self._costs(layout, max(ranks, key=lambda rank: rank.busy))
+        each, f = costs.products, costs.forward
+        if layout.schedule == "stp":
+            idle = f + costs.inputs - costs.weights + costs.reduce  # halves of them are the times of a stage
+            return m * each + 0.99 * ((layout.pipe - 1) * idle + (2 * layout.pipe + 1) * costs.reduce) / 2
+        whole = layout.schedule in ("1f1b", "interleaved")
+        waits = (layout.pipe - 1) * (each if whole else f) / (layout.chunks * layout.slices)
+        again = max(0.0, layout.recompute_ops - 1 / m) * f
+        return max(m * each + 0.99 * waits, m * (each + again))  # the slices' lengths are rounded
+
+    def copies(self, layout: ParallelLayout) -> float:
+        """Return the seconds of the copies that a layout offloads and reloads, over those of the passes."""
+        ranks = self._rank_times(layout, _zigzag(layout))
+        costs = self._costs(layout, max(ranks, key=lambda rank: rank.busy))
+        return layout.offload_activations * 2 * costs.copy / costs.products
+
     def speed_of_all(self, processes: int) -> float:
         """Return the most that processes on shared cores compute together, over what one computes alone."""
         assert self.measured is not None
@@ -491,19 +527,130 @@ class CostModel:
 
     def _pipeline(self, layout: ParallelLayout) -> tuple[list[_RankTime], dict[str, float]]:
         """Return the times of the pipe ranks, and the busiest one's seconds by kind up to the last backward pass."""
-        m, p, v = layout.microbatches(self.work.batch), layout.pipe, layout.chunks
-        zigzag = v > 1 and RECIPES[layout.schedule].place(2, 2) == (0, 1, 1, 0)
-        ranks = self._rank_times(layout, zigzag)
+        m, p = layout.microbatches(self.work.batch), layout.pipe
+        ranks = self._rank_times(layout, _zigzag(layout))
         busiest = max(ranks, key=lambda rank: rank.busy)
-        kinds = {kind: m * value for kind, value in busiest.kinds.items()}
+        kinds = {kind: m * layout.slices * value for kind, value in busiest.kinds.items()}
         if self.work.speeds:
             kinds["bubble"] = max(0.0, self._makespan(layout, m, ranks) - m * busiest.busy)
+        elif layout.changes != UNCHANGED or (p > 1 and layout.hides_collectives):
+            self._change(layout, m, busiest, kinds)
         elif p > 1:
             if self._closed(layout, m, busiest):
                 kinds["bubble"] = sum(rank.idle(layout) * rank.count for rank in ranks) - busiest.idle(layout)
             else:
                 kinds["bubble"] = max(0.0, self._makespan(layout, m, [busiest]) - m * busiest.busy)
         return ranks, kinds
+
+    def _change(self, layout: ParallelLayout, m: int, rank: _RankTime, kinds: dict[str, float]) -> None:
+        """Set the times of a step by kind that the options of a layout's schedule change: all by simulation."""
+        costs = self._costs(layout, rank)
+        whole, idle = self._makespan_of(layout, m, costs)
+        if layout.hides_collectives:
+            waits = kinds["tensor"] + kinds["expert"]
+            shown = whole - idle - (sum(kinds.values()) - waits)  # what a busy rank takes beyond its products
+            for kind in ("tensor", "expert"):
+                kinds[kind] *= max(0.0, shown) / waits if waits else 0.0
+        if layout.recompute_ops:
+            made = self.schedule(layout, costs)
+            again = max(sum(op.kind == "C" for op in order) for order in made.orders) / made.microbatches / made.chunks
+            kinds["recompute"] += m * again * rank.forward
+        kinds["bubble"] = whole - sum(kinds.values())
+        if kinds["bubble"] < 0:  # of a long schedule, whose share of recomputations is not quite that of a short one
+            kinds["recompute"], kinds["bubble"] = max(0.0, kinds["recompute"] + kinds["bubble"]), 0.0
+
+    def _costs(self, layout: ParallelLayout, rank: _RankTime) -> _PassCosts:
+        """Return the costs of a rank's passes for a schedule with options, of whole microbatches."""
+        n, t, moved = layout.slices, self.types, 0.0
+        tokens = layout.microbatch * self.work.sequence / layout.context
+        if layout.offload_activations:
+            kept = (
+                count * self.memory.layer_activations(shape, tokens, self.work.sequence, layout)
+                for count, shape in zip(rank.counts, t, strict=True)
+                if count
+            )
+            moved = sum(kept) / self.machine.host_bandwidth
+        ahead = back = sent = shown = again = 0.0  # collectives of the forward pass, of input and of weight gradients
+        for kind, count in enumerate(rank.counts if layout.hides_collectives else ()):
+            if not count:
+                continue
+            time = self.layer(kind, layout)
+            axes = (layout.microbatch, layout.context, layout.tensor, layout.expert)
+            more = self._shown.get((kind, *axes, bool(layout.sequence_parallel), n), (0.0, 0.0))
+            ahead, back = ahead + count * time.tensor[0], back + count * time.tensor[1]
+            sent += count * time.expert[0]
+            shown, again = shown + count * more[0], again + count * more[1]
+        split = layout.schedule in SPLIT
+        attention = rank.kinds["attention"] / (rank.forward + rank.inputs)
+        return _PassCosts(
+            n * (rank.forward - ahead - sent),
+            n * (rank.inputs - back - split * shown - sent),
+            n * (rank.weights - split * again),
+            moved,
+            n * (ahead + back + shown) / 2,
+            n * sent,
+            min(1.0, attention) if n > 1 else 0.0,
+        )
+
+    def schedule_options(self, layout: ParallelLayout) -> ScheduleOptions:
+        """Return the options of a layout's schedule, as a run has them."""
+        if layout.changes == UNCHANGED:
+            return ScheduleOptions(name=layout.schedule, chunks=layout.chunks)
+        ranks = self._rank_times(layout, _zigzag(layout))
+        return self._options(layout, self._costs(layout, max(ranks, key=lambda rank: rank.busy)))
+
+    def _options(self, layout: ParallelLayout, costs: _PassCosts) -> ScheduleOptions:
+        """Return ``schedule_options`` for the costs of the busiest rank, which stand in it in units of its forward."""
+        given: dict[str, Any] = {"name": layout.schedule, "chunks": layout.chunks}
+        unit = costs.forward
+        if layout.slices > 1:
+            lengths = equal_cost_slices(layout.slices, costs.attention)
+            given["slices"] = tuple(round(each, 4) for each in lengths)
+        if layout.pairs or layout.recompute_ops or layout.offload_activations:
+            given["costs"] = (1.0, *(_short(each / unit) for each in (costs.inputs, costs.weights)))
+        if layout.pairs:
+            given["pairs"] = _short((costs.reduce + costs.exchange) / unit)
+        if layout.recompute_ops:
+            given["recompute"] = layout.recompute_ops
+        if layout.offload_activations:
+            share, copy = layout.offload_activations, _short(costs.copy / unit)
+            given["offload"] = OffloadActivations(device="cpu", pin_memory=True, fraction=share, copy_time=copy)
+        return ScheduleOptions(**given)
+
+    def schedule(
+        self, layout: ParallelLayout, costs: _PassCosts | None = None, microbatches: int | None = None
+    ) -> Schedule:
+        """Return the schedule that a run of a layout makes.
+
+        Args:
+            layout: the layout.
+            costs: of its busiest rank; None: they are computed.
+            microbatches: microbatches of a step; None: as many of the layout's as have the same peaks.
+        """
+        options = self.schedule_options(layout) if costs is None else self._options(layout, costs)
+        m = layout.microbatches(self.work.batch)
+        m = (m if m <= 5 * layout.pipe else 4 * layout.pipe + m % layout.pipe) if microbatches is None else microbatches
+        key = (layout.pipe, m, layout.recompute == "none", options)
+        found = self._schedules.get(key)
+        if found is None:
+            plain = named_schedule(layout.schedule, layout.pipe, m, layout.chunks, options.slices)
+            found = self._schedules[key] = with_passes(plain, options, layout.recompute != "none")[0]
+        return found
+
+    def _makespan_of(self, layout: ParallelLayout, m: int, costs: _PassCosts) -> tuple[float, float]:
+        """Return the seconds of a schedule with options by simulation, and those in which its busiest rank is idle."""
+
+        def simulated(microbatches: int) -> Timeline:
+            key = (layout.schedule, layout.pipe, layout.chunks, microbatches, layout.changes, costs)
+            if key not in self._timelines:
+                self._timelines[key] = timeline_of(self.schedule(layout, costs, microbatches), costs.costs)
+            return self._timelines[key]
+
+        def idle(microbatches: int) -> float:
+            return simulated(microbatches).bubble * simulated(microbatches).makespan
+
+        p = layout.pipe
+        return _extrapolated(lambda count: simulated(count).makespan, m, p), _extrapolated(idle, m, p)
 
     def _closed(self, layout: ParallelLayout, m: int, busiest: _RankTime) -> bool:
         """Return True if the schedule has a closed form, and it holds."""
@@ -515,10 +662,7 @@ class CostModel:
         return layout.schedule not in ("interleaved", "looped-bfs") or m % layout.pipe == 0
 
     def _makespan(self, layout: ParallelLayout, m: int, ranks: Sequence[_RankTime]) -> float:
-        """Return the seconds of a schedule by simulation: of these ranks, or of ranks that are all as busy as this one.
-
-        A long schedule repeats: its makespan is that of a short one and so much for each further microbatch.
-        """
+        """Return the seconds of a schedule by simulation, of these ranks or of ranks that are all like this one."""
         p, v = layout.pipe, layout.chunks
         if len(ranks) == 1:
             costs = Costs(ranks[0].forward, ranks[0].inputs, ranks[0].weights)
@@ -530,19 +674,16 @@ class CostModel:
             key = (layout.schedule, p, v, microbatches, costs)
             if key not in self._simulated:
                 schedule = named_schedule(layout.schedule, p, microbatches, v)
-                self._simulated[key] = simulate(schedule, costs).makespan
+                self._simulated[key] = timeline_of(schedule, costs).makespan
             return self._simulated[key]
 
-        short = 3 * p + m % p
-        if m <= short + 2 * p:
-            return makespan(m)
-        return makespan(short) + (m - short) / p * (makespan(short + p) - makespan(short))
+        return _extrapolated(makespan, m, p)
 
     def _rank_times(self, layout: ParallelLayout, zigzag: bool) -> list[_RankTime]:
         """Return the times of a microbatch on each kind of pipe rank."""
         key = (
             *(layout.pipe, layout.data, layout.context, layout.tensor, layout.expert, layout.microbatch),
-            *(layout.chunks, layout.schedule, layout.recompute, layout.sequence_parallel),
+            *(layout.chunks, layout.schedule, layout.recompute, layout.sequence_parallel, layout.slices),
         )
         if self._last[0] != key:
             self._last = (key, self._times_without_zero(layout, zigzag))
@@ -554,7 +695,7 @@ class CostModel:
         v, p = layout.chunks, layout.pipe
         hop = 0.0
         if p > 1 and layout.schedule != "eager-1f1b":
-            tokens = layout.microbatch * self.work.sequence / layout.context
+            tokens = layout.microbatch * self.work.sequence / (layout.context * layout.slices)
             shards = layout.tensor if layout.sequence_parallel else 1
             size = self.bytes * tokens * self.work.config.hidden_size / shards
             stride = layout.data * layout.context * layout.tensor
@@ -655,7 +796,8 @@ class CostModel:
     def _sums(self, kind: int, layout: ParallelLayout) -> tuple[float, ...]:
         """Return a layer's forward pass, input gradients, weight gradients and recomputation, and its times by kind."""
         split = layout.schedule in SPLIT and not self.on_cores
-        key = (kind, layout.microbatch, layout.context, layout.tensor, layout.expert, bool(layout.sequence_parallel))
+        axes = (layout.microbatch, layout.context, layout.tensor, layout.expert)
+        key = (kind, *axes, bool(layout.sequence_parallel), layout.slices)
         found = self._totals.get((*key, layout.recompute, split))
         if found is None:
             time, recompute = self.layer(kind, layout), 0.0
@@ -808,6 +950,52 @@ class _RankTime:
     def idle(self, layout: ParallelLayout) -> float:
         """Return the seconds that other ranks wait for this one at the start and the end of a step."""
         return idle(layout.schedule, layout.chunks, self.forward, self.inputs, self.weights)
+
+
+class _PassCosts(NamedTuple):
+    """Seconds of a whole microbatch on a rank whose schedule has options; the collectives only where they may hide."""
+
+    forward: float
+    inputs: float
+    weights: float
+    copy: float  # of its activations to the host, or back
+    reduce: float  # collectives of the tensor axis in a forward pass or an input gradient
+    exchange: float  # of the expert axis
+    attention: float  # share of causal attention, for slices
+
+    @property
+    def products(self) -> float:
+        """Seconds of all passes without the collectives that may hide."""
+        return self.forward + self.inputs + self.weights
+
+    @property
+    def costs(self) -> Costs:
+        """The costs for a simulation."""
+        passes = self[:3]
+        return Costs(*passes, O=self.copy, R=self.copy, AR=self.reduce, A2A=self.exchange, attention=self.attention)
+
+
+def _zigzag(layout: ParallelLayout) -> bool:
+    """Return True if the stages of a layout lie on the ranks in a V."""
+    return layout.chunks > 1 and RECIPES[layout.schedule].place(2, 2) == (0, 1, 1, 0)
+
+
+def _extrapolated(makespan: Callable[[int], float], m: int, pipe: int) -> float:
+    """Return the makespan of m microbatches: a long schedule repeats, so much for each further microbatch.
+
+    Args:
+        makespan: number of microbatches -> makespan.
+        m, pipe: microbatches, and ranks of the pipe axis.
+    """
+    short = 3 * pipe + m % pipe
+    if m <= short + 2 * pipe:
+        return makespan(m)
+    return makespan(short) + (m - short) / pipe * (makespan(short + pipe) - makespan(short))
+
+
+def _short(value: float) -> float:
+    """Return a number with four digits, as a training file has it."""
+    return float(f"{value:.4g}")
 
 
 def idle(schedule: str, chunks: int, forward: float, inputs: float, weights: float) -> float:

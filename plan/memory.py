@@ -28,12 +28,13 @@ from ..options.engine import EngineOptions
 from ..pipe.partition import boundaries, by_speed
 from ..pipe.program.schedule import Schedule
 from ..pipe.program.simulate import counts_in_flight, largest_counts
+from ..pipe.program.slices import require_slices
 from ..pipe.schedules.registry import RECIPES, named_schedule
 from ..zero.flat import LARGE, REPLICATED, Item
 from ..zero.flat import plan as plan_buckets
 from .activations import block_activations
 from .layers import Attention, LayerShape, Weight, layers_of
-from .parallel_layout import ParallelLayout
+from .parallel_layout import UNCHANGED, ParallelLayout
 
 # Share of activations and temporaries that the caching allocator loses to fragments.
 FRAGMENTS = 0.05
@@ -278,15 +279,27 @@ class ModelMemory:
             schedule: as for ``stages``.
 
         Raises:
-            ValueError: the batch or the layout does not fit the model; the message says how.
+            ValueError: the batch or the layout does not fit the model; the message says how. Or the layout has options
+                of the schedule, and no schedule is given.
         """
+        if schedule is None and layout.changes != UNCHANGED:
+            raise ValueError(
+                f"the memory of {layout} depends on the times of its passes. Leave the options of the schedule out, or "
+                "ask triax plan --layout."
+            )
         if schedule is None:
             flights = in_flight(layout.schedule, layout.pipe, layout.chunks, layout.microbatches(batch))
         else:
             flights = counts_in_flight(schedule)
         placed = self._placed(layout, schedule)
+        count = 1 if schedule is None else len(schedule.slices)
+        flights = (
+            [[tuple(count * held for held in each) for each in most] for most in flights] if count > 1 else flights
+        )
+        beside = [0.0] * len(placed) if schedule is None else self._beside(schedule, placed, layout, sequence)
         return [
-            self._memory(_RankClass(each, most), layout, sequence) for each, most in zip(placed, flights, strict=True)
+            self._memory(_RankClass(each, most), layout, sequence, count, more)
+            for each, most, more in zip(placed, flights, beside, strict=True)
         ]
 
     def peak(self, layout: ParallelLayout, batch: int, sequence: int) -> RankMemory:
@@ -301,6 +314,50 @@ class ModelMemory:
             self._ranks[key] = [_RankClass(placed, largest_counts(counts)) for placed, counts in classes.items()]
         return max((self._memory(each, layout, sequence) for each in self._ranks[key]), key=lambda memory: memory.total)
 
+    def _beside(
+        self, schedule: Schedule, placed: Sequence[_Placed], layout: ParallelLayout, sequence: int
+    ) -> list[float]:
+        """Return the bytes that each pipe rank keeps beside activations, for the options of a schedule.
+
+        Of recomputed activations the inputs of the stages stay, and what the loss keeps. Slices of a sequence share
+        keys and values, until the backward of the first one, and their gradients, which one sequence at a time has; and
+        the backward of a slice makes gradients of its own.
+        """
+        tokens = layout.microbatch * sequence / layout.context
+        found = [0.0] * len(placed)
+        if schedule.recomputes:
+            kept = [tuple(op for op in order if op.kind != "C") for order in schedule.orders]
+            for rank, counts in enumerate(counts_in_flight(replace(schedule, orders=tuple(kept)))):
+                own = [stage for stage, home in enumerate(schedule.placement) if home == rank]
+                stays = [self._boundary(tokens, layout) if stage else 0.0 for stage in own]  # stage 0 has the data
+                if own[-1] == schedule.stages - 1:
+                    stays[-1] += self.layer_activations(self.layers[-1], tokens, sequence, layout)
+                found[rank] += max(sum(map(mul, each, stays)) for each in counts)
+        if len(schedule.slices) > 1:
+            for rank, counts in enumerate(counts_in_flight(_of_first_slices(schedule))):
+                kinds = placed[rank].kinds
+                of = {kind: tokens * self._keys(self._kinds[kind], layout) for kind in placed[rank].counts}
+                stages = [sum(of[kind] for kind in stage) for stage in kinds]
+                size, wide = self.options.size, max(4, self.options.size)
+                found[rank] += size * max(sum(map(mul, each, stages)) for each in counts)
+                found[rank] += wide * (sum(stages) + max(of.values(), default=0.0))
+        return found
+
+    @staticmethod
+    def _keys(layer: LayerShape, layout: ParallelLayout) -> int:
+        """Return the elements per token of the keys and values of a layer on one rank."""
+        if layer.attention is None:
+            return 0
+        sizes = layer.attention
+        return kv_heads(sizes, layout.tensor) * (sizes.query_dim + sizes.value_dim)
+
+    def _passed_on(self, layer: LayerShape, layout: ParallelLayout) -> int:
+        """Return the bytes per token of keys and values, rotated and not, that a slice of a sequence does not keep."""
+        if layer.attention is None or not layer.attention.rotated:
+            return 0
+        rotated = kv_heads(layer.attention, layout.tensor) * layer.attention.query_dim
+        return self.options.size * (self._keys(layer, layout) + (0 if self.fused_kernels else rotated))
+
     def check(self, layout: ParallelLayout, sequence: int) -> None:
         """Check that the layout can shard the model and the sequence.
 
@@ -313,6 +370,8 @@ class ModelMemory:
         if layout.expert > 1 and (not experts or experts % layout.expert):
             what = f"the model's blocks have {experts} experts" if experts else "the model has no experts"
             raise ValueError(f"expert={layout.expert} is impossible, because {what}. Give a divisor of their number.")
+        lengths, reason = (1.0,) * layout.slices, self.config.refuses_slices()
+        require_slices(lengths, sequence, layout.tensor, layout.context, reason)
         if layout.sequence_parallel and sequence % (layout.tensor * layout.context):
             raise ValueError(
                 f"sequence={sequence} cannot be sharded over tensor x context = {layout.tensor} x {layout.context}, as "
@@ -536,16 +595,20 @@ class ModelMemory:
         both = layout.data * layout.context
         return both, both // layout.expert
 
-    def _memory(self, rank: _RankClass, layout: ParallelLayout, sequence: int) -> RankMemory:
-        """Return the bytes of a rank."""
+    def _memory(
+        self, rank: _RankClass, layout: ParallelLayout, sequence: int, slices: int = 1, beside: float = 0.0
+    ) -> RankMemory:
+        """Return the bytes of a rank that has activations of slices in flight, and ``beside`` them others."""
         states = self._states_of(rank.placed, layout, layout.tensor - 1)
-        tokens = layout.microbatch * sequence / layout.context
-        activations = self._activations(rank, tokens, sequence, layout)
+        tokens, sequence = layout.microbatch * sequence / (layout.context * slices), sequence // slices
+        activations = self._activations(rank, tokens, sequence, layout, slices) + beside
         temporaries = self._temporaries(rank.placed, tokens, sequence, layout)
         margin = FRAGMENTS * (activations + temporaries) + self.reserve
         return RankMemory(*states, activations, temporaries, margin)
 
-    def _activations(self, rank: _RankClass, tokens: float, sequence: int, layout: ParallelLayout) -> float:
+    def _activations(
+        self, rank: _RankClass, tokens: float, sequence: int, layout: ParallelLayout, slices: int = 1
+    ) -> float:
         """Return the bytes of activations of the microbatches that a rank has in flight."""
         key = (
             tokens,
@@ -559,6 +622,10 @@ class ModelMemory:
         if key not in rank.activations:
             kinds = rank.placed.counts
             of = {kind: self.layer_activations(self._kinds[kind], tokens, sequence, layout) for kind in kinds}
+            if (
+                slices > 1 and layout.recompute == "none"
+            ):  # rotated keys, and values, are in the sequence's buffer alone
+                of = {kind: kept - tokens * self._passed_on(self._kinds[kind], layout) for kind, kept in of.items()}
             kept = [sum(of[kind] for kind in stage) for stage in rank.placed.kinds]
             # A chunk's logits exist in the backward pass alone.
             chunk = max(
@@ -751,6 +818,16 @@ def _scores(tokens: float, sequence: int, layout: ParallelLayout, heads: float, 
     """Return the bytes of attention's s x s tensors: 5 a s^2 b in 16 bits (Korthikanti et al. 2022, section 4.1)."""
     each = size + (1 + size if dropout else 0)  # probabilities; the dropout's mask and output
     return each * tokens * sequence * heads
+
+
+def _of_first_slices(schedule: Schedule) -> Schedule:
+    """Return the ops of first slices as a schedule, whose activations live as long as a sequence is under way."""
+    n = len(schedule.slices)
+    orders = (
+        tuple(op._replace(microbatch=op.microbatch // n) for op in order if op.microbatch % n == 0)
+        for order in schedule.orders
+    )
+    return replace(schedule, orders=tuple(orders), slices=(1,))
 
 
 def in_flight(schedule: str, pipe: int, chunks: int, microbatches: int) -> list[list[tuple[float, ...]]]:

@@ -14,6 +14,9 @@ from ..pipe.schedules.registry import RECIPES
 RECOMPUTATION = ("none", "selective", "full")
 # "mlp" is planned where it is given, for runs of other software; triax train has no such run.
 KNOWN_RECOMPUTATION = (*RECOMPUTATION, "mlp")
+# Options of a layout's schedule beside its name and chunks, which the section ``schedule`` of a training file has too.
+CHANGES: dict[str, Any] = {"slices": 1, "pairs": False, "recompute_ops": 0.0, "offload_activations": 0.0}
+UNCHANGED = tuple(CHANGES.values())
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,10 @@ class ParallelLayout:
         offload: masters and optimizer state are kept in CPU memory.
         sequence_parallel: hidden states between tensor-parallel layers are sharded over the sequence; by default True
             if tensor > 1, and False without a tensor axis, which it would not change.
+        slices: slices of each sequence, of equal cost, which pass the pipeline one after the other.
+        pairs: passes are joined to pairs, so that collectives of the tensor and expert axes hide.
+        recompute_ops, offload_activations: share of each rank's activations that ops of the schedule recompute, or
+            copy to the host and back.
 
     Raises:
         ValueError: a number that no run can have, an unknown name, or chunks that the schedule does not have.
@@ -51,6 +58,10 @@ class ParallelLayout:
     recompute: str = "none"
     offload: bool = False
     sequence_parallel: bool | None = None
+    slices: int = 1
+    pairs: bool = False
+    recompute_ops: float = 0.0
+    offload_activations: float = 0.0
 
     def __post_init__(self) -> None:
         if min(self.pipe, self.data, self.context, self.tensor, self.expert, self.microbatch, self.chunks) < 1:
@@ -76,8 +87,27 @@ class ParallelLayout:
             raise ValueError(f"zero is {self.zero}. Give a stage of ZeRO: 0, 1, 2 or 3.")
         if self.recompute not in KNOWN_RECOMPUTATION:
             raise ValueError(f"recompute is {self.recompute!r}. Give one of {', '.join(KNOWN_RECOMPUTATION)}.")
+        if self.changes != UNCHANGED:
+            self._check_changes()
         sharded = self.tensor > 1 and self.sequence_parallel is not False
         object.__setattr__(self, "sequence_parallel", sharded)
+
+    def _check_changes(self) -> None:
+        if self.slices < 1:
+            raise ValueError(f"slices is {self.slices}. Give a whole number of at least 1.")
+        for name in ("recompute_ops", "offload_activations"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}. Give a share from 0 to 1.")
+
+    @property
+    def changes(self) -> tuple[Any, ...]:
+        """Values of the options in ``CHANGES``."""
+        return self.slices, self.pairs, self.recompute_ops, self.offload_activations
+
+    @property
+    def hides_collectives(self) -> bool:
+        """True if passes run in pairs; stage 3 of ZeRO runs them one after the other."""
+        return (self.pairs or RECIPES[self.schedule].pairs is not None) and self.zero < 3
 
     @classmethod
     def of(cls, options: EngineOptions, axes: Mapping[str, Any], **others: Any) -> ParallelLayout:
@@ -131,4 +161,6 @@ class ParallelLayout:
         parts += [f"zero={self.zero}", f"recompute={self.recompute}"] + ["offload=true"] * self.offload
         if self.tensor > 1 and not self.sequence_parallel:
             parts.append("sequence_parallel=false")
+        for name, value in zip(CHANGES, self.changes, strict=True):
+            parts += [f"{name}={str(value).lower()}"] * (value != CHANGES[name])
         return ",".join(parts)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import to_install
+from .parallel_layout import CHANGES
 
 # One color for each kind, in the terminal, in the picture and on the page.
 COLORS = {
@@ -42,6 +43,7 @@ def name_of(layout: Mapping[str, Any]) -> str:
         parts.append(layout["schedule"] + (f"({layout['chunks']})" if layout["chunks"] > 1 else ""))
     parts.append(f"zero={layout['zero']}")
     parts += [f"recompute={layout['recompute']}"] * (layout["recompute"] != "none")
+    parts += [f"{name}={layout[name]}" for name, value in CHANGES.items() if layout[name] != value]
     return " ".join(parts + ["offload"] * layout["offload"])
 
 

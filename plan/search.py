@@ -10,6 +10,9 @@ Lower bounds, each for all layouts of a node or of a part of it:
   bubble of the schedules
 - memory: model states of 1/pipe of the model; the activations of the first pipe rank's blocks, of the microbatches
   that its schedule has in flight, and the margin for their fragments
+
+Then come layouts with options of the schedule, where those can win (``Searcher.changes``). Each is simulated, so they
+are tried in the order of their own bounds, after the others, until no bound is below the time of the worst layout kept.
 """
 
 from __future__ import annotations
@@ -22,10 +25,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from ..pipe.program.slices import require_slices
 from ..pipe.schedules.registry import RECIPES
 from .cost import CLOSED_FORMS, CostModel, StepTime, Work, idle, utilization
 from .memory import FRAGMENTS, RankMemory
-from .parallel_layout import KNOWN_RECOMPUTATION, RECOMPUTATION, ParallelLayout
+from .parallel_layout import CHANGES, KNOWN_RECOMPUTATION, RECOMPUTATION, UNCHANGED, ParallelLayout
 
 SCHEDULES = (
     "1f1b",
@@ -35,6 +39,9 @@ SCHEDULES = (
     "zb-v",
 )  # gpipe and eager-1f1b are never faster than 1f1b, and hold more
 MOST_CHUNKS = 8  # beyond those that divide the blocks evenly
+LEAST_SLICE = 4096  # tokens of a slice: products of fewer rows take longer per token
+MOST_RANKS = 8  # of stp: a simulation takes time with the square of their number
+SHARES = (0.25, 0.5, 0.75, 1.0)  # of activations that are recomputed or offloaded
 _JUST_BELOW = 1 - 1e-8  # a bound is another sum of the same numbers, and times are compared in nine digits
 
 
@@ -89,6 +96,15 @@ class _Node(NamedTuple):
     microbatches: int
 
 
+class _ScheduleChange(NamedTuple):
+    """Options of a schedule that are tried on the layouts of a node."""
+
+    schedule: str
+    chunks: int
+    values: tuple[Any, ...]  # of ``CHANGES``
+    recomputes: tuple[str, ...]
+
+
 class Searcher:
     """Search of a space for one model, machine, batch and sequence.
 
@@ -98,6 +114,7 @@ class Searcher:
     """
 
     MEMORY, SLOWER, EMPTY = "does not fit in memory", "slower than the layouts kept, by a lower bound", "impossible"
+    NEEDLESS = "with needless recomputation or offload by the schedule"
 
     def __init__(self, work: Work, space: Space) -> None:
         self.work, self.space, self.model = work, space, CostModel(work)
@@ -112,9 +129,15 @@ class Searcher:
                     f"pipe={len(numbers)} too."
                 )
         self.unequal = bool(work.speeds or self.limits)
+        # Options of the schedule that all layouts have.
+        self.asked = tuple(space.given.get(name, [value])[0] for name, value in CHANGES.items())
+        self.contexts = space.given.get("context", [1] if self.asked[0] > 1 else None)
+        lengths, reason = (1.0,) * self.asked[0], work.config.refuses_slices()
+        require_slices(lengths, work.sequence, context=max(self.contexts or [1]), reason=reason)
         self.experts = max((layer.feedforward.experts for layer in work.layers if layer.feedforward), default=0)
         self.blocks = [index for index, layer in enumerate(work.layers) if layer.kind == "block"]
-        self._variants: dict[tuple[int, int, bool, int], list[tuple[str, int]]] = {}
+        self._variants: dict[tuple[int, int], list[tuple[str, int]]] = {}
+        self._changes: dict[tuple[object, ...], list[_ScheduleChange]] = {}
         self._bases: dict[tuple[int, ...], tuple[float, float, float]] = {}
         self._fewest: dict[tuple[int, int], int] = {}
         self._kept: dict[tuple[Any, ...], float] = {}
@@ -133,7 +156,9 @@ class Searcher:
         for t in self._free("tensor", divisors(gpus)):
             if not self._shards(t):
                 continue
-            for c in self._free("context", divisors(gpus // t)):
+            for c in divisors(gpus // t):
+                if self.contexts is not None and c not in self.contexts:
+                    continue
                 if sequence % (2 * c if c > 1 else 1) or sequence % (c * t):
                     continue
                 for p in self._free("pipe", divisors(gpus // t // c)):
@@ -155,7 +180,8 @@ class Searcher:
     def variants(self, layout: ParallelLayout, m: int) -> list[tuple[str, int]]:
         """Return the schedules and chunks of a node."""
         p, each = layout.pipe, len(self.blocks) // layout.pipe
-        key = (p, each, m % p == 0, min(m // p, 2))
+        slices, m = self.asked[0], m * self.asked[0]
+        key = (p, m)
         if key in self._variants:
             return self._variants[key]
         found: list[tuple[str, int]] = []
@@ -163,6 +189,8 @@ class Searcher:
         asked = "schedule" in self.space.given and "chunks" in self.space.given
         closed = {"interleaved": m % p == 0, "looped-bfs": m % p == 0, "zb-h1": m >= p}
         closed |= dict.fromkeys(("zb-h2", "zb-v"), m >= 2 * p)
+        if slices > 1 and "schedule" not in self.space.given:
+            schedules = [name for name in schedules if RECIPES[name].sliced]
         if p == 1:
             found = [("1f1b", 1)] if "1f1b" in schedules or set(schedules) - {"1f1b"} else []
             found = found if 1 in self._free("chunks", [1]) else []
@@ -206,20 +234,94 @@ class Searcher:
                     yield _Node(self._time_bound(layout, m), order, layout, m)
                     order += 1
 
+    def changes(self, layout: ParallelLayout, m: int) -> list[_ScheduleChange]:
+        """Return the options of schedules that can make a node's layouts faster, where ``Space.given`` has none.
+
+        All without a context axis:
+
+        - slices, with 1f1b and interleaved in two chunks: for a model that they are exact for, of microbatches of one
+          sequence, with ``LEAST_SLICE`` tokens or more
+        - stp, whose passes run in pairs: with a tensor or expert axis, whose collectives it hides, and up to
+          ``MOST_RANKS`` pipe ranks
+        - shares of activations that are recomputed by ops, or offloaded, with 1f1b, and interleaved in two chunks: for
+          layouts that do not fit without, in place of ``recompute`` of layers, and whose copies take no longer than
+          their passes
+        """
+        p, given = layout.pipe, self.space.given
+        if p == 1 or layout.context > 1 or self.unequal or self.model.on_cores or self.asked != UNCHANGED:
+            return []
+        axes = layout.tensor > 1 or layout.expert > 1
+        cut = layout.microbatch == 1 and self.work.config.refuses_slices() is None
+        key = (p, m, axes, cut)
+        if key in self._changes:
+            return self._changes[key]
+        found: list[_ScheduleChange] = []
+        each, recomputes = len(self.blocks) // p, tuple(self._recomputes())
+        one, two = (self._free("chunks", [v]) if v <= each else [] for v in (1, 2))
+
+        def add(name: str, chunks: Sequence[int], values: tuple[Any, ...], recomputes: tuple[str, ...]) -> None:
+            if self._free("schedule", [name]) and m >= RECIPES[name].least(p):
+                found.extend(_ScheduleChange(name, v, values, recomputes) for v in chunks if RECIPES[name].accepts(v))
+
+        if cut and "slices" not in given:
+            for n in (2, 4, 8, 16):
+                if self.work.sequence >= n * LEAST_SLICE:
+                    add("1f1b", one, (n, *UNCHANGED[1:]), recomputes)
+                    add("interleaved", two if m * n % p == 0 else (), (n, *UNCHANGED[1:]), recomputes)
+        if axes and p <= MOST_RANKS and "pairs" not in given and "stp" not in given.get("schedule", ()):
+            add("stp", two, UNCHANGED, recomputes)
+        for place, name in ((2, "recompute_ops"), (3, "offload_activations")):
+            for share in SHARES if name not in given and "none" in recomputes else ():
+                values = tuple(share if i == place else value for i, value in enumerate(UNCHANGED))
+                add("1f1b", one, values, ("none",))
+                if m % p == 0:
+                    add("interleaved", two, values, ("none",))
+        self._changes[key] = found
+        return found
+
+    def _changed_stages(self, layout: ParallelLayout) -> list[tuple[int, bool]]:
+        """Return the ZeRO stages of layouts with options: stages 2 and 3 communicate in each pass, unless given."""
+        return [
+            stage
+            for stage in self.stages(layout)
+            if ("zero" in self.space.given or stage[0] < 2) and ("offload" in self.space.given or not stage[1])
+        ]
+
     def layouts(self, node: _Node) -> Iterator[ParallelLayout]:
         """Yield every layout of a node."""
         for schedule, chunks in self.variants(node.layout, node.microbatches):
             for zero, offload in self.stages(node.layout):
                 for recompute in self._recomputes():
                     yield self._layout(node.layout, schedule, chunks, zero, offload, recompute)
+        for change in self.changes(node.layout, node.microbatches):
+            for zero, offload in self._changed_stages(node.layout):
+                for recompute in change.recomputes:
+                    yield self._layout(node.layout, *change[:2], zero, offload, recompute, change.values)
+
+    def needless(self, layout: ParallelLayout) -> bool:
+        """Return True if a layout recomputes or offloads by its schedule, which was not asked for, without need.
+
+        It fits without, or its copies take longer than its passes, so that not all of them fit between these.
+        """
+        if self.asked != UNCHANGED or not any(layout.changes[2:]):
+            return False
+        slow = bool(layout.offload_activations) and self.model.copies(layout) > 1
+        return slow or self._fullest(without_changes(layout))[1]
 
     def _layout(
-        self, layout: ParallelLayout, schedule: str, chunks: int, zero: int, offload: bool, recompute: str
+        self,
+        layout: ParallelLayout,
+        schedule: str,
+        chunks: int,
+        zero: int,
+        offload: bool,
+        recompute: str,
+        changes: Sequence[Any] | None = None,
     ) -> ParallelLayout:
         sharded = self.space.given.get("sequence_parallel", [None])[0]
         return ParallelLayout(
             *(layout.pipe, layout.data, layout.context, layout.tensor, layout.expert, layout.microbatch),
-            *(chunks, schedule, zero, recompute, offload, sharded),
+            *(chunks, schedule, zero, recompute, offload, sharded, *(self.asked if changes is None else changes)),
         )
 
     def impossible(self) -> str:
@@ -235,14 +337,18 @@ class Searcher:
         return what or f"{self.work.config.num_hidden_layers} blocks and these numbers of heads"
 
     def _recomputes(self) -> list[str]:
-        """Return the kinds of recomputation."""
-        return list(self.space.given.get("recompute", RECOMPUTATION))
+        """Return the kinds of recomputation; layers that ops of the schedule run again are not run a third time."""
+        return list(self.space.given.get("recompute", ("none",) if self.asked[2] else RECOMPUTATION))
 
     # -------------------------------------------------------------------------------------------------- the bounds
 
-    def _passes(self, layout: ParallelLayout) -> tuple[float, float, float]:
-        """Return the seconds of the model's forward pass, input and weight gradients, for one microbatch."""
-        key = (layout.microbatch, layout.context, layout.tensor, layout.expert)
+    def _passes(self, layout: ParallelLayout, schedule: str = "") -> tuple[float, float, float]:
+        """Return the seconds of the model's forward pass, input and weight gradients, for one microbatch.
+
+        In the pairs of a schedule, all collectives of the tensor and expert axes may hide.
+        """
+        hidden = self.asked[1] or (schedule != "" and RECIPES[schedule].pairs is not None)
+        key = (layout.microbatch, layout.context, layout.tensor, layout.expert, hidden)
         found = self._bases.get(key)
         if found is None:
             sharded = self.space.given.get("sequence_parallel", [None])[0]
@@ -252,19 +358,36 @@ class Searcher:
             )
             layers = [(count, self.model.layer(kind, layout)) for kind, count in Counter(self.model.kinds).items()]
             found = self._bases[key] = (
-                sum(count * layer.forward for count, layer in layers),
-                sum(count * layer.backward for count, layer in layers),
+                sum(count * (layer.forward - hidden * (layer.tensor[0] + layer.expert[0])) for count, layer in layers),
+                sum(count * (layer.backward - hidden * (layer.tensor[1] + layer.expert[1])) for count, layer in layers),
                 sum(count * layer.products[2] for count, layer in layers),
             )
         return found
 
     def _time_bound(self, layout: ParallelLayout, m: int) -> float:
         """Return a lower bound of the seconds of all layouts of a node."""
-        times, p = self._passes(layout), layout.pipe
-        bubble = 0.0
-        if p > 1:
-            bubble = min(self._bubble(name, v, *times) for name, v in self.variants(layout, m))
-        return self._at_least(layout, m, times, bubble)
+        if layout.pipe == 1:
+            return self._at_least(layout, m, self._passes(layout), 0.0)
+        return min(self._variant_bound(layout, m, name, v) for name, v in self.variants(layout, m))
+
+    def _variant_bound(self, layout: ParallelLayout, m: int, schedule: str, chunks: int) -> float:
+        """Return a lower bound of the seconds of a node's layouts with a schedule."""
+        times = self._passes(layout, schedule)
+        return self._at_least(layout, m, times, self._bubble(schedule, chunks, *times))
+
+    def _change_bound(self, layout: ParallelLayout, m: int, change: _ScheduleChange) -> float:
+        """Return a lower bound of the seconds of a node's layouts with options of the schedule.
+
+        The last rank waits for the first slice to pass the others, and they for its gradient, and slices take equally
+        long. A rank with recomputation runs that share of its forward passes again, where it may have waited.
+        """
+        schedule, chunks, (slices, _, recomputed, _), _ = change
+        times = self._passes(layout, schedule)
+        if slices > 1:
+            return self._at_least(layout, m, times, 0.99 * sum(times) / (slices * chunks))  # lengths are rounded
+        again = max(0.0, recomputed - 1 / m) * times[0]
+        waits = self._at_least(layout, m, times, self._bubble(schedule, chunks, *times))
+        return max(waits, self._at_least(layout, m, (times[0] + again, *times[1:]), 0.0))
 
     def _at_least(self, layout: ParallelLayout, m: int, times: tuple[float, float, float], bubble: float) -> float:
         """Return a lower bound of a step's seconds from those of ``_passes`` and ``_bubble``."""
@@ -276,7 +399,7 @@ class Searcher:
 
     def _bubble(self, schedule: str, chunks: int, forward: float, inputs: float, weights: float) -> float:
         """Return p / (p - 1) times a lower bound of a schedule's bubble; recomputation and messages only add to it."""
-        if schedule not in CLOSED_FORMS or self.model.on_cores:  # they are simulated
+        if schedule not in CLOSED_FORMS or self.model.on_cores or self.asked != UNCHANGED:  # they are simulated
             return 0.0
         if schedule == "zb-h2":  # of the closed forms what grows with each pass
             return max(forward, forward + inputs - 2 * weights)
@@ -306,12 +429,21 @@ class Searcher:
                 total += count * options.wide / sharded[1]
         return total
 
-    def _activations_bound(self, layout: ParallelLayout, m: int, schedule: str, chunks: int, recompute: str) -> float:
+    def _activations_bound(
+        self,
+        layout: ParallelLayout,
+        m: int,
+        schedule: str,
+        chunks: int,
+        recompute: str,
+        changes: Sequence[Any] | None = None,
+    ) -> float:
         """Return a lower bound of the bytes of activations and their fragments: blocks of the first pipe rank."""
+        changes = self.asked if changes is None else changes
         key = (layout.microbatch, layout.context, layout.tensor, layout.expert, recompute)
         kept = self._kept.get(key)
         if kept is None:
-            one = self._layout(layout, "1f1b", 1, 0, False, recompute)
+            one = self._layout(layout, "1f1b", 1, 0, False, recompute, UNCHANGED)
             tokens = layout.microbatch * self.work.sequence / layout.context
             kinds = {self.model.kinds[index] for index in self.blocks}
             kept = self._kept[key] = min(
@@ -331,6 +463,11 @@ class Searcher:
             flight = min(2 * p - 1, m)
         elif schedule not in CLOSED_FORMS:
             flight = 1  # some hold less than 1F1B
+        if changes[0] > 1 or changes[2] or changes[3]:
+            # The first of two chunks lives longest: half of the activations are at most three quarters of a peak.
+            share = (changes[2] + changes[3]) * (1 if schedule == "1f1b" else 1.5)
+            flight = max(1, math.floor((1 - share) * flight) - 1)
+            flight = 1 if changes[0] > 1 or schedule not in ("1f1b", "interleaved") else flight
         return flight * fewest * kept * (1 + FRAGMENTS)
 
     # -------------------------------------------------------------------------------------------------- the search
@@ -346,13 +483,20 @@ class Searcher:
 
     def _fullest(self, layout: ParallelLayout) -> tuple[RankMemory, bool]:
         """Return the memory of the fullest pipe rank, and True if all fit."""
-        if not self.limits:
+        if not self.limits and layout.changes == UNCHANGED:
             peak = self.memory.peak(layout, self.work.batch, self.work.sequence)
             return peak, peak.total <= self.limit
-        ranks = self.memory.ranks(layout, self.work.batch, self.work.sequence)
-        pairs = [(each.total / limit, each) for each, limit in zip(ranks, self.limits, strict=True)]
+        made = None if layout.changes == UNCHANGED else self.model.schedule(layout)
+        ranks = self.memory.ranks(layout, self.work.batch, self.work.sequence, made)
+        limits = self.limits or (self.limit,) * len(ranks)
+        pairs = [(each.total / limit, each) for each, limit in zip(ranks, limits, strict=True)]
         share, fullest = max(pairs, key=lambda pair: pair[0])
         return fullest, share <= 1
+
+    def without_changes(self, layout: ParallelLayout) -> Planned | None:
+        """Return a layout without options of its schedule, and without pairs, and its figures; None if it has none."""
+        plain = without_changes(layout)
+        return None if plain == layout else self.evaluate(plain)
 
     def run(self, top: int = 10) -> Search:
         """Return the ``top`` fastest layouts that fit."""
@@ -371,14 +515,76 @@ class Searcher:
                 break
             considered += self._size(node, recomputes)
             self._expand(node, best, top, excluded, recomputes)
+        considered += self._change(nodes, best, top, excluded)
         found = Search([planned for _, planned in best], considered, dict(excluded), time.perf_counter() - start)
         if not best:
             found.nearest = self.nearest(nodes)
             found.seconds = time.perf_counter() - start
         return found
 
+    def _change(
+        self, nodes: Sequence[_Node], best: list[tuple[tuple[Any, ...], Planned]], top: int, excluded: Counter[str]
+    ) -> int:
+        """Put those layouts with options of the schedule among the best that belong there; return their number."""
+        considered, tried = 0, []
+        for number, node in enumerate(nodes):
+            changes = self.changes(node.layout, node.microbatches)
+            stages = self._changed_stages(node.layout) if changes else []
+            worst = best[-1][1].time.seconds if len(best) == top else math.inf
+            if changes:  # no bubble, and no collective shows
+                layout, m = node.layout, node.microbatches
+                if self._at_least(layout, m, self._passes(layout, "stp"), 0.0) > worst:
+                    count = len(stages) * sum(len(change.recomputes) for change in changes)
+                    considered, excluded[self.SLOWER] = considered + count, excluded[self.SLOWER] + count
+                    continue
+            for place, change in enumerate(changes):
+                count = len(stages) * len(change.recomputes)
+                considered += count
+                bound = self._change_bound(node.layout, node.microbatches, change)
+                if bound > worst:
+                    excluded[self.SLOWER] += count
+                else:
+                    tried.append((bound, number, place, node, change, stages))
+        for bound, _, _, node, change, stages in sorted(tried, key=lambda each: each[:3]):
+            self._expand_change(bound, node, change, stages, best, top, excluded)
+        return considered
+
+    def _expand_change(
+        self,
+        bound: float,
+        node: _Node,
+        change: _ScheduleChange,
+        stages: Sequence[tuple[int, bool]],
+        best: list[tuple[tuple[Any, ...], Planned]],
+        top: int,
+        excluded: Counter[str],
+    ) -> None:
+        """Put those layouts of a node and of some options of the schedule among the best that belong there."""
+        layout, m, fixed = node.layout, node.microbatches, self.memory.reserve
+        for recompute in change.recomputes:
+            kept = self._activations_bound(layout, m, *change[:2], recompute, change.values) * _JUST_BELOW
+            for zero, offload in stages:
+                worst = best[-1][1].time.seconds if len(best) == top else math.inf
+                if bound > worst:
+                    excluded[self.SLOWER] += 1
+                    continue
+                if self._states_bound(layout, zero, offload) * _JUST_BELOW + kept + fixed > self.limit:
+                    excluded[self.MEMORY] += 1
+                    continue
+                made = self._layout(layout, *change[:2], zero, offload, recompute, change.values)
+                shortest = self.model.least(made)
+                if any(made.changes[2:]):  # they make no step shorter
+                    shortest = max(shortest, self.model.passes(without_changes(made)))
+                if shortest * _JUST_BELOW > worst:
+                    excluded[self.SLOWER] += 1
+                    continue
+                if self.needless(made):
+                    excluded[self.NEEDLESS] += 1
+                    continue
+                self._try(made, best, top, excluded)
+
     def _size(self, node: _Node, recomputes: Sequence[str]) -> int:
-        """Return the number of layouts of a node."""
+        """Return the number of layouts of a node without options of the schedule."""
         return len(self.variants(node.layout, node.microbatches)) * len(self.stages(node.layout)) * len(recomputes)
 
     def _expand(
@@ -393,10 +599,9 @@ class Searcher:
         layout, m = node.layout, node.microbatches
         states = [(self._states_bound(layout, *stage), stage) for stage in self.stages(layout)]
         fixed = self.memory.reserve
-        times = self._passes(layout)
         least = min((bound for bound, _ in states), default=math.inf)
         for schedule, chunks in self.variants(layout, m):
-            shortest = self._at_least(layout, m, times, self._bubble(schedule, chunks, *times))
+            shortest = self._variant_bound(layout, m, schedule, chunks)
             for recompute in recomputes:
                 worst = best[-1][1].time.seconds if len(best) == top else math.inf
                 if shortest > worst:
@@ -419,6 +624,10 @@ class Searcher:
     def _try(
         self, layout: ParallelLayout, best: list[tuple[tuple[Any, ...], Planned]], top: int, excluded: Counter[str]
     ) -> None:
+        simulated = layout.changes != UNCHANGED or layout.hides_collectives  # its time is known last
+        if simulated and not self._fullest(layout)[1]:
+            excluded[self.MEMORY] += 1
+            return
         step = self.model.step(layout)
         key = preference(layout, step.seconds)
         if len(best) == top and key > best[-1][0]:
@@ -467,8 +676,14 @@ def preference(layout: ParallelLayout, seconds: float) -> tuple[Any, ...]:
             KNOWN_RECOMPUTATION.index(layout.recompute),
             layout.zero,
         ),
-        *(layout.pipe, layout.chunks, layout.tensor, layout.expert, layout.microbatch, layout.schedule),
+        *(layout.pipe, layout.chunks, layout.tensor, layout.expert, layout.microbatch, layout.schedule, layout.changes),
     )
+
+
+def without_changes(layout: ParallelLayout) -> ParallelLayout:
+    """Return a layout without options of its schedule, and without pairs."""
+    name = "zb-v" if RECIPES[layout.schedule].pairs is not None else layout.schedule
+    return replace(layout, schedule=name, slices=1, pairs=False, recompute_ops=0.0, offload_activations=0.0)
 
 
 def divisors(number: int) -> list[int]:
@@ -488,6 +703,7 @@ def to_dict(planned: Planned, work: Work) -> dict[str, Any]:
     return {
         **{name: getattr(layout, name) for name in names},
         "offload": layout.offload,
+        **{name: getattr(layout, name) for name in CHANGES},
         "step_s": step.seconds,
         **utilization(work, layout, step.seconds),
         "memory_gib": {kind: size / 2**30 for kind, size in memory._asdict().items()},

@@ -191,9 +191,9 @@ class Tuner:
         if not found.fitting:
             size, needed = min(found.measured.items())
             raise refusal(
-                f"the smallest microbatch, of {size} samples, needs {needed / 1e9:.4g} GB of a rank, and "
-                f"{self._limit / 1e9:.4g} GB are there: set a higher <zero.stage> or <recompute>, use more ranks, or "
-                "raise <tuning.memory>",
+                f"the smallest microbatch, of {size} samples, needs {needed / 1e9:.4g} GB on a rank, but only "
+                f"{self._limit / 1e9:.4g} GB are available: set a higher <zero.stage> or <recompute>, use more ranks, "
+                "or raise <tuning.memory>",
             )
         best = found.fitting[0]
         if found.measured and self._wanted > 1:

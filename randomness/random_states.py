@@ -39,7 +39,7 @@ class RandomStates:
             ValueError: the name or the seed is there already.
         """
         if name in self._states or seed in self._seeds:
-            raise ValueError(f"the random state {name!r} of seed {seed} has a name or a seed that is there already")
+            raise ValueError(f"the random state {name!r} of seed {seed} has a name or a seed that exists already")
         self._seeds.add(seed)
         generator = _generator()
         self._states[name] = torch.Generator(generator.device).manual_seed(seed).get_state()

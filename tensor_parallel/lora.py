@@ -358,7 +358,7 @@ def add_adapters(
     if others and options.base not in (None, base):
         raise ConfigError(
             f"base is {options.base} for the adapters {name!r}, but the model has the adapters {[*others]} over "
-            f"{base or 'weights in floating point'}: give base with the first adapters alone"
+            f"{base or 'weights in floating point'}: give base only with the first adapters"
         )
     matched, first, axis = set[str](), not others, axis or grid.tensor
     with agreed(grid, ConfigError):

@@ -80,7 +80,9 @@ def open_answers(
                 f"data.{key} has no effect with a method, whose rows are prompts and answers: leave it out"
             )
     if isinstance(data.training, Mapping) or isinstance(data.validation, Mapping):
-        raise ConfigError("data: a mixture by weights is one of tokens; with a method give a list of files or folders")
+        raise ConfigError(
+            "data: a mixture by weights needs folders of tokens; with a method, give a list of files or folders"
+        )
     if tokenizer is None:
         raise ConfigError(
             "tokenizer is missing: a method makes tokens of prompts and answers, and the model's folder has no "

@@ -45,7 +45,7 @@ class Drawing:
         count = job.batch.train * self._steps // section.group
         if len(prompts) < count:
             raise ConfigError(
-                f"data.training has {len(prompts)} prompts, less than the {count} of a draw (training.batch x "
+                f"data.training has {len(prompts)} prompts, less than the {count} of a rollout (training.batch x "
                 "method.steps_per_rollout / method.group): give more of them, or a smaller batch"
             )
         self._count, self._order = count, BatchOrder(len(prompts), count, count, 0, 1, job.file.seed)
@@ -94,14 +94,14 @@ class Drawing:
             return
         if state is None:
             raise ConfigError(
-                f"the run goes on at step {self._engine.global_steps}, between the steps on the answers of a draw, but "
-                "the checkpoint is of a run with another method.steps_per_rollout: give the one that it had"
+                f"the run continues at step {self._engine.global_steps}, in the middle of a rollout, but the "
+                "checkpoint was made with another method.steps_per_rollout: give that value"
             )
         self.rollouts.rows = load(b64decode(state["rows"]))
         if len(self.rollouts.rows["ids"]) != self._steps * self._job.batch.train:
             raise ConfigError(
                 f"the checkpoint has {len(self.rollouts.rows['ids'])} answers for further steps, but training.batch x "
-                f"method.steps_per_rollout is {self._steps * self._job.batch.train}: give what the run had"
+                f"method.steps_per_rollout is {self._steps * self._job.batch.train}: give the run's values"
             )
         self._left = self.rollouts.microbatches(self.rollouts.rows)[done * self._job.batch.accumulation :]
 

@@ -26,8 +26,8 @@ from ..pipe.cuts import StageCut, find_cut
 from ..pipe.partition import boundaries
 from ..pipe.program.layer_costs import LayerCosts
 from ..pipe.program.schedule import Schedule
-from ..pipe.program.slices import slice_bounds, slice_lengths
-from ..pipe.schedules.choose import require_schedule, schedule_of
+from ..pipe.program.slices import require_slices, slice_lengths
+from ..pipe.schedules.choose import require_schedule, schedule_of, with_passes
 from .learning_rate import LearningRate
 from .schema import ModelSection, TrainingFile
 
@@ -181,7 +181,7 @@ def resolve(file: TrainingFile, processes: int | None = None, places: int | None
     except OptionError as error:
         advice = _batch_advice(file, wanted, topology.size("data"))
         raise ConfigError(advice or error.spelled(names)) from error
-    schedule = _schedule(file, options.schedule, topology, batch, model.layer_count)
+    schedule = _with_passes(_schedule(file, options.schedule, topology, batch, model.layer_count), options)
     _check_model(file, model, topology, schedule, sequence)
     steps = _steps(file, batch, sequence, model.vocab_size)
     if file.method is not None and isinstance(model, DeepseekConfig) and model.num_nextn_predict_layers:
@@ -193,7 +193,7 @@ def resolve(file: TrainingFile, processes: int | None = None, places: int | None
         _check_method(file, model, topology, batch, sequence)
     if _has_score(file.model) and (file.method is None or file.method.name != "reward"):
         raise ConfigError(
-            f"model.folder {file.model.folder} is a reward model, which has scores in place of logits: write method: "
+            f"model.folder {file.model.folder} is a reward model, which has scores instead of logits: write method: "
             "reward, or give a language model"
         )
     if file.sample is not None and topology.expert > 1:
@@ -243,12 +243,12 @@ def _check_method(
         _check_second(f"method.teacher {method.teacher}", str(method.teacher), model, topology, most)
         if method.top_k is not None and method.top_k >= model.vocab_size:
             raise ConfigError(
-                f"method.top_k is {method.top_k}, but the model has {model.vocab_size} words: give less, or "
-                "leave it out"
+                f"method.top_k is {method.top_k}, but the model's vocabulary has {model.vocab_size} tokens: give "
+                "less, or leave it out"
             )
     if method.name == "distill" and method.is_stored and file.data.validation is not None:
         raise ConfigError(
-            f"method.teacher {method.teacher} has the tokens of data.training alone: give data.held_out in place of "
+            f"method.teacher {method.teacher} has only the tokens of data.training: give data.held_out instead of "
             "data.validation"
         )
     if method.name != "grpo":
@@ -292,7 +292,7 @@ def _check_second(what: str, folder: str, model: TransformerConfig, topology: To
     except ConfigError as error:
         raise ConfigError(f"{what}: {str(error).partition(': ')[2] or error}") from error
     if _has_score(section):
-        raise ConfigError(f"{what} is a reward model, which has scores in place of logits: give a language model")
+        raise ConfigError(f"{what} is a reward model, which has scores instead of logits: give a language model")
     if second.vocab_size != model.vocab_size:
         raise ConfigError(
             f"{what} has a vocabulary of {second.vocab_size}, and the model of {model.vocab_size}: give one with the "
@@ -312,7 +312,7 @@ def _check_second(what: str, folder: str, model: TransformerConfig, topology: To
     try:
         second.check_tensor(topology.size("tensor"))
     except ValueError as error:
-        raise ConfigError(f"grid.tensor is {topology.size('tensor')}, but of {what} {error}") from error
+        raise ConfigError(f"grid.tensor: {what}: {error}") from error
 
 
 def cut_by(costs: LayerCosts, job: Job) -> Job:
@@ -330,12 +330,13 @@ def cut_by(costs: LayerCosts, job: Job) -> Job:
     chunks = section.chunks if section.partition == "auto" else own.chunks
     try:
         limits = job.options.schedule.limits
-        cut = find_cut(section.partition, costs, own.pipe, own.microbatches, own, chunks, limits)
+        plain = schedule_of(job.options.schedule, own.pipe, own.microbatches, own.chunks)  # as the engine cuts for it
+        cut = find_cut(section.partition, costs, own.pipe, own.microbatches, plain, chunks, limits)
     except ValueError as error:
         raise ConfigError(f"schedule: {error}") from error
     named = {"name": cut.schedule.name, "chunks": cut.schedule.chunks} if section.partition == "auto" else {}
     options = job.options.changed(schedule=job.options.schedule.changed(limit=None, **named))
-    return replace(job, cut=cut, schedule=cut.schedule, options=options)
+    return replace(job, cut=cut, schedule=_with_passes(cut.schedule, options), options=options)
 
 
 def _pinned(file: TrainingFile) -> TrainingFile:
@@ -406,6 +407,13 @@ def _plain(model: TransformerConfig) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in asdict(model).items()}
 
 
+def needs_sequences(file: TrainingFile) -> str | None:
+    """Return the reason why a run cannot cut its sequences into slices, whatever its model; None if it can."""
+    if file.method is not None and file.method.name != "sft":
+        return f"method {file.method.name} has a loss of whole sequences"
+    return None if file.training.compile is None else "training.compile would compile each layer again for each slice"
+
+
 def _check_model(
     file: TrainingFile, model: TransformerConfig, topology: Topology, schedule: Schedule, sequence: int
 ) -> None:
@@ -419,22 +427,20 @@ def _check_model(
     try:
         model.check_tensor(tensor)
     except ValueError as error:
-        raise ConfigError(f"grid.tensor is {tensor}, but {error}") from error
+        raise ConfigError(f"grid.tensor: {error}") from error
     if file.grid.sequence_parallel and sequence % tensor:
         near = sequence // tensor * tensor or tensor
         raise ConfigError(
             f"training.sequence {sequence} is not shared evenly by grid.tensor {tensor}, as sequence_parallel needs: "
             f"give {near}"
         )
-    if len(schedule.slices) > 1:
-        try:
-            slice_bounds(sequence, schedule.slices, tensor)
-        except ValueError as error:
-            raise ConfigError(f"training.sequence: {error}") from error
-        if file.grid.context > 1:
-            raise ConfigError(
-                f"schedule.slices cuts sequences, and so does grid.context {file.grid.context}: leave out one of them"
-            )
+    try:
+        reason = model.refuses_slices(file.model.experts.arguments)
+        require_slices(schedule.slices, sequence, tensor, file.grid.context, reason)
+    except ValueError as error:
+        raise ConfigError(f"schedule.slices: {error}") from error
+    if len(schedule.slices) > 1 and (reason := needs_sequences(file)) is not None:
+        raise ConfigError(f"schedule.slices: {reason}: leave slices out, for whole sequences")
     experts = next((getattr(model, n) for n in ("num_experts", "n_routed_experts") if hasattr(model, n)), 0)
     if expert > 1 and not experts:
         raise ConfigError(
@@ -524,10 +530,13 @@ def _schedule(
     require_schedule("schedule", options.name)
     if options.name == "forward":
         raise ConfigError("schedule is forward, which has no backward passes: give one for training, such as 1f1b")
+    passes = options.pairs is not None or options.recompute > 0 or options.offload.device != "none"
     searched = [key for key in ("costs", "memory") if getattr(file.schedule, key) is not None]
+    searched = [key for key in searched if key != "costs" or not passes]
     if searched and options.name != "auto":
+        others = " and the options pairs, recompute and offload" if searched[0] == "costs" else ""
         raise ConfigError(
-            f"schedule.{searched[0]} is for the schedule auto, and this one is {options.name}: leave it out"
+            f"schedule.{searched[0]} is for the schedule auto{others}, and this one is {options.name}: leave it out"
         )
     pipe, count, chunks = topology.size("pipe"), batch.accumulation, file.schedule.chunks
     if pipe * (chunks or 1) > layers:
@@ -547,6 +556,14 @@ def _schedule(
             f"schedule: {error} (a step has {count} microbatches on each replica: training.batch / microbatch / "
             "replicas)"
         ) from error
+
+
+def _with_passes(schedule: Schedule, options: EngineOptions) -> Schedule:
+    """Return the schedule of a step as the engine makes it; the engine logs the notes."""
+    try:
+        return with_passes(schedule, options.schedule, options.recompute.asked)[0]
+    except OptionError as error:
+        raise ConfigError(error.spelled(options.names)) from error
 
 
 def _steps(file: TrainingFile, batch: BatchSizes, sequence: int, vocab_size: int) -> int:
@@ -686,7 +703,7 @@ def _options(file: TrainingFile, given: GivenOptions, batch: int | None) -> Engi
         "precision": half,
         "schedule": {
             key: getattr(file.schedule, key)
-            for key in ("name", "chunks", "costs", "memory", "limit", "slices")
+            for key in ("name", "chunks", "costs", "memory", "limit", "pairs", "recompute", "slices", "offload")
             if getattr(file.schedule, key) is not None
         },
         "recompute": training.recompute,

@@ -93,9 +93,9 @@ class Method:
         there = grid.world.all_gather_json(file.is_file() if grid.rank == 0 else None)[0]
         if not there:
             raise ConfigError(
-                f"the run goes on at step {engine.global_steps}, but the reference model's log-probabilities of its "
-                f"data, {file}, are not there: put the file back, give the data that the run had, or start from the "
-                "beginning with checkpoint.resume=never"
+                f"the run continues at step {engine.global_steps}, but the reference model's log-probabilities of its "
+                f"data, {file}, are missing: put the file back, give the run's data, or start from the beginning with "
+                "checkpoint.resume=never"
             )
         found = torch.empty(len(data.rows) // data.width, data.width, dtype=torch.float64)
         with agreed(grid):

@@ -67,7 +67,7 @@ def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
                     raise ConfigError(f"{section}.{older} is an older name of {section}.{name}: give the second alone")
                 changed[name] = changed.pop(older)
                 logging.getLogger("triax").warning(
-                    "%s.%s is an older name of %s.%s, and ends with triax %s: write the second",
+                    "%s.%s is an older name of %s.%s, which triax %s removes: write the new name",
                     *(section, older, section, name, ENDS),
                 )
     return made

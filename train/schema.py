@@ -17,6 +17,7 @@ from ..options.fault_tolerance import FaultTolerance
 from ..options.lora import Lora
 from ..options.monitoring import Wandb
 from ..options.recomputation import Recomputation
+from ..options.schedule import OffloadActivations
 from ..options.zero import Zero
 from ..pipe.partition import CUTS, SEARCHED
 
@@ -161,7 +162,9 @@ class ExpertsSection(Keys):
     bias_rate: float | None = option(None, "Step of the balancing bias; null: the model's own.", above=0.0)
     z_loss: float | None = option(None, "Coefficient of the router's z-loss; null: the model's own.", least=0.0)
     capacity: float | None = option(
-        None, "Most tokens of an expert, as a multiple of the mean; null: no token is dropped.", above=0.0
+        None,
+        "Maximum number of tokens of an expert, as a multiple of the mean; null: no limit, no token is dropped.",
+        above=0.0,
     )
     shard_tensor: bool | None = option(None, "Shard each expert over tensor ranks too; null: the model's own.")
 
@@ -183,11 +186,11 @@ class ModelSection(Keys):
         "ORG/NAME or ORG/NAME@REVISION.",
         read=path_text,
     )
-    weights: bool = option(True, "false: take the folder's shape alone, with random weights from the seed.")
+    weights: bool = option(True, "false: read only the folder's configuration, and draw random weights from the seed.")
     overrides: dict[str, Any] = option(dict, "Fields of the configuration to change; not with weights.", read=_names)
     attention: Literal["ring", "ulysses", "gather"] = option("ring", "Attention over the context axis.")
     experts: ExpertsSection = option(ExpertsSection(), "Options of a mixture of experts.")
-    lora: Lora | None = option(None, "Train low-rank adapters alone: docs/lora.md; null: all weights.")
+    lora: Lora | None = option(None, "Train only low-rank adapters: docs/lora.md; null: train all weights.")
 
     def check(self) -> None:
         """Check that the model comes from one place."""
@@ -249,52 +252,51 @@ class MethodSection(Keys):
 
     name: Literal["sft", "dpo", "ipo", "simpo", "orpo", "kto", "reward", "distill", "grpo"] = option(
         REQUIRED,
-        "sft: learn the answers; dpo, ipo, simpo, orpo: from pairs of answers; kto: from answers with a label; reward: "
-        "a score, from pairs; distill: a teacher's distribution of the answers' tokens; grpo: from rewards of drawn "
-        "answers.",
+        "sft: learn from answers; dpo, ipo, simpo, orpo: from pairs of answers; kto: from answers with a label; "
+        "distill: from a teacher's distribution of the answers' tokens; grpo: from rewards of generated answers; "
+        "reward: learn a score from pairs.",
     )
     beta: float | None = option(
         None,
-        "Strength of the preference, null: 0.1, of simpo 2; of distill with jsd the share of the teacher, null: 0.5; "
-        "of grpo the factor of the KL divergence from the reference, null: none.",
+        "dpo, ipo, simpo, orpo, kto: strength of the preference, null: 0.1 (simpo: 2); distill with jsd: share of the "
+        "teacher, null: 0.5; grpo: factor of the KL divergence from the reference, null: no KL term.",
         above=0.0,
     )
-    margin: float = option(0.0, "Of simpo: how far the better answer is to be ahead (gamma).", least=0.0)
-    desirable_weight: float = option(1.0, "Of kto: weight of the desirable answers.", above=0.0)
-    undesirable_weight: float = option(1.0, "Of kto: weight of the other answers.", above=0.0)
-    center: float = option(0.0, "Of reward: factor of the squared sum of a pair's two scores, such as 0.01.", least=0.0)
+    margin: float = option(0.0, "simpo: margin by which the better answer should lead (gamma).", least=0.0)
+    desirable_weight: float = option(1.0, "kto: weight of the desirable answers.", above=0.0)
+    undesirable_weight: float = option(1.0, "kto: weight of the other answers.", above=0.0)
+    center: float = option(0.0, "reward: factor of the squared sum of a pair's two scores, such as 0.01.", least=0.0)
     teacher: str | None = option(
         None,
-        "Of distill: a model's folder, its id on the Hub, or a .safetensors file of stored log-probabilities.",
+        "distill: a model's folder, its id on the Hub, or a .safetensors file of stored log-probabilities.",
     )
     top_k: int | None = option(
-        None, "Of distill with a model: words that are kept of the teacher's distribution; null: all.", least=1
+        None, "distill with a model: tokens of the teacher's distribution to keep; null: all.", least=1
     )
-    hard: float = option(0.0, "Of distill: factor of the cross entropy of the labels, which is added.", least=0.0)
+    hard: float = option(0.0, "distill: factor of the labels' cross entropy, which is added to the loss.", least=0.0)
     kind: str | None = option(
         None,
-        "Of distill: reverse, forward or jsd, null: reverse; of grpo: dapo, grpo or dr_grpo, null: dapo.",
+        "distill: reverse, forward or jsd, null: reverse; grpo: dapo, grpo or dr_grpo, null: dapo.",
     )
-    temperature: float = option(
-        1.0, "Of distill: divisor of both models' logits; of grpo: the temperature of the draws.", above=0.0
-    )
+    temperature: float = option(1.0, "distill: divisor of both models' logits; grpo: sampling temperature.", above=0.0)
     rewards: tuple[str, ...] | None = option(
-        None, "Of grpo: reward functions, each file.py:function or module:function.", read=_functions
+        None, "grpo: reward functions, each file.py:function or module:function.", read=_functions
     )
-    reward_weights: tuple[float, ...] | None = option(None, "Of grpo: weight of each reward function; null: 1.")
+    reward_weights: tuple[float, ...] | None = option(None, "grpo: weight of each reward function; null: 1.")
     scale_rewards: Literal["group", "batch", "none"] = option(
-        "group", "Of grpo: divide advantages by the standard deviation of a group's rewards, of all, or not."
+        "group",
+        "grpo: divide advantages by the standard deviation of the group's or the batch's rewards, or do not divide.",
     )
-    group: int = option(8, "Of grpo: answers that are drawn to each prompt.", least=2)
-    max_new_tokens: int | None = option(None, "Of grpo: the most tokens of an answer.", least=1)
-    steps_per_rollout: int = option(1, "Of grpo: optimizer steps that the answers of a draw are for.", least=1)
-    clip: float = option(0.2, "Of grpo: ratios below 1 - clip are clipped.", above=0.0, below=1.0)
-    clip_high: float | None = option(None, "Of grpo: ratios above 1 + clip_high are clipped; null: clip.", above=0.0)
-    level: Literal["token", "sequence"] = option("token", "Of grpo: a ratio for each token, or for each answer.")
-    correct_kl: bool = option(True, "Of grpo with beta: multiply the KL term by the ratio.")
+    group: int = option(8, "grpo: answers to generate for each prompt.", least=2)
+    max_new_tokens: int | None = option(None, "grpo: maximum number of tokens of an answer.", least=1)
+    steps_per_rollout: int = option(1, "grpo: optimizer steps on the answers of one rollout.", least=1)
+    clip: float = option(0.2, "grpo: clip ratios below 1 - clip.", above=0.0, below=1.0)
+    clip_high: float | None = option(None, "grpo: clip ratios above 1 + clip_high; null: clip.", above=0.0)
+    level: Literal["token", "sequence"] = option("token", "grpo: one ratio for each token, or for each answer.")
+    correct_kl: bool = option(True, "grpo with beta: multiply the KL term by the ratio.")
     reference: str | None = option(
         None,
-        "Of grpo with beta: the reference model's folder or id; null: the model that training starts from.",
+        "grpo with beta: the reference model's folder or id; null: the model that training starts from.",
         needs="beta",
     )
 
@@ -319,9 +321,7 @@ class MethodSection(Keys):
         if self.name == "distill" and self.beta is not None and self.beta >= 1:
             raise refusal(f"<beta> is {self.beta}, but jsd needs a number below 1, such as 0.5")
         if self.is_stored and self.top_k is not None:
-            raise refusal(
-                "<teacher> is a file, whose log-probabilities are of the words that it has: leave <top_k> out"
-            )
+            raise refusal("<teacher> is a file, which has its own number of tokens: leave <top_k> out")
         if self.reward_weights is not None and len(self.reward_weights) != len(self.rewards or ()):
             raise refusal(
                 f"<reward_weights> has {len(self.reward_weights)} numbers for {len(self.rewards or ())} functions of "
@@ -365,15 +365,15 @@ class DataSection(Keys):
         "files, or folders of them.",
         read=_some_folders,
     )
-    held_out: float | None = option(
-        None, "Share of the documents that is held out for evaluation.", above=0.0, below=1.0
-    )
+    held_out: float | None = option(None, "Share of the documents to hold out for evaluation.", above=0.0, below=1.0)
     validation: Any = option(None, "Folder or folders of tokens for evaluation, instead of held_out.", read=_folders)
     packing: Literal["cut", "whole"] | None = option(
-        None, "cut: a document goes on in the next row; whole: padded rows; null: whole for chat, else cut."
+        None,
+        "cut: a document may continue in the next row; whole: rows are padded, and only documents longer than a row "
+        "are cut; null: whole for chat, else cut.",
     )
     document_mask: bool = option(True, "Tokens attend within their document only.")
-    shuffle: bool = option(True, "Draw an order of documents and rows for each epoch; false: the folder's own order.")
+    shuffle: bool = option(True, "Shuffle documents and rows in each epoch; false: the folder's own order.")
     threads: int = option(1, "Threads that make batches ahead; 0: none.", least=0)
 
     def check(self) -> None:
@@ -388,7 +388,7 @@ class GridSection(Keys):
 
     pipe: int = option(1, "Stages of layers.", least=1)
     data: int | Literal["auto"] = option(
-        "auto", "Replicas; auto: what the other axes leave of the processes.", read=_replicas
+        "auto", "Replicas; auto: number of processes divided by the other axes.", read=_replicas
     )
     context: int = option(1, "Parts of each sequence.", least=1)
     tensor: int = option(1, "Shards of each layer.", least=1)
@@ -402,23 +402,40 @@ class ScheduleSection(Keys):
 
     MAIN: ClassVar = "name"
 
-    name: str = option("1f1b", "Name of a pipeline schedule, auto (search for one), or path of a .csv or .json file.")
+    name: str = option(
+        "1f1b", "Name of a pipeline schedule, auto (search for one), or path of a .csv, .json or .txt file."
+    )
     chunks: int | None = option(None, "Stages per rank; null: the schedule's own number.", least=1)
     costs: tuple[float, ...] | None = option(
-        None, "For auto: measured times of F, I, W and a message, in any unit.", least=0
+        None,
+        "For auto, pairs, recompute and offload: measured times of F, I, W and a message, in any unit; null: 1, 1, 1.",
+        least=0,
     )
     memory: float | None = option(
         None, "For auto: limit of activations per rank, in microbatches through 1/pipe of the model.", above=0
+    )
+    pairs: float | None = option(
+        None,
+        "Join passes to pairs, in which the tensor axis's collectives of each run beside the other: the time of these "
+        "collectives in a pass, in the unit of costs. null: only pairs that the schedule itself has.",
+        least=0,
+    )
+    recompute: float | None = option(
+        None,
+        "Share of each rank's activations that ops of the schedule recompute; for auto, the largest share.",
+        least=0,
+        most=1,
     )
     slices: int | tuple[float, ...] | None = option(
         None,
         "Slices of each sequence, which pass the pipeline one after the other: their number, or relative lengths.",
         above=0,
     )
+    offload: OffloadActivations = option(OffloadActivations(), "Where activations are offloaded to.")
     partition: Any = option(
         "parameters",
-        "Cut of the layers into stages: parameters, uniform, type:REGEX, boundaries such as [0, 9, 18], or by the "
-        "layers' costs: time, memory, or auto, which chooses the schedule too.",
+        "Division of the layers into stages: parameters, uniform, type:REGEX, boundaries such as [0, 9, 18]; or by "
+        "the layers' costs: time, memory, or auto, which chooses the schedule too.",
         read=_partition,
     )
     layer_costs: str | None = option(
@@ -428,7 +445,7 @@ class ScheduleSection(Keys):
     )
     limit: float | tuple[float, ...] | None = option(
         None,
-        "For partition time, memory and auto: GB (1e9 bytes) that a pipe rank may take, for each, or one for all.",
+        "For partition time, memory and auto: GB (1e9 bytes) that a pipe rank may take: one number for all, or a list.",
         above=0,
     )
 
@@ -442,7 +459,7 @@ class ScheduleSection(Keys):
         if self.partition == "auto" and self.name not in ("1f1b", "auto"):
             raise refusal(f"<partition> auto chooses the schedule, and <name> is {self.name}: write time, or no name")
         if self.searched and self.name == "auto":
-            raise refusal(f"<name> auto does not go with <partition> {self.partition}: write <partition> auto alone")
+            raise refusal(f"<name> auto does not go with <partition> {self.partition}: write only <partition> auto")
         if self.searched and self.slices is not None:
             raise refusal(f"<partition> {self.partition} is for whole sequences: leave out <slices>, or give a cut")
         for key in ("layer_costs", "limit"):
@@ -456,7 +473,7 @@ class OptimizerSection(Keys):
 
     MAIN: ClassVar = "type"
 
-    type: str = option("AdamW", "Name of the optimizer; its other arguments stand beside it.")
+    type: str = option("AdamW", "Name of the optimizer; its arguments are further keys of this section.")
     decays: Literal["matrices", "all"] = option(
         "matrices", "Weights that decay. matrices: not norms, biases and embeddings; all: every parameter."
     )
@@ -524,13 +541,13 @@ class SpikesSection(Keys):
 
     action: Literal["none", "warn", "skip", "rewind"] = option(
         "warn",
-        "warn: print it; skip: take no step with this batch; rewind: go on from the last checkpoint, without these "
+        "warn: print it; skip: take no step with this batch; rewind: continue from the last checkpoint, without these "
         "batches.",
     )
-    loss: float = option(6.0, "A loss is a spike above the median by so many standard deviations.", above=0.0)
-    norm: float = option(10.0, "A gradient norm is a spike at so many times the median.", above=1.0)
-    window: int = option(100, "Steps of which median and deviation are taken.", least=2)
-    limit: int = option(3, "Times that a run rewinds before it gives up.", least=1)
+    loss: float = option(6.0, "A loss is a spike if it is more than so many deviations above the median.", above=0.0)
+    norm: float = option(10.0, "A gradient norm is a spike if it is more than so many times the median.", above=1.0)
+    window: int = option(100, "Number of steps for the median and the deviation.", least=2)
+    limit: int = option(3, "Number of rewinds, after which the run ends with an error.", least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -540,8 +557,8 @@ class TrainingSection(Keys):
     steps: int | None = option(None, "Optimizer steps.", least=1)
     tokens: int | None = option(None, "Tokens to train on, instead of steps: 1e9 or 1B.", read=count)
     epochs: float | None = option(None, "Times through the documents, instead of steps.", above=0.0)
-    batch: int | None = option(None, "Sequences a step, over all replicas.", least=1)
-    batch_tokens: int | None = option(None, "Tokens a step, instead of batch; a multiple of sequence.", read=count)
+    batch: int | None = option(None, "Sequences per step, over all replicas.", least=1)
+    batch_tokens: int | None = option(None, "Tokens per step, instead of batch; a multiple of sequence.", read=count)
     microbatch: int | None = option(
         None, "Sequences that pass through the pipeline at once; more use more memory. null: 1.", least=1
     )
@@ -560,7 +577,7 @@ class TrainingSection(Keys):
     compile: Compile | None = option(None, "true: torch.compile of each layer; or a section: docs/guides/compile.md.")
     zero: Zero = option(Zero(stage=1), "Stage of ZeRO, or a section.")
     time_limit: float | None = option(
-        None, "Time after which the run ends in good order: 90m, 2h30m; null: none.", read=seconds
+        None, "Time after which the run saves and ends: 90m, 2h30m; null: none.", read=seconds
     )
     spikes: SpikesSection = option(SpikesSection(), "Jumps of the loss or the gradient norm: an action, or a section.")
 
@@ -578,18 +595,18 @@ class EvaluateSection(Keys):
     """``evaluate``: the loss on held-out documents, and metrics of tasks."""
 
     every: int = option(100, "Evaluate every so many steps, and at the end.", least=1)
-    sequences: int | None = option(256, "Sequences to evaluate on, the first ones; null: all.", least=1)
+    sequences: int | None = option(256, "Number of sequences to evaluate on, the first ones; null: all.", least=1)
     tasks: tuple[str, ...] = option(
         (),
         "Tasks of lm-eval to evaluate on too: names, groups, or paths of task files: docs/guides/lm-eval.md.",
         read=_tasks,
     )
-    task_samples: int | None = option(None, "Samples of each task, the first ones; null: all.", least=1)
-    metric: str = option("loss", "Number by which best and patience go: loss, or a metric of tasks, such as piqa/acc.")
+    task_samples: int | None = option(None, "Number of samples of each task, the first ones; null: all.", least=1)
+    metric: str = option("loss", "Metric that best and patience compare: loss, or a metric of tasks, such as piqa/acc.")
     best: bool = option(False, "Keep the model of the best metric, as a Hugging Face folder: best in the run's folder.")
     patience: int | None = option(
         None,
-        "End the run after so many evaluations one after the other without a new best metric; null: never.",
+        "End the run after so many consecutive evaluations without a new best metric; null: never.",
         least=1,
     )
 
@@ -614,12 +631,12 @@ class CheckpointSection(Keys):
     keep: int | None = option(2, "Number of checkpoints to keep; null: all.", least=1)
     resume: str = option(
         "auto",
-        "auto: go on from the newest one, if there is one; required: there must be one; never: start from the "
-        "beginning; or the tag of one, or the path of a checkpoint.",
+        "auto: continue from the newest checkpoint, if there is one; required: there must be one; never: start from "
+        "the beginning; or the tag or path of a checkpoint.",
     )
     background: bool = option(True, "Write in the background.")
     requeue: bool = option(
-        True, "After SIGUSR1, which Slurm sends before the time limit: save, leave, and requeue the job."
+        True, "After SIGUSR1, which Slurm sends before the time limit: save, exit, and requeue the job."
     )
 
 
@@ -629,19 +646,19 @@ class SampleSection(Keys):
 
     prompt: str = option(REQUIRED, "Beginning of the text.", read=_not_empty)
     tokens: int = option(100, "Tokens to add, if there is room.", least=1)
-    temperature: float = option(0.7, "Lower is safer; 0 takes the likeliest token.", least=0.0)
+    temperature: float = option(0.7, "Sampling temperature; 0: always take the most likely token.", least=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorSection(Keys):
     """``monitor``: what is printed and recorded; metrics.jsonl, report.html and pictures are always written."""
 
-    log_every: int = option(20, "A line every so many steps, where there is no terminal.", least=1)
+    log_every: int = option(20, "Without a terminal: print a line every so many steps.", least=1)
     print_losses: bool = option(False, "Print every loss in full.")
     tensorboard: bool = option(False, "Event files for TensorBoard, in the run's folder.")
     csv: bool = option(False, "A CSV file for each metric, in the run's folder.")
     wandb: Wandb | None = option(None, "Weights & Biases: true, or a section.")
-    trace: int = option(20, "Step of which timeline.json is; 0: none.", least=0)
+    trace: int = option(20, "Step to trace in timeline.json; 0: none.", least=0)
     histograms: int = option(0, "Histograms of weights and gradients every so many steps; 0: never.", least=0)
 
 
@@ -651,7 +668,7 @@ class ExportSection(Keys):
 
     folder: str | None = option(None, "Folder; null: model in the run's folder.", read=path_text)
     dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = option(
-        None, "Dtype of the written weights; null: that of the training."
+        None, "Dtype of the written weights; null: the dtype of the training."
     )
 
 
@@ -717,7 +734,7 @@ class TrainingFile(Keys):
             )
         if training.time_limit is not None:
             raise refusal(
-                "<training.time_limit> would end each replica at a step of its own with <fault_tolerance>: give "
+                "<training.time_limit> would end each replica at a different step with <fault_tolerance>: give "
                 "<training.steps>, and end the run by SIGTERM to triax run"
             )
         if training.spikes.action == "rewind":

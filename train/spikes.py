@@ -134,8 +134,8 @@ class SpikeGuard(StepObserver):
             return
         if self._action != "warn" and engine.options.local_updates is not None:
             raise ConfigError(
-                f"training.spikes is {self._action}, but under local_updates each replica has a loss of its own, and "
-                "all must take the same steps: write warn or none"
+                f"training.spikes is {self._action}, but under local_updates each replica has its own loss, and all "
+                "must take the same steps: write warn or none"
             )
         if self._action == "rewind" and folder is None:
             raise ConfigError(

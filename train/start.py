@@ -77,8 +77,8 @@ def make_job(file: TrainingFile, processes: int | None = None) -> Job:
         reward_functions(job)
     if file.sample is not None and tokenizer is None:
         raise ConfigError(
-            "sample needs the tokenizer that made the tokens, which is not where it was: give tokenizer, or leave "
-            "sample out"
+            "sample needs the tokenizer that made the tokens, which is no longer in its place: give tokenizer, or "
+            "leave sample out"
         )
     if file.sample is not None and tokenizer is not None:
         (prompt,) = open_tokenizer(tokenizer, "none").encode([file.sample.prompt])

@@ -244,8 +244,8 @@ def _model(args: Inert, tensors: Tensors, vocab_size: int | None) -> tuple[dict[
     if given != _LLAMA and not (given == _GPT and plain):
         shown = ", ".join(f"{key}={value!r}" for key, value in given.items())
         raise ValueError(
-            f"the model has {shown}, {groups} query groups of {heads} heads. triax's GPT has {_GPT} and as many groups "
-            f"as heads, and its Llama has {_LLAMA}. Other models cannot be imported."
+            f"the model has {shown}, {groups} query groups of {heads} heads. triax's GPT has {_GPT} and one query "
+            f"group per head, and its Llama has {_LLAMA}. Other models cannot be imported."
         )
     llama = given == _LLAMA
     if not llama and args.get("bias_gelu_fusion") is False and not args.get("openai_gelu"):

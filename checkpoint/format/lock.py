@@ -145,7 +145,7 @@ class FolderLock:
         if not wait:
             return True
         logging.getLogger("triax").warning(
-            "%s is locked by the run %s on host %s, process %s: waiting %g s for a sign that it lives",
+            "%s is locked by the run %s on host %s, process %s: waiting %g s to see if that run is alive",
             *(self._folder, *(owner.get(key, "?") for key in ("run", "host", "pid")), _LOOKS * _PAUSE),
         )
         for _ in range(_LOOKS):

@@ -158,8 +158,9 @@ def check_assignment(engine: Any, name: str, value: Any) -> None:
         return  # as it is
     if name == "optimizer" and vars(engine).get(name) not in (None, value):
         raise AttributeError(
-            "engine.optimizer was assigned another optimizer, which would not step, because the engine's own steps "
-            "this rank's shards: pass the optimizer, or a function that makes it, to initialize: optimizer="
+            "engine.optimizer was assigned another optimizer, which would have no effect, because the engine's own "
+            "optimizer steps this rank's shards: pass the optimizer, or a function that makes it, to "
+            "initialize(optimizer=...)"
         )
     _check(type(engine), name)
 

@@ -410,7 +410,7 @@ def make_engine(
 def config_source(args: Any, config: Any, config_params: Any) -> Any:
     """Return the configuration that was passed under one of its three names."""
     if config is not None and config_params is not None:
-        raise ConfigError("config_params is an older name of config, and both were given: pass config alone")
+        raise ConfigError("config_params is an older name of config, and both were given: pass only config")
     given = config if config is not None else config_params
     source = given
     for name in ("deepspeed_config", "deepscale_config"):  # the second is DeepSpeed's own older name

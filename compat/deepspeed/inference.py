@@ -183,9 +183,9 @@ class DeepSpeedInferenceConfig(InferenceSection):
         fields = type(self).model_fields
         for key in self.model_fields_set & set(_IDLE):
             if getattr(self, key) != fields[key].default:
-                _LOGGER.warning("init_inference: %s is without effect, because %s", key, _IDLE[key])
+                _LOGGER.warning("init_inference: %s has no effect, because %s", key, _IDLE[key])
         if self.tensor_parallel.tp_grain_size != 64:
-            _LOGGER.warning("init_inference: tp_grain_size is without effect, because shards are even or whole heads")
+            _LOGGER.warning("init_inference: tp_grain_size has no effect, because shards are even or whole heads")
         experts = self.moe.ep_size if isinstance(self.moe, DeepSpeedMoEConfig) else 1
         if max(experts, self.ep_size) > 1:
             raise DeepSpeedConfigError(
@@ -210,9 +210,9 @@ class DeepSpeedInferenceConfig(InferenceSection):
         if not quant.qkv.enabled:
             raise DeepSpeedConfigError("quant.qkv.enabled is false, but all linear layers are quantized: leave it out")
         if quant != QuantizationConfig() and self.dtype != torch.int8:
-            _LOGGER.warning("init_inference: quant is without effect, because dtype is not int8")
+            _LOGGER.warning("init_inference: quant has no effect, because dtype is not int8")
         elif quant.activation != BaseQuantConfig() and quant.activation.enabled:
-            _LOGGER.warning("init_inference: quant.activation is without effect, because only weights are quantized")
+            _LOGGER.warning("init_inference: quant.activation has no effect, because only weights are quantized")
         if quant.weight.quantized_initialization or quant.weight.post_init_quant:
             raise DeepSpeedConfigError(
                 "quant.weight.quantized_initialization and post_init_quant are not possible: dtype int8 quantizes all "
@@ -395,5 +395,5 @@ def _plan(module: Any, policy: Mapping[Any, Any] | None, grid: Grid) -> dict[str
                     "as ('attention.out', 'mlp.down')"
                 ) from None
             return plan_of_outputs(module, named)
-    _LOGGER.warning("init_inference: injection_policy is without effect, because %s", why)
+    _LOGGER.warning("init_inference: injection_policy has no effect, because %s", why)
     return None

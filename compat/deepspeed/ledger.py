@@ -291,7 +291,7 @@ PROFILE = (
 DUALPIPE = 'write PipelineModule, and "pipeline": {"schedule": "dualpipe-v"} in the configuration'
 MUON = 'write "optimizer": {"type": "Muon"} in the configuration'
 LORA = 'the configuration\'s "lora" section trains low-rank updates of any model: docs/lora.md'
-INTERNAL = "it is a part of DeepSpeed's inside: the engine does this itself"
+INTERNAL = "it is internal to DeepSpeed: the engine does this itself"
 FRAGMENT = "shards of parameters are read and written by the functions safe_get_* and safe_set_* of deepspeed.utils"
 GROUPS = (
     "process groups belong to the engine's grid: engine.grid.data, engine.grid.tensor and engine.grid.pipe have "

@@ -39,13 +39,14 @@ def install() -> None:
     if found is not None:
         raise ImportError(
             f"install() was called after DeepSpeed itself was imported from {getattr(found, '__file__', '?')}, and "
-            "modules that hold it would go on to use it: call install() at the top of the script"
+            "modules that imported it would continue to use it: call install() at the top of the script"
         )
     transformers = sys.modules.get("transformers.integrations.deepspeed")
     if getattr(transformers, "DeepSpeedConfig", None) is object:
         logging.getLogger("triax").warning(
-            "install() was called after transformers was imported, and had found no DeepSpeed: HfDeepSpeedConfig and "
-            "sharded models of stage 3 do not work. Import triax.compat.deepspeed and call install() above transformers"
+            "install() was called after transformers was imported and found no DeepSpeed, so HfDeepSpeedConfig and "
+            "sharded models of stage 3 do not work. Import triax.compat.deepspeed and call install() above "
+            "transformers"
         )
     sys.meta_path.insert(0, Finder("deepspeed"))  # before an installed DeepSpeed is found
     sys.modules["deepspeed"] = package

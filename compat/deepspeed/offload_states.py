@@ -95,7 +95,7 @@ class OffloadedStates:
         if device == OffloadDeviceEnum.none:
             return
         if device != OffloadDeviceEnum.cpu:
-            raise ValueError(f"offload_states(device={str(device)!r}): states move to host memory alone: give 'cpu'")
+            raise ValueError(f"offload_states(device={str(device)!r}): states can move only to host memory: give 'cpu'")
         chosen = {kind for kind in KINDS if include is None or kind in include} | self.kinds
         staying = {_id(tensor) for kind in KINDS if kind not in chosen for tensor in tensors_of(engine, kind)}
         for storage in _storages(tensor for kind in KINDS if kind in chosen for tensor in tensors_of(engine, kind)):

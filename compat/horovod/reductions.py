@@ -107,7 +107,7 @@ class Reduction:
     def __init__(self, op: ReduceOp | None, average: bool | None, pre: float, post: float, process_set: Any) -> None:
         require_global(process_set)
         if op is not None and average is not None:
-            raise ValueError("op and average are both given: give op alone, average is its deprecated form")
+            raise ValueError("op and average are both given: give only op; average is its deprecated form")
         if op is None:
             op = Sum if average is False else Average
         self.op, self.pre, self.post = ReduceOp(op), pre, post

@@ -116,8 +116,8 @@ class TrainingArguments(transformers.TrainingArguments):
         if self.use_liger_kernel and (tensor > 1 or stage3):
             what = f"{tensor} tensor ranks" if tensor > 1 else "zero_optimization.stage 3"
             raise ConfigError(
-                f"use_liger_kernel=True with {what}: its loss reads the head's weight directly, of which a rank has a "
-                "shard: leave it out, or use 1 tensor rank and stage 0, 1 or 2"
+                f"use_liger_kernel=True with {what}: its loss reads the head's weight directly, but a rank has only a "
+                "shard of it: leave it out, or use 1 tensor rank and stage 0, 1 or 2"
             )
         if self.grid.device.type == "cpu":
             self.use_cpu = True  # else accelerate treats each process of a machine without a GPU as a run of its own

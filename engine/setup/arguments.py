@@ -104,8 +104,8 @@ def parameter_groups(model: nn.Module, optimizer: Any, model_parameters: Iterabl
         given = list(model_parameters)
         if not given and not isinstance(model, PipelineModule) and any(p.requires_grad for p in model.parameters()):
             raise ConfigError(
-                "model_parameters is empty, so that nothing would be trained: pass model.parameters() anew, whose "
-                "iterator can be read once, or leave it out"
+                "model_parameters is empty, so nothing would be trained: pass a new model.parameters(), because its "
+                "iterator can be read only once, or leave it out"
             )
     else:
         given = list(model.parameters())

@@ -27,7 +27,9 @@ def replica_strategy(name: str) -> Any:
     """
     for entry in entry_points(group=_REPLICA_STRATEGIES, name=name):
         return entry.load()
-    raise ConfigError(f"no installed package has the replica strategy {name!r}: install triax anew, with all its parts")
+    raise ConfigError(
+        f"no installed package has the replica strategy {name!r}: install triax again, with all its parts"
+    )
 
 
 def tuner() -> Any:

@@ -64,7 +64,7 @@ def use_lora(model: Any, names: str | Sequence[str]) -> None:
             )
         if known[name].dora and len(wanted) > 1:
             raise ConfigError(
-                f"the adapters {name!r} are DoRA's, whose update is no sum with that of others: give them alone"
+                f"the adapters {name!r} use DoRA, whose update cannot be added to others: name only these"
             )
     trains = isinstance(model, nn.Module) and not getattr(module, "training_started", False)
     module.lora_active = wanted

@@ -54,7 +54,7 @@ def choose_optimizer(
     else:
         cls, params = found
         if cls is torch.optim.Muon:
-            raise refusal("<optimizer> torch.optim.Muon steps matrices alone: write triax.Optimizer('Muon', lr=...)")
+            raise refusal("<optimizer> torch.optim.Muon steps only matrices: write triax.Optimizer('Muon', lr=...)")
         if cls.__name__ not in optimizers.WHOLE_TENSOR:
             require_elementwise(cls)
     require_whole_tensors(cls, options.zero, grid.tensor.size)

@@ -10,7 +10,6 @@ from torch import nn
 
 from ...base.option_error import OptionError
 from ...context.slices import Slices
-from ...moe.layer import MoE
 from ...options.engine import EngineOptions
 from ...pipe.module import PipelineModule
 from ...pipe.program.schedule import Schedule
@@ -22,7 +21,7 @@ _KNOWN = tuple(
     for name in (
         *("tensor_parallel", "randomness", "context.dropout", "models.attention", "models.decoder", "models.deepseek"),
         *("models.layers", "models.mlp", "models.positions", "models.recurrent", "models.replicated_linear"),
-        *("models.gpt", "models.llama"),
+        *("models.gpt", "models.llama", "moe"),
     )
 )
 _TOKEN_WISE = (
@@ -99,8 +98,6 @@ def _is_known(thing: Any) -> bool:
 
 def _reason(part: nn.Module) -> str | None:
     """Return why a module is not exact with slices; None if it is."""
-    if isinstance(part, MoE):
-        return " has a mixture of experts, which balances and limits the tokens of a whole microbatch"
     if (reason := getattr(part, "refuses_slices", None)) is not None:
         return f" {reason}"
     if hasattr(type(part), "slices") or getattr(part, "token_wise", False) or type(part) in _TOKEN_WISE:

@@ -47,7 +47,7 @@ def find_sizes(model: nn.Module, options: EngineOptions, data: Any, collate: Any
             "own: leave <tuning> out, and write <batch.microbatch> and <zero.stage>",
         )
     if options.zero.stage == "auto":
-        raise OptionError("zero.stage", "auto", "it is found for a PipelineModule alone: give a stage from 0 to 3")
+        raise OptionError("zero.stage", "auto", "auto works only for a PipelineModule: give a stage from 0 to 3")
     return None
 
 
@@ -66,8 +66,8 @@ class TunedRun:
     def __init__(self, model: PipelineModule, options: EngineOptions, data: Any, collate: Any) -> None:
         if options.tunes_microbatch and model.costs is not None:
             raise refusal(
-                f"<batch.microbatch> is to be found, but partition={model.partition!r} goes by the costs of layers for "
-                "one size of it: give <batch.microbatch>, or boundaries"
+                f"triax is to find <batch.microbatch>, but partition={model.partition!r} uses the costs of layers for "
+                "one microbatch size: give <batch.microbatch>, or boundaries"
             )
         grid = self._grid = model.grid
         self._options, self._data, self._collate = options, data, collate

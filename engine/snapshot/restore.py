@@ -184,8 +184,8 @@ def read_optimizer(shards: StateShards, snapshot: Snapshot, usable: Mapping[str,
     shards.stepper.resume()
     if unlike:
         logging.getLogger("triax").warning(
-            "%s: the parameters that share a bucket with %s had unlike numbers of steps, or none: all of them now have "
-            "the largest number",
+            "%s: the parameters that share a bucket with %s had different numbers of steps, or none: all of them now "
+            "have the largest number",
             snapshot.source,
             listed(unlike),
         )

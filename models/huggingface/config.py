@@ -418,7 +418,7 @@ def _read_rope(config: Config, family: Family) -> dict[str, Any]:
                 "write it there."
             )
         if "type" in scaling and "rope_type" not in scaling and not whole:
-            raise ValueError(f"rope_scaling of {config['model_type']} has no rope_type. Write it in place of type.")
+            raise ValueError(f"rope_scaling of {config['model_type']} has no rope_type. Write it instead of type.")
         rope = {**whole, **scaling}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind in ("su", "yarn") and "yarn" not in family.scalings and "longrope" in family.scalings:

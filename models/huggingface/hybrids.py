@@ -308,8 +308,8 @@ def nemotron_types(config: Config) -> tuple[str, ...]:
     types = types or (_LINEAR, "moe", _FULL, "mlp")
     if unknown := sorted(set(types) - {_LINEAR, _FULL, "mlp"}):
         raise ValueError(
-            f"layers_block_type has {unknown[0]!r}, but nemotron_h is implemented with 'linear_attention', "
-            "'full_attention' and 'mlp' alone."
+            f"layers_block_type has {unknown[0]!r}, but nemotron_h is implemented only with 'linear_attention', "
+            "'full_attention' and 'mlp'."
         )
     return types
 

@@ -83,7 +83,7 @@ class HFModel:
                 )
         if getattr(config, "word_embed_proj_dim", config.hidden_size) != config.hidden_size:
             raise ValueError(
-                f"hf_layers does not implement word_embed_proj_dim={config.word_embed_proj_dim} unlike "
+                f"hf_layers does not implement word_embed_proj_dim={config.word_embed_proj_dim} different from "
                 f"hidden_size={config.hidden_size}. Take a model without it."
             )
         self.config, self.family = config, FAMILIES[kind]
@@ -530,7 +530,7 @@ class CausalLMLoss:
             return followed
         if self.grid is None:
             raise ValueError(
-                f"the logits have {length} tokens and the labels {labels.shape[1]}, because the context axis spreads "
+                f"the logits have {length} tokens and the labels {labels.shape[1]}, because the context axis divides "
                 "the sequence. Give the loss the grid, CausalLMLoss(grid=grid)."
             )
         return shard(followed, self.grid.context, fill=self.ignore_index)
@@ -593,13 +593,13 @@ def _attend(
     grid, kind, window = module.triax_context
     if options.get("dropout"):
         raise ValueError(
-            f"context={grid.context.size} spreads each sequence over ranks, which cannot drop attention "
-            f"probabilities, but the model drops {options['dropout']}. Set its attention dropout to 0."
+            f"context={grid.context.size} divides each sequence over ranks, which does not work with dropout of "
+            f"attention probabilities, but the model has {options['dropout']}. Set its attention dropout to 0."
         )
     if options.get("softcap") is not None:
         raise ValueError(
-            f"context={grid.context.size} spreads each sequence over ranks, which cannot cap the scores, but the "
-            f"model caps them at {options['softcap']}. Use a grid with context=1."
+            f"context={grid.context.size} divides each sequence over ranks, which does not work with capped scores, "
+            f"but the model caps them at {options['softcap']}. Use a grid with context=1."
         )
     scale, sinks = options.get("scaling"), options.get("s_aux")
     y = attention(query, key, value, grid=grid, kind=kind, window=window, scale=scale, sinks=sinks)

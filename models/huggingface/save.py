@@ -144,7 +144,7 @@ class HuggingFaceWeights:
             if options is not None and not merge_lora:
                 raise ValueError(
                     "the model has LoRA adapters, which the model of config.json does not have. Pass merge_lora=True "
-                    "to add them to the weights, or write them alone with triax.save_lora(model, path)."
+                    "to add them to the weights, or write only them with triax.save_lora(model, path)."
                 )
             for name, parameter in own.items():
                 released = parameter.numel() > 1 and not any(parameter.stride())

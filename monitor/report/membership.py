@@ -13,10 +13,10 @@ from ...base.files import read_text
 
 # Cause of lost time -> its description, in the order of a table.
 CAUSES = {
-    "detection": "detection: sums that failed, and the meetings that said why",
+    "detection": "detection: failed sums, and the meetings that found the lost replica",
     "again": "sum again: connections and sums without the lost replica",
-    "joining": "joining: a newcomer from its start until it contributes, and the others' sends to it",
-    "restart": "restart: a lost replica until it starts again, or to the end",
+    "joining": "joining: a new replica from its start until it contributes, and the others' sends to it",
+    "restart": "restart: a lost replica until it starts again, or until the end",
     "checkpoint": "the whole run, until it starts again from a checkpoint",
 }
 

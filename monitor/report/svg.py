@@ -97,7 +97,7 @@ def timeline(rows: Sequence[BarRow], longest: float, label: int, unit: str = "ms
         "scale": scale,
         "unit": unit,
         "factor": factor,
-        "ticks": [(round(u, 1), text) for u, text in places if u <= _WIDTH],
+        "ticks": [(round(u, 1), text) for u, text in places if u <= _WIDTH - 16],
         "rows": rows,
     }
 

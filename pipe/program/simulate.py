@@ -166,6 +166,7 @@ class Simulation:
         bubble: idle share of the busiest rank, 1 - (its busy time) / makespan.
         peak_activations: for each rank the activations that it holds at most, in microbatches through 1/pipe of the
             model.
+        peak_of_stages: the same for each stage; the stages of a rank may hold their most at different times.
         timeline: start and end of each op.
         peak_offloaded: for each rank the activations in host memory at most, in the same unit; () if the schedule
             offloads none.
@@ -174,6 +175,7 @@ class Simulation:
     makespan: float
     bubble: float
     peak_activations: tuple[float, ...]
+    peak_of_stages: tuple[float, ...]
     timeline: Timeline
     peak_offloaded: tuple[float, ...] = ()
 
@@ -196,7 +198,9 @@ def simulate(schedule: Schedule, costs: Costs | None = None, keep_gathered: bool
     """
     times = timeline_of(schedule, costs, keep_gathered)
     offloaded = peak_offloaded(schedule) if schedule.offloads else ()
-    return Simulation(times.makespan, times.bubble, peak_activations(schedule), times, offloaded)
+    counts = counts_in_flight(schedule)
+    stages = _stage_peaks(schedule, counts)
+    return Simulation(times.makespan, times.bubble, _rank_peaks(schedule, counts), stages, times, offloaded)
 
 
 def peak_activations(schedule: Schedule, sizes: Sequence[float] | None = None) -> tuple[float, ...]:
@@ -214,11 +218,21 @@ def peak_activations(schedule: Schedule, sizes: Sequence[float] | None = None) -
     """
     counts = counts_in_flight(schedule)
     if sizes is None:
-        return tuple(max(map(sum, each), default=0) / schedule.chunks for each in counts)
+        return _rank_peaks(schedule, counts)
     own = [
         [size for size, home in zip(sizes, schedule.placement, strict=True) if home == r] for r in range(len(counts))
     ]
     return tuple(max((sum(map(mul, each, of)) for each in most), default=0) for most, of in zip(counts, own))
+
+
+def _rank_peaks(schedule: Schedule, counts: Sequence[Sequence[tuple[float, ...]]]) -> tuple[float, ...]:
+    return tuple(max(map(sum, each), default=0) / schedule.chunks for each in counts)
+
+
+def _stage_peaks(schedule: Schedule, counts: Sequence[Sequence[tuple[float, ...]]]) -> tuple[float, ...]:
+    """Return the most activations of each stage that its rank holds at once."""
+    of_ranks = [iter(map(max, zip(*each, strict=True))) for each in counts]  # the stages of a rank are in their order
+    return tuple(next(of_ranks[rank], 0.0) / schedule.chunks for rank in schedule.placement)
 
 
 def counts_in_flight(schedule: Schedule) -> list[list[tuple[float, ...]]]:

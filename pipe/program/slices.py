@@ -69,6 +69,29 @@ def slice_bounds(length: int, slices: Sequence[float], multiple: int = 1) -> lis
     return bounds
 
 
+def require_slices(
+    slices: Sequence[float], sequence: int, tensor: int = 1, context: int = 1, reason: str | None = None
+) -> None:
+    """Check that a run can cut its sequences into slices, before any process starts.
+
+    Args:
+        slices: relative lengths.
+        sequence: tokens of a sequence.
+        tensor, context: sizes of the axes.
+        reason: why its model needs whole sequences; None if it does not.
+
+    Raises:
+        ValueError: it cannot; the message says why.
+    """
+    if len(slices) == 1:
+        return
+    if reason is not None:
+        raise ValueError(f"the model {reason}: leave slices out, for whole sequences")
+    if context > 1:
+        raise ValueError(f"slices cut sequences, and so does context={context}: leave out one of them")
+    slice_bounds(sequence, slices, tensor)
+
+
 def slice_costs(slices: Sequence[float], attention: float = 0.0) -> list[tuple[float, float]]:
     """Return for each slice its share of the tokens, and its share of a forward pass.
 

@@ -65,9 +65,9 @@ def test_a_limit_is_kept_or_refused(file: str) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--limit", "3"], "--limit needs it"),
-        (["--layers", "FILE", "--compare"], "goes with a schedule's name"),
-        (["auto", "--layers", "FILE"], "has a row of the best schedule"),
+        (["--limit", "3"], "--limit needs --layers"),
+        (["--layers", "FILE", "--compare"], "works only with a schedule's name"),
+        (["auto", "--layers", "FILE"], "always prints a row of auto"),
         (["--layers", "FILE", "--limit", "x"], "give GB of a rank"),
         (["--layers", "/no/such.json"], "cannot be read"),
         (["zb-v", "--layers", "FILE", "--pipe", "5"], "8 layers cannot fill 10 stages"),

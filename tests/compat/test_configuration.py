@@ -71,7 +71,7 @@ def test_what_does_nothing_is_taken_and_said(caplog: pytest.LogCaptureFixture) -
         engine(**idle)
     for words in (
         "zero_optimization.stage3_max_act_size does nothing: DeepSpeed has no such key",
-        "zero_optimization.offload_param stores shards of the weights, and in stage 1 they are whole: it does nothing",
+        "zero_optimization.offload_param does nothing in stage 1, where weights are whole",
         "pipeline.micro_batch_size does nothing: microbatches have train_micro_batch_size_per_gpu samples",
         "zero_allow_untested_optimizer does nothing",
     ):

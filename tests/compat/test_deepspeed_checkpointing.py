@@ -85,7 +85,7 @@ def test_wrong_calls() -> None:
     with pytest.raises(ValueError, match="call add"), tracker.fork():
         pass
     tracker.add("a", 1)
-    with pytest.raises(ValueError, match="there already"):
+    with pytest.raises(ValueError, match="that exists already"):
         tracker.add("a", 2)
     deepspeed.checkpointing.model_parallel_cuda_manual_seed(3)
     deepspeed.checkpointing.model_parallel_reconfigure_tp_seed(4)

@@ -182,7 +182,7 @@ def test_what_is_without_effect_is_said_once(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.WARNING, logger="triax"):
         deepspeed.init_inference(blocks(), config=given)
     said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 12 and all("is without effect, because" in line for line in said), said
+    assert len(said) == 12 and all("has no effect, because" in line for line in said), said
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="triax"):
         deepspeed.init_inference(blocks(), config=deepspeed.default_inference_config())

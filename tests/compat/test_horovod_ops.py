@@ -300,7 +300,7 @@ def test_a_rank_that_is_gone_is_not_waited_for(ranks: Any, monkeypatch: pytest.M
     ("call", "words"),
     [
         (lambda: hvd.allreduce(torch.ones(1), op=hvd.Adasum), "op=Adasum"),
-        (lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum), "give op alone"),
+        (lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum), "give only op"),
         (lambda: hvd.allreduce(torch.tensor([True])), "tensor.to(torch.uint8)"),
         (lambda: hvd.allreduce(torch.tensor([1]), prescale_factor=0.5), "reduce tensor.double()"),
         (lambda: hvd.allreduce(torch.eye(2).to_sparse()), "tensor.to_dense()"),

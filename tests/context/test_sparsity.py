@@ -97,7 +97,7 @@ def test_the_section_of_a_configuration_file() -> None:
         ({"mode": "variable", "local_window_blocks": []}, "at least one number"),
         (
             {"mode": "bslongformer", "global_block_indices": [2], "global_block_end_indices": [2]},
-            "Give for each beginning of a range an end behind it",
+            "Give for each start of a range an end after it",
         ),
     ],
 )

@@ -144,7 +144,7 @@ def test_a_stream_has_its_own_order(workers: int) -> None:
 
 def test_what_it_cannot_do_it_says() -> None:
     state = loader().state_dict()
-    with pytest.raises(ValueError, match=r"of training_data with samples 9, but here it is 43"):
+    with pytest.raises(ValueError, match=r"belongs to training_data with samples 9, but here it is 43"):
         loader().load_state_dict({**state, "samples": 9})
     with pytest.raises(ValueError, match=r"with seed 4, but here it is 3"):
         loader().load_state_dict({**state, "seed": 4})

@@ -262,7 +262,7 @@ def test_wrong_arguments_are_named(tokens: Path, tmp_path: Path) -> None:
         (lambda: TokenData(tmp_path / "tokens.jsonl", 8), r"is a file, but tokens are a folder"),
         (lambda: data.loader(6, 4), r"A global batch of 6 rows is not a multiple of 1 replicas .* multiple of 4"),
         (lambda: data.loader(8, 4, replica=2, replicas=2), "there are replicas 0 to 1"),
-        (lambda: data.loader(8, 4).load_state_dict({"row": -1}), "The row of the place is -1"),
+        (lambda: data.loader(8, 4).load_state_dict({"row": -1}), "The row of the position is -1"),
         (lambda: TokenData(small, 8).loader(8, 4).load_state_dict(data.loader(8, 4).state_dict()), "data with folders"),
         (lambda: data.loader(8, 4, seed=1).load_state_dict(data.loader(8, 4).state_dict()), "seed 0, but here it is 1"),
         (

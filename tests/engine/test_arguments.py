@@ -123,5 +123,5 @@ def test_arguments_of_initialize() -> None:
     )
     parameters = model.parameters()
     assert len([*parameters]) == 2
-    with pytest.raises(ConfigError, match="model_parameters is empty, so that nothing would be trained"):
+    with pytest.raises(ConfigError, match="model_parameters is empty, so nothing would be trained"):
         triax.initialize(model=model, config=CONFIG, model_parameters=parameters)

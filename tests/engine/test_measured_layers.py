@@ -190,7 +190,7 @@ def test_the_engine_cuts_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
         ),
         (
             lambda: engine_of("time", batch=triax.Batch(size=8, microbatch="auto"), training_data=DATA),
-            "is to be found",
+            "triax is to find batch.microbatch, but partition='time'",
         ),
     ],
 )

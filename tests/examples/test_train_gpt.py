@@ -124,7 +124,7 @@ def test_time_limit_ends_in_good_order(ranks: Any, tmp_path: Path) -> None:
         ("--heads 5", "num_attention_heads=5 does not divide hidden_size=128"),
         ("--sequence 16 --sample 5 --prompt 'a very long prompt' --text text", "sample.prompt has 18 tokens"),
         ("--steps 0", "training.steps = 0"),
-        ("--resume", "give that as --save too"),
+        ("--resume", "give that folder as --save too"),
     ],
 )
 def test_what_cannot_be_is_one_line(

@@ -45,7 +45,7 @@ def test_the_table_names_what_zero_shards() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--data", "65", "--plot", "grid.png"], "a picture of 65 ranks, but it shows at most 64"),
+        (["--data", "65", "--plot", "grid.png"], "a picture of 65 ranks, but a picture shows at most 64"),
         (["--plot", "grid.txt"], "must end in .png"),
         (["--pipe", "9"], "9"),
         (["--data", "3", "--expert", "2"], "does not divide data x context"),

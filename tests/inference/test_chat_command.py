@@ -98,11 +98,11 @@ def two_stages(folder: Path, words: tuple[object, ...], lines: str) -> tuple[Any
 
 
 def test_what_a_chat_cannot_do(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--chat reads messages from the terminal, which the 2 processes"):
+    with pytest.raises(ConfigError, match=r"--chat reads messages from the terminal, but the 2 processes"):
         generate(str(folder), chat=True, pipe=2)
     with pytest.raises(ConfigError, match="--system is a message of --chat"):
         generate(str(folder), prompt="x", system="y")
-    with pytest.raises(ConfigError, match="--chat writes one answer as it is made"):
+    with pytest.raises(ConfigError, match="--chat prints one answer while it is generated"):
         generate(str(folder), chat=True, samples=2)
     with pytest.raises(ConfigError, match="--prompt is empty"):
         generate(str(folder))

@@ -176,15 +176,15 @@ def written() -> dict[str, list[tuple[str, dict[str, str]]]]:
 
 INTRODUCTION = f"""# What was proved: types of models, methods and axes
 
-`python tests/laws/proved.py` writes this page. In a cell, a toy model of a type of Hugging Face (`model_type`) trains
-two steps on 2 ranks of the axis. "equal" means that losses, metrics, the norm and every gradient are those of one
+`python tests/laws/proved.py` writes this page. For each cell, a toy model of a Hugging Face type (`model_type`) trains
+two steps on 2 ranks of the axis. "equal" means that losses, metrics, the norm and every gradient equal those of one
 process to 1e-10, in float64. The pipe axis runs 1F1B and a zero-bubble schedule, the data axis ZeRO stages 0 and 3.
-Of a type without experts, a run on the expert axis is one on two replicas. A type that a method's table does not list
-was not run with it.
+For a type without experts, the expert axis means two replicas. Types that a method's table does not list were not run
+with it.
 
-That one process equals transformers, torch and TRL, other tests show ([Models](models.md),
-[Preferences](guides/preferences.md)), as they run grids of several axes. For your own model there is `triax
-check` ([Test your model on grids](guides/testing.md)), and for a grid of any size `triax check --dry`.
+Other tests compare one process with transformers, torch and TRL ([Models](models.md),
+[Preferences](guides/preferences.md)), and run grids of several axes. To check your own model, run `triax check`
+([Test your model on grids](guides/testing.md)); for a grid of any size, `triax check --dry`.
 
 torch {torch.__version__.partition("+")[0]}, CPU, gloo."""
 

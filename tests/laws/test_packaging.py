@@ -119,7 +119,7 @@ def test_what_an_error_says_to_install_is_there(unpacked: Path, tmp_path: Path) 
     advice = re.compile(r"to_install\(['\"]([a-z]+)['\"]\)")
     texts = {file: (ROOT / file).read_text() for file in library(ROOT)}
     named = {extra for text in texts.values() for extra in advice.findall(text)} | {"tensorboard", "wandb"}
-    assert named == set(PROJECT["project"]["optional-dependencies"]) - {"bench", "test", "lint", "docs", "dev"}
+    assert named == set(PROJECT["project"]["optional-dependencies"]) - {"bench", "test", "lint", "docs", "look", "dev"}
     assert [file for file, text in texts.items() if "triax[" in text] == ["base/errors.py"]
     say = "from triax.base.errors import to_install; print(to_install('tensorboard'))"
     checkout = to_install("tensorboard")
@@ -250,7 +250,14 @@ def test_constraints_pin_what_pyproject_asks_for() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
     asked = [Requirement(x) for x in [*PROJECT["project"]["dependencies"], *extras["plot"], *extras["test"]]]
     asked += [
-        Requirement(x) for x in [*extras["lint"], *extras["hf"], *extras["data"], *PROJECT["build-system"]["requires"]]
+        Requirement(x)
+        for x in [
+            *extras["lint"],
+            *extras["hf"],
+            *extras["data"],
+            *extras["look"],
+            *PROJECT["build-system"]["requires"],
+        ]
     ]
     assert len(asked) > 10
     for need in asked:
@@ -362,7 +369,7 @@ def test_options_reach_the_command(clone: Path) -> None:
 def test_every_target_is_explained(clone: Path) -> None:
     listed = re.findall(r"^make (\S+)", make(clone).stdout, re.MULTILINE)
     tests = ["check", "test", "test-all", "test-versions", "test-device", "fuzz"]
-    assert listed == ["help", "install", "train", *tests, "docs", "release-check", "wheel", "lint"]
+    assert listed == ["help", "install", "train", *tests, "docs", "look", "release-check", "wheel", "lint"]
 
 
 def test_the_release_check_runs_everything(clone: Path) -> None:

@@ -304,5 +304,5 @@ def test_mistakes_of_with_teacher_are_refused() -> None:
     with pytest.raises(ValueError, match="was given 0 microbatches"):
         with_teacher(student, student, [])
     other = Grid()
-    with pytest.raises(ValueError, match="the teacher has a grid of its own"):
+    with pytest.raises(ValueError, match="the teacher has its own grid"):
         with_teacher(student, engine(distill_loss(other, 8), other), [])

@@ -189,5 +189,5 @@ def refused(folder: Path) -> list[str]:
 def test_what_sets_cannot_do_is_refused(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     merge, both, late, name = ranks(1, refused, saved(tmp_path / "model", "llama"))[0]
     assert "triax.save_hf(engine, path, merge_lora=True)" in merge
-    assert "'dora' are DoRA's, whose update is no sum" in both
-    assert "give base with the first adapters alone" in late and "no name of adapters" in name
+    assert "'dora' use DoRA, whose update cannot be added" in both
+    assert "give base only with the first adapters" in late and "no name of adapters" in name

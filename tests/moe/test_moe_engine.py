@@ -372,7 +372,7 @@ def test_fp16_scales_the_auxiliary_losses_and_the_bias_keeps_float32() -> None:
 def test_a_pair_without_a_method_weight_is_refused() -> None:
     engine = small_engine(lambda y, labels: Loss()(y, labels))
     before = engine.gather()
-    with pytest.raises(RuntimeError, match=r"was taken to be 1, but .* weight 2\d: give loss_fn a method weight"):
+    with pytest.raises(RuntimeError, match=r"was assumed to be 1, but .* weight 2\d: give loss_fn a method weight"):
         engine.train_batch(iter([batch(0)]))
     assert all(torch.equal(value, before[name]) for name, value in engine.gather().items())
     mean = small_engine(lambda y, labels: y.square().mean())

@@ -341,7 +341,7 @@ def test_a_class_is_stepped_as_its_name_is(given: Any, named: triax.Optimizer) -
 @pytest.mark.parametrize(
     ("given", "options", "message"),
     [
-        (partial(torch.optim.Muon, lr=LR), {}, r"steps matrices alone: write triax.Optimizer\('Muon', lr=...\)"),
+        (partial(torch.optim.Muon, lr=LR), {}, r"steps only matrices: write triax.Optimizer\('Muon', lr=...\)"),
         (partial(torch.optim.Adafactor, lr=LR), {"zero": 1}, "set stage 0, or use Lion"),
         (partial(torch.optim.LBFGS, lr=LR), {}, "LBFGS needs whole tensors"),
     ],

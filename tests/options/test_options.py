@@ -119,7 +119,7 @@ def test_an_error_has_the_names_of_the_door() -> None:
     ("options", "note"),
     [
         ({"zero": {"stage": 1, "keep_gathered": True}}, "zero.keep_gathered acts in stage 3, not in stage 1"),
-        ({"zero": {"stage": 2, "offload_parameters": "cpu"}}, "zero.offload_parameters stores shards of the weights"),
+        ({"zero": {"stage": 2, "offload_parameters": "cpu"}}, "zero.offload_parameters does nothing in stage"),
         ({"zero": {"offload_optimizer": {"path": "x"}}}, "offload_optimizer.path does nothing without device nvme"),
         ({"monitor": {"trace": {"file": "x"}}}, "monitor.trace.file does nothing without step"),
         ({"monitor": Monitoring.of({"histograms": 2})}, "monitor.histograms does nothing without a monitor"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from itertools import pairwise
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from triax.pipe.program.deadlock import ScheduleError
 from triax.pipe.program.ops import Op
 from triax.pipe.program.schedule import Schedule
-from triax.pipe.program.simulate import Costs, peak_activations, simulate, timeline_of
+from triax.pipe.program.simulate import Costs, simulate, timeline_of
 from triax.pipe.program.timeline import Timeline
 from triax.pipe.schedules.choose import make_schedule
 from triax.testing.strategies import schedules
@@ -72,23 +73,29 @@ def test_every_op_runs_when_an_independent_simulator_says(
 @settings(max_examples=100, derandomize=True)
 @given(schedules())
 def test_an_activation_is_held_until_its_last_backward(schedule: Schedule) -> None:
+    result = simulate(schedule)
     if schedule.name == "forward":
-        assert peak_activations(schedule) == (1 / schedule.chunks,) * schedule.pipe
+        assert result.peak_activations == (1 / schedule.chunks,) * schedule.pipe
+        assert result.peak_of_stages == (1 / schedule.chunks,) * schedule.stages
         return
-    spans = {span.op: span for row in timeline_of(schedule).rows for span in row}
-    for rank, most in enumerate(peak_activations(schedule)):
+
+    def most_held(stages: Collection[int]) -> float:
+        """Return the most activations of some stages at one time."""
         events = []
-        for op, (_, start, stop) in spans.items():
-            if schedule.placement[op.stage] == rank:
-                if op.kind == "F":
-                    events.append((start, 1))
-                elif op.kind in "BW":
-                    events.append((stop, -1))
+        for op, start, stop in (span for row in result.timeline.rows for span in row):
+            if op.stage in stages and op.kind == "F":
+                events.append((start, 1))
+            elif op.stage in stages and op.kind in "BW":
+                events.append((stop, -1))
         held = peak = 0
         for _, change in sorted(events):
             held += change
             peak = max(peak, held)
-        assert most == peak / schedule.chunks
+        return peak / schedule.chunks
+
+    for rank, most in enumerate(result.peak_activations):
+        assert most == most_held([stage for stage, home in enumerate(schedule.placement) if home == rank])
+    assert result.peak_of_stages == tuple(most_held([stage]) for stage in range(schedule.stages))
 
 
 @settings(max_examples=50, derandomize=True)

@@ -22,8 +22,9 @@ from triax import Costs, Grid, LayerSpec, PipelineModule, Schedule, make_schedul
 from triax.base.option_error import OptionError
 from triax.cli.main import app
 from triax.models.attention import SelfAttention
-from triax.models.config import DecoderConfig, MixtralConfig
+from triax.models.config import DecoderConfig, DeepseekConfig, MixtralConfig
 from triax.models.decoder import decoder_layers
+from triax.models.deepseek import deepseek_layers
 from triax.models.gpt import GPTConfig
 from triax.models.layers import NextTokenLoss
 from triax.models.recurrent.sizes import DeltaNetSizes, Mamba2Sizes
@@ -283,6 +284,24 @@ MODELS: dict[str, Any] = {
         linear_attention=DeltaNetSizes(4, 5, 2, 6),
     ),
     "alibi": DecoderConfig(**NARROW, num_hidden_layers=4, alibi="added"),
+    "experts": MixtralConfig(
+        **NARROW,
+        num_hidden_layers=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        scoring_func="sigmoid",
+        selection_bias=True,
+        router_aux_loss_coef=0.0,
+        shared_expert_intermediate_size=8,
+    ),
+    "capped": DecoderConfig(
+        **NARROW,
+        num_hidden_layers=4,
+        layer_types=("sliding_attention", FULL, "sliding_attention", FULL),
+        sliding_window=5,
+        attn_logit_softcapping=0.7,
+        final_logit_softcapping=2.0,
+    ),
 }
 Cell = tuple[str, str, Any, dict[str, Any]]  # model, schedule, slices, others
 
@@ -375,6 +394,9 @@ ALONE: list[Cell] = [
     ("llama", "zb-h1", (3, 2, 1), {"packed": True, "recompute": {"enabled": True}}),
     ("window", "gpipe", 4, {"packed": True, "recompute": {"granularity": "selective"}}),
     ("mamba", "zb-h1", 3, {"packed": True, "recompute": {"enabled": True}}),
+    ("capped", "1f1b", (3, 2, 1), {}),
+    ("experts", "zb-h1", (3, 2, 1), {"packed": True, "recompute": {"enabled": True}}),
+    ("capped", "1f1b", 4, {"packed": True, "recompute": {"granularity": "selective"}}),
 ]
 
 
@@ -483,13 +505,28 @@ def test_slices_refuse_what_is_not_exact() -> None:
     assert "has a Mixes, which is not known to act on each token" in refused([table, LayerSpec(Mixes), head])
     assert "layer 1 runs the function tanh" in refused([table, torch.tanh, head])
     assert "loss_fn (mean_over_labels)" in refused(loss=mean_over_labels)
-    capped = decoder_layers(replace(MODELS["llama"], attn_logit_softcapping=5.0))
-    assert "caps the scores of attention" in refused(capped)
-    assert "has a mixture of experts" in refused(decoder_layers(MixtralConfig.preset("mixtral-tiny")))
     assert "zb-v runs whole microbatches" in refused(schedule={"name": "zb-v"})
     assert "has sparse attention" in refused(sparse_attention={"mode": "bslongformer", "block": 4})
     block = decoder_layers(MODELS["llama"])[1].build(Grid())
     assert "is listed twice in stage 0" in refused([table, block, block, head])
+
+
+WHOLE = "a mixture of experts with a loss or a limit of whole sequences"
+
+
+def test_configurations_refuse_slices_as_engines_do() -> None:
+    """A plan and a training file ask the configuration, before there is a model."""
+    assert all(config.refuses_slices() is None for config in MODELS.values())  # which the other tests run
+    mixtral, deepseek = MixtralConfig.preset("mixtral-tiny"), DeepseekConfig.preset("deepseek-tiny")
+    limited, losing = {"balance": ["bias"], "capacity": 2.0}, {"balance": ["bias"], "z_loss": 0.1}
+    cases: list[dict[str, Any]] = [{}, limited, losing, {"balance": "batch"}]
+    for options in cases:
+        assert WHOLE in str(mixtral.refuses_slices(options)) and WHOLE in refused(decoder_layers(mixtral, **options))
+        assert WHOLE in str(deepseek.refuses_slices(options)) and WHOLE in refused(deepseek_layers(deepseek, **options))
+    several = replace(deepseek, num_nextn_predict_layers=1)
+    assert "predicts several tokens" in str(several.refuses_slices())
+    assert refused(deepseek_layers(several)) != "no error"
+    assert MODELS["experts"].refuses_slices({"balance": ["bias"]}) is None
 
 
 def on_two(pipe: int) -> list[str]:

@@ -101,7 +101,7 @@ def test_the_docs_print_what_the_command_does() -> None:
         (["llama3-8b", "--parameters", "1e9"], "Give one of a MODEL"),
         (["llama3-8b", "--data", "4"], "Write --layout data=4"),
         (["llama3-8b", "--processes", "8"], "Write the grid as --layout"),
-        (["--parameters", "1e9", "--machine", "h200"], "are of a MODEL"),
+        (["--parameters", "1e9", "--machine", "h200"], "are only for a MODEL"),
         ([str(RECIPE), "--layout", "pipe=2"], "says grid, batch and training"),
         (["llama3-8b", "--layout", "pipes=2"], "pipe"),
         (["llama3-8b", "--layout", "pipe=64"], "64"),

@@ -22,6 +22,7 @@ from triax.options.engine import EngineOptions
 from triax.options.tuning import Tuning
 from triax.plan.machine import MACHINES, machine
 from triax.plan.page import figure
+from triax.plan.parallel_layout import CHANGES
 from triax.plan.trust import trust
 from triax.train.file import read_training_file
 
@@ -96,8 +97,8 @@ def test_the_issues_layout_from_a_file_of_fields(tmp_path: Path) -> None:
     )
     each = found["layouts"][0]
     keys = "pipe data context tensor expert microbatch chunks schedule zero recompute offload step_s tflops_per_gpu mfu"
-    assert set(each) == {*keys.split(), "memory_gib", "time_s", "interval_s"}
-    assert set(found["chosen"]) == {"context", "expert", "offload", "sequence_parallel"} - {"offload"}
+    assert set(each) == {*keys.split(), *CHANGES, "memory_gib", "time_s", "interval_s"}
+    assert set(found["chosen"]) == {"context", "expert", "sequence_parallel", *CHANGES}
     assert abs(each["step_s"] / 24.8 - 1) < 0.06
     assert sum(each["time_s"].values()) == pytest.approx(each["step_s"])
 
@@ -248,7 +249,8 @@ def test_each_prediction_says_how_far_it_can_be_trusted(tmp_path: Path) -> None:
 def test_a_written_plan_dry_runs_and_has_a_slurm_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     sizes = ("--model", "llama-tiny", "--gpus", "16", "--batch", "16", "--sequence", "64", "--precision", "fp32")
-    said = run(*sizes, "--layout", "pipe=2,tensor=2", "--write", "run.yaml", "--sbatch", "job.sbatch")
+    layout = "pipe=2,tensor=2,microbatch=1,slices=2"
+    said = run(*sizes, "--layout", layout, "--write", "run.yaml", "--sbatch", "job.sbatch")
     assert "wrote job.sbatch: 16 GPUs on 2 nodes; sbatch job.sbatch" in said
     script = Path("job.sbatch").read_text()
     assert (
@@ -260,5 +262,5 @@ def test_a_written_plan_dry_runs_and_has_a_slurm_script(tmp_path: Path, monkeypa
     assert done.exit_code == 0, done.output
     with pytest.raises(ConfigError, match=r"Give --write run\.yaml too"):
         run(*sizes, "--sbatch", "job.sbatch")
-    with pytest.raises(ConfigError, match="triax train has no such run"):
+    with pytest.raises(ConfigError, match="which triax train cannot run"):
         run("--model", "llama3-8b", "--gpus", "8", "--batch", "8", "--products", "fp8", "--write", "run.yaml")

@@ -22,6 +22,8 @@ def brute_force(searcher: Searcher, top: int) -> tuple[list[Planned], int]:
     for node in searcher.nodes():
         for layout in searcher.layouts(node):
             considered += 1
+            if searcher.needless(layout):
+                continue
             each = searcher.evaluate(layout)
             if each.memory.total <= searcher.limit:
                 found.append(each)

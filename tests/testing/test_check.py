@@ -329,7 +329,7 @@ def test_a_file_without_batches_gets_a_random_one(tmp_path: Path) -> None:
     for loss, code, says in (
         ("mse_loss", 0, ""),
         ("cross_entropy", 0, ""),
-        ("ctc_loss", 2, "alone_ctc_loss.py: ValueError: the model takes no batch that triax check can make"),
+        ("ctc_loss", 2, "alone_ctc_loss.py: ValueError: triax check cannot make a batch for this model"),
     ):
         file = tmp_path / f"alone_{loss}.py"
         file.write_text(script.replace("mse_loss", loss))

@@ -184,7 +184,7 @@ def test_a_run_that_goes_on_needs_the_numbers_of_its_reference(
         run(str(place), "dpo", "name=f")
     text = capsys.readouterr().err
     place_of = file.relative_to(place)
-    assert f", but the reference model's log-probabilities of its data, {place_of}, are not" in text
+    assert f", but the reference model's log-probabilities of its data, {place_of}, are missing" in text
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_a_run_that_goes_on_needs_the_numbers_of_its_reference(
         ),
         (["method={name: dpo, margin: 1}"], "method: margin belongs to simpo, and name is dpo"),
         (["data.packing=whole"], "data.packing has no effect with a method"),
-        (["data.training={dpo.jsonl: 1.0}"], "a mixture by weights is one of tokens"),
+        (["data.training={dpo.jsonl: 1.0}"], "a mixture by weights needs folders of tokens"),
         (["model={preset: bytes-tiny}"], "tokenizer is missing"),
         (["tokenizer=bytes"], "tokenizer bytes has 256 tokens, but the model's vocab_size is 29"),
         (

@@ -270,5 +270,5 @@ def test_actions_that_cannot_be() -> None:
     with pytest.raises(ConfigError, match="the run saves no checkpoints to go back to"):
         SpikeGuard(engine, options("rewind"), None)
     engine = engine_of((1, 1), Batches({}), local_updates={"type": "local_sgd", "every": 2})
-    with pytest.raises(ConfigError, match="under local_updates each replica has a loss of its own"):
+    with pytest.raises(ConfigError, match="under local_updates each replica has its own loss"):
         SpikeGuard(engine, options("skip"), None)

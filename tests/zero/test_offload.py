@@ -390,7 +390,7 @@ def test_keys() -> None:
     assert zero(offload_optimizer={"device": "cpu", "ratio": 1.0, "pipeline_read": False}).offload_optimizer
     assert zero(offload_optimizer=None).offload_optimizer.device == "none"
     [note] = notes_on(offload_param={"device": "cpu"}, stage=2)
-    assert "in stage 2 they are whole: it does nothing; set stage 3" in note
+    assert "does nothing in stage 2, where weights are whole: set stage 3" in note
     # DeepSpeed's buffers: accepted, with the reason why they do nothing.
     buffers = {**disk, "pin_memory": True, "buffer_count": 4, "fast_init": False, "ratio": 0.3}
     notes = notes_on(offload_optimizer=buffers, offload_param={**disk, "buffer_size": 1e8, "max_in_cpu": 1e9}, stage=3)

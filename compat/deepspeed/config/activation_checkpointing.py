@@ -14,8 +14,8 @@ class ActivationCheckpointingConfig(Section):
 
     enabled: bool | None = setting(
         None,
-        "true: recompute, each layer by itself if no other key says how; false: recompute nothing; null: if a key asks "
-        "for it, which is one of interval, granularity, number_checkpoints, partition_activations, cpu_checkpointing.",
+        "true: recompute (each layer separately, unless another key groups them); false: recompute nothing; null: "
+        "recompute if interval, granularity, number_checkpoints, partition_activations or cpu_checkpointing is set.",
     )
     interval: int | None = setting(
         None, "Recompute groups of so many layers of a stage; 0: none; null: the model's own.", ge=0

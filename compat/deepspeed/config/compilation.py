@@ -12,7 +12,7 @@ from .base import SwitchSection, refused, setting
 class CompileConfig(SwitchSection):
     """``compile``: compile the layers of a ``PipelineModule``, or the repeated blocks of another module."""
 
-    enabled: bool = setting(False, "Compile; true in place of the section does the same.")
+    enabled: bool = setting(False, "Compile; the section may also be true.")
     backend: str = setting("inductor", "Backend of torch.compile.")
     kwargs: dict[str, Any] = setting({}, "Arguments of torch.compile: mode, options, dynamic, fullgraph.")
     deepcompile: Any = refused("triax has no DeepCompile: leave it out, and set compile to true for torch.compile")

@@ -25,7 +25,7 @@ class GradientCompressionConfig(Section):
     )
     ratio: float = setting(0.01, "topk: fraction of each tensor's elements that is sent.", gt=0.0, le=1.0)
     momentum: float = setting(
-        0.0, "topk: momentum correction, in place of SGD's momentum, which must be 0.", ge=0.0, lt=1.0
+        0.0, "topk: momentum correction, instead of SGD's momentum, which must be 0.", ge=0.0, lt=1.0
     )
     clip: float = setting(
         0.0,
@@ -35,7 +35,7 @@ class GradientCompressionConfig(Section):
     warmup_steps: int = setting(0, "topk: steps in which the fraction falls from 0.25 to ratio.", ge=0)
     start_step: int = setting(0, "topk, powersgd: first step that compresses; earlier steps use the plain sum.", ge=0)
     values: Literal["fp32", "fp16", "bf16"] | None = setting(
-        None, "topk: dtype of the values that are sent; null: that of the gradients."
+        None, "topk: dtype of the values that are sent; null: the gradients' dtype."
     )
     rank: int = setting(4, "powersgd: rank of the matrices.", ge=1)
     min_compression: float = setting(

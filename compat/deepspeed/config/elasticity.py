@@ -28,7 +28,7 @@ class ElasticityConfig(SwitchSection):
     micro_batch_sizes: tuple[int, ...] = setting((2, 4, 6), "Samples per microbatch: the sizes to choose from.")
     min_gpus: int = setting(1, "Number of replicas, at least (version 0.2: of ranks).", ge=1)
     max_gpus: int = setting(10_000, "Number of replicas, at most (version 0.2: of ranks).", ge=1)
-    prefer_larger_batch: bool = setting(True, "Of equally good batches the larger one.")
+    prefer_larger_batch: bool = setting(True, "Choose the larger of two equally good batches.")
     ignore_non_elastic_batch_info: bool = setting(False, "Ignore the batch sizes outside this section.")
     version: float = Field(default=0.2, description="0.1: any number of ranks; 0.2: whole hosts.")
     model_parallel_size: int = setting(1, "version 0.2: ranks of one replica.", ge=1)

@@ -54,6 +54,6 @@ class LoraConfig(Section):
         for theirs, ours in _PEFT.items():
             if theirs in given:
                 if ours in given:
-                    raise ValueError(f"{theirs} is PEFT's name of {ours}, and both are given: give {ours} alone")
+                    raise ValueError(f"{theirs} is PEFT's name of {ours}, and both are given: give only {ours}")
                 given[ours] = given.pop(theirs)
         return given

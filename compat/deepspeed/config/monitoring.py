@@ -54,9 +54,7 @@ class HistogramsConfig(SwitchSection):
     """``histograms``: of weights and gradients by parameter, to tensorboard, wandb and the page of json_monitor."""
 
     every: int | None = setting(None, "Count weights and gradients every so many steps; null: never.", ge=1)
-    bins: int = setting(
-        64, "Equal parts of the range of a tensor, of which each has a count.", needs="every", ge=2, le=1024
-    )
+    bins: int = setting(64, "Number of equal bins over a tensor's range.", needs="every", ge=2, le=1024)
 
 
 class TimelineConfig(Section):

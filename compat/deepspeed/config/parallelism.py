@@ -14,7 +14,7 @@ _PLAN = "leave it out: triax.parallelize(model, grid, plan), called before initi
 class PipelineConfig(Section):
     """``pipeline``: the pipeline schedule."""
 
-    schedule: str = setting("1f1b", "Name of a schedule, auto (search for one), or path of a .csv or .json file.")
+    schedule: str = setting("1f1b", "Name of a schedule, auto (search for one), or path of a .csv, .json or .txt file.")
     costs: tuple[Annotated[float, Strict(), Field(ge=0)], ...] = setting(
         (1.0, 1.0, 1.0),
         "For auto: measured times of F, I, W and a message, in any unit.",
@@ -42,7 +42,7 @@ class PipelineConfig(Section):
     use_reentrant: Any = idle("recomputation has one form")
     labels: Literal["read", "sent"] = setting(
         "read",
-        "read: the last stage's ranks read the data too; sent: the first stage's ranks alone read data, and send the "
+        "read: the last stage's ranks read the data too; sent: only the first stage's ranks read data, and send the "
         "labels.",
     )
 

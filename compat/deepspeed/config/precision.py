@@ -67,12 +67,12 @@ class DataTypesConfig(Section):
 
     grad_accum_dtype: Literal["fp32", "fp16", "bf16"] | None = setting(
         None,
-        "Dtype of gradients that microbatches add up: that of the master weights, so that another value has a note and "
-        "no effect.",
+        "Dtype in which gradients accumulate. It is always the master weights' dtype; another value has no effect, and "
+        "triax logs a note.",
     )
     param_dtype: Any = refused("bf16 and fp16 set the dtype of weights: enable one, or leave it out")
     buffer_dtype: Literal["fp32", "fp16", "bf16"] | None = setting(
-        None, "Dtype of floating-point buffers; null: that of the weights, but for inv_freq and correction_bias."
+        None, "Dtype of floating-point buffers; null: the weights' dtype, except for inv_freq and correction_bias."
     )
     keep_in_fp32_modules: Any = refused("bf16 and fp16 cast all modules: leave it out", "auto")
 

@@ -40,16 +40,16 @@ class Config(Section):
     train_batch_size: int | None = setting(None, "Samples per step, over all replicas.", auto=True, ge=1)
     train_micro_batch_size_per_gpu: Annotated[int, Strict(), Field(ge=1)] | Literal["auto"] | None = setting(
         None,
-        "Samples per microbatch of one replica. auto, with a train_batch_size alone: the largest that fits in memory, "
-        "for a PipelineModule: docs/plan.md.",
+        "Samples per microbatch of one replica. auto, with train_batch_size and no accumulation: the largest that fits "
+        "in memory, for a PipelineModule: docs/plan.md.",
     )
     gradient_accumulation_steps: int | None = setting(
         None, "Microbatches per step and replica: they fill the pipeline.", auto=True, ge=1
     )
     managed_gradient_accumulation: bool = setting(
         True,
-        "false: each engine.step() updates the weights, after any number of backward passes, whose gradients are "
-        "divided by gradient_accumulation_steps all the same. Not for a PipelineModule.",
+        "false: every engine.step() updates the weights, after any number of backward passes; gradients are still "
+        "divided by gradient_accumulation_steps. Not for a PipelineModule.",
     )
     optimizer: OptimizerConfig | None = setting(None, "Optimizer; null: the one of initialize(optimizer=...).")
     scheduler: SchedulerConfig | None = setting(
@@ -61,15 +61,15 @@ class Config(Section):
     prescale_gradients: bool = setting(
         False,
         "Divide gradients by the number of replicas before they are summed, so that the sum does not overflow in a "
-        "low-precision communication_data_type. The step is the same: the division by the batch's weight undoes it.",
+        "low-precision communication_data_type. The step stays the same.",
     )
     gradient_predivide_factor: float = setting(
         1.0, "Divide gradients by this number before they are summed.", gt=0.0, le=LARGEST
     )
     gradient_allreduce_op: Literal["mean", "sum"] = setting(
         "mean",
-        "Combine the gradients of the replicas, each the mean over its own samples, by their mean, or by their sum, "
-        "which is as many times larger as there are replicas.",
+        "mean: the mean of the replicas' gradients; sum: their sum. Each replica's gradient is the mean over its own "
+        "samples.",
     )
     zero_optimization: ZeroConfig = setting(ZeroConfig(), "ZeRO: what the data axis shards.")
     pipeline: PipelineConfig = setting(PipelineConfig(), "The pipeline schedule.")
@@ -88,7 +88,7 @@ class Config(Section):
         None, "Local SGD and DiLoCo: replicas step separately and synchronize every so many steps; null: off."
     )
     lora: LoraConfig | None = setting(
-        None, "Low-rank adapters of linear layers, which alone are trained: docs/lora.md; null: off."
+        None, "Low-rank adapters of linear layers; only these are trained: docs/lora.md; null: off."
     )
     gradient_compression: GradientCompressionConfig = setting(
         GradientCompressionConfig(), "Compression of the sum of gradients: docs/compression.md."
@@ -120,7 +120,7 @@ class Config(Section):
         "raise",
         "If a loss or (without fp16) a gradient is nan or infinite: raise an error on every rank before any weight "
         "changes, skip the step (50 in a row are an error), or ignore it. With fp16 the loss scale handles gradients "
-        "that overflow. One process without clipping computes no norm and checks the loss alone.",
+        "that overflow. One process without clipping computes no norm and checks only the loss.",
     )
     steps_per_print: int | None = setting(
         None, "Print step, loss, learning rate and samples per second on rank 0, every so many steps.", ge=1
@@ -180,7 +180,7 @@ class Config(Section):
     curriculum_learning: Any = refused(_DATA)
     data_efficiency: Any = refused(_DATA)
     hybrid_engine: Any = refused("leave it out: triax.init_inference(engine) generates with the weights in training")
-    nebula: Any = refused("leave it out: there is no such service here")
+    nebula: Any = refused("leave it out: triax has no such service")
     expert_parallel: Any = refused("write expert_parallel_size, and Grid(expert=...)")
     use_data_before_expert_parallelism: Any = refused(
         "experts are spread over consecutive ranks of data x context: leave it out"
@@ -205,7 +205,7 @@ class Config(Section):
         given = {key: value for key, value in values.items() if key != "$schema"}  # for editors
         if "bfloat16" in given:
             if "bf16" in given:
-                raise ValueError("bfloat16 is an older name of bf16: give the second alone")
+                raise ValueError("bfloat16 is an older name of bf16: give only bf16")
             given["bf16"] = given.pop("bfloat16")
         if isinstance(given.get("steps_per_print"), float) and given["steps_per_print"] == float("inf"):
             given["steps_per_print"] = None  # some trainers write infinity for never

@@ -24,7 +24,7 @@ class OffloadConfig(Section):
     device: Literal["none", "cpu", "nvme"] = setting(
         "none", "none: on the model's device; cpu: host memory; nvme: a file.", auto=True
     )
-    nvme_path: str | None = setting(None, "Folder on the disk for the file, which has no name there.")
+    nvme_path: str | None = setting(None, "Folder on the disk for the file, which is removed when the process ends.")
     pin_memory: bool = setting(False, "Pin host memory, if the model is on a GPU.", auto=True)
     buffer_count: Any = idle(_MAPPED)
     buffer_size: Any = idle(_MAPPED)
@@ -97,7 +97,7 @@ class ZeroConfig(Section):
         None, "Stage 3: parameters with at most so many elements stay whole; auto: 0.", auto=True
     )
     stage3_max_live_parameters: _Elements | None = setting(
-        None, "Stage 3: with more gathered elements than this, none are kept or prefetched; auto: no limit.", auto=True
+        None, "Stage 3: above so many gathered elements, no layer is kept or prefetched; auto: no limit.", auto=True
     )
     stage3_max_reuse_distance: _Elements | None = setting(
         None,
@@ -149,12 +149,13 @@ class ZeroConfig(Section):
         False, "ZeRO++, stage 3: gather weights that are not trained in blocks of 8 bits."
     )
     zero_quantized_gradients: bool = setting(
-        False, "ZeRO++: reduce gradients in blocks of 4 bits; within hosts first, if all hosts have as many replicas."
+        False,
+        "ZeRO++: reduce gradients in blocks of 4 bits; if all hosts have equally many replicas, within hosts first.",
     )
     zero_hpz_partition_size: int = setting(
         1,
-        "ZeRO++, stage 3: number of consecutive replicas (those of a host) with a second copy of the weights; they "
-        "gather from it after the first gather of a step. 1: no second copy.",
+        "ZeRO++, stage 3: number of consecutive replicas (usually those of one host) that share a second copy of the "
+        "weights. After a layer's first gather in a step, its further gathers use that copy. 1: no second copy.",
         ge=1,
     )
     zeropp_loco_param: Any = refused("quantized gradients have no error feedback: leave it out")
@@ -180,7 +181,7 @@ class ZeroConfig(Section):
         given = {f"stage3_{key}" if f"stage3_{key}" in cls.model_fields else key: values[key] for key in values}
         if len(given) < len(values):
             twice = next(key for key in values if f"stage3_{key}" in values)
-            raise ValueError(f"{twice} is another name of stage3_{twice}: give the second alone")
+            raise ValueError(f"{twice} is another name of stage3_{twice}: give only the second")
         if given.get("stage3_gather_fp16_weights_on_model_save") is True:
             del given["stage3_gather_fp16_weights_on_model_save"]
             given["stage3_gather_16bit_weights_on_model_save"] = True
@@ -194,7 +195,7 @@ class ZeroConfig(Section):
         ):
             if given.get(old) is True:
                 if given.get(new):
-                    raise ValueError(f"{old} is an older name of {new}: give the second alone")
+                    raise ValueError(f"{old} is an older name of {new}: give only the second")
                 given[new] = {"device": "cpu", "pin_memory": pin}
                 del given[old]
         return given
