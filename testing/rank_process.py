@@ -187,6 +187,7 @@ def serve(rank: int, pipe: connection.Connection, dump_path: str, filterwarnings
     """Wait for a job, run it, send what came of it; until the parent closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     os.environ.pop("PYTHONPATH", None)  # set for the fork server alone, see pool.py
+    _wake_without_preempting()
     _leave_with_parent()
     for line in filterwarnings:
         action, _, rest = line.partition(":")
@@ -302,6 +303,17 @@ def _clean_room(rank: int, job: dict[str, Any]) -> Iterator[None]:
 def _freeze_modules(count: int) -> None:
     """Leave what a job imported out of later collections: transformers alone takes 50 ms of each."""
     gc.freeze()
+
+
+def _wake_without_preempting() -> None:
+    """Give this rank and the threads that it starts the policy SCHED_BATCH: see ``grid/comm/thread_priority.py``.
+
+    A pool often has more ranks than there are cores. A rank that is woken by a message then waits until the sender
+    waits itself: steps of a small GPT on 2 to 8 ranks and 2 cores take 14 to 20 % less CPU.
+    """
+    if hasattr(os, "sched_setscheduler"):
+        with contextlib.suppress(PermissionError):  # a sandbox may forbid it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _leave_with_parent() -> None:

@@ -13,7 +13,9 @@ from safetensors.torch import load_file
 import triax
 from triax.base.errors import ConfigError
 
-from trainer_in_float64 import SECTION, TARGETS, exact, exported, model_of, near, run
+from trainer_in_float64 import SECTION, STEPS, TARGETS, exact, exported, model_of, near, run
+
+FEW = 8  # steps of the quick tests: the last two are of a second epoch
 
 
 def on(stage: int = 0, lora: str = "", **grid: int) -> dict[str, Any]:
@@ -21,9 +23,10 @@ def on(stage: int = 0, lora: str = "", **grid: int) -> dict[str, Any]:
     return {"grid": grid, "triax": {"zero_optimization": {"stage": stage}, **section}}
 
 
-def runs(ranks: Any, out: Path, options: dict[str, Any] | None, **job: Any) -> list[dict[str, Any]]:
-    """Run on the grid of the options, transformers' own without."""
+def runs(ranks: Any, out: Path, options: dict[str, Any] | None, steps: int = STEPS, **job: Any) -> list[dict[str, Any]]:
+    """Run on the grid of the options, transformers' own without. It is saved and evaluated half-way and at its end."""
     grid = {} if options is None else options["grid"]
+    job |= {"max_steps": steps, "eval_steps": steps // 2, "save_steps": steps // 2}
     found: list[dict[str, Any]] = ranks(
         math.prod(grid.values()), run, str(out), grid.get("data", 1), options, timeout=300, **job
     )
@@ -32,14 +35,14 @@ def runs(ranks: Any, out: Path, options: dict[str, Any] | None, **job: Any) -> l
 
 @pytest.fixture(scope="module")
 def plain(ranks: Any, tmp_path_factory: Any) -> Any:
-    """transformers' own run on one process, once for each case and kind of adapters."""
-    known: dict[tuple[str, str], tuple[dict[str, Any], Path]] = {}
+    """transformers' own run on one process, once for each case, kind of adapters and number of steps."""
+    known: dict[tuple[str, str, int], tuple[dict[str, Any], Path]] = {}
 
-    def of(case: str, lora: str = "") -> tuple[dict[str, Any], Path]:
-        if (case, lora) not in known:
+    def of(case: str, lora: str = "", steps: int = STEPS) -> tuple[dict[str, Any], Path]:
+        if (case, lora, steps) not in known:
             out = tmp_path_factory.mktemp("plain")
-            known[case, lora] = (runs(ranks, out, None, case=case, lora=lora)[0], out)
-        return known[case, lora]
+            known[case, lora, steps] = (runs(ranks, out, None, steps, case=case, lora=lora)[0], out)
+        return known[case, lora, steps]
 
     return of
 
@@ -53,21 +56,25 @@ SWEEP = [
     on(1, context=4),
 ]
 AGAIN = on(3, data=2)  # the grid of the second half
-CASES = [("llama", each) for each in GRIDS] + [
-    pytest.param(case, each, marks=pytest.mark.exhaustive)
-    for case, each in [("gpt2", each) for each in GRIDS + SWEEP] + [("llama", each) for each in SWEEP]
+CASES = [("llama", each, FEW) for each in GRIDS] + [
+    pytest.param(case, each, STEPS, marks=pytest.mark.exhaustive)
+    for case in ("gpt2", "llama")
+    for each in GRIDS + SWEEP
 ]
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("case", "options"), CASES, ids=str)
-def test_all_axes_together(ranks: Any, plain: Any, tmp_path: Path, case: str, options: dict[str, Any]) -> None:
-    """20 steps equal transformers', and the second half on another grid; the folder has the weights, bit for bit."""
-    wanted, _ = plain(case)
-    for found in runs(ranks, tmp_path, options, case=case):
-        near(found, wanted)
-    for again in runs(ranks, tmp_path / "again", AGAIN, case=case, resume=str(tmp_path / "checkpoint-10")):
-        near(again, wanted)
+@pytest.mark.parametrize(("case", "options", "steps"), CASES, ids=str)
+def test_all_axes_together(
+    ranks: Any, plain: Any, tmp_path: Path, case: str, options: dict[str, Any], steps: int
+) -> None:
+    """All steps equal transformers', and the second half on another grid; the folder has the weights, bit for bit."""
+    wanted, _ = plain(case, steps=steps)
+    for found in runs(ranks, tmp_path, options, steps, case=case):
+        near(found, wanted, steps)
+    half = str(tmp_path / f"checkpoint-{steps // 2}")
+    for again in runs(ranks, tmp_path / "again", AGAIN, steps, case=case, resume=half):
+        near(again, wanted, steps)
     read = exported(str(tmp_path / "last"))
     for name, value in wanted["weights"].items():
         torch.testing.assert_close(read[name], value, rtol=0, atol=1e-10, msg=name)
@@ -90,7 +97,7 @@ ADAPTED = [
     ("llama", "peft", on(2, pipe=2, tensor=2, data=2)),
     ("llama", "section", on(3, "llama", tensor=2, data=2)),
 ]
-MORE = [("llama", "section", on(1, "llama", pipe=2, context=2)), ("llama", "peft", on(1, tensor=2, data=2))]
+MORE = [*ADAPTED, ("llama", "section", on(1, "llama", pipe=2, context=2)), ("llama", "peft", on(1, tensor=2, data=2))]
 MORE += [(case, "peft", each) for case in ("gpt2", "llama") for each in [on(3, data=2), *GRIDS, *SWEEP]]
 MORE += [
     (case, "section", on(each["triax"]["zero_optimization"]["stage"], case, **each["grid"]))
@@ -101,25 +108,25 @@ MORE += [
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("case", "lora", "options"),
-    [*ADAPTED, *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in MORE)],
+    ("case", "lora", "options", "steps"),
+    [*((*each, FEW) for each in ADAPTED), *(pytest.param(*each, STEPS, marks=pytest.mark.exhaustive) for each in MORE)],
     ids=str,
 )
 def test_lora_on_every_axis(
-    ranks: Any, plain: Any, tmp_path: Path, case: str, lora: str, options: dict[str, Any]
+    ranks: Any, plain: Any, tmp_path: Path, case: str, lora: str, options: dict[str, Any], steps: int
 ) -> None:
-    """20 steps equal those of PEFT with transformers' Trainer; adapters of a section begin with the same factors.
+    """All steps equal those of PEFT with transformers' Trainer; adapters of a section begin with the same factors.
 
     So does the second half, on another grid.
     """
-    wanted, out = plain(case, lora)
+    wanted, out = plain(case, lora, steps)
     job = {"case": case, "lora": "peft" if lora == "peft" else ""}
     again = on(1, "" if lora == "peft" else case, tensor=2)
-    for grid, resume in ((options, None), (again, str(tmp_path / "checkpoint-10"))):
-        for found in runs(ranks, tmp_path, grid, resume=resume, **job):
+    for grid, resume in ((options, None), (again, str(tmp_path / f"checkpoint-{steps // 2}"))):
+        for found in runs(ranks, tmp_path, grid, steps, resume=resume, **job):
             if lora == "section":
                 found.pop("weights", None)  # under triax's names
-            near(found, wanted)
+            near(found, wanted, steps)
     saved, right = factors(tmp_path / "last", case), factors(out / "last", case)
     assert saved.keys() == right.keys()
     for name, value in right.items():
@@ -128,16 +135,24 @@ def test_lora_on_every_axis(
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "options", [on(1, tensor=2), pytest.param(on(3, tensor=2, data=2), marks=pytest.mark.exhaustive)], ids=str
+    ("options", "steps"),
+    [
+        (on(1, tensor=2), FEW),
+        *(
+            pytest.param(each, STEPS, marks=pytest.mark.exhaustive)
+            for each in (on(1, tensor=2), on(3, tensor=2, data=2))
+        ),
+    ],
+    ids=str,
 )
 def test_dropout_whole_layers_and_a_second_adapter(
-    ranks: Any, plain: Any, tmp_path: Path, options: dict[str, Any]
+    ranks: Any, plain: Any, tmp_path: Path, options: dict[str, Any], steps: int
 ) -> None:
     """PEFT's layers stay on tensor ranks. Two replicas draw other masks than one process: losses must be finite."""
-    wanted, out = plain("llama", "more")
-    for found in runs(ranks, tmp_path, options, case="llama", lora="more"):
+    wanted, out = plain("llama", "more", steps)
+    for found in runs(ranks, tmp_path, options, steps, case="llama", lora="more"):
         if "data" not in options["grid"]:
-            near(found, wanted)
+            near(found, wanted, steps)
         assert all(map(math.isfinite, found["loss"]))
     saved, right = (load_file(folder / "last" / "adapter_model.safetensors") for folder in (tmp_path, out))
     assert saved.keys() == right.keys() and any("lm_head" in name for name in right)
@@ -151,14 +166,15 @@ def test_dropout_whole_layers_and_a_second_adapter(
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("steps", [FEW, pytest.param(STEPS, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("lora", ["", "peft"])
-def test_resume_from_transformers_folder(ranks: Any, plain: Any, tmp_path: Path, lora: str) -> None:
+def test_resume_from_transformers_folder(ranks: Any, plain: Any, tmp_path: Path, lora: str, steps: int) -> None:
     """The second half of transformers' own run, on two grids."""
-    wanted, out = plain("llama", lora)
+    wanted, out = plain("llama", lora, steps)
     for number, options in enumerate((on(2, pipe=2, tensor=2), on(3, data=2))):
-        folder, resume = tmp_path / str(number), str(out / "checkpoint-10")
-        for found in runs(ranks, folder, options, case="llama", lora=lora, resume=resume):
-            near(found, wanted)
+        folder, resume = tmp_path / str(number), str(out / f"checkpoint-{steps // 2}")
+        for found in runs(ranks, folder, options, steps, case="llama", lora=lora, resume=resume):
+            near(found, wanted, steps)
 
 
 def refused(out: str, grid: dict[str, int]) -> list[str]:

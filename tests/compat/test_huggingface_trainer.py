@@ -41,9 +41,19 @@ def run(
     return found
 
 
-def near(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+FEW = 8  # steps of the quick tests: the last two are of a second epoch
+
+
+def of_steps(steps: int) -> dict[str, int]:
+    """Return the options of a run of STEPS or FEW steps: it is evaluated and saved four times, or twice."""
+    every = max(steps // 4, 4)
+    return {"max_steps": steps, "eval_steps": every, "save_steps": every}
+
+
+def near(found: dict[str, Any], wanted: dict[str, Any], steps: int) -> None:
     """Compare whole histories; the first part of a resumed run's history is that of the first run."""
-    for key, count in (("loss", STEPS), ("grad_norm", STEPS), ("learning_rate", STEPS), ("eval_loss", STEPS // 5)):
+    evaluations = steps // of_steps(steps)["eval_steps"]
+    for key, count in (("loss", steps), ("grad_norm", steps), ("learning_rate", steps), ("eval_loss", evaluations)):
         assert len(found[key]) == len(wanted[key]) == count
         assert found[key] == pytest.approx(wanted[key], abs=1e-4, rel=0), key
     assert found["predicted"].shape == wanted["predicted"].shape and len(found["predicted"]) == 7
@@ -52,35 +62,42 @@ def near(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def plain(ranks: Any, tmp_path_factory: Any) -> Any:
-    """transformers' own run on one process, once a case."""
-    known: dict[str, dict[str, Any]] = {}
+    """transformers' own run on one process, once a case and number of steps."""
+    known: dict[tuple[str, int], dict[str, Any]] = {}
 
-    def of(case: str) -> dict[str, Any]:
-        if case not in known:
-            (known[case],) = ranks(1, run, case, str(tmp_path_factory.mktemp(case)), 1)
-        return known[case]
+    def of(case: str, steps: int = STEPS) -> dict[str, Any]:
+        if (case, steps) not in known:
+            (known[case, steps],) = ranks(1, run, case, str(tmp_path_factory.mktemp(case)), 1, **of_steps(steps))
+        return known[case, steps]
 
     return of
 
 
 def check(
-    ranks: Any, plain: Any, tmp_path: Path, case: str, grid: tuple[int, int], stage: int, then: tuple[int, int, int]
+    ranks: Any,
+    plain: Any,
+    tmp_path: Path,
+    case: str,
+    grid: tuple[int, int],
+    stage: int,
+    then: tuple[int, int, int],
+    steps: int = STEPS,
 ) -> None:
     """A run on one grid, and the second half of it on another one and in another stage."""
-    wanted = plain(case)
+    wanted, job = plain(case, steps), {**of_steps(steps), "timeout": 240}
     data, tensor = grid
     out = str(tmp_path / "out")
-    for found in ranks(data * tensor, run, case, out, data, zero(stage, tensor), timeout=240):
-        near(found, wanted)
+    for found in ranks(data * tensor, run, case, out, data, zero(stage, tensor), **job):
+        near(found, wanted, steps)
     first = weights(f"{out}/last")
     data, tensor, stage = then
     again = str(tmp_path / "again")
-    where = f"{out}/checkpoint-10"
-    for found in ranks(data * tensor, run, case, again, data, zero(stage, tensor), resume=where, timeout=240):
-        near(found, wanted)
+    where = f"{out}/checkpoint-{steps // 2}"
+    for found in ranks(data * tensor, run, case, again, data, zero(stage, tensor), resume=where, **job):
+        near(found, wanted, steps)
     for name, value in weights(f"{again}/last").items():
         assert torch.allclose(value, first[name], atol=2e-4), name
-    exported = weights(f"{out}/checkpoint-20")  # nothing happened since
+    exported = weights(f"{out}/checkpoint-{steps}")  # nothing happened since
     assert all(torch.equal(exported[name], value) for name, value in first.items())
 
 
@@ -108,11 +125,11 @@ def test_modules_that_peft_trains_whole_are_saved_in_stage_3(ranks: Any, tmp_pat
 
 
 def test_two_replicas_in_stage_3_then_one_process(ranks: Any, plain: Any, tmp_path: Path) -> None:
-    check(ranks, plain, tmp_path, "gpt2", (2, 1), 3, (1, 1, 1))
+    check(ranks, plain, tmp_path, "gpt2", (2, 1), 3, (1, 1, 1), FEW)
 
 
 def test_two_tensor_ranks_then_two_replicas(ranks: Any, plain: Any, tmp_path: Path) -> None:
-    check(ranks, plain, tmp_path, "llama", (1, 2), 1, (2, 1, 2))
+    check(ranks, plain, tmp_path, "llama", (1, 2), 1, (2, 1, 2), FEW)
 
 
 SWEEP = [

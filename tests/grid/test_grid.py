@@ -330,9 +330,13 @@ def policies_on_rank() -> tuple[dict[int, int], dict[int, int]]:
         threads = [int(folder.name) for folder in Path("/proc/self/task").glob("*")]
         return {thread: os.sched_getscheduler(thread) for thread in threads}
 
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))  # a rank of the pool has SCHED_BATCH
     before = policies()
-    Grid(pipe=2)
-    return before, policies()
+    try:
+        Grid(pipe=2)
+        return before, policies()
+    finally:
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def test_only_threads_of_gloo_get_a_lower_priority(ranks: Any) -> None:

@@ -1,4 +1,4 @@
-"""Distillation on grids, beside TRL's DistillationTrainer and the equations in plain PyTorch, over 20 steps."""
+"""Distillation on grids, beside TRL's DistillationTrainer and the equations in plain PyTorch, over 6 or 20 steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from triax.methods import distill_loss, with_teacher
 
 from trl_in_float64 import exact
 
-STEPS, ROWS, PROMPT, LENGTH, WORDS, RATE, K = 20, 4, 4, 12, 29, 0.2, 5
+ROWS, PROMPT, LENGTH, WORDS, RATE, K = 4, 4, 12, 29, 0.2, 5
+STEPS = pytest.mark.parametrize("steps", [6, pytest.param(20, marks=pytest.mark.exhaustive)])
 SIZES: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 24}
 SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
 SIZES |= {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "initializer_range": 0.2}
@@ -60,7 +61,7 @@ def batch_of(step: int) -> tuple[Tensor, dict[str, Tensor]]:
     return ids[:, :-1], {"labels": labels}
 
 
-def trl_steps(folder: str, **options: Any) -> list[tuple[float, float]]:
+def trl_steps(folder: str, steps: int, **options: Any) -> list[tuple[float, float]]:
     """Train with TRL on one process; return losses and entropies, and save both models before and the one after."""
     os.environ.update(CI="1", HF_HUB_OFFLINE="1", TQDM_DISABLE="1")  # no telemetry
     import datasets
@@ -85,7 +86,7 @@ def trl_steps(folder: str, **options: Any) -> list[tuple[float, float]]:
     args = trl.DistillationConfig(
         output_dir=f"{folder}/out",
         per_device_train_batch_size=ROWS,
-        max_steps=STEPS,
+        max_steps=steps,
         learning_rate=RATE,
         lr_scheduler_type="constant",
         optim="sgd",
@@ -111,14 +112,16 @@ def trl_steps(folder: str, **options: Any) -> list[tuple[float, float]]:
         return [(row["loss"], row["entropy"]) for row in trainer.state.log_history if "loss" in row]
 
 
-def plain_steps(folder: str, top_k: int | None, temperature: float, hard: float) -> list[tuple[float, float]]:
+def plain_steps(
+    folder: str, steps: int, top_k: int | None, temperature: float, hard: float
+) -> list[tuple[float, float]]:
     """Train by the equations of the forward divergence in plain PyTorch, and save as ``trl_steps``."""
     with exact(), torch.enable_grad():
         student, teacher = model_of(0, SIZES), model_of(1, LARGER)
         student.save_pretrained(f"{folder}/first")
         teacher.save_pretrained(f"{folder}/teacher")
         found = []
-        for step in range(STEPS):
+        for step in range(steps):
             ids, labels = batch_of(step)
             counts = labels["labels"] >= 0
             logits, theirs = student(input_ids=ids).logits[counts], teacher(input_ids=ids).logits[counts].detach()
@@ -140,6 +143,7 @@ def plain_steps(folder: str, top_k: int | None, temperature: float, hard: float)
 def trained(
     folder: str,
     loss: dict[str, Any],
+    steps: int,
     axes: dict[str, Any],
     schedule: str,
     stage: Any,
@@ -168,7 +172,7 @@ def trained(
     teacher: Any = triax.Engine(modules[1], schedule="1f1b", zero=zero, **batch)
     share = ROWS // grid.data.size
     found = []
-    for step in range(STEPS):
+    for step in range(steps):
         ids, whole = batch_of(step)
         if how == "stored":
             whole["teacher"] = torch.load(f"{folder}/{step}.pt")
@@ -185,9 +189,9 @@ def trained(
 
 
 def same_run(ranks: Any, folder: Path, wanted: list[tuple[float, float]], loss: dict[str, Any], *grid: Any) -> None:
-    """Check that 20 steps on a grid have losses, entropies and weights of a folder's run."""
+    """Check that all steps on a grid have losses, entropies and weights of a folder's run."""
     last = load_file(folder / "last" / "model.safetensors")
-    for found in ranks(math.prod(grid[0].values()), trained, str(folder), loss, *grid, timeout=120):
+    for found in ranks(math.prod(grid[0].values()), trained, str(folder), loss, len(wanted), *grid, timeout=120):
         assert sum(found, ()) == pytest.approx(sum(wanted, ()), rel=1e-10)
     weights = load_file(folder / "triax" / "model.safetensors")
     assert weights.keys() == last.keys()
@@ -195,25 +199,27 @@ def same_run(ranks: Any, folder: Path, wanted: list[tuple[float, float]], loss: 
         torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-10, msg=name)
 
 
+@STEPS
 @pytest.mark.parametrize("kind", ["reverse", pytest.param("jsd", marks=pytest.mark.exhaustive)])
-def test_losses_and_weights_are_those_of_trl(ranks: Any, tmp_path: Path, kind: str) -> None:
+def test_losses_and_weights_are_those_of_trl(ranks: Any, tmp_path: Path, kind: str, steps: int) -> None:
     loss, options = LOSSES[kind]
-    (wanted,) = ranks(1, trl_steps, str(tmp_path), timeout=300, **options)
-    assert len(wanted) == STEPS and len(set(wanted)) == STEPS
+    (wanted,) = ranks(1, trl_steps, str(tmp_path), steps, timeout=300, **options)
+    assert len(wanted) == steps and len(set(wanted)) == steps
     for grid in GRIDS:
         same_run(ranks, tmp_path, wanted, loss, *grid, "live")
 
 
+@STEPS
 @pytest.mark.parametrize(("top_k", "temperature", "hard"), [(K, 1.5, 0.0), (None, 2.0, 0.5)])
 def test_losses_and_weights_are_those_of_the_equations(
-    ranks: Any, tmp_path: Path, top_k: int | None, temperature: float, hard: float
+    ranks: Any, tmp_path: Path, top_k: int | None, temperature: float, hard: float, steps: int
 ) -> None:
     loss = {"kind": "forward", "temperature": temperature, "hard": hard}
-    (wanted,) = ranks(1, plain_steps, str(tmp_path), top_k, temperature, hard, timeout=300)
+    (wanted,) = ranks(1, plain_steps, str(tmp_path), steps, top_k, temperature, hard, timeout=300)
     if top_k is None:
         with exact(), torch.no_grad():
             teacher = model_of(1, LARGER)
-            for step in range(STEPS):
+            for step in range(steps):
                 torch.save(teacher(input_ids=batch_of(step)[0]).logits, tmp_path / f"{step}.pt")
     for grid in GRIDS if top_k else GRIDS[::2]:
         same_run(ranks, tmp_path, wanted, loss, *grid, "live" if top_k else "stored", top_k)

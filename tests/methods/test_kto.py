@@ -1,4 +1,4 @@
-"""KTO on grids, beside TRL's KTOTrainer over 20 steps."""
+"""KTO on grids, beside TRL's KTOTrainer over 6 or 20 steps."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from triax.methods import kto_loss, with_baseline, with_reference
 from toy_answers import model_of, quiet, row_of, steps, tokenizer
 from trl_in_float64 import exact
 
-STEPS, BATCH, BETA, RATE, UNDESIRABLE = 20, 4, 0.2, 0.1, 1.5
+BATCH, BETA, RATE, UNDESIRABLE = 4, 0.2, 0.1, 1.5
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy"]
-# Prompt, answer, and if it is desirable. Some batches of 4 have no desirable answer, and some no other.
-ROWS = [(f"{a} ", b, (n // 3 + m) % 3 != 0) for n, a in enumerate(WORDS) for m, b in enumerate(WORDS) if a != b]
+PAIRS = [(f"{a} ", b) for a in WORDS for b in WORDS if a != b]
+DESIRABLE = ["yyny", "nnnn", "yyyy", "nyny", "nyyn"]  # of a batch of 4: one batch has no desirable answer, one no other
+ROWS = [(p, c, DESIRABLE[n // 4 % 5][n % 4] == "y") for n, (p, c) in enumerate(PAIRS)]
 
 
-def trl_steps(folder: str) -> list[float]:
+def trl_steps(folder: str, count: int) -> list[float]:
     """Train with TRL on one process; return the losses and save the weights before and after."""
     quiet()
     import datasets
@@ -36,7 +37,7 @@ def trl_steps(folder: str) -> list[float]:
         def _get_train_sampler(self, dataset: Any = None) -> Any:
             return torch.utils.data.SequentialSampler(range(len(ROWS)))
 
-    args = trl.KTOConfig(beta=BETA, undesirable_weight=UNDESIRABLE, **steps(folder, BATCH, STEPS, RATE))
+    args = trl.KTOConfig(beta=BETA, undesirable_weight=UNDESIRABLE, **steps(folder, BATCH, count, RATE))
     with exact():
         model = model_of()
         model.save_pretrained(f"{folder}/first")
@@ -66,7 +67,7 @@ def batches(replica: int, replicas: int, size: int) -> tuple[list[Any], list[Any
     return found
 
 
-def trained(folder: str, axes: dict[str, Any], schedule: str, stage: Any, labels: Any) -> Any:
+def trained(folder: str, steps: int, axes: dict[str, Any], schedule: str, stage: Any, labels: Any) -> Any:
     """Train on a grid with the model of a folder, and save the weights; return the losses, and the last metrics."""
     grid = Grid(**axes, timeout=60)
     config = triax.config_from_hf(f"{folder}/first")
@@ -86,7 +87,7 @@ def trained(folder: str, axes: dict[str, Any], schedule: str, stage: Any, labels
     rows, turned = batches(grid.data.rank, grid.data.size, size) if reads else ([], [])
     rows, turned = with_reference(engine, rows), with_reference(engine, turned)
     count, losses = BATCH // grid.data.size // size, []
-    for step in range(STEPS):
+    for step in range(steps):
         # TRL reads the rows again from the start.
         here = slice(step % (len(ROWS) // BATCH) * count, (step % (len(ROWS) // BATCH) + 1) * count)
         batch = with_baseline(engine, rows[here], turned[here])
@@ -102,12 +103,13 @@ GRIDS: list[tuple[dict[str, int], str, int, str]] = [
 ]
 
 
-def test_losses_and_weights_are_those_of_trl(ranks: Any, tmp_path: Path) -> None:
-    (losses,) = ranks(1, trl_steps, str(tmp_path), timeout=300)
+@pytest.mark.parametrize("steps", [6, pytest.param(20, marks=pytest.mark.exhaustive)])
+def test_losses_and_weights_are_those_of_trl(ranks: Any, tmp_path: Path, steps: int) -> None:
+    (losses,) = ranks(1, trl_steps, str(tmp_path), steps, timeout=300)
     last = load_file(tmp_path / "last" / "model.safetensors")
     kls = []
     for axes, schedule, stage, labels in GRIDS:
-        everyone = ranks(math.prod(axes.values()), trained, str(tmp_path), axes, schedule, stage, labels)
+        everyone = ranks(math.prod(axes.values()), trained, str(tmp_path), steps, axes, schedule, stage, labels)
         for found, metrics in everyone:
             assert found == pytest.approx(losses, rel=1e-10)
             assert metrics == pytest.approx(everyone[0][1], rel=1e-10, nan_ok=True)
@@ -116,7 +118,8 @@ def test_losses_and_weights_are_those_of_trl(ranks: Any, tmp_path: Path) -> None
         for name, weight in last.items():
             torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-10, msg=name)
         kls.append(everyone[0][1]["kl"])
-    assert max(losses) - min(losses) > 0.01 and kls[0] > 0 and kls == pytest.approx(kls[:1] * 3, rel=1e-10)
+    assert len(losses) == steps and max(losses) - min(losses) > 0.01
+    assert kls[0] > 0 and kls == pytest.approx(kls[:1] * 3, rel=1e-10)
 
 
 def test_mistakes_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Preference losses on grids, beside TRL's DPOTrainer and the papers' equations in plain PyTorch, over 20 steps."""
+"""Preference losses on grids, beside TRL's DPOTrainer and the papers' equations in plain PyTorch: 6 or 20 steps."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from triax.methods import preference_loss, with_reference
 from toy_answers import model_of, quiet, row_of, steps, tokenizer
 from trl_in_float64 import exact
 
-STEPS, PAIRS, BETA = 20, 4, 0.2
+PAIRS, BETA = 4, 0.2
+STEPS = pytest.mark.parametrize("steps", [6, pytest.param(20, marks=pytest.mark.exhaustive)])
 RATES = {"dpo": 0.05, "ipo": 0.002, "simpo": 0.05, "orpo": 0.05}  # at which no run grows, as errors would with it
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy"]
 ROWS = [(f"{a} ", b, a) for a in WORDS for b in WORDS if a != b]  # prompt, better answer, worse answer
 
 
-def trl_steps(folder: str, kind: str) -> list[float]:
+def trl_steps(folder: str, kind: str, count: int) -> list[float]:
     """Train with TRL on one process; return the losses and save the weights before and after."""
     quiet()
     import datasets
@@ -38,7 +39,7 @@ def trl_steps(folder: str, kind: str) -> list[float]:
             return torch.utils.data.SequentialSampler(range(len(ROWS)))
 
     args = trl.DPOConfig(
-        beta=BETA, loss_type=[{"dpo": "sigmoid"}.get(kind, kind)], **steps(folder, PAIRS, STEPS, RATES[kind])
+        beta=BETA, loss_type=[{"dpo": "sigmoid"}.get(kind, kind)], **steps(folder, PAIRS, count, RATES[kind])
     )
     with exact():
         model = model_of()
@@ -60,7 +61,7 @@ def microbatches(first: int, count: int) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def trained(
-    folder: str, kind: str, axes: dict[str, Any], schedule: str, stage: Any, labels: Any = "read"
+    folder: str, kind: str, steps: int, axes: dict[str, Any], schedule: str, stage: Any, labels: Any = "read"
 ) -> tuple[list[float], dict[str, Any]]:
     """Train on a grid with the model of a folder, and save the weights; return the losses, and the last metrics."""
     grid = Grid(**axes, timeout=60)
@@ -81,7 +82,7 @@ def trained(
     assert isinstance(engine, triax.PipelineEngine)
     share = PAIRS // grid.data.size
     starts = [
-        step * PAIRS + grid.data.rank * share + first for step in range(STEPS) for first in range(0, share, count)
+        step * PAIRS + grid.data.rank * share + first for step in range(steps) for first in range(0, share, count)
     ]
     # TRL reads the 56 rows again from the start, 14 batches of an epoch.
     starts = [start % len(ROWS) for start in starts]
@@ -91,19 +92,19 @@ def trained(
     if loss_fn.loss_fn.uses_reference:  # type: ignore[attr-defined]
         data = with_reference(engine, data)
     batches = iter(data) if data else None
-    losses = [engine.train_batch(batches).item() for _ in range(STEPS)]
+    losses = [engine.train_batch(batches).item() for _ in range(steps)]
     metrics = engine.metrics
     triax.save_hf(engine, f"{folder}/triax")
     return losses, metrics
 
 
-def plain_steps(folder: str, kind: str) -> list[float]:
+def plain_steps(folder: str, kind: str, count: int) -> list[float]:
     """Train by the paper's equations in plain PyTorch, and save the weights."""
     with exact():
         model = model_of()
         model.save_pretrained(f"{folder}/first")
         losses = []
-        for step in range(STEPS):
+        for step in range(count):
             ids, labels = microbatches(step * PAIRS % len(ROWS), PAIRS)
             wanted, counts = labels["labels"], (labels["labels"] >= 0).sum(1)
             logits = model(input_ids=ids).logits
@@ -127,9 +128,9 @@ def plain_steps(folder: str, kind: str) -> list[float]:
 def same_run(
     ranks: Any, folder: Path, losses: list[float], kind: str, axes: dict[str, int], schedule: str, *more: Any
 ) -> dict[str, Any]:
-    """Check that 20 steps on a grid have the losses and the weights of a folder's run; return the metrics."""
+    """Check that all steps on a grid have the losses and the weights of a folder's run; return the metrics."""
     last = load_file(folder / "last" / "model.safetensors")
-    everyone = ranks(math.prod(axes.values()), trained, str(folder), kind, axes, schedule, *more)
+    everyone = ranks(math.prod(axes.values()), trained, str(folder), kind, len(losses), axes, schedule, *more)
     for found, own in everyone:
         assert found == pytest.approx(losses, rel=1e-10) and own == everyone[0][1]
     weights = load_file(folder / "triax" / "model.safetensors")
@@ -147,19 +148,22 @@ GRIDS: list[tuple[dict[str, int], str, int, str]] = [
 ]
 
 
+@STEPS
 @pytest.mark.parametrize("kind", ["dpo", "ipo"])
-def test_losses_and_weights_are_those_of_trl(ranks: Any, tmp_path: Path, kind: str) -> None:
-    (losses,) = ranks(1, trl_steps, str(tmp_path), kind, timeout=300)
+def test_losses_and_weights_are_those_of_trl(ranks: Any, tmp_path: Path, kind: str, steps: int) -> None:
+    (losses,) = ranks(1, trl_steps, str(tmp_path), kind, steps, timeout=300)
     grids = GRIDS if kind == "dpo" else GRIDS[:1]
     for axes, schedule, stage, labels in grids:
         metrics = same_run(ranks, tmp_path, losses, kind, axes, schedule, stage, labels)
+    assert len(losses) == steps
     assert max(losses) - min(losses) > 0.01 and metrics["rewards/margins"] != 0
     assert list(metrics) == [kind, *(f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies"))]
 
 
+@STEPS
 @pytest.mark.parametrize("kind", ["simpo", "orpo"])
-def test_losses_and_weights_are_those_of_the_equations(ranks: Any, tmp_path: Path, kind: str) -> None:
-    (losses,) = ranks(1, plain_steps, str(tmp_path), kind, timeout=300)
+def test_losses_and_weights_are_those_of_the_equations(ranks: Any, tmp_path: Path, kind: str, steps: int) -> None:
+    (losses,) = ranks(1, plain_steps, str(tmp_path), kind, steps, timeout=300)
     for axes, schedule, stage, labels in GRIDS[1:]:
         same_run(ranks, tmp_path, losses, kind, axes, schedule, stage, labels)
 

@@ -1,4 +1,4 @@
-"""Reward models on grids, beside TRL's RewardTrainer over 20 steps, and in transformers' folders."""
+"""Reward models on grids, beside TRL's RewardTrainer over 6 or 20 steps, and in transformers' folders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from triax.methods import reward_layers, reward_loss
 from exact_norms import exact as exact_norms
 from trl_in_float64 import exact
 
-STEPS, PAIRS, LENGTH, WORDS, RATE, CENTER = 20, 4, 12, 29, 0.05, 0.1
+PAIRS, LENGTH, WORDS, RATE, CENTER = 4, 12, 29, 0.05, 0.1
 SIZES: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 24}
 SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
 SIZES |= {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "initializer_range": 0.2}
@@ -49,7 +49,7 @@ def batch_of(first: int, count: int) -> tuple[Tensor, dict[str, Tensor]]:
     return ids, {"lengths": lengths, "margin": margins}
 
 
-def trl_steps(folder: str) -> list[dict[str, float]]:
+def trl_steps(folder: str, steps: int) -> list[dict[str, float]]:
     """Train with TRL on one process; return losses and metrics, and save the weights before and after."""
     os.environ.update(CI="1", HF_HUB_OFFLINE="1", TQDM_DISABLE="1")  # no telemetry
     import datasets
@@ -59,7 +59,7 @@ def trl_steps(folder: str) -> list[dict[str, float]]:
 
     class InOrder(trl.RewardTrainer):
         def _get_train_sampler(self, dataset: Any = None) -> Any:
-            return torch.utils.data.SequentialSampler(range(STEPS * PAIRS))
+            return torch.utils.data.SequentialSampler(range(steps * PAIRS))
 
     transformers.utils.logging.set_verbosity_error()
     datasets.disable_progress_bars()
@@ -68,7 +68,7 @@ def trl_steps(folder: str) -> list[dict[str, float]]:
     args = trl.RewardConfig(
         output_dir=f"{folder}/out",
         per_device_train_batch_size=PAIRS,
-        max_steps=STEPS,
+        max_steps=steps,
         learning_rate=RATE,
         lr_scheduler_type="constant",
         optim="sgd",
@@ -91,7 +91,7 @@ def trl_steps(folder: str) -> list[dict[str, float]]:
         data = datasets.Dataset.from_list(
             [
                 {"chosen_ids": row_of(n, True), "rejected_ids": row_of(n, False), "margin": margin_of(n)}
-                for n in range(STEPS * PAIRS)
+                for n in range(steps * PAIRS)
             ]
         )
         trainer = InOrder(model, args=args, train_dataset=data, processing_class=tokenizer)
@@ -102,7 +102,7 @@ def trl_steps(folder: str) -> list[dict[str, float]]:
 
 
 def trained(
-    folder: str, axes: dict[str, Any], schedule: str, stage: Any, labels: Any, sequence: bool
+    folder: str, steps: int, axes: dict[str, Any], schedule: str, stage: Any, labels: Any, sequence: bool
 ) -> list[list[float]]:
     """Train on a grid with the model of a folder, and save the weights; return losses and metrics."""
     grid = Grid(**axes, timeout=60)
@@ -119,21 +119,22 @@ def trained(
     )
     share = PAIRS // grid.data.size
     starts = [
-        step * PAIRS + grid.data.rank * share + first for step in range(STEPS) for first in range(0, share, count)
+        step * PAIRS + grid.data.rank * share + first for step in range(steps) for first in range(0, share, count)
     ]
     data = None if labels == "sent" and not module.is_first else iter([batch_of(start, count) for start in starts])
     found = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         loss = engine.train_batch(data).item()
         found.append([loss, *(engine.metrics[name] for name in METRICS)])
     triax.save_hf(engine, f"{folder}/triax")
     return found
 
 
-def test_losses_and_weights_are_those_of_trl(ranks: Any, tmp_path: Path) -> None:
-    (rows,) = ranks(1, trl_steps, str(tmp_path), timeout=300)
+@pytest.mark.parametrize("steps", [6, pytest.param(20, marks=pytest.mark.exhaustive)])
+def test_losses_and_weights_are_those_of_trl(ranks: Any, tmp_path: Path, steps: int) -> None:
+    (rows,) = ranks(1, trl_steps, str(tmp_path), steps, timeout=300)
     wanted = [[row[name] for name in ("loss", *METRICS)] for row in rows]
-    assert len(wanted) == STEPS and 0 < sum(row[2] for row in wanted) < STEPS
+    assert len(wanted) == steps and 0 < sum(row[2] for row in wanted) < steps
     last = load_file(tmp_path / "last" / "model.safetensors")
     grids: list[tuple[dict[str, int], str, int, str, bool]] = [
         ({"pipe": 2, "tensor": 2}, "1f1b", 1, "read", False),
@@ -142,7 +143,7 @@ def test_losses_and_weights_are_those_of_trl(ranks: Any, tmp_path: Path) -> None
         ({"context": 2}, "1f1b", 3, "read", False),
     ]
     for grid in grids:
-        for found in ranks(math.prod(grid[0].values()), trained, str(tmp_path), *grid):
+        for found in ranks(math.prod(grid[0].values()), trained, str(tmp_path), steps, *grid):
             for own, right in zip(found, wanted, strict=True):
                 assert own == pytest.approx(right, rel=1e-10, abs=1e-12), grid
         weights = load_file(tmp_path / "triax" / "model.safetensors")
