@@ -305,7 +305,7 @@ def _without(result: dict[str, Any], limit: float) -> list[str]:
         f"chosen for the first: {', '.join(changed)}, which takes {figure(best['step_s'])} s and {figure(held)} GiB; "
         f"{name_of(plain)} takes {figure(plain['step_s'])} s and {figure(other)} GiB{fits}"
     )
-    return [line]
+    return [line, "these times are simulated: no run from which the interval is made has such an option"]
 
 
 def _days(work: Work, found: Search, tokens: int | None, given: float | None) -> list[str]:

@@ -40,7 +40,6 @@ SCHEDULES = (
 )  # gpipe and eager-1f1b are never faster than 1f1b, and hold more
 MOST_CHUNKS = 8  # beyond those that divide the blocks evenly
 LEAST_SLICE = 4096  # tokens of a slice: products of fewer rows take longer per token
-MOST_RANKS = 8  # of stp: a simulation takes time with the square of their number
 SHARES = (0.25, 0.5, 0.75, 1.0)  # of activations that are recomputed or offloaded
 _JUST_BELOW = 1 - 1e-8  # a bound is another sum of the same numbers, and times are compared in nine digits
 
@@ -241,18 +240,18 @@ class Searcher:
 
         - slices, with 1f1b and interleaved in two chunks: for a model that they are exact for, of microbatches of one
           sequence, with ``LEAST_SLICE`` tokens or more
-        - stp, whose passes run in pairs: with a tensor or expert axis, whose collectives it hides, and up to
-          ``MOST_RANKS`` pipe ranks
         - shares of activations that are recomputed by ops, or offloaded, with 1f1b, and interleaved in two chunks: for
           layouts that do not fit without, in place of ``recompute`` of layers, and whose copies take no longer than
           their passes
+
+        Pairs of passes are planned only if they are given: no published run tells how much of a collective hides behind
+        another pass on one device.
         """
         p, given = layout.pipe, self.space.given
         if p == 1 or layout.context > 1 or self.unequal or self.model.on_cores or self.asked != UNCHANGED:
             return []
-        axes = layout.tensor > 1 or layout.expert > 1
         cut = layout.microbatch == 1 and self.work.config.refuses_slices() is None
-        key = (p, m, axes, cut)
+        key = (p, m, cut)
         if key in self._changes:
             return self._changes[key]
         found: list[_ScheduleChange] = []
@@ -268,8 +267,6 @@ class Searcher:
                 if self.work.sequence >= n * LEAST_SLICE:
                     add("1f1b", one, (n, *UNCHANGED[1:]), recomputes)
                     add("interleaved", two if m * n % p == 0 else (), (n, *UNCHANGED[1:]), recomputes)
-        if axes and p <= MOST_RANKS and "pairs" not in given and "stp" not in given.get("schedule", ()):
-            add("stp", two, UNCHANGED, recomputes)
         for place, name in ((2, "recompute_ops"), (3, "offload_activations")):
             for share in SHARES if name not in given and "none" in recomputes else ():
                 values = tuple(share if i == place else value for i, value in enumerate(UNCHANGED))
@@ -531,9 +528,9 @@ class Searcher:
             changes = self.changes(node.layout, node.microbatches)
             stages = self._changed_stages(node.layout) if changes else []
             worst = best[-1][1].time.seconds if len(best) == top else math.inf
-            if changes:  # no bubble, and no collective shows
+            if changes:  # no bubble
                 layout, m = node.layout, node.microbatches
-                if self._at_least(layout, m, self._passes(layout, "stp"), 0.0) > worst:
+                if self._at_least(layout, m, self._passes(layout), 0.0) > worst:
                     count = len(stages) * sum(len(change.recomputes) for change in changes)
                     considered, excluded[self.SLOWER] = considered + count, excluded[self.SLOWER] + count
                     continue

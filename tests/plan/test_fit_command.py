@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -103,6 +104,13 @@ def test_the_intervals_are_those_of_their_classes() -> None:
     assert known["h200"].low == pytest.approx(math.exp(-HALF["unseen machine"]))
     own = trust(B200, RUNS[0].config, "bf16")  # between its class and its own leave-one-out errors
     assert math.log(own.high) != HALF["seen machine and size"] and own.low * own.high == pytest.approx(1)
+
+
+def test_the_interval_of_measured_machines_is_made_from_the_layouts_of_the_docs() -> None:
+    page = (BENCHMARKS.parent / "docs" / "plan.md").read_text()
+    ratios = re.findall(r"^\| [12] \| (?:gpt|llama|mixtral) \|.*\| (\d\.\d\d) \|$", page, re.MULTILINE)
+    assert len(ratios) == 30
+    assert HALF["measured machine"] == pytest.approx(kept([math.log(float(each)) for each in ratios]), abs=0.001)
 
 
 @pytest.mark.exhaustive
