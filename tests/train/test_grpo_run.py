@@ -182,7 +182,7 @@ def reward_of(root: str) -> float:
         (["method.reference=nowhere"], "method.reference nowhere: "),
         (["method.level=word"], "method.level"),
         (["data=empty.jsonl"], "empty.jsonl, line 1: the columns are 'text', but 'prompt' is needed"),
-        (["training.batch=24"], "data.training has 8 prompts, less than the 12 of a draw"),
+        (["training.batch=24"], "data.training has 8 prompts, less than the 12 of a rollout"),
     ],
 )
 def test_mistakes_are_refused(
