@@ -40,7 +40,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from operator import mul
@@ -843,7 +843,8 @@ class CostModel:
         return found
 
     def layer_costs(self, layout: ParallelLayout) -> LayerCosts:
-        """Return the costs of each layer on a layout, from which a cut is searched (pipe/cuts.py)."""
+        """Return the costs of each layer for whole microbatches, from which a cut is searched (pipe/cuts.py)."""
+        layout = replace(layout, slices=1)
         tokens, replicas = layout.microbatch * self.work.sequence / layout.context, layout.data * layout.context
         output = self.bytes * tokens * self.work.config.hidden_size / (layout.tensor if layout.sequence_parallel else 1)
         stride = replicas * layout.tensor

@@ -118,7 +118,7 @@ def test_the_table_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     [
         ({"partition": "evenly"}, "give parameters, uniform, time, memory, auto"),
         ({"partition": "auto", "name": "zb-v"}, "auto chooses the schedule"),
-        ({"partition": "time", "name": "auto"}, "write partition auto alone"),
+        ({"partition": "time", "name": "auto"}, "write only partition auto"),
         ({"limit": 3}, "limit is for partition time, memory and auto"),
         ({"partition": [0, 3.5]}, "boundaries such as"),
     ],

@@ -234,7 +234,7 @@ def test_a_string_that_ends_in_the_middle_of_a_character() -> None:
     ("tokens", "options", "message"),
     [
         ([[1]], {"min_p": 2.0}, r"min_p is 2.0. Give a probability in \[0, 1\]"),
-        ([[1]], {"repetition_penalty": 0.0}, "repetition_penalty is 0.0. Give a positive number; 1 is none"),
+        ([[1]], {"repetition_penalty": 0.0}, "repetition_penalty is 0.0. Give a positive number; 1 means no penalty"),
         ([[1]], {"num_beams": 9}, "num_beams is 9, but max_batch is 8, and each beam needs a slot. Pass max_batch=9"),
         ([[1]], {"num_beams": 0}, "num_beams is 0. Give at least 2, or 1 to generate without beam search"),
         ([[1]], {"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences is 3, but num_beams=2 finds 2"),

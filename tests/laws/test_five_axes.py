@@ -174,7 +174,7 @@ REFUSED: list[tuple[Place, Job, dict[str, Any], str]] = [
         Place(data=2, expert=2),
         Job(),
         {"local_updates": {"type": "local_sgd", "every": 2}},
-        "local updates train each replica alone, but the experts of a layer are spread over 2 ranks",
+        "local updates train each replica separately, but the experts of a layer are spread over 2 ranks",
     ),
 ]
 
