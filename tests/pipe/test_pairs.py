@@ -252,11 +252,11 @@ def test_pairs_are_refused_where_they_are_already() -> None:
     assert "stp has pairs already" in error_text(lambda: pair_pass(paired))
     plain = make_schedule("1f1b", 4, 8)
     for moved in (offload_pass(plain), recompute_pass(plain)):
-        assert "give a schedule without O, R and C" in error_text(lambda moved=moved: pair_pass(moved))
+        assert "give a schedule without O, R and C" in error_text(partial(pair_pass, moved))
     assert "a C would come between their ops" in error_text(lambda: recompute_pass(paired))
     sliced = make_schedule("1f1b", 4, 8, slices=4)
     for whole in (recompute_pass, partial(pair_pass, costs=Costs(AR=0.5))):
-        assert "has whole microbatches, not 4 slices of each" in error_text(lambda whole=whole: whole(sliced))
+        assert "has whole microbatches, not 4 slices of each" in error_text(partial(whole, sliced))
     # A program in which a message comes between the two ops.
     program = lower(paired)
     torn = [list(order) for order in program.ops]
