@@ -52,7 +52,7 @@ def test_blocks_by_an_interval_or_by_their_numbers() -> None:
 @pytest.mark.parametrize(
     ("config", "changes", "message"),
     [
-        (NEMOTRON, {"hybrid_override_pattern": "ME*-"}, r"has 'moe', but nemotron_h is implemented only with 'linear_att"),
+        (NEMOTRON, {"hybrid_override_pattern": "ME*-"}, r"has 'moe', but nemotron_h is implemented only with 'linear_"),
         (NEMOTRON, {"hybrid_override_pattern": "M?"}, r"layers_block_type has '\?'"),
         (NEMOTRON, {"hybrid_override_pattern": "M-", "time_step_min": "x"}, "time_step_min is 'x', but must be a numb"),
         (NEMOTRON, {"hybrid_override_pattern": "M-", "n_groups": 3}, "has 4 heads, which 3 does not divide"),
