@@ -106,7 +106,7 @@ def test_the_intervals_are_those_of_their_classes() -> None:
     assert math.log(own.high) != HALF["seen machine and size"] and own.low * own.high == pytest.approx(1)
 
 
-def test_the_interval_of_measured_machines_is_made_from_the_layouts_of_the_docs() -> None:
+def test_measured_machines_have_the_interval_of_the_docs() -> None:
     page = (BENCHMARKS.parent / "docs" / "plan.md").read_text()
     ratios = re.findall(r"^\| [12] \| (?:gpt|llama|mixtral) \|.*\| (\d\.\d\d) \|$", page, re.MULTILINE)
     assert len(ratios) == 30
