@@ -94,7 +94,7 @@ class OptimizerStep:
             loss: the mean loss of the batch. None if the engine was not given a loss.
             weight: the weight of the batch, by which the summed gradients are divided.
             losses: this rank's losses by microbatch, for the error message.
-            observers: the engine's observers, each of which may skip the step.
+            observers: the engine's observers; each observer may skip the step.
 
         Raises:
             AgreedError: on every rank, if the loss or the norm is not finite and ``nan_loss`` is ``raise``.

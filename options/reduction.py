@@ -1,4 +1,4 @@
-"""How gradients are summed over replicas."""
+"""Options of the sum of gradients over replicas."""
 
 from __future__ import annotations
 

@@ -556,7 +556,7 @@ class CostModel:
             again = max(sum(op.kind == "C" for op in order) for order in made.orders) / made.microbatches / made.chunks
             kinds["recompute"] += m * again * rank.forward
         kinds["bubble"] = whole - sum(kinds.values())
-        if kinds["bubble"] < 0:  # of a long schedule, whose share of recomputations is not quite that of a short one
+        if kinds["bubble"] < 0:  # a long schedule recomputes a smaller share than the short one
             kinds["recompute"], kinds["bubble"] = max(0.0, kinds["recompute"] + kinds["bubble"]), 0.0
 
     def _costs(self, layout: ParallelLayout, rank: _RankTime) -> _PassCosts:

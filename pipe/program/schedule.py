@@ -41,7 +41,7 @@ class Schedule:
         chunks: number of stages per rank.
         placement: the rank of each stage.
         orders: for each rank its compute ops and transfers, in the order in which it runs them.
-        pairs: forwards, each of which runs interleaved with the op after it (pairs.py).
+        pairs: forwards; each forward runs interleaved with the op after it (pairs.py).
         slices: relative lengths of the slices of each microbatch (slices.py); (1,): microbatches are whole.
     """
 
