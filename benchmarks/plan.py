@@ -233,7 +233,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     """Print the table."""
     cells = (
         (
-            f"{row['processes']}  {row['model']} {name_of(row['fields'])}",
+            f"{row['processes']}  {row['model']} {name_of(asdict(ParallelLayout(**row['fields'])))}",
             *(f"{1e3 * row['predicted']:.0f}", spread([1e3 * each for each in row["times"]], ".0f")),
             f"{row['ratio']:.2f}",
         )
