@@ -176,14 +176,13 @@ def fill_idle(
     Returns:
         For each rank, the unit in which each F, I and W starts.
     """
-    moved = [_with_weights(rank)[0] if weights else dict(rank) for rank in starts]
+    moved = [_with_weights(rank) if weights else dict(rank) for rank in starts]
+    memory = [_RankMemory(rank, not weights) for rank in moved]
     begin = moved[0][Op("I", 0, 0)]
     end = max(t for op, t in moved[0].items() if op.kind == "F" and op.stage == 0)
-    taken = [set(rank.values()) for rank in moved]
     for t, r, op in sorted((t, r, op) for r, rank in enumerate(moved) for op, t in rank.items()):
         if (begin, 0) <= (t, r) <= (end, 0) or (t < begin and not weights):
             continue
-        rank = moved[r]
         needed = [(r, op._replace(microbatch=op.microbatch - 1)), (r, Op("I", op.stage, op.microbatch))]
         if op.kind == "F":
             needed[1] = placement[op.stage - 1], Op("F", op.stage - 1, op.microbatch)
@@ -193,35 +192,65 @@ def fill_idle(
             needed[1] = r, Op("F", op.stage, op.microbatch)
         earliest = 1 + max(moved[q].get(other, -1) for q, other in needed)
         for unit in range(earliest, t):
-            if unit not in taken[r]:
-                rank[op] = unit
-                # where no W gives way, only an F adds to what the rank holds
-                if (weights and op.kind != "F") or _with_weights(rank)[1] <= limit:
-                    taken[r] ^= {t, unit}
-                    break
-                rank[op] = t
-    return [_with_weights(rank)[0] for rank in moved]
+            if memory[r].kinds[unit] is None and memory[r].move(t, unit, limit):
+                moved[r][op] = unit
+                break
+    return [_with_weights(rank) for rank in moved]
 
 
-def _with_weights(starts: Mapping[Op, int]) -> tuple[dict[Op, int], int]:
-    """Put each W of a rank that has no unit yet into the first idle one; also return the peak of its activations."""
+class _RankMemory:
+    """Activations that one rank holds before each unit, and the Ws that wait for an idle unit."""
+
+    def __init__(self, starts: Mapping[Op, int], defer: bool) -> None:
+        """Record the ops of a rank; `defer`: each I leaves a W, which takes the first idle unit after it."""
+        self.kinds: list[str | None] = [None] * (max(starts.values()) + 1)
+        for op, t in starts.items():
+            self.kinds[t] = op.kind
+        self.defer = defer
+        self.states = self._states_from(0, (0, 0), NEVER)
+
+    def move(self, start: int, unit: int, limit: int) -> bool:
+        """Move the op at `start` to the earlier idle `unit`, unless the rank then holds more than `limit`."""
+        kinds = self.kinds
+        kinds[start], kinds[unit] = None, kinds[start]
+        states = self._states_from(unit, self.states[unit], start)
+        if max(states)[0] > limit:
+            kinds[start], kinds[unit] = kinds[unit], None
+            return False
+        self.states[unit : unit + len(states)] = states
+        return True
+
+    def _states_from(self, unit: int, state: tuple[int, int], changed: int) -> list[tuple[int, int]]:
+        """Return (held, waiting) before each unit from `unit` on, until nothing differs after the unit `changed`."""
+        states = [state]
+        held, waiting = state
+        for at in range(unit, len(self.kinds)):
+            kind = self.kinds[at]
+            if kind == "F":
+                held += 1
+            elif kind == "W":
+                held -= 1
+            elif kind is not None:
+                waiting += self.defer
+            elif waiting:
+                held, waiting = held - 1, waiting - 1
+            if at >= changed and (held, waiting) == self.states[at + 1]:
+                break
+            states.append((held, waiting))
+        return states
+
+
+def _with_weights(starts: Mapping[Op, int]) -> dict[Op, int]:
+    """Put each W of a rank that has no unit yet into the first idle one."""
     at = {t: op for op, t in starts.items()}
     complete = dict(starts)
     late: deque[Op] = deque()
-    now = held = peak = 0
-    last = max(at)
+    now, last = 0, max(at)
     while now <= last or late:
         op = at.get(now)
         if op is None and late:
-            op = late.popleft()
-            complete[op] = now
-        if op is not None:
-            if op.kind == "F":
-                held += 1
-                peak = max(peak, held)
-            elif op.kind == "W":
-                held -= 1
-            elif (weight := Op("W", op.stage, op.microbatch)) not in starts:
-                late.append(weight)
+            complete[late.popleft()] = now
+        elif op is not None and op.kind == "I" and (weight := Op("W", op.stage, op.microbatch)) not in starts:
+            late.append(weight)
         now += 1
-    return complete, peak
+    return complete
