@@ -38,8 +38,8 @@ from triax.optim.schedulers import known
 from triax.zero.state_shards import state_number as number_of
 
 from checkpoint_jobs import SIZES, Cell, Job, command, make
-from readme_blocks import blocks
 from paths import DOCS
+from readme_blocks import blocks
 from small_checkpoints import linear
 
 
