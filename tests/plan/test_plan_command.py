@@ -69,6 +69,13 @@ def test_the_commands_of_the_docs(command: str, tmp_path: Path, monkeypatch: pyt
     assert machine("here.json").measured is not None
 
 
+def test_the_first_table_of_the_docs() -> None:
+    (shown,) = [block.text for block in blocks(TEXT) if block.text.startswith("90 % of runs")]
+    first, *table = shown.splitlines()
+    printed = run(*shlex.split(COMMANDS[0])[2:])
+    assert printed.startswith(first.removesuffix("...)")) and "\n".join(table) in printed
+
+
 def test_the_docs_machine_file_and_programs(tmp_path: Path) -> None:
     (text,) = [block.text for block in blocks(TEXT) if block.language == "json"]
     (tmp_path / "mine.json").write_text(text)
