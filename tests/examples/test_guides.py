@@ -343,7 +343,7 @@ def test_megatrons_table_names_keys_that_are_there() -> None:
 
 def test_megatrons_run_is_explained_as_the_page_shows(tmp_path: Path) -> None:
     text = (DOCS / "moving-from" / "megatron.md").read_text()
-    run, _ = [block.text for block in blocks(text) if block.language == "yaml"]
+    _, run = [block.text for block in blocks(text) if block.language == "yaml"]
     (shown,) = [block.text for block in blocks(text) if "bytes of a rank, in GiB" in block.text]
     file = tmp_path / "llama.yaml"  # with the shape of the folder
     file.write_text(re.sub(r"folder: Llama-3-70B.*", "preset: llama3-70b", run))
