@@ -571,7 +571,7 @@ class TrainingSection(Keys):
     clip: float = option(1.0, "Limit of the global gradient norm; 0: no limit.", least=0.0)
     recompute: Recomputation = option(
         Recomputation(),
-        "none, selective (the core of attention), matmul, full (every layer), or a section.",
+        "none (the default), selective (the core of attention), matmul, full (every layer), or a section.",
         read=_recompute,
     )
     compile: Compile | None = option(None, "true: torch.compile of each layer; or a section: docs/guides/compile.md.")
