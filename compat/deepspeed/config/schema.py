@@ -40,8 +40,8 @@ class Config(Section):
     train_batch_size: int | None = setting(None, "Samples per step, over all replicas.", auto=True, ge=1)
     train_micro_batch_size_per_gpu: Annotated[int, Strict(), Field(ge=1)] | Literal["auto"] | None = setting(
         None,
-        "Samples per microbatch of one replica. auto, with train_batch_size and no accumulation: the largest that fits "
-        "in memory, for a PipelineModule: docs/plan.md.",
+        "Samples per microbatch of one replica. auto, if train_batch_size is given and gradient_accumulation_steps is "
+        "not: for a PipelineModule, the largest that fits in memory (docs/plan.md).",
     )
     gradient_accumulation_steps: int | None = setting(
         None, "Microbatches per step and replica: they fill the pipeline.", auto=True, ge=1

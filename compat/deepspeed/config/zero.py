@@ -150,7 +150,8 @@ class ZeroConfig(Section):
     )
     zero_quantized_gradients: bool = setting(
         False,
-        "ZeRO++: reduce gradients in blocks of 4 bits; if all hosts have equally many replicas, within hosts first.",
+        "ZeRO++: reduce gradients in blocks of 4 bits; if all hosts have the same number of replicas, within hosts "
+        "first.",
     )
     zero_hpz_partition_size: int = setting(
         1,
