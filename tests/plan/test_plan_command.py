@@ -264,3 +264,7 @@ def test_a_written_plan_dry_runs_and_has_a_slurm_script(tmp_path: Path, monkeypa
         run(*sizes, "--sbatch", "job.sbatch")
     with pytest.raises(ConfigError, match="which triax train cannot run"):
         run("--model", "llama3-8b", "--gpus", "8", "--batch", "8", "--products", "fp8", "--write", "run.yaml")
+    (tmp_path / "mine.yaml").write_text("model: {preset: gpt2}\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml, which exists and is not a file of triax plan"):
+        run(*sizes, "--layout", layout, "--write", "mine.yaml")
+    assert (tmp_path / "mine.yaml").read_text() == "model: {preset: gpt2}\n"
