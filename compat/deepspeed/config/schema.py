@@ -85,7 +85,7 @@ class Config(Section):
         None, "Dtype in which gradients are summed over replicas; null: their own."
     )
     local_updates: LocalUpdatesConfig | None = setting(
-        None, "Local SGD and DiLoCo: replicas step separately and synchronize every so many steps; null: off."
+        None, "Local SGD and DiLoCo: replicas step separately and synchronize every N steps; null: off."
     )
     lora: LoraConfig | None = setting(
         None, "Low-rank adapters of linear layers; only these are trained: docs/lora.md; null: off."
@@ -123,7 +123,7 @@ class Config(Section):
         "that overflow. One process without clipping computes no norm and checks only the loss.",
     )
     steps_per_print: int | None = setting(
-        None, "Print step, loss, learning rate and samples per second on rank 0, every so many steps.", ge=1
+        None, "Print step, loss, learning rate and samples per second on rank 0, every N steps.", ge=1
     )
     torch_autocast: TorchAutocastConfig = setting(TorchAutocastConfig(), "Forward passes under torch.autocast.")
     amp: AmpConfig = setting(AmpConfig(), "NVIDIA apex: O1 is autocast to float16.")
