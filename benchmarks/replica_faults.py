@@ -30,6 +30,7 @@ the replica is a member again. Then the command checks the run, and fails if one
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import multiprocessing
 import os
@@ -103,6 +104,7 @@ def train(given: dict[str, Any]) -> None:
     """Train as a rank of a replica, or of a job without replicas; write a line for each step."""
     os.environ.update(given.get("environment", {}))
     torch.set_num_threads(1)
+    return_memory_when_asked()
     folder, options, name = given["folder"], given["options"], os.environ.get("TRIAX_REPLICA", "job")
     grid = triax.Grid(pipe=given["pipe"])
     data = Data(given, name, grid.rank)
@@ -130,6 +132,11 @@ def train(given: dict[str, Any]) -> None:
             line = {"step": engine.global_steps - 1, "time": time.time(), "loss": loss, "members": members}
             file.write(json.dumps(line) + "\n")
     engine.leave()
+
+
+def return_memory_when_asked() -> None:
+    """Give memory that is free back to the system on SIGUSR2: the allocator keeps parts of each closed connection."""
+    signal.signal(signal.SIGUSR2, lambda *_: ctypes.CDLL(None).malloc_trim(0))
 
 
 class PeerModel(nn.Module):
@@ -161,6 +168,7 @@ def train_with_torchft(given: dict[str, Any]) -> None:
     os.environ.update(given["environment"])
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    return_memory_when_asked()
     name, limit = os.environ["TRIAX_REPLICA"], timedelta(seconds=given["options"]["timeout"])
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     plain = PeerModel(given["width"])
@@ -444,7 +452,10 @@ def strike(run: Run, kind: str, choose: random.Random) -> tuple[set[str], float]
 
 
 def usage(pids: list[int]) -> tuple[float, float]:
-    """Return the resident memory (MiB) and the number of open descriptors of some processes."""
+    """Return the resident memory (MiB), without free memory, and the number of open descriptors of some processes."""
+    for pid in pids:
+        os.kill(pid, signal.SIGUSR2)
+    time.sleep(0.5)
     pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids)
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20, sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
 

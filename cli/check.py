@@ -54,6 +54,8 @@ def check(
 
     The model of a training file, a folder or an id has random weights, and gets random tokens.
 
+    Other parts of a training file, such as LoRA, precision and the optimizer, are not compared.
+
     The exit status is 0 if all numbers are equal, and 1 if one differs.
     """
     from ..testing.check import check as run

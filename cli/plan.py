@@ -394,6 +394,9 @@ def _bar(console: Console, title: str, kinds: dict[str, float], limit: float | N
     console.print(f"{title}: {figure(total)}{of}", parts, key, sep="\n", soft_wrap=False)
 
 
+_WRITTEN = "# written by triax plan"  # first line of its training files, which it may write again
+
+
 def _write(path: Path, model: str, source: ReadFile | None, work: Work, layout: ParallelLayout, note: str) -> None:
     """Write a training file of a layout; other keys are those of the training file that was given."""
     import yaml
@@ -403,6 +406,8 @@ def _write(path: Path, model: str, source: ReadFile | None, work: Work, layout: 
 
     if path.suffix not in TRAINING_FILES[:2]:
         raise ValueError(f"--write is {path}, but it must end in .yaml.")
+    if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(_WRITTEN):
+        raise ValueError(f"--write is {path}, which exists and is not a file of triax plan. Give another name.")
     if layout.recompute not in RECOMPUTATION or work.products:
         raise ValueError(
             f"The plan has recompute={layout.recompute} and --products {work.products}, which triax train cannot run. "
@@ -436,7 +441,7 @@ def _write(path: Path, model: str, source: ReadFile | None, work: Work, layout: 
         "zero": zero,
     }
     content["training"].pop("batch_tokens", None)
-    path.write_text(f"# {note}\n" + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    path.write_text(f"{_WRITTEN}\n# {note}\n" + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
 
 
 def _sbatch(path: Path, training: Path, gpus: int, node: int = 8) -> int:

@@ -151,7 +151,7 @@ class Slices:
             self.length, True, window if window is not None and window < self.length else None, on_cpu(documents)
         )
         factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-        out: Tensor = _SliceAttention.apply(q, k, v, sinks, keys, mask, (factor, softcap), (self.start, self.stop))
+        out: Tensor = _SliceAttention.apply(q, k, v, sinks, keys, mask, factor, softcap, (self.start, self.stop))
         return out
 
     def recur(
@@ -226,17 +226,18 @@ class _SliceAttention(torch.autograd.Function):
         sinks: Tensor | None,
         keys: _SliceKeys,
         mask: Mask,
-        scale: tuple[float, float | None],
+        scale: float,
+        softcap: float | None,
         tokens: tuple[int, int],
     ) -> Tensor:
         start, stop = tokens
         keys.write(k, v, start, stop)
         total = Merged((*q.shape[:3], v.shape[3]), q, sinks)
-        Queries(q, (tokens,), mask, *scale).forward(total, *keys.until(stop), ((0, stop),))
+        Queries(q, (tokens,), mask, scale, softcap).forward(total, *keys.until(stop), ((0, stop),))
         out = total.out.to(q.dtype)
         # Keys and values are not saved: all slices share them.
         ctx.save_for_backward(q, out, total.lse, sinks)
-        ctx.keys, ctx.mask, ctx.scale, ctx.tokens = keys, mask, scale, tokens
+        ctx.keys, ctx.mask, ctx.scale, ctx.softcap, ctx.tokens = keys, mask, scale, softcap, tokens
         return out
 
     @staticmethod
@@ -247,10 +248,11 @@ class _SliceAttention(torch.autograd.Function):
         k, v = ctx.keys.until(stop)
         grads = Gradients(q, k, v)
         lse = lse.masked_fill(lse == -torch.inf, 0)
-        Queries(q, (ctx.tokens,), ctx.mask, *ctx.scale).backward(dout, out, lse, k, v, ((0, stop),), grads)
+        queries = Queries(q, (ctx.tokens,), ctx.mask, ctx.scale, ctx.softcap)
+        queries.backward(dout, out, lse, k, v, ((0, stop),), grads)
         dk, dv = ctx.keys.add(grads.dk, grads.dv, start, stop)
         dsinks = sinks_gradient(sinks, dout, out, lse)
-        return grads.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None, None
+        return grads.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None, None, None
 
 
 class _RecurrentStates:

@@ -197,7 +197,7 @@ def engine_options() -> str:
 def _section_table(kind: type[Options], path: str, sections: Collection[type[Options]]) -> Iterator[str]:
     first = inspect.cleandoc(kind.__doc__ or "").partition("\n")[0].replace("``", "`")
     place = f"`{path}`: " if path else ""
-    main = f" A value of `{kind.MAIN}` may stand in its place." if kind.MAIN else ""
+    main = f" Short form: the value of `{kind.MAIN}`." if kind.MAIN else ""
     yield from (f"## triax.{kind.__name__}", "", f"{place}{first}{main}", "", markdown(kind, sections, repr), "")
 
 

@@ -79,10 +79,15 @@ def run_replicas(
     server = None if serve is None else serve()
     try:
         while any(replica.ended is None for replica in replicas):
-            if serve is not None and server is not None and server.poll() is not None and served < restarts:
-                served += 1
-                say(f"the coordinator died with code {server.returncode}: it is started again ({served} of {restarts})")
-                server = serve()
+            if serve is not None and server is not None and server.poll() is not None:
+                died = f"the coordinator died with code {server.returncode}: it is"
+                if served < restarts:
+                    served += 1
+                    say(f"{died} started again ({served} of {restarts})")
+                    server = serve()
+                else:
+                    say(f"{died} not started again (--max-restarts {restarts}); the replicas wait for it, then end")
+                    server = None
             for replica in (each for each in replicas if each.ended is None):
                 if replica.process is None:
                     if over is not None:

@@ -26,11 +26,18 @@ def write_run(folder: Path, record: RunRecord) -> None:
         "triax": VERSION,
         "torch": torch.__version__,
         "written": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": _command(),
     }
     folder.mkdir(parents=True, exist_ok=True)
     content = header | vars(record) | {"earlier": _earlier(folder / RUN, record.since_step)}
     replace_file(folder / RUN, json.dumps(content, indent=1, default=str))
+
+
+def _command() -> str:
+    """Return the command line of this program: its file's name, or ``python -m`` and its module."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)  # None of a file
+    name = ["python", "-m", spec.name.removesuffix(".__main__")] if spec else [Path(sys.argv[0]).name]
+    return shlex.join([*name, *sys.argv[1:]])
 
 
 def _earlier(file: Path, since: int) -> list[dict[str, Any]]:

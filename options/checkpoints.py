@@ -30,8 +30,7 @@ class Checkpoints(Options):
     )
     every: int | None = option(
         None,
-        "Save into the folder every so many steps, and on SIGTERM or SIGUSR1 at the end of the current step before "
-        "exiting.",
+        "Save into the folder every N steps, and on SIGTERM or SIGUSR1 at the end of the current step before exiting.",
         least=1,
     )
     keep: int | None = option(

@@ -33,7 +33,7 @@ class Histograms(Options):
 
     MAIN: ClassVar = "every"
 
-    every: int | None = option(None, "Count weights and gradients every so many steps; None: never.", least=1)
+    every: int | None = option(None, "Count weights and gradients every N steps; None: never.", least=1)
     bins: int = option(64, "Number of equal bins over a tensor's range.", needs="every", least=2, most=1024)
 
     def due(self, step: int) -> bool:
@@ -102,7 +102,7 @@ class Monitoring(Options):
     """
 
     print_every: int | None = option(
-        None, "Print step, loss, learning rate and samples per second on rank 0, every so many steps.", least=1
+        None, "Print step, loss, learning rate and samples per second on rank 0, every N steps.", least=1
     )
     json: str | None = option(
         None, "Folder for metrics.jsonl, a line per step, and run.json: triax report makes a page of them."

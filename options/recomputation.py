@@ -26,7 +26,7 @@ class Recomputation(Options):
         "only the core of attention. Without an interval, every layer is a group.",
     )
     interval: int | None = option(
-        None, "Recompute groups of so many layers of a stage; 0: none; None: the model's own.", least=0
+        None, "Recompute groups of this many layers of a stage; 0: none; None: the model's own.", least=0
     )
     groups: int | None = option(
         None, "Number of groups into which the layers of a rank are cut, instead of an interval.", least=1
@@ -34,7 +34,7 @@ class Recomputation(Options):
     layers: tuple[str, ...] | None = option(None, "Classes of layers to recompute; None: the model's own, or all.")
     mlp_tile: int | None = option(
         None,
-        "Run MLPs on so many tokens of each sequence at a time, and recompute each such tile in the backward pass; "
+        "Run MLPs on this many tokens of each sequence at a time, and recompute each such tile in the backward pass; "
         "None: on all tokens at once. For long sequences.",
         least=1,
     )

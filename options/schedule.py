@@ -15,7 +15,7 @@ class OffloadActivations(Offload):
     """Activations that a pipeline schedule copies to the host while others are computed, and back."""
 
     fraction: float = option(1.0, "Share of each rank's activations to offload, if their copies fit.", least=0, most=1)
-    stages: tuple[int, ...] | None = option(None, "Stages whose activations may be offloaded; None: all.")
+    stages: tuple[int, ...] | None = option(None, "Stages whose activations may be offloaded; by default all.")
     copy_time: float = option(
         1.0,
         "Time to copy the activations of a microbatch in 1/pipe of the model one way, in the unit of costs.",

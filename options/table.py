@@ -40,9 +40,12 @@ def markdown(
     """
     lines = ["| key | default | meaning |", "|---|---|---|"]
     for path, owner, found in rows(section, whole=whole):
-        default = owner.default_of(found.name)
-        hidden = is_required(found) or isinstance(default, Options)
-        shown = "" if hidden else f"`{written(default)}`"
+        default = None if is_required(found) else owner.default_of(found.name)
+        if isinstance(default, Options):  # a section: the value that may stand in its place
+            main = getattr(default, default.MAIN) if default.MAIN else None
+            shown = "" if main is None else f"`{written(main)}`"
+        else:
+            shown = "required" if is_required(found) else f"`{written(default)}`"
         text = found.metadata["doc"].replace("|", "\\|")
         lines.append(f"| `{path}` | {shown} | {text}{'' if text.endswith('.') else '.'} |")
     return "\n".join(lines)

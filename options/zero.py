@@ -114,12 +114,14 @@ class Zero(Options):
     prefetch_bucket_size: int | None = option(
         None, "Stage 3: elements of the next layers to prefetch; None: one layer.", least=0
     )
-    persistence_threshold: int = option(0, "Stage 3: parameters with at most so many elements stay whole.", least=0)
+    persistence_threshold: int = option(0, "Stage 3: parameters with at most this many elements stay whole.", least=0)
     max_live_parameters: int | None = option(
-        None, "Stage 3: above so many gathered elements, no layer is kept or prefetched; None: no limit.", least=0
+        None,
+        "Stage 3: if more than this many elements are gathered, no layer is kept or prefetched; None: no limit.",
+        least=0,
     )
     max_reuse_distance: int = option(
-        0, "Stage 3: a layer stays whole if it runs again within so many elements of other layers.", least=0
+        0, "Stage 3: a layer stays whole if it runs again within this many elements of other layers.", least=0
     )
     leaf_modules: LeafModules = option(LeafModules(), "Stage 3, for a plain module: modules gathered as one unit.")
     offload_optimizer: OffloadOptimizer = option(

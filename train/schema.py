@@ -544,8 +544,8 @@ class SpikesSection(Keys):
         "warn: print it; skip: take no step with this batch; rewind: continue from the last checkpoint, without these "
         "batches.",
     )
-    loss: float = option(6.0, "A loss is a spike if it is more than so many deviations above the median.", above=0.0)
-    norm: float = option(10.0, "A gradient norm is a spike if it is more than so many times the median.", above=1.0)
+    loss: float = option(6.0, "A loss is a spike if it is more than this many deviations above the median.", above=0.0)
+    norm: float = option(10.0, "A gradient norm is a spike if it is more than this many times the median.", above=1.0)
     window: int = option(100, "Number of steps for the median and the deviation.", least=2)
     limit: int = option(3, "Number of rewinds, after which the run ends with an error.", least=1)
 
@@ -571,7 +571,7 @@ class TrainingSection(Keys):
     clip: float = option(1.0, "Limit of the global gradient norm; 0: no limit.", least=0.0)
     recompute: Recomputation = option(
         Recomputation(),
-        "none, selective (the core of attention), matmul, full (every layer), or a section.",
+        "none (the default), selective (the core of attention), matmul, full (every layer), or a section.",
         read=_recompute,
     )
     compile: Compile | None = option(None, "true: torch.compile of each layer; or a section: docs/guides/compile.md.")
@@ -594,7 +594,7 @@ class TrainingSection(Keys):
 class EvaluateSection(Keys):
     """``evaluate``: the loss on held-out documents, and metrics of tasks."""
 
-    every: int = option(100, "Evaluate every so many steps, and at the end.", least=1)
+    every: int = option(100, "Evaluate every N steps, and at the end.", least=1)
     sequences: int | None = option(256, "Number of sequences to evaluate on, the first ones; null: all.", least=1)
     tasks: tuple[str, ...] = option(
         (),
@@ -606,7 +606,7 @@ class EvaluateSection(Keys):
     best: bool = option(False, "Keep the model of the best metric, as a Hugging Face folder: best in the run's folder.")
     patience: int | None = option(
         None,
-        "End the run after so many consecutive evaluations without a new best metric; null: never.",
+        "End the run after this many consecutive evaluations without a new best metric; null: never.",
         least=1,
     )
 
@@ -627,7 +627,7 @@ class CheckpointSection(Keys):
         "Folder of the checkpoints, or its URI as s3://bucket/run; null: checkpoints in the run's folder.",
         read=path_text,
     )
-    every: int = option(500, "Save every so many steps; also at the end and when the run is stopped.", least=1)
+    every: int = option(500, "Save every N steps; also at the end and when the run is stopped.", least=1)
     keep: int | None = option(2, "Number of checkpoints to keep; null: all.", least=1)
     resume: str = option(
         "auto",
@@ -653,13 +653,13 @@ class SampleSection(Keys):
 class MonitorSection(Keys):
     """``monitor``: what is printed and recorded; metrics.jsonl, report.html and pictures are always written."""
 
-    log_every: int = option(20, "Without a terminal: print a line every so many steps.", least=1)
+    log_every: int = option(20, "Without a terminal: print a line every N steps.", least=1)
     print_losses: bool = option(False, "Print every loss in full.")
     tensorboard: bool = option(False, "Event files for TensorBoard, in the run's folder.")
     csv: bool = option(False, "A CSV file for each metric, in the run's folder.")
     wandb: Wandb | None = option(None, "Weights & Biases: true, or a section.")
     trace: int = option(20, "Step to trace in timeline.json; 0: none.", least=0)
-    histograms: int = option(0, "Histograms of weights and gradients every so many steps; 0: never.", least=0)
+    histograms: int = option(0, "Histograms of weights and gradients every N steps; 0: never.", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -252,7 +252,7 @@ KERNELS = (
 )
 INJECTION = (
     "triax does not replace a model's layers by kernels: triax.parallelize(model, grid, plan) shards the layers of any "
-    "module, and triax.hf_layers those of a transformers model"
+    "module over tensor ranks, and triax.hf_layers(model) lists a transformers model's blocks for pipeline stages"
 )
 AUTOTP = (
     "tensor_parallel.autotp_size in the configuration shards the model in initialize, by its family's plan or by "
@@ -266,81 +266,82 @@ ELASTIC = (
     "the configuration's elasticity section chooses the batch sizes, triax config FILE prints them with the numbers of "
     "replicas that fit, and triax run --nnodes MIN:MAX lets hosts join and leave: docs/launch.md"
 )
-BUILDERS = "triax compiles no operators: torch's kernels take their place, and nothing has to be built"
-GLOBALS = "a launcher's environment is read by the grid: pass init_distributed nothing, or use triax run or torchrun"
-COALESCED = "torch.distributed has no such collective for gloo: call the one for a single tensor in a loop"
+BUILDERS = "triax compiles no operators: it uses torch's kernels, so there is nothing to build"
+GLOBALS = "triax's grid reads the launcher's environment: start with triax run or torchrun, and call init_distributed()"
+COALESCED = "torch.distributed has no coalesced collectives for gloo: call all_gather or all_reduce for each tensor"
 COMM_LOG = (
-    "communication is logged by the engine: set comms_logger.enabled in the configuration, and call "
+    "the engine logs its communication: set comms_logger.enabled in the configuration, and call "
     "deepspeed.comm.log_summary()"
 )
 FILES = (
-    "it names a part of DeepSpeed's checkpoint files: triax's are described in docs/checkpoints.md, and "
+    "triax's checkpoint files differ from DeepSpeed's: docs/checkpoints.md describes them, and the command "
     "triax checkpoint import reads DeepSpeed's universal checkpoints"
 )
 WRITERS = (
-    "triax has one writer of checkpoints: the configuration's checkpoint section chooses asynchronous writes, and "
-    "docs/checkpoints.md describes the files"
+    'triax has one writer of checkpoints: "checkpoint": {"async": true} in the configuration makes it asynchronous, '
+    "and docs/checkpoints.md describes the files"
 )
 COMPILE = (
     'triax has no DeepCompile: write "compile": true in the configuration, which compiles each layer by torch.compile'
 )
 PROFILE = (
-    "triax counts operations by torch's own counter: call get_model_profile, or "
+    "triax counts operations with torch's own counter: call get_model_profile, or "
     "FlopsProfiler(model).print_model_profile"
 )
 DUALPIPE = 'write PipelineModule, and "pipeline": {"schedule": "dualpipe-v"} in the configuration'
 MUON = 'write "optimizer": {"type": "Muon"} in the configuration'
 LORA = 'the configuration\'s "lora" section trains low-rank updates of any model: docs/lora.md'
-INTERNAL = "it is internal to DeepSpeed: the engine does this itself"
-FRAGMENT = "shards of parameters are read and written by the functions safe_get_* and safe_set_* of deepspeed.utils"
+INTERNAL = "this name is internal to DeepSpeed: triax's engine does this work itself"
+FRAGMENT = "read and write shards of parameters with the functions safe_get_* and safe_set_* of deepspeed.utils"
 GROUPS = (
     "process groups belong to the engine's grid: engine.grid.data, engine.grid.tensor and engine.grid.pipe have "
     "rank, size and ranks"
 )
 ROLLOUT = "triax has no engine of rollouts: generate with init_inference over the engine's module"
 ULYSSES = 'triax shards a sequence over its context axis: Grid(context=N), and attention="ulysses" in docs/context.md'
-DATA = "triax has no data efficiency library: pass a dataset of your own order, or a loader"
+DATA = "triax has no data efficiency library: pass a dataset in your own order, or your own loader"
 RANDOM_LTD = "triax has no random layer-token dropping"
-NVME_TOOLS = "triax measures no disk: offload to a disk is set by zero_optimization.offload_optimizer"
-PINNING = "torch pins memory: tensor.pin_memory(), or pin_memory in zero_optimization.offload_optimizer"
+NVME_TOOLS = "triax does not measure disks: zero_optimization.offload_optimizer sets the offload to a disk"
+PINNING = "use torch's tensor.pin_memory(), or set pin_memory in zero_optimization.offload_optimizer"
 SCIENCE = "triax has no kernels of DeepSpeed4Science: use torch.nn.functional.scaled_dot_product_attention with a mask"
-FP8 = "triax trains and generates in float32, bfloat16 and float16, and not in 8 bits by these kernels"
+FP8 = "triax has none of these 8-bit kernels: it trains and generates in float32, bfloat16 and float16"
 ZENFLOW = "triax has no ZenFlow: zero_optimization.offload_optimizer overlaps its transfers with the step"
+SUPEROFFLOAD = "triax has no SuperOffload: zero_optimization.offload_optimizer overlaps its transfers with the step"
 SPARSE = 'the configuration\'s "sparse_attention" section sets a pattern of sparse attention: docs/context.md'
 COMPRESSION = "DeepSpeed has removed its compression library; triax has none"
 AUTOCAST = 'the configuration\'s "torch_autocast" section sets autocast: docs/autocast.md'
 ACTIVATIONS = 'the configuration\'s "activation_checkpointing" section offloads activations: docs/recompute.md'
 SCHEDULE = (
-    "a schedule is a value of triax.pipe, and no class of instructions: write its name under pipeline.schedule, or a "
-    "schedule of your own as in docs/extending/schedule.md; triax schedule draws it"
+    "triax's schedules are not classes of instructions: set pipeline.schedule to a schedule's name, or write your own "
+    "schedule (docs/extending/schedule.md); the command triax schedule draws a schedule"
 )
 MASTERS = "the engine holds the master weights: engine.optimizer is a torch.optim.Optimizer"
-LAUNCHER = "triax run takes the place of deepspeed's launcher: docs/launch.md"
-MEMORY = "triax memory, on the command line, computes the memory of the model states in each stage of ZeRO"
+LAUNCHER = "use triax run, which takes the options of DeepSpeed's launcher: docs/launch.md"
+MEMORY = "the command triax memory computes the memory of the model states in each ZeRO stage"
 
 ABSENT = {
     "": {
         DUALPIPE: "DualPipeVEngine DualPipeVModule",
         MUON: "MUON_OPTIMIZER set_optimizer_flags resolve_per_head_muon_after_sharding",
-        "it is the head layout of DeepSpeed's Muon, which triax does not split by heads": (
+        "triax has no head layouts, because its Muon does not split matrices by heads": (
             "QUERY KV MLA_Q MLA_KV NOT_HEAD_BLOCKED"
         ),
         HYBRID: "DeepSpeedHybridEngine",
         INJECTION: "replace_transformer_layer",
         KERNELS: "DeepSpeedTransformerLayer DeepSpeedTransformerConfig HAS_TRITON",
         AUTOTP: ("set_autotp_mode load_ds_config merge_tp_model_init_into_config record_tp_model_init_args"),
-        "triax has no git hash: deepspeed.version is the version of DeepSpeed whose names these are": (
+        "triax has no git hash: deepspeed.version is the version of DeepSpeed whose names triax has": (
             "git_hash git_branch"
         ),
         "write the type of the argument itself, Callable[[list], torch.optim.Optimizer]": "DeepSpeedOptimizerCallable",
         "write the type of the argument itself, Callable[[torch.optim.Optimizer], LRScheduler]": (
             "DeepSpeedSchedulerCallable"
         ),
-        "engine.optimizer is a torch.optim.Optimizer: write that": "DeepSpeedOptimizer",
+        "write torch.optim.Optimizer, which is the class of engine.optimizer": "DeepSpeedOptimizer",
     },
     "checkpoint": {FILES: "*"},
     "checkpointing": {
-        "recompute by the function: deepspeed.checkpointing.checkpoint(function, *args)": "CheckpointFunction"
+        "to recompute a function, call deepspeed.checkpointing.checkpoint(function, *args)": "CheckpointFunction"
     },
     "comm": {
         COMM_LOG: (
@@ -362,12 +363,12 @@ ABSENT = {
     "compile.custom_ops": {COMPILE: "*"},
     "compression": {COMPRESSION: "*"},
     "constants": {GLOBALS: "CROSS_RANK CROSS_SIZE"},
-    "env_report": {"write triax env on the command line": "*"},
+    "env_report": {"use the command triax env": "*"},
     "inference": {
         FASTGEN: "RaggedInferenceEngineConfig InferenceEngineV2 build_hf_engine build_engine_from_ds_checkpoint",
     },
     "moe.sharded_moe": {"triax.moe has the router, the capacity and the dispatch of a mixture: docs/moe.md": "*"},
-    "moe.layer": {"deepspeed.moe.layer.MoE holds its experts": "Experts TopKGate"},
+    "moe.layer": {"deepspeed.moe.layer.MoE makes its gate and its experts itself": "Experts TopKGate"},
     "monitor.config": {"triax writes to TensorBoard, CSV, JSON and Weights & Biases": "CometConfig"},
     "ops": {
         KERNELS: "transformer DeepSpeedTransformerLayer DeepSpeedTransformerConfig",
@@ -404,10 +405,10 @@ ABSENT = {
             "map_to_flat_opt_states set_full_hp_param set_full_hp_grad link_hp_params "
             "lazy_init_hp_params_optimizer_state"
         ),
-        "triax run binds no processes to cores: start it under numactl": "get_numactl_cmd",
+        "triax run binds no processes to cores: start triax run under numactl": "get_numactl_cmd",
     },
     "zero": {
-        "generation in stage 3 gathers the weights: write with triax.zero.gathered(engine.module)": (
+        "to generate in stage 3, gather the weights: write 'with triax.zero.gathered(engine.module):'": (
             "unwrap_model_for_generation"
         ),
         INTERNAL: "DeepSpeedTensorOverride DeepSpeedZeRoOffload ZeroParamType",
@@ -418,7 +419,7 @@ ABSENT = {
     "zero.stage_1_and_2": {
         MEMORY: ("estimate_zero2_model_states_mem_needs_all_live estimate_zero2_model_states_mem_needs_all_cold")
     },
-    "zero.utils": {'write hasattr(parameter, "ds_id"): stage 3 sets it': "is_zero_param"},
+    "zero.utils": {'write hasattr(parameter, "ds_id"): stage 3 sets this attribute': "is_zero_param"},
 }
 
 ABSENT_MODULES = {
@@ -450,13 +451,13 @@ ABSENT_MODULES = {
     "pipe.schedule": SCHEDULE,
     "runtime.activation_checkpointing.offload_activations": ACTIVATIONS,
     "runtime.bf16_optimizer": MASTERS,
-    "runtime.comm": 'compressed collectives are set by "gradient_compression": docs/compression.md',
+    "runtime.comm": 'the configuration\'s "gradient_compression" section compresses gradients: docs/compression.md',
     "runtime.data_pipeline": DATA,
     "runtime.domino": AUTOTP,
     "runtime.hybrid_engine": HYBRID,
     "runtime.rollout": ROLLOUT,
     "runtime.sequence_parallel": ULYSSES,
-    "runtime.superoffload": ZENFLOW,
+    "runtime.superoffload": SUPEROFFLOAD,
     "runtime.zenflow": ZENFLOW,
     "sequence": ULYSSES,
 }

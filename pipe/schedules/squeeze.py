@@ -177,7 +177,7 @@ def fill_idle(
         For each rank, the unit in which each F, I and W starts.
     """
     moved = [_with_weights(rank) if weights else dict(rank) for rank in starts]
-    memory = [_RankMemory(rank, not weights) for rank in moved]
+    memory = [_UnitMemory(rank, not weights) for rank in moved]
     begin = moved[0][Op("I", 0, 0)]
     end = max(t for op, t in moved[0].items() if op.kind == "F" and op.stage == 0)
     for t, r, op in sorted((t, r, op) for r, rank in enumerate(moved) for op, t in rank.items()):
@@ -198,7 +198,7 @@ def fill_idle(
     return [_with_weights(rank) for rank in moved]
 
 
-class _RankMemory:
+class _UnitMemory:
     """Activations that one rank holds before each unit, and the Ws that wait for an idle unit."""
 
     def __init__(self, starts: Mapping[Op, int], defer: bool) -> None:

@@ -39,6 +39,7 @@ from triax.zero.state_shards import state_number as number_of
 
 from checkpoint_jobs import SIZES, Cell, Job, command, make
 from paths import DOCS
+from readme_blocks import blocks
 from small_checkpoints import linear
 
 
@@ -348,6 +349,9 @@ def test_the_program_of_the_docs_runs_again(ranks: Any, tmp_path: Path) -> None:
     source = text.split("```python\n# save.py\n")[1].split("```")[0]
     assert ranks(2, run_docs, source, str(tmp_path)) == [4] * 2
     assert ranks(1, run_docs, source, str(tmp_path)) == [4 + 8]
+    (tree,) = (block.text for block in blocks(text) if block.text.startswith("runs/first\n"))
+    shown = [line.strip("│├└─ ").split()[0] for line in tree.splitlines()]
+    assert Counter(shown[1:]) == Counter(path.name for path in (tmp_path / "runs/first").rglob("*"))
 
 
 def without_an_engine(saved: str) -> tuple[dict[str, torch.Tensor], list[list[int]]]:

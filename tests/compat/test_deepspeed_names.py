@@ -131,11 +131,11 @@ def test_names_of_gpt_neox_and_diffusion_pipe(
     ):
         exec(statement, {})
     for statement, told in (
-        ("from deepspeed.runtime.pipe.schedule import SendGrad", "write its name under pipeline.schedule"),
+        ("from deepspeed.runtime.pipe.schedule import SendGrad", "set pipeline.schedule to a schedule's name"),
         ("from deepspeed.runtime.bf16_optimizer import BF16_Optimizer", "the engine holds the master weights"),
         ("from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler", "pass a dataset"),
-        ("from deepspeed.comm import mpi_discovery", "read by the grid"),
-        ("from deepspeed.launcher.runner import main", "triax run takes the place"),
+        ("from deepspeed.comm import mpi_discovery", "grid reads the launcher"),
+        ("from deepspeed.launcher.runner import main", "use triax run"),
         ("from deepspeed.launcher.runner import EXPORT_ENVS", "--export NAME"),
     ):
         with pytest.raises(ImportError) as error:

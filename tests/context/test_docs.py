@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from triax.context.mask import Mask
 from triax.context.order import runs
 
 from paths import ROOT
-from readme_blocks import programs
+from processes import program
+from readme_blocks import blocks, commands, programs
 
 TEXT = (ROOT / "docs" / "context.md").read_text()
 
@@ -39,8 +41,18 @@ def test_the_programs_run(ranks: Any, name: str, size: int) -> None:
     ranks(size, run_program, programs(TEXT)[name], [str(size)] if size > 1 else [])
 
 
-def test_all_programs_are_run() -> None:
-    assert list(programs(TEXT)) == ["long.py", "sparse.py"]
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_training_prints_what_the_page_shows(ranks: Any, size: int, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(programs(TEXT)["train.py"])
+    (shown,) = [block.text for block in blocks(TEXT) if block.language == "text"]
+    first, *others = ranks(size, program, ["train.py", str(size)], str(tmp_path))
+    assert first == shown and not any(others)
+
+
+def test_all_programs_are_run_by_a_command() -> None:
+    assert list(programs(TEXT)) == ["train.py", "long.py", "sparse.py"]
+    typed = [command for _, command in commands(TEXT)]
+    assert all(any(name in command for command in typed) for name in programs(TEXT))
 
 
 def test_the_table_of_balance() -> None:

@@ -14,7 +14,7 @@ from triax.cli.main import app
 
 from paths import DOCS
 from processes import program
-from readme_blocks import commands, programs
+from readme_blocks import commands, make_text, makes_text, programs
 
 TEXT = (DOCS / "data.md").read_text()
 CHAT = "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|endoftext|>"
@@ -44,7 +44,7 @@ def typed(*launchers: str) -> list[str]:
 
 def test_commands_work(tmp_path: Path, monkeypatch: Any) -> None:
     pytest.importorskip("tokenizers")
-    make_sources(tmp_path)
+    make_text(TEXT, tmp_path)
     monkeypatch.chdir(tmp_path)
     for command in typed("triax"):
         if "--chat" not in command:
@@ -77,4 +77,5 @@ def test_programs_print_the_same_on_every_grid(ranks: Any, tmp_path: Path) -> No
 
 def test_all_of_it_is_run() -> None:
     assert list(programs(TEXT)) == ["train.py", "loop.py"]
-    assert len(typed("triax", "python", "torchrun")) == len(commands(TEXT))
+    shells = [command for _, command in commands(TEXT) if makes_text(command)]
+    assert len(typed("triax", "python", "torchrun", "mkdir")) == len(commands(TEXT)) and len(shells) == 3

@@ -300,6 +300,7 @@ def test_the_commands_of_the_docs_run(block: str, tmp_path: Path) -> None:
         name = "train.py" if kind == "python" else "hosts"
         (tmp_path / name).write_text(source)
     as_launchers(tmp_path)
+    block = block.replace("\\\n", " ")
     block = block.replace("--hostfile", f"--launcher '{ELSEWHERE}' --master-addr 127.0.0.1 --hostfile")
     block = block.replace("master-addr worker-1", "master-addr 127.0.0.1")
     folder = str(Path(sys.executable).parent)

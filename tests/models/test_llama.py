@@ -360,6 +360,7 @@ def run_program(source: str, sizes: list[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
+        ("tiny_llama.py", []),
         ("presets.py", []),
         ("packed.py", []),
         ("packed.py", ["1", "2", "2"]),
@@ -373,7 +374,9 @@ def test_the_docs_programs_run(ranks: Any, name: str, sizes: list[str]) -> None:
 
 
 def test_the_docs_programs_are_all_run() -> None:
-    assert list(programs()) == ["presets.py", "hybrid.py", "mtp.py", "packed.py", "own.py", "replaced.py"]
+    assert list(programs()) == [
+        *("tiny_llama.py", "presets.py", "hybrid.py", "mtp.py", "packed.py", "own.py", "replaced.py"),
+    ]
 
 
 def run_in(folder: str, source: str, sizes: list[str]) -> str:

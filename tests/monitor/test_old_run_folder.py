@@ -6,16 +6,24 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import sys
+import types
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from typer.testing import CliRunner
 
 import triax
 from triax.cli.main import app
+from triax.monitor.protocol import RunRecord
 from triax.monitor.report.run_folder import read_run, read_trace
+from triax.monitor.run_record import write_run
 
 OLD = Path(__file__).parent / "fixtures" / "run"
 
@@ -77,3 +85,23 @@ def test_a_new_run_has_the_same_keys(ranks: Any, tmp_path: Path) -> None:
     kinds = [{(event["ph"], *sorted(event)) for event in run.trace["traceEvents"]} for run in (old, new) if run.trace]
     assert kinds[1] <= kinds[0]
     assert old.record["schedule"].keys() == new.record["schedule"].keys()
+
+
+@pytest.mark.parametrize(
+    ("module", "file", "shown"),
+    [
+        ("triax.cli.main", "/x/triax/cli/main.py", "python -m triax.cli.main train a.yaml"),
+        ("own.__main__", "/x/own/__main__.py", "python -m own train a.yaml"),
+        (None, "/x/bin/triax", "triax train a.yaml"),
+    ],
+)
+def test_the_command_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str | None, file: str, shown: str
+) -> None:
+    main = types.ModuleType("__main__")
+    main.__spec__ = ModuleSpec(module, None) if module is not None else None
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "argv", [file, "train", "a.yaml"])
+    record: dict[str, Any] = {field.name: None for field in dataclasses.fields(RunRecord)}
+    write_run(tmp_path, RunRecord(**record))
+    assert json.loads((tmp_path / "run.json").read_text())["command"] == shown

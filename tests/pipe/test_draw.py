@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import re
+import shlex
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from triax.cli.main import app
 from triax.pipe.program.draw import chrome_trace, picture, text
 from triax.pipe.program.simulate import Costs, timeline_of
 from triax.pipe.program.timeline import Span, Timeline
 from triax.pipe.schedules.choose import make_schedule
 
 from paths import DOCS
+from readme_blocks import blocks, programs
 
 
 def plain(subject: object) -> list[str]:
@@ -31,6 +36,23 @@ def test_text_is_the_pipeline_in_cells() -> None:
     assert "forward" in lines[2] and "weight gradient" not in lines[2]
     assert lines[3].strip() == "= the op goes on, . idle"
     assert "\n".join(lines[:2]) in (DOCS / "schedules.md").read_text()
+
+
+def test_the_pictures_of_the_page_are_the_commands() -> None:
+    listed = blocks((DOCS / "schedules.md").read_text())
+    pairs = [(a.text, b.text) for a, b in pairwise(listed) if a.language == "console" and b.language == "text"]
+    assert len(pairs) >= 5
+    for command, shown in pairs:
+        run = CliRunner().invoke(app, shlex.split(command.removeprefix("$ "))[1:], env={"COLUMNS": "120"})
+        printed = [line.rstrip() for line in run.output.splitlines()]
+        pictured = [line.rstrip() for line in shown.splitlines() if line.startswith(("rank", "copies"))]
+        assert [line for line in pictured if line not in printed] == [], command
+
+
+def test_the_first_program_of_the_page_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    text_of_page = (DOCS / "schedules.md").read_text()
+    exec(programs(text_of_page)["first.py"], {"__name__": "__main__"})
+    assert capsys.readouterr().out in [block.text for block in blocks(text_of_page)]
 
 
 def test_narrow_text_has_letters_above_numbers() -> None:

@@ -69,6 +69,13 @@ def test_the_commands_of_the_docs(command: str, tmp_path: Path, monkeypatch: pyt
     assert machine("here.json").measured is not None
 
 
+def test_the_first_table_of_the_docs() -> None:
+    (shown,) = [block.text for block in blocks(TEXT) if block.text.startswith("90 % of runs")]
+    first, *table = shown.splitlines()
+    printed = run(*shlex.split(COMMANDS[0])[2:])
+    assert printed.startswith(first.removesuffix("...)")) and "\n".join(table) in printed
+
+
 def test_the_docs_machine_file_and_programs(tmp_path: Path) -> None:
     (text,) = [block.text for block in blocks(TEXT) if block.language == "json"]
     (tmp_path / "mine.json").write_text(text)
@@ -264,3 +271,7 @@ def test_a_written_plan_dry_runs_and_has_a_slurm_script(tmp_path: Path, monkeypa
         run(*sizes, "--sbatch", "job.sbatch")
     with pytest.raises(ConfigError, match="which triax train cannot run"):
         run("--model", "llama3-8b", "--gpus", "8", "--batch", "8", "--products", "fp8", "--write", "run.yaml")
+    (tmp_path / "mine.yaml").write_text("model: {preset: gpt2}\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml, which exists and is not a file of triax plan"):
+        run(*sizes, "--layout", layout, "--write", "mine.yaml")
+    assert (tmp_path / "mine.yaml").read_text() == "model: {preset: gpt2}\n"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -60,3 +64,16 @@ def commands(text: str) -> list[tuple[int, str]]:
             if command and not command.startswith("#"):
                 found += [(block.line, part.strip()) for part in re.split(r"&&|;", command)]
     return found
+
+
+def make_text(page: str, folder: Path) -> None:
+    """Run a page's commands that make its folder of text: ``mkdir text``, ``python -m pydoc os > text/os.txt``."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    typed = [command for _, command in commands(page) if makes_text(command)]
+    assert typed
+    for command in typed:
+        subprocess.run(["sh", "-c", command], cwd=folder, env={**os.environ, "PATH": path}, timeout=60, check=True)
+
+
+def makes_text(command: str) -> bool:
+    return command.startswith(("mkdir text", "python -m pydoc "))

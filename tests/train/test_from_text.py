@@ -31,12 +31,12 @@ from triax.train.start import make_job
 
 from paths import DOCS
 from processes import started
-from readme_blocks import blocks, commands, programs
+from readme_blocks import blocks, commands, make_text, makes_text, programs
 
 pytest.importorskip("transformers")
 
 TEXT = (DOCS / "from-text.md").read_text()
-TYPED = [command for _, command in commands(TEXT)]
+TYPED = [command for _, command in commands(TEXT) if not makes_text(command)]
 EXPLAIN, FIRST, SECOND = (command for command in TYPED if command.startswith("triax train "))
 WORDS = [
     "the",
@@ -61,7 +61,7 @@ LOSS = {torch.float64: torch.float64, torch.bfloat16: torch.float32}  # dtype of
 
 
 def make_folder(folder: Path) -> Path:
-    """Write what the page begins with, and its programs and its training file."""
+    """Write a text of few words, the page's programs and its training file."""
     drawn = torch.Generator().manual_seed(1)
     (folder / "text").mkdir()
     for number in range(4):
@@ -296,7 +296,7 @@ def test_the_page_as_it_is_typed(tmp_path: Path) -> None:
         printed.append(out)
     wanted = one_process(tmp_path)
     assert losses(tmp_path / "runs" / "notes") == pytest.approx([wanted[n][0] for n in wanted], rel=1e-10, abs=0)
-    assert printed[-2].strip() == printed[-1].strip() and "the cat" in printed[-1]
+    assert printed[-2].strip() == printed[-1].strip() and "the file" in printed[-1]
 
 
 def losses(run: Path) -> list[float]:
@@ -323,7 +323,7 @@ def check_model(generated: str) -> None:
     folder = Path("runs/notes/model")
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    prompt = tokenizer("the cat", return_tensors="pt")
+    prompt = tokenizer("the file", return_tensors="pt")
     text = tokenizer.decode(model.generate(**prompt, do_sample=False, max_new_tokens=20)[0], skip_special_tokens=True)
     assert generated.strip() == text.strip() and len(text) > 20
     grid = triax.Grid()
@@ -336,6 +336,15 @@ def check_model(generated: str) -> None:
         assert (found - model(input_ids=ids).logits).abs().max() <= 1e-5
     written = TokenData("tokens", LENGTH, tokenizer=folder)  # its tokenizer is the one that made the tokens
     assert written.length == LENGTH
+
+
+def test_the_text_that_the_page_makes_is_enough(tmp_path: Path, monkeypatch: Any) -> None:
+    make_text(TEXT, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for command in TYPED[:3]:
+        assert typed(command)
+    assert len(json.loads(Path("tokenizer/tokenizer.json").read_text())["model"]["vocab"]) <= VOCABULARY
+    assert sum(1 for _ in itertools.islice(batches(tmp_path), STEPS)) == STEPS
 
 
 def test_all_of_it_is_run() -> None:

@@ -22,7 +22,7 @@ from triax.train.start import make_job
 
 from paths import ROOT
 from processes import program
-from readme_blocks import commands, programs
+from readme_blocks import commands, make_text, programs
 from tokenized import folder
 
 
@@ -100,10 +100,10 @@ def test_the_docs_program_and_commands_run(ranks: Any, tmp_path: Path, monkeypat
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(text.partition("```yaml\n")[2].partition("```")[0])
-    (tmp_path / "text").mkdir()
-    for number in range(12):
-        (tmp_path / "text" / f"{number}.txt").write_text(f"text {number} of some length\n" * 20)
-    first, second, *_ = [command.partition("#")[0].split()[1:] for _, command in commands(text)]
+    make_text(text, tmp_path)
+    first, second, *_ = [
+        command.partition("#")[0].split()[1:] for _, command in commands(text) if command[:5] == "triax"
+    ]
     shutil.rmtree("tokens")
     small = ["training.steps=1", "training.batch=4", "model.preset=bytes-tiny"]
     for words in (first, [*second, *small]):

@@ -18,7 +18,7 @@ class ActivationCheckpointingConfig(Section):
         "recompute if interval, granularity, number_checkpoints, partition_activations or cpu_checkpointing is set.",
     )
     interval: int | None = setting(
-        None, "Recompute groups of so many layers of a stage; 0: none; null: the model's own.", ge=0
+        None, "Recompute groups of this many layers of a stage; 0: none; null: the model's own.", ge=0
     )
     granularity: Literal["full", "selective", "matmul"] | None = setting(
         None,
@@ -32,7 +32,7 @@ class ActivationCheckpointingConfig(Section):
         None, "Number of groups into which the layers of a rank are cut, instead of an interval.", ge=1
     )
     mlp_tile: int | None = setting(
-        None, "Run MLPs on so many tokens of each sequence at a time, and recompute each such tile.", ge=1
+        None, "Run MLPs on this many tokens of each sequence at a time, and recompute each such tile.", ge=1
     )
     partition_activations: bool = setting(False, "Keep 1/tensor of each input that all tensor ranks hold.")
     cpu_checkpointing: bool = setting(False, "Keep inputs in host memory.")

@@ -32,7 +32,7 @@ class CheckpointConfig(Section):
     )
     every: int | None = setting(
         None,
-        "Save into dir every so many steps, and on SIGTERM or SIGUSR1 at the end of the current step before exiting.",
+        "Save into dir every N steps, and on SIGTERM or SIGUSR1 at the end of the current step before exiting.",
         ge=1,
     )
     keep: int | None = setting(None, "Number of automatic checkpoints to keep in dir; older ones are removed.", ge=1)

@@ -33,7 +33,7 @@ class ElasticityConfig(SwitchSection):
     version: float = Field(default=0.2, description="0.1: any number of ranks; 0.2: whole hosts.")
     model_parallel_size: int = setting(1, "version 0.2: ranks of one replica.", ge=1)
     num_gpus_per_node: int = setting(1, "version 0.2: ranks of one host.", ge=1)
-    min_time: float | None = idle("a run grows when a host joins, and not before")
+    min_time: float | None = idle("a run grows as soon as a host joins")
     auto: bool | None = idle("batch sizes are chosen when the engine is made")
 
     @model_validator(mode="after")

@@ -10,7 +10,7 @@ from .base import Section, setting
 
 
 class LocalUpdatesConfig(Section):
-    """``local_updates``: replicas step separately and synchronize every so many steps: docs/local-updates.md."""
+    """``local_updates``: replicas step separately and synchronize every N steps: docs/local-updates.md."""
 
     OPTIONS: ClassVar = {
         "local_sgd": (),

@@ -53,7 +53,7 @@ class WandbConfig(Section):
 class HistogramsConfig(SwitchSection):
     """``histograms``: of weights and gradients by parameter, to tensorboard, wandb and the page of json_monitor."""
 
-    every: int | None = setting(None, "Count weights and gradients every so many steps; null: never.", ge=1)
+    every: int | None = setting(None, "Count weights and gradients every N steps; null: never.", ge=1)
     bins: int = setting(64, "Number of equal bins over a tensor's range.", needs="every", ge=2, le=1024)
 
 

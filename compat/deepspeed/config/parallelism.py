@@ -17,12 +17,16 @@ class PipelineConfig(Section):
     schedule: str = setting("1f1b", "Name of a schedule, auto (search for one), or path of a .csv, .json or .txt file.")
     costs: tuple[Annotated[float, Strict(), Field(ge=0)], ...] = setting(
         (1.0, 1.0, 1.0),
-        "For auto: measured times of F, I, W and a message, in any unit.",
+        "For schedule auto: measured times of a forward pass, the input gradient, the weight gradient and (optional) a "
+        "message, in any unit.",
         min_length=3,
         max_length=4,
     )
     memory: float | None = setting(
-        None, "For auto: limit of activations per rank, in units of one microbatch through 1/pipe of the model.", gt=0
+        None,
+        "For schedule auto: limit of a rank's activations. 1 is the activations of one microbatch in 1/pipe of the "
+        "model.",
+        gt=0,
     )
     stages: int | None = setting(
         None,

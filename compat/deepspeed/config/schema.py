@@ -40,8 +40,8 @@ class Config(Section):
     train_batch_size: int | None = setting(None, "Samples per step, over all replicas.", auto=True, ge=1)
     train_micro_batch_size_per_gpu: Annotated[int, Strict(), Field(ge=1)] | Literal["auto"] | None = setting(
         None,
-        "Samples per microbatch of one replica. auto, with train_batch_size and no accumulation: the largest that fits "
-        "in memory, for a PipelineModule: docs/plan.md.",
+        "Samples per microbatch of one replica. auto, if train_batch_size is given and gradient_accumulation_steps is "
+        "not: for a PipelineModule, the largest that fits in memory (docs/plan.md).",
     )
     gradient_accumulation_steps: int | None = setting(
         None, "Microbatches per step and replica: they fill the pipeline.", auto=True, ge=1
@@ -85,7 +85,7 @@ class Config(Section):
         None, "Dtype in which gradients are summed over replicas; null: their own."
     )
     local_updates: LocalUpdatesConfig | None = setting(
-        None, "Local SGD and DiLoCo: replicas step separately and synchronize every so many steps; null: off."
+        None, "Local SGD and DiLoCo: replicas step separately and synchronize every N steps; null: off."
     )
     lora: LoraConfig | None = setting(
         None, "Low-rank adapters of linear layers; only these are trained: docs/lora.md; null: off."
@@ -123,7 +123,7 @@ class Config(Section):
         "that overflow. One process without clipping computes no norm and checks only the loss.",
     )
     steps_per_print: int | None = setting(
-        None, "Print step, loss, learning rate and samples per second on rank 0, every so many steps.", ge=1
+        None, "Print step, loss, learning rate and samples per second on rank 0, every N steps.", ge=1
     )
     torch_autocast: TorchAutocastConfig = setting(TorchAutocastConfig(), "Forward passes under torch.autocast.")
     amp: AmpConfig = setting(AmpConfig(), "NVIDIA apex: O1 is autocast to float16.")

@@ -94,14 +94,16 @@ class ZeroConfig(Section):
         None, "Stage 3: elements of the next layers to prefetch; auto: one layer.", auto=True
     )
     stage3_param_persistence_threshold: _Elements | None = setting(
-        None, "Stage 3: parameters with at most so many elements stay whole; auto: 0.", auto=True
+        None, "Stage 3: parameters with at most this many elements stay whole; auto: 0.", auto=True
     )
     stage3_max_live_parameters: _Elements | None = setting(
-        None, "Stage 3: above so many gathered elements, no layer is kept or prefetched; auto: no limit.", auto=True
+        None,
+        "Stage 3: if more than this many elements are gathered, no layer is kept or prefetched; auto: no limit.",
+        auto=True,
     )
     stage3_max_reuse_distance: _Elements | None = setting(
         None,
-        "Stage 3: a layer stays whole if it runs again within so many elements of other layers; auto: 0.",
+        "Stage 3: a layer stays whole if it runs again within this many elements of other layers; auto: 0.",
         auto=True,
     )
     stage3_gather_16bit_weights_on_model_save: bool = setting(
@@ -150,7 +152,8 @@ class ZeroConfig(Section):
     )
     zero_quantized_gradients: bool = setting(
         False,
-        "ZeRO++: reduce gradients in blocks of 4 bits; if all hosts have equally many replicas, within hosts first.",
+        "ZeRO++: reduce gradients in blocks of 4 bits; if all hosts have the same number of replicas, within hosts "
+        "first.",
     )
     zero_hpz_partition_size: int = setting(
         1,
