@@ -43,7 +43,8 @@ class ScheduleOptions(Options):
     chunks: int | None = option(None, "Stages per rank; None: as the model or the schedule has them.", least=1)
     costs: tuple[float, ...] = option(
         (1.0, 1.0, 1.0),
-        "For auto, pairs, recompute and offload: measured times of F, I, W and a message, in any unit.",
+        "For auto, pairs, recompute and offload: measured times of a forward pass (F), the input gradients (I), the "
+        "weight gradients (W) and (optional) a message, in any unit.",
         least=0,
     )
     memory: float | None = option(
@@ -98,4 +99,5 @@ class ScheduleOptions(Options):
     def check(self) -> None:
         """Check the number of costs."""
         if not 3 <= len(self.costs) <= 4:
-            raise OptionError("costs", self.costs, "give the times of F, I and W, and of a message if you know it")
+            times = "the times of F (forward), I (input gradients) and W (weight gradients)"
+            raise OptionError("costs", self.costs, f"give {times}, and of a message if you know it")

@@ -17,7 +17,11 @@ class SparseAttention(Options):
     mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer"] = option("fixed", "Pattern of blocks.")
     block: int = option(16, "Tokens in a block.", least=1)
     different_layout_per_head: bool = option(False, "Each head has a layout of its own.")
-    num_heads: int | None = option(None, "Heads of a layer, if the tensor axis does not divide them.")
+    num_heads: int | None = option(
+        None,
+        "With different_layout_per_head: number of heads of a layer, over all tensor ranks. Needed only if it is not a "
+        "multiple of the size of the tensor axis.",
+    )
     seed: int = option(0, "Seed of random blocks.")
     num_local_blocks: int = option(4, f"Blocks in a local window, {_BLOCKS}", least=1)
     num_global_blocks: int = option(1, f"Global blocks, {_BLOCKS}", least=1)
@@ -26,7 +30,12 @@ class SparseAttention(Options):
         "unidirectional: no block attends to a later one. Layers that are causal stay causal with either.",
     )
     horizontal_global_attention: bool = option(False, f"Global blocks attend to all, {_BLOCKS}")
-    num_different_global_patterns: int = option(1, f"Patterns over heads, {_BLOCKS}", least=1)
+    num_different_global_patterns: int = option(
+        1,
+        "Mode fixed, with different_layout_per_head: number of choices of a window's global blocks. The heads "
+        "take them in turn.",
+        least=1,
+    )
     num_random_blocks: int = option(0, f"Random blocks in a row, {_BLOCKS}", least=0)
     local_window_blocks: tuple[int, ...] = option((4,), f"Blocks in each local window, {_BLOCKS}")
     global_block_indices: tuple[int, ...] = option((0,), f"Global blocks, {_BLOCKS}")

@@ -136,7 +136,8 @@ class Zero(Options):
     )
     quantized_gradients: bool = option(
         False,
-        "ZeRO++: reduce gradients in blocks of 4 bits; if all hosts have equally many replicas, within hosts first.",
+        "ZeRO++: reduce gradients in blocks of 4 bits; if all hosts have the same number of replicas, within hosts "
+        "first.",
     )
     hpz_partition_size: int = option(
         1,

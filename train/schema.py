@@ -408,7 +408,8 @@ class ScheduleSection(Keys):
     chunks: int | None = option(None, "Stages per rank; null: the schedule's own number.", least=1)
     costs: tuple[float, ...] | None = option(
         None,
-        "For auto, pairs, recompute and offload: measured times of F, I, W and a message, in any unit; null: 1, 1, 1.",
+        "For auto, pairs, recompute and offload: measured times of a forward pass (F), the input gradients (I), the "
+        "weight gradients (W) and (optional) a message, in any unit; null: 1, 1, 1.",
         least=0,
     )
     memory: float | None = option(

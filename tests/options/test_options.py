@@ -92,7 +92,7 @@ def test_what_is_given_is_known_and_can_be_read_again() -> None:
         ({"local_updates": DiLoCo(), "fault_tolerance": {"active": 2}}, "leave fault_tolerance.active out"),
         ({"reduction": {"dtype": "bf16"}, "zero": {"stage": 1, "quantized_gradients": True}}, "sends gradients in 4"),
         ({"monitor": {"communication": {"operations": ["all_gathr"]}}}, "did you mean 'all_gather'"),
-        ({"schedule": {"costs": [1]}}, "schedule.costs = [1]: give the times of F, I and W"),
+        ({"schedule": {"costs": [1]}}, "schedule.costs = [1]: give the times of F (forward), I (input gradients)"),
         ({"lora": {"targets": []}}, "lora.targets = []: give the names of layers to adapt, or all-linear"),
     ],
 )

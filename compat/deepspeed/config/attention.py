@@ -17,7 +17,12 @@ class SparseAttentionConfig(SwitchSection):
     )
     block: int = setting(16, "Tokens in a block.", ge=1, needs="mode")
     different_layout_per_head: bool = setting(False, "Each head has a layout of its own.", needs="mode")
-    num_heads: int | None = setting(None, "Heads of a layer, if the tensor axis does not divide them.", needs="mode")
+    num_heads: int | None = setting(
+        None,
+        "With different_layout_per_head: number of heads of a layer, over all tensor ranks. Needed only if it is not a "
+        "multiple of the size of the tensor axis.",
+        needs="mode",
+    )
     seed: int = setting(0, "Seed of random blocks.", needs="mode")
     num_local_blocks: int = setting(4, f"Blocks in a local window, {_BLOCKS}", ge=1, needs="mode")
     num_global_blocks: int = setting(1, f"Global blocks, {_BLOCKS}", ge=1, needs="mode")
@@ -27,7 +32,13 @@ class SparseAttentionConfig(SwitchSection):
         needs="mode",
     )
     horizontal_global_attention: bool = setting(False, f"Global blocks attend to all, {_BLOCKS}", needs="mode")
-    num_different_global_patterns: int = setting(1, f"Patterns over heads, {_BLOCKS}", ge=1, needs="mode")
+    num_different_global_patterns: int = setting(
+        1,
+        "Mode fixed, with different_layout_per_head: number of choices of a window's global blocks. The heads "
+        "take them in turn.",
+        ge=1,
+        needs="mode",
+    )
     num_random_blocks: int = setting(0, f"Random blocks in a row, {_BLOCKS}", ge=0, needs="mode")
     local_window_blocks: list[int] = setting([4], f"Blocks in each local window, {_BLOCKS}", needs="mode")
     global_block_indices: list[int] = setting([0], f"Global blocks, {_BLOCKS}", needs="mode")
