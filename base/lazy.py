@@ -30,11 +30,10 @@ def attach(package: str, file: str) -> tuple[Callable[[str], object], Callable[[
     def get(name: str) -> object:
         if name not in homes:
             # Imported here, so that importing a package imports nothing else.
-            from importlib.metadata import entry_points
-
+            from .entry_points import offered
             from .errors import nearest
 
-            for entry in () if name.startswith("_") else entry_points(group=_MOVED):
+            for entry in () if name.startswith("_") else offered(_MOVED):
                 with suppress(KeyError):
                     return entry.load()(package, name)
             raise AttributeError(f"module {package!r} has no attribute {name!r}; {nearest(name, homes)}")

@@ -12,12 +12,12 @@ import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
+from ..base.entry_points import offered
 from ..base.errors import ConfigError
 from ..base.files import read_object
 from ..base.hub import local_folder
@@ -326,7 +326,7 @@ def family(folder: Path) -> Any:
         ConfigError: no installed package has the family.
     """
     model_type = read_object(folder / "config.json").get("model_type")
-    known = entry_points(group=_MODELS)
+    known = offered(_MODELS)
     if not isinstance(model_type, str) or model_type not in known.names:
         names = ", ".join(sorted(known.names)) or "none (install triax again with pip install -e .)"
         entry = f'[project.entry-points."{_MODELS}"] {model_type!s:.60} = "package.module:function"'

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from typing import Any
 
 import torch
 
+from ..base.entry_points import offered
 from ..base.errors import describe, nearest
 from ..base.option_error import refusal
 from .elementwise import Lion, UncorrectedAdam
@@ -41,7 +41,7 @@ _TORCH = tuple(
 
 def names() -> list[str]:
     """Return the names of all optimizers: torch's, triax's, and those that packages offer."""
-    return list(dict.fromkeys((*_TORCH, *_OWN, *entry_points(group=_OTHERS).names)))
+    return list(dict.fromkeys((*_TORCH, *_OWN, *offered(_OTHERS).names)))
 
 
 def resolve(kind: str, params: Mapping[str, Any]) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
@@ -69,7 +69,7 @@ def resolve(kind: str, params: Mapping[str, Any]) -> tuple[type[torch.optim.Opti
     elif name in _TORCH:
         cls = getattr(torch.optim, name)
     else:
-        cls = entry_points(group=_OTHERS)[name].load()
+        cls = offered(_OTHERS)[name].load()
     given = dict(params)
     check_arguments("optimizer", name, cls, given, ("self", "params"))
     if "betas" in given:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import entry_points
 from typing import Any, NamedTuple, Protocol
 
+from ..base.entry_points import offered
 from ..base.errors import ConfigError, nearest
 from .base import Options
 from .engine import EngineOptions
@@ -59,7 +59,7 @@ def find_dialect(name: str) -> Dialect:
     Raises:
         ConfigError: no installed package has it.
     """
-    found = {each.name: each for each in entry_points(group=_GROUP)}
+    found = {each.name: each for each in offered(_GROUP)}
     if name not in found:
         raise ConfigError(f"there is no dialect {name!r}; {nearest(name, found)}: install the package that has it")
     dialect: Dialect = found[name].load()

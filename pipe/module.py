@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from importlib.metadata import entry_points
 from itertools import pairwise
 from types import NoneType
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from ..base.accelerators import move_module
 from ..base.checks import check_count, check_kind, check_seed
+from ..base.entry_points import offered
 from ..grid import Axis, Grid, Layout, layout_of
 from ..grid.auxiliary import AuxiliaryLayer, AuxiliaryLosses
 from ..grid.layout import rename
@@ -772,7 +772,7 @@ def _native(grid: Any, partition: Any, seed: Any, others: dict[str, Any]) -> tup
     """
     given = {"grid": grid, "partition": partition, "seed": seed}
     known = [*inspect.signature(PipelineModule).parameters][:-1]
-    for adapter in (entry.load() for entry in entry_points(group=_OLDER)):
+    for adapter in (entry.load() for entry in offered(_OLDER)):
         known += adapter.NAMES
         if theirs := {name: others.pop(name) for name in adapter.NAMES if name in others}:
             given = adapter.native_arguments(given, theirs)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
 from typing import Protocol
 
+from ..base.entry_points import offered
 from ..base.errors import ConfigError, nearest
 from ..engine.pipeline_engine import PipelineEngine
 from .schema import EvaluateSection
@@ -46,7 +46,7 @@ def task_evaluation(
         return None
     if tokenizer is None:
         raise ConfigError("evaluate.tasks are texts, and the run's tokenizer is unknown: give tokenizer")
-    (found,) = entry_points(group=_GROUP, name="lm_eval")
+    (found,) = offered(_GROUP).select(name="lm_eval")
     try:
         made: TaskEvaluation = found.load()(engine, tokenizer, section.tasks, section.task_samples)
     except (ConfigError, ValueError) as error:

@@ -24,13 +24,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, is_dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from ...base.entry_points import offered
 from ...base.errors import ConfigError
 from ..protocol import BUFFERS, WEIGHTS, Snapshot
 
@@ -73,7 +73,7 @@ def _configuration(module: nn.Module) -> dict[str, Any] | None:
 
 def _settings(module: nn.Module) -> Any:
     """Return what the first format that knows the model wants to keep of it, or None."""
-    finders = (getattr(entry.load(), "settings", None) for entry in entry_points(group=_EXPORTS))
+    finders = (getattr(entry.load(), "settings", None) for entry in offered(_EXPORTS))
     return next((found for find in finders if find is not None and (found := find(module)) is not None), None)
 
 
@@ -92,7 +92,7 @@ def module_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
     There are several for a layer of several that are fused along their outputs. The result is {} if no format knows
     the model.
     """
-    for entry in entry_points(group=_EXPORTS):
+    for entry in offered(_EXPORTS):
         find = getattr(entry.load(), "module_names", None)
         found: dict[str, tuple[str, ...]] = {} if find is None else find(module)
         if found:
@@ -106,7 +106,7 @@ def exporter(name: str) -> Export:
     Raises:
         ConfigError: no installed package offers it.
     """
-    known = entry_points(group=_EXPORTS)
+    known = offered(_EXPORTS)
     if name not in known.names:
         raise ConfigError(
             f"--format {name} is not a format that an installed package offers: give one of "

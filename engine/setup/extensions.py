@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import Any
 
+from ...base.entry_points import offered
 from ...base.errors import ConfigError
 
 _MEMBERS = "triax.engine_members"  # the entry points of other libraries' names of members -> functions of the engine
@@ -16,7 +17,7 @@ _REPLICA_STRATEGIES = "triax.replica_strategies"  # the entry points of modules 
 
 def compressors() -> dict[str, EntryPoint]:
     """Return the gradient compressors by name."""
-    return {entry.name: entry for entry in entry_points(group=_COMPRESSORS)}
+    return {entry.name: entry for entry in offered(_COMPRESSORS)}
 
 
 def replica_strategy(name: str) -> Any:
@@ -25,7 +26,7 @@ def replica_strategy(name: str) -> Any:
     Raises:
         ConfigError: no installed package has it.
     """
-    for entry in entry_points(group=_REPLICA_STRATEGIES, name=name):
+    for entry in offered(_REPLICA_STRATEGIES).select(name=name):
         return entry.load()
     raise ConfigError(
         f"no installed package has the replica strategy {name!r}: install triax again, with all its parts"
@@ -38,12 +39,12 @@ def tuner() -> Any:
     Raises:
         ConfigError: no installed package has one.
     """
-    for entry in entry_points(group=_TUNERS):
+    for entry in offered(_TUNERS):
         return entry.load()
     raise ConfigError("no installed package can search for batch.microbatch or zero.stage: write them")
 
 
 def foreign_members() -> Iterator[Mapping[str, Callable[[Any], Any]]]:
     """Yield the members that adapters add to engines: a name of another library -> function of the engine."""
-    for entry in entry_points(group=_MEMBERS):
+    for entry in offered(_MEMBERS):
         yield entry.load()

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from importlib.metadata import EntryPoints, entry_points
+from importlib.metadata import EntryPoints
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...base.entry_points import offered
 from ...base.errors import ConfigError, nearest, no_such
 from ...base.files import read_text
 from ...base.option_error import Note, OptionError, refusal
@@ -173,7 +174,7 @@ def with_passes(
 
 def _installed(name: str | None = None) -> EntryPoints:
     """Return other packages' schedules; none for a published name, which keeps its meaning."""
-    return EntryPoints() if name in NAMES else entry_points(group=_GROUP)
+    return EntryPoints() if name in NAMES else offered(_GROUP)
 
 
 def schedule_names() -> tuple[str, ...]:

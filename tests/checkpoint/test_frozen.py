@@ -97,7 +97,12 @@ def expected(optimizer: dict[str, Any]) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("sizes", "plain"),
-    [((1, 1, 1), False), ((1, 1, 1), True), ((2, 1, 1), False), ((1, 2, 1), True), ((2, 2, 1), False)],
+    [
+        ((1, 1, 1), False),
+        ((1, 2, 1), True),
+        ((2, 2, 1), False),
+        *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in [((1, 1, 1), True), ((2, 1, 1), False)]),
+    ],
     ids=str,
 )
 def test_the_state_of_frozen_parameters_is_kept(ranks: Any, tmp_path: Path, sizes: Any, plain: bool) -> None:

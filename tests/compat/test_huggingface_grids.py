@@ -56,7 +56,8 @@ SWEEP = [
     on(1, context=4),
 ]
 AGAIN = on(3, data=2)  # the grid of the second half
-CASES = [("llama", each, FEW) for each in GRIDS] + [
+# Replicas beside stages and tensor shards: test_lora_on_every_axis.
+CASES = [("llama", GRIDS[1], FEW)] + [
     pytest.param(case, each, STEPS, marks=pytest.mark.exhaustive)
     for case in ("gpt2", "llama")
     for each in GRIDS + SWEEP

@@ -148,7 +148,7 @@ TRACKED = 8 + 8 * WIDTH + 16 * 2 * WIDTH  # count, average and hidden: not the m
 NORM = 2 * 8 * WIDTH + 8
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.exhaustive), 4])
 def test_buffers_of_a_plain_module_are_the_first_replicas(ranks: Any, tmp_path: Path, size: int) -> None:
     """Each replica had its own statistics: evaluation and state dicts depended on the rank."""
     wanted = replicated(size)
@@ -160,7 +160,15 @@ def test_buffers_of_a_plain_module_are_the_first_replicas(ranks: Any, tmp_path: 
             assert broadcast == ([before, before, after, after] if rank == 0 and size > 1 else [0] * STEPS)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (1, 1, 1),
+        (2, 2, 1),
+        *(pytest.param(sizes, marks=pytest.mark.exhaustive) for sizes in [(2, 1, 1), (1, 2, 1)]),
+    ],
+    ids=str,
+)
 def test_buffers_of_a_pipeline_are_the_first_replicas(ranks: Any, tmp_path: Path, sizes: tuple[int, int, int]) -> None:
     """And the state dict of a pipeline had none."""
     wanted = {f"layers.{name}": value for name, value in replicated(sizes[1]).items() if name != "0.hidden"}

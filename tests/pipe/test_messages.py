@@ -146,7 +146,15 @@ def messages(sizes: tuple[int, int, int]) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (4, 1, 1), (2, 2, 1)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (1, 1, 1),
+        (2, 2, 1),
+        *(pytest.param(sizes, marks=pytest.mark.exhaustive) for sizes in [(2, 1, 1), (1, 2, 1), (4, 1, 1)]),
+    ],
+    ids=str,
+)
 def test_classes_of_messages_are_kept(ranks: Any, sizes: tuple[int, int, int]) -> None:
     """They arrived as plain tuples and dicts, and the next layer failed on another rank only."""
     for found in ranks(math.prod(sizes), messages, sizes):

@@ -15,6 +15,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from triax.base.entry_points import installed
 from triax.base.errors import ConfigError
 from triax.cli.schedule import schedule as schedule_command
 from triax.pipe.program.ops import Op
@@ -433,6 +434,7 @@ def test_schedules_of_a_package_by_name(package: Path) -> None:
     with pytest.raises(TypeError, match="mine_schedules:odd returned a str, but must return a Schedule"):
         make_schedule("odd", 2, 4)
     (package / "mine-1.0.dist-info" / "entry_points.txt").write_text("[triax.schedules]\nmine = mine_schedules:mine\n")
+    installed.cache_clear()  # as in the next process
     assert "mine" not in run("--compare", "--pipe", "2", "--microbatches", "3")[1]
     assert "interleaved" in run("mine", "--pipe", "2")[1]
 

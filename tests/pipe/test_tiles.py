@@ -28,7 +28,13 @@ GPT = GPTConfig.preset("bytes-tiny", num_hidden_layers=4, vocab_size=VOCABULARY)
 
 
 def engine_of(
-    grid: Grid, config: DecoderConfig, schedule: str, stage: Any, recompute: Recomputation, shards: bool = False
+    grid: Grid,
+    config: DecoderConfig,
+    schedule: str,
+    stage: Any,
+    recompute: Recomputation,
+    shards: bool = False,
+    size: int = 1,
 ) -> triax.PipelineEngine:
     model = triax.PipelineModule(
         decoder_layers(config, sequence_parallel=shards),
@@ -40,7 +46,7 @@ def engine_of(
     engine = triax.Engine(
         model,
         optimizer=partial(torch.optim.SGD, lr=0.1),
-        batch=triax.Batch(size=SAMPLES, microbatch=1),
+        batch=triax.Batch(size=SAMPLES, microbatch=size),
         schedule=schedule,
         zero=triax.Zero(stage=stage),
         recompute=recompute,
@@ -53,9 +59,10 @@ def both(
     axes: dict[str, Any], config: DecoderConfig, schedule: str, stage: Any, tile: int, shards: bool, **more: Any
 ) -> list[tuple[float, dict[str, Tensor]]]:
     grid, found = Grid(**axes, timeout=60), []
+    size = SAMPLES // (2 * grid.pipe.size * grid.data.size)  # twice as many microbatches as stages
     for each in (None, tile):
-        engine = engine_of(grid, config, schedule, stage, Recomputation(mlp_tile=each, **more), shards)
-        loss = engine.train_batch(microbatches(grid, text_batches(VOCABULARY, SAMPLES, LENGTH, 1))).item()
+        engine = engine_of(grid, config, schedule, stage, Recomputation(mlp_tile=each, **more), shards, size)
+        loss = engine.train_batch(microbatches(grid, text_batches(VOCABULARY, SAMPLES, LENGTH, 1), size)).item()
         found.append((loss, engine.gather("gradients")))
     return found
 

@@ -72,6 +72,7 @@ BARE = (
     *(
         "base/__init__.py",
         "base/checks.py",
+        "base/entry_points.py",
         "base/errors.py",
         "base/formulas.py",
         "base/files.py",
