@@ -27,7 +27,7 @@ class BatchSizes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Batch(Options):
-    """Samples of a step. Two of the three sizes determine the third.
+    """Samples of a step. Two of the three sizes determine the third; with one, ``microbatches`` is 1.
 
     >>> triax.Batch(size=32, microbatch=4).sizes(replicas=2)
     BatchSizes(train=32, micro=4, accumulation=4)

@@ -22,7 +22,7 @@ RUN = "model: {preset: bytes-tiny}\ndata: tokens\ntraining: {steps: 2, batch: 2}
 
 def _named(text: str) -> Iterator[str]:
     """Yield the keys that a counterpart names, without what it explains."""
-    text = re.sub(r" \([^)]*\)|triax\.[\w.]+\([^)]*\).*|initialize\([^)]*\)|,? with .*", "", text)
+    text = re.sub(r": selective| \([^)]*\)|triax\.[\w.]+\([^)]*\).*|initialize\([^)]*\)|,? with .*", "", text)
     if not text.startswith("nothing: ") and text:
         yield from re.split(r", or |, | and | or ", text)
 
@@ -64,6 +64,8 @@ def test_every_counterpart_is_a_key() -> None:
         ("training.local_batch_size=2", "there is no 'local_batch_size'; write training.microbatch"),
         ("training.pin_memory=true", "there is no 'pin_memory'; write nothing: a run has no such setting"),
         ("num_heads=4", "write model.overrides (of a preset)"),
+        ("training.recompute_activations=true", "write training.recompute: selective"),
+        ("training.recompute_granularity=full", "write training.recompute.granularity"),
         ("lora_r=4", "write model.lora.rank"),
         # A name of one word that another section has for something else: all keys are listed.
         ("interval=3", "there is no 'interval'; known are name, runs"),
