@@ -32,8 +32,12 @@ from typer.testing import CliRunner
 
 import triax
 from triax.cli.main import app
+from triax.grid.environment import read_environment
 from triax.options import table as tables
 from triax.pipe.schedules.registry import RECIPES
+from triax.train.file import read_training_file
+from triax.train.job import resolve
+from triax.train.loop import TrainingRun, train
 from triax.train.schema import TrainingFile
 
 from paths import DOCS, ROOT
@@ -337,13 +341,55 @@ def test_megatrons_table_names_keys_that_are_there() -> None:
                     name in known
                     or any(key.startswith(f"{name}.") for key in known)
                     or (method != name and hasattr(triax.PipelineEngine, method))
-                    or name in {"interleaved", "weight_decay", "betas"}  # a schedule; arguments of an optimizer
+                    or name in {"interleaved", "selective", "full", "weight_decay", "betas"}  # values; arguments
                 ), name
+
+
+def run_of_a_file(folder: str, file: str, *changes: str) -> list[float]:
+    """Be a rank of `triax train FILE KEY=VALUE ...`; return the losses."""
+    losses: list[float] = []
+
+    class Watch:
+        def start(self, run: TrainingRun) -> None:
+            pass
+
+        def after_step(self, run: TrainingRun, loss: float) -> None:
+            losses.append(loss)
+
+    os.chdir(folder)
+    environment = read_environment()
+    assert environment is not None
+    train(resolve(read_training_file(file, changes)[0], environment.world_size), [Watch()])
+    return losses
+
+
+def test_megatrons_small_runs_train_and_continue(ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (DOCS / "moving-from" / "megatron.md").read_text()
+    for block in blocks(text):
+        if block.language == "yaml":
+            (tmp_path / f"{yaml.safe_load(block.text)['name']}.yaml").write_text(block.text)
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "some.txt").write_text("a text of some length\n" * 800)
+    monkeypatch.chdir(tmp_path)
+    small = text.partition("## A small run")[2].partition("\n## ")[0]
+    (_, *tokenize), *runs = [shlex.split(command) for command, _ in shown(small)]
+    assert CliRunner().invoke(app, tokenize).exit_code == 0
+    assert [words[:3] for words in runs] == [["triax", "train", "small.yaml"]] * 3
+    assert "training.steps=30" in runs[2]
+    fewer = (2, 2, 3)  # steps; the page's 20, 20 and 30
+    one, interleaved, rest = (
+        ranks(4, run_of_a_file, str(tmp_path), *words[2:], f"training.steps={steps}", "monitor.trace=0")[0]
+        for words, steps in zip(runs, fewer, strict=True)
+    )
+    assert len(one) == 2 and one == pytest.approx(interleaved, abs=1e-5)
+    assert len(rest) == 1
+    gpt = CliRunner().invoke(app, ["train", "gpt.yaml", "--explain", "--processes", "4"])
+    assert gpt.exit_code == 0 and "pipe 2 x tensor 2" in gpt.output, gpt.output
 
 
 def test_megatrons_run_is_explained_as_the_page_shows(tmp_path: Path) -> None:
     text = (DOCS / "moving-from" / "megatron.md").read_text()
-    _, run = [block.text for block in blocks(text) if block.language == "yaml"]
+    *_, run = [block.text for block in blocks(text) if block.language == "yaml"]
     (shown,) = [block.text for block in blocks(text) if "bytes of a rank, in GiB" in block.text]
     file = tmp_path / "llama.yaml"  # with the shape of the folder
     file.write_text(re.sub(r"folder: Llama-3-70B.*", "preset: llama3-70b", run))
