@@ -65,13 +65,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def close(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that an unknown one is a misspelling or the beginning of; None if there is no such name.
+    """Return the known name that an unknown one misspells, begins or, after a "_", ends; None if there is none.
 
     A name that differs in a digit, or in a whole word, means something else: h200 is no misspelling of h100.
     """
     names = list(known)
     lowered = {each.lower(): each for each in reversed(names)}
-    longer = [each for each in names if each.lower().startswith(f"{name.lower()}-")]
+    low = name.lower()
+    longer = [each for each in names if each.lower().startswith(f"{low}-") or each.lower().endswith(f"_{low}")]
     if len(longer) == 1:
         return longer[0]
     near = difflib.get_close_matches(name, names, n=5, cutoff=0.7)

@@ -156,7 +156,7 @@ def _functions(path: Path, function: str, data: str | None, dry: bool) -> tuple[
     try:
         (batch,) = run_ranks(1, _random_batch, build)
     except RankFailure as failure:
-        raise ValueError(f"without a function 'batches' in {path}: {failure.first.summary}") from failure
+        raise ValueError(f"{path} has no function 'batches', and {failure.first.summary}") from failure
     return build, partial(_same, batch)
 
 
@@ -170,7 +170,12 @@ def _random_batch(build: Any) -> list[list[tuple[Tensor, Tensor]]]:
     Raises:
         ValueError: the model takes none of them.
     """
-    model = build(Grid())
+    try:
+        model = build(Grid())
+    except TypeError as error:
+        raise ValueError(
+            f"{build.__name__}(grid) raised {error!r}: it must take a triax.Grid, and return a model"
+        ) from error
     matrices = [each for each in model.parameters() if each.dim() > 1]
     words, width, outputs = (*matrices[0].shape[:2], matrices[-1].shape[0]) if matrices else (1, 1, 1)
     generator = torch.Generator().manual_seed(0)

@@ -114,6 +114,7 @@ def test_names_of_a_configuration(config: dict[str, object], expected: str) -> N
         ("bf6", ["bf16", "fp16"], "bf16"),
         ("h100", ["h200", "h100-80g", "a100-80g"], "h100-80g"),
         ("llama3", ["llama3-8b", "llama3-70b"], None),
+        ("scheduler", ["schedule", "lr_scheduler"], "lr_scheduler"),
         ("h300", ["h200", "h100-80g"], None),
         ("worker-3", ["worker-2", "worker-4"], None),
         ("tensor_parallel", ["sequence_parallel"], None),

@@ -69,6 +69,7 @@ def test_small_schedules_are_the_solvers(seed: int) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.timeout(1200)  # 240 s on a machine without other programs
 def test_300_random_costs_against_the_solver() -> None:
     """Most are optimal; of the others the gap is printed, and they are a few percent behind."""
     losses = [loss for seed in range(300) if (loss := behind(drawn(seed, 6), effort=0.1, seconds=10)) is not None]

@@ -329,13 +329,17 @@ def test_a_file_without_batches_gets_a_random_one(tmp_path: Path) -> None:
     for loss, code, says in (
         ("mse_loss", 0, ""),
         ("cross_entropy", 0, ""),
-        ("ctc_loss", 2, "alone_ctc_loss.py: ValueError: triax check cannot make a batch for this model"),
+        ("ctc_loss", 2, "has no function 'batches', and ValueError: triax check cannot make a batch for this model"),
     ):
         file = tmp_path / f"alone_{loss}.py"
         file.write_text(script.replace("mse_loss", loss))
         run = CliRunner().invoke(app, ["check", f"{file}:build", "--axes", "data", "--ranks", "2"])
         assert run.exit_code == code and says in run.output, run.output
-    run = CliRunner().invoke(app, ["check", f"{file}:build", "--dry", "data=2"])
+    file = tmp_path / "without_grid.py"
+    file.write_text("def layers():\n    return []\n")
+    run = CliRunner().invoke(app, ["check", f"{file}:layers"])
+    assert run.exit_code == 2 and "layers(grid) raised TypeError" in run.output, run.output
+    run = CliRunner().invoke(app, ["check", f"{file}:layers", "--dry", "data=2"])
     assert run.exit_code == 2 and "has no function 'batches', which --dry needs" in run.output
 
 
