@@ -151,7 +151,12 @@ def schedule(
             sizes = 4 if pipe is None else pipe
             show_cuts(layers, name or "1f1b", sizes, microbatches or 2 * sizes, chunks, limit, as_json)
             return
-        if (name is not None) == (compare or file is not None):
+        if name is not None and (compare or file is not None):
+            option = "--compare" if compare else "--file"
+            raise ValueError(
+                f"{name} and {option} exclude each other: leave out {option} to print {name}, or leave out the name."
+            )
+        if name is None and not compare and file is None:
             raise ValueError(
                 "Give a schedule's name, or --file, or --compare, or --file with --compare. "
                 f"The names are {', '.join(schedule_names())}."
@@ -307,7 +312,7 @@ def _print(chosen: Schedule, result: Simulation, costs: Costs) -> None:
     console.print(
         f"makespan {result.makespan:g}   bubble {result.bubble:.2%}   sends {sends(chosen)}\n"
         f"bubble / ideal time {result.timeline.bubble_of_ideal:.2%} (Narayanan 2021)   "
-        f"within a rank {result.timeline.bubble_paper:.2%} (Qi 2024)\n"
+        f"within a rank {result.timeline.bubble_paper:.2%} (Qi 2023)\n"
         f"peak activations per rank, microbatches: {peaks}"
     )
     if chosen.chunks > 1:

@@ -489,6 +489,7 @@ class Engine:
         Args:
             what: ``"weights"`` or ``"gradients"``. It returns the gradients of the last step for all trained
                 parameters, divided by the batch's weight and clipped. They are available until the next step begins.
+                Both have the same order.
         """
         with self.replicas.reading() as grid:
             return assemble(grid, self.shards(what))
@@ -500,7 +501,10 @@ class Engine:
             Name -> (layout, shard).
         """
         if what == "gradients":
-            return {member.layout.name: (member.layout, value) for member, value in self.data_axis.gradients()}
+            trained = {member.layout.name: (member.layout, value) for member, value in self.data_axis.gradients()}
+            # The buckets hold them in another order than the module.
+            place = {layout.name: i for i, (_, layout, _) in enumerate(named_parameters(self.module))}
+            return {name: trained[name] for name in sorted(trained, key=lambda name: place.get(name, len(place)))}
         if what != "weights":
             raise ValueError(f"gather takes 'weights' or 'gradients', not {what!r}")
         with self.whole_weights():

@@ -5,6 +5,7 @@ from .program.passes import lower as lower
 from .program.program import Program as Program
 from .program.schedule import Schedule as Schedule
 from .program.simulate import Costs as Costs
+from .program.simulate import Simulation as Simulation
 from .program.timeline import Timeline as Timeline
 from .schedules.choose import make_schedule as make_schedule
 from .schedules.search import find_schedule as find_schedule

@@ -88,7 +88,7 @@ class Timeline:
     def bubble_paper(self) -> float:
         """The bubble as papers on zero-bubble schedules count it: between each rank's own first and last op.
 
-        1 - (busy time of the busiest rank) / (longest time from a rank's first op to its last), Qi et al. 2024,
+        1 - (busy time of the busiest rank) / (longest time from a rank's first op to its last), Qi et al. 2023,
         arXiv:2401.10241, section 5.3.
         """
         rows = [row for row in self.rows if row]

@@ -136,8 +136,9 @@ def find_schedule(
 def tune(schedule: Schedule, costs: Costs, effort: float = 0.1) -> Schedule:
     """Improve a named schedule's order for `costs`, within its own peak memory. The result is never slower.
 
-    A named schedule is generated for F = I = W, and another order may be better at other costs. `effort` scales the
-    work, as in `find_schedule`.
+    A named schedule is generated for F = I = W, and another order may be better at other costs. The result may split B
+    into I and W, also if `schedule` does not (``1f1b``); it keeps the name. `effort` scales the work, as in
+    `find_schedule`.
     """
     peak = round(max(peak_activations(schedule)) * schedule.chunks)
     limits = [peak] * schedule.pipe

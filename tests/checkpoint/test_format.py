@@ -348,7 +348,7 @@ def test_the_program_of_the_docs_runs_again(ranks: Any, tmp_path: Path) -> None:
     text = (DOCS / "checkpoints.md").read_text()
     source = text.split("```python\n# save.py\n")[1].split("```")[0]
     assert ranks(2, run_docs, source, str(tmp_path)) == [4] * 2
-    assert ranks(1, run_docs, source, str(tmp_path)) == [4 + 8]
+    assert ranks(1, run_docs, source, str(tmp_path)) == [4 + 4]
     (tree,) = (block.text for block in blocks(text) if block.text.startswith("runs/first\n"))
     shown = [line.strip("│├└─ ").split()[0] for line in tree.splitlines()]
     assert Counter(shown[1:]) == Counter(path.name for path in (tmp_path / "runs/first").rglob("*"))

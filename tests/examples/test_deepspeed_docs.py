@@ -6,13 +6,19 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from triax.base.errors import ConfigError
 from triax.cli.main import app
 from triax.compat.deepspeed.config.resolved import keys
+from triax.compat.deepspeed.config.to_options import key_of
+from triax.compat.deepspeed.configuration import read_deepspeed_config
+from triax.compat.deepspeed.from_config import read_config
 from triax.compat.deepspeed.ledger import markdown
 
 from paths import DOCS
@@ -28,6 +34,30 @@ def test_the_table_is_the_ledgers() -> None:
 def test_its_configuration_is_checked_by_the_command(tmp_path: Path) -> None:
     (tmp_path / "ds_config.json").write_text(json.dumps({"train_batch_size": 2}))
     assert CliRunner().invoke(app, ["config", str(tmp_path / "ds_config.json")]).exit_code == 0
+
+
+def test_the_options_of_its_keys() -> None:
+    table = TEXT.partition("| key | option of `triax.Engine` |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| (.+) \| `(.+)` \|$", table, re.MULTILINE)
+    assert len(rows) >= 12
+    for key, option in rows:
+        assert key_of(option) == key.replace("`", "")
+
+
+@pytest.mark.parametrize(
+    ("given", "lenient", "strict"),
+    [
+        ({"something_else": 1}, True, False),
+        ({"train_batch_sise": 1}, False, False),
+        ({"stage3_param_persistence_threshold": 0}, False, False),
+        ({"zero_optimization": {"something_else": 1}}, False, False),
+        ({"_note": 1}, True, True),
+    ],
+)
+def test_where_unknown_keys_are_errors(given: dict[str, Any], lenient: bool, strict: bool) -> None:
+    for read, works in ((read_deepspeed_config, lenient), (read_config, strict)):
+        with nullcontext() if works else pytest.raises(ConfigError):
+            read({"train_batch_size": 2, **given})
 
 
 def test_keys_that_only_triax_has_are_keys() -> None:

@@ -174,6 +174,7 @@ def test_a_step_without_a_gradient_where_there_was_one() -> None:
         engine.step()
         assert torch.equal(before, model[0].weight) == (0 not in used)
     gradients = engine.gather("gradients")
+    assert list(gradients) == list(engine.gather())
     assert not gradients["0.weight"].any() and gradients["1.weight"].all()
     assert engine.get_global_grad_norm() == pytest.approx(float(gradients["1.weight"].norm().hypot(torch.tensor(32.0))))
 

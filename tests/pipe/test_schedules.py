@@ -12,7 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 import typer
+from torch.distributed.pipelining import PipelineStage
 from typer.testing import CliRunner
 
 from triax.base.entry_points import installed
@@ -33,6 +36,8 @@ from triax.pipe.schedules.choose import (
 )
 from triax.pipe.schedules.registry import RECIPES
 
+from paths import DOCS
+from readme_blocks import blocks
 from toys import error_text
 
 TRAINING = [name for name in RECIPES if name != "forward"]
@@ -256,6 +261,31 @@ def test_torchs_own_parser_reads_what_is_written(name: str, tmp_path: Path) -> N
     assert read_schedule(file).orders == schedule.orders
 
 
+def torch_trains(program: str) -> bool:
+    """Run the program of docs/schedules.md on one rank with two stages; compare the gradients with plain torch's."""
+    layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+    inputs, labels, loss_fn = torch.randn(8, 4), torch.randn(8, 4), torch.nn.functional.mse_loss
+    stages = [PipelineStage(layer, i, 2, torch.device("cpu")) for i, layer in enumerate(layers)]
+    exec(program, {"stages": stages, "loss_fn": loss_fn, "inputs": inputs, "labels": labels})
+    found = [parameter.grad for parameter in layers.parameters()]
+    layers.zero_grad()
+    loss_fn(layers[1](layers[0](inputs)), labels).backward()
+    wanted = [parameter.grad for parameter in layers.parameters()]
+    return all(a is not None and b is not None and torch.allclose(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_torch_trains_with_the_csv_as_the_page_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (DOCS / "schedules.md").read_text()
+    (program,) = (block.text for block in blocks(text) if "_load_csv(" in block.text)
+    write_schedule(make_schedule("zb-v", 1, 4), tmp_path / "mine.csv")
+    monkeypatch.chdir(tmp_path)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert torch_trains(program)
+    finally:
+        dist.destroy_process_group()
+
+
 # As print_schedule of sail-sg/zero-bubble-pipeline-parallelism writes them, for 2 ranks and 3 microbatches.
 ZERO_BUBBLE_LINES = {
     "1f1b": "f0 f1 b0 f2 b1 b2\nf0 b0 f1 b1 f2 b2\n",
@@ -466,6 +496,8 @@ def test_the_command_reads_your_own_schedule(tmp_path) -> None:  # type: ignore[
     ("words", "message"),
     [
         ([], "Give a schedule's name, or --file, or --compare, or --file with"),
+        (["zb-v", "--compare"], "zb-v and --compare exclude each other: leave out --compare"),
+        (["zb-v", "--file", "x.csv"], "zb-v and --file exclude each other: leave out --file"),
         (["zbv", "--pipe", "4", "--microbatches", "8"], "did you mean 'zb-v'?"),
         (["1f1b", "--pipe", "2", "--microbatches", "2", "--costs", "1,2"], "F,I,W"),
         (["1f1b", "--pipe", "4", "--microbatches", "8", "--memory", "3"], "rank 0 may hold 3 activations"),
