@@ -110,7 +110,7 @@ def test_it_opens_with_safetensors_and_json_alone(saved: Path, tmp_path: Path) -
     text = (DOCS / "checkpoints.md").read_text()
     code = text.split("```python\n# open.py\n")[1].split("```")[0]
     assert len(code.strip().splitlines()) <= 10
-    shutil.copytree(saved / "there", tmp_path / "runs/there")
+    shutil.copytree(saved / "there", tmp_path / "runs/first/global_step8")
     end = "\ntorch.save(whole, 'whole.pt')\nimport sys\nassert 'triax' not in sys.modules\n"
     subprocess.run([sys.executable, "-c", code + end], cwd=tmp_path, check=True, timeout=60)
     found = torch.load(tmp_path / "whole.pt", weights_only=True)
