@@ -115,7 +115,7 @@ def unwritable(folder: str) -> str:
     return "nothing"
 
 
-def test_what_cannot_be_written_is_said_on_every_rank(ranks: Any, tmp_path: Path) -> None:
+def test_every_rank_raises_if_a_file_cannot_be_written(ranks: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     said = ranks(2, unwritable, str(tmp_path / "file"))
     assert said[0] == said[1] and "Not a directory" in said[0]

@@ -163,7 +163,7 @@ def test_what_is_refused(options: dict[str, Any], message: str) -> None:
     assert message in str(caught.value)
 
 
-def test_what_is_without_effect_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_triax_warns_once_of_arguments_without_effect(caplog: pytest.LogCaptureFixture) -> None:
     given = {
         "kernel_inject": True,
         "enable_cuda_graph": True,

@@ -163,7 +163,7 @@ def refused(out: str, left: bool) -> list[str]:
     return [*found, complaint(rows.train)]
 
 
-def test_what_stages_cannot_run_is_said_before_training(ranks: Any, tmp_path: Path) -> None:
+def test_options_that_stages_cannot_run_are_errors_at_once(ranks: Any, tmp_path: Path) -> None:
     out = str(tmp_path)
     for options, message in (
         ({"grid": {"pipe": 2}, "neftune_noise_alpha": 1.0}, "neftune_noise_alpha is not supported with pipe=2"),

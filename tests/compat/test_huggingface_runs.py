@@ -238,7 +238,7 @@ def test_generators_come_back_on_the_same_grid_alone(ranks: Any, tmp_path: Path)
     ("asked", "kind", "said"),
     [("cosine", "WarmupLR", True), ("cosine", "WarmupCosineLR", False), ("linear", "WarmupLR", False)],
 )
-def test_a_schedule_that_the_file_replaces_is_said(
+def test_triax_warns_if_the_file_replaces_a_schedule(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, asked: str, kind: str, said: bool
 ) -> None:
     params = {"warmup_num_steps": "auto"} | ({} if kind == "WarmupLR" else {"total_num_steps": "auto"})

@@ -245,7 +245,7 @@ def test_no_received_value_depends_on_memory_that_no_exchange_fills() -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_value_that_is_not_computed_is_said_and_can_be_set() -> None:
+def test_a_missing_value_is_reported_and_can_be_set() -> None:
     def plant(grid: Any) -> None:
         largest = torch.rand(100_000, device=grid.device).max().item()
         if largest > 1.5:

@@ -111,7 +111,7 @@ def test_schedules_refused(pipeline: Any, words: str) -> None:
     assert words in str(error.value)
 
 
-def test_chunks_follow_from_the_schedule_and_are_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_chunks_follow_from_the_schedule_with_a_message(caplog: pytest.LogCaptureFixture) -> None:
     made = given("zb-v")
     assert made.module.chunks == 2 and made.config.pipeline.schedule == "zb-v"
     wanted = "the schedule zb-v has 2 stages on each rank, so the model is cut into 2 stages"

@@ -304,7 +304,7 @@ def test_refused(given: dict[str, Any], words: str) -> None:
     assert words in str(error.value)
 
 
-def test_what_is_idle_is_said() -> None:
+def test_notes_name_options_without_effect() -> None:
     params = {"lr": 1e-3, "freeze_step": 5, "cuda_aware": False, "comm_backend_name": "nccl", "eps_inside_sqrt": False}
     notes = notes_of(read_config({"train_batch_size": 4, "optimizer": {"type": "onebitadam", "params": params}}))
     assert [note.split(":")[0] for note in notes] == [

@@ -282,6 +282,6 @@ def refused_over_context(length: int, text: str) -> None:
         engine.eval_batch(iter([(ids, ids)]))
 
 
-def test_what_the_context_axis_needs_is_said(ranks: Any) -> None:
+def test_an_error_names_what_the_context_axis_needs(ranks: Any) -> None:
     ranks(2, refused_over_context, 11, "multiple of 4, such as 12")
     ranks(2, refused_over_context, 12, r"CausalLMLoss\(grid=grid\)")

@@ -52,7 +52,7 @@ def skewed(skews: list[float], names: list[str]) -> tuple[list[Offset], list[Off
     return found, clock_offsets(grid)
 
 
-def test_clocks_that_differ_are_found_within_the_error_that_is_said(ranks: Any) -> None:
+def test_different_clocks_are_found_within_the_stated_error(ranks: Any) -> None:
     skews, names = [0.0, 3.7, -120.25, 3.7], ["a", "b", "c", "b"]
     told = ranks(4, skewed, skews, names)
     assert all(each == told[0] for each in told)

@@ -243,7 +243,7 @@ def test_the_command(tmp_path: Path) -> None:
         ("empty", "Enable json_monitor in the config"),
     ],
 )
-def test_no_run_is_said_with_the_next_thing_to_type(tmp_path: Path, where: str, words: str) -> None:
+def test_a_missing_run_is_an_error_with_the_next_command(tmp_path: Path, where: str, words: str) -> None:
     write(tmp_path / "run")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=words):

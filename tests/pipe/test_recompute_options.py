@@ -188,7 +188,9 @@ def test_contradictions(section: dict[str, Any], interval: int, message: str) ->
         ({"number_checkpoints": 9}, "a rank with 1 stages of 4 layers has at least 1 groups and at most 4"),
     ],
 )
-def test_what_changes_nothing_is_said(caplog: pytest.LogCaptureFixture, section: dict[str, Any], note: str) -> None:
+def test_triax_warns_of_options_that_change_nothing(
+    caplog: pytest.LogCaptureFixture, section: dict[str, Any], note: str
+) -> None:
     with caplog.at_level(logging.WARNING, "triax"):
         configured(section)
     assert note in caplog.text

@@ -355,7 +355,7 @@ def warnings_of(zero: dict[str, Any]) -> list[str]:
     return said
 
 
-def test_a_stage_3_that_shards_nothing_is_said_once(ranks: Any) -> None:
+def test_triax_warns_once_if_stage_3_shards_nothing(ranks: Any) -> None:
     whole, silent = ranks(2, warnings_of, {"stage": 3, "stage3_param_persistence_threshold": WEIGHT})
     assert silent == []
     assert len(whole) == 1 and f"= {WEIGHT:,} elements (the largest has {WEIGHT:,})" in whole[0]
