@@ -58,21 +58,21 @@ def describe(value: Any) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint for an unknown name: the nearest known name, or all known names."""
+    """Return a hint for an unknown name: the known name that ends in "_" and it, or the nearest, or all known names."""
     names = list(known)
-    near = close(name, names)
+    longer = [each for each in names if each.endswith(f"_{name}")]
+    near = longer[0] if len(longer) == 1 else close(name, names)
     return f"did you mean {near!r}?" if near else f"known are {', '.join(names)}"
 
 
 def close(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that an unknown one misspells, begins or, after a "_", ends; None if there is none.
+    """Return the known name that an unknown one is a misspelling or the beginning of; None if there is no such name.
 
     A name that differs in a digit, or in a whole word, means something else: h200 is no misspelling of h100.
     """
     names = list(known)
     lowered = {each.lower(): each for each in reversed(names)}
-    low = name.lower()
-    longer = [each for each in names if each.lower().startswith(f"{low}-") or each.lower().endswith(f"_{low}")]
+    longer = [each for each in names if each.lower().startswith(f"{name.lower()}-")]
     if len(longer) == 1:
         return longer[0]
     near = difflib.get_close_matches(name, names, n=5, cutoff=0.7)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from triax.base.errors import ConfigError, close
+from triax.base.errors import ConfigError, close, nearest
 from triax.compat.deepspeed.config.config import parse_config
 from triax.compat.deepspeed.config.resolved import keys
 from triax.options.foreign_names import ROWS
@@ -116,7 +116,6 @@ def test_names_of_a_configuration(config: dict[str, object], expected: str) -> N
         ("bf6", ["bf16", "fp16"], "bf16"),
         ("h100", ["h200", "h100-80g", "a100-80g"], "h100-80g"),
         ("llama3", ["llama3-8b", "llama3-70b"], None),
-        ("scheduler", ["schedule", "lr_scheduler"], "lr_scheduler"),
         ("h300", ["h200", "h100-80g"], None),
         ("worker-3", ["worker-2", "worker-4"], None),
         ("tensor_parallel", ["sequence_parallel"], None),
@@ -126,6 +125,12 @@ def test_names_of_a_configuration(config: dict[str, object], expected: str) -> N
 )
 def test_near_is_a_misspelling_and_no_other_name(name: str, known: list[str], expected: str | None) -> None:
     assert close(name, known) == expected
+
+
+def test_a_hint_may_be_a_longer_name() -> None:
+    assert nearest("scheduler", ["schedule", "lr_scheduler"]) == "did you mean 'lr_scheduler'?"
+    # Which keys DeepSpeed would ignore does not depend on it.
+    assert close("clipping", ["gradient_clipping"]) is None
 
 
 def test_a_machine_without_its_memory() -> None:
