@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Generator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -34,6 +35,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     others = [item for item in items if item.get_closest_marker("exhaustive") or item.get_closest_marker("device")]
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item not in others]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """Return to the folder in which a test began: some tests call the functions of ranks, which change it."""
+    folder = os.getcwd()
+    try:
+        return (yield)
+    finally:
+        os.chdir(folder)
 
 
 def pytest_collection_finish() -> None:

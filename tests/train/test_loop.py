@@ -135,9 +135,7 @@ def test_a_run_resumed_on_another_grid_equals_plain_pytorch(ranks: Any, place: P
     assert {path.name for path in model.iterdir()} == {"config.json", "model.safetensors"}
 
 
-def test_a_run_cut_by_measured_layers_has_one_processs_numbers(
-    ranks: Any, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_cut_by_measured_layers_has_one_processs_numbers(ranks: Any, place: Path) -> None:
     """A cut by time on two ranks, then a cut by the file of costs that this run has written."""
     changes = ["training.steps=2", "export=false", "checkpoint=false"]
     _, wanted = ranks(1, run, str(place), "name=whole", *changes)[0]
@@ -148,7 +146,7 @@ def test_a_run_cut_by_measured_layers_has_one_processs_numbers(
             for (loss, gradients, _), (own, gradient, _) in zip(steps, wanted, strict=True):
                 assert loss == pytest.approx(own, abs=1e-10, rel=0)
                 torch.testing.assert_close(gradients, gradient, atol=1e-10, rtol=0)
-    monkeypatch.chdir(place)
+    os.chdir(place)
     job = resolve(read_training_file("run.yaml", ["schedule.partition=auto", costs, *changes])[0])
     assert job.cut is not None and job.cut.method == "auto"
     assert job.schedule == job.cut.schedule and job.cut.boundaries[-1] == job.layers
