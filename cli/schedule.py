@@ -197,14 +197,25 @@ def schedule(
             chosen = _tuned(made, parsed)
         elif slices is not None:
             raise ValueError("--slices is only for a schedule's name: a JSON file has its own slices")
+        elif chunks is not None:
+            raise ValueError(f"--chunks is only for a schedule's name: {file} has {chosen.chunks} stages per rank")
         if attention and len(chosen.slices) == 1:
             raise ValueError("--attention is for slices of sequences: give --slices too, such as --slices 4")
+        unused = []
         if pairs:
             chosen = pair_pass(chosen, parsed)
+            if not chosen.pairs:
+                unused.append("--pairs joins no passes: no pair hides enough of --collectives to shorten the step")
         if offload is not None and not (isinstance(chosen, Found) and memory is not None):
             chosen = offload_pass(chosen, offload, costs=parsed)
+            if offload and not chosen.offloads:
+                unused.append("--offload copies nothing: no copy fits into the step and lowers a peak")
         if recompute is not None and not isinstance(chosen, Found):
             chosen = recompute_pass(chosen, recompute, costs=parsed)
+            if recompute and not chosen.recomputes:
+                unused.append("--recompute recomputes nothing: no peak would become smaller")
+        for note in unused:
+            terminal(stderr=True).print(escaped(f"triax schedule: {note}"), style="yellow")
         verify(chosen, memory)
         result = simulate(chosen, parsed, keep_gathered)
         causes = CriticalPath(chosen, parsed, keep_gathered)

@@ -41,10 +41,7 @@ def to_zero_bubble(schedule: Schedule) -> str:
     for rank, order in enumerate(schedule.orders):
         first = schedule.placement.index(rank)
         if wrong := [op for op in order if op.kind not in _KINDS]:
-            raise ValueError(
-                f"the zero-bubble repository's lines have no op for {wrong[0]}: leave out --offload, or write .csv or "
-                ".json"
-            )
+            raise ValueError(f"the zero-bubble repository's lines have no op for {wrong[0]}: write a .json file")
         cells = [_KINDS[op.kind] + str(op.microbatch) for op in order]
         lines.append(
             " ".join(cell if op.stage == first else cell.upper() for cell, op in zip(cells, order, strict=True))

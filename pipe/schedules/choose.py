@@ -271,6 +271,12 @@ def write_schedule(schedule: Schedule, path: Path) -> None:
         raise ValueError(f"{path} must end in .json, .csv (torch's pipelining) or .txt (the zero-bubble repository)")
     if len(schedule.slices) > 1 and path.suffix != ".json":
         raise ValueError(f"{path} cannot say that the ops are of {len(schedule.slices)} slices: write a .json file")
+    added = next((op for order in schedule.orders for op in order if op.kind in "COR"), None)
+    if added is not None and path.suffix == ".csv":
+        raise ValueError(
+            f"{path} cannot contain {added}, because torch's pipelining has no ops that offload, reload or recompute: "
+            "write a .json file"
+        )
     if path.suffix == ".txt":
         content = to_zero_bubble(schedule)
     else:

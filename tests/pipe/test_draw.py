@@ -49,9 +49,10 @@ def test_the_pictures_of_the_pages_are_the_commands() -> None:
         assert [line for line in pictured if line not in printed] == [], command
 
 
-def test_the_first_program_of_the_page_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["first.py", "unequal.py"])
+def test_the_programs_of_the_page_print_what_it_shows(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     text_of_page = (DOCS / "schedules.md").read_text()
-    exec(programs(text_of_page)["first.py"], {"__name__": "__main__"})
+    exec(programs(text_of_page)[name], {"__name__": "__main__"})
     assert capsys.readouterr().out in [block.text for block in blocks(text_of_page)]
 
 

@@ -31,7 +31,7 @@ from triax.pipe.program.ops import Op
 from triax.pipe.program.passes import lower
 from triax.pipe.program.recompute_pass import recompute_pass
 from triax.pipe.program.schedule import Schedule
-from triax.pipe.schedules.choose import schedule_of
+from triax.pipe.schedules.choose import schedule_of, write_schedule
 from triax.pipe.schedules.fitting import find_fitting
 from triax.pipe.schedules.search import find_schedule
 from triax.testing.strategies import schedules
@@ -101,8 +101,8 @@ def test_offload_never_costs_time(
     verify(lower(found, 3), list(after.peak_activations))
     assert Schedule.from_json(found.to_json()) == found
     assert Schedule.from_csv(found.to_csv()).orders == found.orders
-    count = sum(op.kind == "O" for order in found.orders for op in order)
-    assert count <= (fraction + 1e-6) * schedule.stages * schedule.microbatches
+    if found.offloads:
+        assert "write a .json file" in error_text(lambda: write_schedule(found, Path("x.csv")))
 
 
 def test_critical_path_through_copies() -> None:

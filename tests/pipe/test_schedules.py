@@ -488,9 +488,28 @@ def test_the_command_reads_your_own_schedule(tmp_path) -> None:  # type: ignore[
     assert code == 2 and "rank 0 may hold 1 activations" in output
     code, output = run("--file", str(mine), "--compare", "--pipe", "4")
     assert code == 2 and "has pipe=2. Leave it out." in output
+    code, output = run("--file", str(mine), "--chunks", "2")
+    assert code == 2 and "mine.csv has 1 stages per rank" in output
     mine.write_text("0F0,0F1,0B1,0B0\n1F0,1B0\n")
     code, output = run("--file", str(mine))
     assert code == 2 and "rank 1 never runs 1F1" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "message"),
+    [
+        (["1f1b", "--offload", "1"], "O", "--offload copies nothing"),
+        (["1f1b", "--microbatches", "2", "--recompute", "0.5"], "C", "--recompute recomputes nothing"),
+        (["1f1b", "--pairs"], "&", "--pairs joins no passes"),
+    ],
+)
+def test_the_command_says_that_an_option_does_nothing(words: list[str], kind: str, message: str) -> None:
+    larger = ["dualpipe-v", "--pairs", "--collectives", "0.5"] if kind == "&" else words
+    for given, nothing in ([*words, "--pipe", "2"], True), ([*larger, "--pipe", "4", "--microbatches", "8"], False):
+        result = CliRunner().invoke(app, [*given, "--json"])
+        schedule = Schedule.from_json(json.loads(result.stdout))
+        found = schedule.pairs or [op for order in schedule.orders for op in order if op.kind == kind]
+        assert not found == (message in result.stderr) == nothing
 
 
 @pytest.mark.parametrize(
