@@ -29,7 +29,9 @@ def check(
     data: Annotated[
         str | None,
         typer.Option(
-            help="Function of FILE.py that returns the batches: lists of (inputs, labels).", show_default="batches"
+            help="Function of FILE.py that returns the batches: lists of (inputs, labels). Without this option: the "
+            "function batches of FILE.py; if there is none, random batches.",
+            show_default=False,
         ),
     ] = None,
     axes: Annotated[

@@ -56,7 +56,7 @@ def demo(
             "microbatch": 2,
             "precision": "fp32",
             "learning_rate": {"peak": 2e-3, "warmup_steps": 20},
-            "time_limit": "30s",
+            "time_limit": "20s",
         },
         "evaluate": {"sequences": 64},
         "checkpoint": False,

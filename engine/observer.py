@@ -67,6 +67,7 @@ class RecordingObserver(StepObserver):
         self._timer, self._means = StepTimer(engine.grid), PartMeans()
         self._began, self._since = 0.0, 0  # time at which the step began; the first step of this process
         self._tokens = 0  # of this step, on this replica
+        self._rates: list[float] = []  # of this step, before the schedule sets those of the next one
 
     def install(self) -> None:
         """Install the monitors, timers and traces that the options enable. Collective if they enable any.
@@ -104,6 +105,11 @@ class RecordingObserver(StepObserver):
         """Count the tokens of the inputs of one microbatch, if numbers are written."""
         if self._counts_tokens:
             self._tokens += tokens_in(inputs)
+
+    def may_step(self, loss: float | None, norm: float | None) -> bool:
+        """Note the learning rates with which the weights change; leave out no step."""
+        self._rates = self._engine.lr
+        return True
 
     def after_step(self, grid: Grid, loss: Tensor) -> None:
         """Write the step's loss and other numbers, and prepare for the next step."""
@@ -187,7 +193,7 @@ class RecordingObserver(StepObserver):
                 step=engine.global_steps,
                 samples=engine.global_samples,
                 loss=loss,
-                lr=engine.lr,
+                lr=self._rates,
                 loss_scale=engine.loss_scale(),
                 grad_norm=engine.grad_norm if self.monitor.enabled else None,
                 skipped_steps=engine.skipped_steps,

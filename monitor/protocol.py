@@ -79,7 +79,7 @@ class StepMetrics:
         step: optimizer steps so far, this one included.
         samples: samples of all these steps, over all replicas.
         loss: 0-dim. It is read only when it is written: on a GPU, reading it waits for the step.
-        lr: learning rate of each parameter group.
+        lr: learning rate of each parameter group in this step.
         loss_scale: fp16's; None without fp16.
         grad_norm: norm of the gradient before clipping; None where it is not known.
         skipped_steps: steps skipped so far, because of an overflow or a loss that is not finite.

@@ -90,10 +90,14 @@ class Reporter:
         if self.speaks and measured is not None:
             self._pipelines.append((measured.makespan, step, measured))
             if len(self._pipelines) == 1 and step < self.steps and find_spec("matplotlib") is not None:
-                path = self.folder / "schedule.png"
-                with self._records.writing(str(path)):
-                    draw_schedule(path, schedule, measured, f"step {step}")
-                    self.say(f"picture {path}: the pipeline of step {step} as measured")
+                self._picture(step, measured, schedule)
+
+    def _picture(self, step: int, measured: Timeline, schedule: Schedule) -> None:
+        """Draw a step into schedule.png, in place of an earlier one, and say which."""
+        path = self.folder / "schedule.png"
+        with self._records.writing(str(path)):
+            draw_schedule(path, schedule, measured, f"step {step}")
+            self.say(f"picture {path}: the pipeline of step {step} as measured")
 
     def stop(self) -> None:
         """End the progress line."""
@@ -122,8 +126,7 @@ class Reporter:
                 _, step, measured = sorted(self._pipelines)[len(self._pipelines) // 2]
                 if (traced := read_trace(run.trace or {})) is not None:
                     step, measured = traced.step, traced.timeline()
-                with self._records.writing(str(self.folder / "schedule.png")):
-                    draw_schedule(self.folder / "schedule.png", schedule, measured, f"step {step}")
+                self._picture(step, measured, schedule)
         except ImportError as error:
             if error.name is None or not error.name.startswith("matplotlib"):
                 raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,6 @@ from processes import program
 from readme_blocks import commands, make_text, makes_text, programs
 
 TEXT = (DOCS / "data.md").read_text()
-CHAT = "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|endoftext|>"
-CHAT += "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
 
 
 def make_sources(folder: Path) -> None:
@@ -26,8 +23,6 @@ def make_sources(folder: Path) -> None:
     for number in range(9):
         paragraphs = [f"paragraph {number}, {place}\nof a text\n" * 3 for place in range(9)]
         (folder / "text" / f"{number}.txt").write_text("\n".join(paragraphs))
-    turns = [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "because"}]
-    (folder / "conversations.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
 
 
 def run(typed: str) -> str:
@@ -47,20 +42,20 @@ def test_commands_work(tmp_path: Path, monkeypatch: Any) -> None:
     make_text(TEXT, tmp_path)
     monkeypatch.chdir(tmp_path)
     for command in typed("triax"):
-        if "--chat" not in command:
+        if "chat-tokens" not in command:
             assert run(command)
 
 
 @pytest.mark.exhaustive  # transformers is slow to load
-def test_the_command_for_conversations_works(tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_commands_for_conversations_work(tmp_path: Path, monkeypatch: Any) -> None:
     make_sources(tmp_path)
     monkeypatch.chdir(tmp_path)
-    run("triax data train-tokenizer text --vocab-size 300 --out chat-tokenizer")
-    config = json.loads(Path("chat-tokenizer/tokenizer_config.json").read_text())
-    Path("chat-tokenizer/tokenizer_config.json").write_text(json.dumps({**config, "chat_template": CHAT}))
-    (command,) = (each for each in typed("triax") if "--chat" in each)
-    assert "in 1 documents" in run(command)
-    assert "because<|endoftext|>" in run("triax data show chat-tokens --document 0")
+    run("triax data train-tokenizer text --vocab-size 300 --out tokenizer")
+    exec(programs(TEXT)["make_chat.py"])
+    written, shown = (run(each) for each in typed("triax") if "chat-tokens" in each)
+    assert "in 20 documents" in written
+    assert "<user>What is 0 + 1?<assistant>1.<|endoftext|>" in shown
+    assert "3 tokens count in the loss" in shown  # 1, the full stop, and the end
 
 
 def test_programs_print_the_same_on_every_grid(ranks: Any, tmp_path: Path) -> None:
@@ -76,6 +71,6 @@ def test_programs_print_the_same_on_every_grid(ranks: Any, tmp_path: Path) -> No
 
 
 def test_all_of_it_is_run() -> None:
-    assert list(programs(TEXT)) == ["train.py", "loop.py"]
+    assert list(programs(TEXT)) == ["make_chat.py", "train.py", "loop.py"]
     shells = [command for _, command in commands(TEXT) if makes_text(command)]
     assert len(typed("triax", "python", "torchrun", "mkdir")) == len(commands(TEXT)) and len(shells) == 3

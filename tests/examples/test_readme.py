@@ -203,6 +203,13 @@ def test_torchruns_programs_print_what_one_process_prints(ranks: Any, tmp_path: 
         assert first == alone and not any(others)
 
 
+def test_the_first_run_is_the_program_of_the_readme() -> None:
+    """Its commands are README.md's too, which are run."""
+    page = (DOCS / "start" / "first-run.md").read_text()
+    assert programs(page)["first.py"] == programs(README.read_text())["first.py"]
+    assert {command for _, command in commands(page) if "first.py" in command} <= set(TYPED)
+
+
 def every_schedule(names: list[str], folder: str) -> list[str]:
     """Run the program of each schedule's name; return what each prints."""
     return [program([f"{name}.py", "2"], folder) for name in names]

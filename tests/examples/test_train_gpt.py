@@ -72,6 +72,7 @@ def test_a_run_from_one_command(ranks: Any, tmp_path: Path) -> None:
     assert "2 pipe x 1 data x 2 tensor; ZeRO 1; 1f1b with 4 microbatches of 2" in said
     assert "nats per byte on held-out documents; byte bigrams: " in said
     assert "\ndef " in said  # the sample
+    assert "schedule.png: the pipeline of step 6 as measured\n" in said
     assert said.count("trained 6 steps") == 1  # rank 0 alone speaks
     folder = tmp_path / "runs" / "wide"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
 import sys
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +234,9 @@ def test_patterns() -> None:
     assert [entry.transposed for entry in entries.values()] == [True] * 4 + [False]
 
 
+KEYS = (DOCS / "training-files.md").read_text().partition("| key | default |")[2]  # a test compares it with the code
+
+
 def programs() -> dict[str, str]:
     """Name -> source of each of its programs; a block without a name continues the one before."""
     text = (DOCS / "huggingface.md").read_text()
@@ -258,7 +263,6 @@ def run_program(source: str, sizes: list[str], folder: str) -> None:
     [
         ("finetune.py", ["2", "2", "2"]),
         ("finetune.py", []),
-        ("trainer.py", ["1", "2", "1"]),
         ("tensor_trainer.py", ["2"]),
         ("stages_trainer.py", ["2", "2"]),
         ("lora_trainer.py", ["2", "2"]),
@@ -274,6 +278,35 @@ def run_program(source: str, sizes: list[str], folder: str) -> None:
 def test_the_docs_programs_run(ranks: Any, tmp_path: Path, name: str, sizes: list[str]) -> None:
     count = math.prod(map(int, sizes))
     ranks(count, run_program, programs()[name], sizes, str(tmp_path), timeout=60)
+
+
+def evaluated(source: str, folder: str) -> list[float]:
+    """The losses of the evaluations of trainer.py, as its last checkpoint has them."""
+    os.makedirs(folder, exist_ok=True)
+    run_program(source, [], folder)
+    state = json.loads((Path(folder) / "runs/fox/checkpoint-10/trainer_state.json").read_text())
+    return [row["eval_loss"] for row in state["log_history"] if "eval_loss" in row]
+
+
+def test_the_docs_trainer_evaluates_alike(ranks: Any, tmp_path: Path) -> None:
+    (alone,) = ranks(1, evaluated, programs()["trainer.py"], str(tmp_path / "one"), timeout=60)
+    assert len(alone) == 2 and alone[1] < alone[0]
+    for found in ranks(4, evaluated, programs()["trainer.py"], str(tmp_path / "four"), timeout=60):
+        assert found == pytest.approx(alone, abs=1e-4, rel=0)
+
+
+def test_the_docs_table_of_arguments_names_options() -> None:
+    transformers = pytest.importorskip("transformers")
+    table = (DOCS / "huggingface.md").read_text().partition("### `TrainingArguments`, and")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")][1:]
+    theirs, keys = set(transformers.TrainingArguments.__dataclass_fields__), set(re.findall(r"`(\S+?)`", KEYS))
+    names = {"partial": partial, "torch": torch, "transformers": transformers, "triax": triax}
+    for arguments, options, ours in rows:
+        assert set(re.findall(r"`(\w+)`", arguments)) <= theirs
+        for written in re.findall(r"`(\w+=[^`]+)`", options):
+            assert eval(f"triax.EngineOptions({written})", names) != triax.EngineOptions() or "drop_last" in written
+        for key in re.findall(r"`([\w.]+)`", ours):
+            assert any(known == key or known.startswith(f"{key}.") for known in keys), key
 
 
 def test_the_docs_programs_are_all_run() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -19,6 +22,7 @@ from triax.monitor.protocol import Slice
 from triax.monitor.step_record import self_times
 from triax.monitor.trace.clock_offsets import Offset, clock_offsets
 from triax.monitor.writers import json_writer
+from triax.train.learning_rate import LearningRate
 
 
 def test_self_times_of_random_nests() -> None:
@@ -61,6 +65,42 @@ def test_different_clocks_are_found_within_the_stated_error(ranks: Any) -> None:
     for skew, offset in zip(skews, found, strict=True):
         assert abs(offset.ahead - skew) <= offset.error < 1.0
     assert own == [Offset(0.0, 0.0)] * 4  # these ranks are on one host
+
+
+class Weight(nn.Linear):
+    """A layer whose loss is its weight, so that a step of SGD changes the weight by the learning rate."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1, bias=False, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight.sum() * x.mean()
+
+
+@pytest.mark.parametrize("pipelined", [False, True])
+def test_the_written_learning_rate_is_that_of_the_step(tmp_path: Path, pipelined: bool) -> None:
+    share = LearningRate("cosine", warmup=3, steps=5, minimum=0.1, decay=0).share
+    layers = triax.PipelineModule([triax.LayerSpec(Weight)], loss_fn=lambda outputs, labels: outputs)
+    engine: Any = triax.Engine(
+        layers if pipelined else Weight(),
+        optimizer=partial(torch.optim.SGD, lr=3.0),
+        lr_scheduler=partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=share),
+        batch=1,
+        monitor=triax.Monitoring(json=str(tmp_path)),
+    )
+    x, weights = torch.ones(1, dtype=torch.float64), []
+    for _ in range(5):
+        weights.append(float(next(iter(engine.gather().values()))))
+        if pipelined:
+            engine.train_batch(iter([(x, x)]))
+        else:
+            engine.backward(engine(x))
+            engine.step()
+    weights.append(float(next(iter(engine.gather().values()))))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rates = [line["Train/Samples/lr"] for line in lines]
+    assert rates == pytest.approx([a - b for a, b in itertools.pairwise(weights)], abs=1e-12)
+    assert rates[:3] == pytest.approx([1.0, 2.0, 3.0])
 
 
 def test_flops_are_counted_by_the_textbook() -> None:

@@ -283,6 +283,26 @@ def test_the_tensor_axis(ranks: Any) -> None:
             assert norm == pytest.approx(total, rel=1e-10, abs=0)
 
 
+def unlike(stage: int) -> list[Tensor]:
+    """Weights that are whole on every rank, of ranks that have drawn them from different seeds."""
+    grid = Grid(tensor=2, timeout=60)
+    torch.manual_seed(grid.rank)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Pair(grid))
+    optimizer = ShardedOptimizer(torch.optim.SGD, model.parameters(), grid, stage=stage, module=model, lr=0.1)
+    with gathered(model):
+        return [p.detach().clone() for p in optimizer.param_groups[0]["params"] if not layout_of(p).sharded]
+
+
+def test_tensor_ranks_start_from_the_first_ones_weights(ranks: Any) -> None:
+    torch.manual_seed(0)
+    first = nn.Linear(WIDTH, WIDTH)
+    for stage in (0, 3):
+        one, *others = ranks(4, unlike, stage)
+        assert torch.equal(one[0], first.weight) and torch.equal(one[1], first.bias)
+        for found in others:
+            assert len(found) == 4 and all(torch.equal(x, y) for x, y in zip(found, one, strict=True))
+
+
 def resumed(stage: int, half: bool) -> bool:
     """Four steps, or two, a save, a load into another model and optimizer, and two: the same weights, bitwise."""
     grid = Grid(timeout=60)

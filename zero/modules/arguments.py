@@ -143,7 +143,9 @@ def parameter_names(groups: Iterable[Mapping[str, Any]], module: nn.Module | Non
 
 
 def broadcast_parameters(parameters: Sequence[nn.Parameter], names: dict[Tensor, str], grid: Grid) -> None:
-    """Broadcast the parameters of the first replica to all replicas. Collective over the data and the context axis.
+    """Broadcast the parameters of the first replica to all replicas. Collective over the grid.
+
+    Over the tensor axis, parameters that it does not shard are broadcast too.
 
     Raises:
         ValueError: names, shapes or dtypes of parameters differ between replicas, or a parameter is not on the grid's
@@ -172,6 +174,7 @@ def broadcast_parameters(parameters: Sequence[nn.Parameter], names: dict[Tensor,
         if (record := sharded_parameter(parameter)) is not None:
             record.take_assigned()
             continue  # its shards are of the first rank's values
-        whole = parameter.detach().contiguous()
-        grid.axis(layout_of(parameter).replicas).broadcast(whole)
+        layout, whole = layout_of(parameter), parameter.detach().contiguous()
+        for axis in (*([] if layout.sharded else [grid.tensor]), grid.axis(layout.replicas)):
+            axis.broadcast(whole)
         parameter.data.copy_(whole)

@@ -16,16 +16,15 @@ def broadcast_weights(module: nn.Module, grid: Grid, laid_out: set[nn.Parameter]
     Args:
         module: the module.
         grid: the grid.
-        laid_out: parameters that are not broadcast over the replicas here, because ZeRO does it when it makes buckets.
+        laid_out: parameters that are not broadcast here, because ZeRO does it before it makes buckets.
     """
     for tensor in dict.fromkeys([*module.parameters(), *module.buffers()]):
         if tensor.device != grid.device or is_released(tensor):
             continue  # an error, told on every rank where parameters are laid out
+        if isinstance(tensor, nn.Parameter) and tensor in laid_out:
+            continue
         layout = layout_of(tensor)
-        axes = [] if layout.sharded else [grid.tensor]
-        if not (isinstance(tensor, nn.Parameter) and tensor in laid_out):
-            axes.append(grid.axis(layout.replicas))
-        for axis in axes:
+        for axis in (*([] if layout.sharded else [grid.tensor]), grid.axis(layout.replicas)):
             if axis.size > 1:
                 whole = tensor.detach().contiguous()
                 axis.broadcast(whole)

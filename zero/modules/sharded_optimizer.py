@@ -30,9 +30,10 @@ class ShardedOptimizer(ZeroModuleOptimizer):
     """An optimizer of torch whose state, gradients and weights are sharded over replicas (ZeRO).
 
     Make it with the same arguments on every rank, after the model is on its device. It broadcasts the parameters of
-    the first replica, as DDP does (not buffers). Gradients are summed over the data axis within the backward pass, by
-    torch's own hooks, and divided by the number of replicas: each rank's loss is a mean over its own samples, as under
-    DDP. Gradients of several backward passes add up: divide the loss by their number for a mean.
+    the first replica, as DDP does (not buffers), and within a replica those that tensor ranks do not shard. Gradients
+    are summed over the data axis within the backward pass, by torch's own hooks, and divided by the number of replicas:
+    each rank's loss is a mean over its own samples, as under DDP. Gradients of several backward passes add up: divide
+    the loss by their number for a mean.
 
     It is a ``torch.optim.Optimizer``, so learning-rate schedulers accept it. If a parameter has a gradient on no
     replica, neither it nor its step count changes. The parameters' own ``.grad`` can be read and changed in stages 0
