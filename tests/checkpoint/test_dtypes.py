@@ -30,8 +30,8 @@ def engine_of(kind: str, seed: int) -> Any:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).to(dtype)
     model[1].requires_grad_(False)
-    options = {"precision": triax.Precision(**precision)} if precision else {}
-    return triax.Engine(model, optimizer=partial(torch.optim.Adam, lr=0.1), batch=1, **options)
+    optimizer = partial(torch.optim.Adam, lr=0.1)
+    return triax.Engine(model, optimizer=optimizer, batch=1, precision=triax.Precision(**precision))
 
 
 def trained(kind: str) -> Any:
