@@ -216,7 +216,7 @@ def test_options_that_layers_alone_cannot_have() -> None:
 
 def test_the_program_of_the_docs(capsys: pytest.CaptureFixture[str]) -> None:
     found: dict[str, Any] = {"__name__": "cut"}
-    exec(programs((DOCS / "schedules.md").read_text())["cut.py"], found)
+    exec(programs((DOCS / "cuts.md").read_text())["cut.py"], found)
     rows = capsys.readouterr().out.splitlines()
     assert [row.partition(":")[0] for row in rows] == ["uniform", "parameters", "time", "memory", "auto"]
     assert found["engine"].module.boundaries == [0, 8] and len(found["costs"].layers) == 8

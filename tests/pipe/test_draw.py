@@ -38,8 +38,8 @@ def test_text_is_the_pipeline_in_cells() -> None:
     assert "\n".join(lines[:2]) in (DOCS / "schedules.md").read_text()
 
 
-def test_the_pictures_of_the_page_are_the_commands() -> None:
-    listed = blocks((DOCS / "schedules.md").read_text())
+def test_the_pictures_of_the_pages_are_the_commands() -> None:
+    listed = [block for page in ("schedules.md", "schedule-ops.md") for block in blocks((DOCS / page).read_text())]
     pairs = [(a.text, b.text) for a, b in pairwise(listed) if a.language == "console" and b.language == "text"]
     assert len(pairs) >= 5
     for command, shown in pairs:
