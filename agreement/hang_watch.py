@@ -331,11 +331,11 @@ class HangWatch:
         if frame is None:
             return False, "a thread that has ended"
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        waits = bool(_WAITS.search(line)) and _ours(frame.f_code.co_filename)
+        waits = bool(_WAITS.search(line)) and is_ours(frame.f_code.co_filename)
         seen = frame
-        while seen.f_back is not None and _ours(seen.f_code.co_filename):
+        while seen.f_back is not None and is_ours(seen.f_code.co_filename):
             seen = seen.f_back
-        shown = frame if _ours(seen.f_code.co_filename) else seen
+        shown = frame if is_ours(seen.f_code.co_filename) else seen
         return waits, f"{Path(shown.f_code.co_filename).name}:{shown.f_lineno} ({shown.f_code.co_name})"
 
     def _doing(self) -> str:
@@ -400,7 +400,7 @@ def with_timeout(seconds: float, call: Callable[[], T]) -> T:
         calls.end()
 
 
-def _ours(file: str) -> bool:
+def is_ours(file: str) -> bool:
     """Return True for a file of triax, torch or the standard library, where a user does not look for an error."""
     library = file.startswith(_LIBRARY) and "site-packages" not in file
     return file.startswith(_OURS) or library or f"{os.sep}torch{os.sep}" in file or file.startswith("<")

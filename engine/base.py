@@ -733,6 +733,9 @@ class Engine:
     ) -> tuple[str | None, dict[str, Any] | None]:
         """Load a checkpoint that any grid may have written. Collective.
 
+        Values get the dtype of the engine's own. If that rounds them, rank 0 logs a warning, unless ``precision`` names
+        the dtype.
+
         >>> engine = triax.Engine(nn.Linear(4, 1), optimizer=triax.Optimizer("Adam"), batch=1)
         >>> engine.save_checkpoint("runs/linear", client_state={"epoch": 3})
         True

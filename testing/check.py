@@ -7,6 +7,7 @@ alone, and then several together.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..agreement.hang_watch import is_ours
 from ..grid import Grid
 from ..options.monitoring import Monitoring, Profile
 from ..pipe.fields import item_of
@@ -338,6 +340,6 @@ def _verb(kind: str) -> str:
 
 
 def _last_place(text: str) -> str:
-    """Return the last line of a traceback that names a file outside of torch."""
-    lines = [line.strip() for line in text.splitlines() if line.strip().startswith("File ") and "/torch/" not in line]
+    """Return the last line of a traceback that names a file of the user; "" if none does."""
+    lines = [line for line in re.findall(r'File ".+", line .+', text) if not is_ours(line.split('"')[1])]
     return lines[-1] if lines else ""

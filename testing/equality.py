@@ -172,7 +172,10 @@ def sizes_of(build: Build, data: Data) -> tuple[int, int]:
     counts = {len(batch) for batch in batches}
     if len(counts) != 1 or not max(counts):
         raise ValueError(f"data() returned batches of {sorted(counts)} microbatches: return the same number in each")
-    return len(build(Grid()).layer_specs), counts.pop()
+    model = build(Grid())
+    if not isinstance(model, PipelineModule):
+        raise TypeError(f"build(grid) returned a {type(model).__name__}: return a triax.PipelineModule")
+    return len(model.layer_specs), counts.pop()
 
 
 def steps_of(

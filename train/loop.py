@@ -333,11 +333,12 @@ class TrainingRun:
 
     def _load(self) -> Mapping[str, Any] | None:
         """Load the checkpoint that ``checkpoint.resume`` names, if it names one. Returns the client state."""
-        section = self.job.file.checkpoint
-        if section is None or section.resume in ("auto", "required", "never"):
-            return self.engine.resumed[1]
-        folder, _, tag = section.resume.rstrip("/").rpartition("/")
-        return self.engine.load_checkpoint(folder or str(self.job.checkpoints), tag)[1]
+        section, checkpointer = self.job.file.checkpoint, self.engine.checkpointer
+        if section is not None and section.resume not in ("auto", "required", "never"):
+            folder, _, tag = section.resume.rstrip("/").rpartition("/")
+            checkpointer.resumed = self.engine.load_checkpoint(folder or str(self.job.checkpoints), tag)
+            checkpointer.say_resumed()
+        return self.engine.resumed[1]
 
     def _introduce(self) -> None:
         job = self.job

@@ -48,7 +48,7 @@ class Checkpointer:
 
     Attributes:
         client_state: the user's values that are saved with automatic checkpoints.
-        resumed: path and client state that ``checkpoint.resume`` loaded.
+        resumed: path and client state of the checkpoint from which the run goes on.
         writer: writes asynchronous checkpoints. None before the first one.
     """
 
@@ -154,9 +154,14 @@ class Checkpointer:
         def load(snapshot: Snapshot) -> None:
             self.resumed = self._apply(snapshot, options)
 
-        if load_newest(engine.grid, folders.folder_at(folder), options, self._lineage, load) and engine.grid.rank == 0:
+        if load_newest(engine.grid, folders.folder_at(folder), options, self._lineage, load):
+            self.say_resumed()
+
+    def say_resumed(self) -> None:
+        """Log on rank 0 from which checkpoint, ``resumed``, the run goes on."""
+        if self._engine.grid.rank == 0:
             logging.getLogger("triax").warning(
-                "the run resumes from %s, after step %d", self.resumed[0], engine.global_steps
+                "the run resumes from %s, after step %d", self.resumed[0], self._engine.global_steps
             )
 
     def auto_saver(self) -> AutoSaver | None:

@@ -69,8 +69,7 @@ def apply(engine: Checkpointed, snapshot: Snapshot, options: LoadOptions) -> Non
             f"{type(engine.data_axis.optimizer).__name__} (load_optimizer_states=False loads the rest)"
         )
     usable = match_model(grid, snapshot, shapes, options.strict, problems)
-    read_weights(engine, shards, snapshot, usable)
-    notes: list[str] = []
+    notes = note_rounding(engine, snapshot, read_weights(engine, shards, snapshot, usable))
     engine.kept_state = Snapshot()
     if not options.weights_only:
         if loads_optimizer:
@@ -141,17 +140,59 @@ def _check_alike(snapshot: Snapshot, place: str, saved: Any, own: Any) -> None:
         raise CorruptError(f"{snapshot.source}: {place} is NaN")
 
 
-def read_weights(engine: Checkpointed, shards: StateShards, snapshot: Snapshot, usable: Mapping[str, Shape]) -> None:
-    """Load the weights and buffers named in ``usable`` from a snapshot. Collective over the data axis."""
+def read_weights(
+    engine: Checkpointed, shards: StateShards, snapshot: Snapshot, usable: Mapping[str, Shape]
+) -> dict[str, torch.dtype]:
+    """Load the weights and buffers named in ``usable`` from a snapshot. Collective over the data axis.
+
+    Returns:
+        name -> dtype of each tensor into which this rank has read, for a weight that of its master.
+    """
     grid = engine.grid
     names = usable.keys() & snapshot.tensors.keys()
+    own = {}
     for part in shards.values(mine=False):
-        if f"{WEIGHTS}/{part.name}" in names:
-            snapshot.tensors[f"{WEIGHTS}/{part.name}"].read_range(part, grid)
+        if (name := f"{WEIGHTS}/{part.name}") in names:
+            snapshot.tensors[name].read_range(part, grid)
+            own[name] = part.value.dtype
     shards.publish()
-    for name, buffer, _ in buffers(engine.module, grid.pipe.rank):
-        if f"{BUFFERS}/{name}" in names:
-            snapshot.tensors[f"{BUFFERS}/{name}"].read_shard(buffer, layout_of(buffer), grid)
+    for short, buffer, _ in buffers(engine.module, grid.pipe.rank):
+        if (name := f"{BUFFERS}/{short}") in names:
+            snapshot.tensors[name].read_shard(buffer, layout_of(buffer), grid)
+            own[name] = buffer.dtype
+    return own
+
+
+def note_rounding(engine: Checkpointed, snapshot: Snapshot, own: Mapping[str, torch.dtype]) -> list[str]:
+    """Return a note if the model's dtype cannot hold the loaded values. Collective.
+
+    A dtype that the option ``precision`` names is there to round, and gives no note.
+
+    Args:
+        engine: the engine into which the values were loaded.
+        snapshot: read from a checkpoint.
+        own: as ``read_weights`` returned it.
+    """
+    options = engine.data_axis.options
+    rounded = {
+        name: f"{saved} in the checkpoint, {dtype} in the model"
+        for name, dtype in own.items()
+        if dtype not in (options.weight_dtype, options.buffer_dtype)
+        and _rounds(saved := snapshot.tensors[name].dtype, dtype)
+    }
+    found = {name: text for each in engine.grid.world.all_gather_json(rounded) for name, text in each.items()}
+    return [
+        f"{len(found)} tensors are rounded to the model's dtype, such as {name.partition('/')[2]}: {text}"
+        for name, text in [*found.items()][:1]
+    ]
+
+
+def _rounds(saved: torch.dtype, own: torch.dtype) -> bool:
+    """Return True if some floating-point numbers of the first dtype do not exist in the second one."""
+    if not (saved.is_floating_point and own.is_floating_point):
+        return False
+    its, mine = torch.finfo(saved), torch.finfo(own)
+    return its.eps < mine.eps or its.max > mine.max
 
 
 def read_optimizer(shards: StateShards, snapshot: Snapshot, usable: Mapping[str, Shape], grid: Grid) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -9,6 +10,8 @@ import shutil
 import subprocess
 import sys
 from collections import Counter, deque
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -352,6 +355,40 @@ def test_the_program_of_the_docs_runs_again(ranks: Any, tmp_path: Path) -> None:
     (tree,) = (block.text for block in blocks(text) if block.text.startswith("runs/first\n"))
     shown = [line.strip("│├└─ ").split()[0] for line in tree.splitlines()]
     assert Counter(shown[1:]) == Counter(path.name for path in (tmp_path / "runs/first").rglob("*"))
+
+
+def with_an_iterator(source: str, folder: str, axes: dict[str, int]) -> dict[str, torch.Tensor]:
+    """Run the lines of the docs on this rank; return the weights."""
+    os.chdir(folder)
+    grid = triax.Grid(**axes, timeout=60)  # type: ignore[arg-type]
+    layers = [triax.LayerSpec(nn.Linear, 4, 4) for _ in range(2)]
+    loss_fn = nn.functional.mse_loss
+    model = triax.PipelineModule(layers, grid=grid, loss_fn=loss_fn, seed=0, dtype=torch.float64, partition="uniform")
+    optimizer, batch = partial(torch.optim.Adam, lr=0.01), triax.Batch(size=8, microbatch=2)
+    engine = triax.Engine(model, optimizer=optimizer, batch=batch)
+
+    def microbatches(replica: int, replicas: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for step in itertools.count():
+            x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            for first in range(replica * 8 // replicas, (replica + 1) * 8 // replicas, 2):
+                yield x[first : first + 2], x[first : first + 2].flip(1)
+
+    exec(source, {"engine": engine, "grid": grid, "microbatches": microbatches})
+    return engine.gather()
+
+
+def test_an_iterator_continues_at_the_right_batch(ranks: Any, tmp_path: Path) -> None:
+    """Two steps on two stages and four on two replicas are six steps on one process."""
+    text = (DOCS / "checkpoints.md").read_text()
+    source = text.split("```python\n# iterator.py\n")[1].split("```")[0]
+    assert "global_steps < 6" in source
+    for name in ("whole", "parts"):
+        (tmp_path / name).mkdir()
+    (wanted,) = ranks(1, with_an_iterator, source, str(tmp_path / "whole"), {})
+    first = source.replace("global_steps < 6", "global_steps < 2")
+    ranks(2, with_an_iterator, first, str(tmp_path / "parts"), {"pipe": 2})
+    for found in ranks(2, with_an_iterator, source, str(tmp_path / "parts"), {"data": 2}):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
 def without_an_engine(saved: str) -> tuple[dict[str, torch.Tensor], list[list[int]]]:

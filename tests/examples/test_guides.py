@@ -120,15 +120,16 @@ def test_a_program_prints_what_its_page_shows(
         assert first == output
 
 
-def test_triax_check_holds_for_the_model_of_its_guide(tmp_path: Path) -> None:
-    """Both commands of testing.md that name ``own_model.py``."""
-    page = DOCS / "guides" / "testing.md"
+@pytest.mark.parametrize(("guide", "file", "count"), [("testing", "own_model.py", 2), ("model-shapes", "heads.py", 1)])
+def test_triax_check_holds_for_the_model_of_its_guide(guide: str, file: str, count: int, tmp_path: Path) -> None:
+    """The commands of a guide that name a function of its program."""
+    page = DOCS / "guides" / f"{guide}.md"
     for name, source in programs(page.read_text()).items():
         (tmp_path / name).write_text(source)
-    commands = [shlex.split(command) for command, _ in shown(page.read_text()) if "own_model.py:" in command]
-    assert len(commands) == 2
+    commands = [shlex.split(command) for command, _ in shown(page.read_text()) if f"{file}:" in command]
+    assert len(commands) == count
     for command, *words in commands:
-        typed = [word.replace("own_model.py", str(tmp_path / "own_model.py")) for word in words]
+        typed = [word.replace(file, str(tmp_path / file)) for word in words]
         found = CliRunner().invoke(app, typed)
         assert command == "triax" and found.exit_code == 0, found.output
 

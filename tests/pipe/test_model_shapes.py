@@ -49,6 +49,33 @@ class Tasks(nn.Module):
         return word + 0.5 * kind, {"next": word, "topic": kind, "accuracy": hits}
 
 
+class Tagger(nn.Module):
+    """heads.py in plain PyTorch."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(32, 16)
+        self.early = nn.ModuleList(nn.GRU(16, 16, batch_first=True) for _ in range(depth))
+        self.tags = nn.Linear(16, 4)
+        self.late = nn.ModuleList(nn.GRU(16, 16, batch_first=True) for _ in range(depth))
+        self.next = nn.Linear(16, 32)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.words(ids)
+        for mix in self.early:
+            x = x + mix(x)[0]
+        tags = self.tags(x)
+        for mix in self.late:
+            x = x + mix(x)[0]
+        return tags, self.next(x)
+
+    def terms(self, ids: Tensor, labels: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        tags, words = self(ids)
+        tag = F.cross_entropy(tags.flatten(0, 1), labels["tags"].flatten())
+        word = F.cross_entropy(words.flatten(0, 1), labels["words"].flatten())
+        return tag + word, {"tags": tag, "words": word}
+
+
 class Translator(nn.Module):
     """translate.py in plain PyTorch: torch's stacks of encoder and decoder layers around one embedding."""
 
@@ -105,8 +132,21 @@ MODELS: dict[str, tuple[str, Any, Any]] = {  # page, arguments of layers(), the 
     "tasks": ("losses.md", (6,), lambda program: Tasks(6)),
     "translate": ("model-shapes.md", (3,), lambda program: Translator(3, program["SIZES"])),
     "unet": ("model-shapes.md", (), lambda program: Unet()),
+    "heads": ("model-shapes.md", (3,), lambda program: Tagger(3)),
 }
-LOSSES = {"tasks": "Tasks", "translate": "TranslationLoss"}
+LOSSES: dict[str, Any] = {  # of a program
+    "tasks": lambda program: program["Tasks"](),
+    "translate": lambda program: program["TranslationLoss"](),
+    "unet": lambda program: F.mse_loss,
+    "heads": lambda program: program["loss_fn"],
+}
+
+
+def microbatches(given: dict[str, Any], replica: int, replicas: int) -> Any:
+    """Return an iterator over a replica's microbatches of a program."""
+    if "microbatches" in given:
+        return given["microbatches"](replica, replicas)
+    return iter(given["batches"]()[0][replica::replicas])
 
 
 def in_float64(value: Any) -> Any:
@@ -117,7 +157,7 @@ def trained(model: str, axes: dict[str, Any], schedule: str, stage: Any) -> Any:
     """Return the initial weights, the loss, the metrics and the gradients of one step on a grid."""
     page, arguments, _ = MODELS[model]
     given, grid = program(page, model), Grid(**axes, timeout=60)
-    loss_fn = given[LOSSES[model]]() if model in LOSSES else F.mse_loss
+    loss_fn = LOSSES[model](given)
     layers = given["layers"](*arguments)
     module = triax.PipelineModule(layers, grid=grid, loss_fn=loss_fn, partition="uniform", dtype=torch.float64)
     engine = triax.Engine(
@@ -129,7 +169,7 @@ def trained(model: str, axes: dict[str, Any], schedule: str, stage: Any) -> Any:
     )
     assert isinstance(engine, triax.PipelineEngine)
     weights = {name: weight.clone() for name, weight in engine.gather().items()}
-    data = given["microbatches"](grid.data.rank, grid.data.size)
+    data = microbatches(given, grid.data.rank, grid.data.size)
     loss = engine.train_batch((in_float64(inputs), in_float64(labels)) for inputs, labels in data).item()
     return weights, loss, engine.metrics, engine.gather("gradients")
 
@@ -145,7 +185,7 @@ def plain(model: str, weights: dict[str, Tensor]) -> Any:
     with torch.no_grad():
         for name, parameter in zip(names, own, strict=True):
             parameter.copy_(weights[name])
-    data = given["microbatches"](0, 1)
+    data = microbatches(given, 0, 1)
     parts = [next(data) for _ in range(SAMPLES // 2)]
     inputs, labels = (joined([part[i] for part in parts]) for i in range(2))
     loss, metrics = module.terms(inputs, labels)
@@ -157,6 +197,8 @@ def joined(parts: list[Any]) -> Any:
     """Join microbatches to a batch."""
     if isinstance(parts[0], tuple):
         return tuple(joined([part[i] for part in parts]) for i in range(len(parts[0])))
+    if isinstance(parts[0], dict):
+        return {name: joined([part[name] for part in parts]) for name in parts[0]}
     return in_float64(torch.cat(parts))
 
 
@@ -172,7 +214,7 @@ CASES: list[tuple[dict[str, int], str, int]] = [
 
 
 def few() -> list[Any]:
-    """Every model on the first grid, two on the last and one in turn on each other; `make test-all` has all of them."""
+    """Every model on the first grid, and some in turn on the others; `make test-all` has all of them."""
     found = []
     for number, case in enumerate(CASES):
         for turn, model in enumerate(MODELS):

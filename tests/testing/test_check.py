@@ -282,8 +282,16 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:
     code, text = typed(tmp_path, "--axes", "pipe", "--ranks", "1", "--json")
     last = json.loads(text)["runs"][-1]
     assert code == 1 and last["what"] == "axis pipe" and "an axis needs 2 ranks, and ranks=1" in last["difference"]
-    code, text = typed(tmp_path, dtype="float32")
-    assert code == 1 and "one process" in text and "torch.float32" in text
+    code, text = typed(tmp_path, "--json", dtype="float32")
+    (run,) = json.loads(text)["runs"]
+    assert code == 1 and "make the model in float64, as PipelineModule(..., dtype=torch.float64)" in run["difference"]
+    assert run["where"] == ""  # the error is no line of anybody's code
+    code, text = typed(tmp_path, "--json", line="return triax.PipelineModule(layers, grid=grid, chunks=9)")
+    (run,) = json.loads(text)["runs"]
+    assert code == 1 and re.search(r'^File ".*/model_\d\.py", line 8, in build$', run["where"]), run  # not triax's line
+    code, text = typed(tmp_path, "--json", line="return layers[0].build()")
+    (run,) = json.loads(text)["runs"]
+    assert code == 1 and run["difference"] == "TypeError: build(grid) returned a Linear: return a triax.PipelineModule"
     for words, says in (
         (["--axes", "pipes"], "--axes has 'pipes': give some of pipe, data, context, tensor, expert"),
         (["--data", "rows"], "has no function 'rows', which --data names; it has build, batches"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -146,6 +147,15 @@ def test_the_guide_shows_the_project() -> None:
         assert f"```python\n# {Path(file).name}\n{(ROOT / 'examples' / 'own_model' / file).read_text()}```" in page, (
             file
         )
+
+
+def test_the_guides_call_with_axes_makes_six_runs() -> None:
+    page = (DOCS / "guides" / "testing.md").read_text()
+    call = r"makes (\w+) runs:\n +`assert_equals_one_process\(build, batches, (.*)\)`"
+    ((count, arguments),) = re.findall(call, page)
+    given = eval(f"dict({arguments})")
+    assert count == "six" and len(covering_grids(**given, layers=4, microbatches=4)) == 6
+    assert_equals_one_process(partial(build, ""), batches, **given)
 
 
 def test_what_cannot_be_compared_says_so() -> None:

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import resource
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,29 @@ def test_a_run_resumed_on_another_grid_equals_plain_pytorch(ranks: Any, place: P
     assert validations(place, "one")[-1] == pytest.approx(expected, abs=1e-10, rel=0)
     model = place / "runs" / "one" / "model"
     assert {path.name for path in model.iterdir()} == {"config.json", "model.safetensors"}
+
+
+def said_of_resuming(root: str, *changes: str) -> list[str]:
+    """Be a rank of a run; return what the log says of a checkpoint from which it resumes."""
+    log = io.StringIO()
+    handler = logging.StreamHandler(log)
+    logging.getLogger("triax").addHandler(handler)
+    try:
+        run(root, "export=false", "evaluate.every=9", *changes)
+    finally:
+        logging.getLogger("triax").removeHandler(handler)
+    return [line for line in log.getvalue().splitlines() if "resumes" in line]
+
+
+def test_a_resume_is_said_whatever_names_the_checkpoint(ranks: Any, place: Path) -> None:
+    """By auto, by its path and by its tag."""
+    assert ranks(1, said_of_resuming, str(place), "name=two", "training.steps=2") == [[]]
+    last = "runs/two/checkpoints/global_step2"
+    for name, resume in (("other", last), ("two", "global_step2"), ("two", "auto")):
+        changes = (f"name={name}", f"checkpoint.resume={resume}", "training.steps=3", "checkpoint.every=9")
+        (said,) = ranks(1, said_of_resuming, str(place), *changes)
+        assert said == [f"the run resumes from {last}, after step 2"]
+        shutil.rmtree(place / "runs" / "two" / "checkpoints" / "global_step3", ignore_errors=True)
 
 
 def test_a_run_cut_by_measured_layers_has_one_processs_numbers(ranks: Any, place: Path) -> None:
