@@ -57,8 +57,8 @@ class Costs:
 
     Each cost but COMM is a number or a sequence. A number is the cost of one rank's whole share of a microbatch, all
     its chunks together, so that schedules with different chunks compare: an op of one of v chunks costs 1/v of it. A
-    sequence gives the cost of each stage's own op, undivided, as it is measured. C, a forward that is run again, costs
-    as much as F.
+    sequence gives one cost for each stage: of one op of this stage, as it is measured. C, a forward that is run again,
+    costs as much as F.
 
     AR and A2A are collectives: they take a network, and the products F, I and W a processor. A pass alone waits for its
     collectives, except that the all-reduces of a B run beside its own weight gradient:
