@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from ..base.errors import CheckpointError
 from ..grid import Grid
@@ -20,6 +20,7 @@ def match_model(
     shapes: Mapping[str, Shape],
     strict: bool,
     other_problems: Sequence[str] = (),
+    second_names: Collection[str] = (),
 ) -> dict[str, Shape]:
     """Return this rank's weights and buffers that the checkpoint contains with equal shapes. Collective.
 
@@ -29,6 +30,7 @@ def match_model(
         shapes: name in a checkpoint -> unsharded shape, for each weight and buffer of this rank.
         strict: refuse a checkpoint of another model. If False, rank 0 logs the names that are not loaded.
         other_problems: further reasons of the caller to refuse the checkpoint. They are equal on all ranks.
+        second_names: names that the checkpoint may have beside those of ``shapes``: of parameters under another name.
 
     Raises:
         CheckpointError: on every rank, if ``strict`` is set and names are missing or unexpected or shapes differ.
@@ -41,7 +43,7 @@ def match_model(
         if name in tensors and tensors[name].shape != shape
     }
     gathered = grid.world.all_gather_json(([*shapes], missing, [*unlike.values()]))
-    known = {name for names, *_ in gathered for name in names}
+    known = {name for names, *_ in gathered for name in names} | {*second_names}
     unexpected = [name for name in tensors if name.partition("/")[0] in (WEIGHTS, BUFFERS) and name not in known]
     found = {
         "missing in the checkpoint": list(dict.fromkeys(_short(name) for _, names, _ in gathered for name in names)),
@@ -53,7 +55,7 @@ def match_model(
     if problems and strict:
         raise CheckpointError(
             f"{snapshot.source} does not fit this model: {'; '.join(problems)}. Build the model that was saved, or "
-            "load the tensors that fit with load_checkpoint(..., strict=False)"
+            "load the tensors that fit with load_checkpoint(..., load_module_strict=False)"
         )
     if problems and grid.rank == 0:
         logging.getLogger("triax").warning("%s: not loaded: %s", snapshot.source, "; ".join(problems))

@@ -151,6 +151,8 @@ class ModuleEngine(Engine):
         self.in_no_sync = False  # within no_sync
         self._scaled_by_user = False  # the loss of this microbatch went through scale()
         self._engine_backwards = 0  # backward passes of this microbatch that backward() made
+        self._forwards = 0  # forward passes of this microbatch, in train mode and with a graph
+        self._warned_of_late_step = False
         self._outputs_opaque = False  # an output of this microbatch is no nest of tensors
         self._eval_outputs_opaque = False  # in eval mode, where no backward pass needs to follow
         self._outputs_entered = False  # a backward pass entered through outputs of this microbatch
@@ -173,6 +175,7 @@ class ModuleEngine(Engine):
                 args, kwargs = map_tensors(self._cast, args), map_tensors(self._cast, kwargs)
             if graph and trains:
                 self._begin_step()
+                self._forwards += 1
             counting = self.accounts.counting() if trains else nullcontext()
             if not self.options.batch.counted:
                 self.microbatch = self.backward_passes.count
@@ -302,6 +305,7 @@ class ModuleEngine(Engine):
                     "an object that is not a tensor, tuple, list or dict: call engine.backward(loss), or "
                     "engine.scale(loss).backward()"
                 )
+            self._warn_of_late_step()
             last = self.is_last_microbatch()
             try:
                 if last:
@@ -322,10 +326,26 @@ class ModuleEngine(Engine):
                 self.backward_passes.seen = self.backward_passes.count
                 self.backward_passes.origins.clear()
                 self.micro_steps += 1
-                self._engine_backwards, self._scaled_by_user = 0, False
+                self._engine_backwards, self._forwards, self._scaled_by_user = 0, 0, False
                 self._outputs_opaque = self._eval_outputs_opaque = self._outputs_entered = False
                 self._mark_last()
         self._save_if_due()
+
+    def _warn_of_late_step(self) -> None:
+        """Warn once if step() ends one microbatch after the passes of a whole step, as in a DDP loop."""
+        passes, microbatches = self.backward_passes.count - self.backward_passes.seen, self.batch.accumulation
+        late = self.options.batch.counted and 1 < microbatches == passes == self._forwards
+        if self._warned_of_late_step or not late:
+            return
+        self._warned_of_late_step = True
+        self._warn(
+            Note(
+                "batch.microbatches",
+                f"is {microbatches}, and engine.step() was called after {passes} forward and backward passes, which it "
+                f"counts as one microbatch. If they are {passes} microbatches, call engine.step() after each of them; "
+                "it changes the weights after the last one",
+            )
+        )
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

@@ -47,11 +47,11 @@ def describe(module: nn.Module) -> dict[str, Any] | None:
     found = _configuration(module)
     settings = _settings(module) if found is not None else None
     found = found if settings is None else {**(found or {}), "settings": _plain(settings)}
-    shared = _shared_names(module)
+    shared = shared_names(module)
     return _with_lora({**(found or {}), "shared": shared} if shared else found, module)
 
 
-def _shared_names(module: nn.Module) -> dict[str, str]:
+def shared_names(module: nn.Module) -> dict[str, str]:
     """Return further names of parameters that have several in a module: name -> the name of its weights in the file."""
     first: dict[nn.Parameter, str] = {}
     named = () if hasattr(module, "layer_specs") else module.named_parameters(remove_duplicate=False)

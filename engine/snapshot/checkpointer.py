@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from ...agreement.agreement import agreed
 from ...base.checks import check_flag, check_kind, check_path
+from ...base.errors import ArgumentError
 from ...checkpoint.async_writer import AsyncWriter, report_failure
 from ...checkpoint.auto import AutoSaver, load_newest
 from ...checkpoint.convert.export import write_model
@@ -52,6 +53,8 @@ class Checkpointer:
         writer: writes asynchronous checkpoints. None before the first one.
     """
 
+    _saved: ClassVar[weakref.WeakValueDictionary[str, Checkpointer]] = weakref.WeakValueDictionary()  # by path
+
     def __init__(self, engine: Checkpointed) -> None:
         self._engine: Checkpointed = weakref.proxy(engine)  # the engine holds the checkpointer
         self.client_state: Mapping[str, Any] | None = None
@@ -80,12 +83,31 @@ class Checkpointer:
             check_kind(call, (str, int, NoneType), "a text, or None", tag=tag)
             check_state(call, client_state)
             check_flag(call, save_latest=save_latest, exclude_frozen_parameters=exclude_frozen)
+            self._require_own(save_dir, chosen)
 
         chosen = tag if tag is not None else f"global_step{self._engine.global_steps}"
         chosen = self._rendezvous(call, str(save_dir), str(chosen), check=check)
         problem = self._write(folders.folder_at(save_dir), chosen, client_state or {}, save_latest, exclude_frozen)
         report_failure(save_dir, chosen, problem, settings.on_failure == "stop")
         return problem is None
+
+    def _require_own(self, save_dir: str | Path, tag: Any) -> None:
+        """Check that no other engine of this process, of another model, has saved under the same path.
+
+        Raises:
+            ArgumentError: one has, and its checkpoint would be lost.
+        """
+        path = str(folders.folder_at(save_dir).absolute() / str(tag))
+        other = Checkpointer._saved.get(path)
+        if other is not None and other._shapes() != self._shapes():
+            raise ArgumentError(
+                f"save_checkpoint would overwrite {path}, which another engine of this process has saved. It trains a "
+                f"{type(other._engine.module).__name__}, and this one trains a {type(self._engine.module).__name__} "
+                "with other parameters. Give each engine a folder of its own"
+            )
+
+    def _shapes(self) -> dict[str, torch.Size]:
+        return {name: parameter.shape for name, parameter in self._engine.module.named_parameters()}
 
     def wait(self) -> str | None:
         """Wait until an asynchronous checkpoint is written, as ``Engine.wait_for_checkpoint`` documents."""
@@ -247,6 +269,7 @@ class Checkpointer:
         before = self.wait()
         with agreed(grid):
             folders.check_tag(tag)
+            Checkpointer._saved[str(folder.absolute() / tag)] = self
             snapshot = capture(self._engine, tag, client_state, exclude_frozen)
         if not settings.background:
             problem = make_writer(grid, snapshot, folder, tag, None, save_latest, self._lineage).run()

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...agreement.agreement import agreed
 from ...base.errors import CorruptError
 from ...base.json_values import decode
+from ...checkpoint.convert.formats import shared_names
 from ...checkpoint.matching import Shape, listed, match_model
 from ...checkpoint.protocol import BUFFERS, OPTIMIZER, RANDOM, WEIGHTS, Snapshot
 from ...checkpoint.random_states import set_random_states
@@ -68,7 +69,9 @@ def apply(engine: Checkpointed, snapshot: Snapshot, options: LoadOptions) -> Non
             f"the optimizer that was saved is {run['optimizer']}, but this engine has "
             f"{type(engine.data_axis.optimizer).__name__} (load_optimizer_states=False loads the rest)"
         )
-    usable = match_model(grid, snapshot, shapes, options.strict, problems)
+    with agreed(grid):
+        second_names = _second_names(engine, snapshot, problems)
+    usable = match_model(grid, snapshot, shapes, options.strict, problems, second_names)
     notes = note_rounding(engine, snapshot, read_weights(engine, shards, snapshot, usable))
     engine.kept_state = Snapshot()
     if not options.weights_only:
@@ -138,6 +141,22 @@ def _check_alike(snapshot: Snapshot, place: str, saved: Any, own: Any) -> None:
         raise CorruptError(f"{snapshot.source}: {place} is {saved!r}, but it must be like {own!r}")
     if numbers and saved != saved:
         raise CorruptError(f"{snapshot.source}: {place} is NaN")
+
+
+def _second_names(engine: Checkpointed, snapshot: Snapshot, problems: list[str]) -> list[str]:
+    """Return the tensors of a snapshot that are a shared parameter under its second name, as in an imported checkpoint.
+
+    Adds to ``problems`` if the two names have different values.
+    """
+    pairs = [(f"{WEIGHTS}/{name}", f"{WEIGHTS}/{first}") for name, first in shared_names(engine.module).items()]
+    found = [(name, first) for name, first in pairs if {name, first} <= snapshot.tensors.keys()]
+    for name, first in found:
+        if not torch.equal(snapshot.tensors[name].read_all(), snapshot.tensors[first].read_all()):
+            problems.append(
+                f"{name.partition('/')[2]} and {first.partition('/')[2]} have different values, but are one parameter "
+                "of the model"
+            )
+    return [name for name, _ in found]
 
 
 def read_weights(

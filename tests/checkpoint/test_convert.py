@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
+import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +20,16 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import triax
+from triax.base.errors import CheckpointError
 from triax.models.config import DecoderConfig, RopeScaling
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.models.llama import LlamaConfig, llama_layers
 from triax.models.recurrent.sizes import DeltaNetSizes
 
 from checkpoint_jobs import command
+from paths import DOCS
+from readme_blocks import blocks, commands, programs
+from toys import error_text
 
 STEPS, AFTER, RATE = 3, 3, 0.01
 
@@ -225,6 +233,45 @@ def test_a_checkpoint_that_fsdp_wrote_on_two_ranks(ranks: Any, tmp_path: Path) -
         engine.train_batch(iter([(batch(step), batch(step))]))
     assert engine.global_steps == STEPS + AFTER
     assert_same(engine.gather(), {f"layers.{name}": weight for name, weight in wanted.items()})
+
+
+def test_a_checkpoint_of_a_ddp_loop_continues_as_the_page_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The module, the optimizer and the scheduler as torch.save wrote them; the program and commands of the page."""
+    page = (DOCS / "moving-from" / "ddp.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "old_script", SimpleNamespace(build=lambda: Net().double()))
+    torch.set_default_dtype(torch.float64)
+    try:
+        rate = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (step + 1))
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+        schedule = rate(optimizer)
+        train(model, optimizer, 0, STEPS, schedule)
+        parts = {"model": model, "optimizer": optimizer, "scheduler": schedule}
+        torch.save({name: part.state_dict() for name, part in parts.items()}, "ddp.pt")
+        train(model, optimizer, STEPS, STEPS + AFTER, schedule)
+
+        exec(programs(page)["to_dcp.py"], {})
+        (words,) = (shlex.split(text) for _, text in commands(page) if "checkpoint import" in text)
+        other = Net()
+        other.again.weight = nn.Parameter(other.first.weight + 1.0)
+        weights = {"model": other.state_dict()}
+        dcp.save(weights, checkpoint_id="untied")
+        assert command(*words[2:])[0] == command("import", "untied", "runs/untied", *words[5:])[0] == 0
+        engine = triax.Engine(Net(), optimizer=partial(torch.optim.AdamW, lr=RATE), lr_scheduler=rate, batch=8, zero=2)
+        (resume,) = (block.text for block in blocks(page) if "lr_scheduler.load_state_dict" in block.text)
+        differ = "again.weight and first.weight have different values, but are one parameter of the model"
+        load = partial(engine.load_checkpoint, "runs/untied", load_optimizer_states=False)
+        assert differ in error_text(load, CheckpointError)
+        exec(resume, {"engine": engine, "torch": torch})
+        for step in range(STEPS, STEPS + AFTER):
+            engine.backward(engine(batch(step)).square().mean())
+            engine.step()
+        assert_same(dict(engine.module.state_dict()), dict(model.state_dict()), 1e-10)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 # -------------------------------------------------------------------------------------------------- Hugging Face

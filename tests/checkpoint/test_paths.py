@@ -74,3 +74,22 @@ def test_functions_beside_the_engine() -> None:
     ):
         for wrong in WRONG:
             assert "give the path of a folder" in error_text(lambda: call(wrong), ConfigError)  # noqa: B023
+
+
+def pair(folder: str) -> list[str]:
+    """Save two engines of unlike models into one folder, and two of equal models; return the errors."""
+    grid = triax.Grid(timeout=60)
+    options = triax.EngineOptions(optimizer=torch.optim.SGD, batch=triax.Batch(size=2), zero=3)
+    makes, judges, again = (triax.Engine(nn.Linear(4, width), options, grid=grid) for width in (2, 1, 2))
+    makes.save_checkpoint(folder)
+    found = error_text(lambda: judges.save_checkpoint(folder), ConfigError)
+    judges.save_checkpoint(folder, tag="judges")
+    makes.load_checkpoint(folder, tag="global_step0")
+    again.save_checkpoint(folder)  # of the same model: a run that starts again
+    return [found]
+
+
+def test_two_engines_do_not_overwrite_each_other(ranks: Any, tmp_path: Path) -> None:
+    for (found,) in ranks(2, pair, str(tmp_path / "runs")):
+        assert "runs/global_step0, which another engine of this process has saved" in found
+        assert "Give each engine a folder of its own" in found

@@ -261,6 +261,20 @@ def test_accumulation_is_counted_as_one_likes() -> None:
     assert counted.backward(loss_of(counted), scale_wrt_gas=False) > counted.backward(loss_of(counted))
 
 
+def test_step_after_all_microbatches_at_once_warns(caplog: pytest.LogCaptureFixture) -> None:
+    late, early = one(config(accumulation=2)), one(config(accumulation=2))
+    words = "engine.step() was called after 2 forward and backward passes, which it counts as one microbatch"
+    for _ in range(2):
+        early.backward(loss_of(early) + loss_of(early))  # two forward passes of one microbatch
+        early.step()
+    assert words not in caplog.text
+    for _ in range(4):
+        for step in range(2):
+            late.backward(loss_of(late, step))
+        late.step()
+    assert caplog.text.count(words) == 1
+
+
 def test_schedules_and_modes() -> None:
     plateau = {"type": "ReduceLROnPlateau", "params": {"patience": 0, "factor": 0.5, "threshold": 0.5}}
     engine = one(config(scheduler=plateau))
