@@ -235,7 +235,7 @@ class Engine:
         self.start_checkpointing()
         lr_note, untrained = getattr(self.lr_scheduler, "note", None), untrained_in_loss(model)
         self._warn(*(Note("", each) for each in (lr_note, untrained) if each is not None))
-        self._warn(unsharded_note(self.data_axis), one_replica_note(options.zero, grid.data_context.size))
+        self._warn(unsharded_note(self.data_axis), one_replica_note(options.zero, grid))
         self.observer.install()
 
     __new__.__signature__ = inspect.signature(__init__)  # type: ignore[attr-defined]  # for help()

@@ -57,11 +57,16 @@ def zero_options(options: EngineOptions, grid: Grid, module: nn.Module) -> ZeroO
     )
 
 
-def one_replica_note(zero: Zero, data: int) -> Note | None:
-    """Return a note if a second shard of the weights is asked for, and one replica has all weights; else None."""
+def one_replica_note(zero: Zero, grid: Grid) -> Note | None:
+    """Return a note if options shard gradients or weights over replicas, and the grid has one replica; else None."""
     size = zero.hpz_partition_size
-    if data > 1 or zero.stage != 3 or size == 1:
+    if grid.data_context.size > 1 or zero.stage not in (2, 3):
         return None
+    if size == 1 or zero.stage == 2:
+        if grid.size == 1 or (zero.stage == 3 and zero.offload_parameters.device != "none"):
+            return None
+        text = f"{zero.stage} shards nothing, because the grid's {grid.size} ranks are one replica"
+        return Note("zero.stage", text)
     return Note(
         "",
         f"<zero.hpz_partition_size> {size} does nothing on one replica, which has all weights; on more replicas, their "

@@ -338,8 +338,8 @@ def test_auto_and_what_changes_nothing(caplog: pytest.LogCaptureFixture) -> None
     assert not caplog.text
 
 
-def warnings_of(zero: dict[str, Any]) -> list[str]:
-    """Return what making an engine on two replicas says to this rank's log."""
+def warnings_of(zero: dict[str, Any], *axes: int) -> list[str]:
+    """Return what making an engine, by default on two replicas, says to this rank's log."""
     said: list[str] = []
 
     class Ear(logging.Handler):
@@ -349,7 +349,7 @@ def warnings_of(zero: dict[str, Any]) -> list[str]:
     ear, logger = Ear(logging.WARNING), logging.getLogger("triax")
     logger.addHandler(ear)
     try:
-        engine(Grid(1, 2, 1), zero)
+        engine(Grid(*axes or (1, 2, 1)), zero)
     finally:
         logger.removeHandler(ear)
     return said
@@ -361,3 +361,8 @@ def test_triax_warns_once_if_stage_3_shards_nothing(ranks: Any) -> None:
     assert len(whole) == 1 and f"= {WEIGHT:,} elements (the largest has {WEIGHT:,})" in whole[0]
     for less in ({"stage": 3, "stage3_param_persistence_threshold": BIAS}, {"stage": 3}, {"stage": 2}):
         assert ranks(2, warnings_of, less) == [[], []], less
+    offload = {"stage": 3, "offload_param": {"device": "cpu"}}
+    for zero, count in (({"stage": 3}, 1), ({"stage": 2}, 1), ({"stage": 1}, 0), (offload, 0)):
+        first, second = ranks(2, warnings_of, zero, 1, 1, 2)
+        assert second == [] and len(first) == count, zero
+        assert all("zero_optimization.stage" in text and "2 ranks are one replica" in text for text in first)
