@@ -86,6 +86,9 @@ def check(
     else:
         heads = ("run", "numbers", "sent per step (ZeRO's formula)")
         terminal().print(table(heads, ((row.what, _result(row), _sent(row)) for row in rows), left=3))
+        for row in rows:
+            if found := _details(row):
+                terminal().print(escaped(f"\n{row.what}\n{found}"))
         if kept:
             typer.echo(profile)
             lines = ((name, f"{size:,}") for name, size in kept.items())
@@ -127,9 +130,13 @@ def _dry(target: str, build: Any, batches: Any, sizes: dict[str, int], as_json: 
 
 
 def _result(row: Any) -> str:
+    return ("equal" if row.holds else "different") + (", see below" if _details(row) else "")
+
+
+def _details(row: Any) -> str:
+    """Return what was found beside "equal", one statement a line."""
     parts = [row.difference, row.where and f"first: {row.where}", row.cause and f"usually: {row.cause}"]
-    lines = ["equal"] if row.holds else [part for part in parts if part]
-    return "\n".join((*lines, *row.notes))
+    return "\n".join((*(part for part in parts if part and not row.holds), *row.notes))
 
 
 def _sent(row: Any) -> str:
