@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import os
 import re
 import runpy
@@ -378,6 +379,9 @@ def test_megatrons_small_runs_train_and_continue(ranks: Any, tmp_path: Path, mon
     assert CliRunner().invoke(app, tokenize).exit_code == 0
     assert [words[:3] for words in runs] == [["triax", "train", "small.yaml"]] * 3
     assert "training.steps=30" in runs[2]
+    rates = [3e-4 * (0.1 + 0.9 * math.cos(math.pi / 2 * step / of) ** 2) for step, of in ((19, 20), (20, 30))]
+    said = [f"{rate * 1e5:.2f}e-5" for rate in rates]
+    assert f"the rate of step 20 was {said[0]}, that of step 21 is {said[1]}" in " ".join(small.split())
     fewer, exact = (2, 2, 3), ("training.precision=fp64", "monitor.trace=0")  # steps; the page's 20, 20 and 30
     one, interleaved, rest = (
         ranks(4, run_of_a_file, str(tmp_path), *words[2:], f"training.steps={steps}", *exact)[0]
