@@ -388,7 +388,9 @@ def _bar(console: Console, title: str, kinds: dict[str, float], limit: float | N
     from ..plan.picture import COLORS
 
     shown, total = {kind: value for kind, value in kinds.items() if value > 0}, sum(kinds.values())
-    key = Columns([Text("█", COLORS[kind]) + Text(f" {kind} {figure(value)}") for kind, value in shown.items()])
+    share = {kind: f" ({value / total:.1%})" if kind == "bubble" else "" for kind, value in shown.items()}
+    names = {kind: f" {kind} {figure(value)}{share[kind]}" for kind, value in shown.items()}
+    key = Columns([Text("█", COLORS[kind]) + Text(name) for kind, name in names.items()])
     of = "" if limit is None else f" of {figure(limit)}"
     parts = bar(shown, max(total, limit or 0.0), console.width - 2)
     console.print(f"{title}: {figure(total)}{of}", parts, key, sep="\n", soft_wrap=False)

@@ -27,9 +27,11 @@ class ClosedFormSchedule(LRScheduler):
 
     Attributes:
         note: message for the user about a parameter of the schedule that has no effect here, or None.
+        former: names of torch's schedules from whose checkpoints this one continues.
     """
 
     note: str | None = None
+    former: tuple[str, ...] = ()
 
     def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1) -> None:
         if last_batch_iteration >= 0:
@@ -56,9 +58,13 @@ class ClosedFormSchedule(LRScheduler):
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from the saved step: the parameter groups get its learning rates at once."""
+        """Continue after the saved step: the parameter groups get the next step's rates, by this schedule's arguments.
+
+        ``state_dict`` may be of a schedule of torch, which has ``last_epoch``.
+        """
         self._step_count = 0  # so that torch does not warn of a step before the optimizer's
-        self.step(state_dict["last_batch_iteration"])
+        torchs = "last_batch_iteration" not in state_dict
+        self.step(state_dict["last_epoch"] - 1 if torchs else state_dict["last_batch_iteration"])
         self._step_count = self.last_epoch + 1
 
 

@@ -56,9 +56,10 @@ class Trust(NamedTuple):
 
     def line(self, machine: str, seconds: float | None = None) -> str:
         """Return the first line of the output: the interval in percent and, of a time, in seconds."""
-        percent = f"{100 * (self.low - 1):+.0f} to {100 * (self.high - 1):+.0f} %"
-        times = "" if seconds is None else f": {seconds * self.low:.3g} to {seconds * self.high:.3g} s for the first"
-        return f"90 % of runs within {percent} of the times{times} ({self.known}; {machine} is {self.reason})"
+        runs = "triax's runs" if self.known == "measured machine" else "published runs"
+        percent = f"{100 * (1 - self.low):.0f} % less to {100 * (self.high - 1):.0f} % more"
+        times = "" if seconds is None else f"; the first: {seconds * self.low:.3g} to {seconds * self.high:.3g} s"
+        return f"90 % of {runs} took {percent} than predicted{times} ({self.known}; {machine} is {self.reason})"
 
     def to_dict(self, machine: str, seconds: float | None = None) -> dict[str, Any]:
         """Return the entry ``trust`` of the JSON object."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
+from torch import Tensor
 
 from ..agreement.agreement import agreed
 from ..base.errors import AgreedError, CheckpointError, ConfigError
@@ -28,6 +28,7 @@ from ..launcher.launch import user_error
 from ..models.huggingface.save import save_hf
 from ..monitor.files import TERMS
 from ..monitor.format import numbers_in_words
+from ..optim.lr_schedules import ClosedFormSchedule
 from ..options.engine import EngineOptions
 from .clock import RunClock
 from .data import check_data, described
@@ -35,6 +36,7 @@ from .distilling import Distilling, numbered
 from .drawing import Drawing, RewardEvaluation
 from .evaluation import Evaluation
 from .job import Job
+from .learning_rate import LearningRate
 from .lowest import LowestLoss
 from .method import AnswerEvaluation, Method
 from .model import build_module, parameter_groups, with_cut
@@ -68,6 +70,25 @@ class _Joined(StepObserver):
     def joined(self, client_state: Mapping[str, Any]) -> None:
         self._spikes.load(client_state)
         self._lowest.load(client_state.get("lowest"))
+
+
+class FileSchedule(ClosedFormSchedule):
+    """Learning rates of a training file: the peak, which is the optimizer's own rate, times the share of the step.
+
+    Args:
+        optimizer: its parameter groups get the rates.
+        rate: the file's schedule, of which a resumed run may have another one than the run before.
+    """
+
+    former = ("LambdaLR",)
+
+    def __init__(self, optimizer: torch.optim.Optimizer, rate: LearningRate) -> None:
+        self._rate = rate
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """Return the rates of the next step, one for each parameter group."""
+        return [base * self._rate.share(self.last_epoch) for base in self.base_lrs]
 
 
 class TrainingRun:
@@ -109,10 +130,9 @@ class TrainingRun:
         self.report = Reporter(job.folder, self.grid.rank == 0, job.steps, monitor.log_every, self.unit, name)
         module = build_module(job, self.grid)
         rate = job.learning_rate
-        schedule = None if rate is None else lambda optimizer: LambdaLR(optimizer, lambda step: rate.share(step))
         options = self._options()
         if rate is not None:
-            options = options.changed(lr_scheduler=schedule)
+            options = options.changed(lr_scheduler=lambda optimizer: FileSchedule(optimizer, rate))
         collate = None
         if isinstance(training, Answers):
             is_distilled = job.file.method is not None and job.file.method.name == "distill"

@@ -18,6 +18,7 @@ from ...checkpoint.protocol import BUFFERS, OPTIMIZER, RANDOM, WEIGHTS, Snapshot
 from ...checkpoint.random_states import set_random_states
 from ...checkpoint.reader import LoadOptions
 from ...grid import Grid, layout_of
+from ...optim.lr_schedules import ClosedFormSchedule
 from ...optim.schedulers import follow
 from ...zero.state_shards import StateShards
 from . import residuals
@@ -270,10 +271,12 @@ def set_schedule(engine: Checkpointed, run: Mapping[str, Any]) -> list[str]:
     schedule, saved = engine.lr_scheduler, run.get("lr_scheduler")
     if schedule is None or saved is None:
         return [] if schedule is None else ["no lr_scheduler was saved: this one starts from its first step"]
-    if saved["type"] != type(schedule).__name__:
+    closed = isinstance(schedule, ClosedFormSchedule)
+    if saved["type"] not in (type(schedule).__name__, *(schedule.former if closed else ())):
         return [f"a {saved['type']} was saved, but the lr_scheduler is a {type(schedule).__name__}: it starts anew"]
     schedule.load_state_dict(decode(saved["state"]))
-    _set_options(engine, run, ("lr", "initial_lr", "betas", "momentum").__contains__)  # the options that schedules set
+    if not closed:  # the groups have a closed form's rates already: those of its own arguments, which may have changed
+        _set_options(engine, run, ("lr", "initial_lr", "betas", "momentum").__contains__)  # what schedules set
     if engine.optimizer is not None:
         follow(schedule, engine.optimizer)
     return []

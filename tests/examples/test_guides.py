@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import os
 import re
 import runpy
@@ -36,9 +37,9 @@ from triax.grid.environment import read_environment
 from triax.options import table as tables
 from triax.pipe.schedules.registry import RECIPES
 from triax.train.file import read_training_file
-from triax.train.job import resolve
+from triax.train.job import model_config, resolve
 from triax.train.loop import TrainingRun, train
-from triax.train.schema import TrainingFile
+from triax.train.schema import ModelSection, TrainingFile
 
 from paths import DOCS, ROOT
 from processes import TRIAX, free_port, program, started
@@ -330,12 +331,24 @@ def rows(text: str, head: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[:stop]]
 
 
+def takes(preset: str, overrides: dict[str, Any]) -> bool:
+    """Whether a preset has these fields. Raises an error if it does not accept one of their values."""
+    fields = model_config(ModelSection(preset=preset)).settings()
+    return overrides.keys() <= {*fields} and bool(model_config(ModelSection(preset=preset, overrides=overrides)))
+
+
 def test_megatrons_table_names_keys_that_are_there() -> None:
     text = (DOCS / "moving-from" / "megatron.md").read_text()
     in_file, in_options = ({path for path, *_ in tables.rows(kind)} for kind in (TrainingFile, triax.EngineOptions))
     table = rows(text, "| Megatron-LM | training file | option of `triax.Engine`, or Python |")
     assert len(table) > 25
     for _, file, option in table:
+        for given in re.findall(r"`({[^`]*})`", file) if "`model.overrides`" in file else ():
+            overrides = yaml.safe_load(given.replace(", ...", ""))
+            presets = [name for name in ("bytes-tiny", "llama-tiny") if takes(name, overrides)]
+            assert presets and ("Llama" not in file or "GPT" in file or presets == ["llama-tiny"]), given
+        for kind, names in re.findall(r"`(GPTConfig|LlamaConfig)\(([^.]*?)\)`", option):
+            assert {name.removesuffix("=") for name in names.split(", ")} <= {*getattr(triax, kind)().settings()}
         for known, cell in ((in_file, file), (in_options, option)):
             for name in re.findall(r"`([a-z][a-z0-9_]*(?:\.[a-z0-9_]+)*)`", cell):
                 method = name.removeprefix("engine.")
@@ -360,8 +373,8 @@ def run_of_a_file(folder: str, file: str, *changes: str) -> list[float]:
 
     os.chdir(folder)
     environment = read_environment()
-    assert environment is not None
-    train(resolve(read_training_file(file, changes)[0], environment.world_size), [Watch()])
+    size = None if environment is None else environment.world_size
+    train(resolve(read_training_file(file, changes)[0], size), [Watch()])
     return losses
 
 
@@ -376,14 +389,18 @@ def test_megatrons_small_runs_train_and_continue(ranks: Any, tmp_path: Path, mon
     small = text.partition("## A small run")[2].partition("\n## ")[0]
     (_, *tokenize), *runs = [shlex.split(command) for command, _ in shown(small)]
     assert CliRunner().invoke(app, tokenize).exit_code == 0
-    assert [words[:3] for words in runs] == [["triax", "train", "small.yaml"]] * 3
+    assert [words[:3] for words in runs] == [["triax", "train", "small.yaml"]] * 4
     assert "training.steps=30" in runs[2]
-    fewer, exact = (2, 2, 3), ("training.precision=fp64", "monitor.trace=0")  # steps; the page's 20, 20 and 30
-    one, interleaved, rest = (
-        ranks(4, run_of_a_file, str(tmp_path), *words[2:], f"training.steps={steps}", *exact)[0]
-        for words, steps in zip(runs, fewer, strict=True)
+    rates = [3e-4 * (0.1 + 0.9 * math.cos(math.pi / 2 * step / of) ** 2) for step, of in ((19, 20), (20, 30))]
+    said = [f"{rate * 1e5:.2f}e-5" for rate in rates]
+    assert f"the rate of step 20 was {said[0]}, that of step 21 is {said[1]}" in " ".join(small.split())
+    exact = ("training.precision=fp64", "monitor.trace=0")
+    fewer = ((4, 2), (4, 2), (4, 3), (1, 2))  # ranks, steps; the page's 20, 20, 30 and 20 steps
+    four, interleaved, rest, one = (
+        ranks(size, run_of_a_file, str(tmp_path), *words[2:], f"training.steps={steps}", *exact)[0]
+        for words, (size, steps) in zip(runs, fewer, strict=True)
     )
-    assert len(one) == 2 and one == pytest.approx(interleaved, rel=1e-10)
+    assert len(four) == 2 and all(each == pytest.approx(four, rel=1e-10) for each in (interleaved, one))
     assert len(rest) == 1
     gpt = CliRunner().invoke(app, ["train", "gpt.yaml", "--explain", "--processes", "4"])
     assert gpt.exit_code == 0 and "pipe 2 x tensor 2" in gpt.output, gpt.output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -279,6 +280,55 @@ def test_the_engine_steps_the_schedule_after_each_batch() -> None:
         seen += made.get_lr()
         made.train_batch(iter([(x, y)]))
     assert seen == [0, 0, 0.125, 0.25, 0.375, 0.5, 0.5] and isinstance(made.lr_scheduler, lr_schedules.WarmupLR)
+
+
+@pytest.mark.parametrize("optimizer", [True, False], ids=["", "without its state"])
+def test_an_engine_that_loads_has_its_own_rates(tmp_path: Path, optimizer: bool) -> None:
+    """The schedule continues from the saved step. Its arguments are this engine's, from the first step on."""
+    x, y = torch.ones(2, 1, 2, dtype=torch.float64)
+    adam = {"optimizer": {"type": "Adam", "params": {"lr": 0.5}}}
+    warmups = {"warmup_num_steps": 2, "warmup_type": "linear"}
+    arguments = {"cycle_max_lr": 1.0, "cycle_first_step_size": 4}
+    cases: list[tuple[str, dict[str, Any], dict[str, Any], Callable[[int], float]]] = [
+        (
+            "WarmupDecayLR",
+            {**warmups, "total_num_steps": 5},
+            {**warmups, "total_num_steps": 20, "warmup_max_lr": 0.3},
+            lambda n: decay(n, 0.0, 0.3, 2, 20, True),
+        ),
+        (
+            "OneCycle",
+            {**arguments, "cycle_min_lr": 0.1},
+            {**arguments, "cycle_min_lr": 0.2, "cycle_max_mom": 0.95},
+            lambda n: cycle(n, 0.2, 1.0, 4, 4, (0, 0), 0.0, 0),
+        ),
+    ]
+    for name, before, after, formula in cases:
+        first, second = (engine({"type": name, "params": params}, **adam) for params in (before, after))
+        for _ in range(5):
+            first.train_batch(iter([(x, y)]))
+        first.save_checkpoint(tmp_path / name)
+        second.load_checkpoint(tmp_path / name, load_optimizer_states=optimizer)
+        for n in range(5, 8):
+            assert second.get_lr() == pytest.approx([formula(n)], rel=1e-12), name
+            if name == "OneCycle":
+                assert second.optimizer is not None
+                momentum = 0.95 - 0.15 * cycle(n, 0.0, 1.0, 4, 4, (0, 0), 0.0, 0)
+                assert second.optimizer.param_groups[0]["betas"] == pytest.approx((momentum, 0.999), rel=1e-12)
+            second.train_batch(iter([(x, y)]))
+
+
+def test_a_schedule_of_torchs_keeps_its_saved_rate(tmp_path: Path) -> None:
+    """As torch's load_state_dict: the first step has the saved rate, the next one is computed from it."""
+    x, y = torch.ones(2, 1, 2, dtype=torch.float64)
+    first, second = (engine({"type": "ExponentialLR", "params": {"gamma": gamma}}) for gamma in (0.5, 0.1))
+    first.train_batch(iter([(x, y)]))
+    first.save_checkpoint(tmp_path)
+    second.load_checkpoint(tmp_path)
+    assert second.get_lr() == first.get_lr() == [0.25]
+    for each in (first, second):
+        each.train_batch(iter([(x, y)]))
+    assert second.get_lr() == first.get_lr() == [0.125]
 
 
 def test_a_plateau_is_one_of_the_batchs_loss() -> None:

@@ -18,12 +18,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
 from triax.data.token_data import TokenData
 from triax.grid.environment import read_environment
 from triax.monitor.protocol import StepMetrics
 from triax.pipe.program.simulate import timeline_of
 from triax.pipe.schedules.choose import make_schedule
+from triax.train import loop
 from triax.train.file import read_training_file
 from triax.train.job import resolve
 from triax.train.loop import TrainingRun, train
@@ -134,6 +136,27 @@ def test_a_run_resumed_on_another_grid_equals_plain_pytorch(ranks: Any, place: P
     assert validations(place, "one")[-1] == pytest.approx(expected, abs=1e-10, rel=0)
     model = place / "runs" / "one" / "model"
     assert {path.name for path in model.iterdir()} == {"config.json", "model.safetensors"}
+
+
+@pytest.mark.parametrize("torchs", [False, True], ids=["", "a LambdaLR was saved"])
+def test_a_resumed_run_has_the_rates_of_its_own_file(
+    place: Path, monkeypatch: pytest.MonkeyPatch, torchs: bool
+) -> None:
+    """More steps and another peak than before: each step of plain SGD moves the weights by the new file's rate."""
+    monkeypatch.chdir(place)
+    changes = [f"name=rates-{torchs}", "training.optimizer={type: SGD}", "training.clip=0"]
+    with monkeypatch.context() as before:
+        if torchs:
+            before.setattr(loop, "FileSchedule", lambda optimizer, rate: LambdaLR(optimizer, rate.share))
+        _, first = run(str(place), *changes)
+    _, rest = run(str(place), *changes, "training.steps=8", "training.learning_rate.peak=3e-3")
+    assert (len(first), len(rest)) == (4, 4)
+    weights = first[-1][2]
+    for step, (_, gradients, after) in enumerate(rest, 4):
+        rate = 3e-3 * (0.2 + 0.8 * math.cos(math.pi / 2 * (step - 2) / 6) ** 2)
+        for name, weight in weights.items():
+            torch.testing.assert_close(after[name], weight - rate * gradients[name], rtol=1e-12, atol=1e-15)
+        weights = after
 
 
 def said_of_resuming(root: str, *changes: str) -> list[str]:
