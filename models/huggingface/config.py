@@ -200,10 +200,15 @@ def entries(names: Names | None, config: Config) -> dict[str, Entry]:
     """Expand a table of names, or that of the family, to the full names of the model of a ``config.json``."""
     table, heads = names_of(config) if names is None else names, None
     forms = [form for theirs in table.values() for form in (theirs if isinstance(theirs, list) else [theirs])]
-    if any(isinstance(form, (Fused, PerHead)) for form in forms) and config.get("model_type") in FAMILIES:
-        ours = _from_hf(config)
-        assert isinstance(ours, DecoderConfig)
-        heads = ours.num_attention_heads, ours.num_key_value_heads, ours.head_dim
+    if any(isinstance(form, (Fused, PerHead)) for form in forms):
+        if config.get("model_type") in FAMILIES:
+            ours = _from_hf(config)
+            assert isinstance(ours, DecoderConfig)
+            heads = ours.num_attention_heads, ours.num_key_value_heads, ours.head_dim
+        elif {"num_attention_heads", "hidden_size"} <= config.keys():  # the keys of most families
+            count = config["num_attention_heads"]
+            groups, width = config.get("num_key_value_heads"), config.get("head_dim")
+            heads = count, groups or count, width or config["hidden_size"] // count
     return expand(table, layer_count(config), expert_count(config), heads)
 
 

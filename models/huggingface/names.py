@@ -180,7 +180,11 @@ def _entry(
     other: Entry | None,
 ) -> Entry:
     if isinstance(form, (Fused, PerHead)) and heads is None:
-        raise ValueError(f"{form.name} depends on the numbers of heads, which are unknown.")
+        raise ValueError(
+            f"{type(form).__name__}({form.name!r}) needs the numbers of heads, and the model's configuration has no "
+            "num_attention_heads and hidden_size. Give RowsOf(name, ((start, stop), ...), of=rows), with the rows of "
+            "the tensor that the parameter has."
+        )
     if isinstance(form, PerHead):
         assert heads is not None
         count = heads[0] if form.part == "q" else heads[1]

@@ -63,7 +63,9 @@ class HFModel:
             known = ", ".join(name for name, each in FAMILIES.items() if each.names and each.blocks)
             raise ValueError(
                 f"hf_layers has the families {known}, but the model is of the family {kind!r}. List its layers "
-                "yourself, each as LayerSpec(cls, ...), or add the family (docs/models.md, 'Add a family')."
+                "yourself, each as LayerSpec(cls, ...), or add the family (docs/models.md, 'Add a family'). With "
+                "triax.load_hf(..., names=...), a triax.Engine trains it without the Trainer (docs/huggingface.md, "
+                "'Another family')."
             )
         refused = {
             "add_cross_attention": False,

@@ -35,6 +35,7 @@ class Source(Protocol):
         shapes: tensor name -> shape.
         settings: what the folder or the model has beside weights.
         frozen: names of the tensors that are not trained.
+        tied: name of a live model's parameter -> its identity, which is equal for the names of a tied one.
     """
 
     where: str
@@ -43,6 +44,7 @@ class Source(Protocol):
     shapes: dict[str, tuple[int, ...]]
     settings: Settings
     frozen: frozenset[str]
+    tied: dict[str, int]
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """Return a slice of a tensor as a new tensor of the same dtype, and read only this slice."""
@@ -78,7 +80,7 @@ class _Folder:
 
     def __init__(self, folder: Path) -> None:
         self.where, self.file = str(folder), str(folder / "config.json")
-        self.frozen = frozenset[str]()
+        self.frozen, self.tied = frozenset[str](), dict[str, int]()
         self.config = read_config(folder)
         self.settings = settings_of_folder(folder, self.config)
         index = folder / "model.safetensors.index.json"
@@ -144,8 +146,9 @@ class _Model:
         named = ((text_name(given.get("model_type"), name), tensor) for name, tensor in model.state_dict().items())
         self._weights = {name: tensor.detach() for name, tensor in named if name is not None}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._weights.items()}
-        parameters = model.named_parameters() if isinstance(model, nn.Module) else ()
+        parameters = [*model.named_parameters(remove_duplicate=False)] if isinstance(model, nn.Module) else []
         self.frozen = frozenset(name for name, each in parameters if not each.requires_grad)
+        self.tied = {name: id(each) for name, each in parameters}
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """Read a part of a tensor."""
@@ -194,10 +197,12 @@ def check_all_used(source: Source, entries: Iterable[Entry]) -> None:
     beyond = range(depth, depth + int(source.config.get("num_nextn_predict_layers") or 0))
     skipped = (*(f"model.layers.{layer}." for layer in beyond),)  # modules that predict further tokens
     taken = {find(source, name) for entry in entries for name in stored(source, entry).theirs}
+    read = {source.tied[name] for name in taken if name in source.tied}
     unused = [
         name
         for name in source.shapes
         if name not in taken and not name.endswith(_NO_WEIGHTS) and not name.startswith(skipped)
+        if source.tied.get(name) not in read
     ]
     if unused:
         more = f" and {len(unused) - 6} more weights" if len(unused) > 6 else ""

@@ -21,9 +21,9 @@ from triax.grid import Grid
 from triax.models.config import GPTConfig, LlamaConfig
 from triax.models.gpt import gpt_layers
 from triax.models.huggingface import folder_writer as hf_write
-from triax.models.huggingface.config import to_hf
+from triax.models.huggingface.config import entries, to_hf
 from triax.models.huggingface.load import config_from_hf, load_hf
-from triax.models.huggingface.names import Names, Transposed, expand
+from triax.models.huggingface.names import Fused, Names, Transposed, expand
 from triax.models.huggingface.save import save_hf
 from triax.models.llama import llama_layers
 
@@ -71,6 +71,31 @@ def test_a_family_that_the_user_names(tmp_path: Path) -> None:
     save_hf(mine, tmp_path / "mine", names=MISTRAL, config=model.config.to_dict())
     again = type(model).from_pretrained(tmp_path / "mine")
     assert_bitwise(dict(again.state_dict()), dict(model.state_dict()))
+
+
+def test_a_live_tied_model_needs_one_name_of_its_weight() -> None:
+    """A fused tensor of queries, keys and values, of a family that triax does not know, with the usual keys."""
+    model = make("Cwm", _LLAMA | {"vocab_size": 43, "head_dim": 4, "bos_token_id": 1, "tie_word_embeddings": True})
+    names = {name: theirs for name, theirs in MISTRAL.items() if theirs != "lm_head.weight"}
+    config = LlamaConfig(43, 32, 32, 3, 8, num_key_value_heads=8, intermediate_size=44, tie_word_embeddings=True)
+    triax.PipelineModule(load_hf(model, llama_layers(config), names=names), grid=Grid())
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight + 1.0)
+    with pytest.raises(ValueError, match=r"no parameter takes lm_head.weight"):
+        load_hf(model, llama_layers(config), names=names)
+
+
+def test_a_fused_tensor_of_a_family_that_is_not_listed() -> None:
+    heads, groups, width = 6, 2, 4
+    table: Names = {f"{part}.weight": Fused("qkv.weight", part) for part in ("q", "kv")}
+    sizes = {"num_attention_heads": heads, "hidden_size": heads * width, "num_hidden_layers": 1}
+    found = entries(table, {"model_type": "mine", "num_key_value_heads": groups, **sizes})
+    rows = torch.arange((heads + 2 * groups) * width).view(groups, heads // groups + 2, width)  # grouped by key/value
+    wanted = {"q": rows[:, :-2].flatten(), "kv": torch.cat([rows[:, -2].flatten(), rows[:, -1].flatten()])}
+    for part, each in wanted.items():
+        ranges = found[f"{part}.weight"].rows
+        assert [row for start, stop in ranges for row in range(start, stop)] == each.tolist()
+    with pytest.raises(ValueError, match=r"Fused\('qkv.weight'\) needs the numbers of heads.*Give RowsOf"):
+        entries(table, {"model_type": "mine", "n_head": 6, "num_hidden_layers": 1})
 
 
 def test_errors_of_folders(tmp_path: Path) -> None:
