@@ -50,7 +50,9 @@ def changed(adam: Optimizer, name: str = "AdamW", **arguments: Any) -> Optimizer
 # have it; "shared": a part of that, as in the other rows. "lamb" is 1-bit LAMB that never leaves its warm-up.
 METHODS: dict[str, Callable[[Optimizer, int], dict[str, Any]]] = {
     "none": lambda adam, steps: {},
-    "none (another seed)": lambda adam, steps: {"seed": 1},
+    "none (seed 1)": lambda adam, steps: {"seed": 1},
+    "none (seed 2)": lambda adam, steps: {"seed": 2},
+    "none (seed 3)": lambda adam, steps: {"seed": 3},
     "fp16": lambda adam, steps: {"reduction": GradientReduction(dtype="fp16")},
     "bf16": lambda adam, steps: {"reduction": GradientReduction(dtype="bf16")},
     "topk": lambda adam, steps: {
@@ -102,12 +104,12 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line; by default the main job, for 300 steps."""
+    """The command line; by default the main job, for 600 steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--methods", metavar="A,B", help="of: " + ", ".join(METHODS))
     add("--again", action="store_true", help="those too that are in the file of results")
-    add("--steps", type=int, default=300)
+    add("--steps", type=int, default=600)
     add("--data", type=int, default=4, help="size of the data axis")
     add("--layers", type=int, default=4)
     add("--width", type=int, default=128)

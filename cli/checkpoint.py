@@ -25,8 +25,8 @@ checkpoint = typer.Typer(
 Where = Annotated[
     str,
     typer.Argument(
-        help="A checkpoint, or a folder of checkpoints or of a run, which means its last one. A path, or a URI as "
-        "s3://bucket/run."
+        help="A checkpoint, or a folder of checkpoints, of a run, or of a triax.Trainer's output, which means its last "
+        "one. A path, or a URI as s3://bucket/run."
     ),
 ]
 
@@ -303,6 +303,8 @@ def _open(where: str) -> Reader:
     try:
         if not any((path / name).is_file() for name in (NAME, "latest")) and (path / CHECKPOINTS / "latest").is_file():
             found = path = path / CHECKPOINTS
+        elif isinstance(path, Path) and (of_trainer := [each.parent for each in path.glob("checkpoint-*/latest")]):
+            found = path = max(of_trainer, key=lambda each: (len(each.name), each.name))  # the highest number
         if not (path / NAME).is_file():
             tag, note = (None, "") if isinstance(path, Path) and not path.is_dir() else last(path)
             if note:

@@ -208,6 +208,10 @@ def pipeline_module(
             parameter.data.copy_(layout.shard(whole, grid.tensor.rank, grid.tensor.size))
         rename(parameter, own[plain], layout.tie)
         parameter.requires_grad_(theirs[own[plain]].requires_grad)
+    if lora is None:  # then the names are those of a folder for transformers, to which a checkpoint can be exported
+        described: Any = module
+        described.config = copy.deepcopy(model.config)
+        described.config.architectures = [type(model).__name__]
     return module
 
 

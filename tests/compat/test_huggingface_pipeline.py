@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 import triax
 from triax.base.errors import ConfigError
+from triax.cli.main import app
 
 from trainer_in_float64 import (
     ACCUMULATION,
@@ -52,6 +54,12 @@ def test_two_stages_then_one_process(ranks: Any, tmp_path: Path) -> None:
         torch.testing.assert_close(value, wanted["weights"].get(name, value), rtol=0, atol=1e-9, msg=name)
     (found,) = ranks(1, run, str(tmp_path / "again"), 1, {"triax": {}}, resume=f"{out}/checkpoint-3", **SHORT)
     near(found, wanted, 6)
+    for checkpoint, source in ((out, "checkpoint-6"), (f"{out}/checkpoint-3", "checkpoint-3")):
+        result = CliRunner().invoke(app, ["checkpoint", "export", checkpoint, f"{out}/hf", "--format", "hf"])
+        assert result.exit_code == 0, result.output
+        written, saved = exported(f"{out}/hf"), exported(f"{out}/{source}")
+        assert written.keys() == saved.keys()
+        assert all(torch.equal(written[name], value) for name, value in saved.items())
 
 
 @pytest.fixture(scope="module")
