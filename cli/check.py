@@ -87,8 +87,8 @@ def check(
         heads = ("run", "numbers", "sent per step (ZeRO's formula)")
         terminal().print(table(heads, ((row.what, _result(row), _sent(row)) for row in rows), left=3))
         for row in rows:
-            if found := _details(row):
-                terminal().print(escaped(f"\n{row.what}\n{found}"))
+            if details := _details(row):
+                terminal().print(escaped(f"\n{row.what}\n{details}"))
         if kept:
             typer.echo(profile)
             lines = ((name, f"{size:,}") for name, size in kept.items())

@@ -69,10 +69,13 @@ def demo(
     console = terminal()
     traced = read_trace(read_run(folder).trace or {})
     if traced is not None:
-        times = traced.timeline()
+        times = from_zero(traced.timeline(), 1e3)
         console.print(f"\nStep {traced.step} as measured on two stages: rank 0 has the first half of the layers")
-        console.print(text(from_zero(times), min(console.width, 160) - 8))
-        console.print(f"It took {1e3 * times.makespan:.1f} ms; the busiest rank was idle for {times.bubble:.1%} of it.")
+        console.print(text(times, min(console.width, 160) - 8, " ms"))
+        console.print(f"The step took {times.makespan:.0f} ms.")
+        for rank, idle in enumerate(times.idle):
+            busy, waited = (1 - idle) * times.makespan, idle * times.makespan
+            console.print(f"Rank {rank} computed for {busy:.0f} ms and waited for {waited:.0f} ms ({idle:.1%}).")
     if (picture := folder / "schedule.png").is_file():
         console.print(f"The same as a picture: {picture}")
     console.print("\nNext:")

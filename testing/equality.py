@@ -158,7 +158,8 @@ def _compare_run(
     try:
         found = run_ranks(at.ranks, steps_of, build, data, at, schedule, options, timeout=timeout)
     except RankFailure as failure:
-        failure.add_note(f"{at}: the run did not end")
+        other = "" if schedule else ". To leave it out, give the other runs as grids="
+        failure.add_note(f"{at}: the run failed{other}")
         raise
     for rank, steps in enumerate(found):
         for number, (step, own) in enumerate(zip(steps, wanted, strict=True)):

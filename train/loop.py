@@ -91,6 +91,16 @@ class FileSchedule(ClosedFormSchedule):
         return [base * self._rate.share(self.last_epoch) for base in self.base_lrs]
 
 
+class _Losses(StepObserver):
+    """Prints the loss of each step in full, before a signal can end the run after the step."""
+
+    def __init__(self, engine: PipelineEngine, report: Reporter) -> None:
+        self._engine, self._report = engine, report
+
+    def after_step(self, grid: Grid, loss: Tensor) -> None:
+        self._report.say(f"step {self._engine.global_steps} loss {float(loss)!r}")
+
+
 class TrainingRun:
     """One rank of a training run.
 
@@ -150,6 +160,8 @@ class TrainingRun:
         )
         self.lowest.load((state or {}).get("lowest"))
         self.engine.observers.append(_Joined(self.spikes, self.lowest))
+        if monitor.print_losses:
+            self.engine.observers.append(_Losses(self.engine, self.report))
         self._before = self.step  # steps of the run before it was resumed
         self.evaluation: Evaluation | AnswerEvaluation | RewardEvaluation | None = None
         self.method: Method | Drawing | None = None
@@ -229,8 +241,6 @@ class TrainingRun:
             if engine.record_timeline:
                 report.pipeline(step, engine.timeline, job.schedule)
                 self.clock.skip()
-            if job.file.monitor.print_losses:
-                report.say(f"step {step} loss {loss!r}")
             if engine.replicas.leads:
                 figures = step_figures(engine.monitor.last, self.clock.speed)
                 report.step(step, loss, figures, self.clock.left(job.steps - step), self._shown())

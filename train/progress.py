@@ -207,13 +207,16 @@ def draw_schedule(path: Path, schedule: Schedule, measured: Timeline, name: str)
 
     measured = from_zero(measured)
     costs = "each op takes the median of its stage, each message that of its boundary"
-    titles = [f"{name} as measured, in seconds", f"simulated with its costs: {costs}"]
-    picture([measured, simulated(schedule, measured)], path, titles=titles)
+    titles = [f"{name} as measured", f"simulated with its costs: {costs}"]
+    picture([measured, simulated(schedule, measured)], path, titles, " s")
 
 
-def from_zero(times: Timeline) -> Timeline:
-    """Shift a timeline so that its first op begins at time 0."""
+def from_zero(times: Timeline, scale: float = 1.0) -> Timeline:
+    """Shift a timeline so that its first op begins at time 0, and multiply its times by ``scale``."""
     first = min(span.start for row in times.rows for span in row)
     return Timeline(
-        tuple(tuple(s._replace(start=s.start - first, end=s.end - first) for s in row) for row in times.rows)
+        tuple(
+            tuple(s._replace(start=scale * (s.start - first), end=scale * (s.end - first)) for s in row)
+            for row in times.rows
+        )
     )

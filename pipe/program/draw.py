@@ -50,7 +50,7 @@ STYLES = {
 }
 
 
-def text(subject: Timeline | Schedule, width: int | None = None) -> Any:
+def text(subject: Timeline | Schedule, width: int | None = None, unit: str = " units of time") -> Any:
     """Return a rich renderable: a row or two per rank, with the ops as colored letters and microbatch numbers.
 
     It is legible without color: letters tell kinds and stages apart, ``=`` fills an op up to its end, and ``.`` is idle
@@ -60,6 +60,7 @@ def text(subject: Timeline | Schedule, width: int | None = None) -> Any:
     Args:
         subject: what to draw.
         width: the most columns, without the names of the ranks. None: as many as the numbers need, at most 400.
+        unit: unit of time, written behind the length of a column, such as `` ms``.
     """
     from rich.text import Text
 
@@ -100,7 +101,7 @@ def text(subject: Timeline | Schedule, width: int | None = None) -> Any:
                 out.append(" ").append_text(line).append("\n")
     spans += [span for lane in times.transfers if narrowest >= 1 for span in lane]
     if narrowest < 1:
-        notes.append(f"a column is {1 / scale:.3g} of time: its ops in their proportion, . idle")
+        notes += ["each op has columns in proportion to its time, . idle", f"a column is {1 / scale:.3g}{unit}"]
     else:
         notes.append(
             "= the op goes on, . idle" + (", & runs interleaved with the op before" if "&" in out.plain else "")
@@ -286,9 +287,10 @@ def picture(
         axis.set_xlim(0, longest * 1.005)
         axis.spines[["top", "right"]].set_visible(False)
         name = f"{titles[i]}\n" if titles is not None else ""
-        uneven = (
-            f" (of the busiest rank; of the idlest {max(one.idle):.1%})" if max(one.idle) > one.bubble + 0.01 else ""
-        )
+        least, most = min(one.idle, default=0.0), max(one.idle, default=0.0)
+        uneven = ""
+        if most > least + 0.01:
+            uneven = f" (idle time of pipe {one.idle.index(least)}; pipe {one.idle.index(most)} is idle for {most:.1%})"
         title = f"{name}makespan {one.makespan:.4g}{unit}, bubble {one.bubble:.1%}{uneven}"
         axis.set_title(title, loc="left", fontsize=10)
     axes[-1].set_xlabel(f"time ({unit.strip()})" if unit.strip() else "time")

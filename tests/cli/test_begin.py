@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -74,6 +76,14 @@ def test_the_demo_trains_and_draws_its_timeline(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [loss for _, loss in read_run(tmp_path / "runs" / "demo").series("Train/Samples/train_loss")]
     assert losses[-1] < losses[0] - 1.0
-    for words_shown in ("rank 0 F", "rank 1 ", "was idle for", "triax new my_model", "runs/demo/schedule.png"):
+    shown = re.findall(r"Rank . computed for (\d+) ms and waited for (\d+) ms", done.stdout)
+    trace = json.loads((tmp_path / "runs" / "demo" / "timeline.json").read_text())["traceEvents"]
+    passes = [event for event in trace if event.get("cat") in ("F", "B")]
+    length = max(event["ts"] + event["dur"] for event in passes) - min(event["ts"] for event in passes)
+    for rank, numbers in enumerate(shown):
+        busy = sum(event["dur"] for event in passes if event["pid"] == rank)
+        assert [*map(int, numbers)] == pytest.approx([busy / 1e3, (length - busy) / 1e3], abs=1)
+    assert len(shown) == 2
+    for words_shown in ("rank 0 F", "rank 1 ", "a column is ", "triax new my_model", "runs/demo/schedule.png"):
         assert words_shown in done.stdout, done.stdout
     assert (tmp_path / "runs" / "demo" / "schedule.png").is_file()

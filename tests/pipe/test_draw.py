@@ -85,8 +85,8 @@ def test_text_without_color_shows_the_bubble(name: str, pipe: int, microbatches:
 @pytest.mark.parametrize(("name", "pipe", "microbatches"), [("1f1b", 16, 64), ("zb-v", 8, 32), ("gpipe", 3, 1000)])
 def test_a_long_schedule_is_summarised(name: str, pipe: int, microbatches: int) -> None:
     times = timeline_of(make_schedule(name, pipe, microbatches))
-    lines = plain(text(times, width=72))
-    assert max(map(len, lines)) <= 80 and "a column is" in lines[-1]
+    lines = plain(text(times, 72, " ms"))
+    assert max(map(len, lines)) <= 80 and lines[-1].endswith(f" a column is {times.makespan / 72:.3g} ms")
     for line, row in zip(lines, times.rows, strict=False):
         letters = line[-72:]
         busy = sum(span.end - span.start for span in row) / times.makespan
@@ -120,6 +120,13 @@ def test_pictures_stack_timelines_on_one_axis(suffix: str, tmp_path: Path) -> No
     assert len(content) > 10_000
     with pytest.raises(ValueError, match="1 titles for 2 timelines"):
         picture([ideal, measured], path, ["ideal"])
+
+
+def test_a_title_names_the_ranks_that_wait_least_and_most(tmp_path: Path) -> None:
+    op = make_schedule("1f1b", 1, 1).orders[0][0]
+    picture(Timeline(((Span(op, 0.0, 1.0),), (Span(op, 1.0, 4.0),))), tmp_path / "two.svg", unit=" s")
+    title = "makespan 4 s, bubble 25.0% (idle time of pipe 1; pipe 0 is idle for 75.0%)"
+    assert title in (tmp_path / "two.svg").read_text()
 
 
 def test_large_and_partly_empty_pictures_are_drawn(tmp_path: Path) -> None:

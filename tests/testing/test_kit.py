@@ -158,6 +158,31 @@ def test_the_guides_call_with_axes_makes_six_runs() -> None:
     assert_equals_one_process(partial(build, ""), batches, **given)
 
 
+def heads(grid: Grid) -> PipelineModule:
+    shape = triax.GPTConfig(
+        vocab_size=16, max_position_embeddings=8, hidden_size=8, num_hidden_layers=6, num_attention_heads=2
+    )
+    loss = triax.NextTokenLoss(grid, vocab_size=16)
+    return PipelineModule(triax.gpt_layers(shape), grid=grid, loss_fn=loss, dtype=torch.float64, partition="uniform")
+
+
+def tokens() -> list[list[tuple[Tensor, Tensor]]]:
+    ids = torch.randint(16, (4, 1, 9), generator=torch.Generator().manual_seed(6))
+    return [[(each[:, :-1], each[:, 1:]) for each in ids]]
+
+
+def test_the_guides_grids_leave_out_four_tensor_ranks() -> None:
+    """Of the default runs, the model of two heads has those with 1 and 2 tensor ranks."""
+    with pytest.raises(RankFailure, match="Give tensor=2 at most") as error:
+        assert_equals_one_process(heads, tokens, [Composition((("tensor", 4),))])
+    assert error.value.__notes__[-1].endswith("To leave it out, give the other runs as grids=")
+    (listed,) = re.findall(r"`grids=(\[each .*\])`", (DOCS / "guides" / "testing.md").read_text())
+    grids = eval(listed, {"triax": triax})
+    assert {dict(each.axes)["tensor"] for each in grids} == {1, 2}
+    assert {each for each in covering_grids(layers=8, microbatches=4) if ("tensor", 4) not in each.axes} == {*grids}
+    assert_equals_one_process(heads, tokens, [each for each in grids if ("tensor", 2) in each.axes][:3])
+
+
 def test_what_cannot_be_compared_says_so() -> None:
     with pytest.raises(RankFailure, match=r"layers\.0\.up\.weight is torch\.float32, in which rounding hides"):
         assert_equals_one_process(partial(build, "", dtype=torch.float32), batches, GRIDS)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
 import os
+import re
 import runpy
 import shlex
 import signal
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,7 @@ pytest.importorskip("transformers")
 
 TEXT = (DOCS / "from-text.md").read_text()
 TYPED = [command for _, command in commands(TEXT) if not makes_text(command)]
-EXPLAIN, FIRST, SECOND = (command for command in TYPED if command.startswith("triax train "))
+EXPLAIN, FIRST, SECOND, THIRD = (command for command in TYPED if command.startswith("triax train "))
 WORDS = [
     "the",
     "a",
@@ -130,14 +132,18 @@ class Recorder:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def run_part(folder: str, changes: list[str], stop: int | None = None, with_weights: bool = False) -> list[Taken]:
-    """Be a rank of ``triax train run.yaml``, and return the steps, or on ranks other than 0 nothing."""
+def run_part(
+    folder: str, changes: list[str], stop: int | None = None, with_weights: bool = False
+) -> tuple[list[Taken], list[float]]:
+    """Be a rank of ``triax train run.yaml``; return the steps and the losses that it prints, both empty on others."""
     os.chdir(folder)
     file, _ = read_training_file("run.yaml", changes)
     recorder = Recorder(stop, with_weights)
-    with nullcontext() if stop is None else pytest.raises(SystemExit, match="143"):
+    out = io.StringIO()
+    with redirect_stdout(out), nullcontext() if stop is None else pytest.raises(SystemExit, match="143"):
         train(make_job(file), [recorder])
-    return recorder.taken if read_environment() is None or int(os.environ["RANK"]) == 0 else []
+    first = read_environment() is None or int(os.environ["RANK"]) == 0
+    return recorder.taken if first else [], printed_losses(out.getvalue())
 
 
 def as_transformers(tensors: Tensors) -> Tensors:
@@ -230,8 +236,10 @@ def test_stopped_and_resumed_on_another_grid_it_equals_one_process(
     ranks: Any, prepared: Path, monkeypatch: Any
 ) -> None:
     """Losses and gradients to 1e-10, the exported model's logits to 1e-5 in float32, and the same greedy text."""
-    taken = ranks(4, run_part, str(prepared), changes_of(FIRST), 8, timeout=240)[0]
-    taken += ranks(2, run_part, str(prepared), changes_of(SECOND), timeout=240)[0]
+    taken, printed = ranks(4, run_part, str(prepared), changes_of(FIRST), 8, timeout=240)[0]
+    more, printed_again = ranks(2, run_part, str(prepared), changes_of(SECOND), timeout=240)[0]
+    taken += more
+    assert printed + printed_again == losses(prepared / "runs" / "notes")  # step 8 too
     assert [each.step for each in taken] == [*range(1, 8), *range(9, STEPS + 1)]  # step 8 ended in a checkpoint
     wanted = one_process(prepared)
     assert losses(prepared / "runs" / "notes") == pytest.approx([wanted[n][0] for n in wanted], rel=1e-10, abs=0)
@@ -255,8 +263,8 @@ def test_in_bf16_it_equals_one_process_within_its_rounding(ranks: Any, prepared:
     loss errors of many tokens cancel: it is compared with plain PyTorch's alone.
     """
     common = ["training.precision=bf16", "training.clip=0", "name=half"]
-    taken = ranks(4, run_part, str(prepared), common, 8, True, timeout=240)[0]
-    taken += ranks(2, run_part, str(prepared), [*changes_of(SECOND), *common], None, True, timeout=240)[0]
+    taken, _ = ranks(4, run_part, str(prepared), common, 8, True, timeout=240)[0]
+    taken += ranks(2, run_part, str(prepared), [*changes_of(SECOND), *common], None, True, timeout=240)[0][0]
     exact, plain = llama(prepared, torch.float64), llama(prepared, torch.bfloat16)
     rows = dict(enumerate(itertools.islice(batches(prepared), STEPS), 1))
     unit, count = 2.0**-8, 2 * (3 * 13 + 3)  # operations of 3 blocks, embedding, norm and head, forward and backward
@@ -295,7 +303,11 @@ def test_the_page_as_it_is_typed(tmp_path: Path) -> None:
         assert process.returncode == (130 if command == FIRST else 0), f"{command}: {out}{err}"
         printed.append(out)
     wanted = one_process(tmp_path)
-    assert losses(tmp_path / "runs" / "notes") == pytest.approx([wanted[n][0] for n in wanted], rel=1e-10, abs=0)
+    exact = pytest.approx([wanted[n][0] for n in wanted], rel=1e-10, abs=0)
+    assert losses(tmp_path / "runs" / "notes") == exact
+    assert printed_losses(printed[TYPED.index(FIRST)] + printed[TYPED.index(SECOND)]) == exact
+    assert printed_losses(printed[TYPED.index(THIRD)]) == exact
+    assert (tmp_path / "runs" / "notes" / "comparison.html").is_file()
     assert printed[-2].strip() == printed[-1].strip() and "the file" in printed[-1]
 
 
@@ -305,6 +317,11 @@ def losses(run: Path) -> list[float]:
     rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
     found = {row["step"]: row["Train/Samples/train_loss"] for row in rows if "Train/Samples/train_loss" in row}
     return [found[step] for step in sorted(found)]
+
+
+def printed_losses(out: str) -> list[float]:
+    """Return the losses that a run prints in full."""
+    return [float(loss) for loss in re.findall(r"^step \d+ loss (\S+)$", out, re.MULTILINE)]
 
 
 def changes_of(command: str) -> list[str]:
@@ -352,7 +369,8 @@ def test_all_of_it_is_run() -> None:
     assert kinds == [
         *["triax data"] * 3,
         "python make_model.py",
-        *["triax train"] * 3,
+        *["triax train"] * 4,
+        "triax report",
         "triax generate",
         "python check.py",
     ]
