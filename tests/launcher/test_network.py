@@ -156,13 +156,13 @@ REPORTS = {
     "flops_profiler": {"enabled": True, "profile_step": 2, "output_file": "profile.txt"},
     "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
 }
-def steps(engine, step):
+def steps(engine, step, folder):
     for number in range(3):
         step()
-    assert engine.save_checkpoint("runs")
-    engine.load_checkpoint("runs")
+    assert engine.save_checkpoint(folder)
+    engine.load_checkpoint(folder)
     engine.gather(), engine.gather("gradients")
-    engine.save_16bit_model("runs")
+    engine.save_16bit_model(folder)
 def plain():
     grid = Grid(data=2)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
@@ -171,7 +171,7 @@ def plain():
     def step():
         engine.backward(engine(torch.ones(2, 4)).square().mean())
         engine.step()
-    steps(engine, step)
+    steps(engine, step, "plain")
     summary(grid, show_straggler=True)
     try:
         engine.backward(engine(torch.full((2, 4), float("nan"))).mean())
@@ -187,7 +187,7 @@ def stages():
     config = {"train_batch_size": 4, "gradient_accumulation_steps": 2, **REPORTS}
     engine, *_ = triax.initialize(model=module, config=config)
     batch = (torch.zeros(2, 4, dtype=torch.long), torch.zeros(2, 4, dtype=torch.long))
-    steps(engine, lambda: engine.train_batch(iter([batch] * 2)))
+    steps(engine, lambda: engine.train_batch(iter([batch] * 2)), "stages")
     engine.eval_batch(iter([batch] * 2), return_logits=True)
     save_hf(module, "hf", config=gpt)
 def horovod():
