@@ -249,7 +249,7 @@ def test_a_checkpoint_of_a_ddp_loop_continues_as_the_page_shows(
         optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
         schedule = rate(optimizer)
         train(model, optimizer, 0, STEPS, schedule)
-        parts = {"model": model, "optimizer": optimizer, "scheduler": schedule}
+        parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": schedule}
         torch.save({name: part.state_dict() for name, part in parts.items()}, "ddp.pt")
         train(model, optimizer, STEPS, STEPS + AFTER, schedule)
 
@@ -260,7 +260,9 @@ def test_a_checkpoint_of_a_ddp_loop_continues_as_the_page_shows(
         weights = {"model": other.state_dict()}
         dcp.save(weights, checkpoint_id="untied")
         assert command(*words[2:])[0] == command("import", "untied", "runs/untied", *words[5:])[0] == 0
-        engine = triax.Engine(Net(), optimizer=partial(torch.optim.AdamW, lr=RATE), lr_scheduler=rate, batch=8, zero=2)
+        engine: Any = triax.Engine(
+            Net(), optimizer=partial(torch.optim.AdamW, lr=RATE), lr_scheduler=rate, batch=8, zero=2
+        )
         (resume,) = (block.text for block in blocks(page) if "lr_scheduler.load_state_dict" in block.text)
         differ = "again.weight and first.weight have different values, but are one parameter of the model"
         load = partial(engine.load_checkpoint, "runs/untied", load_optimizer_states=False)

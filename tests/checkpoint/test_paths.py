@@ -79,7 +79,7 @@ def test_functions_beside_the_engine() -> None:
 def pair(folder: str) -> list[str]:
     """Save two engines of unlike models into one folder, and two of equal models; return the errors."""
     grid = triax.Grid(timeout=60)
-    options = triax.EngineOptions(optimizer=torch.optim.SGD, batch=triax.Batch(size=2), zero=3)
+    options = triax.EngineOptions(optimizer=torch.optim.SGD, batch=triax.Batch(size=2), zero=triax.Zero(stage=3))
     makes, judges, again = (triax.Engine(nn.Linear(4, width), options, grid=grid) for width in (2, 1, 2))
     makes.save_checkpoint(folder)
     found = error_text(lambda: judges.save_checkpoint(folder), ConfigError)

@@ -509,7 +509,7 @@ def test_the_command_says_that_an_option_does_nothing(words: list[str], kind: st
         result = CliRunner().invoke(app, [*given, "--json"])
         schedule = Schedule.from_json(json.loads(result.stdout))
         found = schedule.pairs or [op for order in schedule.orders for op in order if op.kind == kind]
-        assert not found == (message in result.stderr) == nothing
+        assert (not found) is (message in result.stderr) is nothing
 
 
 @pytest.mark.parametrize(
