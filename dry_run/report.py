@@ -65,8 +65,8 @@ def _stages(run: DryRun) -> list[str]:
     fewer = next((record["microbatches"] for record in most.values() if record["microbatches"]), None)
     if fewer is not None:
         lines.append(
-            f"a step has {fewer[0]} microbatches, of which {fewer[1]} were run: of what is sent for each microbatch "
-            f"there is {fewer[0] / fewer[1]:g} times as much"
+            f"the dry run ran {fewer[1]} of the {fewer[0]} microbatches of a step. The bytes in the table are of these "
+            f"{fewer[1]}: a step sends {fewer[0] / fewer[1]:g} times as much for its microbatches"
         )
     return ["bytes held by a rank, and sent in a step:", *lines]
 

@@ -39,7 +39,7 @@ def test_a_training_file_is_tried_out_without_its_data(tmp_path: Path) -> None:
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "dry run of 16 ranks: pipe 2 x data 4 x tensor 2" in done.stdout
-    assert "a step has 4 microbatches, of which 2 were run" in done.stdout
+    assert "the dry run ran 2 of the 4 microbatches of a step" in done.stdout
     assert "nothing would have failed" in done.stdout
     assert not (tmp_path / "runs").exists()
 
