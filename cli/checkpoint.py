@@ -301,10 +301,13 @@ def _open(where: str) -> Reader:
 
     found = path = folder_at(where)
     try:
-        if not any((path / name).is_file() for name in (NAME, "latest")) and (path / CHECKPOINTS / "latest").is_file():
-            found = path = path / CHECKPOINTS
-        elif isinstance(path, Path) and (of_trainer := [each.parent for each in path.glob("checkpoint-*/latest")]):
-            found = path = max(of_trainer, key=lambda each: (len(each.name), each.name))  # the highest number
+        if not any((path / name).is_file() for name in (NAME, "latest")):
+            saves = [each.parent for each in path.glob("checkpoint-*/latest")] if isinstance(path, Path) else []
+            numbers = {int(number): each for each in saves if (number := each.name.partition("-")[2]).isdecimal()}
+            if (path / CHECKPOINTS / "latest").is_file():
+                found = path = path / CHECKPOINTS
+            elif numbers:  # the output folder of a triax.Trainer
+                found = path = numbers[max(numbers)]
         if not (path / NAME).is_file():
             tag, note = (None, "") if isinstance(path, Path) and not path.is_dir() else last(path)
             if note:

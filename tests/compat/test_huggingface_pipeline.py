@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ def test_two_stages_then_one_process(ranks: Any, tmp_path: Path) -> None:
         torch.testing.assert_close(value, wanted["weights"].get(name, value), rtol=0, atol=1e-9, msg=name)
     (found,) = ranks(1, run, str(tmp_path / "again"), 1, {"triax": {}}, resume=f"{out}/checkpoint-3", **SHORT)
     near(found, wanted, 6)
+    shutil.copytree(f"{out}/checkpoint-3", f"{out}/checkpoint-3-copy")  # the output folder means its highest number
     for checkpoint, source in ((out, "checkpoint-6"), (f"{out}/checkpoint-3", "checkpoint-3")):
         result = CliRunner().invoke(app, ["checkpoint", "export", checkpoint, f"{out}/hf", "--format", "hf"])
         assert result.exit_code == 0, result.output
@@ -188,6 +190,7 @@ def test_options_that_stages_cannot_run_are_errors_at_once(ranks: Any, tmp_path:
         own, function, classes, family, padding = found
         assert "Loss.compute_loss runs the whole model" in own and "compute_loss_func is not supported" in function
         assert "must be a GPT2LMHeadModel" in classes and "cannot be cut into the parts of pipe=2" in family
+        assert "a triax.Engine trains it without the Trainer (docs/huggingface.md, 'Another family')" in family
         assert "pad on the right" in padding
 
 
