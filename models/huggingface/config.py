@@ -20,6 +20,7 @@ from .names import Entry, Fused, Names, PerHead, expand
 # Keys of the number of experts, and of blocks.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
+_HEADS, _WIDTHS = ("num_attention_heads", "n_head"), ("hidden_size", "n_embd")
 _KINDS = ("layers_block_type", "hybrid_override_pattern")  # of Nemotron-H: the kind of each block
 _SCALINGS = {"llama3": RopeScaling, "yarn": YarnScaling, "linear": LinearScaling}  # by rope_type
 _SCALINGS |= {"longrope": LongRopeScaling, "dynamic": DynamicScaling}
@@ -205,10 +206,10 @@ def entries(names: Names | None, config: Config) -> dict[str, Entry]:
             ours = _from_hf(config)
             assert isinstance(ours, DecoderConfig)
             heads = ours.num_attention_heads, ours.num_key_value_heads, ours.head_dim
-        elif {"num_attention_heads", "hidden_size"} <= config.keys():  # the keys of most families
-            count = config["num_attention_heads"]
+        else:
+            count, size = (next((config[key] for key in keys if config.get(key)), 0) for keys in (_HEADS, _WIDTHS))
             groups, width = config.get("num_key_value_heads"), config.get("head_dim")
-            heads = count, groups or count, width or config["hidden_size"] // count
+            heads = (count, groups or count, width or size // count) if count and size else None
     return expand(table, layer_count(config), expert_count(config), heads)
 
 

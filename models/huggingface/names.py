@@ -182,8 +182,8 @@ def _entry(
     if isinstance(form, (Fused, PerHead)) and heads is None:
         raise ValueError(
             f"{type(form).__name__}({form.name!r}) needs the numbers of heads, and the model's configuration has no "
-            "num_attention_heads and hidden_size. Give RowsOf(name, ((start, stop), ...), of=rows), with the rows of "
-            "the tensor that the parameter has."
+            "num_attention_heads and hidden_size, and no n_head and n_embd. Give RowsOf(name, ((start, stop), ...), "
+            "of=rows), with the rows of the tensor that the parameter has."
         )
     if isinstance(form, PerHead):
         assert heads is not None
