@@ -198,7 +198,7 @@ def schedule(
         elif slices is not None:
             raise ValueError("--slices is only for a schedule's name: a JSON file has its own slices")
         elif chunks is not None:
-            raise ValueError(f"--chunks is only for a schedule's name: {file} has {chosen.chunks} stages per rank")
+            raise ValueError(f"--chunks is only for a schedule's name: {file} has chunks={chosen.chunks}")
         if attention and len(chosen.slices) == 1:
             raise ValueError("--attention is for slices of sequences: give --slices too, such as --slices 4")
         unused = []

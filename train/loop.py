@@ -77,7 +77,7 @@ class FileSchedule(ClosedFormSchedule):
 
     Args:
         optimizer: its parameter groups get the rates.
-        rate: the file's schedule, of which a resumed run may have another one than the run before.
+        rate: the schedule of this run's file. The file of the run that it resumes may have had another one.
     """
 
     former = ("LambdaLR",)

@@ -62,8 +62,9 @@ def one_replica_note(zero: Zero, grid: Grid) -> Note | None:
     size = zero.hpz_partition_size
     if grid.data_context.size > 1 or zero.stage not in (2, 3):
         return None
-    if size == 1 or zero.stage == 2:
-        if grid.size == 1 or (zero.stage == 3 and zero.offload_parameters.device != "none"):
+    if zero.stage == 2 or size == 1:
+        offloads = zero.stage == 3 and zero.offload_parameters.device != "none"  # which takes effect on one replica too
+        if grid.size == 1 or offloads:
             return None
         text = f"{zero.stage} shards nothing, because the grid's {grid.size} ranks are one replica"
         return Note("zero.stage", text)

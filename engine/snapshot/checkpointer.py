@@ -13,6 +13,7 @@ from types import NoneType
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from ...agreement.agreement import agreed
 from ...base.checks import check_flag, check_kind, check_path
@@ -53,7 +54,8 @@ class Checkpointer:
         writer: writes asynchronous checkpoints. None before the first one.
     """
 
-    _saved: ClassVar[weakref.WeakValueDictionary[str, Checkpointer]] = weakref.WeakValueDictionary()  # by path
+    # Path -> the module that an engine of this process saved there.
+    _saved: ClassVar[weakref.WeakValueDictionary[str, nn.Module]] = weakref.WeakValueDictionary()
 
     def __init__(self, engine: Checkpointed) -> None:
         self._engine: Checkpointed = weakref.proxy(engine)  # the engine holds the checkpointer
@@ -98,16 +100,13 @@ class Checkpointer:
             ArgumentError: one has, and its checkpoint would be lost.
         """
         path = str(folders.folder_at(save_dir).absolute() / str(tag))
-        other = Checkpointer._saved.get(path)
-        if other is not None and other._shapes() != self._shapes():
+        other, own = Checkpointer._saved.get(path), self._engine.module
+        if other is not None and other is not own and _shapes(other) != _shapes(own):
             raise ArgumentError(
                 f"save_checkpoint would overwrite {path}, which another engine of this process has saved. It trains a "
-                f"{type(other._engine.module).__name__}, and this one trains a {type(self._engine.module).__name__} "
-                "with other parameters. Give each engine a folder of its own"
+                f"{type(other).__name__}, and this one trains a {type(own).__name__} with other parameters. Give each "
+                "engine a folder of its own"
             )
-
-    def _shapes(self) -> dict[str, torch.Size]:
-        return {name: parameter.shape for name, parameter in self._engine.module.named_parameters()}
 
     def wait(self) -> str | None:
         """Wait until an asynchronous checkpoint is written, as ``Engine.wait_for_checkpoint`` documents."""
@@ -269,7 +268,7 @@ class Checkpointer:
         before = self.wait()
         with agreed(grid):
             folders.check_tag(tag)
-            Checkpointer._saved[str(folder.absolute() / tag)] = self
+            Checkpointer._saved[str(folder.absolute() / tag)] = self._engine.module
             snapshot = capture(self._engine, tag, client_state, exclude_frozen)
         if not settings.background:
             problem = make_writer(grid, snapshot, folder, tag, None, save_latest, self._lineage).run()
@@ -292,3 +291,7 @@ class Checkpointer:
         apply(self._engine, snapshot, options)
         self._lineage.loaded(snapshot.header, snapshot.header["checksum"])
         return snapshot.source, client_state
+
+
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    return {name: parameter.shape for name, parameter in module.named_parameters()}

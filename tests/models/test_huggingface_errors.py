@@ -74,7 +74,6 @@ def test_a_family_that_the_user_names(tmp_path: Path) -> None:
 
 
 def test_a_live_tied_model_needs_one_name_of_its_weight() -> None:
-    """A fused tensor of queries, keys and values, of a family that triax does not know, with the usual keys."""
     model = make("Cwm", _LLAMA | {"vocab_size": 43, "head_dim": 4, "bos_token_id": 1, "tie_word_embeddings": True})
     names = {name: theirs for name, theirs in MISTRAL.items() if theirs != "lm_head.weight"}
     config = LlamaConfig(43, 32, 32, 3, 8, num_key_value_heads=8, intermediate_size=44, tie_word_embeddings=True)
@@ -85,6 +84,7 @@ def test_a_live_tied_model_needs_one_name_of_its_weight() -> None:
 
 
 def test_a_fused_tensor_of_a_family_that_is_not_listed() -> None:
+    """The rows of queries, keys and values, by the usual keys of a configuration."""
     heads, groups, width = 6, 2, 4
     table: Names = {f"{part}.weight": Fused("qkv.weight", part) for part in ("q", "kv")}
     sizes = {"num_attention_heads": heads, "hidden_size": heads * width, "num_hidden_layers": 1}
@@ -314,7 +314,7 @@ def evaluated(source: str, folder: str) -> list[float]:
     return [row["eval_loss"] for row in state["log_history"] if "eval_loss" in row]
 
 
-def test_the_docs_trainer_evaluates_alike(ranks: Any, tmp_path: Path) -> None:
+def test_the_docs_trainer_has_equal_losses_on_four_ranks(ranks: Any, tmp_path: Path) -> None:
     (alone,) = ranks(1, evaluated, programs()["trainer.py"], str(tmp_path / "one"), timeout=60)
     assert len(alone) == 2 and alone[1] < alone[0]
     for found in ranks(4, evaluated, programs()["trainer.py"], str(tmp_path / "four"), timeout=60):

@@ -489,7 +489,7 @@ def test_the_command_reads_your_own_schedule(tmp_path) -> None:  # type: ignore[
     code, output = run("--file", str(mine), "--compare", "--pipe", "4")
     assert code == 2 and "has pipe=2. Leave it out." in output
     code, output = run("--file", str(mine), "--chunks", "2")
-    assert code == 2 and "mine.csv has 1 stages per rank" in output
+    assert code == 2 and "mine.csv has chunks=1" in output
     mine.write_text("0F0,0F1,0B1,0B0\n1F0,1B0\n")
     code, output = run("--file", str(mine))
     assert code == 2 and "rank 1 never runs 1F1" in output
