@@ -7,6 +7,7 @@ import io
 import json
 import os
 import stat
+from collections import Counter
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -59,14 +60,27 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
-def read_object(file: Path) -> dict[str, Any]:
-    """Return the content of a JSON file from elsewhere, which must be an object.
+def distinct_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object whose keys differ, as the ``object_pairs_hook`` of ``parse_json``.
+
+    Raises:
+        ValueError: a key stands in the object twice, so that one of its two values would be lost.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {twice!r} occurs twice")
+    return found
+
+
+def read_object(file: Path, **options: Any) -> dict[str, Any]:
+    """Return the content of a JSON file from elsewhere, which must be an object; ``options``: as for ``parse_json``.
 
     Raises:
         ConfigError: the file cannot be read, is not JSON, is nested too deeply, or has something other than an object.
     """
     try:
-        found = parse_json(read_bytes(file))
+        found = parse_json(read_bytes(file), **options)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror or error}.") from error
     except json.JSONDecodeError as error:

@@ -84,7 +84,8 @@ class _Unpaired(AnswerLoss):
         desirable = self._desirable(labels, rows)
         ratios = self.beta * (rows - self.reference(labels, rows))
         signed = torch.where(desirable, ratios - self.beta * baseline, self.beta * baseline - ratios)
-        weights = torch.where(desirable, self.desirable_weight, self.undesirable_weight)
+        desired, undesired = rows.new_tensor((self.desirable_weight, self.undesirable_weight))
+        weights = torch.where(desirable, desired, undesired)
         metrics: dict[str, Any] = {"kl": self.mean(baseline)}
         for name, which in (("rewards/chosen", desirable), ("rewards/rejected", ~desirable)):
             parts = self.grid.context.size

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import close, describe, nearest
-from ..base.files import parse_json, read_text
+from ..base.files import distinct_keys, parse_json, read_text
 from .measured import MeasuredTimes
 
 
@@ -183,7 +183,8 @@ def machine(name: str) -> Machine:
         )
     try:
         content = read_text(path)
-        values = parse_json(content) if path.suffix == ".json" else tomllib.loads(content)
+        is_json = path.suffix == ".json"  # TOML refuses keys that stand twice by itself
+        values = parse_json(content, object_pairs_hook=distinct_keys) if is_json else tomllib.loads(content)
         if not isinstance(values, dict):
             raise ValueError("it is not a mapping of fields to values")
     except OSError as error:

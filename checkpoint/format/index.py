@@ -11,7 +11,7 @@ import math
 import re
 import secrets
 import zlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,7 +22,7 @@ import torch
 
 from ...base.dtypes import SAFETENSORS_NAMES, TORCH_NAMES
 from ...base.errors import CorruptError
-from ...base.files import read_bytes
+from ...base.files import distinct_keys, read_bytes
 from ...base.safetensors import ByteRange
 from ...grid.ranges import Spans, everything, shape_of
 from .head import LARGEST, check_head
@@ -223,7 +223,7 @@ def read_index(path: Folder, name: str = NAME, whole: bool = True) -> Index:
     if tail is None or f"{zlib.crc32(text):08x}" != tail[1].decode():
         raise CorruptError(f"{file} is damaged: its bytes do not have the checksum at its end")
     try:
-        content = json.loads(data, object_pairs_hook=_object)
+        content = json.loads(data, object_pairs_hook=distinct_keys)
         if content["format"] != FORMAT or not _natural(content["version"]) <= VERSION:
             raise CorruptError(
                 f"{file} is a {content['format']} of version {content['version']}, but this triax reads a {FORMAT} up "
@@ -301,14 +301,6 @@ def _natural(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= LARGEST:
         raise ValueError(f"{str(value)[:40]} is not a number from 0 to {LARGEST}")
     return value
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"the key {twice!r} occurs twice")
-    return found
 
 
 def _tiles(boxes: Sequence[Spans], shape: Sequence[int]) -> bool:

@@ -101,11 +101,12 @@ class CriticalPath:
         found = []
         if (before := self._before.get(op)) is not None:
             found.append(Cause(before.op, self._rank(op), before.end, before.end, ""))
-        for other in self._copies.get(op, ()):
+        both = [each for each in (op, self._partner.get(op)) if each is not None]  # a pair waits for what both wait for
+        for other in [copy for each in both for copy in self._copies.get(each, ())]:
             end = self._spans[other].end
             found.append(Cause(other, self._rank(op), end, end, "copy"))
-        for each in (op, self._partner.get(op)):  # a pair waits for the inputs of both
-            if each is not None and (source := self._source(each)) is not None:
+        for each in both:
+            if (source := self._source(each)) is not None:
                 end = self._spans[source].end
                 hop = self._hops[min(source.stage, each.stage)] * self._shares[each.microbatch % len(self._shares)]
                 value = "input" if each.kind == "F" else "gradient"
@@ -196,6 +197,7 @@ class CriticalPath:
         for order in self._schedule.orders if self._schedule.offloads else ():
             lane: Op | None = None
             computed: list[Op] = []
+            started = 0  # compute ops before this op, or before its pair
             leaving: list[tuple[int, Op]] = []
             for op in order:
                 if op.kind in TRANSFERS:
@@ -204,11 +206,12 @@ class CriticalPath:
                     leaving += [(len(computed), op)] if op.kind == "O" else []
                     continue
                 if op.kind in MAKES:
-                    waits[op] = [offload for before, offload in leaving if before < len(computed)]
-                    leaving = [each for each in leaving if each[0] == len(computed)]
+                    waits[op] = [offload for before, offload in leaving if before < started]
+                    leaving = [each for each in leaving if each[0] == started]
                 elif op.kind in BACKWARD and (reload := op._replace(kind="R")) in self._spans:
                     waits[op] = [reload]
                 computed.append(op)
+                started = len(computed) if op not in self._schedule.pairs else started
         return waits
 
     def _rank(self, op: Op) -> int:

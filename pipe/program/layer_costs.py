@@ -10,7 +10,6 @@ that can be written by hand::
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ...base.errors import describe, no_such
-from ...base.files import read_object
+from ...base.files import distinct_keys, read_object
 from .simulate import Costs
 
 
@@ -50,12 +49,17 @@ class LayerCost:
         return self.forward + self.inputs + self.weights
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise ValueError(f"the name of a layer is {self.name!r}: give text")
         for name, value in asdict(self).items():
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if name != "name" and not (number and 0 <= value <= 1e100):
+            if name != "name" and not _is_cost(value):
                 raise ValueError(
                     f"the cost {name} of the layer {self.name!r} is {value!r}: give a number from 0 to 1e100"
                 )
+
+
+def _is_cost(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1e100
 
 
 @dataclass(frozen=True)
@@ -76,14 +80,14 @@ class LayerCosts:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))
-        object.__setattr__(self, "speeds", tuple(map(float, self.speeds)))
         if not self.layers:
             raise ValueError("the costs have no layers: give the costs of at least one")
         for name in ("latency", "per_byte"):
-            if not isinstance(value := getattr(self, name), (int, float)) or not 0 <= value <= 1e100:
+            if not _is_cost(value := getattr(self, name)):
                 raise ValueError(f"{name} is {value!r}: give seconds from 0 to 1e100")
-        if not all(0 < speed < math.inf for speed in self.speeds):
-            raise ValueError(f"speeds are {list(self.speeds)}: give each rank of the pipe axis a number above 0")
+        if isinstance(self.speeds, str) or not all(_is_cost(speed) and speed > 0 for speed in self.speeds):
+            raise ValueError(f"speeds are {self.speeds!r}: give each rank of the pipe axis a number above 0")
+        object.__setattr__(self, "speeds", tuple(map(float, self.speeds)))
 
     def speed_of(self, pipe: int) -> tuple[float, ...]:
         """Return the speed of each rank of a pipe axis.
@@ -129,7 +133,9 @@ class LayerCosts:
             ValueError: the file is not there, or has other keys or values; the message names them.
         """
         where = "the costs" if isinstance(source, Mapping) else str(source)
-        data = dict(source if isinstance(source, Mapping) else read_object(Path(source)))
+        data = dict(
+            source if isinstance(source, Mapping) else read_object(Path(source), object_pairs_hook=distinct_keys)
+        )
         listed = data.get("layers")
         if not isinstance(listed, list) or not all(isinstance(each, Mapping) and "forward" in each for each in listed):
             raise ValueError(

@@ -121,7 +121,7 @@ def message_pass(schedule: Schedule, orders: Orders) -> list[list[Op]]:
             end[span.op] = span.end
     sends: dict[Op, Op] = {}
     arrivals: list[list[tuple[float, Op]]] = [[] for _ in orders]  # per rank: when, and its RECV
-    for op, at in sorted(end.items(), key=lambda item: (item[1], item[0])):
+    for op, at in sorted(end.items(), key=lambda item: item[1]):  # stable: a pair's ops, which end together, in order
         kind, s, mb = op
         if kind == "F" and s + 1 < len(placement) and placement[s] != placement[s + 1]:
             sends[op] = Op(SEND_F, s, mb)

@@ -17,8 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...base.checks import check_count
 from ...base.errors import escaped
-from ...base.files import parse_json
+from ...base.files import distinct_keys, parse_json
 from .deadlock import ScheduleError
 from .ops import COMPUTE, TRANSFERS, Op
 from .slices import Slices, slice_lengths
@@ -152,17 +153,20 @@ class Schedule:
     @classmethod
     def from_json(cls, text: str | Mapping[str, Any]) -> Schedule:
         """Read a schedule in the format of `to_json`. Other keys, as in `triax schedule --json`, are ignored."""
-        data = parse_json(text) if isinstance(text, str) else text
+        data = parse_json(text, object_pairs_hook=distinct_keys) if isinstance(text, str) else text
         missing = {"name", "pipe", "microbatches", "chunks", "placement", "orders"} - set(data)
         if missing:
             raise ValueError(f"the schedule in JSON lacks the keys {', '.join(sorted(missing))}: add them")
+        check_count("Schedule.from_json", **{name: data[name] for name in ("pipe", "microbatches", "chunks")})
+        for rank in data["placement"]:
+            check_count("Schedule.from_json", least=0, placement=rank)
         orders, pairs = _flat([[[Op.parse(op) for op in cell.split("&")] for cell in row] for row in data["orders"]])
         return cls(
             escaped(str(data["name"])),
-            int(data["pipe"]),
-            int(data["microbatches"]),
-            int(data["chunks"]),
-            tuple(int(rank) for rank in data["placement"]),
+            data["pipe"],
+            data["microbatches"],
+            data["chunks"],
+            tuple(data["placement"]),
             orders,
             pairs=pairs,
             slices=slice_lengths(data.get("slices", 1)),
@@ -218,6 +222,9 @@ _DERIVED = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB]|GATHER|
 
 def _flat(rows: Sequence[Sequence[Sequence[Op]]]) -> tuple[tuple[tuple[Op, ...], ...], frozenset[Op]]:
     """Return the orders, and the first ops of pairs, of each rank's cells of one op or two."""
+    if long := [cell for row in rows for cell in row if len(cell) > 2]:
+        text = "&".join(map(str, long[0]))
+        raise ValueError(f"{text} has {len(long[0])} ops, but one op or a pair of two may stand there: separate them")
     orders = tuple(tuple(op for cell in row for op in cell) for row in rows)
     return orders, frozenset(cell[0] for row in rows for cell in row if len(cell) > 1)
 
@@ -228,6 +235,8 @@ def _cell(cell: str) -> list[Op]:
         return []
     pair = _PAIR.fullmatch(cell)
     ops = [Op.parse(part) for part in (pair[1].split(";") if pair else [cell])]
+    if pair and len(ops) == 1:
+        raise ValueError(f"{cell!r} is a pair of one op: write two, as in (0F1;0B0)OVERLAP_F_B, or {ops[0]} alone")
     if any(op.kind not in COMPUTE | TRANSFERS for op in ops):
         raise ValueError(
             f"{cell!r} is not an op of a schedule: write ops of the kinds F, B, I, W, C, O and R, such as 2F0"

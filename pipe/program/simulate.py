@@ -16,7 +16,7 @@ same span.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import mul
 from typing import NamedTuple
@@ -241,37 +241,49 @@ def counts_in_flight(schedule: Schedule) -> list[list[tuple[float, ...]]]:
     A slice counts as its share of a microbatch's tokens. A rank with several stages may have several such tuples,
     because none is larger in all stages: with two chunks, (3, 1) and (2, 2).
     """
-    found, forward_only = [], schedule.forward_only
-    for rank, order in enumerate(schedule.orders):
-        place = {stage: i for i, stage in enumerate(s for s, home in enumerate(schedule.placement) if home == rank)}
-        held: list[float] = [0] * len(place)
-        seen: set[tuple[float, ...]] = set()
-        leaving: deque[tuple[int, int, float]] = deque()  # offloads under way: compute ops before it, its stage, size
-        computed = 0
-        again = {op[1:] for op in order if op.kind == "C"}
-        for kind, stage, microbatch in order:
-            size = schedule.slices[microbatch % len(schedule.slices)]
-            if kind in MAKES:
-                while leaving and leaving[0][0] < computed:
-                    _, left, freed = leaving.popleft()
-                    held[place[left]] -= freed
-            elif kind == "O":
-                leaving.append((computed, stage, size))
-            if kind in "FRC":
-                held[place[stage]] += size
-                seen.add(tuple(held))
-                if forward_only:
-                    held[place[stage]] = 0
-                elif kind == "F" and (stage, microbatch) in again:
-                    held[place[stage]] -= size
-            elif kind in "BW":
-                held[place[stage]] -= size
-            computed += kind in COMPUTE
-        most = largest_counts(seen)
+    found = []
+    for rank in range(schedule.pipe):
+        most = largest_counts(counts for _, counts in activations_held(schedule, rank))
         if len(schedule.slices) > 1:
             most = [tuple(count / sum(schedule.slices) for count in each) for each in most]
         found.append(most)
     return found
+
+
+def activations_held(schedule: Schedule, rank: int) -> Iterator[tuple[Op, tuple[float, ...]]]:
+    """Yield each op of a rank that takes memory for activations, and what each stage of the rank then holds.
+
+    The unit is a microbatch or, with slices, the unit of ``Schedule.slices``. An offload frees its memory when a later
+    op waits for it. An F or C waits for the offloads that were issued before the compute op before it, and the second
+    op of a pair for those of the first, with which it starts.
+    """
+    place = {stage: i for i, stage in enumerate(s for s, home in enumerate(schedule.placement) if home == rank)}
+    held: list[float] = [0] * len(place)
+    leaving: deque[tuple[int, int, float]] = deque()  # offloads under way: compute ops before it, its stage, size
+    computed, order = 0, schedule.orders[rank]  # compute ops that have started before this op
+    again = {op[1:] for op in order if op.kind == "C"}
+    forward_only, paired = schedule.forward_only, False
+    for op in order:
+        kind, stage, microbatch = op
+        size = schedule.slices[microbatch % len(schedule.slices)]
+        if kind in MAKES:
+            while leaving and leaving[0][0] < computed:
+                _, left, freed = leaving.popleft()
+                held[place[left]] -= freed
+        elif kind == "O":
+            leaving.append((computed, stage, size))
+        if kind in "FRC":
+            held[place[stage]] += size
+            yield op, tuple(held)
+            if forward_only:
+                held[place[stage]] = 0
+            elif kind == "F" and (stage, microbatch) in again:
+                held[place[stage]] -= size
+        elif kind in "BW":
+            held[place[stage]] -= size
+        first = op in schedule.pairs
+        computed += (kind in COMPUTE and not first) + paired
+        paired = first
 
 
 def peak_offloaded(schedule: Schedule) -> tuple[float, ...]:
@@ -364,7 +376,8 @@ def timeline_of(schedule: Schedule, costs: Costs | None = None, keep_gathered: b
                     break
                 start = max(now, ready(both[0], rank), ready(both[1], rank))
                 assert pair_cost is not None  # there are pairs
-                now = start + pair_cost(*both)
+                gathers = [first_f[each.stage] for each in both if each.kind == "F" and not each.microbatch]
+                now = start + max((pair_cost(*both), *gathers))
                 for each in both:
                     row.append(Span(each, start, now))
                     at = each.stage * mbs + each.microbatch

@@ -19,7 +19,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -29,7 +29,6 @@ from .ops import (
     BARE,
     COMPUTE,
     GATHER,
-    MAKES,
     RECV_B,
     RECV_F,
     RECVS,
@@ -45,7 +44,7 @@ from .ops import (
 )
 from .program import Program, crossing
 from .schedule import Schedule
-from .simulate import timeline_of
+from .simulate import activations_held, timeline_of
 
 
 def verify(subject: Schedule | Program, memory: float | Sequence[float] | None = None) -> None:
@@ -81,7 +80,7 @@ def verify(subject: Schedule | Program, memory: float | Sequence[float] | None =
     _placement(schedule)
     _complete(schedule, orders)
     if memory is not None:
-        _memory(schedule, orders, memory)
+        _memory(schedule, memory)
     timeline_of(schedule)  # raises if it hangs
     if isinstance(subject, Program):
         _together(subject)
@@ -178,29 +177,16 @@ def _misplaced(op: Op, rank: int, state: int, order: Sequence[Op]) -> str:
     return f"rank {rank}: {op} {verb} {first}" + ("" if first in order else ", which is not there")
 
 
-def _memory(schedule: Schedule, orders: Orders, memory: float | Sequence[float]) -> None:
+def _memory(schedule: Schedule, memory: float | Sequence[float]) -> None:
     limits = [float(memory)] * schedule.pipe if isinstance(memory, int | float) else list(memory)
     if len(limits) != schedule.pipe:
         raise ValueError(f"memory has {len(limits)} limits for {schedule.pipe} ranks: give one number, or one each")
-    forward_only, slices = schedule.forward_only, schedule.slices
-    whole = schedule.chunks * sum(slices)
-    for rank, (order, limit) in enumerate(zip(orders, limits, strict=True)):
-        held, most = 0.0, limit * whole + 1e-9
-        again = {op[1:] for op in order if op.kind == "C"}
-        # For each offload under way, the compute ops before it, and what it frees.
-        computed, leaving = 0, deque[tuple[int, float]]()
-        for op in order:
-            size = slices[op.microbatch % len(slices)]
-            if op.kind == "O":
-                leaving.append((computed, size))
-            while op.kind in MAKES and leaving and leaving[0][0] < computed:
-                held -= leaving.popleft()[1]
-            held += size if op.kind in "FRC" else 0
-            if held > most:
-                holds = f"at {op} it holds {held / whole:g}"
+    whole = schedule.chunks * sum(schedule.slices)
+    for rank, limit in enumerate(limits):
+        for op, counts in activations_held(schedule, rank):
+            if sum(counts) > limit * whole + 1e-9:
+                holds = f"at {op} it holds {sum(counts) / whole:g}"
                 raise ScheduleError(f"rank {rank} may hold {limit:g} activations, but {holds}", [(rank, op)])
-            held -= size if op.kind in "BW" or forward_only or (op.kind == "F" and op[1:] in again) else 0
-            computed += op.kind in COMPUTE
 
 
 # ------------------------------------------------------------------------------------------ a program
@@ -292,6 +278,8 @@ def _weights(program: Program) -> None:
                     )
                 if kind in "BW":
                     open_[stage].add(mb)
+                    if summed := [k for k, tie in ties.items() if stage in tie and k not in unsummed[stage]]:
+                        raise ScheduleError(f"rank {rank}: {op} comes after tie {summed[0]} is summed", [(rank, op)])
             elif kind == TIED:
                 tie = ties.get(mb, ())
                 if stage not in tie or stage not in unsummed:

@@ -19,7 +19,7 @@ from triax.methods import kto_loss, with_baseline, with_reference
 from toy_answers import model_of, quiet, row_of, steps, tokenizer
 from trl_in_float64 import exact
 
-BATCH, BETA, RATE, UNDESIRABLE = 4, 0.2, 0.1, 1.5
+BATCH, BETA, RATE, UNDESIRABLE = 4, 0.2, 0.1, 1.3
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy"]
 PAIRS = [(f"{a} ", b) for a in WORDS for b in WORDS if a != b]
 DESIRABLE = ["yyny", "nnnn", "yyyy", "nyny", "nyyn"]  # of a batch of 4: one batch has no desirable answer, one no other

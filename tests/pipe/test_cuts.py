@@ -155,13 +155,24 @@ def test_json_is_read_as_it_was_written(tmp_path: Any) -> None:
         ({"layers": [{"forward": 1, "input": 1}]}, "did you mean 'inputs'?"),
         ({"layers": [{"forward": -1}]}, "give a number from 0"),
         ({"layers": [{"forward": 1}], "speeds": [0]}, "a number above 0"),
+        ({"layers": [{"forward": 1}], "speeds": "12"}, "a number above 0"),
+        ({"layers": [{"forward": 1}], "speeds": [True, 1]}, "a number above 0"),
         ({"layers": [{"forward": 1}], "latency": "1 s"}, "latency"),
+        ({"layers": [{"forward": 1}], "per_byte": True}, "per_byte"),
+        ({"layers": [{"forward": 1, "name": 3}]}, "the name of a layer"),
     ],
 )
 def test_refusals_of_costs(data: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError) as error:
         LayerCosts.from_json(data)
     assert words in str(error.value)
+
+
+def test_a_cost_that_stands_twice_is_refused(tmp_path: Any) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text('{"layers": [{"forward": 1, "forward": 2}]}')
+    with pytest.raises(ValueError, match="'forward' occurs twice"):
+        LayerCosts.from_json(path)
 
 
 def test_refusals_of_the_search() -> None:

@@ -128,6 +128,8 @@ def with_pairs(schedule: Schedule, seed: int) -> Schedule:
         while i + 1 < len(order):
             both = sorted(order[i : i + 2], key=lambda op: op.kind != "F")
             if both[0].kind == "F" and both[0].microbatch != both[1].microbatch and draw.random() < 0.3:
+                if both[1].kind == "F" and draw.random() < 0.5:
+                    both.reverse()  # the later microbatch comes first, and its message too
                 order[i : i + 2] = both
                 pairs.add(both[0])
                 i += 1
@@ -264,6 +266,40 @@ def test_pairs_are_refused_where_they_are_already() -> None:
     torn[0].insert(at + 1, torn[0].pop(next(i for i in range(at + 2, len(torn[0])) if torn[0][i].kind not in COMPUTE)))
     wrong = replace(program, ops=tuple(map(tuple, torn)))
     assert "comes between" in error_text(lambda: verify(wrong), ScheduleError)
+
+
+def test_the_second_forward_of_a_pair_waits_for_the_offloads_that_the_first_one_waits_for() -> None:
+    moved = ops("0F0 0O0 0F1 0F2 0R0 0B0 0B1 0B2")
+    plain = replace(make_schedule("1f1b", 1, 3), orders=(moved,))
+    paired = replace(plain, pairs=frozenset(ops("0F1")))
+    verify(plain, memory=3)  # 0F2 waits for 0O0; 0R0 takes the memory again
+    assert simulate(plain).peak_activations == (3,) and simulate(paired).peak_activations == (4,)
+    early = replace(paired, orders=(ops("0F0 0O0 0F1 0F2 0B1 0B2 0R0 0B0"),))
+    assert "at 0F2 it holds 3" in error_text(lambda: verify(early, memory=2), ScheduleError)
+    verify(replace(early, pairs=frozenset()), memory=2)
+    # The lane ends after the pair has started: the pair does not wait for it, and the path has no gap.
+    causes = CriticalPath(early, Costs(O=9))
+    assert causes.span(Op("F", 0, 2)).start == 1 and sum(s.end - s.start for s in causes.path) == pytest.approx(
+        causes.timeline.makespan
+    )
+
+
+def test_the_first_gather_of_a_stage_counts_in_a_pair_too() -> None:
+    paired = replace(make_schedule("1f1b", 1, 2), orders=(ops("0F0 0F1 0B0 0B1"),), pairs=frozenset(ops("0F0")))
+    row = timeline_of(paired, Costs(GATHER=5), keep_gathered=True).rows[0]
+    assert [span.end - span.start for span in row] == [5, 5, 2, 2]
+
+
+def test_a_cell_of_a_schedules_file_is_one_op_or_a_pair() -> None:
+    text = make_schedule("1f1b", 1, 3).to_json()
+    assert "0F0&0F1&0F2 has 3 ops" in error_text(
+        lambda: Schedule.from_json(text.replace('"0F0", ', '"0F0&0F1&0F2", ')), ValueError
+    )
+    assert "has 3 ops" in error_text(lambda: Schedule.from_csv("0F0,(0F1;0B0;0F2)OVERLAP_F_B,0B1,0B2"), ValueError)
+    assert "a pair of one op" in error_text(lambda: Schedule.from_csv("0F0,(0F1)OVERLAP_F_B,0B0,0B1"), ValueError)
+    for wrong in ('"pipe": 1.5', '"pipe": "1"', '"pipe": true', '"pipe": 1, "pipe": 1'):
+        with pytest.raises(ValueError, match="pipe"):
+            Schedule.from_json(text.replace('"pipe": 1', wrong))
 
 
 def test_a_pair_is_drawn_explained_and_on_the_path() -> None:

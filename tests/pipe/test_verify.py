@@ -250,6 +250,13 @@ def test_a_tie_is_summed_before_its_weight_is_reduced(zero: int) -> None:
     moved = [[op for op in ops if op.kind != "TIED"] for ops in program.ops]
     with pytest.raises(ScheduleError, match="tie 0"):
         verify(replace(program, ops=tuple(map(tuple, moved))))
+    # A sum that comes before a backward of a stage with the tie misses its gradient.
+    early = []
+    for ops in map(list, program.ops):
+        ops.insert(0, ops.pop(next(i for i, op in enumerate(ops) if op.kind == "TIED")))
+        early.append(tuple(ops))
+    with pytest.raises(ScheduleError, match="comes after tie 0 is summed"):
+        verify(replace(program, ops=tuple(early)))
 
 
 def test_zero_stages_differ_only_in_where_their_ops_are() -> None:
