@@ -39,6 +39,14 @@ def check(
     ] = "pipe,data,tensor",
     ranks: Annotated[int, typer.Option(min=1, max=8, help="Maximum number of ranks of a grid.")] = 4,
     timeout: Annotated[float, typer.Option(help="Seconds that a run may take.")] = 120.0,
+    over_replicas: Annotated[
+        bool,
+        typer.Option(
+            "--over-replicas",
+            help="The loss covers the rows of all replicas together, as CLIP's: compare with one process whose "
+            "microbatches have these rows.",
+        ),
+    ] = False,
     dry: Annotated[
         str | None,
         typer.Option(
@@ -77,7 +85,7 @@ def check(
         raise typer.Exit(2) from None
     if sizes is not None:
         _dry(target, build, batches, sizes, as_json)
-    rows = list(run(build, batches, chosen, ranks, timeout))
+    rows = list(run(build, batches, chosen, ranks, timeout, over_replicas=over_replicas))
     holds = all(row.holds for row in rows)
     profile, kept = layer_costs(build, batches, timeout) if costs and rows[0].holds else ("", {})
     if as_json:

@@ -17,6 +17,10 @@ arXiv:2205.05198, section 4.2.2. There are two gathers because the backward pass
 layer is sharded, each rank holds only a partial gradient of the gathered tensor, and the partial gradients must be
 summed (reduce-scatter). If it is replicated, every rank holds the whole gradient, and takes its slice.
 
+On the data axis each replica's loss is a term of the sum that is trained, and the backward pass must be the transpose
+with respect to this sum, as in ``gather_reduce_scatter`` and ``reduce_scatter_gather``. The other four are for ranks
+that compute one loss together, and the data axis is refused.
+
 Slices follow ``grid.ranges.split``, so a dim need not be a multiple of the axis's size. If the axis has size 1, each
 function returns its input itself. All functions can be differentiated any number of times. Inputs may be
 non-contiguous, and are not modified.
@@ -34,6 +38,8 @@ from torch import Tensor
 from ..base.uncompiled import uncompiled
 from ..grid.comm.axis import Axis
 from ..grid.ranges import split
+
+_TRANSPOSES = (("gather", "reduce_scatter"), ("reduce_scatter", "gather"))
 
 
 def copy_all_reduce(x: Tensor, axis: Axis) -> Tensor:
@@ -139,7 +145,17 @@ def border(
         axis: the ranks that take part.
         dim, length, unit: the sharded dim, its whole length and its unit, as for ``gather_split``.
         ours: True if x may be overwritten.
+
+    Raises:
+        ValueError: the axis is the data axis and the backward operation is not the transpose of the forward one.
     """
+    if axis.name == "data" and (forward, backward) not in _TRANSPOSES:
+        raise ValueError(
+            f"{forward}_{backward} was given the data axis, on which its gradient is wrong: each replica's loss is a "
+            "term of the sum that is trained, so gradients of the other replicas are missing or count twice. For "
+            "the rows of all replicas in one loss, give gather_reduce_scatter(x, grid.data, dim=0); for the sum over "
+            "the replicas, gather_reduce_scatter(x[None], grid.data, dim=0).sum(0)"
+        )
     return x if axis.size == 1 else _apply(forward, backward, x, axis, dim, length, unit, ours)
 
 

@@ -25,7 +25,7 @@ from ..options.monitoring import Monitoring, Profile
 from ..pipe.fields import item_of
 from ..pipe.module import PipelineModule
 from .deferral import not_deferred
-from .equality import Build, Data, Step, Steps, difference, sizes_of, steps_of
+from .equality import Build, Data, Step, Steps, difference, reference_of, sizes_of, steps_of
 from .grids import Composition
 from .kept_bytes import kept_bytes
 from .pool import RankFailure, run_ranks
@@ -39,7 +39,8 @@ _IN_TRAINING = (
 _CAUSES = {
     "tensor": "a mean or a norm over a shard, whole values in a sharded loss or a shard in a whole one, or randomness "
     "that differs between the ranks",
-    "data": "a loss that depends on the number of rows, or a layer whose values depend on the batch, such as BatchNorm",
+    "data": "a loss that depends on the number of rows, or a layer whose values depend on the batch, such as "
+    "BatchNorm. If the loss covers the rows of all replicas together, give --over-replicas (over_replicas=True)",
     "pipe": "a value that layers share besides their inputs and outputs, such as an attribute or a cache",
     "expert": "rows that do not come back to their places, or a weight that the combination leaves out",
     "context": "a mean over the tokens of a part, positions that start again in each part, or attention within a part",
@@ -82,6 +83,7 @@ def check(
     ranks: int = 4,
     timeout: float = 120,
     rtol: float = 1e-10,
+    over_replicas: bool = False,
     **options: Any,
 ) -> Iterator[CheckRow]:
     """Compare a model on grids with one process, and yield a row for each run.
@@ -93,12 +95,14 @@ def check(
         ranks: number of ranks, at most.
         timeout: seconds that a run may take.
         rtol: largest difference of a tensor, relative to its largest element.
+        over_replicas: as for ``assert_equals_one_process``.
         options: options of ``triax.Engine`` for every run, as for ``assert_equals_one_process``.
     """
     alone = partial(run_ranks, 1, timeout=timeout)
     try:
         layers, microbatches = alone(sizes_of, build, data)[0]
-        (wanted,) = alone(steps_of, build, data, Composition(), None, options)
+        reference = reference_of(build, data, options, timeout, over_replicas)
+        wanted = reference(Composition())
         (again,) = alone(_reseeded, build, data, options)
         (notes,) = alone(_notes, build, data, wanted[0])
         straight, turned = alone(_turned, build, data, options)[0]
@@ -123,7 +127,7 @@ def check(
         if axis is None and failed:
             yield CheckRow(str(at), False, "not run, as an axis alone differs", cause="see the rows above")
             continue
-        row = _row(build, data, at, axis, options, wanted, rtol, timeout)
+        row = _row(build, data, at, axis, options, reference(at), rtol, timeout)
         if not row.holds and axis is not None:
             failed.add(axis)
         yield row

@@ -8,11 +8,12 @@ numbers.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from ..engine.engines import Engine
 from ..engine.pipeline_engine import PipelineEngine
@@ -68,6 +69,7 @@ def assert_equals_one_process(
     stages: Sequence[int] = (0, 1, 2, 3),
     rtol: float = 1e-10,
     timeout: float = 120,
+    over_replicas: bool = False,
     **options: Any,
 ) -> None:
     """Check that a model has the same numbers on grids as on one process.
@@ -81,6 +83,8 @@ def assert_equals_one_process(
         ranks, axes, schedules, stages: see ``covering_grids``.
         rtol: largest difference of a tensor, relative to its largest element.
         timeout: seconds that a run may take.
+        over_replicas: True if the loss of a microbatch covers the rows of all replicas, as CLIP's does. To compare with
+            d replicas, one process then trains microbatches that join the rows of those of the d replicas.
         options: options of ``triax.Engine`` for every run, such as ``clip`` or ``recompute``. The optimizer is SGD with
             a learning rate of 0.1 unless given.
 
@@ -90,13 +94,13 @@ def assert_equals_one_process(
         TypeError: the model has parameters of another dtype than float64.
     """
     layers, microbatches = run_ranks(1, sizes_of, build, data, timeout=timeout)[0]
-    (wanted,) = run_ranks(1, steps_of, build, data, Composition(), None, options, timeout=timeout)
+    reference = reference_of(build, data, options, timeout, over_replicas)
     if grids is None:
         grids = covering_grids(ranks, axes, schedules, stages, layers, microbatches)
     if not (grids := list(grids)):
         raise ValueError("assert_equals_one_process was given no grid: give at least one Composition, or leave it out")
     for grid in grids:
-        _compare_run(build, data, grid, None, options, wanted, rtol, timeout)
+        _compare_run(build, data, grid, None, options, reference(grid), rtol, timeout)
 
 
 def assert_schedule(
@@ -165,6 +169,35 @@ def _compare_run(
         for number, (step, own) in enumerate(zip(steps, wanted, strict=True)):
             if text := difference(step, own, rtol):
                 raise AssertionError(f"{at}, step {number}, rank {rank}: {text}")
+
+
+def reference_of(
+    build: Build, data: Data, options: Mapping[str, Any], timeout: float, over_replicas: bool
+) -> Callable[[Composition], Steps]:
+    """Return the function that gives one process's steps for a composition; each is run once.
+
+    Args: as for ``assert_equals_one_process``.
+    """
+
+    @cache
+    def steps(replicas: int) -> Steps:
+        joined = partial(_joined, data, replicas) if replicas > 1 else data
+        return run_ranks(1, steps_of, build, joined, Composition(), None, options, timeout=timeout)[0]
+
+    return lambda at: steps(dict(at.axes).get("data", 1) if over_replicas else 1)
+
+
+def _joined(data: Data, replicas: int) -> list[list[Microbatch]]:
+    """Return batches whose microbatch m has the rows of the microbatches m of all replicas."""
+    batches = []
+    for batch in data():
+        share = len(batch) // replicas
+        batches.append([tree_map(_rows, *batch[m : share * replicas : share]) for m in range(share)])
+    return batches
+
+
+def _rows(*parts: Any) -> Any:
+    return torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0]
 
 
 def sizes_of(build: Build, data: Data) -> tuple[int, int]:

@@ -122,7 +122,10 @@ def test_a_program_prints_what_its_page_shows(
         assert first == output
 
 
-@pytest.mark.parametrize(("guide", "file", "count"), [("testing", "own_model.py", 2), ("model-shapes", "heads.py", 1)])
+@pytest.mark.parametrize(
+    ("guide", "file", "count"),
+    [("testing", "own_model.py", 2), ("model-shapes", "heads.py", 1), ("losses", "clip.py", 1)],
+)
 def test_triax_check_holds_for_the_model_of_its_guide(guide: str, file: str, count: int, tmp_path: Path) -> None:
     """The commands of a guide that name a function of its program."""
     page = DOCS / "guides" / f"{guide}.md"

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import triax
 from triax.grid import Grid
 from triax.grid.ranges import split
 from triax.tensor_parallel import regions
@@ -153,6 +154,38 @@ def test_at_size_1_each_is_its_input_itself() -> None:
     x = torch.randn(2, 3, requires_grad=True)
     for name in KINDS:
         assert getattr(regions, name)(x, Grid().tensor) is x
+
+
+def loss_over_replicas(name: str) -> list[Tensor] | str:
+    """Return the gradients of a loss over the rows of both replicas, by an engine and by one process, or the error."""
+    data = torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    grid, weight = Grid(data=2), torch.eye(4, dtype=torch.float64)
+    model = torch.nn.Linear(4, 4, bias=False, dtype=torch.float64)
+    model.weight = torch.nn.Parameter(weight.clone())
+    engine = triax.Engine(model, optimizer=torch.optim.SGD, grid=grid, batch=triax.Batch(size=6, microbatch=3))
+    rows = engine(data[grid.data.rank])
+    if name == "sum":
+        total = regions.gather_reduce_scatter(rows.sum(0, keepdim=True), grid.data, dim=0).sum(0)
+        engine.backward(total.square().sum())
+    else:
+        try:
+            engine.backward(regions.border(*name.split("/"), rows, grid.data, 0).T.tanh().cumsum(1).square().sum())
+        except ValueError as error:
+            return str(error)
+    engine.step()
+    plain = weight.clone().requires_grad_()
+    whole = data.flatten(0, 1) @ plain.T
+    (whole.sum(0).square() if name == "sum" else whole.T.tanh().cumsum(1).square()).sum().backward()
+    return [engine.gather("gradients")["weight"], plain.grad]
+
+
+def test_on_the_data_axis_a_border_has_the_gradient_of_one_process_or_is_refused(ranks: Any) -> None:
+    for name in ("gather/reduce_scatter", "sum"):
+        for found, wanted in ranks(2, loss_over_replicas, name):
+            torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+    for name in ("copy/all_reduce", "all_reduce/copy", "split/gather", "gather/split"):
+        for text in ranks(2, loss_over_replicas, name):
+            assert "its gradient is wrong" in text and "gather_reduce_scatter(x, grid.data, dim=0)" in text
 
 
 def gather_wrongly(dim: int, length: int | None) -> str:
