@@ -18,6 +18,7 @@ import numpy as np
 
 from ..base.errors import ConfigError, to_install
 from ..base.files import read_object
+from ..base.folder_files import FolderFiles
 from ..base.hub import local_folder
 from .sources import UNITS, BadDocument, Part, Reading, SourceFile, documents
 from .token_file import Array
@@ -165,10 +166,10 @@ def train_tokenizer(
         show_progress=False,
     )
     tokenizer.train_from_iterator(_texts(sources, reading, skip_bad), trainer)
-    out.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(out / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END, "model_max_length": 10**9}
-    (out / "tokenizer_config.json").write_text(json.dumps(config, indent=1))
+    with FolderFiles(out) as folder:
+        tokenizer.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1))
     return open_tokenizer(out)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,9 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..agreement.agreement import agreed
 from ..base.errors import AgreedError, CheckpointError, ConfigError
-from ..base.hub import local_folder
 from ..checkpoint.format import folder as folders
 from ..data.answers import Answers
 from ..data.prompts import Prompts
@@ -159,6 +156,7 @@ class TrainingRun:
             job.file.evaluate, self.tasks is not None and self.tasks.names.get(self._metric, False)
         )
         self.lowest.load((state or {}).get("lowest"))
+        self.best_problem: str | None = (state or {}).get("best_problem")  # why the best model is not in its folder
         self.engine.observers.append(_Joined(self.spikes, self.lowest))
         if monitor.print_losses:
             self.engine.observers.append(_Losses(self.engine, self.report))
@@ -302,15 +300,16 @@ class TrainingRun:
         if value is None and self._metric != "loss":
             raise AgreedError(f"the tasks gave no number for {self._metric}: give another evaluate.metric")
         if value is not None and self.lowest.note(value, self.step) and self.job.file.evaluate.best:
-            problem = self._export(self.job.folder / "best")
-            if problem is not None:
-                self.report.say(f"note    {problem}")
+            self.best_problem = self._export(self.job.folder / "best")
+            if self.best_problem is not None:
+                self.report.say(f"note    {self.best_problem}")
         self._note_state()
         return values, tasks
 
     def _note_state(self) -> None:
         """Give the engine what its next checkpoint is to have of the run."""
         self.engine.client_state = {"spikes": self.spikes.state, "lowest": self.lowest.state}
+        self.engine.client_state["best_problem"] = self.best_problem
         if self.method is not None and (state := self.method.state) is not None:
             self.engine.client_state["method"] = state
 
@@ -429,26 +428,23 @@ class TrainingRun:
                 best = f"best    {self._metric} {self.lowest.value:.4f}"
             elif isinstance(self.evaluation, RewardEvaluation):
                 best = f"highest {-self.lowest.value:.4f}"
-            report.say(f"{best} of step {self.lowest.step}: its model is in {job.folder / 'best'}")
+            place = f"its model is in {job.folder / 'best'}" if self.best_problem is None else self.best_problem
+            report.say(f"{best} of step {self.lowest.step}: {place}")
         if text is not None:
             report.say(f"\n{text}\n")
         if job.export is not None and problem is None:
             report.say(f"the model is in {job.export}: triax generate {job.export} --prompt ...")
         report.draw(job.schedule, {name: compared} if name else {})
-        if problem is not None:
+        if problem := problem or self.best_problem:
             user_error(problem)
 
     def _export(self, folder: Path) -> str | None:
         """Write the model as a Hugging Face folder, with its tokenizer; return why it is not there. Collective."""
         section, named = self.job.file.export, self.tokenizer
-        source = None if named in (None, "bytes") else local_folder(str(named))
+        source = None if named in (None, "bytes") else str(named)
         dtype = None if section is None or section.dtype is None else getattr(torch, section.dtype)
-        is_folder = source is not None and source.is_dir()
         try:
-            save_hf(self.engine, folder, dtype=dtype, merge_lora=True, tokenizer=source if is_folder else None)
-            with agreed(self.grid):
-                if source is not None and not is_folder and self.grid.rank == 0:
-                    shutil.copyfile(source, folder / "tokenizer.json")
+            save_hf(self.engine, folder, dtype=dtype, merge_lora=True, tokenizer=source)
         except (OSError, RuntimeError) as error:  # on every rank
             kept = self.job.checkpoints
             advice = (

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 
 from ...agreement.agreement import agreed
+from ...base.folder_files import sync
 from ...base.safetensors import TensorStream, header, raw
 from ...grid import Grid
 from ...grid.ranges import Spans, shape_of
-from ..format.folder import sync
 from ..protocol import BUFFERS, WEIGHTS, Snapshot, WholeTensor
 
 

@@ -14,7 +14,6 @@ A folder may also be a URI: remote.py describes its files.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import re
@@ -25,6 +24,7 @@ from typing import TypeVar
 
 from ...base.errors import CheckpointError, CorruptError
 from ...base.files import parse_json, read_bytes
+from ...base.folder_files import sync
 from .index import NAME, Index, read_index
 from .remote import Folder as Folder
 from .remote import RemotePath
@@ -209,27 +209,6 @@ def _write_beside(path: Path, data: bytes) -> Path:
         file.flush()
         os.fsync(file.fileno())
     return temporary
-
-
-def sync(folder: Path, strict: bool = False) -> None:
-    """Write the names of a folder's files onto the disk (fsync).
-
-    Args:
-        folder: the folder whose file names are written to the disk.
-        strict: raise the disk's errors, except if the file system has no fsync of folders.
-
-    Raises:
-        OSError: if the disk reports an error and ``strict`` is set.
-    """
-    try:
-        opened = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(opened)
-        finally:
-            os.close(opened)
-    except OSError as error:
-        if strict and error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES):
-            raise
 
 
 def tags(folder: Folder) -> list[str]:

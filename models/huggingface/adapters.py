@@ -22,6 +22,7 @@ from ...agreement.agreement import agreed
 from ...base.checks import check_path
 from ...base.errors import ConfigError
 from ...base.files import read_object
+from ...base.folder_files import FolderFiles
 from ...base.hub import local_folder
 from ...base.safetensors import write_file
 from ...context.dropout import dropout
@@ -148,9 +149,9 @@ def write_adapters(
         "bias": "none",
         "init_lora_weights": True,
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    write_file(folder / _WEIGHTS, written)
+    with FolderFiles(folder) as files:
+        (files / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        write_file(files / _WEIGHTS, written)
     return [*written]
 
 

@@ -93,12 +93,14 @@ def _export(
     }
     tensors_written = announced(plan, entries)
     writer = FolderWriter(folder, written, tensors_written)
-    for name, parts in plan.items():
-        if parts:
-            changes = merges(name, entries[name], factors, {key: each.scaling for key, each in options.items()}, conv1d)
-            write_parts(writer, read(name), parts, entries[name], changes)
-    writer.close()
-    write_settings(folder, None if model is None else model.get("settings"), tokenizer)
+    scalings = {key: each.scaling for key, each in options.items()}
+    with writer.files as files:
+        for name, parts in plan.items():
+            if parts:
+                changes = merges(name, entries[name], factors, scalings, conv1d)
+                write_parts(writer, read(name), parts, entries[name], changes)
+        writer.close()
+        write_settings(files, None if model is None else model.get("settings"), tokenizer)
     return [*tensors_written]
 
 

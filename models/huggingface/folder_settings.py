@@ -65,8 +65,8 @@ def write_settings(folder: Path, settings: Settings | None, tokenizer: Any = Non
     Args:
         folder: the folder.
         settings: what goes with the model, or None.
-        tokenizer: a ``transformers`` tokenizer, or a folder with a tokenizer's files or an id of the Hub; None: those
-            of the settings.
+        tokenizer: a ``transformers`` tokenizer, a folder with a tokenizer's files, a ``tokenizer.json`` or an id of the
+            Hub; None: those of the settings.
 
     Raises:
         FileNotFoundError: ``tokenizer`` is a folder without a tokenizer's files.
@@ -79,7 +79,8 @@ def write_settings(folder: Path, settings: Settings | None, tokenizer: Any = Non
     given = tokenizer if tokenizer is not None else None if settings is None else settings["tokenizer"]
     if given is None:
         return
-    files = _files(local_folder(given))
+    source = local_folder(given)
+    files = [source] if source.is_file() else _files(source)
     if not files and tokenizer is not None:
         raise FileNotFoundError(f"{given} has no tokenizer's files, such as tokenizer.json. Give the folder with them.")
     if not files:
@@ -90,9 +91,9 @@ def write_settings(folder: Path, settings: Settings | None, tokenizer: Any = Non
         )
     for file in files:
         if file.is_dir():
-            shutil.copytree(file, folder / file.name, dirs_exist_ok=True)
-        elif file.resolve() != (folder / file.name).resolve():
-            shutil.copyfile(file, folder / file.name)
+            shutil.copytree(file, folder / file.name)
+        else:
+            shutil.copyfile(file, folder / ("tokenizer.json" if file is source else file.name))
 
 
 def _settings(config: Mapping[str, Any], generation: Any, tokenizer: str | None) -> Settings:

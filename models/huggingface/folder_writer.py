@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...base.folder_files import FolderFiles
 from ...base.safetensors import TensorStream, header
+
+INDEX = "model.safetensors.index.json"
 
 
 class TensorSink:
@@ -53,12 +56,17 @@ class TensorSink:
 class FolderWriter(TensorSink):
     """Writer of ``config.json`` and of ``model.safetensors``, or of several safetensors files and their index.
 
+    The caller ends the context ``files``, which puts what was written in the place of an earlier model.
+
     Args:
-        folder: the folder to write to, created if it does not exist.
+        folder: the folder, created if it does not exist.
         config: content of ``config.json``. The dtype of the floating-point tensors is added to it, or float32 if
             these tensors have different dtypes.
         tensors: name -> (shape, dtype), in the order in which the tensors will be written.
         file_bytes: maximum size of a file in bytes. A tensor larger than this gets a file that exceeds it.
+
+    Attributes:
+        files: the files of the folder.
 
     Raises:
         ValueError: a tensor has a dtype that the safetensors format does not support.
@@ -73,7 +81,7 @@ class FolderWriter(TensorSink):
     ) -> None:
         super().__init__(tensors)
         files: list[dict[str, tuple[tuple[int, ...], torch.dtype]]] = [{}]
-        filled = total = 0
+        filled = 0
         for name, (shape, dtype) in tensors.items():
             size = math.prod(shape) * dtype.itemsize
             if files[-1] and filled + size > file_bytes:
@@ -81,27 +89,19 @@ class FolderWriter(TensorSink):
                 filled = 0
             files[-1][name] = (shape, dtype)
             filled += size
-            total += size
         count = len(files)
         names = ["model.safetensors"]
         if count > 1:
             names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
         for held in files:
             header(held)  # refuses dtypes before anything is written
+        self.files = FolderFiles(folder, ("model*.safetensors", INDEX))
+        folder = self.files.path
         self._files = {folder / name: held for name, held in zip(names, files, strict=True)}
         self._file_of = {name: path for path, held in self._files.items() for name in held}
         self._stream: TensorStream | None = None
-        self._path = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        for old in (*folder.glob("model*.safetensors"), folder / "model.safetensors.index.json"):
-            old.unlink(missing_ok=True)  # an older, larger model's files would be read beside these
-        kinds = {kind for _, kind in tensors.values() if kind.is_floating_point}
-        dtype_name = str(kinds.pop() if len(kinds) == 1 else torch.float32).removeprefix("torch.")
-        (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype_name}, indent=2) + "\n")
-        if count > 1:
-            weights = {name: path.name for name, path in self._file_of.items()}
-            index = {"metadata": {"total_size": total}, "weight_map": weights}
-            (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        self._path = self.files.path
+        self._config = config
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write the next tensor.
@@ -111,13 +111,24 @@ class FolderWriter(TensorSink):
         """
         path = self._file_of.get(name, self._path)
         if self._stream is None or path != self._path:
-            self.close()
+            self._close_file()
             self._path, self._stream = path, TensorStream(path, self._files[path], checksums=False)
         # A copy: what numpy has once seen cannot be resized, and ZeRO empties the storages of gathered weights.
         self._stream.write(name, tensor.detach().cpu().clone(memory_format=torch.contiguous_format))
 
     def close(self) -> None:
-        """Close the safetensors file that is being written."""
+        """Write ``config.json`` and the index, after the last tensor."""
+        self._close_file()
+        folder, kinds = self.files.path, {kind for _, kind in self._tensors.values() if kind.is_floating_point}
+        dtype_name = str(kinds.pop() if len(kinds) == 1 else torch.float32).removeprefix("torch.")
+        (folder / "config.json").write_text(json.dumps({**self._config, "dtype": dtype_name}, indent=2) + "\n")
+        if len(self._files) > 1:
+            total = sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._tensors.values())
+            weights = {name: path.name for name, path in self._file_of.items()}
+            index = {"metadata": {"total_size": total}, "weight_map": weights}
+            (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+    def _close_file(self) -> None:
         if self._stream is not None:
             self._stream.close()
             self._stream = None

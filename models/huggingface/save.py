@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import astuple
 from itertools import groupby
 from pathlib import Path
@@ -65,7 +65,8 @@ def save_hf(
     Args:
         model: an ``Engine``, a ``PipelineModule`` of triax's layers, or a Hugging Face model that ``parallelize``
             sharded. This model may be the only layer of an engine's ``PipelineModule``.
-        path: path of the folder, which is created. Weights of an earlier model in this folder are removed.
+        path: path of the folder, which is created. The files take the place of an earlier model's in this folder
+            together: after an error, or if the process is killed, the earlier model is there.
         config: the configuration, for example a ``LlamaConfig``, or the whole content of ``config.json``. If None, the
             configuration is taken from the model.
         names: table of parameter names as in ``load_hf``, for models of other families.
@@ -73,8 +74,8 @@ def save_hf(
         dtype: dtype of the written weights. If None, each weight keeps its dtype (bf16 for an engine under bf16).
         max_file_bytes: maximum size of a file. Weights with more bytes are written to several files.
         merge_lora: merge the weights with the model's active adapters. ``save_lora`` writes the adapters.
-        tokenizer: a ``transformers`` tokenizer, a folder with its files, or an id of the Hub; None: that of the model,
-            if it had one.
+        tokenizer: a ``transformers`` tokenizer, a folder with its files, a ``tokenizer.json``, or an id of the Hub;
+            None: that of the model, if it had one.
 
     Raises:
         ValueError: the model's configuration, its grid or a name is unknown, or the model has adapters and
@@ -88,20 +89,23 @@ def save_hf(
     with agreed(weights.grid, None):
         if weights.grid.rank == 0:
             writer = FolderWriter(Path(path), weights.config, weights.shapes, max_file_bytes)
-    for name, tensor in weights:
-        if writer is None or tensor is None or failure is not None:
-            continue
-        try:
-            writer.write(name, tensor)
-        except Exception as error:  # the others wait in the next collective: they hear of it at the end
-            failure = error
-    with agreed(weights.grid, None):
+    with ExitStack() as end:
         if writer is not None:
-            writer.close()
-            if failure is None:
-                write_settings(Path(path), settings_of(weights.module), tokenizer)
-        if failure is not None:
-            raise RuntimeError(f"rank 0 could not write {path}: {failure}") from failure
+            end.callback(writer.files.end)
+        for name, tensor in weights:
+            if writer is None or tensor is None or failure is not None:
+                continue
+            try:
+                writer.write(name, tensor)
+            except Exception as error:  # the others wait in the next collective: they hear of it at the end
+                failure = error
+        with agreed(weights.grid, None):
+            if writer is not None:
+                with writer.files as folder:
+                    if failure is not None:
+                        raise RuntimeError(f"rank 0 could not write {path}: {failure}") from failure
+                    writer.close()
+                    write_settings(folder, settings_of(weights.module), tokenizer)
 
 
 class HuggingFaceWeights:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -242,10 +243,13 @@ class FullDisk:
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
+FULL = ("name=full", "evaluate={every: 1, best: true}")
+
+
 def on_a_full_disk(root: str) -> tuple[int, str, str]:
     """Be the only rank of a run whose disk is full after step 2; return its exit code, what it says, and the log."""
     os.chdir(root)
-    file, _ = read_training_file("run.yaml", ["name=full", "sample={prompt: of, tokens: 3}", "monitor.trace=1"])
+    file, _ = read_training_file("run.yaml", [*FULL, "sample={prompt: of, tokens: 3}", "monitor.trace=1"])
     before, said, log, code = resource.getrlimit(resource.RLIMIT_FSIZE), io.StringIO(), io.StringIO(), 0
     handler = logging.StreamHandler(log)
     logging.getLogger("triax").addHandler(handler)
@@ -290,12 +294,16 @@ def test_a_disk_that_fills_up_ends_no_training(ranks: Any, place: Path) -> None:
     assert "trained 4 steps" in said and said.count("nats per byte") == 1 and code == 2, said + log
     assert "the model was not written to runs/full/model: " in said and "File too large" in said
     assert "it goes on from the last checkpoint in runs/full/checkpoints" in said
+    # The best model so far stays, and is not announced as that of the last step.
+    assert "of step 4: the model was not written to runs/full/best: " in said
+    assert "its model is in" not in said and (results / "best" / "config.json").is_file()
+    assert len(load_file(results / "best" / "model.safetensors")) > 5
     assert log.count("the numbers of a step cannot be written") == 1
     assert (
         "'global_step4' was not written" in log and (results / "checkpoints" / "latest").read_text() == "global_step2"
     )
     # There is room again: the run goes on, and the model is there.
-    ranks(1, run, str(place), "name=full")
+    ranks(1, run, str(place), *FULL)
     assert (results / "model" / "model.safetensors").is_file() and (results / "report.html").is_file()
     steps = [json.loads(line)["step"] for line in (results / "metrics.jsonl").read_text().splitlines()]
     assert sorted({*steps}) == [1, 2, 3, 4]
