@@ -98,6 +98,35 @@ def same(axis: Axis, facts: Any, device: torch.device) -> bool:
     return bool(both[0] == -both[1])
 
 
+def begin_call(grid: AgreeingGrid, call: str, flags: Sequence[int] = ()) -> list[int]:
+    """Begin a call that all ranks make, and return the largest of each flag. Collective.
+
+    Each such call begins with the same all-reduce, so that ranks that make different ones find out here.
+
+    Args:
+        grid: the grid of the ranks.
+        call: name of the call, with what must be equal in its arguments.
+        flags: at most three numbers of at least 0.
+
+    Raises:
+        RuntimeError: on every rank, if a rank makes another call.
+    """
+    if grid.size == 1:
+        return [*flags]
+    digest = int.from_bytes(hashlib.sha256(call.encode()).digest()[:7], "big")
+    values = torch.tensor([digest, -digest, *flags, *[0] * (3 - len(flags))])
+    grid.world.all_reduce(values, op="max")
+    high, low, *most = values.tolist()
+    if high != -low:
+        calls = grid.world.all_gather_json(call)
+        other = next(rank for rank, each in enumerate(calls) if each != calls[0])
+        raise RuntimeError(
+            f"{grid.describe(0)} calls {calls[0]}, but {grid.describe(other)} calls {calls[other]}: make the same call "
+            "on every rank, and none under `if rank == 0`"
+        )
+    return most[: len(flags)]
+
+
 def require_equal(grid: AgreeingGrid, axis: Axis, facts: Mapping[str, str]) -> None:
     """Check that the ranks of an axis have equal facts, by name. Collective over the grid.
 

@@ -116,7 +116,7 @@ class _StoreThread(threading.Thread):
         self.over.set()
 
 
-class _Caller(_StoreThread):
+class Caller(_StoreThread):
     """Thread that makes one call after another, each of which may block forever."""
 
     def __init__(self) -> None:
@@ -152,7 +152,7 @@ class LimitedCalls:
     """
 
     def __init__(self) -> None:
-        self._idle = [_Caller()]
+        self._idle = [Caller()]
         self._ended = False
 
     def within(self, seconds: float, call: Callable[[], T]) -> T:
@@ -164,7 +164,7 @@ class LimitedCalls:
         try:
             caller = self._idle.pop()
         except IndexError:
-            caller = _Caller()
+            caller = Caller()
         answer = caller.begin(call)
         late = not wait([answer], seconds).done
         if late or self._ended:

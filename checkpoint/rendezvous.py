@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 
+from ..agreement.agreement import begin_call
+from ..agreement.hang_watch import Caller
 from ..base.errors import ArgumentError, CheckpointError
 from ..grid import Grid
 
@@ -25,14 +28,24 @@ def rendezvous(
 
     Raises:
         ArgumentError: on every rank, if ``check`` raises it on any rank.
-        RuntimeError: if a rank did not make a call in time, or if it made another call.
+        RuntimeError: if a rank did not make a call in time, or on every rank if one makes another call.
     """
     mine = "\n".join((call, *arguments))
     try:
         check()
     except ArgumentError as error:
         mine = f"{_WRONG}{error}"
-    gathered = grid.store_barrier(grid.barrier_name(), mine, seconds)
+    caller = Caller()
+    try:
+        # A rank that makes another call fails here, while one that makes none is missing in the barrier.
+        begun = caller.begin(partial(begin_call, grid, call))
+        gathered = grid.store_barrier(
+            grid.barrier_name(), mine, seconds, lambda: begun.done() and begun.exception() is not None
+        )
+        if None not in gathered or begun.done():
+            begun.result()
+    finally:
+        caller.end()
     absent = [rank for rank, text in enumerate(gathered) if text is None]
     if absent:
         raise RuntimeError(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from ..agreement.agreement import agreed, totals
+from ..agreement.agreement import agreed, begin_call, totals
 from ..base.accelerators import is_accelerator
 from ..base.checks import check_count, check_kind, check_path
 from ..base.errors import ConfigError
@@ -492,6 +492,7 @@ class Engine:
                 Both have the same order.
         """
         with self.replicas.reading() as grid:
+            begin_call(grid, f"gather({what!r})")
             return assemble(grid, self.shards(what))
 
     def shards(self, what: str = "weights") -> dict[str, Shard]:

@@ -253,7 +253,9 @@ class PipelineEngine(Engine):
         """Take a training step with the ranks of a grid."""
         source = self._own_data if data_iter is None else data_iter
         with self.parts("batch"):
-            microbatches, changed = self.feed.fetch(grid, source, self.batch.accumulation, self._untrainable())
+            microbatches, changed = self.feed.fetch(
+                grid, source, self.batch.accumulation, "train_batch", self._untrainable()
+            )
         for microbatch in microbatches:
             self.observer.count_tokens(microbatch.inputs)
         if data_iter is None and self.training_dataloader is not None and not self.feed.reads:
@@ -400,7 +402,7 @@ class PipelineEngine(Engine):
         count = self.batch.accumulation if num_micro_batches is None else num_micro_batches
         check_count("eval_batch", num_micro_batches=count)
         with self.all_or_none("eval_batch"), torch.no_grad(), self.replicas.evaluating() as grid:
-            microbatches, changed = self.feed.fetch(grid, data_iter, count)
+            microbatches, changed = self.feed.fetch(grid, data_iter, count, "eval_batch")
             if changed:
                 self.executor.forget_schemas()
             program, training = self._evaluation(count), self.module.training

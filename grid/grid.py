@@ -449,7 +449,9 @@ class Grid:
         """Return a new mailbox, in which any rank posts texts for rank 0. Every rank calls this, in the same order."""
         return Mailbox(self._store, f"{self.barrier_name()}/mail")
 
-    def store_barrier(self, name: str, text: str, seconds: float) -> list[str | None]:
+    def store_barrier(
+        self, name: str, text: str, seconds: float, stop: Callable[[], bool] = lambda: False
+    ) -> list[str | None]:
         """Exchange texts with all ranks through the store; return the text of each rank, in rank order.
 
         The text is None for ranks that do not arrive within ``seconds``, or after a rank has reported a failure. It
@@ -459,6 +461,7 @@ class Grid:
             name: name of this barrier, from ``barrier_name``.
             text: the text that this rank sends.
             seconds: time limit.
+            stop: called about once a second. If it returns True, the wait ends.
 
         Raises:
             RuntimeError: the store does not answer.
@@ -468,7 +471,7 @@ class Grid:
             return [text] * self.size
         return self._ask_store(
             seconds + min(self.timeout, STOPPED),
-            lambda: store_barrier(store, name, me, self.size, text, seconds, lambda: failed() is not None),
+            lambda: store_barrier(store, name, me, self.size, text, seconds, lambda: failed() is not None or stop()),
         )
 
     def close(self) -> None:

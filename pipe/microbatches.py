@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..agreement.agreement import difference
+from ..agreement.agreement import begin_call, difference
 from ..base.errors import AgreedError
 from ..base.nest import map_tensors
 from ..grid import Grid
@@ -77,7 +77,7 @@ class MicrobatchFeed:
         self._messages.abandon()
 
     def fetch(
-        self, grid: Grid, data_iter: Iterator[Any] | None, count: int, problem: str | None = None
+        self, grid: Grid, data_iter: Iterator[Any] | None, count: int, call: str, problem: str | None = None
     ) -> tuple[list[Microbatch], bool]:
         """Return the next microbatches, and True if the set of trained parameters has changed on any rank.
 
@@ -87,11 +87,13 @@ class MicrobatchFeed:
             grid: grid whose ranks run the microbatches.
             data_iter: iterator of pairs ``(inputs, labels)``, or of dicts with ``labels``.
             count: number of microbatches.
+            call: name of the call that all ranks make.
             problem: reason why this rank cannot run the microbatches, or None if it can.
 
         Raises:
             AgreedError: on every rank, if any rank has a problem, or its iterator ended early, failed, or returned
                 something else than a pair or a dict.
+            RuntimeError: on every rank, if a rank makes another call, or runs another number of microbatches.
         """
         items: list[MicrobatchItem] = []
         formats = [[0, 0, 0, 0]] * count
@@ -100,7 +102,7 @@ class MicrobatchFeed:
                 items, formats = self._read(data_iter, count)
             except _BadData as error:
                 problem = f"{grid.describe()}: {error}"
-        new_formats, new_trained = self._agree(grid, formats, problem)
+        new_formats, new_trained = self._agree(grid, formats, problem, f"{call} of {count} microbatches")
         if new_formats:
             self._share_formats(grid, items, formats)
         return self._microbatches(items), new_trained
@@ -166,13 +168,14 @@ class MicrobatchFeed:
             self._field_schemas[schema] = next(self._field_numbers)
         return self._field_schemas[schema]
 
-    def _agree(self, grid: Grid, formats: list[Format], problem: str | None) -> tuple[bool, bool]:
+    def _agree(self, grid: Grid, formats: list[Format], problem: str | None, call: str) -> tuple[bool, bool]:
         """Find out whether formats, or the set of trained parameters, changed since the last step. Collective.
 
         Args:
             grid: grid whose ranks run the microbatches.
             formats: this rank's formats.
             problem: reason why this rank cannot run the microbatches, or None.
+            call: the call that all ranks make.
 
         Returns:
             (formats changed on any rank, trained parameters changed on any rank), equal on all ranks.
@@ -183,10 +186,7 @@ class MicrobatchFeed:
         trained = [parameter.requires_grad for parameter in self._parameters]
         new_formats = len(formats) != len(self._formats) or (self._module.is_first and formats != self._formats)
         failed, new_trained = problem is not None, trained != self._trained
-        if grid.size > 1:
-            flags = torch.tensor([failed, new_trained, new_formats], dtype=torch.int64)
-            grid.world.all_reduce(flags, op="max")
-            failed, new_trained, new_formats = map(bool, flags.tolist())
+        failed, new_trained, new_formats = map(bool, begin_call(grid, call, [failed, new_trained, new_formats]))
         if failed:
             reasons = [reason for reason in grid.world.all_gather_json(problem) if reason]
             raise AgreedError(reasons[0])

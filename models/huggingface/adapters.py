@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...agreement.agreement import agreed
+from ...agreement.agreement import agreed, begin_call
 from ...base.checks import check_path
 from ...base.errors import ConfigError
 from ...base.files import read_object
@@ -90,6 +90,7 @@ def save_lora(
         raise ValueError(f"the model has no adapters {name!r}: give name one of {', '.join(known)}")
     options = known[name]
     own = {key: parameter for key, parameter in named(module).items() if is_factor(key) and set_of_factor(key) == name}
+    begin_call(grid, "save_lora")
     found = dict(whole_tensors(model, own, held_everywhere(own, grid), grid))
     with agreed(grid, None):
         if grid.rank == 0:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...agreement.agreement import agreed
+from ...agreement.agreement import agreed, begin_call
 from ...base.checks import check_path
 from ...grid import Grid, Layout, layout_of
 from ...tensor_parallel.lora import LoraOptions
@@ -140,6 +140,7 @@ class HuggingFaceWeights:
     ) -> None:
         module, self.grid = module_and_grid(model, grid, "save_hf(module, path, grid=grid)")
         self.module, self._model = module, model
+        begin_call(self.grid, "save_hf")
         options: dict[str, LoraOptions] | None = getattr(module, "lora_options", None)
         active = getattr(module, "lora_active", ())
         self._scalings = {name: each.scaling for name, each in (options or {}).items() if name in active}

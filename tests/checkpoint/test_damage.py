@@ -6,6 +6,7 @@ import os
 import random
 import resource
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -146,13 +147,14 @@ def test_what_had_not_been_trained_is_named(kind: str, tmp_path: Path, caplog: p
     assert warned == (kind == "Lamb"), caplog.text
 
 
-def alone(folder: str) -> str:
+def alone(folder: str, pause: float) -> str:
     engine = make(Cell((1, 2, 1)), Job(), checkpoint={"patience": 1.0})
     engine.train_batch()
     try:
         if engine.grid.rank == 0:
             engine.save_checkpoint(folder)
         else:
+            time.sleep(pause)
             engine.train_batch()
     except RuntimeError as error:
         return str(error)
@@ -160,7 +162,10 @@ def alone(folder: str) -> str:
 
 
 def test_a_rank_that_saves_alone_hears_of_it(ranks: Any, tmp_path: Path) -> None:
-    first, second = ranks(2, alone, str(tmp_path), timeout=30)
+    for text in ranks(2, alone, str(tmp_path), 0.0, timeout=30):
+        assert "tensor 0) calls save_checkpoint, but rank 1 (pipe 0, data 1, tensor 0) calls train_batch of 4" in text
+        assert "make the same call on every rank, and none under `if rank == 0`" in text
+    first, second = ranks(2, alone, str(tmp_path), 1.5, timeout=30)
     assert "save_checkpoint waited 1 s for rank 1 (pipe 0, data 1, tensor 0), which did not call it" in first
     assert "Call it on every rank" in first and "if rank == 0" in first
     assert "did not call it" in second  # it stopped at once, and says why

@@ -22,6 +22,7 @@ from triax.checkpoint.format.index import read_index
 from triax.checkpoint.format.remote import RemotePath, folder_at
 from triax.checkpoint.reader import Reader
 from triax.checkpoint.writer import rank_name
+from triax.engine.snapshot.checkpointer import Checkpointer
 
 from checkpoint_jobs import Cell, Job, command, make
 
@@ -75,6 +76,7 @@ def store() -> type[Store]:
     fsspec.register_implementation("store", Store, clobber=True)
     Store.store, Store.pseudo_dirs, Store.calls = {}, [""], []
     Store.fails, Store.lost, Store.cut, Store.error = None, False, False, ConnectionError("the network is down")
+    Checkpointer._saved.clear()  # the folder is empty, and engines of earlier tests may not have been collected yet
     return Store
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -357,6 +358,37 @@ def compared() -> list[bool]:
     found = [same(grid.world, facts, grid.device) for facts in ("x", grid.rank, grid.rank // 2, [1, {"a": 2}])]
     assert grid.traffic.report() == {"tensor": {"send": (1, 3.0)}}  # checks are not counted
     return found
+
+
+CALLS: dict[str, Callable[[Any, str], Any]] = {
+    "train_batch of 2 microbatches": lambda engine, _: engine.train_batch(batches()),
+    "eval_batch of 2 microbatches": lambda engine, _: engine.eval_batch(batches()),
+    "eval_batch of 3 microbatches": lambda engine, _: engine.eval_batch(batches(), num_micro_batches=3),
+    "gather('weights')": lambda engine, _: engine.gather(),
+    "save_checkpoint": lambda engine, folder: engine.save_checkpoint(folder),
+    "load_checkpoint": lambda engine, folder: engine.load_checkpoint(folder),
+    "save_hf": lambda engine, folder: triax.save_hf(engine, folder, config={}, names={}),
+}
+
+
+def other_calls(kind: str, folder: str, calls: Sequence[str]) -> tuple[str, float]:
+    """Make another call on each rank; return the error, and the seconds until it came."""
+    engine = made(grid_of(kind), partial(nn.Linear, WIDTH, WIDTH), kind)
+    engine.train_batch(batches())
+    began = time.monotonic()
+    try:
+        CALLS[calls[engine.grid.rank]](engine, folder)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - began
+    return "", 0.0
+
+
+@pytest.mark.parametrize("calls", [*pairwise([*CALLS, next(iter(CALLS))])], ids=" and ".join)
+def test_ranks_that_make_other_calls_are_named_with_their_calls(ranks: Any, tmp_path: Path, calls: Any) -> None:
+    for text, _ in ranks(2, other_calls, "pipe", str(tmp_path), calls):
+        assert (
+            f"rank 0 (pipe 0, data 0, tensor 0) calls {calls[0]}, but rank 1" in text and f"calls {calls[1]}: " in text
+        )
 
 
 def test_what_is_the_same_on_all_ranks(ranks: Any) -> None:
