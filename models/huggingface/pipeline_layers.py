@@ -44,6 +44,7 @@ from .families import FAMILIES
 from .load import load_hf
 from .names import FolderName, Names, OneRow, expand
 from .parallelize import shard_part
+from .reader import open_source
 from .vision_layers import Projector, VisionBlock, VisionEmbedding, VisionTower
 
 
@@ -288,7 +289,10 @@ def hf_layers(model_or_config: Any, attention: str = "ring") -> list[LayerSpec]:
         model = text = HFModel(config)
         embedding = partial(Embedding, text)
     first, head = LayerSpec(embedding, takes=takes), LayerSpec(Head, text)
-    if config.tie_word_embeddings:
+    tied = config.tie_word_embeddings
+    if tied and source is not None:
+        tied = open_source(source, text.embedding).config.get("tie_word_embeddings", True)
+    if tied:
         first = TiedLayerSpec("embed", embedding, takes=takes)
         head = TiedLayerSpec("embed", embedding, forward_fn=Embedding.attend)
     positions = [LayerSpec(Norm, text, text.embedding_norm)] if text.embedding_norm else []

@@ -15,12 +15,14 @@ from ...base.files import read_object
 from ...base.hub import local_folder
 from ...grid import Grid
 from ...grid.layout import Layout
-from .config import layer_count, read_config, text_name, text_part
+from .config import layer_count, names_of, read_config, text_name, text_part
+from .families import FAMILIES
 from .folder_settings import Settings, settings_of_folder, settings_of_model
 from .mxfp4 import BLOCK, dequantized
 from .names import Entry, swapped
 
 _LONGEST = 200  # characters of a name
+_CHUNK = 2**24  # elements that are compared at once
 # Tensors in such files that are no weights: masks and rotary tables.
 _NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
@@ -45,6 +47,9 @@ class Source(Protocol):
     settings: Settings
     frozen: frozenset[str]
     tied: dict[str, int]
+
+    def is_tied(self, head: str, embedding: str) -> bool:
+        """Return True if the output layer's weight and the token embedding are one."""
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """Return a slice of a tensor as a new tensor of the same dtype, and read only this slice."""
@@ -118,6 +123,12 @@ class _Folder:
         if (depth := layer_count(self.config)) > len(self.shapes):
             raise ConfigError(f"{self.file} counts {depth} blocks, but {folder} has {len(self.shapes)} tensors only.")
 
+    def is_tied(self, head: str, embedding: str) -> bool:
+        """Return True if two tensors have the same values."""
+        shape, rows = self.shapes[head], max(1, _CHUNK // self.shapes[head][-1])
+        parts = [(slice(at, at + rows), slice(None)) for at in range(0, shape[0], rows)]
+        return all(torch.equal(self.read(head, part), self.read(embedding, part)) for part in parts)
+
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """Read a part of a tensor."""
         if name in self._quantized:
@@ -150,13 +161,23 @@ class _Model:
         self.frozen = frozenset(name for name, each in parameters if not each.requires_grad)
         self.tied = {name: id(each) for name, each in parameters}
 
+    def is_tied(self, head: str, embedding: str) -> bool:
+        """Return True if two tensors are one."""
+        return self._weights[head].data_ptr() == self._weights[embedding].data_ptr()
+
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """Read a part of a tensor."""
         return self._weights[name][part].clone()  # the model may change afterwards
 
 
-def open_source(path_or_model: Any) -> Source:
+def open_source(path_or_model: Any, embedding: str | None = None) -> Source:
     """Return the ``Source`` that reads a folder, a repository of the Hub, or a live ``transformers`` model.
+
+    An output layer with values of its own is not tied, whatever ``tie_word_embeddings`` says, as in transformers 5.
+
+    Args:
+        path_or_model: the folder, the id or the model.
+        embedding: name of the token embedding, without ``.weight``. None: that of the model's family, if it is known.
 
     Raises:
         FileNotFoundError: the folder lacks the files that ``save_pretrained`` writes.
@@ -164,12 +185,23 @@ def open_source(path_or_model: Any) -> Source:
         TypeError: the argument is neither a path nor a model.
     """
     if isinstance(path_or_model, (str, Path)):
-        return _Folder(local_folder(path_or_model, weights=True))
-    if hasattr(path_or_model, "state_dict") and hasattr(getattr(path_or_model, "config", None), "to_dict"):
-        return _Model(path_or_model)
-    raise TypeError(
-        f"got a {type(path_or_model).__name__}. Give the path of a folder, an id of the Hub, or a transformers model."
-    )
+        source: Source = _Folder(local_folder(path_or_model, weights=True))
+    elif hasattr(path_or_model, "state_dict") and hasattr(getattr(path_or_model, "config", None), "to_dict"):
+        source = _Model(path_or_model)
+    else:
+        raise TypeError(
+            f"got a {type(path_or_model).__name__}. Give the path of a folder, an id of the Hub, or a transformers "
+            "model."
+        )
+    family = FAMILIES.get(str(source.config.get("model_type")))
+    if embedding is None and family is not None and family.names:
+        form: Any = names_of(source.config).get("layers.0.weight", "")
+        embedding = str(getattr(form, "name", form[0] if isinstance(form, list) else form)).removesuffix(".weight")
+    token = find(source, f"{embedding}.weight")
+    head = next((name for name in ("lm_head.weight", "embed_out.weight") if name in source.shapes), None)
+    if token is not None and head is not None and not source.is_tied(head, token):
+        source.config = {**source.config, "tie_word_embeddings": False}
+    return source
 
 
 def find(source: Source, name: str) -> str | None:

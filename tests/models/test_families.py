@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import triax
@@ -326,6 +327,40 @@ def wrapped() -> tuple[Any, Any]:
         return transformers.Gemma3ForConditionalGeneration(config), config.text_config
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+FIRST = {family: case for case, (family, _) in reversed(CASES.items())}  # one case of each family
+
+
+@pytest.mark.parametrize(
+    "cases", [["gpt2", "gemma", "nemotron_h"], pytest.param([*FIRST.values()], marks=pytest.mark.exhaustive)], ids=len
+)
+def test_an_output_layer_of_its_own_is_loaded_whatever_the_config_says(tmp_path: Path, cases: list[str]) -> None:
+    """As in transformers 5, which ties only what is one tensor, or equal; from the folder and from the live model."""
+    import transformers
+
+    for case in cases:
+        model = make(case, tie_word_embeddings=True).eval()
+        head = model.get_output_embeddings()
+        head.weight = nn.Parameter(torch.randn_like(head.weight))
+        model.config.tie_word_embeddings = True
+        folder, again, (ids, _) = tmp_path / case, tmp_path / f"{case}-again", batch()
+        model.config.save_pretrained(folder)
+        weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+        save_file(weights, folder / "model.safetensors")
+        with exact(model):
+            wanted = model(ids, use_cache=False).logits
+        for source in (folder, model):
+            mine = PipelineModule(load_hf(source), grid=Grid()).eval()
+            torch.testing.assert_close(mine(ids), wanted, rtol=1e-10, atol=1e-10, msg=case)
+            save_hf(mine, again)
+            theirs = transformers.AutoModelForCausalLM.from_pretrained(again, dtype=torch.float64).eval()
+            for name, weight in model.named_parameters():
+                assert torch.equal(theirs.get_parameter(name), weight), (case, name)
+        if case in ("gpt2", "gemma"):
+            listed = PipelineModule(hf_layers(folder), grid=Grid()).eval()
+            with exact(listed):
+                torch.testing.assert_close(listed(ids), wanted, rtol=1e-10, atol=1e-10, msg=case)
 
 
 def test_the_language_model_of_a_multimodal_model(tmp_path: Path) -> None:
