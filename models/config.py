@@ -540,8 +540,11 @@ class DecoderConfig(TransformerConfig):
     def _unused(self) -> tuple[str, ...]:
         """Names of the sizes that no block has."""
         kinds = {self.type_of(layer) for layer in range(self.num_hidden_layers)}
-        attention = () if "attention" in kinds else ("num_attention_heads", "num_key_value_heads", "head_dim")
-        return (*attention, *(("intermediate_size",) if self.one_branch and "mlp" not in kinds else ()))
+        attention = ("num_attention_heads", "num_key_value_heads", "head_dim", "partial_rotary_factor")
+        return (
+            *(() if "attention" in kinds else attention),
+            *(("intermediate_size",) if self.one_branch and "mlp" not in kinds else ()),
+        )
 
     def type_of(self, layer: int) -> str:
         """Return the kind of a block, counted from 0: ``attention``, ``linear_attention`` or ``mlp``."""

@@ -363,6 +363,16 @@ def test_an_output_layer_of_its_own_is_loaded_whatever_the_config_says(tmp_path:
                 torch.testing.assert_close(listed(ids), wanted, rtol=1e-10, atol=1e-10, msg=case)
 
 
+def test_a_hybrid_without_attention_layers_is_loaded() -> None:
+    """The settings of attention, such as the rotated share of a head, then belong to no layer."""
+    model = make("qwen3_5_text", layer_types=["linear_attention"] * 4).eval()
+    ids, _ = batch()
+    with exact(model):
+        wanted = model(ids, use_cache=False).logits
+    mine = PipelineModule(load_hf(model), grid=Grid()).eval()
+    torch.testing.assert_close(mine(ids), wanted, rtol=1e-10, atol=1e-10)
+
+
 def test_the_language_model_of_a_multimodal_model(tmp_path: Path) -> None:
     """From the folder, in the names that are published, and from the live model; it is saved as a model of text."""
     import transformers
