@@ -27,7 +27,7 @@ def check_number(value: float) -> None:
     Raises:
         ValueError: another number.
     """
-    if not math.isfinite(value):
+    if value != value or abs(value) == math.inf:  # math.isfinite takes no integer beyond the range of a float
         raise ValueError("give a finite number")
     if 0 < abs(value) < SMALLEST:
         raise ValueError(f"give a number of {SMALLEST:.2g} or more, since float32 holds no smaller one in full")

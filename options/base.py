@@ -302,7 +302,8 @@ def _wanted(kinds: tuple[Any, ...]) -> str:
         if get_origin(kind) is Literal:
             words += [repr(each) for each in get_args(kind)]
         elif get_origin(kind) is tuple:
-            words.append(f"a list of {_WORDS.get(get_args(kind)[0], 'values').removeprefix('a ')}s")
+            noun = _WORDS.get(get_args(kind)[0], "value").removeprefix("a ")
+            words.append(f"a list of {noun.replace('text', 'texts') if 'text' in noun else f'{noun}s'}")
         elif kind is type(None):
             words.append("None")
         elif get_origin(kind) in (dict, Mapping):

@@ -11,6 +11,7 @@ DoRA's norms are ``magnitude`` and ``lora_magnitude_vector``.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from ...base.hub import local_folder
 from ...base.safetensors import write_file
 from ...context.dropout import dropout
 from ...grid import Grid, layout_of
+from ...options.lora import Lora
 from ...tensor_parallel.lora import DEFAULT, LoraOptions, add_adapters
 from .merge import is_factor, layer_of, set_of_factor
 from .names import Names
@@ -42,17 +44,30 @@ from .save import (
 )
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Settings of PEFT that change what an adapter computes or trains -> the values that triax has.
+# Settings of PEFT's LoraConfig -> triax's.
+CARRIED = {
+    "r": "rank",
+    "lora_alpha": "alpha",
+    "target_modules": "targets",
+    "use_rslora": "rslora",
+    "lora_dropout": "dropout",
+    "use_dora": "dora",
+}
+# Settings that change nothing of what the stored factors compute, or only in place of one that is refused.
+HARMLESS = frozenset(
+    (
+        *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+        *("fan_in_fan_out", "layers_pattern", "megatron_config", "megatron_core", "runtime_config"),
+        *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
+    )
+)
+# Settings that change what an adapter computes or trains -> the values that triax has; of others that are not listed,
+# whatever says that they are not used. The other initial weights change the weights of the base model as well.
+_NOT_USED = (None, False, [], {}, "")
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "modules_to_save": ([], None),
-    "layers_to_transform": (None,),
-    "exclude_modules": (None,),
-    "target_parameters": (None,),
-    "trainable_token_indices": (None,),
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
 
 
@@ -187,25 +202,24 @@ def peft_options(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     Raises:
         ValueError: a setting that triax does not have, such as DoRA.
     """
-    for key, allowed in _SUPPORTED.items():
-        if config.get(key, allowed[0]) not in allowed:
+    for key, value in config.items():
+        allowed = _SUPPORTED.get(key, _NOT_USED)
+        if key not in CARRIED and key not in HARMLESS and value not in allowed:
             raise ValueError(
-                f"{where} has {key}={config[key]!r}, which triax's adapters do not have. Train the "
+                f"{where} has {key}={value!r:.60}, which triax's adapters do not have. Train the "
                 f"adapter with {key}={allowed[0]!r}, or merge it with PEFT's merge_and_unload()."
             )
-    kinds: dict[str, Any] = {"r": int, "lora_alpha": (int, float), "target_modules": (str, list, set)}
-    for key, kind in kinds.items():
-        if isinstance(config.get(key), bool) or not isinstance(config.get(key), kind):
-            raise ConfigError(f"{where} has {key}={config.get(key)!r:.60}. Copy or write it again.")
-    targets = config["target_modules"]
-    return {
-        "rank": config["r"],
-        "alpha": config["lora_alpha"],
-        "targets": sorted(targets) if isinstance(targets, set) else targets,
-        "rslora": bool(config.get("use_rslora", False)),
-        "dropout": config.get("lora_dropout") or 0.0,
-        "dora": bool(config.get("use_dora", False)),
-    }
+    found = {ours: config[theirs] for theirs, ours in CARRIED.items() if config.get(theirs) is not None}
+    if isinstance(found.get("targets"), (set, list)):
+        found["targets"] = sorted(found["targets"])
+    try:
+        if missing := [theirs for theirs, ours in CARRIED.items() if ours not in (*found, "rslora", "dropout", "dora")]:
+            raise ValueError(f"it has no {missing[0]}")
+        Lora.of(found)
+        re.compile(found["targets"] if isinstance(found["targets"], str) else "")
+    except (ValueError, TypeError, re.error) as error:
+        raise ConfigError(f"{where} is damaged: {error}. Copy or write it again.") from error
+    return {"rslora": False, "dropout": 0.0, "dora": False, **found}
 
 
 def load_lora(
@@ -230,6 +244,7 @@ def load_lora(
         folder = local_folder(path, weights=True)
         settings = lora_config(folder)
         options = LoraOptions(**settings, seed=getattr(module, "seed", 0))
+        _check_factors(folder / _WEIGHTS, options.rank)
         layers = linear_names(module, names)
         known: dict[str, LoraOptions] = getattr(module, "lora_options", {})
         own = known.get(name)
@@ -258,6 +273,23 @@ def load_lora(
             layout = layout_of(parameter)
             value = layout.shard(file.get_tensor(theirs[key]), grid.tensor.rank, grid.tensor.size)
             getattr(into, "assign", lambda p, v: p.copy_(v))(parameter, value)
+
+
+def _check_factors(file: Path, rank: int) -> None:
+    """Check the ranks and dtypes of stored factors, before a model gets such adapters.
+
+    Raises:
+        ConfigError: a factor has another rank than the settings, or numbers that are not real.
+    """
+    with open_weights(file) as opened:
+        for name in opened.keys():  # noqa: SIM118, it is not a mapping
+            stored = opened.get_slice(name)
+            if not stored.get_dtype().startswith(("F", "BF")):
+                raise ConfigError(
+                    f"{file}: {name} has the dtype {stored.get_dtype()}: give real floating-point factors"
+                )
+            if name.endswith("lora_A.weight") and stored.get_shape()[0] != rank:
+                raise ConfigError(f"{file}: {name} has rank {stored.get_shape()[0]}, but {_CONFIG} has r={rank}")
 
 
 def _kind(options: LoraOptions) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from torch import Tensor
 
 import triax
 from triax.grid import Grid
+from triax.models.huggingface.adapters import CARRIED, HARMLESS, peft_options
 from triax.models.layers import NextTokenLoss
 from triax.tensor_parallel.embedding import gather_logits
 
@@ -207,6 +211,60 @@ def test_an_adapter_of_peft_is_loaded_and_written(ranks: Any, tmp_path: Path, ca
     mine, theirs = (load_file(each / "adapter_model.safetensors") for each in (out, adapter))
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+# Settings of PEFT's LoraConfig that are refused if they are used: they change what the stored factors compute or train.
+REFUSED = {"peft_type", "bias", "init_lora_weights", "modules_to_save", "layers_to_transform", "rank_pattern"}
+REFUSED |= {"alpha_pattern", "trainable_token_indices", "exclude_modules", "target_parameters", "layer_replication"}
+REFUSED |= {"alora_invocation_tokens", "use_qalora", "lora_bias", "use_bdlora", "ensure_weight_tying"}
+REFUSED |= {"arrow_config", "kasa_config", "velora_config", "monteclora_config"}
+
+
+def test_every_setting_of_pefts_adapters_is_carried_harmless_or_refused() -> None:
+    import peft
+
+    known = {each.name for each in fields(peft.LoraConfig)}
+    assert known == REFUSED | HARMLESS | CARRIED.keys()  # a new one: decide what it is
+    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj"]).to_dict()
+    assert peft_options(config, "it")["rank"] == 3
+    for name in REFUSED:
+        with pytest.raises(ValueError, match=f"it has {name}="):
+            peft_options({**config, name: "pissa"}, "it")
+    with pytest.raises(ValueError, match="it has beta_of_tomorrow=3"):
+        peft_options({**config, "beta_of_tomorrow": 3}, "it")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa', which triax's adapters do not have"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights='olora'"),
+        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens"),
+        ({"r": 0}, "rank = 0: give 1 or more"),
+        ({"r": 10**9}, "has rank 3, but adapter_config.json has r=1000000000"),
+        ({"lora_alpha": math.nan}, "give a finite number"),
+        ({"lora_alpha": 10**400}, "give"),
+        ({"lora_alpha": -2}, "give a number above 0"),
+        ({"target_modules": "q_proj("}, "unterminated subpattern"),
+        ({"target_modules": None}, "it has no target_modules"),
+        ({}, "has the dtype C64: give real floating-point factors"),
+    ],
+)
+def test_adapters_that_mean_something_else_are_refused_in_one_line(tmp_path: Path, change: Any, words: str) -> None:
+    import peft
+    from safetensors.torch import load_file, save_file
+
+    model = peft.get_peft_model(make("llama"), peft.LoraConfig(r=3, lora_alpha=5, target_modules=["v_proj"]))
+    model.save_pretrained(str(tmp_path))
+    file, weights = tmp_path / "adapter_config.json", tmp_path / "adapter_model.safetensors"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    if not change:
+        save_file({name: value.to(torch.complex64) for name, value in load_file(weights).items()}, weights)
+    module = triax.PipelineModule(triax.load_hf(make("llama")), grid=Grid())
+    with pytest.raises(ValueError) as caught:
+        triax.load_lora(tmp_path, module)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+    assert not any("lora" in name for name, _ in module.named_parameters())
 
 
 @pytest.mark.exhaustive
