@@ -374,11 +374,12 @@ def add_adapters(
     targets = (options.targets,) if isinstance(options.targets, str) else options.targets
     missing = [target for target in targets if target not in found]
     if missing:
-        known = [name for several in names.values() for name in several]
-        known = known or [name for name, layer in model.named_modules() if _linear(layer)]
-        ends = dict.fromkeys(name.rpartition(".")[2] for name in known)
+        linear = [name for name, layer in model.named_modules() if _linear(layer)]
+        ends = dict.fromkeys(each.rpartition(".")[2] for name in linear for each in names.get(name, (name,)))
+        there = any(each.rpartition(".")[2] in missing for several in names.values() for each in several)
+        kind = "linear layer of its own (a tied output layer is the embedding)" if there else "layer"
         raise ConfigError(
-            f"lora.targets has {', '.join(map(repr, missing))}, but no layer has such a name. Name layers by the ends "
+            f"lora.targets has {', '.join(map(repr, missing))}, but no {kind} has such a name. Name layers by the ends "
             f"of their names, such as {', '.join([*ends][:12])}, or write 'all-linear'"
         )
     model.lora_options = {**others, name: options}

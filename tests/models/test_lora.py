@@ -344,6 +344,16 @@ def test_errors_say_what_to_write(ranks: Callable[..., list[Any]], tmp_path: Pat
     assert "call triax.add_lora(model, ...) first" in ranks(1, parameters_without_adapters, folder)[0]
 
 
+def test_the_names_that_an_error_proposes_are_accepted() -> None:
+    config = triax.LlamaConfig.preset("llama-tiny", tie_word_embeddings=True)
+    with pytest.raises(triax.ConfigError, match="a tied output layer is the embedding") as caught:
+        triax.add_lora(triax.PipelineModule(triax.llama_layers(config)), triax.Lora(rank=2, targets=("lm_head",)))
+    proposed = str(caught.value).partition("such as ")[2].partition(", or write")[0].split(", ")
+    model = triax.PipelineModule(triax.llama_layers(config))
+    triax.add_lora(model, triax.Lora(rank=2, targets=tuple(proposed)))
+    assert len(proposed) == 7
+
+
 def test_the_programs_of_the_page_run(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     for source in programs((DOCS / "lora.md").read_text()).values():
         ranks(1, run_program, source, tmp_path)
