@@ -121,15 +121,12 @@ class StateShards:
 
     def reset_optimizer(self) -> None:
         """Clear the optimizer's state, before other state is loaded."""
-        optimizer = self.stepper.optimizer
+        state, first = self.stepper.optimizer.state, self.stepper.first_state()
         self._late.clear()
         for master, _ in self.stepper.masters():
-            state = optimizer.state
-            if isinstance(optimizer, torch.optim.Adagrad):  # its state is made with it, and never again
-                for value in state[master].values():
-                    value.zero_()
-            else:
-                state.pop(master, None)
+            state.pop(master, None)
+            if master in first:
+                state[master] = first[master]
         for bucket in self.trained:
             for value in self.stepper.sub_group_state(bucket):
                 value.zero_()
@@ -157,7 +154,7 @@ class StateShards:
             if self.stepper.late is None:
                 unlike += list(own)[:1]
                 own = {}
-            fresh = not isinstance(optimizer, torch.optim.Adagrad)  # whose state is made with it
+            fresh = not self.stepper.made_at_once
             counts = {
                 name: None if fresh and each and [*each] == ["step"] and not each["step"] else each
                 for name, each in own.items()

@@ -26,23 +26,11 @@ from ...optim.loss_scale import LossScaler
 from ...options.engine import EngineOptions
 from ...pipe.module import PipelineModule
 from ...zero.data_axis import ZeroDataAxis
+from ...zero.optimizer_entries import group_entries, own_entries
 from ...zero.shard_ranges import NamedParameter
 from ...zero.state_shards import StateShards
 from ..named_parameters import named_parameters
 from . import residuals
-
-# Options of a parameter group that say how an optimizer computes, and not what: the grid, the machine and the
-# optimizer's class decide them.
-NOT_SAVED = (
-    "params",
-    "param_names",
-    "fused",
-    "foreach",
-    "capturable",
-    "differentiable",
-    "decoupled_weight_decay",
-    "decoupled",
-)
 
 
 class ReplicaState(Protocol):
@@ -248,9 +236,11 @@ def run_state(engine: Checkpointed) -> dict[str, Any]:
         **residuals.numbers(engine.grid, engine.data_axis),
     }
     if engine.optimizer is not None:
-        groups = [{k: v for k, v in group.items() if k not in NOT_SAVED} for group in engine.optimizer.param_groups]
-        state["optimizer"] = type(engine.data_axis.optimizer).__name__
-        state["param_groups"] = encode(groups, None, "optimizer.param_groups")
+        inner = engine.data_axis.stepper.optimizer
+        state["optimizer"] = type(inner).__name__
+        state["param_groups"] = encode(group_entries(engine.optimizer), None, "optimizer.param_groups")
+        if own := own_entries(inner):
+            state["optimizer_entries"] = encode(own, None, f"{type(inner).__name__}.state_dict()")
     if scaler is not None:
         state["loss_scaler"] = scaler.state_dict()
     if schedule is not None:

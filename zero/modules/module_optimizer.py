@@ -58,6 +58,7 @@ class ZeroModuleOptimizer(torch.optim.Optimizer):
         """Step with the reduced gradients times ``scale``; the parameters in ``without`` do not change. Collective."""
         self._update_inner_options()
         self._data_axis.step(scale, without=without)
+        self._show_inner_options()
         self.backward_passes.stepped = True
 
     @property
@@ -117,9 +118,9 @@ class ZeroModuleOptimizer(torch.optim.Optimizer):
             )
         if self._data_axis.exchange is not None:
             load_exchange_state_dict(self._data_axis.exchange, state_dict.get("exchange"))
-        self.inner.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
-        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            group.update(group_options(inner))
+        own = ("shard", "masters", "names", "exchange", "late")
+        self.inner.load_state_dict({key: value for key, value in state_dict.items() if key not in own})
+        self._show_inner_options()
         self.state = self.inner.state
         for master, saved in zip(self._masters(), state_dict["masters"], strict=True):
             master.copy_(saved)
@@ -129,9 +130,14 @@ class ZeroModuleOptimizer(torch.optim.Optimizer):
         self._data_axis.stepper.resume(at_synchronization=False)
 
     def _update_inner_options(self) -> None:
-        """Copy the options that learning-rate schedulers change to torch's optimizer."""
+        """Copy to torch's optimizer what learning-rate schedulers or the user changed in the groups since its step."""
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update(group_options(group))
+
+    def _show_inner_options(self) -> None:
+        """Copy to the groups what torch's optimizer keeps in its own: counters, a rate that it has changed."""
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            group.update(group_options(inner))
 
     @property
     def _data_axis(self) -> ZeroDataAxis:
