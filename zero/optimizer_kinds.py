@@ -85,7 +85,7 @@ def choose_stepper(
         kind = kind_of(factory.make, groups, next(dtype for dtype in dtypes if dtype is not None), device)
     if kind.whole is None:
         return RangeStepper
-    with agreed(grid):
+    with agreed(grid, ConfigError):
         _require_whole(kind, members, grid, options)
     return WholeStepper
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from ..grid import Grid
 from ..grid.layout import FlatRange
 from .data_axis import ZeroDataAxis
-from .optimizer import publish
 from .shard_ranges import KeyedRanges, NamedParameter, ShardRanges
 from .sub_groups import is_number
 
@@ -169,11 +168,7 @@ class StateShards:
     @torch.no_grad()
     def publish(self) -> None:
         """Send written master values to the weights of every replica. Collective over the data axis."""
-        for bucket in self.trained:
-            bucket.update()
-            self.data_axis.memory.evict(bucket.shard)
-        self.data_axis.changed()
-        publish(self.trained, self.data_axis.options.allgather_bucket_size)
+        self.data_axis.publish()
 
 
 def state_number(key: str, value: Any, master: Tensor, group: Mapping[str, Any]) -> Any:

@@ -126,7 +126,7 @@ class ScheduleFree(Foreign):
         for group in self.param_groups:
             for p in group["params"] if group["train_mode"] is not mode else ():
                 if "z" in self.state[p]:
-                    p.lerp_(self.state[p]["z"], weight / (1 if mode else 1))
+                    p.lerp_(self.state[p]["z"], weight)
             group["train_mode"] = mode
 
 

@@ -13,6 +13,7 @@ from ..axis_options import ZeroOptions
 from ..data_axis import ZeroDataAxis
 from ..exchange_state import exchange_state_dict, load_exchange_state_dict
 from ..optimizer import OptimizerFactory
+from ..sub_groups import is_elementwise
 from .backward_passes import BackwardPasses, group_options
 
 
@@ -60,6 +61,19 @@ class ZeroModuleOptimizer(torch.optim.Optimizer):
         self._data_axis.step(scale, without=without)
         self._show_inner_options()
         self.backward_passes.stepped = True
+
+    def train(self) -> None:
+        """Switch to the weights that are trained, if the optimizer has modes (schedule-free ones). Collective."""
+        self._switch_mode("train")
+
+    def eval(self) -> None:
+        """Switch to the weights that are evaluated and saved, if the optimizer has modes. Collective."""
+        self._switch_mode("eval")
+
+    def _switch_mode(self, mode: str) -> None:
+        self._update_inner_options()
+        self._data_axis.switch_mode(mode)
+        self._show_inner_options()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -122,6 +136,12 @@ class ZeroModuleOptimizer(torch.optim.Optimizer):
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key not in own})
         self._show_inner_options()
         self.state = self.inner.state
+        # torch casts state to the dtype of what is stepped; state of 16 bits or less is what the optimizer has chosen.
+        masters = (master for group in self.inner.param_groups for master in group["params"])
+        for index, master in enumerate(masters):
+            for key, value in state_dict["state"].get(index, {}).items():
+                if is_elementwise(value, master) and value.dtype.itemsize <= 2:
+                    self.state[master][key] = self.state[master][key].to(value.dtype)
         for master, saved in zip(self._masters(), state_dict["masters"], strict=True):
             master.copy_(saved)
         if (late := self._data_axis.stepper.late) is not None:
