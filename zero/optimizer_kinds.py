@@ -119,6 +119,13 @@ def _require_whole(kind: Kind, members: Sequence[ManagedParameter], grid: Grid, 
             )
 
 
+def is_known(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True for an optimizer of torch that works element by element, and for triax's."""
+    name, place = type(optimizer).__name__, type(optimizer).__module__
+    torchs = place.startswith("torch.optim.") and name in ELEMENTWISE
+    return torchs or place.startswith(f"{_PACKAGE}.optim.") or getattr(optimizer, "layerwise", False)
+
+
 def kind_of(make: MakeOptimizer, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype, device: torch.device) -> Kind:
     """Return the kind of an optimizer: known, or found by a trial.
 
@@ -132,9 +139,8 @@ def kind_of(make: MakeOptimizer, groups: Sequence[Mapping[str, Any]], dtype: tor
     """
     made = partial(_Trial, make, groups, dtype, device)
     plain = made(_PLAIN)
-    name, place = type(plain.optimizers[0]).__name__, type(plain.optimizers[0]).__module__
-    known = place.startswith("torch.optim.") and name in ELEMENTWISE
-    if known or place.startswith(f"{_PACKAGE}.optim.") or getattr(plain.optimizers[0], "layerwise", False):
+    name = type(plain.optimizers[0]).__name__
+    if is_known(plain.optimizers[0]):
         return Kind(name, None)
 
     def difference(*cuts: Cut) -> str | None:
