@@ -148,6 +148,7 @@ class PipelineEngine(Engine):
             groups=[group for group, _ in parts.groups],
         )
         module.fill(self.data_axis.fill)
+        self.data_axis.stepper.renew_first_state()
         self.accounts = MemoryAccounts(self.data_axis, module, self.grid)
         cast((), module, self._options)
         gatherer = self.data_axis.gatherer

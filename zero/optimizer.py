@@ -295,6 +295,10 @@ class RangeStepper:
         groups = [{**group} for group in self.optimizer.param_groups]
         return self._make_again(groups).state if self.made_at_once else {}
 
+    def renew_first_state(self) -> None:
+        """Make the state of before the first step again: weights have got their values after the optimizer was made."""
+        self.optimizer.state.update(self.first_state())
+
     def odd_shaped_state(self, ranges: ShardRanges) -> Iterator[tuple[str, str, Tensor]]:
         """Yield state of another shape than its parameter's (Adafactor's rows and columns): name, key, whole tensor.
 

@@ -40,6 +40,8 @@ _PACKAGE = __name__.partition(".")[0]
 _SIZE = 2 * 72 * 64  # each part has more than the 4,096 elements below which some optimizers keep other state
 _STEPS = 8
 
+_DEPENDS = "{} depend on all elements that it steps together"
+
 Cut = list[list[tuple[int, int, tuple[int, ...]]]]  # for each optimizer: first and last element, and shape, of parts
 _A_AND_B = [(0, _SIZE // 2, (72, 64)), (_SIZE // 2, _SIZE, (64, 72))]
 _PLAIN: Cut = [_A_AND_B]
@@ -143,9 +145,10 @@ def kind_of(make: MakeOptimizer, groups: Sequence[Mapping[str, Any]], dtype: tor
     if is_known(plain.optimizers[0]):
         return Kind(name, None)
 
-    def difference(*cuts: Cut) -> str | None:
+    def problem(words: str, *cuts: Cut) -> str | None:
         try:
-            return made(cuts[0]).trained(*cuts[1:]).difference(plain)
+            kept = made(cuts[0]).trained(*cuts[1:]).difference(plain)
+            return kept if kept is None else words.format(kept)
         except _StateError as error:
             return str(error)
         except Exception as error:  # whatever the class raises
@@ -159,16 +162,16 @@ def kind_of(make: MakeOptimizer, groups: Sequence[Mapping[str, Any]], dtype: tor
             f"step: {error}. Use another optimizer"
         ) from error
     # Matrices that belong to a tensor would be huge for a flat part.
-    reason = plain.shaped_state() or difference(_SHARDS, _FLAT)
+    reason = plain.shaped_state() or problem(_DEPENDS, _SHARDS, _FLAT)
     if reason is None:
         return Kind(name, None)
-    if (lost := difference(_PLAIN, _PLAIN)) is not None:
+    if (lost := problem("{} differ after a resume", _PLAIN, _PLAIN)) is not None:
         raise ConfigError(
             f"{name} cannot be saved and resumed: {lost}. A checkpoint has the tensors of a parameter's state, and "
             "numbers and text of its state, its group and the optimizer's state_dict(). Let it keep nothing else, or "
             "use another optimizer"
         )
-    apart = difference(_TENSORS, _TENSORS)
+    apart = problem(_DEPENDS, _TENSORS, _TENSORS)
     draws = made(_PLAIN, seed=1).trained().difference(plain) is not None
     return Kind(name, "tensors" if apart is None else "model", apart or reason, draws)
 
@@ -232,18 +235,18 @@ class _Trial:
         return trial
 
     def difference(self, other: _Trial) -> str | None:
-        """Return how the result differs from another one, or None: numbers that were kept, or the weights."""
+        """Return what differs from another result: the name of a number that is kept, or the weights. None: nothing."""
         for group in {part.group for part in self.parts}:
             for start in (0, _SIZE // 2):
                 mine, its = self._numbers(group, start), other._numbers(group, start)
                 for key in (*mine, *(its.keys() - mine.keys())):
                     if key not in mine or key not in its or not _alike(mine[key], its[key]):
-                        return f"it keeps {key!r}, which depends on all elements of what it steps"
+                        return f"its numbers {key!r}"
             weights, its_weights = self._weights(group), other._weights(group)
             epsilon = torch.finfo(weights.dtype).eps
             moved = (its_weights - self._first(group)).abs().max()
             if not (weights - its_weights).abs().max() <= 1e3 * epsilon * moved + 2 * epsilon:
-                return "its update of an element depends on other elements"
+                return "its new weights"
         return None
 
     def shaped_state(self) -> str | None:

@@ -88,6 +88,18 @@ class StartsWithState(Foreign):
         p.addcdiv_(g, state["sum"].addcmul_(g, g).sqrt(), value=-group["lr"])
 
 
+class StartsFromWeights(Foreign):
+    """As MADGRAD: steps from the weights at the start, which it copies when it is made."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, lr)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p].update(start=p.detach().clone(), sum=torch.zeros_like(p))
+
+    def update(self, group: dict[str, Any], p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+        p.copy_(state["start"]).sub_(state["sum"].add_(g), alpha=group["lr"])
+
+
 class NarrowState(Foreign):
     """Keeps its momentum in bfloat16."""
 
@@ -199,7 +211,16 @@ class NeedsClosure(Foreign):
         raise RuntimeError("requires a closure")
 
 
-ELEMENTS = (CountsInGroup, HalvesItsRate, CountsAndSaves, CountsInState, StartsWithState, NarrowState, ScheduleFree)
+ELEMENTS = (
+    CountsInGroup,
+    HalvesItsRate,
+    CountsAndSaves,
+    CountsInState,
+    StartsWithState,
+    StartsFromWeights,
+    NarrowState,
+    ScheduleFree,
+)
 WHOLE = (PerTensor, PerTensorNumber, PerRow, PerBlock)  # in stage 0 without a tensor axis
 MODEL = (OverAll,)  # nor a pipe axis
 REFUSED = {

@@ -13,7 +13,6 @@ from ..axis_options import ZeroOptions
 from ..data_axis import ZeroDataAxis
 from ..exchange_state import exchange_state_dict, load_exchange_state_dict
 from ..optimizer import OptimizerFactory
-from ..sub_groups import is_elementwise
 from .backward_passes import BackwardPasses, group_options
 
 
@@ -136,11 +135,11 @@ class ZeroModuleOptimizer(torch.optim.Optimizer):
         self.inner.load_state_dict({key: value for key, value in state_dict.items() if key not in own})
         self._show_inner_options()
         self.state = self.inner.state
-        # torch casts state to the dtype of what is stepped; state of 16 bits or less is what the optimizer has chosen.
+        # torch has cast the state to the dtype of what is stepped, but the optimizer may have chosen another one.
         masters = (master for group in self.inner.param_groups for master in group["params"])
         for index, master in enumerate(masters):
             for key, value in state_dict["state"].get(index, {}).items():
-                if is_elementwise(value, master) and value.dtype.itemsize <= 2:
+                if isinstance(value, Tensor):
                     self.state[master][key] = self.state[master][key].to(value.dtype)
         for master, saved in zip(self._masters(), state_dict["masters"], strict=True):
             master.copy_(saved)
