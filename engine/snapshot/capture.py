@@ -27,10 +27,13 @@ from ...options.engine import EngineOptions
 from ...pipe.module import PipelineModule
 from ...zero.data_axis import ZeroDataAxis
 from ...zero.optimizer_entries import group_entries, own_entries
+from ...zero.optimizer_kinds import is_known
 from ...zero.shard_ranges import NamedParameter
 from ...zero.state_shards import StateShards
 from ..named_parameters import named_parameters
 from . import residuals
+
+GROUPS = "param_groups"  # key of the snapshot's numbers, by the number of a parameter group
 
 
 class ReplicaState(Protocol):
@@ -113,7 +116,7 @@ def capture(engine: Checkpointed, tag: str, client_state: Mapping[str, Any], exc
         TypeError: if the client state, the optimizer or the dataloader has a value that JSON cannot hold.
     """
     shards = state_shards(engine)
-    header = {
+    header: dict[str, Any] = {
         "tag": tag,
         "step": engine.global_steps,
         "written": time.time(),
@@ -130,6 +133,10 @@ def capture(engine: Checkpointed, tag: str, client_state: Mapping[str, Any], exc
         snapshot.add(f"{RANDOM}/{name}/{engine.grid.rank:05}", state)
     if engine.grid.data.is_first and engine.grid.context.is_first and engine.grid.tensor.is_first:
         snapshot.numbers = optimizer_numbers(shards)
+        if engine.optimizer is not None and not is_known(shards.stepper.optimizer):
+            # The first rank writes the header, but may have no parameters of a group, and may have counted no steps.
+            groups = enumerate(zip(engine.optimizer.param_groups, header["run"]["param_groups"], strict=True))
+            snapshot.numbers |= {f"{GROUPS}/{number}": own for number, (group, own) in groups if group["params"]}
     if engine.replica_state is not None:
         engine.replica_state.add_to(snapshot)
     if exclude_frozen:

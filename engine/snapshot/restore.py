@@ -25,7 +25,7 @@ from ...zero.state_shards import StateShards
 from ...zero.sub_groups import copied
 from . import residuals
 from .adapted import require_same_base
-from .capture import Checkpointed, buffers, state_shards
+from .capture import GROUPS, Checkpointed, buffers, state_shards
 from .kept_state import kept_state
 
 _ADAM = ("Adam", "AdamW", "UncorrectedAdam")  # they keep equal state, and use it in three ways
@@ -45,7 +45,10 @@ def apply(engine: Checkpointed, snapshot: Snapshot, options: LoadOptions) -> Non
         CheckpointError: on every rank, before anything was changed, if the snapshot is of another model and
             ``options.strict`` is set, or if it cannot be loaded at this point of the run.
     """
-    grid, shards, run = engine.grid, state_shards(engine), snapshot.header["run"]
+    grid, shards, run = engine.grid, state_shards(engine), dict(snapshot.header["run"])
+    if "param_groups" in run:
+        groups = enumerate(run["param_groups"])
+        run["param_groups"] = [snapshot.numbers.get(f"{GROUPS}/{number}", group) for number, group in groups]
     loads_optimizer = options.optimizer and not options.weights_only and engine.data_axis.optimizer is not None
     with agreed(grid):
         gathered = shards.gathered_parameter()

@@ -40,6 +40,16 @@ class CountsInGroup(Foreign):
         p.sub_(g, alpha=group["lr"] / group["n"])
 
 
+class CountsWhereItSteps(Foreign):
+    """Counts in a group only if it has a tensor of the group."""
+
+    def begin(self, group: dict[str, Any]) -> None:
+        group["n"] = group.get("n", 0) + (1 if group["params"] else 0)
+
+    def update(self, group: dict[str, Any], p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+        p.sub_(g, alpha=group["lr"] / group["n"])
+
+
 class HalvesItsRate(Foreign):
     def begin(self, group: dict[str, Any]) -> None:
         group["lr"] *= 0.5

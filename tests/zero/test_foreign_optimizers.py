@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from foreign_optimizers import ELEMENTS, MODEL, REFUSED, WHOLE, CountsInGroup, Draws, Foreign, ScheduleFree
+from foreign_optimizers import (
+    ELEMENTS,
+    MODEL,
+    REFUSED,
+    WHOLE,
+    CountsInGroup,
+    CountsWhereItSteps,
+    Draws,
+    Foreign,
+    ScheduleFree,
+)
 from torch import Tensor, nn
 
 import triax
@@ -180,6 +190,48 @@ def test_numbers_of_every_kind_are_kept_and_resumed(ranks: Any, kind: Any, tmp_p
     for stage in range(4):
         for found in ranks(2, sharded, make, stage):
             same(found, wanted)
+
+
+def last_layer_apart(engine: Any) -> list[dict[str, Any]]:
+    """Parameter groups: the last layer, which only one pipe rank has, and the others."""
+    named = [(triax.grid.layout_of(p).name, p) for p in engine.parameters()]
+    return [
+        {"params": [p for name, p in named if name.removeprefix("layers.").startswith("4") is last], "lr": rate}
+        for last, rate in ((False, 0.05), (True, 0.1))
+    ]
+
+
+def in_groups(pipe: int, folder: str, half: bool) -> dict[str, Tensor]:
+    model = PipelineModule(layers(), grid=Grid(pipe=pipe), loss_fn=mean_loss, dtype=torch.float64, partition="uniform")
+    engine = triax.Engine(
+        model,
+        optimizer=CountsWhereItSteps,
+        parameters=last_layer_apart(model),
+        batch=triax.Batch(size=BATCH, microbatches=2),
+    )
+    if half:
+        train(engine, range(STEPS // 2))
+        engine.save_checkpoint(folder)
+        return {}
+    engine.load_checkpoint(folder)
+    return train(engine, range(STEPS // 2, STEPS))
+
+
+def test_a_group_that_only_some_stages_have(ranks: Any, tmp_path: Path) -> None:
+    """The first rank has no tensor of a group, and its count, 0, went into the checkpoint's header."""
+    model = Plain()
+    optimizer = CountsWhereItSteps(
+        [{"params": [*list(model.parameters())[:4]]}, {"params": [*list(model.parameters())[4:]], "lr": 0.1}]
+    )
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x, y = samples(step)
+        mean_loss(model(x), y).backward()
+        optimizer.step()
+    ranks(2, in_groups, 2, str(tmp_path / "a"), True)
+    for pipe in (1, 2):
+        for found in ranks(2, in_groups, pipe, str(tmp_path / "a"), False):
+            same([found], [dict(model.named_parameters())])
 
 
 @pytest.mark.parametrize("kind", [*WHOLE, *MODEL], ids=lambda kind: kind.__name__)
