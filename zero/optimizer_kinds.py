@@ -43,7 +43,7 @@ _STEPS = 8
 _DEPENDS = "{} depend on all elements that it steps together"
 
 Cut = list[list[tuple[int, int, tuple[int, ...]]]]  # for each optimizer: first and last element, and shape, of parts
-_A_AND_B = [(0, _SIZE // 2, (72, 64)), (_SIZE // 2, _SIZE, (64, 72))]
+_A_AND_B: list[tuple[int, int, tuple[int, ...]]] = [(0, _SIZE // 2, (72, 64)), (_SIZE // 2, _SIZE, (64, 72))]
 _PLAIN: Cut = [_A_AND_B]
 _SHARDS: Cut = [[(0, 4900, (4900,))], [(4900, _SIZE, (_SIZE - 4900,))]]
 _FLAT: Cut = [[(0, _SIZE, (_SIZE,))]]

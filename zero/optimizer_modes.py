@@ -25,7 +25,7 @@ class ModalOptimizer(torch.optim.Optimizer):
         self.param_groups, self.state, self._data_axis = inner.param_groups, inner.state, data_axis
         self._opt_called = True  # the engine steps: else torch's schedules warn of a missing step
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step this rank's ranges."""
         return self._data_axis.stepper.optimizer.step(closure)
 

@@ -135,6 +135,7 @@ def resumed(make: Any, first: tuple[int, int], second: tuple[int, int], folder: 
 def sharded(make: Any, stage: int) -> list[dict[str, Tensor]]:
     """The same without an engine: ShardedOptimizer, and its own state_dict."""
     grid = Grid()
+    kind: Any
     kind, given = (make.func, make.keywords) if isinstance(make, partial) else (make, {})
 
     def fresh() -> tuple[Plain, Any]:
@@ -303,7 +304,7 @@ def test_a_schedule_of_the_users_optimizer_leaves_what_is_counted() -> None:
         wanted.step()
         its.step()
     same([train(engine, range(STEPS))], [dict(plain.named_parameters())])
-    assert engine.optimizer.param_groups[0]["n"] == STEPS
+    assert engine.optimizer is not None and engine.optimizer.param_groups[0]["n"] == STEPS
 
 
 @pytest.mark.parametrize("optimizer", [ScheduleFree, torch.optim.AdamW, Draws])
