@@ -41,9 +41,10 @@ def own_entries(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
     They are equal on every rank.
     """
-    state_dict = optimizer.state_dict()
-    own = {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
-    named = {key: value for key, value in state_dict.get("state", {}).items() if isinstance(key, str)}
+    named = {key: value for key, value in optimizer.state.items() if isinstance(key, str)}
+    adds = type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
+    every = optimizer.state_dict() if adds else {}
+    own = {key: value for key, value in every.items() if key not in ("state", "param_groups")}
     return {**own, "state": named} if named else own
 
 

@@ -50,7 +50,7 @@ _FLAT: Cut = [[(0, _SIZE, (_SIZE,))]]
 _TENSORS: Cut = [[part] for part in _A_AND_B]
 
 
-class Kind(NamedTuple):
+class OptimizerKind(NamedTuple):
     """Result of a trial.
 
     Attributes:
@@ -92,7 +92,7 @@ def choose_stepper(
     return WholeStepper
 
 
-def _require_whole(kind: Kind, members: Sequence[ManagedParameter], grid: Grid, options: ZeroOptions) -> None:
+def _require_whole(kind: OptimizerKind, members: Sequence[ManagedParameter], grid: Grid, options: ZeroOptions) -> None:
     """Check that each rank has what an optimizer has to step by itself.
 
     Raises:
@@ -128,7 +128,9 @@ def is_known(optimizer: torch.optim.Optimizer) -> bool:
     return torchs or place.startswith(f"{_PACKAGE}.optim.") or getattr(optimizer, "layerwise", False)
 
 
-def kind_of(make: MakeOptimizer, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype, device: torch.device) -> Kind:
+def kind_of(
+    make: MakeOptimizer, groups: Sequence[Mapping[str, Any]], dtype: torch.dtype, device: torch.device
+) -> OptimizerKind:
     """Return the kind of an optimizer: known, or found by a trial.
 
     Args:
@@ -143,7 +145,7 @@ def kind_of(make: MakeOptimizer, groups: Sequence[Mapping[str, Any]], dtype: tor
     plain = made(_PLAIN)
     name = type(plain.optimizers[0]).__name__
     if is_known(plain.optimizers[0]):
-        return Kind(name, None)
+        return OptimizerKind(name, None)
 
     def problem(words: str, *cuts: Cut) -> str | None:
         try:
@@ -164,7 +166,7 @@ def kind_of(make: MakeOptimizer, groups: Sequence[Mapping[str, Any]], dtype: tor
     # Matrices that belong to a tensor would be huge for a flat part.
     reason = plain.shaped_state() or problem(_DEPENDS, _SHARDS, _FLAT)
     if reason is None:
-        return Kind(name, None)
+        return OptimizerKind(name, None)
     if (lost := problem("{} differ after a resume", _PLAIN, _PLAIN)) is not None:
         raise ConfigError(
             f"{name} cannot be saved and resumed: {lost}. A checkpoint has the tensors of a parameter's state, and "
@@ -173,14 +175,14 @@ def kind_of(make: MakeOptimizer, groups: Sequence[Mapping[str, Any]], dtype: tor
         )
     apart = problem(_DEPENDS, _TENSORS, _TENSORS)
     draws = made(_PLAIN, seed=1).trained().difference(plain) is not None
-    return Kind(name, "tensors" if apart is None else "model", apart or reason, draws)
+    return OptimizerKind(name, "tensors" if apart is None else "model", apart or reason, draws)
 
 
 class _StateError(Exception):
     """State that checkpoints cannot hold; the message says which."""
 
 
-class _Part(NamedTuple):
+class _TrialPart(NamedTuple):
     optimizer: int
     group: int
     start: int
@@ -210,7 +212,7 @@ class _Trial:
         # One group of each kind: rates and the like may differ.
         kinds = {str({k: v != 0 if isinstance(v, float) else v for k, v in g.items()}): i for i, g in enumerate(groups)}
         self.parts = [
-            _Part(number, group, start, nn.Parameter(self._first(group)[start:stop].view(shape)))
+            _TrialPart(number, group, start, nn.Parameter(self._first(group)[start:stop].view(shape)))
             for number, parts in enumerate(cut)
             for group in kinds.values()
             for start, stop, shape in parts
@@ -308,11 +310,11 @@ class _Trial:
         _, _, dtype, device = self._recipe
         return (torch.cos(0.7 * torch.arange(_SIZE, dtype=torch.float64) + group) / 4).to(device, dtype)
 
-    def _part(self, group: int, place: int) -> _Part:
+    def _part(self, group: int, place: int) -> _TrialPart:
         """Return the part of a group that has an element."""
         return [part for part in self.parts if part.group == group and part.start <= place][-1]
 
-    def _state(self, part: _Part) -> dict[str, Any]:
+    def _state(self, part: _TrialPart) -> dict[str, Any]:
         return dict(self.optimizers[part.optimizer].state.get(part.parameter, {}))
 
     def _weights(self, group: int) -> Tensor:

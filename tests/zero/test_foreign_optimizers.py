@@ -236,7 +236,7 @@ def test_a_group_that_only_some_stages_have(ranks: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [*WHOLE, *MODEL], ids=lambda kind: kind.__name__)
-def test_what_no_flat_shard_can_hold_steps_whole_tensors_or_is_refused(ranks: Any, kind: Any, tmp_path: Path) -> None:
+def test_what_no_flat_shard_can_hold_steps_whole_or_is_refused(ranks: Any, kind: Any, tmp_path: Path) -> None:
     """A number for each block, row or tensor was wrong from stage 0 on, without a word."""
     whole = kind in WHOLE
     wanted = reference(kind)
@@ -256,7 +256,7 @@ def test_what_no_flat_shard_can_hold_steps_whole_tensors_or_is_refused(ranks: An
 
 
 @pytest.mark.parametrize(("kind", "words"), REFUSED.items(), ids=lambda each: getattr(each, "__name__", ""))
-def test_what_cannot_be_resumed_or_stepped_is_refused_when_the_engine_is_made(kind: Any, words: str) -> None:
+def test_what_cannot_be_resumed_or_stepped_is_refused_at_once(kind: Any, words: str) -> None:
     for job in ((new_engine, kind, 0, 0), (new_engine, kind, 1, 1), (sharded, kind, 2)):
         assert words in refusal(*job), job
 
