@@ -43,6 +43,7 @@ from ..zero.bucketing import cast
 from ..zero.data_axis import ZeroDataAxis
 from ..zero.managed import ManagedParameter
 from ..zero.offload import DiskMemory, Memory
+from ..zero.optimizer_modes import with_modes
 from ..zero.state_dict_guard import guard_state_dict
 from .accounting.memory import MemoryAccounts
 from .base import NO_OPTIMIZER, Engine, TrainingParts
@@ -147,6 +148,7 @@ class PipelineEngine(Engine):
             groups=[group for group, _ in parts.groups],
         )
         module.fill(self.data_axis.fill)
+        self.data_axis.stepper.renew_first_state()
         self.accounts = MemoryAccounts(self.data_axis, module, self.grid)
         cast((), module, self._options)
         gatherer = self.data_axis.gatherer
@@ -154,7 +156,7 @@ class PipelineEngine(Engine):
         module.prefetch_hook = None if gatherer is None else gatherer.prefetch
         if gatherer is not None:
             guard_state_dict(module)
-        self.optimizer = self.data_axis.optimizer
+        self.optimizer = with_modes(self.data_axis)
         memory = partial(_activation_memory, self.options.schedule.offload, self.grid.device)
         slices = slice_states(module, schedule, options)
         self.executor = Executor(module, self.data_axis, self.parts, memory, slices)

@@ -36,6 +36,7 @@ from ..launcher.launch import own_address
 from ..options.fault_tolerance import FaultTolerance
 from ..pipe.module import PipelineModule
 from ..zero.optimizer import RangeStepper
+from ..zero.optimizer_kinds import is_known
 from ..zero.synchronous_replicas import SynchronousReplicas
 from .coordinator import CoordinatorClient
 from .meeting import Decision, Report, Round, decide
@@ -875,11 +876,11 @@ def _check(engine: Engine) -> None:
             f"<fault_tolerance> sends the state of optimizers that work element by element, not of "
             f"{type(engine.data_axis.optimizer).__name__}: use AdamW or SGD"
         )
-    tolerance = engine.options.fault_tolerance
-    if tolerance is not None and tolerance.zero and getattr(engine.data_axis.optimizer, "layerwise", False):
+    tolerance, optimizer = engine.options.fault_tolerance, engine.data_axis.stepper.optimizer
+    if tolerance is not None and tolerance.zero and (getattr(optimizer, "layerwise", False) or not is_known(optimizer)):
         raise refusal(
-            f"<fault_tolerance.zero> steps parts of a layer on several replicas, and "
-            f"{type(engine.data_axis.optimizer).__name__} needs whole layers: use AdamW, or leave it out"
+            f"<fault_tolerance.zero> steps parts of a layer, on several replicas and one after the other, and "
+            f"{type(optimizer).__name__} may need whole layers, or count its steps: use AdamW, or leave it out"
         )
     for name, module in engine.module.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:

@@ -73,7 +73,7 @@ class ReplicaCheckpoints:
             snapshot.numbers |= {f"{prefix}/{name}": state for name, state in numbers.items()}
         if local.grid.world.is_first:
             run = run_state(engine)
-            kept = {key: run[key] for key in ("param_groups", "lr_scheduler") if key in run}
+            kept = {key: run[key] for key in ("param_groups", "optimizer_entries", "lr_scheduler") if key in run}
             snapshot.numbers[prefix] = kept | run.get("loss_scaler", {})
 
     def run_state(self) -> dict[str, Any]:

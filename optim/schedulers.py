@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -125,6 +125,7 @@ def advance_schedule(
     """
     if schedule is None:
         return
+    before = [dict(group) for group in schedule.optimizer.param_groups]
     if arguments:
         schedule.step(**arguments)
     elif not isinstance(schedule, ReduceLROnPlateau):
@@ -136,18 +137,29 @@ def advance_schedule(
         )
     else:
         schedule.step(float(loss))
-    follow(schedule, optimizer)
+    follow(schedule, optimizer, before)
 
 
-def follow(scheduler: LRScheduler, optimizer: torch.optim.Optimizer) -> None:
+def follow(
+    scheduler: LRScheduler, optimizer: torch.optim.Optimizer, before: Sequence[Mapping[str, Any]] | None = None
+) -> None:
     """Copy learning rates and other options of the parameter groups from a schedule's own optimizer to another one.
 
     A user's schedule sets them on the user's optimizer, but the engine steps ``optimizer``. No effect if both are one.
+
+    Args:
+        scheduler: the schedule.
+        optimizer: the engine's optimizer.
+        before: the groups before the schedule's step. Options that are as before are not copied, because the engine's
+            optimizer may have changed its own: a count of steps, for instance.
     """
     source = scheduler.optimizer
-    if source is not optimizer:
-        for mine, its in zip(optimizer.param_groups, source.param_groups, strict=True):
-            mine.update({key: value for key, value in its.items() if key not in ("params", "param_names")})
+    for number, group in enumerate(() if source is optimizer else source.param_groups):
+        old: Mapping[str, Any] = {} if before is None else before[number]
+        for key, value in group.items():
+            unlike = isinstance(value, Tensor) or key not in old or old[key] is not value
+            if unlike and key not in ("params", "param_names"):
+                optimizer.param_groups[number][key] = value
 
 
 def over_another(scheduler: Any, optimizer: Any) -> Callable[[torch.optim.Optimizer], LRScheduler]:

@@ -25,7 +25,8 @@ from .layer_gather import ParameterGatherer, gather_axes
 from .managed import ManagedParameter, is_released, set_released
 from .norm import square
 from .offload import OffloadMemory, placed_on_all_ranks
-from .optimizer import OptimizerFactory
+from .optimizer import OptimizerFactory, publish
+from .optimizer_kinds import choose_stepper
 from .released_parameter import pickle_error
 
 _ATTRIBUTE = "triax_data_axis"
@@ -76,6 +77,7 @@ class ZeroDataAxis:
         names: Mapping[int, str] | None = None,
     ) -> None:
         steps = factory or OptimizerFactory(_no_optimizer)
+        stepper = steps.stepper if factory is None else choose_stepper(factory, members, groups, grid, options)
         options = steps.stepper.adapt(options)
         self.options, self.axis, self.device = options, grid.data_context, grid.device
         self._exchanged = False
@@ -89,7 +91,7 @@ class ZeroDataAxis:
             self.memory = OffloadMemory(options.offload, grid.device)
             self.buckets = make_buckets(members, grid, options, capacity, self.memory)
             in_flight = options.allgather_bucket_size if options.overlap_comm else 0
-            self.stepper = steps.stepper(steps.make, self.buckets, groups, in_flight)
+            self.stepper = stepper(steps.make, self.buckets, groups, in_flight)
         self.optimizer = None if factory is None else self.stepper.optimizer
         self._trained = [bucket for bucket in self.buckets if bucket.trained]
         self.used_elsewhere: set[Tensor] = set()  # parameters with a gradient on replicas outside of the grid
@@ -360,6 +362,24 @@ class ZeroDataAxis:
         self.access.applied, self.access.stepped = 1.0, True
         if self.gatherer is not None:
             self.gatherer.changed()
+
+    def publish(self) -> None:
+        """Send masters that were written to the weights of every replica. Collective over the data axis."""
+        for bucket in self._trained:
+            bucket.update()
+            self.memory.evict(bucket.shard)
+        self.changed()
+        publish(self._trained, self.options.allgather_bucket_size)
+
+    @torch.no_grad()
+    def switch_mode(self, mode: str) -> None:
+        """Call the optimizer's ``train()`` or ``eval()``, if it has modes, and send the weights. Collective."""
+        if callable(switch := getattr(self.optimizer, mode, None)):
+            written = self.written
+            switch()
+            self.publish()
+            if not written:  # by user code
+                self._versions = [parameter._version for parameter in self._weights]
 
     def gathered(self, buckets: Iterable[Bucket]) -> AbstractContextManager[None]:
         """Context in which the weights of buckets are gathered. Collective over the data axis."""

@@ -69,6 +69,7 @@ class RangeStepper:
         late: step counts of parameters that some steps left out; None if they have no counts of their own.
         elsewhere: steps the owned ranges in place of this object, with gradients that are already scaled, except
             parameters without a gradient; None: this object steps them.
+        made_at_once: True if the optimizer makes its state when it is made, as Adagrad does, and not in its first step.
         whole_tensors: True if it steps tensors of the parameters' shapes.
         equal_weights: True if all replicas have equal weights between two steps.
     """
@@ -97,6 +98,8 @@ class RangeStepper:
         self._sub_groups: SubGroups | None = None
         self.elsewhere: Callable[[Collection[Tensor]], None] | None = None
         self.optimizer = self._make(make, groups)
+        self._make_again = make
+        self.made_at_once = bool(self.optimizer.state) and self._sub_groups is None
         self.late = LateParameters(self.optimizer) if self._keeps_counts() else None
 
     def _make(self, make: MakeOptimizer, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -274,7 +277,7 @@ class RangeStepper:
 
         Args:
             ranges: the ranges of the parameters on this rank.
-            dtype_of: returns the dtype of a parameter's state under a key, or None if that state is not loaded.
+            dtype_of: returns the dtype that a parameter's state under a key gets, or None if that state is not loaded.
             keys: the keys that the state may have, such as ``exp_avg``.
         """
         for key in keys:
@@ -286,6 +289,15 @@ class RangeStepper:
                         if dtype_of(part.name, key) is not None:
                             yield key, part
                     bucket.memory.evict(flat)
+
+    def first_state(self) -> Mapping[Any, dict[str, Any]]:
+        """Return the state that the optimizer has before its first step: none, unless it is made with the optimizer."""
+        groups = [{**group} for group in self.optimizer.param_groups]
+        return self._make_again(groups).state if self.made_at_once else {}
+
+    def renew_first_state(self) -> None:
+        """Make the state of before the first step again: weights have got their values after the optimizer was made."""
+        self.optimizer.state.update(self.first_state())
 
     def odd_shaped_state(self, ranges: ShardRanges) -> Iterator[tuple[str, str, Tensor]]:
         """Yield state of another shape than its parameter's (Adafactor's rows and columns): name, key, whole tensor.
@@ -316,7 +328,7 @@ class RangeStepper:
             return elementwise_target(state, key, bucket.master, dtype)
         made = self._sub_groups.state_of[bucket]
         if key not in made:
-            made[key] = bucket.memory.states.zeros(bucket.master.numel(), bucket.master.dtype)
+            made[key] = bucket.memory.states.zeros(bucket.master.numel(), dtype)
         state[key] = made[key]
         return made[key]
 
@@ -361,8 +373,7 @@ def elementwise_target(state: dict[str, Any], key: str, master: Tensor, dtype: t
     """Return the state tensor under ``key``, in the master's shape, to be filled; allocate it if it does not exist."""
     target = state.get(key)
     if not is_elementwise(target, master):
-        kind = master.dtype if dtype.is_floating_point else dtype
-        target = state[key] = torch.zeros_like(master, dtype=kind, requires_grad=False)
+        target = state[key] = torch.zeros_like(master, dtype=dtype, requires_grad=False)
     assert isinstance(target, Tensor)
     return target.detach()
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from ..grid import Grid
 from ..grid.layout import FlatRange
 from .data_axis import ZeroDataAxis
-from .optimizer import publish
 from .shard_ranges import KeyedRanges, NamedParameter, ShardRanges
 from .sub_groups import is_number
 
@@ -121,15 +120,12 @@ class StateShards:
 
     def reset_optimizer(self) -> None:
         """Clear the optimizer's state, before other state is loaded."""
-        optimizer = self.stepper.optimizer
+        state, first = self.stepper.optimizer.state, self.stepper.first_state()
         self._late.clear()
         for master, _ in self.stepper.masters():
-            state = optimizer.state
-            if isinstance(optimizer, torch.optim.Adagrad):  # its state is made with it, and never again
-                for value in state[master].values():
-                    value.zero_()
-            else:
-                state.pop(master, None)
+            state.pop(master, None)
+            if master in first:
+                state[master] = first[master]
         for bucket in self.trained:
             for value in self.stepper.sub_group_state(bucket):
                 value.zero_()
@@ -157,7 +153,7 @@ class StateShards:
             if self.stepper.late is None:
                 unlike += list(own)[:1]
                 own = {}
-            fresh = not isinstance(optimizer, torch.optim.Adagrad)  # whose state is made with it
+            fresh = not self.stepper.made_at_once
             counts = {
                 name: None if fresh and each and [*each] == ["step"] and not each["step"] else each
                 for name, each in own.items()
@@ -172,11 +168,7 @@ class StateShards:
     @torch.no_grad()
     def publish(self) -> None:
         """Send written master values to the weights of every replica. Collective over the data axis."""
-        for bucket in self.trained:
-            bucket.update()
-            self.data_axis.memory.evict(bucket.shard)
-        self.data_axis.changed()
-        publish(self.trained, self.data_axis.options.allgather_bucket_size)
+        self.data_axis.publish()
 
 
 def state_number(key: str, value: Any, master: Tensor, group: Mapping[str, Any]) -> Any:

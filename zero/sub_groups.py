@@ -90,7 +90,7 @@ class SubGroups:
         samples = {bucket: nn.Parameter(master.new_ones(2)) for bucket, master in masters.items()}
         for sample in samples.values():
             sample.grad = torch.zeros_like(sample)
-        trial = _fused(make(grouped(samples)))
+        trial = in_training(_fused(make(grouped(samples))))
         trial.step()
         self.state_of: dict[Bucket, dict[str, Tensor]] = {
             bucket: {
@@ -203,6 +203,13 @@ def _fused(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         complex_numbers = any(parameter.is_complex() for parameter in group["params"])  # no fused kernel takes them
         if "fused" in group and group["fused"] is None and not chosen and not complex_numbers:
             group["fused"] = True
+    return optimizer
+
+
+def in_training(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Switch an optimizer to its train mode, if it has modes, as schedule-free ones do; return it."""
+    if callable(train := getattr(optimizer, "train", None)):
+        train()
     return optimizer
 
 

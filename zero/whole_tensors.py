@@ -39,16 +39,17 @@ class WholeStepper(RangeStepper):
     whole_tensors = True
 
     def _make(self, make: MakeOptimizer, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+        slots = [(slot, bucket) for bucket in self._buckets for slot in bucket.flat.slots]
         self.views: list[MasterView] = []
         params: list[list[nn.Parameter]] = [[] for _ in groups]
-        for bucket in self._buckets:
+        for slot, bucket in sorted(slots, key=lambda each: each[0].number):  # as in plain PyTorch
             assert bucket.master is not None and bucket.group is not None
-            for slot, member in zip(bucket.flat.slots, bucket.members, strict=True):
-                span, shape = slice(slot.start, slot.stop), member.parameter.shape
-                master = nn.Parameter(bucket.master.detach()[span].view(shape))
-                set_layout(master, member.layout)
-                self.views.append(MasterView(member, master, bucket, span))
-                params[bucket.group].append(master)
+            member = bucket.members[bucket.flat.slots.index(slot)]
+            span = slice(slot.start, slot.stop)
+            master = nn.Parameter(bucket.master.detach()[span].view(member.parameter.shape))
+            set_layout(master, member.layout)
+            self.views.append(MasterView(member, master, bucket, span))
+            params[bucket.group].append(master)
         return make([{**options, "params": some} for options, some in zip(groups, params, strict=True)])
 
     def _step(self, scale: float, without: Collection[Tensor]) -> None:

@@ -64,6 +64,7 @@ class _SavedCompression(_SavedPart):
 
 class _SavedReplica(_SavedPart):
     param_groups: list[dict[str, Any]] = []
+    optimizer_entries: dict[str, Any] = {}
     lr_scheduler: _SavedSchedule | None = None
     scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     skipped: Natural = 0
@@ -76,6 +77,7 @@ class _SavedRun(_SavedPart):
     seed: int = 0
     optimizer: str | None = None
     param_groups: list[dict[str, Any]] = []
+    optimizer_entries: dict[str, Any] = {}
     loss_scaler: _SavedLossScale | None = None
     lr_scheduler: _SavedSchedule | None = None
     local_updates: _SavedLocalUpdates | None = None
@@ -130,6 +132,7 @@ def check_head(head: Mapping[str, Any], client_tensor: Callable[[str], Tensor]) 
     _decode("client_state", checked.client_state, client_tensor)
     for place, each in _runs(checked):
         _decode(f"{place}.param_groups", each.param_groups)
+        _decode(f"{place}.optimizer_entries", each.optimizer_entries)
         if each.lr_scheduler is not None:
             state = _decode(f"{place}.lr_scheduler", each.lr_scheduler.state)
             for key in ("last_batch_iteration", "last_epoch"):

@@ -17,9 +17,9 @@ from torch import Tensor
 from ...base.json_values import decode, encode
 from ...grid import Axis
 from ...zero.modules.module_optimizer import ZeroModuleOptimizer
+from ...zero.optimizer_entries import load_in_place
 from .context import ProcessSet, context, require_global
 from .negotiation import CollectiveRequest
-from .optimizer import load_in_place
 from .reductions import bool_to_uint8, describe, require_rank, require_tensor
 
 

@@ -22,6 +22,7 @@ from ...base.checks import LARGEST, SMALLEST
 from ...grid import Axis
 from ...grid.comm.timeline_recorder import TimelineRecorder
 from ...zero.modules.module_optimizer import ZeroModuleOptimizer
+from ...zero.optimizer_entries import load_in_place
 from .compression import Compression, elementwise
 from .context import ProcessSet, context, require_global
 from .negotiation import MismatchError
@@ -223,27 +224,6 @@ class _DistributedOptimizer(torch.optim.Optimizer):
         """Add a parameter group, the same one on every rank. Collective."""
         super().add_param_group(param_group)
         self._hvd.add(self.param_groups[-1])
-
-
-@contextmanager
-def load_in_place(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Context in which ``optimizer.load_state_dict`` fills the existing groups and state instead of replacing them.
-
-    torch's ``load_state_dict`` replaces ``param_groups`` and ``state`` by new objects. The wrapped optimizer and its
-    schedulers would still refer to the old ones, and their changes would have no effect on the step.
-    """
-    groups, state = optimizer.param_groups, optimizer.state
-    yield
-    loaded_groups, loaded_state = optimizer.param_groups, optimizer.state
-    if loaded_groups is not groups:
-        for group, new in zip(groups, loaded_groups, strict=True):
-            group.clear()
-            group.update(new)
-        optimizer.param_groups = groups
-    if loaded_state is not state:
-        state.clear()
-        state.update(loaded_state)
-        optimizer.state = state
 
 
 class _GradientAveraging:

@@ -121,7 +121,20 @@ def _like_instance(optimizer: torch.optim.Optimizer) -> OptimizerFactory:
             f"this {cls.__name__} has state already, which does not fit the flat shards that ZeRO makes of its "
             "parameters: pass an optimizer that has not made a step"
         )
-    return _with_stepper(cls, lambda groups: cls(groups, **defaults))
+
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        made = cls(groups, **defaults)
+        vars(made).update(settings if cls is type(optimizer) else {})
+        return made
+
+    # Settings that a class keeps in its object, and not in its groups.
+    known, nests = vars(torch.optim.SGD([torch.zeros(1)])), (torch.Tensor, nn.Module, torch.optim.Optimizer)
+    settings = {
+        key: value
+        for key, value in vars(optimizer).items()
+        if key not in known and not isinstance(value, (dict, list, set, *nests)) and not callable(value)
+    }
+    return _with_stepper(cls, make)
 
 
 def _from_function(make: MakeOptimizer) -> OptimizerFactory:

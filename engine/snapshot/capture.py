@@ -26,23 +26,14 @@ from ...optim.loss_scale import LossScaler
 from ...options.engine import EngineOptions
 from ...pipe.module import PipelineModule
 from ...zero.data_axis import ZeroDataAxis
+from ...zero.optimizer_entries import group_entries, own_entries
+from ...zero.optimizer_kinds import is_known
 from ...zero.shard_ranges import NamedParameter
 from ...zero.state_shards import StateShards
 from ..named_parameters import named_parameters
 from . import residuals
 
-# Options of a parameter group that say how an optimizer computes, and not what: the grid, the machine and the
-# optimizer's class decide them.
-NOT_SAVED = (
-    "params",
-    "param_names",
-    "fused",
-    "foreach",
-    "capturable",
-    "differentiable",
-    "decoupled_weight_decay",
-    "decoupled",
-)
+GROUPS = "param_groups"  # key of the snapshot's numbers, by the number of a parameter group
 
 
 class ReplicaState(Protocol):
@@ -125,7 +116,7 @@ def capture(engine: Checkpointed, tag: str, client_state: Mapping[str, Any], exc
         TypeError: if the client state, the optimizer or the dataloader has a value that JSON cannot hold.
     """
     shards = state_shards(engine)
-    header = {
+    header: dict[str, Any] = {
         "tag": tag,
         "step": engine.global_steps,
         "written": time.time(),
@@ -142,6 +133,10 @@ def capture(engine: Checkpointed, tag: str, client_state: Mapping[str, Any], exc
         snapshot.add(f"{RANDOM}/{name}/{engine.grid.rank:05}", state)
     if engine.grid.data.is_first and engine.grid.context.is_first and engine.grid.tensor.is_first:
         snapshot.numbers = optimizer_numbers(shards)
+        if engine.optimizer is not None and not is_known(shards.stepper.optimizer):
+            # The first rank writes the header, but may have no parameters of a group, and may have counted no steps.
+            groups = enumerate(zip(engine.optimizer.param_groups, header["run"]["param_groups"], strict=True))
+            snapshot.numbers |= {f"{GROUPS}/{number}": own for number, (group, own) in groups if group["params"]}
     if engine.replica_state is not None:
         engine.replica_state.add_to(snapshot)
     if exclude_frozen:
@@ -248,9 +243,11 @@ def run_state(engine: Checkpointed) -> dict[str, Any]:
         **residuals.numbers(engine.grid, engine.data_axis),
     }
     if engine.optimizer is not None:
-        groups = [{k: v for k, v in group.items() if k not in NOT_SAVED} for group in engine.optimizer.param_groups]
-        state["optimizer"] = type(engine.data_axis.optimizer).__name__
-        state["param_groups"] = encode(groups, None, "optimizer.param_groups")
+        inner = engine.data_axis.stepper.optimizer
+        state["optimizer"] = type(inner).__name__
+        state["param_groups"] = encode(group_entries(engine.optimizer), None, "optimizer.param_groups")
+        if own := own_entries(inner):
+            state["optimizer_entries"] = encode(own, None, f"{type(inner).__name__}.state_dict()")
     if scaler is not None:
         state["loss_scaler"] = scaler.state_dict()
     if schedule is not None:

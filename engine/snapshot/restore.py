@@ -20,10 +20,12 @@ from ...checkpoint.reader import LoadOptions
 from ...grid import Grid, layout_of
 from ...optim.lr_schedules import ClosedFormSchedule
 from ...optim.schedulers import follow
+from ...zero.optimizer_entries import NOT_SAVED, load_own_entries
 from ...zero.state_shards import StateShards
+from ...zero.sub_groups import copied
 from . import residuals
 from .adapted import require_same_base
-from .capture import NOT_SAVED, Checkpointed, buffers, state_shards
+from .capture import GROUPS, Checkpointed, buffers, state_shards
 from .kept_state import kept_state
 
 _ADAM = ("Adam", "AdamW", "UncorrectedAdam")  # they keep equal state, and use it in three ways
@@ -43,7 +45,10 @@ def apply(engine: Checkpointed, snapshot: Snapshot, options: LoadOptions) -> Non
         CheckpointError: on every rank, before anything was changed, if the snapshot is of another model and
             ``options.strict`` is set, or if it cannot be loaded at this point of the run.
     """
-    grid, shards, run = engine.grid, state_shards(engine), snapshot.header["run"]
+    grid, shards, run = engine.grid, state_shards(engine), dict(snapshot.header["run"])
+    if "param_groups" in run:
+        groups = enumerate(run["param_groups"])
+        run["param_groups"] = [snapshot.numbers.get(f"{GROUPS}/{number}", group) for number, group in groups]
     loads_optimizer = options.optimizer and not options.weights_only and engine.data_axis.optimizer is not None
     with agreed(grid):
         gathered = shards.gathered_parameter()
@@ -228,12 +233,19 @@ def read_optimizer(shards: StateShards, snapshot: Snapshot, usable: Mapping[str,
     shapes = {name.partition("/")[2]: shape for name, shape in usable.items() if name.startswith(f"{WEIGHTS}/")}
     keys = list(dict.fromkeys(name.split("/", 2)[1] for name in tensors if name.startswith(f"{OPTIMIZER}/")))
 
-    def saved_dtype(name: str, key: str) -> torch.dtype | None:
-        tensor = tensors.get(f"{OPTIMIZER}/{key}/{name}")
-        return tensor.dtype if tensor is not None and shapes.get(name) == tensor.shape else None
+    master_dtypes = {name: master.dtype for master, names in shards.stepper.masters() for name in names}
+
+    def state_dtype(name: str, key: str) -> torch.dtype | None:
+        tensor, own = tensors.get(f"{OPTIMIZER}/{key}/{name}"), master_dtypes[name]
+        if tensor is None or shapes.get(name) != tensor.shape:
+            return None
+        # The masters' dtype, unless the optimizer has chosen another one: whole numbers, or less than the weights have.
+        weight = tensors.get(f"{WEIGHTS}/{name}")
+        chosen = tensor.dtype.itemsize < (own if weight is None else weight.dtype).itemsize
+        return tensor.dtype if chosen or not tensor.dtype.is_floating_point else own
 
     shards.reset_optimizer()
-    for key, part in shards.stepper.load_targets(shards.ranges, saved_dtype, keys):
+    for key, part in shards.stepper.load_targets(shards.ranges, state_dtype, keys):
         tensors[f"{OPTIMIZER}/{key}/{part.name}"].read_range(part, grid)
     for name, shape in shapes.items():
         for key in keys:
@@ -259,8 +271,13 @@ def same_optimizer_state(snapshot: Snapshot, engine: Checkpointed) -> bool:
 
 
 def set_optimizer(engine: Checkpointed, run: Mapping[str, Any]) -> list[str]:
-    """Load the options of the parameter groups and the loss scale. Returns notes about values that did not fit."""
+    """Load what the optimizer keeps beside its state, and the loss scale. Returns notes about values that did not fit.
+
+    That is the options and numbers of the parameter groups, and the optimizer's own entries of ``state_dict()``.
+    """
     notes = _set_options(engine, run, lambda key: key not in NOT_SAVED)
+    if run.get("optimizer_entries"):
+        load_own_entries(engine.data_axis.stepper.optimizer, decode(run["optimizer_entries"]))
     if engine.loss_scaler is not None and run.get("loss_scaler") is not None:
         engine.loss_scaler.load_state_dict(run["loss_scaler"])
     return notes
@@ -321,10 +338,12 @@ def _set_options(engine: Checkpointed, run: Mapping[str, Any], wanted: Callable[
             notes = [f"{len(saved)} parameter groups were saved, but there are {len(groups)}: their options are kept"]
             continue
         for group, options in zip(groups, saved, strict=True):
-            for key in (key for key in options if key in group and wanted(key)):
+            for key in filter(wanted, options):
                 value = options[key]
-                if isinstance(group[key], Tensor):
+                if isinstance(group.get(key), Tensor):
                     group[key].fill_(value)
-                else:
+                elif key in group:
                     group[key] = value.item() if isinstance(value, Tensor) else value
+                else:  # a number that the optimizer adds in its first step
+                    group[key] = copied(value)
     return notes

@@ -114,6 +114,7 @@ class BackwardPasses:
             if (record := sharded_parameter(parameter)) is not None:
                 self.data_axis.fill(parameter, record.whole())
                 record.hand_over()
+        self.data_axis.stepper.renew_first_state()
         cast(managed, module, options)
         self._expected = expected
         self._outermost = OutermostBackward(self._pass_began, self._pass_ended)

@@ -58,7 +58,21 @@ class ZeroModuleOptimizer(torch.optim.Optimizer):
         """Step with the reduced gradients times ``scale``; the parameters in ``without`` do not change. Collective."""
         self._update_inner_options()
         self._data_axis.step(scale, without=without)
+        self._show_inner_options()
         self.backward_passes.stepped = True
+
+    def train(self) -> None:
+        """Switch to the weights that are trained, if the optimizer has modes (schedule-free ones). Collective."""
+        self._switch_mode("train")
+
+    def eval(self) -> None:
+        """Switch to the weights that are evaluated and saved, if the optimizer has modes. Collective."""
+        self._switch_mode("eval")
+
+    def _switch_mode(self, mode: str) -> None:
+        self._update_inner_options()
+        self._data_axis.switch_mode(mode)
+        self._show_inner_options()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -117,10 +131,16 @@ class ZeroModuleOptimizer(torch.optim.Optimizer):
             )
         if self._data_axis.exchange is not None:
             load_exchange_state_dict(self._data_axis.exchange, state_dict.get("exchange"))
-        self.inner.load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
-        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            group.update(group_options(inner))
+        own = ("shard", "masters", "names", "exchange", "late")
+        self.inner.load_state_dict({key: value for key, value in state_dict.items() if key not in own})
+        self._show_inner_options()
         self.state = self.inner.state
+        # torch has cast the state to the dtype of what is stepped, but the optimizer may have chosen another one.
+        masters = (master for group in self.inner.param_groups for master in group["params"])
+        for index, master in enumerate(masters):
+            for key, value in state_dict["state"].get(index, {}).items():
+                if isinstance(value, Tensor):
+                    self.state[master][key] = self.state[master][key].to(value.dtype)
         for master, saved in zip(self._masters(), state_dict["masters"], strict=True):
             master.copy_(saved)
         if (late := self._data_axis.stepper.late) is not None:
@@ -129,9 +149,14 @@ class ZeroModuleOptimizer(torch.optim.Optimizer):
         self._data_axis.stepper.resume(at_synchronization=False)
 
     def _update_inner_options(self) -> None:
-        """Copy the options that learning-rate schedulers change to torch's optimizer."""
+        """Copy to torch's optimizer what learning-rate schedulers or the user changed in the groups since its step."""
         for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update(group_options(group))
+
+    def _show_inner_options(self) -> None:
+        """Copy to the groups what torch's optimizer keeps in its own: counters, a rate that it has changed."""
+        for group, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
+            group.update(group_options(inner))
 
     @property
     def _data_axis(self) -> ZeroDataAxis:

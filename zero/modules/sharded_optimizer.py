@@ -47,8 +47,9 @@ class ShardedOptimizer(ZeroModuleOptimizer):
     tensor([ 0.8000, -1.6000])
 
     Args:
-        optimizer_class: an optimizer that works element by element: Adam, AdamW, SGD, ...; or, in stage 0, a 1-bit
-            optimizer: ``OneBitAdam``, ``ZeroOneAdam``, ``OneBitLamb``.
+        optimizer_class: an optimizer that works element by element: Adam, AdamW, SGD, ...; or, in stage 0, one of
+            another package that needs whole tensors, or a 1-bit optimizer: ``OneBitAdam``, ``ZeroOneAdam``,
+            ``OneBitLamb``.
         params: parameters, parameter groups or named parameters, as the class takes them.
         grid: gradients are averaged over its data axis, and summed over its tensor axis if a parameter's layout
             asks for it.
