@@ -20,6 +20,7 @@ from ..agreement.failure import all_or_none
 from ..base.accelerators import is_accelerator
 from ..base.checks import check_count
 from ..base.errors import AgreedError, ConfigError
+from ..base.evaluating import evaluating
 from ..base.option_error import Note, OptionError
 from ..data.dataloader import RepeatingLoader
 from ..grid import Grid, layout_of
@@ -399,17 +400,18 @@ class PipelineEngine(Engine):
         """
         count = self.batch.accumulation if num_micro_batches is None else num_micro_batches
         check_count("eval_batch", num_micro_batches=count)
-        with self.all_or_none("eval_batch"), torch.no_grad(), self.replicas.evaluating() as grid:
+        with (
+            self.all_or_none("eval_batch"),
+            torch.no_grad(),
+            self.replicas.evaluating() as grid,
+            evaluating(self.module),
+        ):
             microbatches, changed = self.feed.fetch(grid, data_iter, count)
             if changed:
                 self.executor.forget_schemas()
-            program, training = self._evaluation(count), self.module.training
-            self.module.eval()
+            program = self._evaluation(count)
             self.executor.clock = None
-            try:
-                result = self.executor.run(program, microbatches, outputs=return_logits, loss=compute_loss)
-            finally:
-                self.module.train(training)
+            result = self.executor.run(program, microbatches, outputs=return_logits, loss=compute_loss)
             self.feed.wait_sent()
             loss = None
             if compute_loss:
@@ -492,6 +494,8 @@ class PipelineEngine(Engine):
                 "to another engine, was moved or cast, or its parameters were assigned to. Do that before "
                 "the engine is made"
             )
+        if (problem := self.data_axis.misled_hook()) is not None:
+            return f"{self.grid.describe()}: {problem}"
         loss_fn = self.module.loss_fn
         if (
             loss_fn is not self._loss_fn
