@@ -43,6 +43,7 @@ from ..pipe.schema import Schema, flatten, unflatten
 from ..zero.bucketing import cast
 from ..zero.data_axis import ZeroDataAxis
 from ..zero.managed import ManagedParameter
+from ..zero.module_tree import ModuleTree
 from ..zero.offload import DiskMemory, Memory
 from ..zero.state_dict_guard import guard_state_dict
 from .accounting.memory import MemoryAccounts
@@ -131,11 +132,8 @@ class PipelineEngine(Engine):
         module.dropout_state.seed = options.seed
 
         module.training_started = True
-        self._trainable_at_start = {parameter for parameter in module.parameters() if parameter.requires_grad}
-        self._loss_fn = module.loss_fn
-        # The dict that holds each parameter: a step checks that it still does, without a walk over the modules.
-        modules = list(module.modules())
-        self._owners = [(m._parameters, key, p) for m in modules for key, p in m._parameters.items() if p is not None]
+        self._frozen_at_start = [parameter for parameter in module.parameters() if not parameter.requires_grad]
+        self._tree = ModuleTree(module, {parameter for _, group in parts.groups for parameter in group})
         self.data_axis = ZeroDataAxis(
             _managed(module, parts.groups),
             self._step_grid,
@@ -329,6 +327,8 @@ class PipelineEngine(Engine):
             result = self.executor.run(self.program, microbatches)
         self.feed.wait_sent()
         self._require_tied_buffers()
+        if (problem := self._tree.problem()) is not None:  # a forward pass has changed the model
+            raise RuntimeError(problem)
         with self.parts("reduce"):
             self.data_axis.finish()
         if self.auxiliary:
@@ -491,28 +491,12 @@ class PipelineEngine(Engine):
         if name is not None:
             return (
                 f"{self.grid.describe()}: {name} is no longer where this engine steps it, because the model was given "
-                "to another engine, was moved or cast, or its parameters were assigned to. Do that before "
-                "the engine is made"
+                "to another engine, was moved or cast. Do that before the engine is made"
             )
-        if (problem := self.data_axis.misled_hook()) is not None:
+        if (problem := self.data_axis.misled_hook() or self._tree.problem()) is not None:
             return f"{self.grid.describe()}: {problem}"
-        loss_fn = self.module.loss_fn
-        if (
-            loss_fn is not self._loss_fn
-            and isinstance(loss_fn, nn.Module)
-            and any(
-                parameter.requires_grad and parameter not in self._trainable_at_start
-                for parameter in loss_fn.parameters()
-            )
-        ):
-            return (
-                f"{self.grid.describe()}: loss_fn was replaced by a {type(loss_fn).__name__}, whose parameters the "
-                "optimizer does not have: set model.loss_fn before the engine is made"
-            )
-        for owner, key, parameter in self._owners:
-            if owner.get(key) is not parameter:
-                return f"{self.grid.describe()}: {key} was replaced after the engine was made: replace it before"
-            if parameter.requires_grad and parameter not in self._trainable_at_start:
+        for parameter in self._frozen_at_start:
+            if parameter.requires_grad:
                 return (
                     f"{self.grid.describe()}: {layout_of(parameter).name} was frozen when the engine was made, so the "
                     "optimizer does not have it. Let all parameters that will be trained require gradients when the "

@@ -353,6 +353,23 @@ class LazyModule(Part):
         return y + x
 
 
+class LateModule(Part):
+    """Layer whose first forward pass makes a part with weights: a step would not train them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "late"):
+            self.late = nn.Linear(WIDTH, WIDTH, dtype=x.dtype)
+        y: Tensor = self.late(self.linear(x))
+        return y
+
+
+class LateParameter(Part):
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "scale"):
+            self.scale = nn.Parameter(torch.ones(WIDTH, dtype=x.dtype))
+        return self.linear(x) * self.scale
+
+
 # --------------------------------------------------------------------------------------------------------- programs
 
 
@@ -383,6 +400,7 @@ class Program(NamedTuple):
             and self.stage >= 2
             and self.data > 1,
             "calls torch.func.grad, vjp, jacrev or hessian": recomputed and {"Gradient", "Rows"} & {*self.layers},
+            " was added after its engine or optimizer was made": {"LateModule", "LateParameter"} & {*self.layers},
             "did something else when computed again": recomputed and "ForeignRandom" in self.layers,
         }
         return [text for text, applies in reasons.items() if applies]
@@ -396,6 +414,7 @@ RECOMPUTE: dict[str, Any] = {
     "matmul": {"interval": 1, "granularity": "matmul"},
 }
 GRIDS = ((1, 1), (2, 1), (1, 2), (2, 2))
+REFUSED = ("ForeignRandom", "LateModule", "LateParameter")  # in some programs, or in all
 GLOBAL = ("PythonRandom", "NumpyRandom", "TorchRandom")  # the layers of one process share the generator
 
 
@@ -403,7 +422,7 @@ def drawn(seed: int) -> Program:
     """Draw a program."""
     draw = random.Random(seed)
     names = [*LAYERS]
-    layers = [names[seed % len(names)], *draw.choices(names, k=4)]
+    layers = [names[seed % len(names)], *draw.choices([name for name in names if name not in REFUSED], k=4)]
     draw.shuffle(layers)
     taken = [name for name in GLOBAL if name in layers]
     layers = [name for i, name in enumerate(layers) if name not in taken or layers.index(name) == i]

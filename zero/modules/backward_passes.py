@@ -20,6 +20,7 @@ from ..axis_options import ZeroOptions
 from ..bucketing import cast
 from ..data_axis import ZeroDataAxis
 from ..managed import ManagedParameter
+from ..module_tree import ModuleTree
 from ..optimizer import OptimizerFactory
 from ..sharded_init import gather_all, sharded_parameter
 from ..state_dict_guard import guard_state_dict
@@ -80,9 +81,8 @@ class BackwardPasses:
         broadcast_parameters(managed, names, grid)
 
         self.trained = [p for p in managed if p in group_of and p.requires_grad]
-        # The module dict that holds each of them: a step checks that it still does, without a walk over the modules.
-        trained, modules = set(self.trained), [] if module is None else module.modules()
-        self._owners = [(m._parameters, key, p) for m in modules for key, p in m._parameters.items() if p in trained]
+        trained = set(self.trained)
+        self._tree = None if module is None else ModuleTree(module, trained)
         self._untrained = [p for group in groups for p in group["params"] if p not in trained]
         members = [
             ManagedParameter(
@@ -221,15 +221,16 @@ class BackwardPasses:
         """Refuse parameters that a step would not change, or not as their hooks mean to.
 
         Raises:
-            RuntimeError: a parameter requires gradients and did not before, or was replaced; or has a hook that
+            RuntimeError: a parameter requires gradients and did not before, was added or replaced, or has a hook that
                 would read a part of its gradient.
         """
-        moved = [key for owner, key, parameter in self._owners if owner.get(key) is not parameter]
-        if (name := self.data_axis.displaced() or next(iter(moved), None)) is not None:
+        if (name := self.data_axis.displaced()) is not None:
             raise RuntimeError(
-                f"{name} is no longer where it is stepped: the model was moved, cast or assigned to, or given to "
-                "another engine. Do that before its engine or optimizer is made"
+                f"{name} is no longer where it is stepped: the model was moved or cast, or given to another engine. Do "
+                "that before its engine or optimizer is made"
             )
+        if self._tree is not None and (problem := self._tree.problem()) is not None:
+            raise RuntimeError(problem)
         if (problem := self.data_axis.misled_hook()) is not None:
             raise RuntimeError(problem)
         if late := sum([p.requires_grad for p in self._untrained]):
