@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import triax
@@ -635,3 +637,38 @@ def test_some_layers_of_users(ranks: Any) -> None:
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_three_hundred_programs_of_users_layers(ranks: Any) -> None:
     all_of(ranks, range(len(LAYERS), 300))
+
+
+def refused(kind: str) -> str:
+    """Return the error of an engine whose model has a weight without a shape, or one that another library shards."""
+    grid = Grid(data=2, timeout=30)
+    modules: list[Any] = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    if kind.startswith("lazy"):
+        modules[1] = LayerSpec(nn.LazyLinear, WIDTH) if kind == "lazy spec" else nn.LazyLinear(WIDTH)
+    else:
+        mesh = init_device_mesh("cpu", (2,))
+        modules[1].weight = nn.Parameter(distribute_tensor(modules[1].weight.data, mesh, [Shard(0)]))
+    make: dict[str, Callable[[], object]] = {
+        "module": lambda: triax.Engine(nn.Sequential(*modules), grid=grid),
+        "optimizer": lambda: triax.zero.ShardedOptimizer(
+            torch.optim.SGD, nn.Sequential(*modules).parameters(), grid, lr=0.1
+        ),
+    }
+    with pytest.raises(ValueError) as error:
+        make.get(kind.split()[1], lambda: PipelineModule(modules, grid=grid))()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("lazy module", "1.weight of Sequential has no shape yet"),
+        ("lazy spec", "weight of LayerSpec(LazyLinear, 4) has no shape yet"),
+        ("lazy layer", "weight of layer 1 (LazyLinear) has no shape yet"),
+        ("lazy optimizer", "parameter 2 of group 0 of the optimizer has no shape yet"),
+        ("DTensor module", "1.weight of Sequential is a DTensor"),
+        ("DTensor layer", "weight of layer 1 (Linear) is a DTensor"),
+    ],
+)
+def test_weights_that_cannot_be_laid_out_are_named(ranks: Any, kind: str, words: str) -> None:
+    assert all(words in text for text in ranks(2, refused, kind))
