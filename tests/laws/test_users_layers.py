@@ -8,7 +8,7 @@ own, and their gradients are averaged.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -649,7 +649,7 @@ def refused(kind: str) -> str:
         mesh = init_device_mesh("cpu", (2,))
         modules[1].weight = nn.Parameter(distribute_tensor(modules[1].weight.data, mesh, [Shard(0)]))
     make: dict[str, Callable[[], object]] = {
-        "module": lambda: triax.Engine(nn.Sequential(*modules), grid=grid),
+        "module": lambda: triax.Engine(nn.Sequential(*modules), grid=grid, batch=4),
         "optimizer": lambda: triax.zero.ShardedOptimizer(
             torch.optim.SGD, nn.Sequential(*modules).parameters(), grid, lr=0.1
         ),
