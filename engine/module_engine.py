@@ -177,6 +177,7 @@ class ModuleEngine(Engine):
             if self._options.weight_dtype is not None or self.device.type != "cpu":
                 args, kwargs = map_tensors(self._cast, args), map_tensors(self._cast, kwargs)
             if graph and trains:
+                self.replica_rows.see((args, kwargs))
                 self._begin_step()
                 self._forwards += 1
             counting = self.accounts.counting() if trains else nullcontext()
@@ -415,6 +416,7 @@ class ModuleEngine(Engine):
 
     def _step(self, grid: Grid, optimizer: ModuleOptimizer, lr_kwargs: Mapping[str, Any] | None) -> None:
         self.backward_passes.require_unchanged()
+        self.replica_rows.compare()
         reduced = self.backward_passes.reduced
         with self.parts("reduce"):
             self.backward_passes.reduce()

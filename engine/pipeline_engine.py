@@ -257,6 +257,9 @@ class PipelineEngine(Engine):
             self.observer.count_tokens(microbatch.inputs)
         if data_iter is None and self.training_dataloader is not None and not self.feed.reads:
             self.training_dataloader.advance(self.batch.accumulation)
+        elif data_iter is not None and self.module.is_first:
+            self.replica_rows.see(microbatches[0].inputs)
+            self.replica_rows.compare()
         if changed:
             self.executor.forget_schemas()
         if not self.module.training:
@@ -454,7 +457,20 @@ class PipelineEngine(Engine):
         """Return the whole model's weights and persistent buffers under its own names, on every rank. Collective."""
         held = {name: (layout_of(buffer), buffer) for name, buffer, _ in buffers(self.module, self.grid.pipe.rank)}
         with self.replicas.reading() as grid:
-            return assemble(grid, {**self.shards("weights"), **held})
+            return self._in_list_order(assemble(grid, {**self.shards("weights"), **held}))
+
+    def gather(self, what: str = "weights") -> dict[str, Tensor]:
+        """Return the model's unsharded tensors in the order of the list of layers, as ``Engine.gather``."""
+        return self._in_list_order(super().gather(what))
+
+    def _in_list_order(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Sort tensors by the layers to which they belong, whatever ranks have these; a loss module comes last."""
+
+        def place(name: str) -> int:
+            first, layer, *_ = name.split(".")
+            return int(layer) if first == "layers" else len(self.module.layer_specs)
+
+        return {name: whole[name] for name in sorted(whole, key=place)}
 
     def _lower(self, schedule: Schedule) -> Program:
         zero, recompute = self.options.zero, self.options.recompute

@@ -605,8 +605,8 @@ def differences(program: Program, found: list[Record]) -> list[str]:
 
 
 def unequal(what: str, mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
-    if mine.keys() != theirs.keys():
-        return [f"{what} {sorted(mine.keys() ^ theirs.keys())}"]
+    if [*mine] != [*theirs]:  # the order too: users zip them
+        return [f"{what} {[*mine]}, not {[*theirs]}"]
     far = {name: (mine[name] - theirs[name]).abs().max().item() for name in mine}
     return [f"{what} {name}: off by {by:.1e}" for name, by in far.items() if not by < 1e-10]
 

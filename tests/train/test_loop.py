@@ -242,10 +242,12 @@ class FullDisk:
             resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
-def on_a_full_disk(root: str) -> tuple[int, str, str]:
+def on_a_full_disk(root: str, *changes: str) -> tuple[int, str, str]:
     """Be the only rank of a run whose disk is full after step 2; return its exit code, what it says, and the log."""
     os.chdir(root)
-    file, _ = read_training_file("run.yaml", ["name=full", "sample={prompt: of, tokens: 3}", "monitor.trace=1"])
+    file, _ = read_training_file(
+        "run.yaml", ["name=full", "sample={prompt: of, tokens: 3}", "monitor.trace=1", *changes]
+    )
     before, said, log, code = resource.getrlimit(resource.RLIMIT_FSIZE), io.StringIO(), io.StringIO(), 0
     handler = logging.StreamHandler(log)
     logging.getLogger("triax").addHandler(handler)
@@ -294,6 +296,9 @@ def test_a_disk_that_fills_up_ends_no_training(ranks: Any, place: Path) -> None:
     assert (
         "'global_step4' was not written" in log and (results / "checkpoints" / "latest").read_text() == "global_step2"
     )
+    # Without a model to write, the checkpoint is all that the run leaves.
+    ((code, said, log),) = ranks(1, on_a_full_disk, str(place), "name=unsaved", "export=null")
+    assert code == 2 and "the last checkpoint, of step 4, was not written to runs/unsaved/checkpoints" in said, said
     # There is room again: the run goes on, and the model is there.
     ranks(1, run, str(place), "name=full")
     assert (results / "model" / "model.safetensors").is_file() and (results / "report.html").is_file()
