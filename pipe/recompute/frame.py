@@ -24,6 +24,7 @@ from .generators import generators_in, global_generators
 CHECKPOINT = "torch.utils.checkpoint"
 
 _LEAVE_OUT = "leave the layer's class out of layers of triax.Recomputation"
+_COMPARED = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.bool)
 _SAMPLE = 1024  # elements of each saved tensor that are compared
 _MISSING: Any = object()  # in place of an item that a dict did not have
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -186,9 +187,8 @@ class Frame:
 
 
 def _sample(tensor: Tensor) -> Tensor | None:
-    """Return some elements of a tensor, at equal distances; None for indices and for a tensor without values."""
-    compared = tensor.is_floating_point() or tensor.dtype is torch.bool
-    if tensor.layout != torch.strided or tensor.is_meta or not compared:
+    """Return some elements of a tensor, at equal distances; None for indices, and for a tensor that has no values."""
+    if tensor.dtype not in _COMPARED or tensor.layout != torch.strided or tensor.is_meta:
         return None
     places = torch.linspace(0, tensor.numel() - 1, min(tensor.numel(), _SAMPLE), dtype=torch.float64)
     return tensor.detach().take(places.long().to(tensor.device))

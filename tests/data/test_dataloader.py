@@ -255,7 +255,7 @@ def test_the_key_of_the_configuration() -> None:
     assert isinstance(made.training_dataloader.batch_sampler, BatchOrder)
 
 
-def warned_of_equal_rows(kind: str, axes: dict[str, int], same: bool) -> list[str]:
+def warned_of_equal_rows(kind: str, axes: dict[str, Any], same: bool) -> list[str]:
     """Train two steps, on the same rows or on rows of each replica; return the warnings of this rank."""
     grid, said = Grid(**axes, timeout=30), io.StringIO()
     handler = logging.StreamHandler(said)

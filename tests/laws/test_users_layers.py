@@ -24,6 +24,9 @@ from torch.utils.checkpoint import checkpoint
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule
+from triax.base.evaluating import evaluating
+from triax.inference.engine import init_inference
+from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.testing import RankFailure
 
 WIDTH, ROWS, STEPS = 4, 3, 2
@@ -103,7 +106,10 @@ class BackwardHook(Part):
 
 class BackwardPreHook(Part):
     def begin(self) -> None:
-        self.linear.register_full_backward_pre_hook(lambda module, outputs: (outputs[0] * MASK,))
+        self.linear.register_full_backward_pre_hook(self.mask)
+
+    def mask(self, module: nn.Module, outputs: Any) -> Any:
+        return (outputs[0] * MASK,)
 
 
 class ForwardHooks(Part):
@@ -141,7 +147,7 @@ class Gradient(Part):
 
 class Jacobian(Part):
     def forward(self, x: Tensor) -> Tensor:
-        y, slope = torch.func.jvp(lambda x: self.linear(x).tanh(), (x,), (torch.ones_like(x),))
+        y, slope, *_ = torch.func.jvp(lambda x: self.linear(x).tanh(), (x,), (torch.ones_like(x),))
         return y + slope + x
 
 
@@ -156,7 +162,7 @@ class Rows(Part):
     """Gradients of each sample by themselves: vmap over grad over functional_call."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weights = dict(self.linear.named_parameters())
+        weights: dict[str, Tensor] = dict(self.linear.named_parameters())
 
         def energy(row: Tensor) -> Tensor:
             return torch.func.functional_call(self.linear, weights, row).tanh().sum()
@@ -382,7 +388,7 @@ class Program(NamedTuple):
     pipe: int
     data: int
     schedule: str
-    stage: int
+    stage: Any
     recompute: str
     microbatches: int
     seed: int
@@ -672,3 +678,47 @@ def refused(kind: str) -> str:
 )
 def test_weights_that_cannot_be_laid_out_are_named(ranks: Any, kind: str, words: str) -> None:
     assert all(words in text for text in ranks(2, refused, kind))
+
+
+class Merged(nn.Linear):
+    """Linear layer that merges an adapter while it evaluates, as LoRA layers do."""
+
+    merged = False
+
+    def train(self, mode: bool = True) -> Merged:
+        self.merged ^= mode != self.training
+        return super().train(mode)
+
+
+def generate(model: PipelineModule, engine: Any) -> None:
+    init_inference(engine, max_batch=1).generate([[1, 2]], 3)
+
+
+def stop_a_stream(model: PipelineModule, engine: Any) -> None:
+    next(init_inference(engine, max_batch=1).stream([[1, 2]], 3))
+    model.train()
+    model.layers["1"].eval()
+
+
+def fail_to_evaluate(model: PipelineModule, engine: Any) -> None:
+    with pytest.raises(RuntimeError, match="failed at"):
+        engine.eval_batch(iter([("no tensor", torch.zeros(1, 2, dtype=torch.long))]))
+
+
+@pytest.mark.parametrize("use", [generate, stop_a_stream, fail_to_evaluate])
+def test_each_module_gets_its_own_mode_back(use: Callable[[PipelineModule, Any], None]) -> None:
+    """What the user had put in evaluation mode was in training mode after an evaluation."""
+    grid = Grid()
+    model = PipelineModule(gpt_layers(GPTConfig(11, 8, 8, 2, 2)), grid=grid, loss_fn=GPTLoss(grid, vocab_size=11))
+    engine = triax.Engine(model, optimizer=partial(torch.optim.SGD, lr=0.1), batch=1)
+    model.layers["1"].eval()
+    before = [module.training for module in model.modules()]
+    use(model, engine)
+    assert [module.training for module in model.modules()] == before and len({*before}) == 2
+
+
+def test_a_change_of_mode_is_undone_by_the_modules_own_method() -> None:
+    parts = [Merged(2, 2), Merged(2, 2).eval()]
+    with evaluating(nn.ModuleList(parts)):
+        assert [(part.training, part.merged) for part in parts] == [(False, True)] * 2
+    assert [(part.training, part.merged) for part in parts] == [(True, False), (False, True)]
