@@ -421,6 +421,10 @@ RECOMPUTE: dict[str, Any] = {
     "pairs": {"interval": 2},
     "matmul": {"interval": 1, "granularity": "matmul"},
 }
+PASSES: dict[str, Any] = {  # passes over the schedule
+    "op": {"recompute": 1.0},
+    "offload": {"offload": triax.OffloadActivations(device="cpu", copy_time=0.1)},
+}
 GRIDS = ((1, 1), (2, 1), (1, 2), (2, 2))
 REFUSED = ("ForeignRandom", "LateModule", "LateParameter")  # in some programs, or in all
 GLOBAL = ("PythonRandom", "NumpyRandom", "TorchRandom")  # the layers of one process share the generator
@@ -438,9 +442,12 @@ def drawn(seed: int) -> Program:
     schedule = draw.choice(SCHEDULES)
     pipe, data = draw.choice(GRIDS)
     pipe = 1 if schedule == "module" else pipe
-    recompute = draw.choice([*RECOMPUTE])
-    recompute = "each" if schedule == "module" and recompute == "pairs" else recompute
     microbatches = draw.choice((4, 5)) if schedule == "dualpipe-v" else draw.choice((2, 4))
+    recompute = draw.choice([*RECOMPUTE, *PASSES])
+    recompute = "each" if schedule == "module" and recompute in ("pairs", *PASSES) else recompute
+    if recompute in PASSES:  # whether a layer runs again depends on the schedule
+        layers = ["Plain" if name in ("Gradient", "Rows", "ForeignRandom") else name for name in layers]
+        microbatches = max(microbatches, 4)
     return Program(tuple(layers), pipe, data, schedule, draw.randrange(4), recompute, microbatches, seed)
 
 
@@ -490,7 +497,7 @@ def on_a_grid(program: Program) -> Record:
         "optimizer": partial(torch.optim.SGD, lr=0.1),
         "batch": triax.Batch(size=ROWS * program.microbatches * program.data, microbatch=ROWS),
         "zero": triax.Zero(stage=program.stage),
-        "recompute": triax.Recomputation(**RECOMPUTE[program.recompute]),
+        "recompute": triax.Recomputation(**RECOMPUTE.get(program.recompute, {})),
     }
     model: Any
     losses: list[float] = []
@@ -506,7 +513,8 @@ def on_a_grid(program: Program) -> Record:
         model = PipelineModule(
             specs, grid=grid, loss_fn=F.mse_loss, dtype=torch.float64, partition="uniform", seed=program.seed
         )
-        engine = triax.Engine(model, schedule=program.schedule, **common)
+        schedule = triax.ScheduleOptions(name=program.schedule, **PASSES.get(program.recompute, {}))
+        engine = triax.Engine(model, schedule=schedule, **common)
         layers = [(name, layer) for _, name, layer in model.named_layers()]
         train, evaluate = engine.train_batch, engine.eval_batch
     replica = grid.data.rank
