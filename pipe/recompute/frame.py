@@ -23,7 +23,9 @@ from .generators import generators_in, global_generators
 
 CHECKPOINT = "torch.utils.checkpoint"
 
-_LEAVE_OUT = "leave it out of recomputation, by layers of triax.Recomputation (and no recompute of triax.ScheduleOptions)"
+_LEAVE_OUT = (
+    "leave it out of recomputation, by layers of triax.Recomputation (and no recompute of triax.ScheduleOptions)"
+)
 _COMPARED = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.bool)
 _SAMPLE = 1024  # elements of each saved tensor that are compared
 _MISSING: Any = object()  # in place of an item that a dict did not have
