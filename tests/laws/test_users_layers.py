@@ -29,7 +29,7 @@ from triax.inference.engine import init_inference
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.testing import RankFailure
 
-WIDTH, ROWS, STEPS = 4, 3, 2
+WIDTH, ROWS, STEPS, RATE = 4, 3, 2, 0.02
 MASK = torch.tensor([1.0, 0.0, 1.0, 0.5], dtype=torch.float64)
 LAYERS: dict[str, type[Part]] = {}
 
@@ -142,7 +142,7 @@ class Vmap(Part):
 
 class Gradient(Part):
     def forward(self, x: Tensor) -> Tensor:
-        return torch.func.grad(lambda x: self.linear(x).square().sum())(x) + x
+        return torch.func.grad(lambda x: self.linear(x).tanh().square().sum())(x) + x
 
 
 class Jacobian(Part):
@@ -494,7 +494,7 @@ def on_a_grid(program: Program) -> Record:
     """Run a program with triax, on this rank."""
     grid = Grid(pipe=program.pipe, data=program.data, timeout=30)
     common: Any = {
-        "optimizer": partial(torch.optim.SGD, lr=0.1),
+        "optimizer": partial(torch.optim.SGD, lr=RATE),
         "batch": triax.Batch(size=ROWS * program.microbatches * program.data, microbatch=ROWS),
         "zero": triax.Zero(stage=program.stage),
         "recompute": triax.Recomputation(**RECOMPUTE.get(program.recompute, {})),
@@ -585,7 +585,7 @@ def plainly(program: Program, initial: dict[str, Tensor]) -> list[Record]:
             {f"layers.{n}": torch.zeros_like(p) if p.grad is None else p.grad for n, p in models[0].named_parameters()}
         )
         for replica, model in enumerate(models):
-            torch.optim.SGD(model.parameters(), lr=0.1).step()
+            torch.optim.SGD(model.parameters(), lr=RATE).step()
             if replica:
                 model.load_state_dict(dict(models[0].named_buffers()), strict=False)
             set_generators(states[replica])
