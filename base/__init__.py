@@ -13,6 +13,7 @@ safetensors_header.py: header of safetensors files, made and read.
 safetensors.py: writer of safetensors files, tensor by tensor.
 source_hashes.py: hashes of the files of Python modules.
 autograd.py: marks in the graph, weak hooks, the casts of autocast.
+evaluating.py: evaluation mode of a module for a while.
 uncompiled.py: functions that torch.compile leaves out of its graphs.
 files.py: reading of files from elsewhere: regular ones, and never a FIFO that has no writer.
 folder_files.py: files of a folder that take the place of earlier ones together.

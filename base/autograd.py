@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 from weakref import WeakMethod, ref
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from .nest import map_tensors, tensors_of
 
@@ -87,20 +89,55 @@ class _Callback:
         self._call()
 
 
-def weak(method: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
-    """Return a hook for a parameter that calls a method, but does not keep the method's object alive.
+class WeakHook:
+    """Hook of a parameter or tensor that calls a method, but does not keep the method's object alive.
 
     Once the object is freed, the hook does nothing. A hook that held the object would keep it alive forever, together
     with its grid's sockets and threads, because Python's garbage collector does not follow hooks of tensors that C++
     also refers to.
     """
-    function, reference = method.__func__, ref(method.__self__)  # type: ignore[attr-defined]  # faster than WeakMethod
 
-    def hook(parameter: Tensor) -> None:
-        if (owner := reference()) is not None:
-            function(owner, parameter)
+    __slots__ = ("_function", "_reference")
 
-    return hook
+    def __init__(self, method: Callable[[Tensor], None]) -> None:
+        # Faster than WeakMethod.
+        self._function, self._reference = method.__func__, ref(method.__self__)  # type: ignore[attr-defined]
+
+    def __call__(self, tensor: Tensor) -> None:
+        if (owner := self._reference()) is not None:
+            self._function(owner, tensor)
+
+
+@contextmanager
+def saved_through(
+    pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor], what: str, otherwise: str
+) -> Iterator[None]:
+    """Context in which autograd saves tensors through two functions.
+
+    Args:
+        pack, unpack: as those of ``saved_tensors_hooks``.
+        what, otherwise: for the error where torch does not allow these hooks: what needs them, and how to do without.
+
+    Raises:
+        RuntimeError: a gradient transform of ``torch.func`` is used within.
+    """
+    try:
+        with saved_tensors_hooks(pack, unpack):
+            yield
+    except RuntimeError as error:
+        if "torch.func.{" not in str(error):  # torch's own message, before a rank's name is put in front
+            raise
+        raise RuntimeError(
+            f"{what} does not work, because a layer calls torch.func.grad, vjp, jacrev or hessian, within which torch "
+            "allows no hooks on saved tensors: use "
+            f"torch.autograd.grad(..., create_graph=True), torch.func.jvp or vmap, or {otherwise}"
+        ) from error
+
+
+def sees_sums(parameter: Tensor) -> bool:
+    """Return True if user code has a hook that reads ``.grad`` after autograd has added to it."""
+    hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return bool(hooks) and any(type(hook) is not WeakHook for hook in hooks.values())
 
 
 def backward_task() -> int:

@@ -8,6 +8,7 @@ module_engine.py      ModuleEngine: forward, ``backward`` and ``step`` of any ``
 optimizer_step.py     OptimizerStep: sums loss and squares over ranks, the norm (zero/norm.py), computes the one divisor
                       of the gradients, by which zero/optimizer.py divides them in its step
 replica_buffers.py    ReplicaBuffers: batch norm's statistics and other buffers, equal on all replicas
+replica_rows.py       ReplicaRows: warning of replicas that train on the same rows
 named_losses.py       terms and metrics of a ``loss_fn`` that names its losses: weights before a batch, values after it
 named_parameters.py   parameters with their whole-model names
 step_observer.py      StepObserver: base class of observers of steps, which may leave a step out

@@ -50,6 +50,7 @@ from .named_parameters import named_parameters
 from .observer import RecordingObserver
 from .optimizer_step import OptimizerStep
 from .replica_buffers import ReplicaBuffers
+from .replica_rows import ReplicaRows
 from .setup.arguments import (
     Groups,
     check_arguments,
@@ -133,6 +134,7 @@ class Engine:
         auxiliary: auxiliary losses and expert loads, if the model has a mixture of experts.
         named_losses: terms and metrics of the loss, if it names them.
         parts: contexts around the named parts of a step, for measurements.
+        replica_rows: warns once if replicas train on the same rows.
         observers: observers of steps, which each step calls in order.
         observer: the first of them; records, prints and traces steps.
         loss_scaler: fp16's loss scale; None without fp16.
@@ -294,6 +296,7 @@ class Engine:
         self.lr_scheduler = make(self.optimizer) if make and self.optimizer else None
         self.training_dataloader = None if data is None else self.make_loader(data, parts.collate_fn)
         self.replicas: SynchronousReplicas | LocalReplicas | FaultTolerantReplicas = SynchronousReplicas(self.grid)
+        self.replica_rows = ReplicaRows(self._step_grid)
         self._shared_buffers: ReplicaBuffers | None = None  # after local updates have given replicas equal weights
         self.replica_state: ReplicaState | None = None
         if self._strategy is not None:

@@ -15,6 +15,7 @@ import operator
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from ..base.option_error import Note
 from ..context.part_loss import share_of_mean, share_of_terms
 from ..grid import Grid
 from ..grid.comm.traffic import Sent
+from ..grid.layout import require_plain
 from ..grid.loss_terms import Loss, NamedLosses, described_form, is_named
 from ..moe.auxiliary_steps import AuxiliarySteps, bind_auxiliary
 from ..optim.loss_scale import process_scales, rescaled
@@ -105,6 +107,7 @@ class ModuleEngine(Engine):
             self._warn(Note("schedule", text))
         leaves = self.options.zero.leaf_modules
         set_listed_leaf_modules(model, [*leaves.classes], [*leaves.names], [*leaves.name_suffixes])
+        require_plain(chain(model.named_parameters(), model.named_buffers()), type(model).__name__)
         to_device(model, self.grid)
 
     def _build(self, schedule: None, parts: TrainingParts) -> None:
@@ -174,6 +177,7 @@ class ModuleEngine(Engine):
             if self._options.weight_dtype is not None or self.device.type != "cpu":
                 args, kwargs = map_tensors(self._cast, args), map_tensors(self._cast, kwargs)
             if graph and trains:
+                self.replica_rows.see((args, kwargs))
                 self._begin_step()
                 self._forwards += 1
             counting = self.accounts.counting() if trains else nullcontext()
@@ -412,6 +416,7 @@ class ModuleEngine(Engine):
 
     def _step(self, grid: Grid, optimizer: ModuleOptimizer, lr_kwargs: Mapping[str, Any] | None) -> None:
         self.backward_passes.require_unchanged()
+        self.replica_rows.compare()
         reduced = self.backward_passes.reduced
         with self.parts("reduce"):
             self.backward_passes.reduce()

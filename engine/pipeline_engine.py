@@ -20,6 +20,7 @@ from ..agreement.failure import all_or_none
 from ..base.accelerators import is_accelerator
 from ..base.checks import check_count
 from ..base.errors import AgreedError, ConfigError
+from ..base.evaluating import evaluating
 from ..base.option_error import Note, OptionError
 from ..data.dataloader import RepeatingLoader
 from ..grid import Grid, layout_of
@@ -42,6 +43,7 @@ from ..pipe.schema import Schema, flatten, unflatten
 from ..zero.bucketing import cast
 from ..zero.data_axis import ZeroDataAxis
 from ..zero.managed import ManagedParameter
+from ..zero.module_tree import ModuleTree
 from ..zero.offload import DiskMemory, Memory
 from ..zero.optimizer_modes import with_modes
 from ..zero.state_dict_guard import guard_state_dict
@@ -131,11 +133,8 @@ class PipelineEngine(Engine):
         module.dropout_state.seed = options.seed
 
         module.training_started = True
-        self._trainable_at_start = {parameter for parameter in module.parameters() if parameter.requires_grad}
-        self._loss_fn = module.loss_fn
-        # The dict that holds each parameter: a step checks that it still does, without a walk over the modules.
-        modules = list(module.modules())
-        self._owners = [(m._parameters, key, p) for m in modules for key, p in m._parameters.items() if p is not None]
+        self._frozen_at_start = [parameter for parameter in module.parameters() if not parameter.requires_grad]
+        self._tree = ModuleTree(module, {parameter for _, group in parts.groups for parameter in group})
         self.data_axis = ZeroDataAxis(
             _managed(module, parts.groups),
             self._step_grid,
@@ -262,6 +261,9 @@ class PipelineEngine(Engine):
             self.observer.count_tokens(microbatch.inputs)
         if data_iter is None and self.training_dataloader is not None and not self.feed.reads:
             self.training_dataloader.advance(self.batch.accumulation)
+        elif data_iter is not None and self.module.is_first:
+            self.replica_rows.see(microbatches[0].inputs)
+            self.replica_rows.compare()
         if changed:
             self.executor.forget_schemas()
         if not self.module.training:
@@ -332,6 +334,8 @@ class PipelineEngine(Engine):
             result = self.executor.run(self.program, microbatches)
         self.feed.wait_sent()
         self._require_tied_buffers()
+        if (problem := self._tree.problem()) is not None:  # a forward pass has changed the model
+            raise RuntimeError(problem)
         with self.parts("reduce"):
             self.data_axis.finish()
         if self.auxiliary:
@@ -403,17 +407,18 @@ class PipelineEngine(Engine):
         """
         count = self.batch.accumulation if num_micro_batches is None else num_micro_batches
         check_count("eval_batch", num_micro_batches=count)
-        with self.all_or_none("eval_batch"), torch.no_grad(), self.replicas.evaluating() as grid:
+        with (
+            self.all_or_none("eval_batch"),
+            torch.no_grad(),
+            self.replicas.evaluating() as grid,
+            evaluating(self.module),
+        ):
             microbatches, changed = self.feed.fetch(grid, data_iter, count, "eval_batch")
             if changed:
                 self.executor.forget_schemas()
-            program, training = self._evaluation(count), self.module.training
-            self.module.eval()
+            program = self._evaluation(count)
             self.executor.clock = None
-            try:
-                result = self.executor.run(program, microbatches, outputs=return_logits, loss=compute_loss)
-            finally:
-                self.module.train(training)
+            result = self.executor.run(program, microbatches, outputs=return_logits, loss=compute_loss)
             self.feed.wait_sent()
             loss = None
             if compute_loss:
@@ -456,7 +461,20 @@ class PipelineEngine(Engine):
         """Return the whole model's weights and persistent buffers under its own names, on every rank. Collective."""
         held = {name: (layout_of(buffer), buffer) for name, buffer, _ in buffers(self.module, self.grid.pipe.rank)}
         with self.replicas.reading() as grid:
-            return assemble(grid, {**self.shards("weights"), **held})
+            return self._in_list_order(assemble(grid, {**self.shards("weights"), **held}))
+
+    def gather(self, what: str = "weights") -> dict[str, Tensor]:
+        """Return the model's unsharded tensors in the order of the list of layers, as ``Engine.gather``."""
+        return self._in_list_order(super().gather(what))
+
+    def _in_list_order(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Sort tensors by the layers to which they belong, whatever ranks have these; a loss module comes last."""
+
+        def place(name: str) -> int:
+            first, layer, *_ = name.split(".")
+            return int(layer) if first == "layers" else len(self.module.layer_specs)
+
+        return {name: whole[name] for name in sorted(whole, key=place)}
 
     def _lower(self, schedule: Schedule) -> Program:
         zero, recompute = self.options.zero, self.options.recompute
@@ -493,26 +511,12 @@ class PipelineEngine(Engine):
         if name is not None:
             return (
                 f"{self.grid.describe()}: {name} is no longer where this engine steps it, because the model was given "
-                "to another engine, was moved or cast, or its parameters were assigned to. Do that before "
-                "the engine is made"
+                "to another engine, was moved or cast. Do that before the engine is made"
             )
-        loss_fn = self.module.loss_fn
-        if (
-            loss_fn is not self._loss_fn
-            and isinstance(loss_fn, nn.Module)
-            and any(
-                parameter.requires_grad and parameter not in self._trainable_at_start
-                for parameter in loss_fn.parameters()
-            )
-        ):
-            return (
-                f"{self.grid.describe()}: loss_fn was replaced by a {type(loss_fn).__name__}, whose parameters the "
-                "optimizer does not have: set model.loss_fn before the engine is made"
-            )
-        for owner, key, parameter in self._owners:
-            if owner.get(key) is not parameter:
-                return f"{self.grid.describe()}: {key} was replaced after the engine was made: replace it before"
-            if parameter.requires_grad and parameter not in self._trainable_at_start:
+        if (problem := self.data_axis.misled_hook() or self._tree.problem()) is not None:
+            return f"{self.grid.describe()}: {problem}"
+        for parameter in self._frozen_at_start:
+            if parameter.requires_grad:
                 return (
                     f"{self.grid.describe()}: {layout_of(parameter).name} was frozen when the engine was made, so the "
                     "optimizer does not have it. Let all parameters that will be trained require gradients when the "

@@ -6,13 +6,14 @@ which the gradient is reduced, which rank counts it in the gradient norm, its Ze
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .comm.axis import Axis
 from .ranges import shard_shape, split
@@ -242,6 +243,29 @@ def layout_of(parameter: Tensor) -> Layout:
     """Return a parameter's layout. A parameter without one is taken to be replicated over the tensor axis."""
     layout = getattr(parameter, _ATTRIBUTE, None)
     return layout if isinstance(layout, Layout) else Layout(tuple(parameter.shape))
+
+
+def require_plain(named: Iterable[tuple[str, Tensor]], of: str) -> None:
+    """Refuse tensors of lazy modules, which have no shape yet, and DTensors, which another library has sharded.
+
+    Args:
+        named: parameters and buffers, with their names.
+        of: what they are part of, for the message.
+
+    Raises:
+        ValueError: there is such a tensor.
+    """
+    for name, tensor in named:
+        if is_lazy(tensor):
+            raise ValueError(
+                f"{name} of {of} has no shape yet: give the sizes of its layer (nn.Linear in place of nn.LazyLinear), "
+                "or run the module once on a sample before"
+            )
+        if type(tensor).__name__ == "DTensor":  # the class itself is imported by nothing else here
+            raise ValueError(
+                f"{name} of {of} is a DTensor, which another library has sharded: give the module before "
+                "distribute_tensor, parallelize_module or fully_shard; triax shards its plain tensors"
+            )
 
 
 def set_layout(parameter: nn.Parameter, layout: Layout) -> None:

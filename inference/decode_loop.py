@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import AgreedError
+from ..base.evaluating import evaluating
 from ..context.order import runs, shard
 from ..grid import Axis, Pending
 from ..models.log_probs import label_log_probs
@@ -141,7 +142,6 @@ class DecodeLoop:
         modules = list(module.modules())
         sharded = [m for m in modules if getattr(m, "sequence_parallel", False)]
         cut = [(m, axis) for m in modules if isinstance(axis := getattr(m, "context", None), Axis)]
-        training = [m for m in modules if m.training]
         run_hook = module.run_hook
         for layer in layers_with_cache(module):
             layer.cache = self._cache
@@ -149,14 +149,12 @@ class DecodeLoop:
             layer.sequence_parallel = False  # type: ignore[assignment]  # a sequence of one token cannot be sharded
         for layer, axis in cut:
             layer.context = Axis(axis.name, [self._grid.rank], self._grid.rank, None)  # type: ignore[assignment]
-        module.eval()
         module.run_hook = self._run_layer
         try:
-            yield
+            with evaluating(module):
+                yield
         finally:
             module.run_hook = run_hook
-            for layer in training:
-                layer.training = True
             for layer in sharded:
                 layer.sequence_parallel = True  # type: ignore[assignment]
             for layer, axis in cut:

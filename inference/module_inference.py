@@ -12,6 +12,7 @@ from torch import nn
 
 from ..base.accelerators import is_accelerator, move_module
 from ..base.errors import ConfigError
+from ..base.evaluating import evaluating
 from ..engine.base import Engine
 from ..grid import Grid
 from ..models.huggingface.parallelize import parallelize
@@ -103,13 +104,8 @@ class ModuleInference(nn.Module):
         if trainer is None:
             yield
             return
-        training = trainer.module.training
-        trainer.module.eval()
-        try:
-            with trainer.whole_weights():
-                yield
-        finally:
-            trainer.module.train(training)
+        with evaluating(trainer.module), trainer.whole_weights():
+            yield
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model: the loss or the outputs that it returns."""

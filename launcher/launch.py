@@ -29,6 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -161,10 +162,9 @@ def outcome_of(
             multiprocessing.forkserver.ensure_running()
         if logs is not None:
             logs.mkdir(parents=True, exist_ok=True)
-            # Hosts may share a file system: the first one removes old files before the others have started any rank.
-            first = rendezvous is None and (hosts is None or hosts.node == 0)
-            for old in logs.glob("rank-*.log") if first else ():
-                old.unlink()
+            # Hosts may share a file system: the first one moves old files before the others have started any rank.
+            if rendezvous is None and (hosts is None or hosts.node == 0):
+                put_aside(logs)
         told = {**defaults, **(environment or {})} if hosts is not None or environment else {}
         folder = str(logs) if logs else None
         # torch's own list, and the signal by which Slurm announces the time limit.
@@ -180,6 +180,19 @@ def outcome_of(
             os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
         with tail:
             return _run(job, ranks, topology, restarts, hosts, rendezvous, grace)
+
+
+def put_aside(logs: Path) -> None:
+    """Move the logs of an earlier run's ranks into a folder that is named by the time of their last line."""
+    earlier = sorted(logs.glob("rank-*.log"))
+    last = datetime.fromtimestamp(max((path.stat().st_mtime for path in earlier), default=0.0))
+    for path in earlier:
+        if path.stat().st_size:
+            folder = logs / f"{last:%Y-%m-%dT%H-%M-%S}"
+            folder.mkdir(exist_ok=True)
+            path.rename(folder / path.name)
+        else:
+            path.unlink()
 
 
 def user_error(message: object) -> NoReturn:

@@ -44,7 +44,7 @@ class Recomputation(Options):
     synchronize: bool = option(False, "Synchronize with the device at the start and end of a group.")
     profile: bool = option(False, "Log the time of recomputation after each step.")
     preserve_rng_state: bool = option(
-        True, "Restore the state of torch's generators for recomputation. triax's Dropout does not need it."
+        True, "Restore the states of random generators for recomputation. triax's Dropout does not need it."
     )
 
     @property

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from ..base.accelerators import is_accelerator
+from ..base.autograd import saved_through
 
 _CHANGED = (
     "a tensor of shape {} that the backward pass needs was changed in place after a layer had used it, so its "
@@ -83,7 +83,8 @@ class KeptActivations:
 
     def recording(self) -> AbstractContextManager[Any]:
         """Return the context of the stage's forward pass."""
-        return saved_tensors_hooks(self._pack, _unpack)
+        what = "offload of a stage's activations"
+        return saved_through(self._pack, _unpack, what, "leave offload of triax.ScheduleOptions out")
 
     def pieces(self) -> list[_OffloadedStorage]:
         """Return all storages, for an offload; from now on they have no other owner here.

@@ -8,8 +8,9 @@ other tensors that the backward pass keeps are freed by then.
 It works at torch's function calls (``F.linear``, ``F.conv2d``, ``F.embedding``, ...), so for any module made of torch's
 layers. Another function that ``torch.overrides`` sees can define its own split by an attribute ``deferred``: the same
 function with the queue as first argument (column-parallel products do, since their backward has collectives). A
-weight that is used in another way (``x @ weight``, in a recurrent layer or ``nn.MultiheadAttention``, or computed from
-other tensors) gets its gradient at once: it is correct, only not deferred.
+weight that is used in another way (``x @ weight``, in a recurrent layer or ``nn.MultiheadAttention``, under a
+transform of ``torch.func``, or computed from other tensors) or that has hooks gets its gradient at once: it is correct,
+only not deferred.
 
 Under autocast a product's node casts as autocast does, in both halves. It keeps the weight uncast and casts it
 again in the backward pass: autograd would keep a low-precision copy of every weight for every microbatch.
@@ -26,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
-from ..base.autograd import cast, product_dtype
+from ..base.autograd import cast, product_dtype, sees_sums
 
 Accumulate = Callable[[Tensor], object]  # adds one contribution to a gradient
 
@@ -56,12 +57,13 @@ class Deferred:
     def takes(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         """Return True if the gradients of ``weight`` and ``bias`` may be computed later than the gradient of ``x``.
 
-        Each must be a leaf without tensor hooks: then only its own ``.grad`` depends on its gradient.
+        Each must be a leaf without hooks of the user: then only its own ``.grad`` depends on its gradient. A transform
+        of ``torch.func`` takes no function with a backward pass of its own.
         """
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return False
         parameters = [p for p in (weight, bias) if p is not None and p.requires_grad]
-        return bool(parameters) and all(p.is_leaf and not p._backward_hooks for p in parameters)
+        return bool(parameters) and all(p.is_leaf and not p._backward_hooks and not sees_sums(p) for p in parameters)
 
     def add(self, parameter: Tensor, accumulate: Accumulate) -> None:
         """Queue one contribution to a parameter's gradient.
@@ -129,7 +131,7 @@ def unsplit() -> Iterator[None]:
 
 
 def _linear(deferred: Deferred, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    if not deferred.takes(input, weight, bias):
+    if weight.dim() != 2 or not deferred.takes(input, weight, bias):
         return None
     dtype = product_dtype(input)
     x = cast(input, dtype)

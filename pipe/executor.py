@@ -540,7 +540,8 @@ class Executor:
             return run(value, losses=lists.pop() if lists else [])
 
         parts = stateful(module for _, module in self._module.modules_of(stage))
-        return run_to_recompute(self._grid, self._module.dropout_state, f"stage {stage}", parts, pass_, value)
+        first = not any(at == stage for at, _ in self._checked)
+        return run_to_recompute(self._grid, self._module.dropout_state, f"stage {stage}", parts, pass_, value, first)
 
     def _recompute(self, op: Op) -> None:
         """Run a forward pass again, which kept its input only."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator, Mapping
 from itertools import count as numbers
 from typing import Any
@@ -96,13 +97,15 @@ class MicrobatchFeed:
             RuntimeError: on every rank, if a rank makes another call, or runs another number of microbatches.
         """
         items: list[MicrobatchItem] = []
+        cause: BaseException | None = None
         formats = [[0, 0, 0, 0]] * count
         if problem is None and self.reads:
             try:
                 items, formats = self._read(data_iter, count)
             except _BadData as error:
-                problem = f"{grid.describe()}: {error}"
-        new_formats, new_trained = self._agree(grid, formats, problem, f"{call} of {count} microbatches")
+                problem, cause = f"{grid.describe()}: {error}", error.__cause__
+        call = f"{call} of {count} microbatches"
+        new_formats, new_trained = self._agree(grid, formats, call, problem, cause)
         if new_formats:
             self._share_formats(grid, items, formats)
         return self._microbatches(items), new_trained
@@ -129,7 +132,9 @@ class MicrobatchFeed:
                 ) from None
             except Exception as error:
                 what = f"{type(error).__name__}: {error}"
-                raise _BadData(f"the data iterator failed at microbatch {index}: {what}") from error
+                at = traceback.extract_tb(error.__traceback__)[-1]
+                where = f"microbatch {index}, in line {at.lineno} of {at.filename}"
+                raise _BadData(f"the data iterator failed at {where}: {what}") from error
             if isinstance(item, Mapping) and getattr(self._module.loss_fn, "next_tokens", False):
                 raise _BadData(
                     f"microbatch {index} is a dict, whose labels are taken to be the token ids themselves, as "
@@ -168,14 +173,17 @@ class MicrobatchFeed:
             self._field_schemas[schema] = next(self._field_numbers)
         return self._field_schemas[schema]
 
-    def _agree(self, grid: Grid, formats: list[Format], problem: str | None, call: str) -> tuple[bool, bool]:
+    def _agree(
+        self, grid: Grid, formats: list[Format], call: str, problem: str | None, cause: BaseException | None
+    ) -> tuple[bool, bool]:
         """Find out whether formats, or the set of trained parameters, changed since the last step. Collective.
 
         Args:
             grid: grid whose ranks run the microbatches.
             formats: this rank's formats.
-            problem: reason why this rank cannot run the microbatches, or None.
             call: the call that all ranks make.
+            problem: reason why this rank cannot run the microbatches, or None.
+            cause: the error behind it, if there is one.
 
         Returns:
             (formats changed on any rank, trained parameters changed on any rank), equal on all ranks.
@@ -189,7 +197,7 @@ class MicrobatchFeed:
         failed, new_trained, new_formats = map(bool, begin_call(grid, call, [failed, new_trained, new_formats]))
         if failed:
             reasons = [reason for reason in grid.world.all_gather_json(problem) if reason]
-            raise AgreedError(reasons[0])
+            raise AgreedError(reasons[0]) from cause
         self._trained = trained
         return new_formats, new_trained
 

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from ..base.checks import check_count, check_kind, check_seed
 from ..base.entry_points import offered
 from ..grid import Axis, Grid, Layout, layout_of
 from ..grid.auxiliary import AuxiliaryLayer, AuxiliaryLosses
-from ..grid.layout import rename
+from ..grid.layout import rename, require_plain
 from ..grid.loss_terms import NamedLosses, WithLoss, is_named, named_losses
 from ..randomness.random import DropoutState, SampleRandom, seeded
 from .chunked_loss import LastLayer
@@ -216,6 +216,10 @@ class PipelineModule(nn.Module):
         self.training_started = False
         # The whole model: its list, cut into stages, and the weights that are tied.
         self._list = list(layers)
+        for index, entry in enumerate([*self._list, loss_fn]):
+            if isinstance(entry, nn.Module):
+                what = f"layer {index} ({typename(entry)})" if index < len(self._list) else "loss_fn"
+                require_plain(chain(entry.named_parameters(), entry.named_buffers()), what)
         _check_costs(costs, self.partition, len(self._list))
         self.costs = costs
         self._sources = sources(self._list)

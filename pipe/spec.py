@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..grid import Grid
+from ..grid.layout import require_plain
 
 
 class LayerSpec:
@@ -54,6 +56,7 @@ class LayerSpec:
         layer = self.cls(*self.args, **kwargs)
         if not isinstance(layer, nn.Module):
             raise TypeError(f"{self} made a {type(layer).__name__}: give a class or function that makes an nn.Module")
+        require_plain(chain(layer.named_parameters(), layer.named_buffers()), str(self))
         return layer
 
     @property

@@ -325,13 +325,19 @@ class TrainingRun:
         drawn = {} if self.method is None else self.method.metrics
         return {name: drawn[name] for name in _OF_A_DRAW if name in drawn} | self.engine.metrics
 
-    def save(self) -> None:
-        """Write a checkpoint now, and wait until it is written. Collective."""
+    def save(self) -> str | None:
+        """Write a checkpoint now, and wait until it is written. Return why it was not written. Collective."""
         folder, every = self.job.checkpoints, self.job.options.checkpoint.every
-        if folder is not None:
-            if every is None or self.step % every:
-                self.engine.save_checkpoint(folder, client_state=self.engine.client_state)
-            self.engine.wait_for_checkpoint()
+        if folder is None:
+            return None
+        if every is None or self.step % every:
+            self.engine.save_checkpoint(folder, client_state=self.engine.client_state)
+        self.engine.wait_for_checkpoint()
+        reason = self.engine.checkpointer.problem
+        if reason is None:
+            return None
+        again = "Make room, and start the same training file again"
+        return f"the last checkpoint, of step {self.step}, was not written to {folder}: {reason}. {again}"
 
     def sample(self) -> str | None:
         """Return the sample: the prompt and what the model adds, equal on every rank. Collective."""
@@ -393,7 +399,7 @@ class TrainingRun:
     def _finish(self, validation: float | None) -> None:
         """Save, write the model, and say how the run ended."""
         job, report = self.job, self.report
-        self.save()
+        unsaved = self.save()
         name, compared = "", 0.0
         if self._baseline is not None and isinstance(self.evaluation, Evaluation) and self.grid.rank == 0:
             name, compared = self._baseline(self.evaluation)
@@ -435,7 +441,7 @@ class TrainingRun:
         if job.export is not None and problem is None:
             report.say(f"the model is in {job.export}: triax generate {job.export} --prompt ...")
         report.draw(job.schedule, {name: compared} if name else {})
-        if problem := problem or self.best_problem:
+        if problem := problem or self.best_problem or unsaved:
             user_error(problem)
 
     def _export(self, folder: Path) -> str | None:

@@ -1,6 +1,7 @@
 """ZeRO: weights, gradients and optimizer state sharded over the replicas of the data axis.
 
 Layout of the parameters:
+    module_tree.py: changes of a module that a step would ignore
     managed.py: a parameter as the data axis manages it, and the key by which parameters share a bucket
     flat.py: layout of parameters in flat, padded buckets, and the range that each rank owns; no torch
     released_parameter.py: the class of a released parameter: an error that names it where its values are used

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..base.autograd import sees_sums
 from ..grid import Axis
 from ..grid.grid import Grid
 from .axis_options import ZeroOptions
@@ -195,6 +196,20 @@ class ZeroDataAxis:
     def displaced(self) -> str | None:
         """Return the name of a parameter that is no longer a view of its bucket, so that a step would not change it."""
         return next((name for bucket in self.buckets if (name := bucket.displaced()) is not None), None)
+
+    def misled_hook(self) -> str | None:
+        """Return what is wrong if a user's hook would read ``.grad`` where it never has the sum of a step's passes."""
+        for bucket in self.buckets:
+            for member in () if bucket.direct else bucket.members:
+                if sees_sums(member.parameter):
+                    return (
+                        f"{member.layout.name} has a hook of register_post_accumulate_grad_hook, but its p.grad never "
+                        "holds the sum of the step's backward passes: stages 2 and 3 of ZeRO reduce the gradient of "
+                        "each pass, and gradients of another dtype than the weight's are summed elsewhere. For a "
+                        "linear change, such as a mask, use p.register_hook, whose function returns the changed "
+                        "gradient; or use stage 1"
+                    )
+        return None
 
     def offloaded(self) -> dict[str, dict[str, int]]:
         """Return the offloaded bytes of this rank: place (``cpu``, ``nvme``) -> their purpose -> bytes."""

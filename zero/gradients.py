@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ..agreement.failure import wait_for
-from ..base.autograd import weak
+from ..base.autograd import WeakHook
 from ..grid import Axis, Grid
 from ..grid.comm.pending import Pending, Then
 from .axis_options import ZeroOptions
@@ -112,7 +112,7 @@ class GradientReducer:
 
     def _hook(self, buckets: Iterable[Bucket], hook: Callable[[Tensor], None] | None = None) -> list[RemovableHandle]:
         """Call a hook, by default ``_visited``, with each parameter of the buckets when it has its gradient."""
-        hook = hook or weak(self._visited)
+        hook = hook or WeakHook(self._visited)
         parameters = [member.parameter for bucket in buckets for member in bucket.members]
         return [p.register_post_accumulate_grad_hook(hook) for p in parameters if p.requires_grad]
 
@@ -318,7 +318,7 @@ class GradientReducer:
     @contextmanager
     def _collecting(self, stage: int) -> Iterator[None]:
         """Collect the first gradients of a stage, in a backward pass that does not reduce them."""
-        waiting, hook = self._waiting[stage], weak(self._visited)
+        waiting, hook = self._waiting[stage], WeakHook(self._visited)
         copied = [p for bucket, p in waiting if bucket.is_copied and p.requires_grad] if self._before is None else []
         hooks = [parameter.register_post_accumulate_grad_hook(hook) for parameter in copied]
         try:

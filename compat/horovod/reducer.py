@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...base.autograd import weak
+from ...base.autograd import WeakHook
 from ...grid import Axis, Grid, Pending
 from ...grid.comm.observer import labeled
 from .compression import elementwise
@@ -169,7 +169,7 @@ class Reducer:
         self._passes = passes
         self._next = 0
         self.pending = self.done = False
-        self._handles = [p.register_post_accumulate_grad_hook(weak(self._on_gradient)) for p in self.parameters]
+        self._handles = [p.register_post_accumulate_grad_hook(WeakHook(self._on_gradient)) for p in self.parameters]
         self.begin()
 
     @property

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ...base.errors import ConfigError
+from ...base.evaluating import evaluating
 from ...context.order import gather
 from ...engine.module_engine import ModuleEngine
 from ...engine.pipeline_engine import PipelineEngine
@@ -360,11 +361,9 @@ class Trainer(transformers.Trainer):
         """
         if self._loss_shifts_labels or self.compute_loss_func is not None:
             return True
-        training = self.model.training
-        model.eval()
         compute: Any = super().compute_loss
-        once, again = (compute(model, dict(inputs), num_items_in_batch=number) for number in (count, 2 * count))
-        model.train(training)
+        with evaluating(self.model):
+            once, again = (compute(model, dict(inputs), num_items_in_batch=number) for number in (count, 2 * count))
         flags = torch.tensor([bool(once.isfinite()) and bool(once), bool(once != again)], dtype=torch.int64)
         self.grid.world.all_reduce(flags, op="max")
         known, changed = map(bool, flags.tolist())

@@ -52,6 +52,7 @@ class Checkpointer:
         client_state: the user's values that are saved with automatic checkpoints.
         resumed: path and client state of the checkpoint from which the run goes on.
         writer: writes asynchronous checkpoints. None before the first one.
+        problem: the reason for which the last checkpoint was not written; None if it was, or is being written.
     """
 
     # Path -> the module that an engine of this process saved there.
@@ -62,6 +63,7 @@ class Checkpointer:
         self.client_state: Mapping[str, Any] | None = None
         self.resumed: Loaded = (None, None)
         self.writer: AsyncWriter | None = None
+        self.problem: str | None = None
 
     @cached_property
     def _lineage(self) -> Lineage:
@@ -271,12 +273,13 @@ class Checkpointer:
             Checkpointer._saved[str(folder.absolute() / tag)] = self._engine.module
             snapshot = capture(self._engine, tag, client_state, exclude_frozen)
         if not settings.background:
-            problem = make_writer(grid, snapshot, folder, tag, None, save_latest, self._lineage).run()
-            if problem is None:
+            self.problem = make_writer(grid, snapshot, folder, tag, None, save_latest, self._lineage).run()
+            if self.problem is None:
                 done()
-            return problem
+            return self.problem
 
         def written(problem: str | None) -> None:
+            self.problem = problem
             report_failure(folder, tag, problem)
             if problem is None:
                 done()

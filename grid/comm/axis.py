@@ -25,6 +25,8 @@ from .transport import Transport, copy
 class Axis:
     """Process group of this rank along one axis, or along several joined axes.
 
+    No gradients pass through its collectives: differentiable ones are in ``tensor_parallel/regions.py``.
+
     Attributes:
         name: ``pipe``, ``data``, ``tensor``, or the joined names of several axes.
         ranks: the global ranks of the group's processes, in the axis's order.
@@ -110,7 +112,7 @@ class Axis:
         """
         if self.size == 1:
             return Done()
-        size = tensor.nbytes
+        tensor, size = tensor.detach(), tensor.nbytes
         observed = ObservedOperation(self, "all_reduce", size) if self.observers else None
         self.traffic.add(self.name, "all_reduce", 2 * size / self.size * (self.size - 1))
         pending = self.transport.all_reduce(tensor, op, async_op or self._in_turns)
@@ -119,6 +121,7 @@ class Axis:
     @uncompiled
     def all_gather(self, output: Tensor, tensor: Tensor, async_op: bool = False) -> Pending:
         """Concatenate every rank's tensor along dim 0 of ``output``: (size * n, ...) from (n, ...). Collective."""
+        tensor = tensor.detach()
         if self.size == 1:
             return copy(output, tensor)
         observed = ObservedOperation(self, "all_gather", output.nbytes) if self.observers else None
@@ -129,6 +132,7 @@ class Axis:
     @uncompiled
     def reduce_scatter(self, output: Tensor, tensor: Tensor, async_op: bool = False) -> Pending:
         """Sum a flat tensor over the ranks, and keep this rank's part: (n,) from (size * n,). Collective."""
+        tensor = tensor.detach()
         if self.size == 1:
             return copy(output, tensor)
         size = tensor.nbytes
@@ -157,6 +161,7 @@ class Axis:
             receive: rows of the output that come from each rank.
             send: rows of the tensor that go to each rank. Give both or none. A part may be empty.
         """
+        tensor = tensor.detach()
         if self.size == 1:
             return copy(output, tensor)
         receive, send = receive or [1] * self.size, send or [1] * self.size

@@ -62,7 +62,6 @@ class Transport:
         The number of bytes is that of a ring. Gloo's own all-reduce takes longer (for 1 MB on 2 ranks of 2 cores,
         with nothing else to do, gloo takes 1.6 ms, this method 0.7 ms).
         """
-        tensor = tensor.detach()
         theirs = torch.empty_like(tensor)
         works = self._swap([tensor] * 2, [theirs] * 2, _EXCHANGE)
         All(works).wait()

@@ -25,6 +25,7 @@ def run_to_recompute(
     parts: Sequence[nn.Module],
     function: Callable[[Any], Any],
     value: Any,
+    compares: bool,
 ) -> tuple[Any, Callable[[], None]]:
     """Run a function and keep only its input for the backward pass.
 
@@ -35,6 +36,7 @@ def run_to_recompute(
         parts: modules whose state the second run gets back.
         function: what to run.
         value: its argument, a nest of tensors.
+        compares: compare the values of both runs.
 
     Returns:
         (result, function that runs it again; without that call the backward pass does).
@@ -47,7 +49,7 @@ def run_to_recompute(
             repeated, _ = inputs.restore()
             function(*repeated)
 
-    frame = Frame(run_again, name)
+    frame = Frame(run_again, name, compares=compares)
     with frame.hooks():
         result = function(value)
     state.keep_changed()

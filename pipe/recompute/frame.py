@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,12 +15,19 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import _get_current_function_mode_stack
 
+from ...base.autograd import saved_through
 from ...grid import Grid
 from ...randomness.random import DropoutState
 from ..backward import SplitBackward
+from .generators import generators_in, global_generators
 
 CHECKPOINT = "torch.utils.checkpoint"
 
+_LEAVE_OUT = (
+    "leave it out of recomputation, by layers of triax.Recomputation (and no recompute of triax.ScheduleOptions)"
+)
+_COMPARED = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.bool)
+_SAMPLE = 1024  # elements of each saved tensor that are compared
 _MISSING: Any = object()  # in place of an item that a dict did not have
 _OF_MODULES = frozenset(vars(nn.Module()))
 _TRIAX = __name__.partition(".")[0]
@@ -70,14 +79,16 @@ class Frame:
         run_again: runs the group a second time.
         name: the group's name in messages.
         watches: find out whether the group calls ``torch.utils.checkpoint``. Until ``end_watch`` tensors are kept.
+        compares: compare the values of both runs, in some elements of each saved tensor.
 
     Attributes:
         name: the group's name.
         checkpoints: True if the group was seen to call ``torch.utils.checkpoint``.
     """
 
-    def __init__(self, run_again: Callable[[], None], name: str, watches: bool = False) -> None:
+    def __init__(self, run_again: Callable[[], None], name: str, watches: bool = False, compares: bool = False) -> None:
         self._run_again, self.name = run_again, name
+        self._samples: list[Tensor | None] | None = [] if compares else None
         self._watches, self.checkpoints = watches, False
         active = _get_current_function_mode_stack()
         self._split = next((mode for mode in active if isinstance(mode, SplitBackward)), None)
@@ -91,7 +102,7 @@ class Frame:
 
     def hooks(self) -> AbstractContextManager[None]:
         """Return the context in which the group runs for the first time."""
-        return saved_tensors_hooks(self._pack, _unpack)
+        return saved_through(self._pack, _unpack, f"recomputation of {self.name}", _LEAVE_OUT)
 
     def begin(self) -> None:
         """Run the group again, if a saved tensor is still missing. Called when backward reaches the output."""
@@ -109,7 +120,9 @@ class Frame:
         def pack(tensor: Tensor) -> Tensor:
             nonlocal done
             if (tensor.shape, tensor.dtype) != self._kinds[done]:
-                raise RuntimeError(self._differs(done, f"{tuple(tensor.shape)} {tensor.dtype}"))
+                raise RuntimeError(self._differs(done, f"is {tuple(tensor.shape)} {tensor.dtype}"))
+            if self._samples is not None and not _is_near(self._samples[done], _sample(tensor)):
+                raise RuntimeError(self._differs(done, "has other values"))
             if (value := self._values[done]()) is not None:
                 value.put(tensor)
             done += 1
@@ -125,7 +138,8 @@ class Frame:
         ):
             self._run_again()
         if done < len(self._values):
-            raise RuntimeError(self._differs(done, "missing"))
+            raise RuntimeError(self._differs(done, "is missing"))
+        self._samples = None
 
     @contextmanager
     def _split_as_before(self) -> Iterator[None]:
@@ -148,6 +162,8 @@ class Frame:
         value = SavedValue(self)
         self._values.append(weakref.ref(value))
         self._kinds.append((tensor.shape, tensor.dtype))
+        if self._samples is not None:
+            self._samples.append(_sample(tensor))
         if self._watches:
             value.put(tensor)
             self.checkpoints = self.checkpoints or runs_within(CHECKPOINT)
@@ -165,9 +181,28 @@ class Frame:
         was = f"{tuple(self._kinds[place][0])} {self._kinds[place][1]}"
         return (
             f"{self.name} did something else when computed again: of the {len(self._values)} tensors that autograd "
-            f"saves, number {place} was {was} and is {now}. A recomputed layer may depend on its input, on torch's "
-            "generators and on triax's Dropout, and on nothing else that changes between the two runs"
+            f"saves, number {place} was {was} and {now}. A recomputed layer may depend on its input, buffers and "
+            "attributes, and on random generators that are global (torch's, Python's, numpy's) or are its attributes, "
+            "and on nothing else that changes between the two runs: make what changes an attribute of the layer, or "
+            + _LEAVE_OUT
         )
+
+
+def _sample(tensor: Tensor) -> Tensor | None:
+    """Return some elements of a tensor, at equal distances; None for indices, and for a tensor that has no values."""
+    if tensor.dtype not in _COMPARED or tensor.layout != torch.strided or tensor.is_meta:
+        return None
+    places = torch.linspace(0, tensor.numel() - 1, min(tensor.numel(), _SAMPLE), dtype=torch.float64)
+    return tensor.detach().take(places.long().to(tensor.device))
+
+
+def _is_near(first: Tensor | None, second: Tensor | None) -> bool:
+    """Return True if two samples differ by no more than another order of sums, as of kernels on a GPU, explains."""
+    if first is None or second is None:
+        return True
+    tolerance = math.sqrt(torch.finfo(first.dtype).eps) if first.is_floating_point() else 0.1
+    first, second = first.double().nan_to_num(), second.double().nan_to_num()
+    return bool((first - second).norm() <= tolerance * first.norm())
 
 
 def _unpack(value: SavedValue) -> Tensor:
@@ -194,13 +229,13 @@ def has_own_state(module: nn.Module) -> bool:
 class State:
     """State of the first run, which the second run gets back: modules' state, dropout keys, generators, autocast.
 
-    The state of a module is its buffers and, if the class is a user's, its attributes: numbers, tensors, and the items
-    of its lists and dicts.
+    The state of a module is its buffers and, if the class is a user's, its attributes: numbers, tensors, random
+    generators, and the items of its lists and dicts.
 
     Args:
         grid: grid whose ``device`` tells which random generators to restore.
         dropout: the keys of dropout.
-        generators: restore the states of torch's random generators too.
+        generators: restore the states of random generators too: the global ones, and those of modules.
         parts: the group's modules that may change state.
     """
 
@@ -221,8 +256,9 @@ class State:
         tensors = {id(value): value for _, seen in self._dicts for value in seen.values() if _may_change(value)}
         self._tensors = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
         self._dropout, self._at = dropout, (dropout.step, dropout.samples)
-        self._grid = grid
-        self._generators = self._read_generators() if generators else None
+        held = [*(seen.values() for _, seen in self._dicts), *(items for _, items in self._lists)]
+        self._generators = [*global_generators(grid), *generators_in(chain(*held))] if generators else []
+        self._set_generators = [generator.saved() for generator in self._generators]
         self._autocast = {kind: _autocast(kind) for kind in dict.fromkeys(("cpu", grid.device.type))}
 
     def keep_changed(self) -> None:
@@ -241,7 +277,7 @@ class State:
         """Restore the state of the first run within the context, and the present state after it."""
         dropout = self._dropout
         before, (dropout.step, dropout.samples) = (dropout.step, dropout.samples), self._at
-        now = self._read_generators() if self._generators else None
+        now = [generator.saved() for generator in self._generators]
         values = [tensor.data for tensor, _ in self._tensors]
         lists = [list(each) for each, _ in self._lists]
         dicts = [{name: each.get(name, _MISSING) for name in seen} for each, seen in self._dicts]
@@ -252,7 +288,8 @@ class State:
                 _put(owner, seen)
             for tensor, value in self._tensors:  # in other memory: a buffer that autograd saved stays unchanged
                 tensor.data = value.clone()
-            self._set_generators(self._generators)
+            for write in self._set_generators:
+                write()
             with ExitStack() as stack:
                 for kind, (enabled, dtype) in self._autocast.items():
                     if _autocast(kind) != (enabled, dtype):
@@ -260,23 +297,14 @@ class State:
                 yield
         finally:
             dropout.step, dropout.samples = before
-            self._set_generators(now)
+            for write in now:
+                write()
             for (tensor, _), value in zip(self._tensors, values, strict=True):
                 tensor.data = value
             for (owner, _), last in zip(self._dicts, dicts, strict=True):
                 _put(owner, last)
             for (each, _), items in zip(self._lists, lists, strict=True):
                 each[:] = items
-
-    def _read_generators(self) -> tuple[Tensor, Tensor | None]:
-        """Return the states of torch's generators: the CPU's, and the GPU's if there is one."""
-        return torch.get_rng_state(), self._grid.random_state()
-
-    def _set_generators(self, states: tuple[Tensor, Tensor | None] | None) -> None:
-        if states is not None:
-            torch.set_rng_state(states[0])
-            if states[1] is not None:
-                self._grid.set_random_state(states[1])
 
 
 def _autocast(kind: str) -> tuple[bool, torch.dtype]:

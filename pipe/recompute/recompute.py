@@ -6,7 +6,7 @@ While a group runs for the first time, the tensors that autograd would save are 
 for each of them in the graph (frame.py). When the backward pass asks for the first of them, the group runs again, up
 to the last tensor that is needed. Gradients go through the graph of the first run, so every hook on a parameter fires
 as without recomputation. The second run has the same samples and step (the keys of ``Dropout``), the same state of
-torch's generators and of autocast, and the same buffers and attributes of modules as the first.
+random generators and of autocast, and the same buffers and attributes of modules as the first.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Recompute:
         granularity: ``full``: keep a group's input only. ``matmul``: keep the results of its matrix products (and of
             attention) too. ``selective``: no groups; every module that has a class attribute ``recompute`` recomputes
             the function that it calls through this attribute: the core of attention.
-        preserve_rng_state: give torch's generators the state of the first run.
+        preserve_rng_state: give random generators the states of the first run.
         synchronize: wait for the device before and after each group.
         profile: measure the time, see ``report``.
 
@@ -220,7 +220,7 @@ class Recompute:
                 repeated, named = inputs.restore()
                 function(*repeated, **named)
 
-        frame = Frame(run_again, group.name, watches)
+        frame = Frame(run_again, group.name, watches, compares=group.name not in self._changed)
         with matmuls.recorded(frame) if matmuls else nullcontext(), frame.hooks():
             result = function(*args, **kwargs)
         state.keep_changed()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import logging
+import math
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
@@ -250,3 +253,44 @@ def test_the_key_of_the_configuration() -> None:
     made = engine(Grid(), dataloader_drop_last=False)
     assert len(made.training_dataloader) == 24 and len(engine(Grid()).training_dataloader) == 20
     assert isinstance(made.training_dataloader.batch_sampler, BatchOrder)
+
+
+def warned_of_equal_rows(kind: str, axes: dict[str, Any], same: bool) -> list[str]:
+    """Train two steps, on the same rows or on rows of each replica; return the warnings of this rank."""
+    grid, said = Grid(**axes, timeout=30), io.StringIO()
+    handler = logging.StreamHandler(said)
+    logging.getLogger("triax").addHandler(handler)
+    options: Any = {"optimizer": partial(torch.optim.SGD, lr=0.1), "batch": triax.Batch(microbatch=2)}
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(0 if same else grid.data.rank))
+    try:
+        if kind == "module":
+            engine: Any = triax.Engine(nn.Linear(4, 4), grid=grid, **options)
+        else:
+            layers = [triax.LayerSpec(nn.Linear, 4, 4)] * 2
+            model = triax.PipelineModule(layers, grid=grid, loss_fn=nn.functional.mse_loss)
+            engine = triax.Engine(model, **options)
+        for _ in range(2):
+            if kind == "module":
+                engine.backward(nn.functional.mse_loss(engine(x), x))
+                engine.step()
+            else:
+                engine.train_batch(iter([(x, x)]))
+    finally:
+        logging.getLogger("triax").removeHandler(handler)
+    return [line for line in said.getvalue().splitlines() if "train on the same rows" in line]
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes"),
+    [
+        ("module", {"data": 2}),
+        ("pipeline", {"data": 2}),
+        ("pipeline", {"pipe": 2, "data": 2}),
+        ("module", {"data": 2, "tensor": 2}),
+    ],
+)
+def test_replicas_on_the_same_rows_are_warned_of(ranks: Any, kind: str, axes: dict[str, int]) -> None:
+    """As with a plain DataLoader: every replica computed the same gradient, without a word. Tensor ranks must."""
+    size = math.prod(axes.values())
+    assert sum(map(len, ranks(size, warned_of_equal_rows, kind, axes, True))) == 1
+    assert not any(ranks(size, warned_of_equal_rows, kind, axes, False))

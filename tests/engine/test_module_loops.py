@@ -330,16 +330,27 @@ def test_more_microbatches_from_now_on() -> None:
     assert engine.global_steps == 2 and not torch.equal(before[0], weights(engine)[0])
 
 
-@pytest.mark.parametrize("how", ["cast", "assigned"])
+@pytest.mark.parametrize("how", ["cast", "assigned", "swapped", "added", "unfrozen"])
 def test_weights_that_went_elsewhere_are_told_of(how: str) -> None:
-    """A step would move what the model does not have any more."""
+    """A step would move what the model does not have any more, or leave out what it has since."""
     engine = one({"train_batch_size": MICRO, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
     if how == "cast":
         engine.module.to(torch.float32).to(torch.float64)
+    elif how == "swapped":
+        name, last = [*engine.module.named_children()][-1]
+        setattr(engine.module, name, copy.deepcopy(last))
+    elif how in ("added", "unfrozen"):
+        engine.module.late = nn.Linear(2, 2).requires_grad_(how == "added")
+        if how == "unfrozen":  # a frozen part may be added, such as a teacher
+            engine.backward(loss_of(engine))
+            engine.step()
+            engine.module.late.requires_grad_(True)
     else:
         engine.module.load_state_dict({k: v.clone() for k, v in engine.module.state_dict().items()}, assign=True)
     engine.backward(loss_of(engine))
-    with pytest.raises(RuntimeError, match=r"\S+ is no longer where it is stepped: the model was moved, cast"):
+    with pytest.raises(
+        RuntimeError, match=r"\S+ (is no longer where it is stepped|was (replaced|added) after its engine)"
+    ):
         engine.step()
 
 

@@ -453,3 +453,25 @@ def test_a_program_whose_grids_still_exist_ends_in_order() -> None:
         [sys.executable, "-c", MANY_WATCHES], capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+
+
+def collectives_of_a_graph(count: int, size: int) -> list[bool]:
+    """Call each collective with a tensor that requires gradients; return which results have a graph."""
+    axis, graphs = Grid(data=count, timeout=60).data, list[bool]()
+    ones = torch.ones(axis.size, size, requires_grad=True)
+    for asynchronous in (False, True):
+        flat, row = torch.zeros(axis.size * size), torch.zeros(size)
+        axis.all_reduce(ones, async_op=asynchronous).wait()
+        axis.all_gather(flat, ones[0], async_op=asynchronous).wait()
+        axis.reduce_scatter(row, ones.flatten(), async_op=asynchronous).wait()
+        whole = torch.zeros(axis.size, size)
+        axis.all_to_all(whole, ones, async_op=asynchronous).wait()
+        graphs += [flat.requires_grad, row.requires_grad, whole.requires_grad]
+    return graphs
+
+
+@pytest.mark.parametrize("size", [4, 5000, 2**19])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_collectives_pass_no_gradients(ranks: Any, count: int, size: int) -> None:
+    """Sums of a few elements raised; a gather had the graph of this rank's part alone, on one rank that of all."""
+    assert not any(graph for found in ranks(count, collectives_of_a_graph, count, size) for graph in found)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from triax.grid.topology import Topology
-from triax.launcher.launch import STOP, cores, launch
+from triax.launcher.launch import STOP, cores, launch, put_aside
 from triax.launcher.worker import lost_peer
 from triax.testing.pool import slowdown
 
@@ -170,6 +170,16 @@ def test_lost_connection_is_not_the_cause(run: Any, tmp_path: Path) -> None:
     assert code == 1
     assert last_line(err) == "rank 1 (pipe 1, data 0, tensor 0) failed: KeyError: 'the cause'"
     assert err.count("Traceback") == 1
+
+
+def test_logs_of_an_earlier_run_are_moved_into_a_folder(tmp_path: Path) -> None:
+    """The next run, perhaps only a restart, deleted the log that said why the last one had failed."""
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "rank-0.log").write_text("the cause")
+    (logs / "rank-1.log").write_text("")
+    put_aside(logs)
+    assert [path.read_text() for path in logs.rglob("rank-*.log")] == ["the cause"] and not [*logs.glob("rank-*.log")]
 
 
 def test_user_error_is_one_line_and_code_2(run: Any, tmp_path: Path) -> None:

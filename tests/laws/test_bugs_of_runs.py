@@ -69,13 +69,23 @@ def assign(engine: triax.PipelineEngine) -> None:
     engine.module.load_state_dict({k: v.clone() for k, v in engine.module.state_dict().items()}, assign=True)
 
 
+def swap(engine: triax.PipelineEngine) -> None:
+    engine.module.layers["1"] = nn.Linear(WIDTH, WIDTH).double()
+
+
+def add(engine: triax.PipelineEngine) -> None:
+    engine.module.layers["1"].scale = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (unfreeze, "layers.0.weight was frozen when the engine was made"),
         (second_engine, "is no longer where this engine steps it"),
         (cast, "is no longer where this engine steps it"),
-        (assign, "was replaced after the engine was made"),
+        (assign, "was replaced after its engine"),
+        (swap, "layers.1.weight was replaced after its engine"),
+        (add, "layers.1.scale was added after its engine"),
     ],
 )
 def test_nothing_is_left_untrained_in_silence(change: Callable[[triax.PipelineEngine], None], words: str) -> None:

@@ -246,10 +246,10 @@ class FullDisk:
 FULL = ("name=full", "evaluate={every: 1, best: true}")
 
 
-def on_a_full_disk(root: str) -> tuple[int, str, str]:
+def on_a_full_disk(root: str, *changes: str) -> tuple[int, str, str]:
     """Be the only rank of a run whose disk is full after step 2; return its exit code, what it says, and the log."""
     os.chdir(root)
-    file, _ = read_training_file("run.yaml", [*FULL, "sample={prompt: of, tokens: 3}", "monitor.trace=1"])
+    file, _ = read_training_file("run.yaml", ["sample={prompt: of, tokens: 3}", "monitor.trace=1", *changes])
     before, said, log, code = resource.getrlimit(resource.RLIMIT_FSIZE), io.StringIO(), io.StringIO(), 0
     handler = logging.StreamHandler(log)
     logging.getLogger("triax").addHandler(handler)
@@ -289,7 +289,7 @@ def test_a_line_of_progress_has_the_figures_of_the_step(tmp_path: Path) -> None:
 
 def test_a_disk_that_fills_up_ends_no_training(ranks: Any, place: Path) -> None:
     """Metrics, checkpoints, trace, pictures and page have no room; all steps are taken, and the model is missed."""
-    ((code, said, log),) = ranks(1, on_a_full_disk, str(place))
+    ((code, said, log),) = ranks(1, on_a_full_disk, str(place), *FULL)
     results = place / "runs" / "full"
     assert "trained 4 steps" in said and said.count("nats per byte") == 1 and code == 2, said + log
     assert "the model was not written to runs/full/model: " in said and "File too large" in said
@@ -302,6 +302,9 @@ def test_a_disk_that_fills_up_ends_no_training(ranks: Any, place: Path) -> None:
     assert (
         "'global_step4' was not written" in log and (results / "checkpoints" / "latest").read_text() == "global_step2"
     )
+    # Without a model to write, the checkpoint is all that the run leaves.
+    ((code, said, log),) = ranks(1, on_a_full_disk, str(place), "name=unsaved", "export=null")
+    assert code == 2 and "the last checkpoint, of step 4, was not written to runs/unsaved/checkpoints" in said, said
     # There is room again: the run goes on, and the model is there.
     ranks(1, run, str(place), *FULL)
     assert (results / "model" / "model.safetensors").is_file() and (results / "report.html").is_file()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ...base.dtypes import SHORT_NAMES
 from ...base.errors import require_at_least
 from ...grid import Grid, layout_of
+from ...grid.layout import require_plain
 from ..managed import is_released
 from ..optimizer import ELEMENTWISE, needs_whole_tensors
 from ..protocols import MakeExchange
@@ -132,6 +133,9 @@ def parameter_names(groups: Iterable[Mapping[str, Any]], module: nn.Module | Non
     """Return the name of each parameter.
 
     The name is that in the parameter's layout, else that in the module, else that in the optimizer's parameter group.
+
+    Raises:
+        ValueError: a parameter without a shape, or a DTensor.
     """
     found: dict[Tensor, str] = {}
     for g, group in enumerate(groups):
@@ -139,6 +143,7 @@ def parameter_names(groups: Iterable[Mapping[str, Any]], module: nn.Module | Non
         found.update(zip(group["params"], given, strict=True))
     if module is not None:
         found.update({parameter: name for name, parameter in module.named_parameters()})
+    require_plain(((name, parameter) for parameter, name in found.items()), "the optimizer")
     return {p: layout_of(p).name or name for p, name in found.items()}
 
 

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...base.autograd import OutermostBackward, weak
+from ...base.autograd import OutermostBackward, WeakHook
 from ...base.nest import visit_tensors
 from ...grid import Grid, layout_of
 from ..axis_options import ZeroOptions
 from ..bucketing import cast
 from ..data_axis import ZeroDataAxis
 from ..managed import ManagedParameter
+from ..module_tree import ModuleTree
 from ..optimizer import OptimizerFactory
 from ..sharded_init import gather_all, sharded_parameter
 from ..state_dict_guard import guard_state_dict
@@ -80,9 +81,8 @@ class BackwardPasses:
         broadcast_parameters(managed, names, grid)
 
         self.trained = [p for p in managed if p in group_of and p.requires_grad]
-        # The module dict that holds each of them: a step checks that it still does, without a walk over the modules.
-        trained, modules = set(self.trained), [] if module is None else module.modules()
-        self._owners = [(m._parameters, key, p) for m in modules for key, p in m._parameters.items() if p in trained]
+        trained = set(self.trained)
+        self._tree = None if module is None else ModuleTree(module, trained)
         self._untrained = [p for group in groups for p in group["params"] if p not in trained]
         members = [
             ManagedParameter(
@@ -107,8 +107,8 @@ class BackwardPasses:
             groups=[group_options(group) for group in groups],
             names=dict(enumerate(unit_names(cut))),
         )
-        self.data_axis.reducer.watch(weak(self._accumulated))
-        self._reached_hook = weak(self._reached)
+        self.data_axis.reducer.watch(WeakHook(self._accumulated))
+        self._reached_hook = WeakHook(self._reached)
         self.access = self.data_axis.access
         for parameter in managed:  # one after the other: none is whole for longer than that
             if (record := sharded_parameter(parameter)) is not None:
@@ -219,17 +219,21 @@ class BackwardPasses:
         self._run_empty(self.next_is_last, self._units)
 
     def require_unchanged(self) -> None:
-        """Refuse parameters that a step would not change.
+        """Refuse parameters that a step would not change, or not as their hooks mean to.
 
         Raises:
-            RuntimeError: a parameter requires gradients and did not before, or was replaced.
+            RuntimeError: a parameter requires gradients and did not before, was added or replaced, or has a hook that
+                would read a part of its gradient.
         """
-        moved = [key for owner, key, parameter in self._owners if owner.get(key) is not parameter]
-        if (name := self.data_axis.displaced() or next(iter(moved), None)) is not None:
+        if (name := self.data_axis.displaced()) is not None:
             raise RuntimeError(
-                f"{name} is no longer where it is stepped: the model was moved, cast or assigned to, or given to "
-                "another engine. Do that before its engine or optimizer is made"
+                f"{name} is no longer where it is stepped: the model was moved or cast, or given to another engine. Do "
+                "that before its engine or optimizer is made"
             )
+        if self._tree is not None and (problem := self._tree.problem()) is not None:
+            raise RuntimeError(problem)
+        if (problem := self.data_axis.misled_hook()) is not None:
+            raise RuntimeError(problem)
         if late := sum([p.requires_grad for p in self._untrained]):
             raise RuntimeError(
                 f"{late} parameters were frozen when the optimizer was made, so it does not step them: let all "

@@ -44,7 +44,7 @@ class ActivationCheckpointingConfig(Section):
     )
     profile: bool = setting(False, "Log the time of recomputation after each step.")
     preserve_rng_state: bool = setting(
-        True, "Restore the state of torch's generators for recomputation. triax's Dropout does not need it."
+        True, "Restore the states of random generators for recomputation. triax's Dropout does not need it."
     )
 
     def _missing(self, key: str) -> str | None:
