@@ -32,7 +32,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "launcher": _LOW,
     "monitor": (*_LOW, "options", "pipe/program"),
     "moe": (*_LOW, "tensor_parallel/regions.py"),
-    "models": (*_LOW, "pipe/spec.py", "pipe/chunked_loss.py", "tensor_parallel", "context", "moe"),
+    "models": (*_LOW, "options/lora.py", "pipe/spec.py", "pipe/chunked_loss.py", "tensor_parallel", "context", "moe"),
     "plan": (
         *("base", "grid/topology.py", "grid/ranges.py", "options", "pipe/partition.py", "pipe/program"),
         *("pipe/schedules", "zero/flat.py", "models/config.py"),
