@@ -135,7 +135,7 @@ class CoordinatorClient:
 
     def _beat(self, period: float) -> None:
         while not self._ended.wait(period):
-            with contextlib.suppress(Exception):  # a coordinator that is down: ``meet`` says so
+            with contextlib.suppress(RuntimeError, OSError):  # a coordinator that is down: ``meet`` says so
                 self._client.heartbeat(self.name, timedelta(seconds=max(1.0, period)))
 
     def _no_answer(self, error: BaseException) -> str:

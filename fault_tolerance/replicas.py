@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from ..base.errors import AgreedError
 from ..base.option_error import refusal
+from ..base.threads import Work
 from ..data.dataloader import RepeatingLoader
 from ..grid import Grid
 from ..grid.auxiliary import AuxiliaryLayer
@@ -99,8 +100,8 @@ class FaultTolerantReplicas(SynchronousReplicas):
         self._prepared = False  # the samples of this step are known
         self._weighs = False  # the gradients depend on weights of the whole batch
         self._stateless = False  # this replica has begun to join, and has no state that another could take
-        self._received: _Transfer | None = None
-        self._sending: list[_Transfer] = []
+        self._received: Work[tuple[dict[str, Any], list[Tensor]]] | None = None
+        self._sending: list[Work[None]] = []
         self._began, self._made = 0.0, time.monotonic()
         self._lost_time: dict[str, float] = {}  # cause -> seconds since the last recorded change
         self._gone: list[str] = []  # replicas that have left since then because they were asked to
@@ -339,7 +340,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
             self._lose("detection", detection)
             self._lose("again", now - since)
         for transfer in self._sending:
-            transfer.wait()
+            _problem(transfer)  # a newcomer that is lost joins again
             self._lose("joining", time.monotonic() - now)
         self._sending = []
         self._record(round_, decision, detection + now - since if detection else 0.0)
@@ -691,7 +692,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
         if round_.donor == self.name:
             self._send(round_.newcomers)
             for transfer in self._sending:
-                transfer.wait()
+                _problem(transfer)
             self._sending = []
         else:
             self._receive(round_.donor)
@@ -710,7 +711,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
             for to in others:
                 send_state(header, tensors, group, to)
 
-        self._sending.append(_Transfer(send))
+        self._sending.append(Work(send, "triax state"))
 
     def _capture(self) -> tuple[Tensor, list[Tensor]]:
         """Return this rank's state to be sent: a header, and tensors that stay as they are until they are sent."""
@@ -735,7 +736,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
                 raise RuntimeError("the group of the round was not made")
             return receive_state(group, source)
 
-        self._received = _Transfer(receive)
+        self._received = Work(receive, "triax state")
 
     def _load_received(self) -> str | None:
         """Load the state that this replica waits for; return a reason if it did not come. Collective over the replica.
@@ -745,10 +746,10 @@ class FaultTolerantReplicas(SynchronousReplicas):
         transfer, self._received = self._received, None
         if transfer is None:
             return "this replica has no state" if self._stateless else None
-        problem = transfer.wait()
+        problem = _problem(transfer)
         if any(self.grid.world.all_gather_json(problem is not None)):
             return problem or "another rank of this replica did not get its state"
-        self._load(*transfer.result)
+        self._load(*transfer.result())
         self._stateless = False
         for observer in self._engine.observers:
             observer.joined(self._engine.client_state or {})
@@ -813,33 +814,13 @@ class _Leave:
             self._following(number, frame)
 
 
-class _Transfer:
-    """Transfer of a state in a thread.
-
-    Args:
-        work: sends or receives.
-
-    Attributes:
-        result: the result of ``work``, after ``wait``.
-    """
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self.result: Any = None
-        self._problem: str | None = None
-        self._work = work
-        self._thread = threading.Thread(target=self._run, daemon=True, name="triax state")
-        self._thread.start()
-
-    def wait(self) -> str | None:
-        """Wait for the end; return the reason of a failure, or None."""
-        self._thread.join()
-        return self._problem
-
-    def _run(self) -> None:
-        try:
-            self.result = self._work()
-        except _FAILURES as error:
-            self._problem = str(error) or type(error).__name__
+def _problem(transfer: Work[Any]) -> str | None:
+    """Wait for the end of a transfer; return the reason why it failed, or None. Any other error is raised."""
+    try:
+        transfer.result()
+    except _FAILURES as error:
+        return str(error) or type(error).__name__
+    return None
 
 
 def _given(value: str | None, option: str, variable: str, example: str) -> str:
