@@ -35,6 +35,7 @@ from ..launcher.remote import SSH, exported_variables, host_command, outcome_lin
 from ..launcher.replicas import run_replicas, start_coordinator
 from ..launcher.worker import LOCAL_RANK, Executable, Module
 from ..monitor.trace.merge import recorded
+from ..options.fault_tolerance import is_replica_name
 
 PORT = 29500
 # The script's own options follow it. --node_rank, as in torchrun and DeepSpeed, is --node-rank.
@@ -248,7 +249,7 @@ def _run_replicas(
         restarts, log_dir, grace: the options of these names.
     """
     names = [str(each) for each in range(int(replicas))] if replicas.isdecimal() else replicas.split(",")
-    if not all(names) or not names or len(set(names)) < len(names) or set("/\\") & set("".join(names)):
+    if not names or len(set(names)) < len(names) or not all(map(is_replica_name, names)):
         raise ConfigError(f"--replicas is {replicas!r}: give a number of at least 1, or different names: a,b,c")
     logs = Path("runs/logs" if log_dir == "none" else log_dir)
     serve = None

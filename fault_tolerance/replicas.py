@@ -28,13 +28,15 @@ from torch import Tensor, nn
 
 from ..base.errors import AgreedError
 from ..base.option_error import refusal
+from ..base.records import Records
 from ..base.threads import Work
+from ..checkpoint.format.folder import write_atomically
 from ..data.dataloader import RepeatingLoader
 from ..grid import Grid
 from ..grid.auxiliary import AuxiliaryLayer
 from ..grid.environment import coordinator_address, replica_name
 from ..launcher.launch import own_address
-from ..options.fault_tolerance import FaultTolerance
+from ..options.fault_tolerance import FaultTolerance, is_replica_name
 from ..pipe.module import PipelineModule
 from ..zero.optimizer import RangeStepper
 from ..zero.synchronous_replicas import SynchronousReplicas
@@ -80,6 +82,8 @@ class FaultTolerantReplicas(SynchronousReplicas):
         super().__init__(grid)
         self._engine, self.options = engine, options
         self.name = _given(options.replica or replica_name(), "<fault_tolerance.replica>", "TRIAX_REPLICA", "0")
+        if not is_replica_name(self.name):
+            raise refusal(f"the variable TRIAX_REPLICA is {self.name!r}: give a name without a slash, such as 0")
         address = _given(
             options.coordinator or coordinator_address(),
             "<fault_tolerance.coordinator>",
@@ -107,6 +111,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
         self._gone: list[str] = []  # replicas that have left since then because they were asked to
         self._slow = "", 0  # the slowest replica, and the steps since it is
         self._sent_before = 0.0
+        self._records, self._unwritten = Records(), False  # True: a change is not in the history's file yet
         # The buffers of a mixture of experts follow from its loads, which are summed.
         summed = {id(b) for m in engine.module.modules() if isinstance(m, AuxiliaryLayer) for b in m.buffers()}
         buffers = engine.module.named_buffers()
@@ -384,7 +389,8 @@ class FaultTolerantReplicas(SynchronousReplicas):
             self._lost_time, self._gone = {}, []
         self._gone += decision.left
         self._count(counted)
-        self._write(changes)
+        if changes or self._unwritten:
+            self._write_history()
         if seconds:
             self.recoveries.append(seconds)
         if self.grid.rank == 0:
@@ -687,8 +693,8 @@ class FaultTolerantReplicas(SynchronousReplicas):
 
     def _share_state(self, round_: Round) -> None:
         """Give all replicas the first one's state before the first step. Collective over the round."""
-        if self.grid.rank == 0 and self.options.folder is not None and self.ledger.changes:
-            self.ledger.write(self._history_file)
+        if self.ledger.changes:
+            self._write_history()
         if round_.donor == self.name:
             self._send(round_.newcomers)
             for transfer in self._sending:
@@ -753,25 +759,20 @@ class FaultTolerantReplicas(SynchronousReplicas):
         self._stateless = False
         for observer in self._engine.observers:
             observer.joined(self._engine.client_state or {})
-        if self.grid.rank == 0 and self.options.folder is not None:
-            self.ledger.write(self._history_file)
+        self._write_history()
         return None
 
     # ------------------------------------------------------------------------------------------ records and ends
 
-    @property
-    def _history_file(self) -> Path:
-        assert self.options.folder is not None
-        return Path(self.options.folder, f"{self.name}.jsonl")
-
-    def _write(self, changes: Sequence[Change]) -> None:
-        """Append changes to the history file of this replica."""
-        if not changes or self.options.folder is None or self.grid.rank != 0:
+    def _write_history(self) -> None:
+        """Write the history file of this replica, as a whole. The run goes on without a file that cannot be written."""
+        if self.options.folder is None or self.grid.rank != 0:
             return
-        path = self._history_file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a" if len(self.ledger.changes) > len(changes) else "w", encoding="utf-8") as file:
-            file.writelines(change.line() + "\n" for change in changes)
+        path, self._unwritten = Path(self.options.folder, f"{self.name}.jsonl"), True
+        with self._records.writing(f"the history of members {path}, which a replay needs,"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, self.ledger.history().encode())
+            self._unwritten = False
 
     def _handle_signal(self) -> None:
         """Leave after the present step when SIGTERM is received."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from triax.fault_tolerance.membership import Change
+from triax.fault_tolerance.membership import Change, read_changes
 
 from paths import DOCS
 from processes import TRIAX, free_port, started
@@ -51,7 +51,7 @@ def place(root: Path, slower: float = 0.0) -> Iterator[dict[str, str]]:
 def history(root: Path, name: str) -> list[Change]:
     """Changes that a replica has written so far."""
     file = root / "history" / f"{name}.jsonl"
-    return [Change.of(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return read_changes(file) if file.exists() else []
 
 
 @pytest.mark.exhaustive

@@ -11,7 +11,7 @@ import pytest
 
 from triax.base.errors import ConfigError
 from triax.fault_tolerance.meeting import Decision, Report, decide
-from triax.fault_tolerance.membership import History, Ledger
+from triax.fault_tolerance.membership import History, Ledger, read_changes
 
 
 def all_of(step: int, members: tuple[str, ...]) -> tuple[str, ...]:
@@ -41,12 +41,30 @@ def test_no_sample_is_lost_and_none_is_taken_twice(seed: int, tmp_path: Path) ->
         assert set(taken) | set(ledger.owed) == set(range(ledger.next_share))
         assert ledger == Ledger.of(ledger.state())
     assert set(taken.values()) == {1} and sum(taken.values()) == ledger.counted
-    ledger.write(tmp_path / "history")
+    (tmp_path / "history").write_text(ledger.history())
     past, again = History.read(tmp_path / "history"), Ledger()
     for step, (shares, counted) in enumerate(plans):
         assert again.plan(past.members(step)) == shares and set(past.counted(step)) == set(counted)
         again.record(step, past.members(step), past.counted(step))
     assert again == ledger
+
+
+def test_a_damaged_history_is_refused(tmp_path: Path) -> None:
+    """Each bit that flips, and each cut; 23 of 600 flips made another history, which was replayed."""
+    ledger, file = Ledger(), tmp_path / "history"
+    for step, members in enumerate(["ab", "abc", "ac", "ac"]):
+        ledger.record(step, members, members[:2], time=0.5, left=["b"] if step == 2 else [])
+    whole = ledger.history().encode()
+    file.write_bytes(whole)
+    assert read_changes(file) == ledger.changes
+    bits = [(at, 1 << bit) for at in range(len(whole)) for bit in range(8)]
+    flipped = [whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :] for at, bit in bits]
+    for damaged in [*flipped, *(whole[:at] for at in range(len(whole)))]:
+        file.write_bytes(damaged)
+        with pytest.raises(ConfigError, match="history"):
+            History.read(file)
+    file.write_bytes(whole.partition(b"\n")[2])  # of a version without the checksum
+    assert read_changes(file) == ledger.changes
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"step": 1, "members": ["a"]}', '{"step": 0, "members": "a"}', "x"])

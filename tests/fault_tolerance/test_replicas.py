@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import triax
+from triax.base.errors import ConfigError
 from triax.data.dataloader import make_loader
 from triax.fault_tolerance.membership import History, Ledger
 
@@ -171,3 +172,33 @@ def test_a_run_starts_again_from_files_with_the_samples_that_follow(tmp_path: Pa
     again, *rest = changes(tmp_path / "cut" / "a.jsonl")[1:]
     assert (again.step, again.members, again.facts["resumed"], rest) == (6, ("a", "b"), True, [])
     assert changes(tmp_path / "cut" / "a.jsonl")[:1] == changes(tmp_path / "whole" / "b.jsonl")
+
+
+def remove_obstacle(engine: Any) -> None:
+    """Make it possible to write the history."""
+    Path(engine.options.fault_tolerance.folder).parent.unlink()
+
+
+def test_a_history_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
+    """It ended the survivors of a lost replica. It is written as soon as it can be."""
+    (tmp_path / "disk").touch()  # a file in the place of a folder
+    options, log = {"folder": str(tmp_path / "disk" / "history")}, tmp_path / "log"
+    with coordinator(least=1) as address:
+        common = {"gather": "a", "final": "a", "options": options, "log": str(log)}
+        assert finish(start(tmp_path, "a", address, after=1, fault=remove_obstacle, **common)) == [0]
+    assert log.read_text().count("cannot be written") == 1
+    (change,) = changes(tmp_path / "disk" / "history" / "a.jsonl")
+    assert (change.step, change.members) == (0, ("a",))
+
+
+def test_the_name_of_a_replica_stays_in_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIAX_REPLICA", "../x")
+    model = model_of("plain", triax.Grid(), 0)
+    with pytest.raises(ConfigError, match=r"TRIAX_REPLICA is '../x': give a name without a slash"):
+        triax.Engine(
+            model,
+            optimizer=optimizer,
+            batch=triax.Batch(size=SHARE, microbatch=MICRO),
+            training_data=Samples(),
+            fault_tolerance=triax.FaultTolerance(folder="history", coordinator="127.0.0.1:1"),
+        )

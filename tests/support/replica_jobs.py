@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import triax
 from triax.data.dataloader import make_loader
 from triax.engine.step_observer import StepObserver
-from triax.fault_tolerance.membership import Change, History, Ledger
+from triax.fault_tolerance.membership import Change, History, Ledger, read_changes
 from triax.fault_tolerance.replica_group import ReplicaGroup
 from triax.moe import MoE
 
@@ -371,7 +371,7 @@ def held(folder: Path, name: str, rank: int = 0) -> dict[str, int]:
 
 def changes(file: Path) -> list[Change]:
     """Changes of a history file."""
-    return [Change.of(line) for line in file.read_text().splitlines()]
+    return read_changes(file)
 
 
 def replayed(folder: Path, history: Path, names: str, steps: int, **job: Any) -> dict[int, str]:
