@@ -15,6 +15,7 @@ source_hashes.py: hashes of the files of Python modules.
 autograd.py: marks in the graph, weak hooks, the casts of autocast.
 uncompiled.py: functions that torch.compile leaves out of its graphs.
 files.py: reading of files from elsewhere: regular ones, and never a FIFO that has no writer.
+ports.py: the ports that the library opens, each on one address.
 threads.py: work in a thread, whose error is raised where its end is awaited.
 temporary_folders.py: temporary folders, and their removal after their process was killed.
 named_function.py: functions of users by name, in files and modules.

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import secrets
 import signal
 import threading
 import time
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..agreement.agreement import agreed
 from ..base.errors import AgreedError
 from ..base.option_error import refusal
 from ..base.records import Records
@@ -34,17 +36,17 @@ from ..checkpoint.format.folder import write_atomically
 from ..data.dataloader import RepeatingLoader
 from ..grid import Grid
 from ..grid.auxiliary import AuxiliaryLayer
-from ..grid.environment import coordinator_address, replica_name
+from ..grid.environment import coordinator_address, replica_name, run_secret
 from ..launcher.launch import own_address
 from ..options.fault_tolerance import FaultTolerance, is_replica_name
 from ..pipe.module import PipelineModule
 from ..zero.optimizer import RangeStepper
 from ..zero.synchronous_replicas import SynchronousReplicas
-from .coordinator import CoordinatorClient
+from .coordinator_client import CoordinatorClient
 from .meeting import Decision, Report, Round, decide
 from .membership import Change, History, Ledger
 from .peer_state import capture_here, load_here, receive_state, send_state
-from .replica_group import ReplicaGroup, serve_store
+from .replica_group import ReplicaGroup
 from .shard_cut import ShardCut
 from .sharded_state import ReplicaShards
 
@@ -117,11 +119,14 @@ class FaultTolerantReplicas(SynchronousReplicas):
         buffers = engine.module.named_buffers()
         self._buffers = [(name, each, each._version) for name, each in buffers if id(each) not in summed]
         self._client: CoordinatorClient | None = None
-        self._store, self._address = None, ""
+        self._coordinator, self._process = address, secrets.token_hex(8)
+        self._secret = run_secret()
         self._host = own_address(address.rpartition("//")[2].rpartition(":")[0])
-        if grid.rank == 0:
-            self._store, self._address = serve_store(self._host)
-            self._client = CoordinatorClient(address, self.name, options.silence, options.give_up)
+        with agreed(grid, RuntimeError):
+            if grid.rank == 0:
+                self._client = CoordinatorClient(
+                    address, self._secret, self.name, self._process, options.silence, options.give_up
+                )
         engine.optimizer_step.across = self.sum
         self.sharded: ReplicaShards | None = None
         self._ready = -1  # number of the last round for which weights and shards were made ready
@@ -557,12 +562,6 @@ class FaultTolerantReplicas(SynchronousReplicas):
         return self.history.counted(step)
 
     def _decide(self, reports: Sequence[Report]) -> Decision:
-        for report in reports:
-            if report.settings != self._settings:
-                raise RuntimeError(
-                    f"replicas {self.name} and {report.name} have different options or models: start all replicas with "
-                    "the same program and options"
-                )
         decision = decide(reports, self._choose, self.sharded is not None)
         if decision is None:
             raise RuntimeError("every replica with the state of the run is lost: start the run from a checkpoint")
@@ -606,19 +605,11 @@ class FaultTolerantReplicas(SynchronousReplicas):
                 () if round_ is None else round_.keepers,
                 self.leaving,
                 self._settings,
-                self._address,
+                self._process,
                 seconds,
             )
             try:
-                found = self._client.meet(report)
-                plain = [each.plain() for each in found]
-                store = next((each.store for each in found if each.name == self.name), "none")
-                if store != self._address:
-                    failure = (
-                        f"two processes have the name of replica {self.name}, with stores at {self._address} and "
-                        f"{store}, and this one stops: give each replica a name of its own, as in "
-                        "triax run --replicas a,b"
-                    )
+                plain = [each.plain() for each in self._client.meet(report)]
             except RuntimeError as error:
                 failure = str(error)
         plain, failure = self.grid.world.all_gather_json([plain, failure])[0]
@@ -667,9 +658,10 @@ class FaultTolerantReplicas(SynchronousReplicas):
         if not same:
             self._abort()
             rank = round_.group.index(self.name)
-            key = f"round {round_.number} of rank {self.grid.rank}"
+            key = f"round {round_.number} of rank {self.grid.rank}, from {round_.process}"
+            where = self._coordinator, self._secret, self._host
             try:
-                self._group = ReplicaGroup(round_.store, self._host, key, rank, len(round_.group), self.options.timeout)
+                self._group = ReplicaGroup(*where, key, rank, len(round_.group), self.options.timeout)
             except _FAILURES as error:  # the next sum fails, and all meet again
                 _LOG.debug("the group of round %d was not made: %s", round_.number, error)
         if round_.fresh:
@@ -871,7 +863,7 @@ def _check(engine: Engine) -> None:
             )
 
 
-def _digest(engine: Engine) -> str:
+def _digest(engine: Engine) -> dict[str, str]:
     """Return a hash of what must be equal on all replicas: options, and the parameters of each rank. Collective."""
     settings = {k: v for k, v in engine.settings(given=True).items() if k not in ("checkpoint", "monitor")}
     section = {
@@ -883,4 +875,4 @@ def _digest(engine: Engine) -> str:
     sizes = engine.grid.topology.sizes
     everyone = engine.grid.world.all_gather_json(shapes)
     text = json.dumps([settings, section, everyone, sizes], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return {"options": hashlib.sha256(text.encode()).hexdigest()[:16]}

@@ -1,8 +1,8 @@
 """Replicas of a run as jobs of their own on this host: each is started again when it dies, while the others train on.
 
-A coordinator and N launchers are started, one for each replica, whose ranks find TRIAX_REPLICA and TRIAX_COORDINATOR in
-their environment. A coordinator that dies is started again at its address, and the replicas wait for it. When this
-process is killed, all end (on Linux).
+A coordinator and N launchers are started, one for each replica, whose ranks find TRIAX_REPLICA, TRIAX_COORDINATOR and
+TRIAX_SECRET in their environment. A coordinator that dies is started again at its address, and the replicas wait for
+it. When this process is killed, all end (on Linux).
 
 A file with the launcher's process number, ``replica-NAME.pid`` in the log folder, lets another process ask a replica to
 go. This process has it locked: a file without a lock was left by a process that was killed.
@@ -57,6 +57,7 @@ def run_replicas(
     grace: float,
     say: Callable[[str], None],
     serve: Callable[[], subprocess.Popen[bytes]] | None = None,
+    secret: str = "",
 ) -> int:
     """Run replicas until all have ended; return the exit code.
 
@@ -72,6 +73,7 @@ def run_replicas(
         grace: seconds.
         say: prints a line.
         serve: starts the coordinator, also again if it dies; None: it is not this process's.
+        secret: what the coordinator asks the replicas for.
 
     Returns:
         0 if a replica reached the end of the run; else the exit code of the replica that ended last.
@@ -80,6 +82,7 @@ def run_replicas(
         ConfigError: another run in this log folder has a replica of one of the names.
     """
     logs.mkdir(parents=True, exist_ok=True)
+    variables = {"TRIAX_COORDINATOR": coordinator, "TRIAX_SECRET": secret}
     locks = [_lock(logs, name) for name in names]
     replicas = [_Replica(name) for name in names]
     asked: list[int] = []
@@ -102,7 +105,7 @@ def run_replicas(
                     if over is not None:
                         replica.ended = 0
                     elif time.monotonic() >= replica.due:
-                        _start(replica, command(replica.name), coordinator, logs)
+                        _start(replica, command(replica.name), variables, logs)
                     continue
                 code = replica.process.poll()
                 if code is None:
@@ -177,8 +180,10 @@ def drain(name: str, logs: Path, seconds: float) -> None:
         time.sleep(_POLL)
 
 
-def start_coordinator(port: int, least: int, silence: float, patience: float, log: Path) -> subprocess.Popen[bytes]:
-    """Start a coordinator as a process of its own, whose messages go to a file."""
+def start_coordinator(
+    port: int, least: int, silence: float, patience: float, secret: str, log: Path
+) -> subprocess.Popen[bytes]:
+    """Start a coordinator of this host as a process of its own, whose messages go to a file."""
     log.parent.mkdir(parents=True, exist_ok=True)
     words = ["coordinator", "--port", str(port), "--least", str(least), "--silence", str(silence)]
     with log.open("wb") as file:
@@ -186,13 +191,14 @@ def start_coordinator(port: int, least: int, silence: float, patience: float, lo
             [sys.executable, "-m", "triax.cli.main", *words, "--patience", str(patience)],
             stdout=file,
             stderr=file,
+            env={**os.environ, "TRIAX_SECRET": secret},
             start_new_session=True,
             preexec_fn=killed_with_parent,
         )
 
 
-def _start(replica: _Replica, command: Sequence[str], coordinator: str, logs: Path) -> None:
-    variables: Mapping[str, str] = {**os.environ, "TRIAX_REPLICA": replica.name, "TRIAX_COORDINATOR": coordinator}
+def _start(replica: _Replica, command: Sequence[str], given: Mapping[str, str], logs: Path) -> None:
+    variables = {**os.environ, **given, "TRIAX_REPLICA": replica.name}
     replica.process = subprocess.Popen(command, env=variables, start_new_session=True, preexec_fn=killed_with_parent)
     _pid_file(logs, replica.name).write_text(str(replica.process.pid))
 

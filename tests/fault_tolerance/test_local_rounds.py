@@ -31,8 +31,6 @@ from replica_jobs import (
     start,
 )
 
-pytest.importorskip("torchft")
-
 EVERY = 3
 LOCAL = triax.DiLoCo(every=EVERY)
 Losses = dict[tuple[str, int], float]  # of a replica and a step

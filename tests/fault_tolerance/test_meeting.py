@@ -77,14 +77,14 @@ def test_a_file_that_is_no_history_is_refused(text: str, tmp_path: Path) -> None
 def test_the_decision_of_a_meeting() -> None:
     names = ("a", "b", "c")
     a, b, c = (
-        Report(name, 7, 4, True, names, names, store=f"{name}:1", seconds=seconds)
+        Report(name, 7, 4, True, names, names, process=f"{name}:1", seconds=seconds)
         for name, seconds in zip(names, (1.0, 1.1, 2.5), strict=True)
     )
-    new = Report("d", 0, store="d:1")
+    new = Report("d", 0, process="d:1")
     # All have the sum: the step is taken, and the newcomer gets the state of the longest-standing member.
     found = decision(a, b, c, new)
     assert found.committed == names and found.next.contributors == names and found.next.newcomers == ("d",)
-    assert (found.next.step, found.next.number, found.next.donor, found.next.store) == (8, 5, "a", "a:1")
+    assert (found.next.step, found.next.number, found.next.donor, found.next.process) == (8, 5, "a", "a:1")
     assert found.slowest == ("c", 2.5) and not found.keeps and decision(a, b, c).keeps
     # c died after its sum: its gradient counts. b died before: a and c sum again, and d waits.
     assert decision(a, b).committed == names and decision(a, b).lost == ("c",)
@@ -100,6 +100,6 @@ def test_the_decision_of_a_meeting() -> None:
     entered = decision(a, b, c, replace(new, round=4, summed=True, members=names, contributors=names))
     assert entered.next.members == (*names, "d") and not entered.next.newcomers
     # A run begins with the state of the furthest replica; without any state it cannot.
-    begins = decision(new, replace(new, name="e", step=3, store="e:1"))
+    begins = decision(new, replace(new, name="e", step=3, process="e:1"))
     assert begins.next.donor == "e" and begins.next.step == 3 and begins.next.fresh
     assert decide([replace(new, step=-1)], all_of) is None

@@ -30,8 +30,6 @@ from replica_jobs import (
     stop_for_a_while,
 )
 
-pytest.importorskip("torchft")
-
 KILLED = -9
 NUMEL = 352  # elements of the model's bucket
 

@@ -12,8 +12,6 @@ from network_namespaces import Namespaces
 
 from replica_jobs import coordinator, finish, losses, start
 
-pytest.importorskip("torchft")
-
 LIMITS = {"timeout": 3.0, "silence": 1.0}
 
 

@@ -53,7 +53,6 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 def test_a_killed_launcher_leaves_nothing(tmp_path: Path) -> None:
     """Its replicas trained on, the coordinator listened on, and ``triax drain`` signaled whatever had their numbers."""
-    pytest.importorskip("torchft")
     (tmp_path / "script.py").write_text("import os, time\nopen(f'{os.getpid()}.rank', 'w')\ntime.sleep(600)\n")
     logs = tmp_path / "runs" / "logs"
     with started(*TRIAX, "run", "--replicas", 2, "--nproc", 1, "script.py", cwd=tmp_path) as run:

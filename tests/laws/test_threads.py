@@ -43,6 +43,8 @@ THREADS = ("Thread", "Timer", "Work", "submit")
 
 def swallowed(file: str, text: str) -> Iterator[str]:
     """Yield what a file does against the law."""
+    if not re.search(r"excepthook|(Thread|Timer|Work|submit)\(", text):
+        return
     tree = ast.parse(text)
     called = targets(tree)
     for node in ast.walk(tree):
@@ -82,8 +84,9 @@ def test_the_law_finds_an_offender(body: str, count: int) -> None:
 
 def test_no_thread_of_the_library_swallows_an_exception() -> None:
     files = library(ROOT)
-    assert sum(len(targets(ast.parse(Path(ROOT, file).read_bytes()))) for file in files) > 15
-    offences = [each for file in files for each in swallowed(file, Path(ROOT, file).read_text())]
+    texts = {file: Path(ROOT, file).read_text() for file in files}
+    assert len(targets(ast.parse("\n".join(text for text in texts.values() if "Thread(" in text)))) > 10
+    offences = [each for file, text in texts.items() for each in swallowed(file, text)]
     assert not offences, "\n".join(offences)
 
 
