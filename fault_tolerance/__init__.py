@@ -2,6 +2,7 @@
 
 membership.py: who contributed to which step, as a value: shares of samples, the history, its file
 meeting.py: what replicas report at the end of each attempt of a step, and the decision that follows
+identity.py: what must be equal on all replicas: options, model, functions, data, versions
 secret_channel.py: messages between two processes that know the same secret
 coordinator.py: the server that tells who is there
 coordinator_client.py: its clients: meetings and heartbeats of a replica, the store of its ranks

@@ -10,8 +10,6 @@ sum        sum gradients and numbers over the contributors; meet; again without 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import secrets
 import signal
@@ -43,6 +41,7 @@ from ..pipe.module import PipelineModule
 from ..zero.optimizer import RangeStepper
 from ..zero.synchronous_replicas import SynchronousReplicas
 from .coordinator_client import CoordinatorClient
+from .identity import identity
 from .meeting import Decision, Report, Round, decide
 from .membership import Change, History, Ledger
 from .peer_state import capture_here, load_here, receive_state, send_state
@@ -97,7 +96,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
         self.ledger = Ledger()
         self.left = self.leaving = False
         self.recoveries: list[float] = []
-        self._settings = _digest(engine)
+        self._settings = identity(engine)
         self._round: Round | None = None
         self._group: ReplicaGroup | None = None
         self._first: Round | None = None  # first round of the present step, whose contributors took shares
@@ -861,18 +860,3 @@ def _check(engine: Engine) -> None:
                 f"{name} is a {type(module).__name__}, whose running statistics would differ between replicas, and "
                 "<fault_tolerance> does not average them: use LayerNorm or GroupNorm"
             )
-
-
-def _digest(engine: Engine) -> dict[str, str]:
-    """Return a hash of what must be equal on all replicas: options, and the parameters of each rank. Collective."""
-    settings = {k: v for k, v in engine.settings(given=True).items() if k not in ("checkpoint", "monitor")}
-    section = {
-        k: v for k, v in settings.pop("fault_tolerance", {}).items() if k in ("active", "replay", "zero", "copies")
-    }
-    if section.get("zero"):  # a checkpoint is saved together
-        section["every"] = engine.options.checkpoint.every
-    shapes = [(name, [*parameter.shape]) for name, parameter in engine.module.named_parameters()]
-    sizes = engine.grid.topology.sizes
-    everyone = engine.grid.world.all_gather_json(shapes)
-    text = json.dumps([settings, section, everyone, sizes], sort_keys=True, default=str)
-    return {"options": hashlib.sha256(text.encode()).hexdigest()[:16]}

@@ -92,7 +92,7 @@ def run(folder: Path, faults: dict[str, Callable[[Any], None]], **job: Any) -> N
         started = {n: start(folder, n, address, after=2, fault=faults.get(n), **common) for n in "abc"}
         for name in faults:
             assert -9 in finish(started[name])
-            started[name] = start(folder, name, address, seed=9, **common)  # its state comes from a peer
+            started[name] = start(folder, name, address, **common)  # its state comes from a peer
         assert {code for each in started.values() for code in finish(each)} == {0}
 
 

@@ -75,7 +75,7 @@ def test_losses_of_each_kind_outlive_a_kill(
         b = start(tmp_path, "b", address, kind=kind, after=2, fault=fault, **common)
         c = start(tmp_path, "c", address, kind=kind, after=4, fault=kill_in_sum, **common)
         assert KILLED in finish(b)
-        again = start(tmp_path, "b", address, kind=kind, seed=9, **common)
+        again = start(tmp_path, "b", address, kind=kind, **common)
         assert {*finish([*a, *again])} == {0} and KILLED in finish(c)
     found = [losses(tmp_path, name) for name in "abc"]
     whole = {step: loss for each in found for step, loss in each.items()}
@@ -112,7 +112,7 @@ def test_steps_of_killed_replicas_are_taken_by_the_rest(tmp_path: Path) -> None:
             for name, (after, fault) in {"a": (0, None), "b": (0, None), **faults}.items()
         }
         assert finish(run["c"]) == [KILLED]
-        again = start(tmp_path, "c", address, seed=9, **common)  # its weights come from a peer
+        again = start(tmp_path, "c", address, **common)  # its weights come from a peer
         assert finish([*run["a"], *run["b"], *again]) == [0, 0, 0]
         assert finish([*run["d"], *run["e"]]) == [KILLED, KILLED]
     found = [losses(tmp_path, name) for name in "abcde"]
@@ -136,7 +136,7 @@ def test_replicas_are_grids_with_zero_inside(grid: dict[str, int], zero: int, tm
         a = start(tmp_path, "a", address, **common)
         b = start(tmp_path, "b", address, after=2, fault=kill, **common)
         assert KILLED in finish(b)
-        again = start(tmp_path, "b", address, seed=9, **common)
+        again = start(tmp_path, "b", address, **common)
         assert finish([*a, *again]) == [0, 0, 0, 0]
     whole = losses(tmp_path, "a") | losses(tmp_path, "b")
     steps = len(whole)
