@@ -16,7 +16,7 @@ autograd.py: marks in the graph, weak hooks, the casts of autocast.
 uncompiled.py: functions that torch.compile leaves out of its graphs.
 files.py: reading of files from elsewhere: regular ones, and never a FIFO that has no writer.
 ports.py: the ports that the library opens, each on one address.
-threads.py: work in a thread, whose error is raised where its end is awaited.
+threads.py: calls in threads, whose errors are raised where their ends are awaited.
 temporary_folders.py: temporary folders, and their removal after their process was killed.
 named_function.py: functions of users by name, in files and modules.
 hub.py: repositories of the Hugging Face Hub, as folders in its cache.

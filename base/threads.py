@@ -1,4 +1,4 @@
-"""Work in a thread of its own, whose error is raised where the work's end is awaited.
+"""Calls in threads of their own, whose errors are raised where their ends are awaited.
 
 ``threading.Thread.join`` returns without a word when the thread ended by an error.
 """
@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Work(Generic[T]):
+class BackgroundCall(Generic[T]):
     """Call in a thread, which begins at once.
 
     Args:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..base.accelerators import is_accelerator
 from ..base.errors import CheckpointError
-from ..base.threads import Work
+from ..base.threads import BackgroundCall
 from ..grid import Grid
 from ..grid.ranges import Spans, shape_of
 from .format.remote import Folder
@@ -44,7 +44,7 @@ class AsyncWriter:
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self.copies: dict[tuple[str, Spans], Tensor] = {}
-        self.work: Work[str | None] | None = None
+        self.work: BackgroundCall[str | None] | None = None
 
     def write(
         self,
@@ -80,7 +80,7 @@ class AsyncWriter:
             done(problem)
             return problem
 
-        self.work = Work(run, "triax checkpoint", daemon=False)
+        self.work = BackgroundCall(run, "triax checkpoint", daemon=False)
 
     def copy(self, snapshot: Snapshot) -> Snapshot:
         """Return a snapshot whose values are in host memory."""

@@ -36,6 +36,7 @@ _PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.
 def identity(engine: Engine) -> dict[str, str]:
     """Return name -> value of what must be equal on all replicas. Collective over the ranks of this replica."""
     module, optimizer = engine.module, engine.data_axis.optimizer
+    assert optimizer is not None
     groups = [{key: each for key, each in group.items() if key != "params"} for group in optimizer.param_groups]
     shapes = [(name, str(each.dtype), [*each.shape], each.requires_grad) for name, each in module.named_parameters()]
     mine = {

@@ -29,7 +29,7 @@ from ..agreement.agreement import agreed
 from ..base.errors import AgreedError
 from ..base.option_error import refusal
 from ..base.records import Records
-from ..base.threads import Work
+from ..base.threads import BackgroundCall
 from ..checkpoint.format.folder import write_atomically
 from ..data.dataloader import RepeatingLoader
 from ..grid import Grid
@@ -105,8 +105,8 @@ class FaultTolerantReplicas(SynchronousReplicas):
         self._prepared = False  # the samples of this step are known
         self._weighs = False  # the gradients depend on weights of the whole batch
         self._stateless = False  # this replica has begun to join, and has no state that another could take
-        self._received: Work[tuple[dict[str, Any], list[Tensor]]] | None = None
-        self._sending: list[Work[None]] = []
+        self._received: BackgroundCall[tuple[dict[str, Any], list[Tensor]]] | None = None
+        self._sending: list[BackgroundCall[None]] = []
         self._began, self._made = 0.0, time.monotonic()
         self._lost_time: dict[str, float] = {}  # cause -> seconds since the last recorded change
         self._gone: list[str] = []  # replicas that have left since then because they were asked to
@@ -708,7 +708,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
             for to in others:
                 send_state(header, tensors, group, to)
 
-        self._sending.append(Work(send, "triax state"))
+        self._sending.append(BackgroundCall(send, "triax state"))
 
     def _capture(self) -> tuple[Tensor, list[Tensor]]:
         """Return this rank's state to be sent: a header, and tensors that stay as they are until they are sent."""
@@ -733,7 +733,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
                 raise RuntimeError("the group of the round was not made")
             return receive_state(group, source)
 
-        self._received = Work(receive, "triax state")
+        self._received = BackgroundCall(receive, "triax state")
 
     def _load_received(self) -> str | None:
         """Load the state that this replica waits for; return a reason if it did not come. Collective over the replica.
@@ -806,7 +806,7 @@ class _Leave:
             self._following(number, frame)
 
 
-def _problem(transfer: Work[Any]) -> str | None:
+def _problem(transfer: BackgroundCall[Any]) -> str | None:
     """Wait for the end of a transfer; return the reason why it failed, or None. Any other error is raised."""
     try:
         transfer.result()

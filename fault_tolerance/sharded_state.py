@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..base.errors import AgreedError
 from ..base.json_values import decode, encode
-from ..base.threads import Work
+from ..base.threads import BackgroundCall
 from ..zero.bucket import Bucket
 from ..zero.data_axis import ZeroDataAxis
 from ..zero.state_shards import state_number
@@ -377,7 +377,7 @@ class ReplicaShards:
                 group.abort()  # else this replica would wait for the others, which wait for it
                 raise
 
-        served = Work(serve, "triax shards")
+        served = BackgroundCall(serve, "triax shards")
         found: dict[int, list[_Fragment]] = defaultdict(list)
         try:
             for number, fragment in given[self.name]:

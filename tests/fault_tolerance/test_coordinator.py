@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from triax.base.errors import ConfigError
-from triax.base.threads import Work
+from triax.base.threads import BackgroundCall
 from triax.fault_tolerance.coordinator import Coordinator
 from triax.fault_tolerance.coordinator_client import CoordinatorClient, CoordinatorStore
 from triax.fault_tolerance.meeting import Report
@@ -32,9 +32,9 @@ class Replica:
         self.report = Report(name, max(round_, 0), round_, settings={**SETTINGS, **settings}, process=process)
         self.client = CoordinatorClient(server.address, SECRET, name, process, silence=0.5, give_up=3.0)
 
-    def meet(self) -> Work[list[str]]:
+    def meet(self) -> BackgroundCall[list[str]]:
         """Begin to meet the others; the result has their names."""
-        return Work(lambda: [each.name for each in self.client.meet(self.report)], "meets")
+        return BackgroundCall(lambda: [each.name for each in self.client.meet(self.report)], "meets")
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_a_server_that_does_not_know_the_secret_is_no_coordinator() -> None:
                 connection.recv(32)
                 connection.sendall(bytes(64))
 
-        accepted = Work(accept, "accepts")
+        accepted = BackgroundCall(accept, "accepts")
         with pytest.raises(WrongSecretError):
             connect(f"127.0.0.1:{listener.getsockname()[1]}", SECRET, 5.0)
         accepted.result()
@@ -184,7 +184,7 @@ def test_a_meeting_waits_for_those_that_send_heartbeats(server: Coordinator) -> 
 
 def test_the_store_of_a_round_is_at_the_coordinator(server: Coordinator) -> None:
     one, other = (CoordinatorStore(server.address, SECRET, 5.0) for _ in range(2))
-    waiting = Work(lambda: other.get("key"), "waits")
+    waiting = BackgroundCall(lambda: other.get("key"), "waits")
     one.set("key", b"\0\xff")
     assert waiting.result() == one.get("key") == b"\0\xff"
     with pytest.raises(RuntimeError, match=r"did not come within 0\.1 s"):

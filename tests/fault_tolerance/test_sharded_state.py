@@ -108,9 +108,7 @@ def test_owners_are_lost_on_grids(
         faults = {name: {"after": 2, "fault": fault} for name in killed}
         run = start_in_order(tmp_path, names, address, faults=faults, **common)
         assert all(KILLED in finish(run[name]) for name in killed)
-        again = [
-            process for name in killed for process in start(tmp_path, name, address, faults=killed, **common)
-        ]
+        again = [process for name in killed for process in start(tmp_path, name, address, faults=killed, **common)]
         left = [process for name in names if name not in killed for process in run[name]]
         assert set(finish([*left, *again])) == {0}
     require_equal(tmp_path, names, **job)

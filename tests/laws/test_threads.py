@@ -1,7 +1,7 @@
 """No thread of the library swallows an exception.
 
-Work whose end is awaited is a ``Work``, or a future: the error is raised there. Other threads hand on what they catch,
-and Python prints what they do not.
+A call whose end is awaited is a ``BackgroundCall``, or a future: the error is raised there. Other threads hand on what
+they catch, and Python prints what they do not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from triax.base.threads import Work
+from triax.base.threads import BackgroundCall
 from triax.fault_tolerance import replicas as replicas_file
 from triax.fault_tolerance import sharded_state
 
@@ -33,23 +33,26 @@ def targets(tree: ast.AST) -> set[str]:
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func).rpartition(".")[2]
             given = [keyword.value for keyword in node.keywords if keyword.arg in ("target", "function")]
-            given += node.args[:1] if called in ("Work", "submit") else node.args[1:2] if called == "Timer" else []
+            given += (
+                node.args[:1] if called in ("BackgroundCall", "submit") else node.args[1:2] if called == "Timer" else []
+            )
             found |= {ast.unparse(each).rpartition(".")[2] for each in given if called.endswith(THREADS)}
     return found
 
 
-THREADS = ("Thread", "Timer", "Work", "submit")
+CALLS = ("BackgroundCall", "submit")  # their first argument is called in a thread
+THREADS = ("Thread", "Timer", *CALLS)
 
 
 def swallowed(file: str, text: str) -> Iterator[str]:
     """Yield what a file does against the law."""
-    if not re.search(r"excepthook|(Thread|Timer|Work|submit)\(", text):
+    if not re.search(r"excepthook|(Thread|Timer|BackgroundCall|submit)\(", text):
         return
     tree = ast.parse(text)
     called = targets(tree)
     for node in ast.walk(tree):
         if "Thread(" in text and isinstance(node, ast.Expr) and ast.unparse(node).endswith(".join()"):
-            yield f"{file}:{node.lineno} waits for a thread, whatever its end: use Work"
+            yield f"{file}:{node.lineno} waits for a thread, whatever its end: use BackgroundCall"
         if isinstance(node, ast.Attribute) and node.attr == "excepthook" and isinstance(node.ctx, ast.Store):
             yield f"{file}:{node.lineno} replaces what prints the error of a thread"
         if not (isinstance(node, ast.FunctionDef) and node.name in called):
@@ -90,15 +93,15 @@ def test_no_thread_of_the_library_swallows_an_exception() -> None:
     assert not offences, "\n".join(offences)
 
 
-def test_the_error_of_work_is_raised_where_it_is_awaited() -> None:
-    assert Work(lambda: 7, "work").result() == 7
+def test_the_error_of_a_call_is_raised_where_it_is_awaited() -> None:
+    assert BackgroundCall(lambda: 7, "work").result() == 7
     for error in (KeyError("a"), SystemExit(3), KeyboardInterrupt()):
 
         def fail(error: BaseException = error) -> None:
             raise error
 
         with pytest.raises(type(error)):
-            Work(fail, "work").result()
+            BackgroundCall(fail, "work").result()
 
 
 def fail_to_send_whole(engine: Any) -> None:
