@@ -87,7 +87,8 @@ class Coordinator:
             threading.Thread(target=self._serve, args=(connection,), daemon=True, name="triax client").start()
 
     def _serve(self, connection: socket.socket) -> None:
-        """Answer a client until it is gone."""
+        """Answer a client until it is gone. A replica whose heartbeats end with their connection is lost at once."""
+        beats: tuple[str, str] | None = None
         with contextlib.suppress(OSError, ValueError):
             try:
                 channel = SecretChannel(connection, self._secret, serves=True)
@@ -95,9 +96,15 @@ class Coordinator:
                 self._strangers.release()
             try:
                 while True:
-                    channel.send(self._answer(channel.receive(), channel))
+                    message = channel.receive()
+                    channel.send(answer := self._answer(message, channel))
+                    if answer == {} and "beat" in message:
+                        beats = (message["beat"][0], message["beat"][1])
             finally:
                 channel.close()
+                with self._changed:
+                    if beats is not None and beats[0] not in self._visits:
+                        self._beats.pop(beats, None)
 
     def _answer(self, message: Any, channel: SecretChannel) -> Mapping[str, Any]:
         """Return the answer to a message; one that is malformed is refused."""

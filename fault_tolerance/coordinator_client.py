@@ -96,15 +96,17 @@ class CoordinatorClient:
         self._ended.set()
 
     def _beat(self, period: float) -> None:
-        channel, seconds = None, max(1.0, period)
+        channel = None
         while not self._ended.wait(period):
             try:
-                channel = channel or connect(self.address, self._secret, seconds)
-                channel.ask({"beat": [self.name, self._process]}, seconds)
+                channel = channel or connect(self.address, self._secret, _ASK)
+                channel.ask({"beat": [self.name, self._process]}, _ASK)
             except (OSError, ValueError):  # a coordinator that is down: ``meet`` says so
                 if channel is not None:
                     channel.close()
                 channel = None
+        if channel is not None:
+            channel.close()  # the coordinator need not wait for this replica
 
     def _say_waits(self, begun: float, why: str) -> bool:
         text = "replica %s waits: the coordinator at %s has not let it meet the others for %.0f s (%s)"

@@ -182,6 +182,19 @@ def test_a_meeting_waits_for_those_that_send_heartbeats(server: Coordinator) -> 
         each.client.close()
 
 
+def test_a_process_that_ends_is_lost_at_once(server: Coordinator) -> None:
+    """Its heartbeats end with their connection: the others do not wait for the time without a heartbeat."""
+    server._silence = 60.0
+    members = [Replica(server, name, 4) for name in "abc"]
+    time.sleep(0.2)
+    assert [each.result() for each in [each.meet() for each in members]] == [["a", "b", "c"]] * 3
+    members[2].client.close()
+    time.sleep(0.3)
+    assert [each.result() for each in [each.meet() for each in members[:2]]] == [["a", "b"]] * 2
+    for each in members:
+        each.client.close()
+
+
 def test_the_store_of_a_round_is_at_the_coordinator(server: Coordinator) -> None:
     one, other = (CoordinatorStore(server.address, SECRET, 5.0) for _ in range(2))
     waiting = BackgroundCall(lambda: other.get("key"), "waits")
