@@ -156,8 +156,10 @@ def test_a_foreign_replica_is_refused_and_the_run_goes_on(tmp_path: Path) -> Non
         common = {"steps": 30, "pause": 0.1}
         run = [each for name in "ab" for each in start(tmp_path, name, address, **common)]
         (other,) = start(tmp_path, "c", address, kind="narrow", log=str(tmp_path / "log"), **common)
-        assert finish([other]) == [1] and finish(run) == [0, 0]
+        (stranger,) = start(tmp_path, "d", address, secret="a guess", log=str(tmp_path / "log"), **common)
+        assert finish([other, stranger]) == [1, 1] and finish(run) == [0, 0]
     said = (tmp_path / "log").read_text()
+    assert "does not know the secret of replica d: set TRIAX_SECRET" in said
     assert "replica c is not one of this run, because it differs from replica" in said
     assert "parameters (" in said and "samples (" in said and "data (" not in said
     assert losses(tmp_path, "a") == losses(tmp_path, "b")
