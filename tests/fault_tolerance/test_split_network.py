@@ -106,9 +106,10 @@ def test_a_host_cut_off_for_5_seconds_joins_again(
         run.end()
     finally:
         run.close()
-    assert "is taken without c, whose samples are taken later" in run.log("a")
+    # Also in the step in which the link broke, if that was before c's gradients were summed.
+    gone = run.log("a").partition("on the replicas are a, b, c\n")[2]
+    assert "on the replicas are a, b\n" in gone and gone.count("on the replicas are a, b, c\n") == 1
     assert "the others have gone on without replica c since step" in run.log("c")
-    assert "from step" in run.log("a").partition("is taken without c")[2]
     same_as_replayed(tmp_path)
 
 
