@@ -17,6 +17,9 @@ evaluating.py: evaluation mode of a module for a while.
 uncompiled.py: functions that torch.compile leaves out of its graphs.
 files.py: reading of files from elsewhere: regular ones, and never a FIFO that has no writer.
 folder_files.py: files of a folder that take the place of earlier ones together.
+ports.py: the ports that the library opens, each on one address.
+threads.py: calls in threads, whose errors are raised where their ends are awaited.
+temporary_folders.py: temporary folders, and their removal after their process was killed.
 named_function.py: functions of users by name, in files and modules.
 hub.py: repositories of the Hugging Face Hub, as folders in its cache.
 torch_versions.py: differences between versions of torch.

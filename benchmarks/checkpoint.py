@@ -117,8 +117,8 @@ def behind(options: Any, folder: str) -> dict[str, Any]:
 
     def saved() -> bool:
         """On every rank: the thread that writes is done."""
-        thread = trained.checkpointer.writer.thread
-        done = torch.tensor([thread is None or not thread.is_alive()], dtype=torch.int64)
+        work = trained.checkpointer.writer.work
+        done = torch.tensor([work is None or work.done()], dtype=torch.int64)
         grid.world.all_reduce(done, op="min")
         return bool(done)
 

@@ -35,6 +35,7 @@ import json
 import multiprocessing
 import os
 import random
+import secrets
 import signal
 import socket
 import statistics
@@ -68,9 +69,10 @@ if __name__ == "__main__":
     train(json.loads(sys.argv[1]))
 """
 # Of --forked: loaded once, by the server from which ranks are forked.
+os.environ.setdefault("TRIAX_SECRET", secrets.token_hex(16))  # of the coordinator and all replicas, which inherit it
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["torch", "torch.distributed.device_mesh", "torchft.coordination", "triax.engine.engines", "triax.data.dataloader"]
+    ["torch", "torch.distributed.device_mesh", "triax.engine.engines", "triax.data.dataloader"]
     + ["triax.fault_tolerance.strategy", "triax.models.gpt"]
 )
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..base.accelerators import is_accelerator
 from ..base.errors import CheckpointError
+from ..base.threads import BackgroundCall
 from ..grid import Grid
 from ..grid.ranges import Spans, shape_of
 from .format.remote import Folder
@@ -37,14 +38,13 @@ class AsyncWriter:
 
     Attributes:
         copies: (tensor name, box) -> copy in host memory.
-        thread: the thread of the last write. None before the first write and after ``wait``.
+        work: the last write. None before the first write and after ``wait``.
     """
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self.copies: dict[tuple[str, Spans], Tensor] = {}
-        self.thread: threading.Thread | None = None
-        self._problem: str | None = None
+        self.work: BackgroundCall[str | None] | None = None
 
     def write(
         self,
@@ -71,17 +71,16 @@ class AsyncWriter:
 
         writer = make_writer(grid, self.copy(snapshot), folder, tag, all_gather, save_latest, lineage)
 
-        def run() -> None:
+        def run() -> str | None:
             _lower_priority()
             try:
-                self._problem = writer.run()
+                problem = writer.run()
             except Exception as error:  # for instance, the store has gone with the run
-                self._problem = f"{grid.describe()}: {type(error).__name__}: {error}"
-            done(self._problem)
+                problem = f"{grid.describe()}: {type(error).__name__}: {error}"
+            done(problem)
+            return problem
 
-        # No daemon: the interpreter waits for it at exit.
-        self.thread = threading.Thread(target=run, name="triax checkpoint")
-        self.thread.start()
+        self.work = BackgroundCall(run, "triax checkpoint", daemon=False)
 
     def copy(self, snapshot: Snapshot) -> Snapshot:
         """Return a snapshot whose values are in host memory."""
@@ -104,11 +103,8 @@ class AsyncWriter:
         Returns:
             None, or the reason for which the last checkpoint was not written. The reason is returned only once.
         """
-        if self.thread is not None:
-            self.thread.join()
-            self.thread = None
-        problem, self._problem = self._problem, None
-        return problem
+        work, self.work = self.work, None
+        return None if work is None else work.result()
 
 
 def _lower_priority() -> None:

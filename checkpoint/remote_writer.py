@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from ..base.errors import CheckpointError
+from ..base.temporary_folders import temporary_folder
 from ..grid import Grid
 from .format.folder import LATEST, note_saved
 from .format.index import NAME, checksum
@@ -29,26 +28,23 @@ class RemoteWriter(Writer):
     def __init__(self, grid: Grid, snapshot: Snapshot, folder: RemotePath, *rest: Any) -> None:
         super().__init__(grid, snapshot, folder, *rest)
         self._target = folder / self._tag
-        self._temporary = Path(tempfile.gettempdir())
         self._publishing = False
 
     def _write(self) -> None:
-        with tempfile.TemporaryDirectory(prefix="triax-checkpoint-") as staging:
-            self._temporary = Path(staging)
-            write_rank(self._temporary, self._rank, self._snapshot, self._save)
+        with temporary_folder("checkpoint") as staging:
+            write_rank(staging, self._rank, self._snapshot, self._save)
             for name in (rank_name(self._rank, self._save), piece_name(self._rank, self._save)):
-                (self._target / name).upload(self._temporary / name)
+                (self._target / name).upload(staging / name)
 
     def _commit(self) -> None:
         if self._rank:
             return
         header = self._snapshot.header
         pieces = [piece_name(rank, self._save) for rank in range(self._size)]
-        with tempfile.TemporaryDirectory(prefix="triax-checkpoint-") as staging:
-            self._temporary = Path(staging)
+        with temporary_folder("checkpoint") as staging:
             for name in pieces:
-                (self._temporary / name).write_bytes((self._target / name).read_bytes())
-            index = merged(self._temporary, self._size, header, self._save)
+                (staging / name).write_bytes((self._target / name).read_bytes())
+            index = merged(staging, self._size, header, self._save)
         data = index.dump()
         self._lineage.lock(self._folder)  # another run may have taken it
         note_saved(self._folder, self._tag, self._save)

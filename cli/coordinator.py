@@ -9,6 +9,9 @@ from typing import Annotated
 
 import typer
 
+from ..base.errors import ConfigError
+from ..base.ports import LOOPBACK
+from ..grid.environment import run_secret
 from ..launcher.replicas import drain as drain_replica
 
 PORT = 29510
@@ -23,18 +26,25 @@ def coordinator(
     patience: Annotated[
         float, typer.Option(min=0.1, help="Seconds to wait for a late replica that still sends heartbeats.")
     ] = 60.0,
+    host: Annotated[
+        str, typer.Option(help="Address of this host to listen on. The default reaches replicas on this host alone.")
+    ] = LOOPBACK,
 ) -> None:
-    """Run the coordinator of a run's replicas (torchft's Lighthouse), until it is stopped."""
-    from ..fault_tolerance.coordinator import serve  # imported only where it is used: it needs torchft
+    """Run the coordinator of a run's replicas until it is stopped. It answers those that know TRIAX_SECRET alone."""
+    from ..fault_tolerance.coordinator import Coordinator  # triax runs without this folder
 
-    server = serve(port, least, silence, patience)
-    typer.echo(f"coordinator: {server.address()}")
+    secret = run_secret()
+    try:
+        server = Coordinator(port, least, silence, patience, secret, host)
+    except OSError as error:
+        raise ConfigError(f"the coordinator cannot listen on {host}, port {port}: {error.strerror or error}") from error
+    typer.echo(f"coordinator: {server.address}")
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
     while not ended.wait(0.5):
         pass
-    server.shutdown()
+    server.close()
 
 
 def drain(

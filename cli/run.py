@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import re
+import secrets
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Iterable
@@ -18,7 +19,8 @@ import typer
 
 from ..base.errors import ConfigError
 from ..base.files import read_text
-from ..grid.environment import given_threads
+from ..base.ports import LOOPBACK, listen
+from ..grid.environment import given_threads, run_secret
 from ..launcher.hosts import (
     Hosts,
     Slots,
@@ -35,6 +37,7 @@ from ..launcher.remote import SSH, exported_variables, host_command, outcome_lin
 from ..launcher.replicas import run_replicas, start_coordinator
 from ..launcher.worker import LOCAL_RANK, Executable, Module
 from ..monitor.trace.merge import recorded
+from ..options.fault_tolerance import is_replica_name
 
 PORT = 29500
 # The script's own options follow it. --node_rank, as in torchrun and DeepSpeed, is --node-rank.
@@ -161,6 +164,7 @@ def run(
                 "--replicas starts jobs only on this host: give --nproc, and start the other hosts' replicas there, "
                 "with other names and --coordinator HOST:PORT"
             )
+        _say_idle(context, "master_port", "master_addr")
         options = [*(("--nproc", nproc) if nproc else ()), *(("--threads", str(threads)) if threads else ())]
         options += ["--tee", tee, "--grace", str(grace), "--no-local-rank"]
         options += [word for each in export or [] for word in ("--export", each)]
@@ -205,6 +209,8 @@ def run(
         print_outcome(outcome)
         raise SystemExit(outcome.code)
 
+    if least_hosts == 1 and not elastic and not driven:
+        _say_idle(context, "master_port", "master_addr")
     settings: dict[str, Any] = {"restarts": max_restarts, "environment": extra, "grace": grace}
     if elastic:
         settings["rendezvous"] = _rendezvous(least_hosts, most, rdzv_endpoint or master_addr, rendezvous)
@@ -225,6 +231,15 @@ def run(
     else:
         print_outcome(outcome)
     _exit(outcome.code)
+
+
+def _say_idle(context: typer.Context, *names: str) -> None:
+    """Log which of these options the user gave, though all ranks are on this host."""
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            text = "triax run: --%s does nothing: on one host, ranks meet on 127.0.0.1 at a free port"
+            logging.getLogger("triax").warning(text, name.replace("_", "-"))
 
 
 def _run_replicas(
@@ -248,16 +263,18 @@ def _run_replicas(
         restarts, log_dir, grace: the options of these names.
     """
     names = [str(each) for each in range(int(replicas))] if replicas.isdecimal() else replicas.split(",")
-    if not all(names) or not names or len(set(names)) < len(names) or set("/\\") & set("".join(names)):
+    if not names or len(set(names)) < len(names) or not all(map(is_replica_name, names)):
         raise ConfigError(f"--replicas is {replicas!r}: give a number of at least 1, or different names: a,b,c")
     logs = Path("runs/logs" if log_dir == "none" else log_dir)
     serve = None
     if not coordinator:
-        with socket.socket() as probe:
-            probe.bind(("", 0))
+        secret = os.environ.get("TRIAX_SECRET") or secrets.token_hex(16)
+        with listen(LOOPBACK) as probe:
             port = int(probe.getsockname()[1])
-        coordinator = f"127.0.0.1:{port}"
-        serve = partial(start_coordinator, port, *limits, logs / "coordinator.log")
+        coordinator = f"{LOOPBACK}:{port}"
+        serve = partial(start_coordinator, port, *limits, secret, logs / "coordinator.log")
+    else:
+        secret = run_secret().decode()
 
     def command(name: str) -> list[str]:
         folder = "none" if log_dir == "none" else str(logs / f"replica-{name}")
@@ -266,7 +283,7 @@ def _run_replicas(
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    raise SystemExit(run_replicas(command, names, coordinator, restarts, logs, grace, say, serve))
+    raise SystemExit(run_replicas(command, names, coordinator, restarts, logs, grace, say, serve, secret))
 
 
 def _dry_run(

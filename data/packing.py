@@ -125,6 +125,8 @@ class DocumentRows:
         sizes = pieces.stop - pieces.start
         ends = np.cumsum(sizes)
         begins = pieces.start - self._first[pieces.file]
+        for number in {*pieces.file.tolist()} - {len(self._files)}:
+            self._files[number][2].require_whole()
         copies = [*zip(pieces.file.tolist(), begins.tolist(), (begins + sizes).tolist(), strict=True)]
         tokens = np.concatenate([self._tokens[file][begin:end] for file, begin, end in copies])  # (n * T,)
         if tokens.max() > self._most:

@@ -100,6 +100,15 @@ class TokenFile:
         if self.offsets[0] != 0 or self.offsets[-1] != tokens or (lengths <= 0).any():
             raise self._damaged("the offsets of its documents do not increase from 0 to the number of tokens")
 
+    def require_whole(self) -> None:
+        """Check that the file has not been cut off meanwhile: reading what is gone would end the process.
+
+        Raises:
+            CorruptError: it was cut off.
+        """
+        if (size := self._map.size()) < len(self._map):
+            raise self._damaged(f"it had {len(self._map)} bytes when it was opened, and has {size} now")
+
     def sources(self) -> list[list[str]]:
         """Return name and unit (line or row) of each source."""
         try:

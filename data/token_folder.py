@@ -289,6 +289,7 @@ class TokenFolder:
             last = self.index.documents - 1
             raise ConfigError(f"There is no document {number}: {self.path} has documents 0 to {last}.")
         file = int(np.searchsorted(self.first_document, number, "right")) - 1
+        self.files[file].require_whole()
         return self.files[file], number - int(self.first_document[file])
 
 

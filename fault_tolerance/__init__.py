@@ -2,7 +2,10 @@
 
 membership.py: who contributed to which step, as a value: shares of samples, the history, its file
 meeting.py: what replicas report at the end of each attempt of a step, and the decision that follows
-coordinator.py: torchft's Lighthouse, which tells who is there, and the client of a replica
+identity.py: what must be equal on all replicas: options, model, functions, data, versions
+secret_channel.py: messages between two processes that know the same secret
+coordinator.py: the server that tells who is there
+coordinator_client.py: its clients: meetings and heartbeats of a replica, the store of its ranks
 replica_group.py: process group between replicas, made anew when they change, and its sum in a fixed order
 peer_state.py: weights, optimizer state and schedules from a peer's memory
 shard_cut.py: cut of the optimizer state into parts, and the replicas that hold each, as a value

@@ -12,7 +12,7 @@ all replicas come to the same decision without a further message. One meeting en
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 
@@ -28,8 +28,8 @@ class Report:
         members, contributors, owners, keepers: those of the round.
         planned: the replicas that took shares in the step, also those that were lost since.
         leaving: True if the replica ends after this step.
-        settings: hash of the options and the model, which must be equal.
-        store: address of the replica's store, ``host:port``.
+        settings: name of what must be equal on all replicas -> its value or hash.
+        process: random text, different for each process that takes the replica's name.
         seconds: time from the begin of the step to its own gradients.
     """
 
@@ -43,8 +43,8 @@ class Report:
     owners: tuple[str, ...] = ()
     keepers: tuple[str, ...] = ()
     leaving: bool = False
-    settings: str = ""
-    store: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict, hash=False)
+    process: str = ""
     seconds: float = 0.0
 
     def plain(self) -> dict[str, Any]:
@@ -53,8 +53,20 @@ class Report:
 
     @classmethod
     def of(cls, value: Mapping[str, Any]) -> Report:
-        """Return the report of ``plain``."""
-        plain: dict[str, Any] = {key: tuple(each) if isinstance(each, list) else each for key, each in value.items()}
+        """Return the report of ``plain``.
+
+        Raises:
+            ValueError: it is none.
+        """
+        if not isinstance(value, dict) or {*value} != {each.name for each in fields(cls)}:
+            raise ValueError(f"it has not the fields of a report: {value!r:.100}")
+        plain: dict[str, Any] = {}
+        for key, given in value.items():
+            kind = type(getattr(cls, key, {} if key == "settings" else 0 if key == "step" else ""))
+            texts = [*given, *given.values()] if isinstance(given, dict) else given if isinstance(given, list) else []
+            plain[key] = tuple(given) if isinstance(given, list) else float(given) if kind is float else given
+            if type(plain[key]) is not kind or not all(isinstance(each, str) for each in texts):
+                raise ValueError(f"{key} of a report is {given!r:.100}")
         return cls(**plain)
 
 
@@ -69,7 +81,7 @@ class Round:
         contributors: the members whose gradients are summed, in the order of the sum. The others are spare.
         newcomers: replicas that get the state from ``donor`` in this round. They contribute nothing.
         donor: the member that sends the state; empty without newcomers.
-        store: address of the store at which the group of this round meets.
+        process: that of the replica whose state all have, which names the keys of this round's group.
         fresh: True at the start of a run: newcomers get the state before the step, and contribute.
         owners: replicas among which the optimizer state is cut that the last step has left; empty after a fresh round,
             when each has the whole state.
@@ -82,7 +94,7 @@ class Round:
     contributors: tuple[str, ...]
     newcomers: tuple[str, ...] = ()
     donor: str = ""
-    store: str = ""
+    process: str = ""
     fresh: bool = False
     owners: tuple[str, ...] = ()
     keepers: tuple[str, ...] = ()
@@ -136,7 +148,7 @@ def decide(reports: Sequence[Report], choose: Choose, hands_over: bool = False) 
         names = tuple(sorted(by_name))
         others = tuple(name for name in names if name != source.name)
         return Decision(
-            None, Round(0, source.step, names, choose(source.step, names), others, source.name, source.store, True)
+            None, Round(0, source.step, names, choose(source.step, names), others, source.name, source.process, True)
         )
     round_ = {report.name: report for report in reports if report.round == number}
     last = next(iter(round_.values()))
@@ -150,9 +162,14 @@ def decide(reports: Sequence[Report], choose: Choose, hands_over: bool = False) 
         newcomers = tuple(sorted(name for name in round_ if name not in last.members))
         # Newcomers of the round have their state already: those that have not are not in the round any more.
         keepers = tuple(name for name in last.keepers if name in round_)
-        store = round_[here[0]].store
         again = Round(
-            number + 1, last.step, (*members, *newcomers), tuple(here), store=store, owners=last.owners, keepers=keepers
+            number + 1,
+            last.step,
+            (*members, *newcomers),
+            tuple(here),
+            process=round_[here[0]].process,
+            owners=last.owners,
+            keepers=keepers,
         )
         return Decision(None, again, lost)
     there = [name for name in last.members if name in round_ and round_[name].summed]
@@ -172,7 +189,7 @@ def decide(reports: Sequence[Report], choose: Choose, hands_over: bool = False) 
         choose(step, tuple(name for name in members if not round_[name].leaving)),
         newcomers,
         donor if newcomers else "",
-        round_[donor].store if members else "",
+        round_[donor].process if members else "",
         owners=last.planned,
         keepers=tuple(name for name in last.planned if name in stay),
     )

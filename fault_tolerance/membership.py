@@ -5,14 +5,16 @@ member takes one share. A share of a replica that was lost within the step is ow
 sample is lost and none is taken twice. The shares are a function of the history of members alone, so a history that is
 replayed gives the same batches.
 
-Changes are written to a file, one JSON object in a line:
+Changes are written to a file, one JSON object in a line, after a checksum of the rest of the file:
 
+    {"sha256": "5f2c..."}
     {"step": 0, "members": ["0", "1", "2"]}     from step 0 on, these replicas take shares, in this order
     {"step": 7, "lost": ["2"]}                  replica 2 took a share of step 7, and its gradient is not in the sum
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -132,10 +134,40 @@ class Ledger:
         changes = [Change.of(line) for line in state["changes"]]
         return cls(state["next_share"], [*state["owed"]], tuple(state["members"]), changes, state["counted"])
 
-    def write(self, path: Path) -> None:
-        """Write the whole history to a file, which is replaced."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(change.line() + "\n" for change in self.changes), encoding="utf-8")
+    def history(self) -> str:
+        """Return the content of the history's file."""
+        lines = "".join(change.line() + "\n" for change in self.changes)
+        return _first_line(lines) + lines
+
+
+def _first_line(lines: str) -> str:
+    """Return the first line of a history file, of the lines that follow it."""
+    return json.dumps({"sha256": hashlib.sha256(lines.encode()).hexdigest()}) + "\n"
+
+
+def read_changes(path: Path) -> list[Change]:
+    """Return the changes in a history file, which may be one without a checksum, of an earlier version.
+
+    Raises:
+        ConfigError: the file cannot be read, is damaged, or has a line that is no change.
+    """
+    changes = []
+    try:
+        text = path.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"fault_tolerance.replay: {path} cannot be read: {error}") from error
+    head, _, lines = text.partition("\n")
+    first = 1
+    if head.startswith('{"sha256"'):
+        if head + "\n" != _first_line(lines):
+            raise ConfigError(f"the history {path} is damaged: its checksum is wrong. Give the file of another replica")
+        text, first = lines, 2
+    for number, line in enumerate(text.splitlines(), first):
+        try:
+            changes.append(Change.of(line))
+        except ValueError as error:
+            raise ConfigError(f"{path}, line {number}: {error}. Give the file that a run has written") from None
+    return changes
 
 
 class History:
@@ -165,17 +197,9 @@ class History:
         """Read a history file.
 
         Raises:
-            ConfigError: the file cannot be read, or has a line that is no change.
+            ConfigError: as ``read_changes``, or it is not the history of a whole run.
         """
-        changes = []
-        try:
-            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-                try:
-                    changes.append(Change.of(line))
-                except ValueError as error:
-                    raise ConfigError(f"{path}, line {number}: {error}. Give the file that a run has written") from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"fault_tolerance.replay: {path} cannot be read: {error}") from error
+        changes = read_changes(path)
         if not any(change.members and change.step == 0 for change in changes):
             raise ConfigError(f"{path} has no members of step 0, so it is not the history of a whole run")
         return cls(changes)

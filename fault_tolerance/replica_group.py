@@ -20,22 +20,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .coordinator_client import CoordinatorStore
+
 _CONNECT = 15.0  # seconds in which the ranks of a new group must connect
-
-
-def serve_store(host: str) -> tuple[dist.TCPStore, str]:
-    """Serve a store at a free port of this host's address, at which groups meet; return it and its address."""
-    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_CONNECT))
-    return store, f"{host}:{store.port}"
 
 
 class ReplicaGroup:
     """Group of one rank of each replica. Collective over them when it is made.
 
     Args:
-        address: address of the store, ``host:port``.
+        address, secret: the coordinator's address, ``host:port``, and the run's secret.
         host: this host's address, to which the other replicas connect.
-        key: key of the group in the store, used once.
+        key: prefix of the group's keys at the coordinator, used once.
         rank, size: position of this replica, and number of replicas.
         timeout: seconds after which an operation fails.
 
@@ -43,21 +39,23 @@ class ReplicaGroup:
         sent: bytes that this rank has sent for sums.
 
     Raises:
-        RuntimeError: not all ranks are there within 15 seconds.
+        RuntimeError, OSError: not all ranks are there within 15 seconds, or the coordinator is not.
     """
 
-    def __init__(self, address: str, host: str, key: str, rank: int, size: int, timeout: float) -> None:
+    def __init__(self, address: str, secret: bytes, host: str, key: str, rank: int, size: int, timeout: float) -> None:
         self.rank, self.size, self.sent = rank, size, 0.0
         self._group: Any = None
         if size > 1:
-            server, _, port = address.rpartition(":")
-            limit = timedelta(seconds=min(_CONNECT, timeout))
-            store = dist.TCPStore(server, int(port), is_master=False, wait_for_workers=False, timeout=limit)
+            seconds = min(_CONNECT, timeout)
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._timeout = limit
+            options._timeout = timedelta(seconds=seconds)
             # The replica's own grid may use another device.
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-            self._group = dist.ProcessGroupGloo(dist.PrefixStore(key, store), rank, size, options)
+            store = CoordinatorStore(address, secret, seconds)
+            try:
+                self._group = dist.ProcessGroupGloo(dist.PrefixStore(key, store), rank, size, options)
+            finally:
+                store.close()
             self._group._set_default_timeout(timedelta(seconds=timeout))
 
     def sum(self, tensor: Tensor, contributors: Sequence[int]) -> Tensor:

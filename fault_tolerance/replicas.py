@@ -10,9 +10,8 @@ sum        sum gradients and numbers over the contributors; meet; again without 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
+import secrets
 import signal
 import threading
 import time
@@ -26,23 +25,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..agreement.agreement import agreed
 from ..base.errors import AgreedError
 from ..base.option_error import refusal
+from ..base.records import Records
+from ..base.threads import BackgroundCall
+from ..checkpoint.format.folder import write_atomically
 from ..data.dataloader import RepeatingLoader
 from ..grid import Grid
 from ..grid.auxiliary import AuxiliaryLayer
-from ..grid.environment import coordinator_address, replica_name
+from ..grid.environment import coordinator_address, replica_name, run_secret
 from ..launcher.launch import own_address
-from ..options.fault_tolerance import FaultTolerance
+from ..options.fault_tolerance import FaultTolerance, is_replica_name
 from ..pipe.module import PipelineModule
 from ..zero.optimizer import RangeStepper
 from ..zero.optimizer_kinds import is_known
 from ..zero.synchronous_replicas import SynchronousReplicas
-from .coordinator import CoordinatorClient
+from .coordinator_client import CoordinatorClient
+from .identity import identity
 from .meeting import Decision, Report, Round, decide
 from .membership import Change, History, Ledger
 from .peer_state import capture_here, load_here, receive_state, send_state
-from .replica_group import ReplicaGroup, serve_store
+from .replica_group import ReplicaGroup
 from .shard_cut import ShardCut
 from .sharded_state import ReplicaShards
 
@@ -80,6 +84,8 @@ class FaultTolerantReplicas(SynchronousReplicas):
         super().__init__(grid)
         self._engine, self.options = engine, options
         self.name = _given(options.replica or replica_name(), "<fault_tolerance.replica>", "TRIAX_REPLICA", "0")
+        if not is_replica_name(self.name):
+            raise refusal(f"the variable TRIAX_REPLICA is {self.name!r}: give a name without a slash, such as 0")
         address = _given(
             options.coordinator or coordinator_address(),
             "<fault_tolerance.coordinator>",
@@ -91,7 +97,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
         self.ledger = Ledger()
         self.left = self.leaving = False
         self.recoveries: list[float] = []
-        self._settings = _digest(engine)
+        self._settings = identity(engine)
         self._round: Round | None = None
         self._group: ReplicaGroup | None = None
         self._first: Round | None = None  # first round of the present step, whose contributors took shares
@@ -100,23 +106,27 @@ class FaultTolerantReplicas(SynchronousReplicas):
         self._prepared = False  # the samples of this step are known
         self._weighs = False  # the gradients depend on weights of the whole batch
         self._stateless = False  # this replica has begun to join, and has no state that another could take
-        self._received: _Transfer | None = None
-        self._sending: list[_Transfer] = []
+        self._received: BackgroundCall[tuple[dict[str, Any], list[Tensor]]] | None = None
+        self._sending: list[BackgroundCall[None]] = []
         self._began, self._made = 0.0, time.monotonic()
         self._lost_time: dict[str, float] = {}  # cause -> seconds since the last recorded change
         self._gone: list[str] = []  # replicas that have left since then because they were asked to
         self._slow = "", 0  # the slowest replica, and the steps since it is
         self._sent_before = 0.0
+        self._records, self._unwritten = Records(), False  # True: a change is not in the history's file yet
         # The buffers of a mixture of experts follow from its loads, which are summed.
         summed = {id(b) for m in engine.module.modules() if isinstance(m, AuxiliaryLayer) for b in m.buffers()}
         buffers = engine.module.named_buffers()
         self._buffers = [(name, each, each._version) for name, each in buffers if id(each) not in summed]
         self._client: CoordinatorClient | None = None
-        self._store, self._address = None, ""
+        self._coordinator, self._process = address, secrets.token_hex(8)
+        self._secret = run_secret()
         self._host = own_address(address.rpartition("//")[2].rpartition(":")[0])
-        if grid.rank == 0:
-            self._store, self._address = serve_store(self._host)
-            self._client = CoordinatorClient(address, self.name, options.silence, options.give_up)
+        with agreed(grid, RuntimeError):
+            if grid.rank == 0:
+                self._client = CoordinatorClient(
+                    address, self._secret, self.name, self._process, options.silence, options.give_up
+                )
         engine.optimizer_step.across = self.sum
         self.sharded: ReplicaShards | None = None
         self._ready = -1  # number of the last round for which weights and shards were made ready
@@ -340,7 +350,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
             self._lose("detection", detection)
             self._lose("again", now - since)
         for transfer in self._sending:
-            transfer.wait()
+            _problem(transfer)  # a newcomer that is lost joins again
             self._lose("joining", time.monotonic() - now)
         self._sending = []
         self._record(round_, decision, detection + now - since if detection else 0.0)
@@ -384,7 +394,8 @@ class FaultTolerantReplicas(SynchronousReplicas):
             self._lost_time, self._gone = {}, []
         self._gone += decision.left
         self._count(counted)
-        self._write(changes)
+        if changes or self._unwritten:
+            self._write_history()
         if seconds:
             self.recoveries.append(seconds)
         if self.grid.rank == 0:
@@ -551,12 +562,6 @@ class FaultTolerantReplicas(SynchronousReplicas):
         return self.history.counted(step)
 
     def _decide(self, reports: Sequence[Report]) -> Decision:
-        for report in reports:
-            if report.settings != self._settings:
-                raise RuntimeError(
-                    f"replicas {self.name} and {report.name} have different options or models: start all replicas with "
-                    "the same program and options"
-                )
         decision = decide(reports, self._choose, self.sharded is not None)
         if decision is None:
             raise RuntimeError("every replica with the state of the run is lost: start the run from a checkpoint")
@@ -600,19 +605,11 @@ class FaultTolerantReplicas(SynchronousReplicas):
                 () if round_ is None else round_.keepers,
                 self.leaving,
                 self._settings,
-                self._address,
+                self._process,
                 seconds,
             )
             try:
-                found = self._client.meet(report)
-                plain = [each.plain() for each in found]
-                store = next((each.store for each in found if each.name == self.name), "none")
-                if store != self._address:
-                    failure = (
-                        f"two processes have the name of replica {self.name}, with stores at {self._address} and "
-                        f"{store}, and this one stops: give each replica a name of its own, as in "
-                        "triax run --replicas a,b"
-                    )
+                plain = [each.plain() for each in self._client.meet(report)]
             except RuntimeError as error:
                 failure = str(error)
         plain, failure = self.grid.world.all_gather_json([plain, failure])[0]
@@ -661,9 +658,10 @@ class FaultTolerantReplicas(SynchronousReplicas):
         if not same:
             self._abort()
             rank = round_.group.index(self.name)
-            key = f"round {round_.number} of rank {self.grid.rank}"
+            key = f"round {round_.number} of rank {self.grid.rank}, from {round_.process}"
+            where = self._coordinator, self._secret, self._host
             try:
-                self._group = ReplicaGroup(round_.store, self._host, key, rank, len(round_.group), self.options.timeout)
+                self._group = ReplicaGroup(*where, key, rank, len(round_.group), self.options.timeout)
             except _FAILURES as error:  # the next sum fails, and all meet again
                 _LOG.debug("the group of round %d was not made: %s", round_.number, error)
         if round_.fresh:
@@ -687,12 +685,12 @@ class FaultTolerantReplicas(SynchronousReplicas):
 
     def _share_state(self, round_: Round) -> None:
         """Give all replicas the first one's state before the first step. Collective over the round."""
-        if self.grid.rank == 0 and self.options.folder is not None and self.ledger.changes:
-            self.ledger.write(self._history_file)
+        if self.ledger.changes:
+            self._write_history()
         if round_.donor == self.name:
             self._send(round_.newcomers)
             for transfer in self._sending:
-                transfer.wait()
+                _problem(transfer)
             self._sending = []
         else:
             self._receive(round_.donor)
@@ -711,7 +709,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
             for to in others:
                 send_state(header, tensors, group, to)
 
-        self._sending.append(_Transfer(send))
+        self._sending.append(BackgroundCall(send, "triax state"))
 
     def _capture(self) -> tuple[Tensor, list[Tensor]]:
         """Return this rank's state to be sent: a header, and tensors that stay as they are until they are sent."""
@@ -736,7 +734,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
                 raise RuntimeError("the group of the round was not made")
             return receive_state(group, source)
 
-        self._received = _Transfer(receive)
+        self._received = BackgroundCall(receive, "triax state")
 
     def _load_received(self) -> str | None:
         """Load the state that this replica waits for; return a reason if it did not come. Collective over the replica.
@@ -746,32 +744,27 @@ class FaultTolerantReplicas(SynchronousReplicas):
         transfer, self._received = self._received, None
         if transfer is None:
             return "this replica has no state" if self._stateless else None
-        problem = transfer.wait()
+        problem = _problem(transfer)
         if any(self.grid.world.all_gather_json(problem is not None)):
             return problem or "another rank of this replica did not get its state"
-        self._load(*transfer.result)
+        self._load(*transfer.result())
         self._stateless = False
         for observer in self._engine.observers:
             observer.joined(self._engine.client_state or {})
-        if self.grid.rank == 0 and self.options.folder is not None:
-            self.ledger.write(self._history_file)
+        self._write_history()
         return None
 
     # ------------------------------------------------------------------------------------------ records and ends
 
-    @property
-    def _history_file(self) -> Path:
-        assert self.options.folder is not None
-        return Path(self.options.folder, f"{self.name}.jsonl")
-
-    def _write(self, changes: Sequence[Change]) -> None:
-        """Append changes to the history file of this replica."""
-        if not changes or self.options.folder is None or self.grid.rank != 0:
+    def _write_history(self) -> None:
+        """Write the history file of this replica, as a whole. The run goes on without a file that cannot be written."""
+        if self.options.folder is None or self.grid.rank != 0:
             return
-        path = self._history_file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a" if len(self.ledger.changes) > len(changes) else "w", encoding="utf-8") as file:
-            file.writelines(change.line() + "\n" for change in changes)
+        path, self._unwritten = Path(self.options.folder, f"{self.name}.jsonl"), True
+        with self._records.writing(f"the history of members {path}, which a replay needs,"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, self.ledger.history().encode())
+            self._unwritten = False
 
     def _handle_signal(self) -> None:
         """Leave after the present step when SIGTERM is received."""
@@ -814,33 +807,13 @@ class _Leave:
             self._following(number, frame)
 
 
-class _Transfer:
-    """Transfer of a state in a thread.
-
-    Args:
-        work: sends or receives.
-
-    Attributes:
-        result: the result of ``work``, after ``wait``.
-    """
-
-    def __init__(self, work: Callable[[], Any]) -> None:
-        self.result: Any = None
-        self._problem: str | None = None
-        self._work = work
-        self._thread = threading.Thread(target=self._run, daemon=True, name="triax state")
-        self._thread.start()
-
-    def wait(self) -> str | None:
-        """Wait for the end; return the reason of a failure, or None."""
-        self._thread.join()
-        return self._problem
-
-    def _run(self) -> None:
-        try:
-            self.result = self._work()
-        except _FAILURES as error:
-            self._problem = str(error) or type(error).__name__
+def _problem(transfer: BackgroundCall[Any]) -> str | None:
+    """Wait for the end of a transfer; return the reason why it failed, or None. Any other error is raised."""
+    try:
+        transfer.result()
+    except _FAILURES as error:
+        return str(error) or type(error).__name__
+    return None
 
 
 def _given(value: str | None, option: str, variable: str, example: str) -> str:
@@ -888,18 +861,3 @@ def _check(engine: Engine) -> None:
                 f"{name} is a {type(module).__name__}, whose running statistics would differ between replicas, and "
                 "<fault_tolerance> does not average them: use LayerNorm or GroupNorm"
             )
-
-
-def _digest(engine: Engine) -> str:
-    """Return a hash of what must be equal on all replicas: options, and the parameters of each rank. Collective."""
-    settings = {k: v for k, v in engine.settings(given=True).items() if k not in ("checkpoint", "monitor")}
-    section = {
-        k: v for k, v in settings.pop("fault_tolerance", {}).items() if k in ("active", "replay", "zero", "copies")
-    }
-    if section.get("zero"):  # a checkpoint is saved together
-        section["every"] = engine.options.checkpoint.every
-    shapes = [(name, [*parameter.shape]) for name, parameter in engine.module.named_parameters()]
-    sizes = engine.grid.topology.sizes
-    everyone = engine.grid.world.all_gather_json(shapes)
-    text = json.dumps([settings, section, everyone, sizes], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -11,7 +11,6 @@ adopt     after the meeting in which the step is taken: the moved state takes th
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from ..base.errors import AgreedError
 from ..base.json_values import decode, encode
+from ..base.threads import BackgroundCall
 from ..zero.bucket import Bucket
 from ..zero.data_axis import ZeroDataAxis
 from ..zero.state_shards import state_number
@@ -368,18 +368,16 @@ class ReplicaShards:
                     given[move.target].append((number, self._fragment(number, cut, move.start, move.stop)))
                 elif move.target == self.name:
                     sources.add(move.source)
-        failures: list[BaseException] = []
 
         def serve() -> None:
             try:
                 for target in sorted(set(given) - {self.name}, key=names.index):
                     send_state(*_packed(given[target]), group, names.index(target))
-            except (RuntimeError, OSError) as error:
-                failures.append(error)
-                group.abort()
+            except BaseException:
+                group.abort()  # else this replica would wait for the others, which wait for it
+                raise
 
-        thread = threading.Thread(target=serve, daemon=True, name="triax shards")
-        thread.start()
+        served = BackgroundCall(serve, "triax shards")
         found: dict[int, list[_Fragment]] = defaultdict(list)
         try:
             for number, fragment in given[self.name]:
@@ -387,13 +385,12 @@ class ReplicaShards:
             for source in sorted(sources, key=names.index):
                 for number, fragment in _unpacked(*receive_state(group, names.index(source))):
                     found[number].append(fragment)
-        except BaseException:
+        except BaseException as error:
             group.abort()  # so that this replica's thread and the others do not wait for it
+            if isinstance(error, (RuntimeError, OSError)):
+                served.result()  # may raise the cause
             raise
-        finally:
-            thread.join()
-        if failures:
-            raise failures[0]
+        served.result()
         return found
 
     def _fragment(self, number: int, cut: ShardCut, start: int, stop: int) -> _Fragment:

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..base.errors import ConfigError
+
 # Variables of rank, number and rank on the host of launchers that are not supported: Flux, Cray's PALS, MVAPICH, jsrun.
 _OTHERS = (
     ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID"),
@@ -250,9 +252,18 @@ def coordinator_address() -> str | None:
     return os.environ.get("TRIAX_COORDINATOR")
 
 
-def quiet_rust() -> None:
-    """Let libraries in Rust, such as torchft, log warnings and errors alone, unless the user has set RUST_LOG."""
-    os.environ.setdefault("RUST_LOG", "warn")
+def run_secret() -> bytes:
+    """Return the secret of a run with replicas that come and go (``triax run --replicas`` makes one).
+
+    Raises:
+        ConfigError: TRIAX_SECRET is not set.
+    """
+    if not (text := os.environ.get("TRIAX_SECRET")):
+        raise ConfigError(
+            "the variable TRIAX_SECRET is not set, and the coordinator answers those that know the run's secret alone: "
+            "type export TRIAX_SECRET=TEXT on every host, with one random text of 16 letters or more"
+        )
+    return text.encode()
 
 
 def timeline_folder() -> str | None:

@@ -33,11 +33,12 @@ from ..agreement.mailbox import Mailbox
 from ..agreement.store_barrier import store_barrier
 from ..base.accelerators import functions_of, is_accelerator
 from ..base.checks import check_kind, check_positive
+from ..base.ports import is_loopback, resolve
 from .comm.axis import Axis
 from .comm.host_transport import HostTransport
 from .comm.observer import Observer
 from .comm.simulated import is_simulated
-from .comm.tcp_store import is_loopback, resolve, serve_store
+from .comm.tcp_store import serve_store
 from .comm.thread_priority import batch_threads
 from .comm.traffic import Traffic
 from .comm.transport import Transport

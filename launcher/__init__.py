@@ -8,6 +8,5 @@
 - ``hosts.py``: parser of the hostfile, ``--include`` and ``--exclude``
 - ``remote.py``: starts a launcher on every host, by ssh or another command
 - ``replicas.py``: replicas as jobs of their own, each started again while the others train, and their coordinator
-- ``temporary_folders.py``: the launchers' temporary folders, and their removal after a killed launcher
 - ``log_tail.py``: shows the log files of ranks while they grow
 """

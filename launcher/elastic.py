@@ -18,7 +18,8 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from ..grid.comm.tcp_store import resolve, serve_store
+from ..base.ports import resolve
+from ..grid.comm.tcp_store import serve_store
 
 
 class StateAsJson:

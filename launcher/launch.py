@@ -34,10 +34,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ..base.temporary_folders import lock_process_folder, temporary_folder
 from ..grid.environment import loopback_interface, loopback_variables, read_environment
 from ..grid.topology import Topology
 from .log_tail import LogTail
-from .temporary_folders import launch_folder
 from .worker import Ends, Executable, Failure, LaunchJob, Module, read_ends, read_failures
 
 if TYPE_CHECKING:
@@ -152,7 +152,8 @@ def outcome_of(
     elif hosts is not None and (interface := interface_name(own_address(hosts.address))) is not None:
         defaults["GLOO_SOCKET_IFNAME"] = interface
     defaults = {name: value for name, value in defaults.items() if name not in os.environ}
-    with _environment({**defaults, **(environment or {})}), launch_folder() as temp:
+    lock_process_folder()
+    with _environment({**defaults, **(environment or {})}), temporary_folder("launch") as temp:
         # The server imports its modules while this process imports its own, below. A running server is used unchanged.
         multiprocessing.forkserver.set_forkserver_preload([*PRELOAD, *preload])
         with _ignored_by_children():
@@ -173,8 +174,8 @@ def outcome_of(
             # In torch 2.13 a host that joins later waits forever for the address of the store that the agents share.
             os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         shown = None if tee is None else tuple(tee)
-        job = LaunchJob(target, args, temp, folder, threads, shown, told)
-        tail = LogTail(logs, tee, Path(temp)) if logs is not None and tee else contextlib.nullcontext()
+        job = LaunchJob(target, args, str(temp), folder, threads, shown, told)
+        tail = LogTail(logs, tee, temp) if logs is not None and tee else contextlib.nullcontext()
         if hosts is not None:
             # Hides c10d's messages, with stacks, about each attempt to reach a lost host.
             os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"

@@ -27,13 +27,13 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from ..agreement.hang_watch import with_timeout
-from ..grid.comm.tcp_store import is_loopback, resolve, serve_store
+from ..base.ports import LOOPBACK, is_loopback, resolve
+from ..grid.comm.tcp_store import serve_store
 from .hosts import Hosts
 
 T = TypeVar("T")
 
 INTERVAL = 1.0  # seconds between two heartbeats
-_LOOPBACK = "127.0.0.1"
 FAREWELL = 5.0  # seconds for which the first host's store stays, so that the others can read why the job ended
 
 
@@ -66,8 +66,8 @@ class LocalRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Begin the next attempt, with a new store."""
         self.attempt += 1
-        self._ranks_server = serve_store(_LOOPBACK)
-        place = RendezvousStoreInfo(_LOOPBACK, self._ranks_server.port)
+        self._ranks_server = serve_store(LOOPBACK)
+        place = RendezvousStoreInfo(LOOPBACK, self._ranks_server.port)
         return RendezvousInfo(PrefixStore(str(self.attempt), self._store), 0, 1, place)
 
     def num_nodes_waiting(self) -> int:

@@ -1,13 +1,17 @@
 """Replicas of a run as jobs of their own on this host: each is started again when it dies, while the others train on.
 
-A coordinator and N launchers are started, one for each replica, whose ranks find TRIAX_REPLICA and TRIAX_COORDINATOR in
-their environment. A coordinator that dies is started again at its address, and the replicas wait for it. A file with
-the launcher's process number, ``replica-NAME.pid`` in the log folder, lets another process ask a replica to go.
+A coordinator and N launchers are started, one for each replica, whose ranks find TRIAX_REPLICA, TRIAX_COORDINATOR and
+TRIAX_SECRET in their environment. A coordinator that dies is started again at its address, and the replicas wait for
+it. When this process is killed, all end (on Linux).
+
+A file with the launcher's process number, ``replica-NAME.pid`` in the log folder, lets another process ask a replica to
+go. This process has it locked: a file without a lock was left by a process that was killed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -19,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 
 from ..base.errors import ConfigError
+from .worker import killed_with_parent
 
 _POLL = 0.05  # seconds
 _AGAIN = 1.0  # seconds before a replica that died is started again
@@ -52,6 +57,7 @@ def run_replicas(
     grace: float,
     say: Callable[[str], None],
     serve: Callable[[], subprocess.Popen[bytes]] | None = None,
+    secret: str = "",
 ) -> int:
     """Run replicas until all have ended; return the exit code.
 
@@ -67,11 +73,17 @@ def run_replicas(
         grace: seconds.
         say: prints a line.
         serve: starts the coordinator, also again if it dies; None: it is not this process's.
+        secret: what the coordinator asks the replicas for.
 
     Returns:
         0 if a replica reached the end of the run; else the exit code of the replica that ended last.
+
+    Raises:
+        ConfigError: another run in this log folder has a replica of one of the names.
     """
     logs.mkdir(parents=True, exist_ok=True)
+    variables = {"TRIAX_COORDINATOR": coordinator, "TRIAX_SECRET": secret}
+    locks = [_lock(logs, name) for name in names]
     replicas = [_Replica(name) for name in names]
     asked: list[int] = []
     handlers = {each: signal.signal(each, _Asked(asked)) for each in (signal.SIGTERM, signal.SIGINT)}
@@ -93,12 +105,13 @@ def run_replicas(
                     if over is not None:
                         replica.ended = 0
                     elif time.monotonic() >= replica.due:
-                        _start(replica, command(replica.name), coordinator, logs)
+                        _start(replica, command(replica.name), variables, logs)
                     continue
                 code = replica.process.poll()
                 if code is None:
                     continue
                 replica.process = None
+                _pid_file(logs, replica.name).write_text("")
                 drained = _drain_file(logs, replica.name).exists()
                 if over is not None or code == 0 or drained or replica.restarts == restarts:
                     replica.ended = last = code
@@ -126,6 +139,8 @@ def run_replicas(
         for replica in replicas:
             for file in (_pid_file(logs, replica.name), _drain_file(logs, replica.name)):
                 file.unlink(missing_ok=True)
+        for lock in locks:
+            os.close(lock)
     return 128 + asked[0] if asked and not finished else 0 if finished else last
 
 
@@ -141,11 +156,13 @@ def drain(name: str, logs: Path, seconds: float) -> None:
         ConfigError: there is no such replica, or it has not left in time.
     """
     file = _pid_file(logs, name)
+    here = sorted(each.stem.removeprefix("replica-") for each in logs.glob("replica-*.pid") if _is_locked(each))
     try:
+        if name not in here:
+            raise ProcessLookupError
         number = int(file.read_text())
         os.kill(number, 0)
     except (OSError, ValueError):
-        here = sorted(each.stem.removeprefix("replica-") for each in logs.glob("replica-*.pid"))
         raise ConfigError(
             f"no replica {name} runs with its log in {logs}: give --log-dir of the run, and one of the replicas "
             f"{', '.join(here) or '(none)'}"
@@ -163,8 +180,10 @@ def drain(name: str, logs: Path, seconds: float) -> None:
         time.sleep(_POLL)
 
 
-def start_coordinator(port: int, least: int, silence: float, patience: float, log: Path) -> subprocess.Popen[bytes]:
-    """Start a coordinator as a process of its own, whose messages go to a file."""
+def start_coordinator(
+    port: int, least: int, silence: float, patience: float, secret: str, log: Path
+) -> subprocess.Popen[bytes]:
+    """Start a coordinator of this host as a process of its own, whose messages go to a file."""
     log.parent.mkdir(parents=True, exist_ok=True)
     words = ["coordinator", "--port", str(port), "--least", str(least), "--silence", str(silence)]
     with log.open("wb") as file:
@@ -172,13 +191,15 @@ def start_coordinator(port: int, least: int, silence: float, patience: float, lo
             [sys.executable, "-m", "triax.cli.main", *words, "--patience", str(patience)],
             stdout=file,
             stderr=file,
+            env={**os.environ, "TRIAX_SECRET": secret},
             start_new_session=True,
+            preexec_fn=killed_with_parent,
         )
 
 
-def _start(replica: _Replica, command: Sequence[str], coordinator: str, logs: Path) -> None:
-    variables: Mapping[str, str] = {**os.environ, "TRIAX_REPLICA": replica.name, "TRIAX_COORDINATOR": coordinator}
-    replica.process = subprocess.Popen(command, env=variables, start_new_session=True)
+def _start(replica: _Replica, command: Sequence[str], given: Mapping[str, str], logs: Path) -> None:
+    variables = {**os.environ, **given, "TRIAX_REPLICA": replica.name}
+    replica.process = subprocess.Popen(command, env=variables, start_new_session=True, preexec_fn=killed_with_parent)
     _pid_file(logs, replica.name).write_text(str(replica.process.pid))
 
 
@@ -193,6 +214,35 @@ def _signal(replicas: Sequence[_Replica], number: int) -> None:
 
 def _pid_file(logs: Path, name: str) -> Path:
     return logs / f"replica-{name}.pid"
+
+
+def _lock(logs: Path, name: str) -> int:
+    """Take the files of a replica for this process, until it ends; return the lock.
+
+    Raises:
+        ConfigError: a living process has them.
+    """
+    lock = os.open(_pid_file(logs, name), os.O_CREAT | os.O_RDWR, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            f"a replica {name} runs already with its log in {logs}: give another --log-dir, or other names"
+        ) from None
+    except OSError:  # a file system without locks
+        pass
+    _drain_file(logs, name).unlink(missing_ok=True)  # of a run that was killed
+    return lock
+
+
+def _is_locked(file: Path) -> bool:
+    """Return False if the process that wrote a file of ``_lock`` has ended."""
+    with contextlib.suppress(FileNotFoundError), file.open() as opened:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
 
 
 def _drain_file(logs: Path, name: str) -> Path:

@@ -66,9 +66,14 @@ class FaultTolerance(Options):
                 f"wait for another replica: give 1, and shard {what} within each replica (zero={self.zero} of the "
                 "engine, on a data axis)",
             )
-        if self.replica is not None and (not self.replica or set(self.replica) & set("/\\\n\0")):
+        if self.replica is not None and not is_replica_name(self.replica):
             raise OptionError("replica", self.replica, "give a name without a slash, such as 0")
 
     def own(self, folder: str, name: str | None) -> str:
         """Return the folder of one replica in a folder of the run; None as its name: the run's folder."""
         return folder if name is None else f"{folder}/replica-{name}"
+
+
+def is_replica_name(name: str) -> bool:
+    """Return True if a text can be the name of a replica, which is a part of the names of its files."""
+    return bool(name) and not set(name) & set("/\\\n\0")

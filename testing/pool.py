@@ -211,8 +211,8 @@ class Pool:
     """
 
     def __init__(self) -> None:
-        import torch.distributed as dist
-
+        from ..base.ports import LOOPBACK
+        from ..grid.comm.tcp_store import serve_store
         from . import rank_process
 
         self.folder = Path(tempfile.mkdtemp(prefix="triax-pool-"))
@@ -231,7 +231,7 @@ class Pool:
             found = [name for name in COSTLY if name in sys.modules]
             self.context.set_forkserver_preload([*found, "triax.testing.rank_process"])
             multiprocessing.forkserver.ensure_running()
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = serve_store(LOOPBACK)
 
     @staticmethod
     def _path() -> list[str]:

@@ -96,4 +96,6 @@ class MappedFiles:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # the warning that the map is read-only
                 self._maps[file] = mapped, torch.frombuffer(mapped, dtype=torch.uint8)
+        if self._maps[file][0].size() < self._files[file]:  # reading what is gone would end the process
+            raise CorruptError(f"{self.path / file} is damaged: it was cut off after it was opened")
         return self._maps[file]

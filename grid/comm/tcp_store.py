@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
-import socket
 from datetime import timedelta
 
 from torch.distributed import TCPStore
 
+from ...base.ports import listen
+
 _LIMIT = timedelta(seconds=300)  # torch's default
-_BACKLOG = 4096  # connections that may wait to be accepted: all ranks connect at once
-
-
-def resolve(host: str) -> str:
-    """Return a host's numeric address, an IPv4 one if it has any.
-
-    Raises:
-        OSError: the host is not known.
-    """
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return str(min(found, key=lambda each: each[0] != socket.AF_INET)[4][0])
-
-
-def is_loopback(address: str) -> bool:
-    """Return True if a numeric address can be reached from this host alone."""
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 def serve_store(
@@ -42,11 +26,7 @@ def serve_store(
     Raises:
         OSError: the address is not one of this host, or the port is in use.
     """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # after a restart the port is still in TIME_WAIT
-        listener.bind((address, port))
-        listener.listen(_BACKLOG)
+    with listen(address, port) as listener:
         port = listener.getsockname()[1]
         return TCPStore(
             address,

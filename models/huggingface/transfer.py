@@ -24,6 +24,8 @@ from torch import Tensor
 
 from ...agreement.agreement import agreed
 from ...agreement.failure import all_or_none
+from ...base.ports import resolve
+from ...grid.comm.tcp_store import serve_store
 from .save import HuggingFaceWeights
 
 
@@ -53,7 +55,7 @@ def transfer_group(
     limit = timedelta(seconds=timeout)
     backends: Any = dist  # its stubs do not know that a backend's group is a ProcessGroup
     made: dist.ProcessGroup
-    store = dist.PrefixStore("triax weights", dist.TCPStore(host, int(port), size, rank == 0, limit))
+    store = dist.PrefixStore("triax weights", _meeting_store(host, int(port), rank, size, limit))
     if torch.device(device).type == "cuda":
         options = backends.ProcessGroupNCCL.Options()
         options._timeout = limit
@@ -66,6 +68,23 @@ def transfer_group(
         options._timeout = limit
         made = backends.ProcessGroupGloo(store, rank, size, options)
     return made
+
+
+def _meeting_store(host: str, port: int, rank: int, size: int, limit: timedelta) -> dist.TCPStore:
+    """Return the store of a group, which rank 0 serves on one address of its host.
+
+    Raises:
+        ValueError: that is no address of this host, or the port is in use.
+    """
+    if rank:
+        return dist.TCPStore(host, port, size, is_master=False, timeout=limit)
+    try:
+        return serve_store(resolve(host), port, limit, size, wait=True)
+    except OSError as error:
+        raise ValueError(
+            f"rank 0 cannot listen on {host}:{port} ({error.strerror or error}): give an address of its host, and a "
+            "port that is free there"
+        ) from error
 
 
 def send_weights(weights: HuggingFaceWeights, group: dist.ProcessGroup | None) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -303,3 +306,30 @@ def test_reads_are_of_the_blocks_that_are_used(store: type[Store], monkeypatch: 
     assert (len(blocks) - 1) * 4096 < read <= len(blocks) * 4096
     assert read < 0.7 * sum(file.size for file in index.files.values())
     assert LoadOptions().verify
+
+
+def test_without_room_in_the_temporary_folder_loading_says_so(memory: str, monkeypatch: Any) -> None:
+    """A block that was written through the map of a sparse file ended the process by SIGBUS."""
+    engine = small()
+    step(engine)
+    assert engine.save_checkpoint(memory, "a")
+
+    def full(*arguments: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(CheckpointError, match=r"temporary folder /.* \(No space left on device\): make room there"):
+        small().load_checkpoint(memory, "a")
+
+
+def test_a_save_removes_what_a_killed_one_left(memory: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    engine = small()
+    step(engine)
+    if (process := os.fork()) == 0:
+        monkeypatch.setattr(RemotePath, "upload", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        engine.save_checkpoint(memory, "a")
+    os.waitpid(process, 0)
+    assert [*tmp_path.glob("triax-checkpoint-*/rank-*.safetensors")]
+    assert engine.save_checkpoint(memory, "b")
+    assert not [*tmp_path.iterdir()]

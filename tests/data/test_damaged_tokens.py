@@ -242,3 +242,19 @@ def test_hostile_places_are_refused(tmp_path: Path, numbers: range) -> None:
         assert {**changed, "row": 0}.items() >= {**state, "row": 0}.items()
         assert changed["row"] % 1 == 0 and len([*islice(loader, 1)]) == 1
     assert os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("threads", [0, 1])
+def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path: Path, threads: int) -> None:
+    """Reading what was cut off ended the process by SIGBUS."""
+    path = folder(tmp_path, 60)
+    data = TokenData(path, length=16, threads=threads)
+    loader = data.loader(train=2, micro=2, threads=threads)
+    next(loader)
+    for file in path.glob("*.safetensors"):
+        os.truncate(file, 64)
+    with pytest.raises(CorruptError, match=r"it had .* bytes when it was opened, and has 64 now") as failure:
+        [*islice(loader, 9)]
+    one_line(failure.value)
+    with pytest.raises(CorruptError, match="has 64 now"):
+        data.folders[0].document(0)

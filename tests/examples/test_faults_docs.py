@@ -16,17 +16,15 @@ from typing import Any
 
 import pytest
 
-from triax.fault_tolerance.membership import Change
+from triax.fault_tolerance.membership import Change, read_changes
 
 from paths import DOCS
 from processes import TRIAX, free_port, started
 from readme_blocks import blocks, commands, programs
 from tokenized import folder
 
-pytest.importorskip("torchft")
-
 TEXT = (DOCS / "faults.md").read_text()
-RUN, DRAIN, COORDINATOR, BY_NAME, TORCHRUN, FILE, REPORT = (
+RUN, DRAIN, SECRET, COORDINATOR, BY_NAME, TORCHRUN, FILE, REPORT = (
     shlex.split(command, comments=True) for _, command in commands(TEXT)
 )
 SECONDS = 200
@@ -35,6 +33,7 @@ SECONDS = 200
 def typed(command: list[str], address: str = "") -> list[Any]:
     """Return a command of the page, with the address of a coordinator here."""
     words = [address if address and word.startswith("host:") else word for word in command]
+    words = ["127.0.0.1" if word == "host" else word for word in words]
     programs = {"triax": TRIAX, "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
     return [each for word in words for each in programs.get(word, [word])]
 
@@ -51,7 +50,7 @@ def place(root: Path, slower: float = 0.0) -> Iterator[dict[str, str]]:
 def history(root: Path, name: str) -> list[Change]:
     """Changes that a replica has written so far."""
     file = root / "history" / f"{name}.jsonl"
-    return [Change.of(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return read_changes(file) if file.exists() else []
 
 
 @pytest.mark.exhaustive
@@ -81,7 +80,8 @@ def test_replicas_of_several_launchers_meet(tmp_path: Path) -> None:
     own = dict(each.replace("host:29510", f"127.0.0.1:{port}").split("=") for each in variables)
     server = [str(port) if word == "29510" else word for word in typed(COORDINATOR)]
     server = ["3" if before == "--least" else word for before, word in zip(["", *server], server, strict=False)]
-    with place(tmp_path) as common, contextlib.ExitStack() as open_:
+    with place(tmp_path) as plain, contextlib.ExitStack() as open_:
+        common = plain | dict(word.split("=") for word in SECRET[1:])
         options: dict[str, Any] = {"cwd": tmp_path, "env": common}
         meetings = open_.enter_context(started(*server, **options))
         both = open_.enter_context(started(*typed(BY_NAME, f"127.0.0.1:{port}"), **options))

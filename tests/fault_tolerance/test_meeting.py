@@ -11,7 +11,7 @@ import pytest
 
 from triax.base.errors import ConfigError
 from triax.fault_tolerance.meeting import Decision, Report, decide
-from triax.fault_tolerance.membership import History, Ledger
+from triax.fault_tolerance.membership import History, Ledger, read_changes
 
 
 def all_of(step: int, members: tuple[str, ...]) -> tuple[str, ...]:
@@ -41,12 +41,30 @@ def test_no_sample_is_lost_and_none_is_taken_twice(seed: int, tmp_path: Path) ->
         assert set(taken) | set(ledger.owed) == set(range(ledger.next_share))
         assert ledger == Ledger.of(ledger.state())
     assert set(taken.values()) == {1} and sum(taken.values()) == ledger.counted
-    ledger.write(tmp_path / "history")
+    (tmp_path / "history").write_text(ledger.history())
     past, again = History.read(tmp_path / "history"), Ledger()
     for step, (shares, counted) in enumerate(plans):
         assert again.plan(past.members(step)) == shares and set(past.counted(step)) == set(counted)
         again.record(step, past.members(step), past.counted(step))
     assert again == ledger
+
+
+def test_a_damaged_history_is_refused(tmp_path: Path) -> None:
+    """Each bit that flips, and each cut; 23 of 600 flips made another history, which was replayed."""
+    ledger, file = Ledger(), tmp_path / "history"
+    for step, members in enumerate(["ab", "abc", "ac", "ac"]):
+        ledger.record(step, members, members[:2], time=0.5, left=["b"] if step == 2 else [])
+    whole = ledger.history().encode()
+    file.write_bytes(whole)
+    assert read_changes(file) == ledger.changes
+    bits = [(at, 1 << bit) for at in range(len(whole)) for bit in range(8)]
+    flipped = [whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :] for at, bit in bits]
+    for damaged in [*flipped, *(whole[:at] for at in range(len(whole)))]:
+        file.write_bytes(damaged)
+        with pytest.raises(ConfigError, match="history"):
+            History.read(file)
+    file.write_bytes(whole.partition(b"\n")[2])  # of a version without the checksum
+    assert read_changes(file) == ledger.changes
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"step": 1, "members": ["a"]}', '{"step": 0, "members": "a"}', "x"])
@@ -59,14 +77,14 @@ def test_a_file_that_is_no_history_is_refused(text: str, tmp_path: Path) -> None
 def test_the_decision_of_a_meeting() -> None:
     names = ("a", "b", "c")
     a, b, c = (
-        Report(name, 7, 4, True, names, names, store=f"{name}:1", seconds=seconds)
+        Report(name, 7, 4, True, names, names, process=f"{name}:1", seconds=seconds)
         for name, seconds in zip(names, (1.0, 1.1, 2.5), strict=True)
     )
-    new = Report("d", 0, store="d:1")
+    new = Report("d", 0, process="d:1")
     # All have the sum: the step is taken, and the newcomer gets the state of the longest-standing member.
     found = decision(a, b, c, new)
     assert found.committed == names and found.next.contributors == names and found.next.newcomers == ("d",)
-    assert (found.next.step, found.next.number, found.next.donor, found.next.store) == (8, 5, "a", "a:1")
+    assert (found.next.step, found.next.number, found.next.donor, found.next.process) == (8, 5, "a", "a:1")
     assert found.slowest == ("c", 2.5) and not found.keeps and decision(a, b, c).keeps
     # c died after its sum: its gradient counts. b died before: a and c sum again, and d waits.
     assert decision(a, b).committed == names and decision(a, b).lost == ("c",)
@@ -82,6 +100,6 @@ def test_the_decision_of_a_meeting() -> None:
     entered = decision(a, b, c, replace(new, round=4, summed=True, members=names, contributors=names))
     assert entered.next.members == (*names, "d") and not entered.next.newcomers
     # A run begins with the state of the furthest replica; without any state it cannot.
-    begins = decision(new, replace(new, name="e", step=3, store="e:1"))
+    begins = decision(new, replace(new, name="e", step=3, process="e:1"))
     assert begins.next.donor == "e" and begins.next.step == 3 and begins.next.fresh
     assert decide([replace(new, step=-1)], all_of) is None

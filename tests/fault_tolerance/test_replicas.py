@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import triax
+from triax.base.errors import ConfigError
 from triax.data.dataloader import make_loader
 from triax.fault_tolerance.membership import History, Ledger
 
@@ -32,8 +33,6 @@ from replica_jobs import (
     replayed,
     start,
 )
-
-pytest.importorskip("torchft")
 
 KILLED = -9
 
@@ -76,7 +75,7 @@ def test_losses_of_each_kind_outlive_a_kill(
         b = start(tmp_path, "b", address, kind=kind, after=2, fault=fault, **common)
         c = start(tmp_path, "c", address, kind=kind, after=4, fault=kill_in_sum, **common)
         assert KILLED in finish(b)
-        again = start(tmp_path, "b", address, kind=kind, seed=9, **common)
+        again = start(tmp_path, "b", address, kind=kind, **common)
         assert {*finish([*a, *again])} == {0} and KILLED in finish(c)
     found = [losses(tmp_path, name) for name in "abc"]
     whole = {step: loss for each in found for step, loss in each.items()}
@@ -113,7 +112,7 @@ def test_steps_of_killed_replicas_are_taken_by_the_rest(tmp_path: Path) -> None:
             for name, (after, fault) in {"a": (0, None), "b": (0, None), **faults}.items()
         }
         assert finish(run["c"]) == [KILLED]
-        again = start(tmp_path, "c", address, seed=9, **common)  # its weights come from a peer
+        again = start(tmp_path, "c", address, **common)  # its weights come from a peer
         assert finish([*run["a"], *run["b"], *again]) == [0, 0, 0]
         assert finish([*run["d"], *run["e"]]) == [KILLED, KILLED]
     found = [losses(tmp_path, name) for name in "abcde"]
@@ -137,7 +136,7 @@ def test_replicas_are_grids_with_zero_inside(grid: dict[str, int], zero: int, tm
         a = start(tmp_path, "a", address, **common)
         b = start(tmp_path, "b", address, after=2, fault=kill, **common)
         assert KILLED in finish(b)
-        again = start(tmp_path, "b", address, seed=9, **common)
+        again = start(tmp_path, "b", address, **common)
         assert finish([*a, *again]) == [0, 0, 0, 0]
     whole = losses(tmp_path, "a") | losses(tmp_path, "b")
     steps = len(whole)
@@ -152,7 +151,7 @@ def test_two_processes_of_one_name_are_refused(tmp_path: Path) -> None:
         common = {"steps": 8, "pause": 0.2, "log": str(tmp_path / "log")}
         first, second, other = (start(tmp_path, name, address, **common)[0] for name in "aab")
         assert set(finish([first, second])) == {0, 1} and finish([other]) == [0]
-    assert "two processes have the name of replica a, with stores at 127.0.0.1:" in (tmp_path / "log").read_text()
+    assert "two processes have the name of replica a, and this one came later" in (tmp_path / "log").read_text()
 
 
 def test_a_run_starts_again_from_files_with_the_samples_that_follow(tmp_path: Path) -> None:
@@ -171,3 +170,33 @@ def test_a_run_starts_again_from_files_with_the_samples_that_follow(tmp_path: Pa
     again, *rest = changes(tmp_path / "cut" / "a.jsonl")[1:]
     assert (again.step, again.members, again.facts["resumed"], rest) == (6, ("a", "b"), True, [])
     assert changes(tmp_path / "cut" / "a.jsonl")[:1] == changes(tmp_path / "whole" / "b.jsonl")
+
+
+def remove_obstacle(engine: Any) -> None:
+    """Make it possible to write the history."""
+    Path(engine.options.fault_tolerance.folder).parent.unlink()
+
+
+def test_a_history_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
+    """It ended the survivors of a lost replica. It is written as soon as it can be."""
+    (tmp_path / "disk").touch()  # a file in the place of a folder
+    options, log = {"folder": str(tmp_path / "disk" / "history")}, tmp_path / "log"
+    with coordinator(least=1) as address:
+        common = {"gather": "a", "final": "a", "options": options, "log": str(log)}
+        assert finish(start(tmp_path, "a", address, after=1, fault=remove_obstacle, **common)) == [0]
+    assert log.read_text().count("cannot be written") == 1
+    (change,) = changes(tmp_path / "disk" / "history" / "a.jsonl")
+    assert (change.step, change.members) == (0, ("a",))
+
+
+def test_the_name_of_a_replica_stays_in_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIAX_REPLICA", "../x")
+    model = model_of("plain", triax.Grid(), 0)
+    with pytest.raises(ConfigError, match=r"TRIAX_REPLICA is '../x': give a name without a slash"):
+        triax.Engine(
+            model,
+            optimizer=optimizer,
+            batch=triax.Batch(size=SHARE, microbatch=MICRO),
+            training_data=Samples(),
+            fault_tolerance=triax.FaultTolerance(folder="history", coordinator="127.0.0.1:1"),
+        )

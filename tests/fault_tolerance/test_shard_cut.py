@@ -52,7 +52,7 @@ def test_state_that_has_a_holder_moves_to_any_other_cut(seed: int) -> None:
 
 def test_a_replica_that_leaves_hands_over_what_it_owns() -> None:
     names = ("a", "b", "c")
-    a, b, c = (Report(name, 7, 4, True, names, names, names, names, names, store=f"{name}:1") for name in names)
+    a, b, c = (Report(name, 7, 4, True, names, names, names, names, names, process=f"{name}:1") for name in names)
 
     def decision(*reports: Report) -> tuple[tuple[str, ...], ...]:
         found = decide(reports, lambda step, members: members, hands_over=True)

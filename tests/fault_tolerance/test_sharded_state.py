@@ -30,8 +30,6 @@ from replica_jobs import (
     stop_for_a_while,
 )
 
-pytest.importorskip("torchft")
-
 KILLED = -9
 NUMEL = 352  # elements of the model's bucket
 
@@ -46,7 +44,7 @@ def test_owners_of_optimizer_state_are_lost(tmp_path: Path) -> None:
         common = {"gather": "abcd", "final": "abc", "pause": 0.05, **job}
         run = start_in_order(tmp_path, "abcd", address, faults=faults, **common)
         assert finish(run["b"]) == [KILLED]
-        again = start(tmp_path, "b", address, seed=9, faults="bd", **common)  # its state comes from the others
+        again = start(tmp_path, "b", address, faults="bd", **common)  # its state comes from the others
         assert finish([*run["a"], *again, *run["c"], *run["d"]]) == [0, 0, 0, KILLED]
     steps = require_equal(tmp_path, "abcd", **job)
     past = History.read(tmp_path / "a.jsonl")
@@ -110,9 +108,7 @@ def test_owners_are_lost_on_grids(
         faults = {name: {"after": 2, "fault": fault} for name in killed}
         run = start_in_order(tmp_path, names, address, faults=faults, **common)
         assert all(KILLED in finish(run[name]) for name in killed)
-        again = [
-            process for name in killed for process in start(tmp_path, name, address, seed=9, faults=killed, **common)
-        ]
+        again = [process for name in killed for process in start(tmp_path, name, address, faults=killed, **common)]
         left = [process for name in names if name not in killed for process in run[name]]
         assert set(finish([*left, *again])) == {0}
     require_equal(tmp_path, names, **job)
@@ -135,7 +131,7 @@ def test_master_weights_are_cut_too(tmp_path: Path) -> None:
         common = {"gather": "abc", "final": "abc", "pause": 0.05, "options": {"zero": 1}, **job}
         run = start_in_order(tmp_path, "abc", address, faults={"b": {"after": 3, "fault": kill}}, **common)
         assert finish(run["b"]) == [KILLED]
-        again = start(tmp_path, "b", address, seed=9, faults="b", **common)
+        again = start(tmp_path, "b", address, faults="b", **common)
         assert finish([*run["a"], *again, *run["c"]]) == [0, 0, 0]
     taken = losses(tmp_path, "a")
     history, steps = tmp_path / "a.jsonl", 1 + max(taken)

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 from network_namespaces import Namespaces
 
-from replica_jobs import coordinator, finish, losses, start
-
-pytest.importorskip("torchft")
+from replica_jobs import changes, coordinator, finish, losses, start
 
 LIMITS = {"timeout": 3.0, "silence": 1.0}
 
@@ -96,21 +94,22 @@ def to_second(hosts: Namespaces, broken: bool) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("cut", [link, from_second, to_second])
-def test_a_host_cut_off_for_5_seconds_joins_again(
+def test_a_host_cut_off_for_10_seconds_joins_again(
     hosts: Namespaces, cut: Callable[[Namespaces, bool], None], tmp_path: Path
 ) -> None:
     run = Replicas(hosts, tmp_path, 2, gather="abc", final="abc", faults="c", more=20)
     try:
         run.wait_for_step("c", 20)
         cut(hosts, True)
-        time.sleep(5.0)
+        time.sleep(10.0)  # more than a sum and its repetition wait: a shorter break loses nobody
         cut(hosts, False)
         run.end()
     finally:
         run.close()
-    assert "is taken without c, whose samples are taken later" in run.log("a")
+    # If the link broke after c's gradients were summed, no step is taken without them.
+    members = [{*each.members} for each in changes(tmp_path / "a.jsonl") if each.members is not None]
+    assert {*"ab"} in members[members.index({*"abc"}) :] and members[-1] == {*"abc"}
     assert "the others have gone on without replica c since step" in run.log("c")
-    assert "from step" in run.log("a").partition("is taken without c")[2]
     same_as_replayed(tmp_path)
 
 

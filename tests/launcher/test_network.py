@@ -6,6 +6,7 @@ import base64
 import contextlib
 import ipaddress
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -16,9 +17,12 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
-from triax.grid.comm.tcp_store import is_loopback, resolve, serve_store
+from triax.base.ports import is_loopback, resolve
+from triax.grid.comm.tcp_store import serve_store
 from triax.launcher.elastic import elastic_rendezvous
 
+from import_reader import library
+from paths import ROOT
 from processes import TRIAX, as_mpirun, free_port, started
 
 # Each rank says that it is connected, and stays until it may end.
@@ -61,9 +65,17 @@ def listening(session: int) -> set[str]:
     return found - {""}
 
 
-def listening_during(folder: Path, *commands: list[object], **environments: dict[str, str]) -> set[str]:
-    """Start the script by one or several commands; the addresses on which they listen when its ranks are connected."""
-    (folder / "script.py").write_text(STAYS)
+def replicas_of(processes: list[subprocess.Popen[str]]) -> set[int]:
+    """The sessions of the replicas and the coordinator that launchers have started."""
+    files = [Path(f"/proc/{each.pid}/task/{each.pid}/children") for each in processes]
+    return {os.getsid(int(child)) for file in files for child in file.read_text().split()}
+
+
+def listening_during(
+    folder: Path, *commands: list[object], script: str = STAYS, **environments: dict[str, str]
+) -> set[str]:
+    """Start a script by one or several commands; the addresses on which they listen when its ranks are connected."""
+    (folder / "script.py").write_text(script)
     each = list(environments.values()) or [{}] * len(commands)
     plain = {name: value for name, value in os.environ.items() if not name.endswith("_SOCKET_IFNAME")}
     with contextlib.ExitStack() as stack:
@@ -77,7 +89,7 @@ def listening_during(folder: Path, *commands: list[object], **environments: dict
             assert ended is None, ended.communicate()
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        found = set[str]().union(*(listening(process.pid) for process in processes))
+        found = set[str]().union(*map(listening, {process.pid for process in processes} | replicas_of(processes)))
         (folder / "end").touch()
         for process in processes:
             out, err = process.communicate(timeout=60)
@@ -244,3 +256,72 @@ def test_a_pickle_in_the_rendezvous_of_hosts_is_not_read(tmp_path: Path) -> None
     with pytest.raises(Exception, match="corrupt"):
         handler.next_rendezvous()
     assert not victim.exists()
+
+
+# ------------------------------------------------------------------------------------------------------- all the ports
+
+# Every call of the library that opens a port, but those of `triax run`, in one process and the ranks of its pool.
+OPENS = """
+import os, pathlib, threading, time, torch
+import triax
+from triax.fault_tolerance.coordinator import Coordinator
+from triax.monitor.report.serve import report_server
+from triax.testing.pool import run_ranks
+
+def stays():
+    torch.distributed.all_reduce(torch.ones(1))
+    rank = torch.distributed.get_rank()
+    pathlib.Path(f"ready-{rank}").touch()
+    while not pathlib.Path("end").exists():
+        time.sleep(0.02)
+
+if __name__ == "__main__":
+    coordinator = Coordinator(0, 1, 1.0, 1.0, b"secret")
+    pathlib.Path("run.json").write_text("{}")
+    pathlib.Path("metrics.jsonl").write_text('{"step": 1, "Train/Samples/train_loss": 1.0}')
+    page = report_server([pathlib.Path(".")])
+    address = f"127.0.0.1:{os.environ['PORT']}"  # of RemoteTeacher, serve_teacher and send_weights too
+    groups = [None, None]
+    def join(rank):
+        groups[rank] = triax.transfer_group(address, rank, 2, timeout=60)
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(2)]
+    [each.start() for each in threads]
+    [each.join() for each in threads]
+    run_ranks(2, stays)
+"""
+# A replica of one process, whose ranks connect with those of the other one.
+REPLICA = """
+import pathlib, time, torch, triax
+class Samples(torch.utils.data.Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, index): return torch.ones(4), torch.ones(4)
+engine = triax.Engine(
+    triax.PipelineModule([triax.LayerSpec(torch.nn.Linear, 4, 4)], loss_fn=torch.nn.functional.mse_loss),
+    optimizer=torch.optim.SGD, batch=triax.Batch(size=2, microbatch=2), training_data=Samples(), fault_tolerance={},
+)
+while len(engine.replicas.members) < 2:
+    engine.train_batch()
+pathlib.Path(f"ready-{engine.replicas.name}").touch()
+while not pathlib.Path("end").exists():
+    engine.train_batch()
+    time.sleep(0.05)
+engine.leave()
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "words"), [(OPENS, [sys.executable]), (REPLICA, [*TRIAX, "run", "--replicas", 2, "--nproc", 1])]
+)
+def test_every_port_on_one_host_is_on_the_loopback_address(tmp_path: Path, script: str, words: list[object]) -> None:
+    """The coordinator, a store of each replica, that of ``transfer_group`` and the pool's listened on all addresses."""
+    command, variables = [*words, "script.py"], {"PORT": str(free_port())}
+    assert listening_during(tmp_path, command, script=script, a=variables) == {"127.0.0.1"}
+
+
+def test_every_port_is_opened_by_one_helper() -> None:
+    """Other places of the library may connect, or look for an address without listening."""
+    opens = re.compile(r"\.listen\(|create_server\(|HTTPServer\(\(|is_master=(?!False)|TCPStore\([^)]*(True|rank == 0)")
+    found = {file for file in library(ROOT) if opens.search(Path(ROOT, file).read_text())}
+    helpers = {"base/ports.py", "grid/comm/tcp_store.py"}
+    # A page on the loopback address; a store where MASTER_ADDR is no address of rank 0's host (docs/launch.md).
+    assert found == helpers | {"monitor/report/serve.py", "grid/grid.py"}

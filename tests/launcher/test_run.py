@@ -198,6 +198,9 @@ def test_options_of_other_launchers(tmp_path: Path, caplog: pytest.LogCaptureFix
         result = runner.invoke(app, ["run", name, *["1"] * values, "nowhere.py"])
         assert "There is no file nowhere.py" in str(result.exception)
         assert caplog.messages[-1] == f"triax run: {name} does nothing: {why}"
+    (tmp_path / "script.py").touch()
+    runner.invoke(app, ["run", "--replicas", "a,a", "--master_port", "7", str(tmp_path / "script.py")])
+    assert caplog.messages[-1].startswith("triax run: --master-port does nothing: on one host, ")
     for words, said in (
         (["--launcher", "openmpi", "--hostfile", "hosts"], "start the script with mpirun"),
         (["--launcher", "docker", "--ssh-port", "1", "--hostfile", "hosts"], "Write them in the command"),

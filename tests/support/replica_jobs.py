@@ -22,13 +22,15 @@ from torch import Tensor, nn
 import triax
 from triax.data.dataloader import make_loader
 from triax.engine.step_observer import StepObserver
-from triax.fault_tolerance.membership import Change, History, Ledger
+from triax.fault_tolerance.coordinator import Coordinator
+from triax.fault_tolerance.membership import Change, History, Ledger, read_changes
 from triax.fault_tolerance.replica_group import ReplicaGroup
 from triax.moe import MoE
 
 from processes import free_port
 
 SAMPLES, SHARE, MICRO, WIDTH = 60, 4, 2, 6
+SECRET = "the secret of the tests"
 
 
 class Samples(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -126,7 +128,7 @@ def train(job: Mapping[str, Any]) -> None:
     if "log" in job:
         with Path(job["log"]).open("ab") as file:
             os.dup2(file.fileno(), 2)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "TRIAX_SECRET": job.get("secret", SECRET)}
     torch.set_num_threads(1)
     grid_sizes = job.get("grid", {})
     size = 1
@@ -279,7 +281,7 @@ def ask_to_leave(engine: Any) -> None:
 CONTEXT = multiprocessing.get_context("forkserver")
 # Loaded once, by the server: each process would take seconds on two cores.
 CONTEXT.set_forkserver_preload(
-    ["torch", "torch.distributed.device_mesh", "torchft.coordination", "triax.engine.engines", "triax.data.dataloader"]
+    ["torch", "torch.distributed.device_mesh", "triax.engine.engines", "triax.data.dataloader"]
     + ["triax.fault_tolerance.strategy", "triax.optim.optimizers"]
 )
 
@@ -335,15 +337,10 @@ def coordinator(least: int, silence: float = 0.6, patience: float = 20.0, host: 
 
 
 def _serve(port: int, least: int, silence: float, patience: float, host: str | None) -> None:
-    from triax.fault_tolerance.coordinator import serve
-
     if host is not None:
         enter(host)
-    with Path(os.devnull).open("w") as nothing:
-        os.dup2(nothing.fileno(), 2)  # the Lighthouse logs every meeting
-    server = serve(port, least, silence, patience, host or "127.0.0.1")
+    Coordinator(port, least, silence, patience, SECRET.encode(), host or "127.0.0.1")
     signal.pause()
-    server.shutdown()
 
 
 def finish(processes: Sequence[Any], seconds: float = 150.0) -> list[int | None]:
@@ -371,7 +368,7 @@ def held(folder: Path, name: str, rank: int = 0) -> dict[str, int]:
 
 def changes(file: Path) -> list[Change]:
     """Changes of a history file."""
-    return [Change.of(line) for line in file.read_text().splitlines()]
+    return read_changes(file)
 
 
 def replayed(folder: Path, history: Path, names: str, steps: int, **job: Any) -> dict[int, str]:
