@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.util import find_spec
 
 _MOVED = "triax.moved_names"  # the entry points of functions that find names at their older places
 
@@ -19,13 +20,18 @@ def attach(package: str, file: str) -> tuple[Callable[[str], object], Callable[[
         package: the package's ``__name__``.
         file: the package's ``__file__``; the stub lies beside it. Each line of it that begins with ``from`` is of the
             form ``from .grid import Grid as Grid`` (a name of a module) or ``from . import zero as zero`` (a module).
+            ``# needs package`` at its end leaves the name out of the lists where the package is not installed.
     """
     homes: dict[str, tuple[str, str]] = {}
+    listed: list[str] = []
     with open(f"{file.removesuffix('.py')}.pyi", encoding="utf-8") as stub:
         for line in stub:
             if line.startswith("from "):
-                _, module, _, attribute, *_ = words = line.split()
+                code, _, needed = line.partition("# needs ")
+                _, module, _, attribute, *_ = words = code.split()
                 homes[words[-1]] = module, attribute
+                if not needed or find_spec(needed.strip()) is not None:
+                    listed.append(words[-1])
 
     def get(name: str) -> object:
         if name not in homes:
@@ -44,4 +50,4 @@ def attach(package: str, file: str) -> tuple[Callable[[str], object], Callable[[
                 return getattr(found, attribute)
         return importlib.import_module(f"{module.rstrip('.')}.{attribute}", package)
 
-    return get, lambda: sorted(homes), sorted(homes)
+    return get, lambda: sorted(listed), sorted(listed)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +76,8 @@ from .step_observer import StepObserver
 if TYPE_CHECKING:
     from ..fault_tolerance.replicas import FaultTolerantReplicas
     from ..local_sgd.local_replicas import LocalReplicas
+    from .module_engine import ModuleEngine
+    from .pipeline_engine import PipelineEngine
 
 NO_OPTIMIZER = (
     "there is no optimizer, so the engine cannot train: pass optimizer=..., such as "
@@ -162,14 +164,53 @@ class Engine:
     _samples_before = 0  # samples of the steps before the batch got its present size
     _batch_size_since = 0  # the step from which the batch has its present size
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Return an engine of the class that trains this kind of model."""
-        model = args[0] if args else kwargs.get("model")
-        kinds = (kind for kind in Engine.__subclasses__() if kind.trains(model)) if cls is Engine else iter(())
-        made: Any = object.__new__(next(kinds, cls))
-        return made
+    # A type checker sees which of the two classes a call returns; it would take the result of ``__init__`` before.
+    if TYPE_CHECKING:
 
-    def __init__(
+        @overload
+        def __new__(  # type: ignore[overload-overlap]  # a PipelineModule is an nn.Module, too
+            cls,
+            model: PipelineModule,
+            options: EngineOptions | None = None,
+            *,
+            parameters: Iterable[Any] | None = None,
+            training_data: Dataset[Any] | TokenData | None = None,
+            collate_fn: Callable[[list[Any]], Any] | None = None,
+            **keywords: Unpack[EngineKeywords],
+        ) -> PipelineEngine: ...
+        @overload
+        def __new__(
+            cls,
+            model: nn.Module,
+            options: EngineOptions | None = None,
+            *,
+            grid: Grid | None = None,
+            parameters: Iterable[Any] | None = None,
+            training_data: Dataset[Any] | TokenData | None = None,
+            collate_fn: Callable[[list[Any]], Any] | None = None,
+            **keywords: Unpack[EngineKeywords],
+        ) -> ModuleEngine: ...
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any: ...
+
+    else:
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+            """Return an engine of the class that trains this kind of model."""
+            model = args[0] if args else kwargs.get("model")
+            kinds = (kind for kind in Engine.__subclasses__() if kind.trains(model)) if cls is Engine else iter(())
+            return object.__new__(next(kinds, cls))
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._make(*args, **kwargs)
+
+        def __getattr__(self, name: str) -> Any:
+            """Return a member under another library's name, if an adapter has one: an engine has no other such one."""
+            for members in () if name.startswith("_") else foreign_members():
+                if name in members:
+                    return members[name](self)
+            return object.__getattribute__(self, name)  # raises the error again: a property's own, where it has failed
+
+    def _make(
         self,
         model: nn.Module,
         options: EngineOptions | None = None,
@@ -240,14 +281,8 @@ class Engine:
         self._warn(unsharded_note(self.data_axis), one_replica_note(options.zero, grid))
         self.observer.install()
 
-    __new__.__signature__ = inspect.signature(__init__)  # type: ignore[attr-defined]  # for help()
-
-    def __getattr__(self, name: str) -> Any:
-        """Return a member under another library's name, if an adapter has one: an engine has no other such member."""
-        for members in () if name.startswith("_") else foreign_members():
-            if name in members:
-                return members[name](self)
-        return object.__getattribute__(self, name)  # raises the error again: a property's own, where it has failed
+    if not TYPE_CHECKING:
+        __init__.__signature__ = __new__.__signature__ = inspect.signature(_make)  # for help()
 
     @classmethod
     def trains(cls, model: Any) -> bool:
@@ -659,6 +694,10 @@ class Engine:
     def is_last_microbatch(self) -> bool:
         """Return True: ``train_batch`` runs all microbatches of a step."""
         return True
+
+    def shift_samples(self, samples: int) -> None:
+        """Set the number of samples of the step that other grids have before this one's: dropout depends on it."""
+        raise NotImplementedError
 
     def all_or_none(self, call: str) -> AbstractContextManager[None]:
         """Return a context for a call that all ranks make: an error on one rank ends the call on every rank.

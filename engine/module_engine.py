@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -559,15 +559,17 @@ class ModuleEngine(Engine):
             for key, value in self.module.state_dict(keep_vars=True).items()
         }
 
-    def __getattr__(self, name: str) -> Any:
-        module = self.__dict__.get("module")
-        if module is not None and hasattr(module, name):
-            return getattr(module, name)
-        try:
-            return super().__getattr__(name)
-        except AttributeError as error:
-            text = f"neither {type(self).__name__} nor its {type(module).__name__} has {name!r}"
-            raise AttributeError(text, name=name, obj=self) from error
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            module = self.__dict__.get("module")
+            if module is not None and hasattr(module, name):
+                return getattr(module, name)
+            try:
+                return super().__getattr__(name)
+            except AttributeError as error:
+                text = f"neither {type(self).__name__} nor its {type(module).__name__} has {name!r}"
+                raise AttributeError(text, name=name, obj=self) from error
 
     def _missing_scale(self) -> float:
         return self._scales.missing(self.optimizer_step.scale, self._scaled_by_user)

@@ -90,7 +90,7 @@ class ConfiguredEngine(Engine):
             options = options.changed(batch=batch_of(config, grid.replicas))
         given = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "schedule": schedule}
         options = options.changed(**{name: value for name, value in given.items() if value is not None})
-        super().__init__(model, options, grid=grid, **arguments)
+        self._make(model, options, grid=grid, **arguments)
 
     @property
     def config(self) -> Config:

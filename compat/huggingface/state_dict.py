@@ -28,7 +28,7 @@ def full_state_dict(engine: ModuleEngine) -> dict[str, Tensor]:
     under several names.
     """
     grid, on_rank_0 = engine.grid, engine.grid.rank == 0
-    stage3 = engine.zero_optimization_stage() == 3
+    stage3 = engine.options.zero.stage == 3
     full: dict[str, Tensor] = {}
     gathered: dict[nn.Parameter, Tensor | None] = {}
     for name, value in engine.module.state_dict(keep_vars=True).items():

@@ -315,7 +315,7 @@ class Trainer(transformers.Trainer):
         assert engine is not None and handle is not None
         if isinstance(engine, PipelineEngine):
             return self._step_on_stages(engine, handle, inputs)
-        engine.set_gradient_accumulation_boundary(self.accelerator.sync_gradients)
+        engine.set_last_microbatch(self.accelerator.sync_gradients)
         engine.train()
         handle.train()
         inputs = self._prepare_inputs(inputs)
@@ -569,7 +569,7 @@ class Trainer(transformers.Trainer):
             part for part in self.model.modules() if isinstance(part._modules.get("modules_to_save"), nn.ModuleDict)
         ]
         parameters = [parameter for part in whole for parameter in part.parameters()]
-        sharded = isinstance(self.engine, ModuleEngine) and self.engine.zero_optimization_stage() == 3
+        sharded = isinstance(self.engine, ModuleEngine) and self.engine.options.zero.stage == 3
         return self.engine.gathered(parameters) if self.engine is not None and sharded else nullcontext()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

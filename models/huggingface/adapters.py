@@ -63,7 +63,7 @@ HARMLESS = frozenset(
 )
 # Settings that change what an adapter computes or trains -> the values that triax has; of others that are not listed,
 # whatever says that they are not used. The other initial weights change the weights of the base model as well.
-_NOT_USED = (None, False, [], {}, "")
+_NOT_USED: tuple[Any, ...] = (None, False, [], {}, "")
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
