@@ -21,6 +21,7 @@ from ..base.entry_points import offered
 from ..base.errors import ConfigError
 from ..base.files import read_object
 from ..base.hub import local_folder
+from ..data.byte_tokenizer import ByteTokenizer
 from ..grid.environment import read_environment
 from ..grid.topology import Topology
 from ..inference.text import BYTES, Tokenizer
@@ -434,6 +435,8 @@ def open_text(folder: Path) -> Text:
     if not isinstance(ends, list) or not all(type(token) is int for token in ends):
         file = further if further.is_file() else folder / "config.json"
         raise ConfigError(f"{file}: eos_token_id is {eos!r:.60}, but must be a whole number or a list of them.")
+    if ByteTokenizer().is_in(folder):
+        return ByteText(ends)
     if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
         return TokenizerText(folder, ends)
     if config.get("vocab_size") == 256:

@@ -3,6 +3,7 @@
 Tokens on disk (``triax data``):
     sources.py: documents of text files, JSON lines, Parquet and Arrow files, each with its line
     tokenizer.py: bytes, or a tokenizer of ``tokenizers`` or transformers; its fingerprint; training one
+    byte_tokenizer.py: the tokenizer bytes, as files of transformers
     chat.py: conversations with a chat template, of which only the assistant's tokens count in the loss
     tokenization.py: ``tokenize``, on several processes, resumed after an interruption
     token_file.py: one file of tokens: memory maps of a safetensors file

@@ -20,6 +20,7 @@ from ..base.errors import ConfigError, to_install
 from ..base.files import read_object
 from ..base.folder_files import FolderFiles
 from ..base.hub import local_folder
+from .byte_tokenizer import ByteTokenizer
 from .sources import UNITS, BadDocument, Part, Reading, SourceFile, documents
 from .token_file import Array
 from .token_folder import TokenizerFacts
@@ -102,9 +103,9 @@ def open_tokenizer(name: str | Path, end: str | None = None) -> TextTokenizer:
     Raises:
         ConfigError: there is no such tokenizer, or its package is not installed.
     """
-    if str(name) == BYTES:
+    if str(name) == BYTES or ((path := local_folder(name)).is_dir() and ByteTokenizer().is_in(path)):
         opened = _bytes()
-    elif (path := local_folder(name)).is_dir():
+    elif path.is_dir():
         opened = _folder(path, str(name))
     elif path.is_file():
         opened = _file(path, str(path), None)

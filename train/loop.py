@@ -14,14 +14,16 @@ from torch import Tensor
 from ..base.errors import AgreedError, CheckpointError, ConfigError
 from ..checkpoint.format import folder as folders
 from ..data.answers import Answers
+from ..data.byte_tokenizer import ByteTokenizer
 from ..data.prompts import Prompts
 from ..data.token_data import TokenData
-from ..data.tokenizer import open_tokenizer
+from ..data.tokenizer import BYTES, open_tokenizer
 from ..engine.pipeline_engine import PipelineEngine
 from ..engine.step_observer import StepObserver
 from ..grid import Grid
 from ..inference.engine import init_inference
 from ..launcher.launch import user_error
+from ..models.huggingface.folder_settings import settings_of, settings_with_end
 from ..models.huggingface.save import save_hf
 from ..monitor.files import TERMS
 from ..monitor.format import numbers_in_words
@@ -148,6 +150,8 @@ class TrainingRun:
         self.engine = PipelineEngine(
             module, options, parameters=parameter_groups(job, module), training_data=data, collate_fn=collate
         )
+        if settings_of(module) is None and (end := _end_of(training)) is not None:
+            module.folder_settings = settings_with_end(end)  # type: ignore[assignment]
         self.spikes = SpikeGuard(self.engine, job.file.training.spikes, job.checkpoints)
         state = self._load()
         self.spikes.load(state)
@@ -447,7 +451,7 @@ class TrainingRun:
     def _export(self, folder: Path) -> str | None:
         """Write the model as a Hugging Face folder, with its tokenizer; return why it is not there. Collective."""
         section, named = self.job.file.export, self.tokenizer
-        source = None if named in (None, "bytes") else str(named)
+        source = ByteTokenizer() if named == BYTES else named
         dtype = None if section is None or section.dtype is None else getattr(torch, section.dtype)
         try:
             save_hf(self.engine, folder, dtype=dtype, merge_lora=True, tokenizer=source)
@@ -460,6 +464,14 @@ class TrainingRun:
             )
             return f"the model was not written to {folder}: {error}. {advice}"
         return None
+
+
+def _end_of(training: Any) -> int | None:
+    """Return the token that ends a document of the training data; None if nothing does, or if folders differ."""
+    if not isinstance(training, TokenData):
+        return None
+    ends = {folder.index.tokenizer.end for folder in training.folders}
+    return ends.pop() if len(ends) == 1 else None
 
 
 def train(job: Job, watches: Sequence[Watch] = (), baseline: Baseline | None = None) -> None:

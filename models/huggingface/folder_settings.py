@@ -49,6 +49,12 @@ def settings_of_model(model: Any) -> Settings:
     return _settings(model.config.to_dict(), found, tokenizer)
 
 
+def settings_with_end(end: int) -> Settings:
+    """Return the settings of a model that came from no folder, whose texts end with a token."""
+    tokens = {"eos_token_id": end}
+    return {"family": "", "tokens": tokens, "generation": {**tokens, "do_sample": False}, "tokenizer": None}
+
+
 def settings_of(module: Any) -> Settings | None:
     """Return the settings that go with a module: its own, its model's, or those of what its layers were loaded from."""
     specs: Any = getattr(module, "layer_specs", ())

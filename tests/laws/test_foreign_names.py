@@ -26,6 +26,7 @@ ALLOWED = {
     "checkpoint/convert/": IMPORTERS,
     "inference/load_any.py": IMPORTERS,
     "launcher/hosts.py": IMPORTERS,
+    "models/huggingface/adapters.py": "keys of PEFT's settings that name another library",
     "options/foreign_names.py": "other libraries' names of options, for the messages that say triax's",
     "train/job.py": "the section deepspeed: of the training file",
     "train/schema.py": "the section deepspeed: of the training file",

@@ -136,7 +136,8 @@ def test_a_run_resumed_on_another_grid_equals_plain_pytorch(ranks: Any, place: P
     expected = float(mean_loss(weights, batch).detach())
     assert validations(place, "one")[-1] == pytest.approx(expected, abs=1e-10, rel=0)
     model = place / "runs" / "one" / "model"
-    assert {path.name for path in model.iterdir()} == {"config.json", "model.safetensors"}
+    texts = {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+    assert {path.name for path in model.iterdir()} == {"config.json", "model.safetensors", *texts}
 
 
 @pytest.mark.parametrize("torchs", [False, True], ids=["", "a LambdaLR was saved"])
@@ -344,3 +345,29 @@ def test_the_best_model_is_kept_and_patience_ends_the_run(
     assert validations(place, "again")[0] == pytest.approx(lowest, rel=1e-10)
     run(str(place), *changes)
     assert "give a larger evaluate.patience" in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_a_model_of_bytes_is_exported_with_a_tokenizer_for_transformers(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers' pipeline continues a prompt as triax generate does; all bytes go there and back."""
+    import transformers
+    from typer.testing import CliRunner
+
+    from triax.cli.main import app
+
+    monkeypatch.chdir(place)
+    for preset in ("bytes-tiny", "llama-tiny"):
+        run(str(place), f"name={preset}", f"model={{preset: {preset}}}", "export={dtype: float32}")
+        exported = place / "runs" / preset / "model"
+        tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+        for text in ("of the  people,\n\tby Ā é 你好 \U0001f642", "".join(map(chr, range(1, 500)))):
+            assert tokenizer(text)["input_ids"] == [*text.encode()]
+            assert tokenizer.decode([*text.encode()]) == text
+        assert transformers.GenerationConfig.from_pretrained(exported).eos_token_id == tokenizer.eos_token_id == 0
+        words = ["--prompt", "of the", "--max-new-tokens", "12", "--temperature", "0"]
+        ours = CliRunner().invoke(app, ["generate", str(exported), *words])
+        assert ours.exit_code == 0, ours.output
+        pipeline = transformers.pipeline("text-generation", str(exported), device="cpu")
+        (theirs,) = pipeline("of the", max_new_tokens=12, do_sample=False)
+        assert theirs["generated_text"].strip() == ours.stdout.strip()
