@@ -35,7 +35,7 @@ from ..deepspeed.from_config import initialize, read_config
 from .adapters import add_section, check_section, save_adapters
 from .auto_values import hidden_size, missing_extra
 from .batches import EvenBatches, last_share, weighted, without_labels
-from .resume import SCHEDULER_FILE, load_folder, read_state, require_files
+from .resume import SCHEDULER_FILE, load_folder, read_state, whole_folder
 from .state_dict import full_state_dict, saved_axes
 
 try:
@@ -179,14 +179,22 @@ class Trainer(transformers.Trainer):
 
     # ------------------------------------------------------------------------------------ the engine
 
-    def train(self, *args: Any, **options: Any) -> Any:
-        """Shard the model, then train. Sharding comes first because transformers adds hooks to modules (NEFTune)."""
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
+        """Shard the model, then train; ``resume_from_checkpoint=True`` means the newest whole checkpoint.
+
+        Sharding comes first because transformers adds hooks to modules (NEFTune).
+        """
+        if resume_from_checkpoint:
+            folder, note = whole_folder(resume_from_checkpoint, self.args.output_dir)
+            resume_from_checkpoint = self.grid.world.all_gather_json(folder)[0]
+            if note and self.grid.rank == 0:
+                logging.getLogger("triax").warning(note)
         if self.model_init is None:  # else call_model_init makes and shards the model
             self._sharded(self.model)
         self._microbatches = []
         if hasattr(self, "_tp_size"):  # TRL's number of ranks whose tokens it counts once
             self._tp_size = self._copies
-        output = super().train(*args, **options)
+        output = super().train(resume_from_checkpoint, *args, **options)
         if isinstance(self.engine, PipelineEngine):
             copy_weights(self.engine, self.model, everywhere=True)
         return output
@@ -625,9 +633,7 @@ class Trainer(transformers.Trainer):
         self.engine.save_checkpoint(output_dir, f"global_step{self.state.global_step}", {"lr_scheduler": schedule})
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        folder = Path(resume_from_checkpoint)
-        if not (folder / "latest").is_file():
-            require_files(folder)  # _load_optimizer_and_scheduler loads either, with the engine
+        """Do nothing: ``train`` has checked the folder, and ``_load_optimizer_and_scheduler`` loads it."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
