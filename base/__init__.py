@@ -14,6 +14,7 @@ safetensors.py: writer of safetensors files, tensor by tensor.
 source_hashes.py: hashes of the files of Python modules.
 autograd.py: marks in the graph, weak hooks, the casts of autocast.
 uncompiled.py: functions that torch.compile leaves out of its graphs.
+steady_time.py: time of the day that does not jump when the clock is set.
 files.py: reading of files from elsewhere: regular ones, and never a FIFO that has no writer.
 folder_files.py: files of a folder that take the place of earlier ones together.
 named_function.py: functions of users by name, in files and modules.

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from ..base.errors import AgreedError
 from ..base.option_error import refusal
+from ..base.steady_time import steady_time
 from ..data.dataloader import RepeatingLoader
 from ..grid import Grid
 from ..grid.auxiliary import AuxiliaryLayer
@@ -372,7 +373,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
         """Record the step that is taken, and enter the next round."""
         planned, counted = self._planned(round_), self._contributors(round_)
         cause = f"lost: {', '.join(decision.lost)}" if decision.lost else ""
-        facts: dict[str, Any] = {"time": time.time()} | ({"seconds": seconds} if seconds else {})
+        facts: dict[str, Any] = {"time": steady_time()} | ({"seconds": seconds} if seconds else {})
         resumed = bool(self.ledger.changes) and not self.ledger.members
         if self.name in planned and self.ledger.changes and self.name not in self.ledger.members:
             self._lose("joining", self._began - self._made)
