@@ -15,6 +15,7 @@ source_hashes.py: hashes of the files of Python modules.
 autograd.py: marks in the graph, weak hooks, the casts of autocast.
 evaluating.py: evaluation mode of a module for a while.
 uncompiled.py: functions that torch.compile leaves out of its graphs.
+steady_time.py: time of the day that does not jump when the clock is set.
 files.py: reading of files from elsewhere: regular ones, and never a FIFO that has no writer.
 folder_files.py: files of a folder that take the place of earlier ones together.
 ports.py: the ports that the library opens, each on one address.

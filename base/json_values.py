@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .files import parse_json
+
 _DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 # How to make the value of a key that begins with "$": from text, or from a list of values.
 _FROM_TEXT: dict[str, Callable[[str], Any]] = {"$float": float, "$dtype": _DTYPES.__getitem__, "$device": torch.device}
@@ -105,7 +107,7 @@ def dumps(value: Any, where: str) -> bytes:
 
 def loads(text: bytes) -> Any:
     """Return the value of which ``dumps`` made a text. A named tuple comes back as a tuple."""
-    return decode(json.loads(text))
+    return decode(parse_json(text))
 
 
 def _array(value: Any, put: Callable[[Tensor], str] | None, where: str) -> Any:

@@ -388,7 +388,8 @@ class TokenizerText:
 
         self.tokenizer: Any = load_transformers(folder)
         self._make = lambda prompt: within_limit(folder, lambda: self.tokenizer(prompt))["input_ids"]
-        self.ends, self._folder = list(ends), folder
+        own = getattr(self.tokenizer, "eos_token_id", None)
+        self.ends, self._folder = list(ends) or [each for each in (own,) if each is not None], folder
         self._template: ChatTemplate | None = None
         self._ids: list[int] = []
         self._shown = ""
@@ -419,7 +420,7 @@ class TokenizerText:
         return self._text()[len(self._shown) :]
 
     def _text(self) -> str:
-        return str(self.tokenizer.decode(self._ids))
+        return str(self.tokenizer.decode(self._ids, skip_special_tokens=self._template is not None))
 
 
 def open_text(folder: Path) -> Text:
@@ -430,7 +431,7 @@ def open_text(folder: Path) -> Text:
     """
     config = read_object(folder / "config.json")
     further = folder / "generation_config.json"
-    eos = (read_object(further) if further.is_file() else config).get("eos_token_id")
+    eos = (read_object(further) if further.is_file() else config).get("eos_token_id")  # None: the tokenizer's
     ends = [] if eos is None else [eos] if isinstance(eos, int) else eos
     if not isinstance(ends, list) or not all(type(token) is int for token in ends):
         file = further if further.is_file() else folder / "config.json"

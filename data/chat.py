@@ -7,8 +7,9 @@ the assistant's, with the token that ends the turn.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,7 +17,11 @@ from ..base.errors import ConfigError
 from ..base.hub import local_folder
 from .sources import BadDocument
 from .token_file import Array
-from .tokenizer import BYTES, load_transformers
+from .tokenizer import BYTES, load_transformers, within_limit
+
+T = TypeVar("T")
+
+_SECONDS, _LONGEST = 20.0, 10**8  # of a conversation: time of the template, and characters of its text
 
 
 class ChatTemplate:
@@ -34,7 +39,7 @@ class ChatTemplate:
             raise ConfigError(
                 f"{folder} has no chat template. Give the folder, or the id on the Hub, of a tokenizer that has one."
             )
-        self._tokenizer = load_transformers(path)
+        self._name, self._tokenizer = str(folder), load_transformers(path)
         if not self._tokenizer.chat_template:
             raise ConfigError(
                 f"{folder} has no chat template. Add a file chat_template.jinja there, or give another tokenizer."
@@ -54,14 +59,10 @@ class ChatTemplate:
 
     def encode(self, messages: list[dict[str, Any]]) -> tuple[Array, Array] | BadDocument:
         """Return the tokens of a conversation, and for each 1 if it counts in the loss, else 0: integers (T,) each."""
-        import jinja2
-
         try:
-            ids, counted = self._by_marks(messages) if self._marks else self._by_prompts(messages)
+            ids, counted = self._run(lambda: (self._by_marks if self._marks else self._by_prompts)(messages))
         except BadDocument as error:
             return error
-        except (jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
-            return self._refused(error)
         if not counted.any():
             return BadDocument("no message is the assistant's, so that no token would count in the loss")
         return ids, counted
@@ -72,12 +73,7 @@ class ChatTemplate:
         Raises:
             BadDocument: the template refuses the messages.
         """
-        import jinja2
-
-        try:
-            text = self._render(messages, prompt)
-        except (jinja2.TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
-            raise self._refused(error) from error
+        text = self._run(lambda: self._render(messages, prompt))
         return [*self._tokenizer(text, add_special_tokens=False)["input_ids"]]
 
     def _by_marks(self, messages: list[dict[str, Any]]) -> tuple[Array, Array]:
@@ -101,9 +97,30 @@ class ChatTemplate:
                 counted[(begins >= len(before)) & (begins < len(after))] = 1
         return ids, counted
 
-    @staticmethod
-    def _refused(error: Exception) -> BadDocument:
-        return BadDocument(f"the chat template refuses the messages ({' '.join(str(error).split())[:200]})")
+    def _run(self, function: Callable[[], T]) -> T:
+        """Return the result of the template, which is a program of somebody else's.
+
+        Raises:
+            BadDocument: it refuses the messages, or fails with any error.
+            ConfigError: it does not end.
+        """
+
+        def call() -> T | BadDocument:
+            try:
+                return function()
+            except BadDocument as error:
+                return error
+            except Exception as error:
+                said = " ".join(str(error).split())[:200] or type(error).__name__
+                return BadDocument(f"the chat template refuses the messages ({said})")
+
+        found = within_limit(self._name, call, _SECONDS, "its chat template does not end")
+        if isinstance(found, BadDocument):
+            raise found
+        return found
 
     def _render(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
-        return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
+        text = str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
+        if len(text) > _LONGEST:
+            raise BadDocument(f"the chat template makes {len(text)} characters, of which {_LONGEST} are too many")
+        return text

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from ..base.errors import ConfigError, nearest
+from ..base.files import parse_json
 from .chat import ChatTemplate
 from .sources import SPLITS, UNITS, BadDocument, Part, Reading, cut, documents, find_sources, lines_before
 from .token_file import DTYPES, Array, token_dtype, write_atomically, write_tensors
@@ -162,7 +163,7 @@ def _begin(folder: Path, plan: str, pieces: int) -> None:
     path = folder / _PLAN
     if path.exists():
         try:
-            begun = json.loads(path.read_bytes())["plan"]
+            begun = parse_json(path.read_bytes())["plan"]
         except (ValueError, LookupError, TypeError):
             begun = None
         if begun != plan:

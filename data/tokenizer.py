@@ -267,7 +267,9 @@ def _unreadable(what: str, error: BaseException) -> BaseException:
     return ConfigError(f"{what}: {' '.join(str(error).split())[:300] or type(error).__name__}")
 
 
-def within_limit(name: Path | str, call: Callable[[], T], seconds: float = 60.0) -> T:
+def within_limit(
+    name: Path | str, call: Callable[[], T], seconds: float = 60.0, why: str = "a pattern of its tokenizer is bad"
+) -> T:
     """Return the result of a call of a tokenizer, if it comes within a time that no fair tokenizer needs.
 
     A pattern may need centuries for a line of text. The call runs in a thread, which nothing can end before the
@@ -291,9 +293,7 @@ def within_limit(name: Path | str, call: Callable[[], T], seconds: float = 60.0)
     if failed:
         raise _unreadable(f"{name} fails on a text", failed[0])
     if not found:
-        raise ConfigError(
-            f"{name} needs more than {seconds:g} s for a line of text: a pattern of its tokenizer is bad."
-        )
+        raise ConfigError(f"{name} needs more than {seconds:g} s for a line of text: {why}.")
     return found[0]
 
 

@@ -338,7 +338,8 @@ class ModuleEngine(Engine):
     def _warn_of_late_step(self) -> None:
         """Warn once if step() ends one microbatch after the passes of a whole step, as in a DDP loop."""
         passes, microbatches = self.backward_passes.count - self.backward_passes.seen, self.batch.accumulation
-        late = self.options.batch.counted and 1 < microbatches == passes == self._forwards
+        counts = self.options.batch.counted and self._user_boundary is None
+        late = counts and 1 < microbatches == passes == self._forwards
         if self._warned_of_late_step or not late:
             return
         self._warned_of_late_step = True

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import ConfigError
+from ..base.files import parse_json
 
 RESTARTED = "started again from files"  # cause of a change
 
@@ -58,7 +59,7 @@ class Change:
         Raises:
             ValueError: the line is no change.
         """
-        value = json.loads(line)
+        value = parse_json(line)
         if not isinstance(value, dict) or type(step := value.pop("step", None)) is not int:
             raise ValueError("it has no step")
         names = value.pop("lost", None), value.pop("members", None)

@@ -29,6 +29,7 @@ from ..agreement.agreement import agreed
 from ..base.errors import AgreedError
 from ..base.option_error import refusal
 from ..base.records import Records
+from ..base.steady_time import steady_time
 from ..base.threads import BackgroundCall
 from ..checkpoint.format.folder import write_atomically
 from ..data.dataloader import RepeatingLoader
@@ -383,7 +384,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
         """Record the step that is taken, and enter the next round."""
         planned, counted = self._planned(round_), self._contributors(round_)
         cause = f"lost: {', '.join(decision.lost)}" if decision.lost else ""
-        facts: dict[str, Any] = {"time": time.time()} | ({"seconds": seconds} if seconds else {})
+        facts: dict[str, Any] = {"time": steady_time()} | ({"seconds": seconds} if seconds else {})
         resumed = bool(self.ledger.changes) and not self.ledger.members
         if self.name in planned and self.ledger.changes and self.name not in self.ledger.members:
             self._lose("joining", self._began - self._made)

@@ -8,13 +8,13 @@ import io
 import json
 import math
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..base.errors import ConfigError, to_install
 from ..base.records import append
+from ..base.steady_time import steady_time
 from ..options.monitoring import Monitoring
 from .files import HISTOGRAMS, METRICS
 from .protocol import Histogram
@@ -79,7 +79,7 @@ def json_writer(folder: Path) -> Write:
         row: dict[str, Any] = {
             "step": step,
             "samples": events[0][2],
-            "time": round(time.time(), 3),
+            "time": round(steady_time(), 3),
         }
         row |= {name: value for name, value, _ in events if not isinstance(value, Histogram)}
         row |= {name: None for name, value, _ in _numbers(events) if not math.isfinite(value)}

@@ -183,8 +183,20 @@ def _change(source: ReadFile, change: str) -> ReadFile:
 class _YamlLoader(yaml.SafeLoader):
     """YAML loader with the numbers of YAML 1.2, and without dates.
 
-    1e-3 is a number. 010, which was octal, and 1:30, which was 90, are texts.
+    1e-3 is a number. 010, which was octal, and 1:30, which was 90, are texts. Sections are read down to a limit:
+    PyYAML's time is quadratic in the depth.
     """
+
+    depth = 0  # of the node that is read
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.depth > _DEEPEST:
+            problem = f"it is nested in more than {_DEEPEST} levels: write fewer"
+            raise yaml.constructor.ConstructorError(None, None, problem, self.peek_event().start_mark)
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
 _NUMBERS = {

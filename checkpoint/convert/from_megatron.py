@@ -15,7 +15,6 @@ legacy       mp_rank_TT[_PPP]/model_optim_rng.pt of each tensor rank and pipe ra
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...base.files import read_object
 from ..protocol import WEIGHTS, Snapshot
 from .dcp_folder import DcpFolder
 from .inert import Inert, read_torch_file
@@ -83,7 +83,7 @@ def find_megatron(source: Path) -> Path | None:
         text = latest.read_text(encoding="utf-8").strip()
         source = source / (f"iter_{int(text):07d}" if text.isdigit() else text)
     file = source / "metadata.json"
-    kind = json.loads(file.read_text(encoding="utf-8")).get("sharded_backend") if file.is_file() else None
+    kind = read_object(file).get("sharded_backend") if file.is_file() else None
     if kind not in (None, "torch_dist"):
         raise ValueError(
             f"{source} is in Megatron's format {kind}, but only torch_dist and the legacy format can be imported: load "

@@ -234,6 +234,17 @@ def default_inference_config() -> dict[str, Any]:
     return DeepSpeedInferenceConfig().model_dump()
 
 
+def _place(outer: type[InferenceSection], kind: type[InferenceSection]) -> str:
+    """Return the argument that gives a section, such as ``tensor_parallel=DeepSpeedTPConfig(...)``."""
+    for name, field in outer.model_fields.items():
+        section = type(field.default)
+        if section is kind:
+            return f"{name}={kind.__name__}(...)"
+        if issubclass(section, InferenceSection) and (inner := _place(section, kind)):
+            return f"{name}={section.__name__}({inner})"
+    return ""
+
+
 def init_inference(model: Any, config: str | Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
     """Make an inference engine, with DeepSpeed's arguments. Collective.
 
@@ -251,6 +262,12 @@ def init_inference(model: Any, config: str | Mapping[str, Any] | None = None, **
     given: dict[str, Any]
     if isinstance(config, DeepSpeedInferenceConfig):
         given = {key: getattr(config, key) for key in config.model_fields_set}
+    elif isinstance(config, InferenceSection):
+        kind = type(config)
+        raise DeepSpeedConfigError(
+            f"config is a {kind.__name__}, which is a section of the configuration: write "
+            f"init_inference(model, {_place(DeepSpeedInferenceConfig, kind)})"
+        )
     else:
         given = dict(read(config) if isinstance(config, str) else config or {})
     for key in given.keys() & kwargs.keys():

@@ -139,6 +139,11 @@ class TrainingArguments(transformers.TrainingArguments):
                 "accelerator_config: split_batches, and with tensor, pipe or context ranks dispatch_batches, would "
                 "change which samples a replica gets: leave them out"
             )
+        if shared and self.train_sampling_strategy == "batch_rebalance":
+            raise ConfigError(
+                "train_sampling_strategy=batch_rebalance gives each process rows of its own, but tensor, pipe and "
+                "context ranks need the same rows: use group_by_length"
+            )
         # The engine finds the last backward pass itself: the loop must not look for a DDP module's no_sync.
         config.gradient_accumulation_kwargs = {**(config.gradient_accumulation_kwargs or {}), "sync_each_batch": True}
         self.auto_values.from_arguments(self, self.grid.data.size)

@@ -14,19 +14,61 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...base.errors import ConfigError
+from ...base.errors import ConfigError, CorruptError
 from ...base.files import read_object
 from ...base.json_values import encode
+from ...checkpoint.format.folder import last, unreadable
 from ...checkpoint.protocol import BUFFERS, OPTIMIZER, WEIGHTS, Snapshot
 from ...checkpoint.reader import LoadOptions
 from ...engine.module_engine import ModuleEngine
 from ...engine.pipeline_engine import PipelineEngine
 from ...engine.snapshot.restore import apply
-from ...models.huggingface.reader import open_weights
+from ...models.huggingface.reader import open_weights, weight_files
 from .adapters import plain_names
 
 OPTIMIZER_FILE, SCHEDULER_FILE = "optimizer.pt", "scheduler.pt"
 _WEIGHTS = ("model.safetensors", "adapter_model.safetensors")
+
+
+def fault(folder: Path) -> str:
+    """Return why a folder is not a whole checkpoint, as after a save that was interrupted; "" if it is one."""
+    try:
+        if (tag := last(folder)[0]) is None:
+            require_files(folder)
+        elif damage := dict(unreadable(folder)).get(tag):
+            return damage
+        read_object(folder / "trainer_state.json")  # written last
+    except (ConfigError, CorruptError, FileNotFoundError) as error:
+        return str(error)
+    return ""
+
+
+def whole_folder(given: str | bool, output: str) -> tuple[str, str]:
+    """Return the folder to resume from, and a warning of newer ones that are not whole.
+
+    Args:
+        given: the folder; True: the newest whole one of the output folder.
+        output: the folder of the runs' ``checkpoint-N``.
+
+    Raises:
+        ConfigError: the folder is not whole, or none is.
+    """
+    faults: list[str] = []
+    if given is not True:
+        if not (reason := fault(Path(given))):
+            return str(given), ""
+        faults, output = [reason.rstrip(".")], str(Path(given).absolute().parent)
+    numbers = [path.name.partition("-")[2] for path in Path(output).glob("checkpoint-*")]
+    for number in sorted((number for number in numbers if number.isdecimal()), key=int, reverse=True):
+        folder = Path(output) / f"checkpoint-{number}"
+        if reason := fault(folder):
+            faults.append(reason.rstrip("."))
+            continue
+        if given is not True:
+            raise ConfigError(f"{faults[0]}. {folder} is whole: give it, or resume_from_checkpoint=True")
+        return str(folder), "; ".join([*faults, f"the run is resumed from {folder}"] if faults else [])
+    first = faults[0] if faults else f"{output} has no folder checkpoint-N"
+    raise ConfigError(f"{first}. No other checkpoint there is whole: leave resume_from_checkpoint out")
 
 
 def require_files(folder: Path) -> None:
@@ -35,8 +77,11 @@ def require_files(folder: Path) -> None:
     Raises:
         ConfigError: it is not.
     """
-    weights = any((folder / f"{name}{end}").is_file() for name in _WEIGHTS for end in ("", ".index.json"))
-    if weights and (folder / OPTIMIZER_FILE).is_file() and (folder / SCHEDULER_FILE).is_file():
+    if (
+        any(weight_files(folder, name) for name in _WEIGHTS)
+        and (folder / OPTIMIZER_FILE).is_file()
+        and (folder / SCHEDULER_FILE).is_file()
+    ):
         return
     raise ConfigError(
         f"{folder} has neither a checkpoint of triax (global_step*, latest) nor all of transformers' "
@@ -103,9 +148,6 @@ def read_state(file: Path) -> Any:
 def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield name and tensor of the folder's weights."""
     for stem in _WEIGHTS:
-        index = folder / f"{stem}.index.json"
-        files = sorted(set(read_object(index)["weight_map"].values())) if index.is_file() else [stem]
-        for file in (folder / name for name in files):
-            if file.is_file():
-                opened = open_weights(file)
-                yield from ((name, opened.get_tensor(name)) for name in opened.keys())  # noqa: SIM118, no mapping
+        for file in weight_files(folder, stem):
+            opened = open_weights(file)
+            yield from ((name, opened.get_tensor(name)) for name in opened.keys())  # noqa: SIM118, no mapping

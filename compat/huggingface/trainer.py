@@ -35,11 +35,13 @@ from ..deepspeed.config.schema import Config
 from ..deepspeed.from_config import initialize, read_config
 from .adapters import add_section, check_section, save_adapters
 from .auto_values import hidden_size, missing_extra
-from .resume import SCHEDULER_FILE, load_folder, read_state, require_files
+from .batches import EvenBatches, last_share, weighted, without_labels
+from .resume import SCHEDULER_FILE, load_folder, read_state, whole_folder
 from .state_dict import full_state_dict, saved_axes
 
 try:
     import transformers
+    from accelerate.data_loader import BatchSamplerShard
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.utils import recursively_apply
     from accelerate.utils.memory import clear_device_cache
@@ -178,14 +180,22 @@ class Trainer(transformers.Trainer):
 
     # ------------------------------------------------------------------------------------ the engine
 
-    def train(self, *args: Any, **options: Any) -> Any:
-        """Shard the model, then train. Sharding comes first because transformers adds hooks to modules (NEFTune)."""
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
+        """Shard the model, then train; ``resume_from_checkpoint=True`` means the newest whole checkpoint.
+
+        Sharding comes first because transformers adds hooks to modules (NEFTune).
+        """
+        if resume_from_checkpoint:
+            folder, note = whole_folder(resume_from_checkpoint, self.args.output_dir)
+            resume_from_checkpoint = self.grid.world.all_gather_json(folder)[0]
+            if note and self.grid.rank == 0:
+                logging.getLogger("triax").warning(note)
         if self.model_init is None:  # else call_model_init makes and shards the model
             self._sharded(self.model)
         self._microbatches = []
         if hasattr(self, "_tp_size"):  # TRL's number of ranks whose tokens it counts once
             self._tp_size = self._copies
-        output = super().train(*args, **options)
+        output = super().train(resume_from_checkpoint, *args, **options)
         if isinstance(self.engine, PipelineEngine):
             copy_weights(self.engine, self.model, everywhere=True)
         return output
@@ -315,6 +325,8 @@ class Trainer(transformers.Trainer):
         assert engine is not None and handle is not None
         if isinstance(engine, PipelineEngine):
             return self._step_on_stages(engine, handle, inputs)
+        if engine.microbatch == 0:
+            self._set_microbatches(engine, self.current_gradient_accumulation_steps)
         engine.set_last_microbatch(self.accelerator.sync_gradients)
         engine.train()
         handle.train()
@@ -326,6 +338,8 @@ class Trainer(transformers.Trainer):
             by_items = self.model_accepts_loss_kwargs and num_items_in_batch is not None
             is_divided = by_items or self.compute_loss_func is not None
         named = is_named(loss)  # then the engine divides each term
+        if (share := self._share()) != 1:
+            loss = weighted(loss, share, self._is_divided_by_items(num_items_in_batch is not None))
         if not is_divided and not named:
             loss = loss / self.current_gradient_accumulation_steps
         every = self.args.torch_empty_cache_steps
@@ -338,6 +352,16 @@ class Trainer(transformers.Trainer):
         engine.step()
         handle.step_was_skipped = engine.skipped_steps > skipped
         return detached
+
+    def _set_microbatches(self, engine: ModuleEngine | PipelineEngine, count: int) -> None:
+        """Set the microbatches of a step: the last step of an epoch may have fewer."""
+        if count != engine.batch.accumulation:
+            engine.set_batch_size(engine.batch.micro * self.grid.replicas * count)
+
+    def _is_divided_by_items(self, counted: bool) -> bool:
+        """Return True if the loss is a sum that is divided by the labels of all replicas, which were counted."""
+        takes_count = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        return counted and takes_count and self.args.average_tokens_across_devices
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -375,12 +399,11 @@ class Trainer(transformers.Trainer):
         Returns:
             The loss of the step over all replicas, 0-dim, after the last microbatch; 0 before.
         """
-        self._microbatches.append(self._prepare_inputs(inputs))
+        self._microbatches.append(self._prepare_inputs(inputs if self._share() else without_labels(inputs)))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         microbatches, self._microbatches = self._microbatches, []
-        if len(microbatches) != engine.batch.accumulation:  # the last step of an epoch
-            engine.set_batch_size(engine.batch.micro * self.grid.replicas * len(microbatches))
+        self._set_microbatches(engine, len(microbatches))
         self.model.train()
         handle.train()
         every = self.args.torch_empty_cache_steps
@@ -391,6 +414,15 @@ class Trainer(transformers.Trainer):
         loss = engine.train_batch(pairs(microbatches, self._multiple))
         handle.step_was_skipped = engine.skipped_steps > skipped
         return loss.to(self.args.device)
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        """Predict as transformers does. The loop weights losses by rows, also those that are divided by all labels."""
+        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        if loss is not None and (share := self._share()) and self._is_divided_by_items("labels" in inputs):
+            loss = loss / share
+        return loss, logits, labels
 
     def _predict_on_stages(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -405,8 +437,9 @@ class Trainer(transformers.Trainer):
         assert isinstance(engine, PipelineEngine)
         self.model.eval()
         labels, loss, logits = inputs.get("labels"), None, None
-        batch, counts, training_loss = pairs([inputs], self._multiple), labels is not None, engine.module.loss_fn
-        if type(self).prediction_step is not transformers.Trainer.prediction_step:  # TRL's own, with its own mean
+        counts, training_loss = labels is not None, engine.module.loss_fn
+        batch = pairs([inputs if self._share() else without_labels(inputs)], self._multiple)
+        if type(self).prediction_step is not Trainer.prediction_step:  # TRL's own, with its own mean
             engine.module.loss_fn = TrainerLoss(grid=self.grid)
         try:
             if not prediction_loss_only:
@@ -426,6 +459,8 @@ class Trainer(transformers.Trainer):
             schedulers.follow(schedule, handle.optimizer)
 
     def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Any:
+        if batch_samples and self._share(fetched=True) == 0:
+            batch_samples = [*batch_samples[:-1], without_labels(batch_samples[-1])]
         count = super()._get_num_items_in_batch(batch_samples, device)
         if not isinstance(count, Tensor):
             return count
@@ -451,6 +486,10 @@ class Trainer(transformers.Trainer):
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         loader = super()._get_dataloader(*args, **kwargs)
+        sampler, replicas = getattr(loader, "batch_sampler", None), self.grid.data.size
+        if isinstance(sampler, BatchSamplerShard) and hasattr(sampler.batch_sampler, "sampler"):
+            # accelerate divides batches among all processes, and fills the last ones with rows of the first.
+            sampler.batch_sampler, sampler.even_batches = EvenBatches(sampler.batch_sampler, replicas), False
         if self._copies == 1:
             return loader
         base: Any = getattr(loader, "base_dataloader", loader)
@@ -458,22 +497,34 @@ class Trainer(transformers.Trainer):
         if isinstance(seeded, partial) and "rank" in seeded.keywords:
             # Seeded by process, ranks of one replica would draw different masks. The wrapped loader starts the workers.
             base.worker_init_fn = partial(seeded, rank=self.grid.data.rank)
-        shards: list[Any] = [getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)]
+        shards: list[Any] = [sampler, getattr(loader, "dataset", None)]
         for shard in shards:
             if hasattr(shard, "num_processes") and hasattr(shard, "process_index"):
-                # accelerate divides batches among all processes; divide them among the replicas.
-                shard.num_processes, shard.process_index = self.grid.data.size, self.grid.data.rank
+                shard.num_processes, shard.process_index = replicas, self.grid.data.rank
+                if shard is not sampler and replicas == 1:
+                    shard.batch_size = 1  # the loader makes the batches: the stream's last one is not filled
                 return loader
         raise ConfigError(
             "an IterableDataset is read by one process and divided among all, but tensor ranks and pipe ranks need the "
             'same samples: pass accelerator_config={"dispatch_batches": False}'
         )
 
+    def _share(self, fetched: bool = False) -> float:
+        """Return this replica's rows of the current batch divided by the mean over the replicas; 0: it counts nothing.
+
+        Args:
+            fetched: of the last batch that was fetched; else of the one that is trained or evaluated.
+        """
+        state = self.accelerator.gradient_state
+        if not state.end_of_dataloader or not (fetched or state.sync_gradients):
+            return 1.0  # several batches are fetched before the first is trained
+        return last_share(state.active_dataloader, self.grid.data.rank)
+
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as transformers does. Samples that all ranks of a replica have count once."""
-        if self._copies > 1:
-            if self.args.eval_use_gather_object:
-                raise ConfigError("eval_use_gather_object would count each sample on several ranks: leave it out")
+        if self._copies > 1 and self.args.eval_use_gather_object:
+            raise ConfigError("eval_use_gather_object would count each sample on several ranks: leave it out")
+        if self.grid.size > 1 and not self.args.eval_use_gather_object:
             self.gather_function = self._gather
         output = super().evaluation_loop(*args, **kwargs)
         self._evaluated = output.num_samples
@@ -509,9 +560,11 @@ class Trainer(transformers.Trainer):
     def _gather(self, data: Any) -> Any:
         """Gather tensors from all replicas, from the first rank of each. Collective.
 
-        The samples that pad the last batch are left out.
+        Replicas may have fewer rows of the last batch, or one that counts nothing: it is left out.
         """
         state = self.accelerator.gradient_state
+        if state.end_of_dataloader:
+            data = self.accelerator.pad_across_processes(data, dim=0)
         where = [self.grid.topology.coordinate(rank)._asdict() for rank in range(self.grid.size)]
         firsts = [rank for rank, each in enumerate(where) if not any(n for axis, n in each.items() if axis != "data")]
         cut = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
@@ -533,7 +586,7 @@ class Trainer(transformers.Trainer):
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         before = self.state.num_input_tokens_seen
-        super()._track_num_input_tokens(inputs)
+        super()._track_num_input_tokens(inputs if self._share() else {name: each[:0] for name, each in inputs.items()})
         seen = self.state.num_input_tokens_seen - before
         self.state.num_input_tokens_seen = before + seen // self._copies
 
@@ -579,9 +632,7 @@ class Trainer(transformers.Trainer):
         self.engine.save_checkpoint(output_dir, f"global_step{self.state.global_step}", {"lr_scheduler": schedule})
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        folder = Path(resume_from_checkpoint)
-        if not (folder / "latest").is_file():
-            require_files(folder)  # _load_optimizer_and_scheduler loads either, with the engine
+        """Do nothing: ``train`` has checked the folder, and ``_load_optimizer_and_scheduler`` loads it."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

@@ -55,16 +55,26 @@ class Source(Protocol):
         """Return a slice of a tensor as a new tensor of the same dtype, and read only this slice."""
 
 
-def _listed(index: Path) -> list[str]:
-    """Return the names of the files that an index lists, which are files of its own folder."""
+def weight_files(folder: Path, name: str = "model.safetensors") -> list[Path]:
+    """Return the files of a folder's weights: ``name``, or those that its index lists. Empty: there is neither.
+
+    Raises:
+        ConfigError: the index is damaged, or lists something other than files of its own folder.
+        FileNotFoundError: the folder lacks a file that the index lists.
+    """
+    index = folder / f"{name}.index.json"
+    if not index.is_file():
+        return [folder / name] if (folder / name).is_file() else []
     listed = read_object(index).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
         raise ConfigError(f"{index} is damaged: it has no weight_map of names of files. Copy or write it again.")
     names = sorted(set(listed.values()))
-    for name in names:
-        if name in ("", ".", "..") or len(name) > _LONGEST or any(c in name for c in "/\\\0"):
-            raise ConfigError(f"{index} lists {name[:60]!r}, but only files of its own folder are read.")
-    return names
+    for file in names:
+        if file in ("", ".", "..") or len(file) > _LONGEST or any(c in file for c in "/\\\0"):
+            raise ConfigError(f"{index} lists {file[:60]!r}, but only files of its own folder are read.")
+        if not (folder / file).is_file():
+            raise FileNotFoundError(f"{folder / file} is no file, but {index} lists it. Copy the whole folder.")
+    return [folder / file for file in names]
 
 
 def open_weights(file: Path) -> Any:
@@ -88,14 +98,8 @@ class _Folder:
         self.frozen, self.tied = frozenset[str](), dict[str, int]()
         self.config = read_config(folder)
         self.settings = settings_of_folder(folder, self.config)
-        index = folder / "model.safetensors.index.json"
-        if index.is_file():
-            names = _listed(index)
-        elif (folder / "model.safetensors").is_file():
-            names = ["model.safetensors"]
-        else:
-            names = sorted(path.name for path in folder.glob("*.safetensors"))
-        if not names:
+        files = weight_files(folder) or sorted(path for path in folder.glob("*.safetensors") if path.is_file())
+        if not files:
             found = ", ".join(sorted(path.name for path in folder.iterdir()))
             raise FileNotFoundError(
                 f"{folder} has no *.safetensors ({found}). Let transformers write the folder, "
@@ -104,11 +108,8 @@ class _Folder:
         kind = read_object(folder / "config.json").get("model_type")
         self._files: dict[str, tuple[Any, str]] = {}
         self.shapes = {}
-        for file in names:
-            if not (folder / file).is_file():
-                why = f", but {index} lists it" if index.is_file() else ""
-                raise FileNotFoundError(f"{folder / file} is no file{why}. Copy the whole folder.")
-            opened = open_weights(folder / file)
+        for file in files:
+            opened = open_weights(file)
             for name in opened.keys():  # noqa: SIM118, it is not a mapping
                 if (own := text_name(kind, name)) is not None:
                     self._files[own] = opened, name

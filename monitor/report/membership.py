@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from ...base.files import read_text
+from ...base.files import parse_json, read_text
 
 # Cause of lost time -> its description, in the order of a table.
 CAUSES = {
@@ -81,13 +81,16 @@ def read_membership(run: Path, rows: list[dict[str, Any]] | None = None) -> Memb
     for file in sorted((run / "history").glob("*.jsonl")):
         for line in read_text(file, "replace").splitlines():
             try:
-                change = _ChangeJson.model_validate(json.loads(line))
+                change = _ChangeJson.model_validate(parse_json(line))
             except (ValueError, ValidationError):
                 continue  # the last line of a replica that was killed while it wrote
             found[change.step] = _merged(found[change.step], change) if change.step in found else change
     if not found:
         return None
-    changes = [found[step] for step in sorted(found)]
+    changes: list[_ChangeJson] = []
+    for step in sorted(found):  # a clock that was set back, or another host's, takes no time from a run
+        earliest = changes[-1].time if changes else -math.inf
+        changes.append(found[step].model_copy(update={"time": max(found[step].time, earliest)}))
     times = sorted((row["time"], row["step"]) for row in rows or [] if row.get("time") is not None)
     begin, end = changes[0].time, max([changes[-1].time, *(time for time, _ in times)])
     names = sorted({name for change in changes for name in change.members or ()})

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from ...base.errors import ConfigError
 from ..files import HISTOGRAMS, METRICS, RUN, TIMELINE
 from .write import report_page
 
 _ADDRESS = "127.0.0.1"
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print the error of a request, unless the browser has left."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
 
 
 def report_server(folders: Sequence[Path], port: int = 0) -> ThreadingHTTPServer:
@@ -29,6 +38,8 @@ def report_server(folders: Sequence[Path], port: int = 0) -> ThreadingHTTPServer
     report_page(folders)
 
     class Handler(BaseHTTPRequestHandler):
+        timeout = 5.0  # of a connection that asks for nothing, which has a thread
+
         def do_GET(self) -> None:
             names = {f"{name}:{self.server.server_port}" for name in (_ADDRESS, "localhost")}  # type: ignore[attr-defined]
             if self.headers.get("Host") not in names:  # a page of another site that has this address for its name
@@ -56,7 +67,7 @@ def report_server(folders: Sequence[Path], port: int = 0) -> ThreadingHTTPServer
             """Print no line for each request."""
 
     try:
-        return ThreadingHTTPServer((_ADDRESS, port), Handler)
+        return _Server((_ADDRESS, port), Handler)
     except OSError as error:
         raise ConfigError(
             f"Port {port} of {_ADDRESS} cannot be used: {error.strerror}. Give another --port."

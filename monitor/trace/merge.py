@@ -10,7 +10,6 @@ the last rank called it, and no message is needed.
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ...base.errors import ConfigError
+from ...base.files import parse_json
 from ...grid.environment import TIMELINE
 from ...pipe.program.chrome_trace import ChromeTrace, write_trace
 
@@ -167,7 +167,7 @@ def _read(text: str) -> RankTimeline | None:
     part: RankTimeline | None = None
     for line in text.splitlines():
         try:
-            kind, *entry = json.loads(line)
+            kind, *entry = parse_json(line)
         except ValueError:
             continue
         if kind == "rank":

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ...base.files import parse_json
 from .ops import Op
 
 
@@ -111,5 +112,5 @@ class Timeline:
     @classmethod
     def from_json(cls, text: str) -> Timeline:
         """Read a timeline in the format of `to_json`."""
-        rows = json.loads(text)
+        rows = parse_json(text)
         return cls(tuple(tuple(Span(Op.parse(op), start, end) for op, start, end in row) for row in rows))

@@ -13,7 +13,13 @@ from torch import nn
 
 import triax
 import triax.compat.deepspeed as deepspeed
-from triax.compat.deepspeed.inference import DeepSpeedInferenceConfig, InferenceCheckpointConfig
+from triax.compat.deepspeed.inference import (
+    BaseQuantConfig,
+    DeepSpeedInferenceConfig,
+    DeepSpeedMoEConfig,
+    DeepSpeedTPConfig,
+    InferenceCheckpointConfig,
+)
 from triax.inference.int8 import weight_bytes
 from triax.models.gpt import GPTConfig, gpt_layers
 
@@ -154,6 +160,10 @@ def test_checkpoints(tmp_path: Path) -> None:
         ({"quant": {"weight": {"num_bits": 4}}}, "num_bits is 4, but weights are quantized in 8 bits: give 8"),
         ({"quant": {"qkv": {"enabled": False}}}, "quant.qkv.enabled is false, but all linear layers are quantized"),
         ({"checkpoint": {"type": "BLOOM"}}, "which names no file: give a folder"),
+        ({"config": DeepSpeedTPConfig(tp_size=2)}, "init_inference(model, tensor_parallel=DeepSpeedTPConfig(...))"),
+        ({"config": DeepSpeedMoEConfig()}, "init_inference(model, moe=DeepSpeedMoEConfig(...))"),
+        ({"config": BaseQuantConfig()}, "(model, quant=QuantizationConfig(activation=BaseQuantConfig(...)))"),
+        ({"config": InferenceCheckpointConfig()}, "(model, checkpoint_config=InferenceCheckpointConfig(...))"),
         ({"max_out_tokens": 0}, "max_out_tokens is 0: Input should be greater than 0"),
     ],
 )

@@ -223,5 +223,5 @@ def test_adapters_that_are_refused_at_once(ranks: Any, tmp_path: Path) -> None:
     for messages in ranks(4, refused, str(tmp_path), {"pipe": 2, "tensor": 2}):
         dora, other, both, whole, drops, bias, heads = messages
         assert "use_dora=True" in dora and "IA3" in other and "section lora" in both
-        assert "modules_to_save" in whole and "lora_dropout=0.1" in drops and "lora_B.default.bias" in bias
+        assert "modules_to_save" in whole and "lora_dropout=0.1" in drops and "lora_bias=True" in bias
         assert "cannot be cut into the parts of pipe=2" in heads

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import re
 import runpy
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -140,6 +142,83 @@ def test_a_folder_of_weights_alone_is_not_resumed(tmp_path: Path) -> None:
     trainer = trainer_of("gpt2", str(tmp_path / "out"), 1, {})
     with pytest.raises(ConfigError, match=r"has neither a checkpoint of triax .* save_only_model"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+
+
+def without_index(folder: Path) -> None:
+    (folder / "global_step4" / "index.json").unlink()
+
+
+def with_half_an_index(folder: Path) -> None:
+    index = folder / "global_step4" / "index.json"
+    index.write_bytes(index.read_bytes()[:100])
+
+
+def without_latest(folder: Path) -> None:
+    (folder / "latest").unlink()
+
+
+def without_state(folder: Path) -> None:
+    (folder / "trainer_state.json").unlink()
+
+
+def with_half_a_state(folder: Path) -> None:
+    (folder / "trainer_state.json").write_text('{"a":')
+
+
+def with_a_deep_state(folder: Path) -> None:
+    (folder / "trainer_state.json").write_text("[" * 10**6)
+
+
+def with_a_file_of_another_folder(folder: Path) -> None:
+    """transformers' own folder, whose index leads out of it."""
+    shutil.rmtree(folder / "global_step4")
+    (folder / "latest").unlink()
+    (folder / "optimizer.pt").touch()
+    (folder / "scheduler.pt").touch()
+    index = {"weight_map": {"wte": "../checkpoint-2/model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def with_a_missing_file(folder: Path) -> None:
+    with_a_file_of_another_folder(folder)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"wte": "gone.safetensors"}}')
+
+
+FAULTS = {
+    without_index: "not a checkpoint",
+    with_half_an_index: "index.json",
+    without_latest: "neither a checkpoint of triax",
+    without_state: "trainer_state.json cannot be read",
+    with_half_a_state: "is damaged",
+    with_a_deep_state: "nested too deeply",
+    with_a_file_of_another_folder: "only files of its own folder are read",
+    with_a_missing_file: "gone.safetensors is no file",
+}
+
+
+def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It ended raw, or said how to start from the beginning, though an older checkpoint was whole."""
+
+    def trainer() -> Any:
+        return trainer_of("gpt2", str(tmp_path / "run"), 1, {}, max_steps=4, save_steps=2, eval_strategy="no")
+
+    (first := trainer()).train()
+    shutil.copytree(tmp_path / "run", tmp_path / "kept")
+    for damage, words in FAULTS.items():
+        shutil.rmtree(tmp_path / "run")
+        shutil.copytree(tmp_path / "kept", tmp_path / "run")
+        damage(tmp_path / "run" / "checkpoint-4")
+        with pytest.raises(ConfigError) as error:
+            trainer().train(resume_from_checkpoint=f"{tmp_path}/run/checkpoint-4")
+        assert words in str(error.value) and "checkpoint-2 is whole: give it" in str(error.value), damage
+        caplog.clear()
+        (again := trainer()).train(resume_from_checkpoint=True)
+        assert words in caplog.text and "the run is resumed from" in caplog.text, damage
+        assert told(again)["loss"] == pytest.approx(told(first)["loss"], abs=1e-6)
+    shutil.rmtree(tmp_path / "run" / "checkpoint-2")
+    without_state(tmp_path / "run" / "checkpoint-4")
+    with pytest.raises(ConfigError, match="No other checkpoint there is whole"):
+        trainer().train(resume_from_checkpoint=True)
 
 
 def evaluated(out: str, config: Any) -> tuple[float, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,35 @@ def test_labels_count_on_the_assistants_tokens_only(made: Path, tmp_path: Path) 
             assert counts <= sum(label != -100 for labels in wanted for label in labels)
         total = sum(int((labels != -100).sum()) for _, labels in data.loader(1, 1, epochs=1))
         assert total == sum(label != -100 for labels in wanted for label in labels)
+
+
+BAD = {
+    "{{ 1 // 0 }}": "division or modulo by zero",
+    "{{ 2.0 ** 5000 }}": "Numerical result out of range",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "maximum recursion depth",
+    "{% for a in range(10**9) %}x{% endfor %}": "Range too big",
+    "{{ 'x' * (10**8 + 1) }}": "100000001 characters",
+}
+
+
+def test_a_template_is_a_program_that_may_fail(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each error is one line about the conversation; one that does not end is an error of the run."""
+    folder = shutil.copytree(made / "plain", tmp_path / "bad")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+
+    def template_of(text: str) -> ChatTemplate:
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": text}))
+        return ChatTemplate(folder)
+
+    for text, words in BAD.items():
+        refused = template_of(text).encode(CONVERSATIONS[0])
+        assert isinstance(refused, BadDocument) and words in str(refused) and "\n" not in str(refused), (text, refused)
+        with pytest.raises(BadDocument, match=words):
+            template_of(text).tokens(CONVERSATIONS[0])
+    monkeypatch.setattr("triax.data.chat._SECONDS", 0.1)
+    slow = "{% for a in range(99) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"  # seconds; a few levels: years
+    with pytest.raises(ConfigError, match=r"needs more than 0.1 s .* its chat template does not end"):
+        template_of(slow).encode(CONVERSATIONS[0])
 
 
 def test_what_cannot_be_used_is_named(made: Path, tmp_path: Path) -> None:

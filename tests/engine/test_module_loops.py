@@ -275,6 +275,20 @@ def test_step_after_all_microbatches_at_once_warns(caplog: pytest.LogCaptureFixt
     assert caplog.text.count(words) == 1
 
 
+def test_accelerates_own_loop_is_not_warned(caplog: pytest.LogCaptureFixture) -> None:
+    """accelerate says which microbatch is the last one, and calls step() behind this one alone."""
+    wrapper = pytest.importorskip("accelerate.utils.deepspeed").DeepSpeedEngineWrapper
+    whole, engine = one(config(accumulation=8)), one(config(accumulation=8))
+    accelerated = wrapper(engine)
+    for step in range(16):
+        accelerated.backward(loss_of(engine, step), sync_gradients=step % 8 == 7)
+        whole.backward(loss_of(whole, step))
+        whole.step()
+    assert "engine.step() was called after" not in caplog.text
+    weights, wanted = engine.gather(), whole.gather()
+    assert all(torch.equal(weights[name], value) for name, value in wanted.items())
+
+
 def test_schedules_and_modes() -> None:
     plateau = {"type": "ReduceLROnPlateau", "params": {"patience": 0, "factor": 0.5, "threshold": 0.5}}
     engine = one(config(scheduler=plateau))

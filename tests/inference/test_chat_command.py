@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from triax.base.errors import ConfigError
 from triax.cli.generate import generate
@@ -91,6 +92,25 @@ def test_a_talk_is_that_of_transformers(ranks: Any, folder: Path) -> None:
     assert (code, out) == (0, f"{wanted[0]}\n"), err
     for rank, (code, out, err) in enumerate(ranks(2, two_stages, folder, words, lines, init_group=False)):
         assert (code, out) == (0, "" if rank else shown), err
+
+
+def test_the_tokenizer_ends_an_answer_and_its_special_tokens_are_not_shown(folder: Path, tmp_path: Path) -> None:
+    """Where the config names no end, the answer went on behind the tokenizer's, and showed it."""
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], add_generation_prompt=True)["input_ids"]
+    made = model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)[0].tolist()[len(ids) :]
+    at = next(place for place in range(2, 8) if made[place] not in made[:place])
+    rows = model.lm_head.weight.data
+    own = tokenizer.eos_token_id
+    rows[[own, made[at]]] = rows[[made[at], own]]  # now the model ends its answer there
+    for end, shown in ((None, made[:at]), (279, [*made[:at], own])):
+        model.config.eos_token_id = model.generation_config.eos_token_id = end
+        model.save_pretrained(tmp_path / "model")
+        tokenizer.save_pretrained(tmp_path / "model")
+        words = (tmp_path / "model", "--chat", "--prompt", "hello", "--temperature", 0)
+        code, out, err = talk(*words, "--max-new-tokens", 8 if end is None else at + 1)
+        assert (code, out) == (0, tokenizer.decode(shown, skip_special_tokens=True) + "\n"), err
 
 
 def two_stages(folder: Path, words: tuple[object, ...], lines: str) -> tuple[Any, str, str]:

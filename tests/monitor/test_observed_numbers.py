@@ -19,6 +19,7 @@ import triax
 from triax.monitor.mfu import known_peak, tokens_in
 from triax.monitor.profiler.flop_counter import FlopCounter
 from triax.monitor.protocol import Slice
+from triax.monitor.report.membership import read_membership
 from triax.monitor.step_record import self_times
 from triax.monitor.trace.clock_offsets import Offset, clock_offsets
 from triax.monitor.writers import json_writer
@@ -123,6 +124,23 @@ def test_peaks_and_tokens() -> None:
     assert [tokens_in(x) for x in (ids, image, (image, ids), {"ids": ids}, ids[:, 0], ids > 0, None)] == [
         *(64, 0, 64, 64, 0, 0, 0)
     ]
+
+
+def test_a_clock_that_is_set_back_takes_no_time_from_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of replicas was summed up as -980 s, and a run's duration lacked the steps around the change."""
+    write = json_writer(tmp_path)
+    write([("a", 1.0, 8)], 1)
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    write([("a", 1.0, 16)], 2)
+    first, second = (json.loads(line)["time"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert first <= second
+    (tmp_path / "history").mkdir()
+    changes = [(1, 1000.0, ["0"]), (5, 20.0, ["0", "1"]), (9, 25.0, ["0"])]
+    lines = [json.dumps({"step": step, "time": at, "members": members}) for step, at, members in changes]
+    (tmp_path / "history" / "0.jsonl").write_text("\n".join([*lines, "[" * 10**5]))  # and a line that is no change
+    found = read_membership(tmp_path, [])
+    assert found is not None and found.length >= 0 and found.seconds >= 0
+    assert all(0 <= begin <= end for spans in found.spans.values() for begin, end in spans)
 
 
 def test_json_lines_begin_anew_with_step_1_and_go_on_with_any_other(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import json
 import math
 import re
 import shutil
+import socket
+import struct
 import threading
 from html.parser import HTMLParser
 from pathlib import Path
@@ -384,7 +386,9 @@ def _data(file: Path) -> list[str]:
     return file.read_text().split('<script type="application/json">')[1:]
 
 
-def test_a_page_is_served_to_this_machine_while_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_page_is_served_to_this_machine_while_the_run_goes_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     folder = write(tmp_path / "run", 5)
     with report_server([folder]) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -407,11 +411,20 @@ def test_a_page_is_served_to_this_machine_while_the_run_goes_on(tmp_path: Path) 
             assert get("/run.json")[0] == 404
             # A page of another site whose name leads to this address reads nothing.
             assert get("/", "evil.example:80")[0] == 403
+            server.RequestHandlerClass.timeout = 0.2  # type: ignore[attr-defined]
+            with socket.create_connection(("127.0.0.1", server.server_port), timeout=30) as idle:
+                assert idle.recv(1) == b""  # closed: it had a thread as long as it was open
+            leaves = socket.create_connection(("127.0.0.1", server.server_port))
+            leaves.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            leaves.sendall(f"GET / HTTP/1.1\r\nHost: localhost:{server.server_port}\r\n\r\n".encode())
+            leaves.close()  # with a reset
+            assert get("/")[0] == 200
             with pytest.raises(ConfigError, match=f"Port {server.server_port} of 127.0.0.1 cannot be used"):
                 report_server([folder], server.server_port)
         finally:
             server.shutdown()
             thread.join()
+    assert "Traceback" not in capfd.readouterr().err
     assert "fetch(" not in write_report(folder).read_text()
     for words, said in ((["--port", "9"], "belongs to --serve"), (["--serve", "--output", "x"], "without --serve")):
         assert said in str(CliRunner().invoke(app, ["report", str(folder), *words]).exception)

@@ -142,12 +142,15 @@ def trainer_of(
     case: str = "gpt2",
     model: Any = None,
     lora: str = "",
+    rows: tuple[int, int] = (44, 16),
+    kinds: Any = None,
     **options: Any,
 ) -> Any:
     """Trainer of the same run on any grid; transformers' own if ``triax_options`` is None.
 
     With lora="peft" the model has adapters of PEFT; with lora="section", those that a section ``lora`` would add; with
-    lora="more", adapters with dropout, a second one, and a whole output layer that is trained.
+    lora="more", adapters with dropout, a second one, and a whole output layer that is trained. ``rows`` are those of
+    training and evaluation; ``kinds`` are other classes than transformers' Trainer and triax's.
     """
     import transformers
 
@@ -171,15 +174,17 @@ def trainer_of(
         "report_to": "none",
         "disable_tqdm": True,
     } | options
-    data: dict[str, Any] = {"train_dataset": Text(), "eval_dataset": Text(16, 100), "data_collator": padded}
+    data: dict[str, Any] = {"train_dataset": Text(rows[0]), "eval_dataset": Text(rows[1], 100)}
+    data["data_collator"] = padded
+    plain, ours = kinds or (transformers.Trainer, triax.Trainer)
     if triax_options is None:
         arguments = transformers.TrainingArguments(use_cpu=True, **common)
-        trainer: Any = transformers.Trainer(model, arguments, compute_loss_func=exact_loss, **data)
+        trainer: Any = plain(model, arguments, compute_loss_func=exact_loss, **data)
     else:
         sizes = triax_options.get("grid", {})
         if sizes.get("pipe", 1) == sizes.get("context", 1) == 1:
             data["compute_loss_func"] = exact_loss
-        trainer = triax.Trainer(model, triax.TrainingArguments(**triax_options, **common), **data)
+        trainer = ours(model, triax.TrainingArguments(**triax_options, **common), **data)
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
 

@@ -143,6 +143,16 @@ def test_errors_of_changes(tmp_path: Path) -> None:
         assert expected in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "text", ["a: " + "[" * 3000 + "]" * 3000, "a: " + "[a, " * 1500, "{" * 1000 + "a: 1", "a:\n  " + "- " * 3000 + "1"]
+)
+def test_deep_files_are_refused_at_the_limit(tmp_path: Path, text: str) -> None:
+    """PyYAML's time is quadratic in the depth: 6 kB cost seconds, and then Python's limit of recursion was hit."""
+    (tmp_path / "deep.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"deep.yaml, line \d is not YAML: it is nested in more than 50 levels"):
+        read_training_file(tmp_path / "deep.yaml")
+
+
 def test_files_that_grow_or_do_not_end(tmp_path: Path) -> None:
     bomb = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join([f'*{chr(97 + i)}'] * 10)}]\n" for i in range(6)
