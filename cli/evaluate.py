@@ -28,6 +28,7 @@ class EvaluateOptions:
     batch: int
     dtype: str | None
     as_json: bool
+    runs_code: bool
     sizes: dict[str, Any]
 
 
@@ -49,6 +50,10 @@ def evaluate(
         str | None, typer.Option(help="Dtype of the computation, such as bfloat16. Default: the dtype of the weights.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, metric: value.")] = False,
+    confirm_run_unsafe_code: Annotated[
+        bool,
+        typer.Option("--confirm-run-unsafe-code", help="Run Python code of task files, and tasks that run answers."),
+    ] = False,
     pipe: Annotated[int, typer.Option(min=1, help="Size of the pipe axis: the number of stages.")] = 1,
     data: Annotated[
         int | None,
@@ -72,7 +77,7 @@ def evaluate(
         raise ConfigError(
             "--tasks is empty. Give names of tasks, such as --tasks piqa,arc_easy, or paths of task files."
         )
-    options = EvaluateOptions(folder, names, samples, batch, dtype, as_json, sizes)
+    options = EvaluateOptions(folder, names, samples, batch, dtype, as_json, confirm_run_unsafe_code, sizes)
     if environment is not None or replica * replicas == 1:
         evaluate_on_rank(options)
         return
@@ -107,7 +112,9 @@ def evaluate_on_rank(options: EvaluateOptions) -> None:
         module = PipelineModule(family(options.folder)(options.folder), grid=grid, dtype=dtype)
         sizes: Any = {"size": options.batch * grid.replicas, "microbatch": options.batch}
         engine = PipelineEngine(module, EngineOptions(batch=Batch(**sizes)))
-        found = LmEvalTasks(engine, _tokenizer(options.folder), options.tasks, options.samples)
+        found = LmEvalTasks(
+            engine, _tokenizer(options.folder), options.tasks, options.samples, runs_code=options.runs_code
+        )
         metrics = found.metrics()
     except (ValueError, FileNotFoundError) as error:
         user_error(error)

@@ -16,8 +16,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import yaml
 
 from ..base.errors import AgreedError, ConfigError, nearest, to_install
+from ..base.files import read_bytes
 from ..base.hub import local_folder
 from ..data.tokenizer import BYTES as BYTES_NAME
 from ..data.tokenizer import load_transformers
@@ -307,7 +309,9 @@ class LmEvalTasks:
         tasks: Sequence[str],
         samples: int | None = None,
         batch: int | None = None,
+        runs_code: bool = False,
     ) -> None:
+        self._runs_code = runs_code
         self._model = LanguageModel(engine, tokenizer_named(tokenizer), batch)
         self._grid, self._samples = engine.grid, samples
         self._specs: list[Any] = []
@@ -333,6 +337,11 @@ class LmEvalTasks:
             if is_file:
                 if not Path(each).is_file():
                     raise ValueError(f"there is no file {each}: give the path of a task file, or the name of a task")
+                if not self._runs_code and (functions := _functions(Path(each))):
+                    raise ValueError(
+                        f"the task file {each} runs Python code of its folder (!function {functions[0]}): read it, and "
+                        "then give confirm_run_unsafe_code"
+                    )
                 self._specs.append(str(Path(each).absolute()))
             elif each in self._manager.all_tasks:
                 self._specs.append(each)
@@ -361,6 +370,7 @@ class LmEvalTasks:
                 task_manager=self._manager,
                 bootstrap_iters=0,  # or it forks processes
                 log_samples=False,
+                confirm_run_unsafe_code=self._runs_code,
             )
         if results is None:  # lm-eval leaves them out where LOCAL_RANK is not 0
             raise RuntimeError("lm-eval returned no results on rank 0, because LOCAL_RANK is not 0 there")
@@ -371,6 +381,29 @@ class LmEvalTasks:
             for key, value in values.items()
             if (name := _name(task, key)) in self.names and isinstance(value, (int, float, np.number))
         }
+
+
+def _functions(file: Path) -> list[str]:
+    """Return the functions that a task file names by ``!function``, and the files that it includes."""
+    found: list[str] = []
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.add_constructor("!function", lambda loader, node: found.append(str(node.value)))
+    left, seen = [file.absolute()], set[Path]()
+    while left:
+        if (path := left.pop().resolve()) in seen:
+            continue
+        seen.add(path)
+        values = [yaml.load(read_bytes(path), Loader)]
+        while values:
+            value = values.pop()
+            if isinstance(value, dict):
+                included = value.get("include") or []
+                left += [path.parent / each for each in ([included] if isinstance(included, str) else included)]
+            values += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return found
 
 
 def tokenizer_named(name: str) -> Tokenizer:

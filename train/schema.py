@@ -603,6 +603,7 @@ class EvaluateSection(Keys):
         read=_tasks,
     )
     task_samples: int | None = option(None, "Number of samples of each task, the first ones; null: all.", least=1)
+    confirm_run_unsafe_code: bool = option(False, "Run Python code of task files, and tasks that run answers.")
     metric: str = option("loss", "Metric that best and patience compare: loss, or a metric of tasks, such as piqa/acc.")
     best: bool = option(False, "Keep the model of the best metric, as a Hugging Face folder: best in the run's folder.")
     patience: int | None = option(

@@ -16,7 +16,7 @@ class TaskEvaluation(Protocol):
     """Protocol: an evaluation of an engine's model on tasks.
 
     An entry point of the group ``triax.task_evaluations`` makes one of (engine, name of the tokenizer, tasks, samples
-    of each task or None). Collective.
+    of each task or None, ``runs_code=``: Python code of task files may run). Collective.
 
     Attributes:
         names: name of each metric -> True if higher values are better.
@@ -48,7 +48,8 @@ def task_evaluation(
         raise ConfigError("evaluate.tasks are texts, and the run's tokenizer is unknown: give tokenizer")
     (found,) = offered(_GROUP).select(name="lm_eval")
     try:
-        made: TaskEvaluation = found.load()(engine, tokenizer, section.tasks, section.task_samples)
+        runs_code = section.confirm_run_unsafe_code
+        made: TaskEvaluation = found.load()(engine, tokenizer, section.tasks, section.task_samples, runs_code=runs_code)
     except (ConfigError, ValueError) as error:
         raise ConfigError(f"evaluate.{error}") from error
     if section.metric != "loss" and section.metric not in made.names:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ def fault(folder: Path) -> str:
     return ""
 
 
-def whole_folder(given: str | bool, output: str) -> tuple[str, str]:
+def whole_folder(given: str | Literal[True], output: str) -> tuple[str, str]:
     """Return the folder to resume from, and a warning of newer ones that are not whole.
 
     Args:

@@ -186,7 +186,7 @@ class Trainer(transformers.Trainer):
         Sharding comes first because transformers adds hooks to modules (NEFTune).
         """
         if resume_from_checkpoint:
-            folder, note = whole_folder(resume_from_checkpoint, self.args.output_dir)
+            folder, note = whole_folder(resume_from_checkpoint, str(self.args.output_dir))
             resume_from_checkpoint = self.grid.world.all_gather_json(folder)[0]
             if note and self.grid.rank == 0:
                 logging.getLogger("triax").warning(note)

@@ -32,7 +32,9 @@ class Means(transformers.Trainer):
         super().__init__(*args, **options)
         self.model_accepts_loss_kwargs = False
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **options: Any) -> Any:
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
         outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
         each = losses_of_rows(outputs, inputs["labels"])
         loss: Any = each.mean()
@@ -63,9 +65,14 @@ KINDS: dict[str, Any] = {"items": None, "stream": None, "means": (Means, OurMean
 
 
 @exact()
-def run(out: str, replicas: int, options: dict[str, Any] | None, kind: str, **more: Any) -> dict[str, Any]:
+def run(out: str, replicas: int, options: dict[str, Any] | None, kind: str, **changes: Any) -> dict[str, Any]:
     """Two epochs, and the evaluations at their ends."""
-    more = {"num_train_epochs": 2, "max_steps": -1, "eval_strategy": "epoch", "save_strategy": "epoch"} | more
+    more: dict[str, Any] = {
+        "num_train_epochs": 2,
+        "max_steps": -1,
+        "eval_strategy": "epoch",
+        "save_strategy": "epoch",
+    } | changes
     if kind == "stream":
         more |= {"max_steps": 6, "accelerator_config": {"dispatch_batches": False}}
     more["include_num_input_tokens_seen"] = "non_padding"
@@ -80,7 +87,7 @@ def run(out: str, replicas: int, options: dict[str, Any] | None, kind: str, **mo
     }
     found["tokens"] = trainer.state.num_input_tokens_seen
     found["flos"] = trainer.state.total_flos
-    lengths = [len(row["input_ids"]) for row in Text(5, 200)]
+    lengths = [len(row["input_ids"]) for row in map(Text(5, 200).__getitem__, range(5))]
     predicted = trainer.predict(Text(5, 200))
     found["rows"] = len(predicted.predictions), len(predicted.label_ids)
     found["logits"] = [row[:length] for row, length in zip(predicted.predictions, lengths)]

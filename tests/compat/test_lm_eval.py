@@ -194,5 +194,13 @@ def test_tasks_that_cannot_run_are_refused(place: Path, capsys: pytest.CaptureFi
         with pytest.raises(SystemExit):
             trained(place, "grid.pipe=1", change)
         assert text in capsys.readouterr().err
+    (place / "code.py").write_text("raise RuntimeError('it ran')\n")
+    (place / "code.yaml").write_text((place / "endings.yaml").read_text() + "process_docs: !function code.change\n")
+    (place / "outer.yaml").write_text("include: code.yaml\ntask: outer\n")
+    for file in ("code.yaml", "outer.yaml"):
+        code, _, error = inside(place, "model", "--tasks", file)
+        assert code and "runs Python code of its folder (!function code.change)" in " ".join(error.split()), error
+        with pytest.raises(RuntimeError, match="it ran"):
+            inside(place, "model", "--tasks", file, "--confirm-run-unsafe-code")
     with pytest.raises(ConfigError, match="task_samples has no effect without tasks"):
         read_training_file(place / "run.yaml", ["evaluate={task_samples: 3}"])
