@@ -84,7 +84,12 @@ def choose_stepper(
     dtypes = [options.accumulation_dtype, *(member.parameter.dtype for member in members), torch.get_default_dtype()]
     device = torch.device("cpu") if grid.device.type == "meta" else grid.device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        kind = kind_of(factory.make, groups, next(dtype for dtype in dtypes if dtype is not None), device)
+        kind = kind_of(
+            factory.make,
+            groups,
+            next(dtype for dtype in dtypes if dtype is not None and dtype.is_floating_point),
+            device,
+        )
     if kind.whole is None:
         return RangeStepper
     with agreed(grid, ConfigError):

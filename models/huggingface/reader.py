@@ -200,7 +200,8 @@ def open_source(path_or_model: Any, embedding: str | None = None) -> Source:
         embedding = str(getattr(form, "name", form[0] if isinstance(form, list) else form)).removesuffix(".weight")
     token = find(source, f"{embedding}.weight")
     head = next((name for name in ("lm_head.weight", "embed_out.weight") if name in source.shapes), None)
-    if token is not None and head is not None and not source.is_tied(head, token):
+    ties = source.config.get("tie_word_embeddings") is not False
+    if ties and token is not None and head is not None and not source.is_tied(head, token):
         source.config = {**source.config, "tie_word_embeddings": False}
     return source
 

@@ -94,7 +94,7 @@ def test_a_talk_is_that_of_transformers(ranks: Any, folder: Path) -> None:
         assert (code, out) == (0, "" if rank else shown), err
 
 
-def test_the_tokenizer_ends_an_answer_and_its_special_tokens_are_not_shown(folder: Path, tmp_path: Path) -> None:
+def test_special_tokens_end_an_answer_and_are_not_shown(folder: Path, tmp_path: Path) -> None:
     """Where the config names no end, the answer went on behind the tokenizer's, and showed it."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)

@@ -335,7 +335,7 @@ FIRST = {family: case for case, (family, _) in reversed(CASES.items())}  # one c
 @pytest.mark.parametrize(
     "cases", [["gpt2", "gemma", "nemotron_h"], pytest.param([*FIRST.values()], marks=pytest.mark.exhaustive)], ids=len
 )
-def test_an_output_layer_of_its_own_is_loaded_whatever_the_config_says(tmp_path: Path, cases: list[str]) -> None:
+def test_an_output_layer_of_its_own_is_loaded(tmp_path: Path, cases: list[str]) -> None:
     """As in transformers 5, which ties only what is one tensor, or equal; from the folder and from the live model."""
     import transformers
 

@@ -220,7 +220,7 @@ REFUSED |= {"alora_invocation_tokens", "use_qalora", "lora_bias", "use_bdlora", 
 REFUSED |= {"arrow_config", "kasa_config", "velora_config", "monteclora_config"}
 
 
-def test_every_setting_of_pefts_adapters_is_carried_harmless_or_refused() -> None:
+def test_every_setting_of_pefts_adapters_is_known() -> None:
     import peft
 
     known = {each.name for each in fields(peft.LoraConfig)}

@@ -268,7 +268,7 @@ def test_pairs_are_refused_where_they_are_already() -> None:
     assert "comes between" in error_text(lambda: verify(wrong), ScheduleError)
 
 
-def test_the_second_forward_of_a_pair_waits_for_the_offloads_that_the_first_one_waits_for() -> None:
+def test_both_forwards_of_a_pair_wait_for_the_same_offloads() -> None:
     moved = ops("0F0 0O0 0F1 0F2 0R0 0B0 0B1 0B2")
     plain = replace(make_schedule("1f1b", 1, 3), orders=(moved,))
     paired = replace(plain, pairs=frozenset(ops("0F1")))

@@ -179,7 +179,7 @@ def loss_over_replicas(name: str) -> list[Tensor] | str:
     return [engine.gather("gradients")["weight"], plain.grad]
 
 
-def test_on_the_data_axis_a_border_has_the_gradient_of_one_process_or_is_refused(ranks: Any) -> None:
+def test_borders_on_the_data_axis_are_right_or_refused(ranks: Any) -> None:
     for name in ("gather/reduce_scatter", "sum"):
         for found, wanted in ranks(2, loss_over_replicas, name):
             torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)

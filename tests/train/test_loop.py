@@ -347,9 +347,7 @@ def test_the_best_model_is_kept_and_patience_ends_the_run(
     assert "give a larger evaluate.patience" in capsys.readouterr().out.replace("\n", " ")
 
 
-def test_a_model_of_bytes_is_exported_with_a_tokenizer_for_transformers(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_of_bytes_is_exported_with_its_tokenizer(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers' pipeline continues a prompt as triax generate does; all bytes go there and back."""
     import transformers
     from typer.testing import CliRunner
