@@ -173,7 +173,8 @@ def evaluates_alone() -> None:
 
 def test_a_replica_that_evaluates_a_pipeline_alone_is_named(ranks: Any) -> None:
     for message in ranks(4, refused, evaluates_alone):
-        assert "data 0" in message and "data 1" in message and "gathers layer" in message
+        assert "data 0" in message and "data 1" in message
+        assert "calls train_batch of 2 microbatches" in message and "calls eval_batch of 2 microbatches" in message
 
 
 class Printed(io.StringIO):
