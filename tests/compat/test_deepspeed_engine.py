@@ -232,7 +232,7 @@ class Counting(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            for parameter in group["params"]:
+            for parameter in (each for each in group["params"] if each.grad is not None):
                 state = self.state[parameter]
                 state.setdefault("number", 0)
                 state.setdefault("tensor", torch.zeros(1))
