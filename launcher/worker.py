@@ -175,7 +175,7 @@ def _run(job: LaunchJob) -> dict[str, Any] | None:
     args = [str(each).replace(LOCAL_RANK, os.environ["LOCAL_RANK"]) for each in job.args]
     if isinstance(job.target, Executable):
         sys.stdout.flush()
-        _killed_with_parent()
+        killed_with_parent()
         os.execvp(job.target.name, [job.target.name, *args])
     if isinstance(job.target, Path):
         sys.argv = [str(job.target), *args]
@@ -245,8 +245,8 @@ def _leave_with_launcher() -> None:
         threading.Thread(target=watch, daemon=True, name="watches the launcher").start()
 
 
-def _killed_with_parent() -> None:
-    """Let the kernel kill this process when the fork server ends: a program in its place has no thread that watches."""
+def killed_with_parent() -> None:
+    """Let the kernel kill this process when its parent ends: a program in its place has no thread that watches."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

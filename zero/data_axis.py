@@ -163,6 +163,11 @@ class ZeroDataAxis:
         if self.gatherer is not None:
             self.gatherer.release(stage)
 
+    @property
+    def gathers(self) -> int:
+        """Number of gathers of weights so far: each gives some parameters another storage."""
+        return 0 if self.gatherer is None else self.gatherer.gathers
+
     def enter(self, call: str, ends: bool = False) -> None:
         """In stage 3, check that all replicas make a collective call now; see ``ParameterGatherer.enter``."""
         if self.gatherer is not None:
