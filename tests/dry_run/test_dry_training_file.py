@@ -98,7 +98,10 @@ OFFLOADS = {
         "checkpoint": {"background": False},
     },
     "inputs of recomputed layers": {"training": {"recompute": {"interval": 1, "cpu_checkpointing": True}}},
-    "activations to cpu": {"schedule": {"name": "gpipe", "offload": {"device": "cpu", "copy_time": 0.1}}, "training": {"batch": 16}},
+    "activations to cpu": {
+        "schedule": {"name": "gpipe", "offload": {"device": "cpu", "copy_time": 0.1}},
+        "training": {"batch": 16},
+    },
 }
 
 

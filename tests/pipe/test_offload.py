@@ -510,9 +510,7 @@ def test_weights_of_stage_3_are_looked_for_after_gathers_alone() -> None:
             ),
             optimizer=torch.optim.SGD,
             batch=triax.Batch(size=samples, microbatch=1),
-            schedule=triax.ScheduleOptions(
-                name="gpipe", offload=triax.OffloadActivations(device="cpu", copy_time=0.1)
-            ),
+            schedule=triax.ScheduleOptions(name="gpipe", offload=triax.OffloadActivations(device="cpu", copy_time=0.1)),
             zero=triax.Zero(stage=3),
         )
         batch = [random_pair(i, 1, 4) for i in range(samples)]
