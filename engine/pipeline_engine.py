@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from ..agreement.agreement import mean, totals
 from ..agreement.failure import all_or_none
-from ..base.accelerators import is_accelerator
 from ..base.checks import check_count
 from ..base.errors import AgreedError, ConfigError
 from ..base.evaluating import evaluating
