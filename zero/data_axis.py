@@ -252,6 +252,21 @@ class ZeroDataAxis:
         return found if self.extra_axis is None else found.div_(self.extra_axis.size)
 
     @torch.no_grad()
+    def nonfinite(self) -> str | None:
+        """Name the first parameter on this rank whose value, else whose gradient, is not finite; None: all are."""
+        for what in ("value", "gradient"):
+            for bucket in self._trained:
+                flat = bucket.shard if what == "value" else bucket.owned_gradient
+                if what == "gradient" and bucket.gradients is not None:
+                    flat = bucket.gradients
+                first = 0 if flat.numel() == bucket.flat.numel else bucket.owned[0]
+                for slot, member in zip(bucket.flat.slots, bucket.members, strict=True):
+                    part = flat[max(slot.start - first, 0) : max(slot.stop - first, 0)]
+                    if not bool(part.isfinite().all()):
+                        return f"the {what} of {member.layout.name} is not finite"
+        return None
+
+    @torch.no_grad()
     def exchange_gradients(self, scale: float) -> None:
         """Combine the gradients of all replicas through ``exchange``, which must not be None. Collective.
 

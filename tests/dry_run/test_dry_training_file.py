@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -84,7 +85,7 @@ data: {training: no-such-tokens}
 grid: {pipe: 2, data: 2}
 training: {steps: 4, batch: 8, microbatch: 2, sequence: 2048, precision: bf16}
 """
-OFFLOADS = {
+OFFLOADS: dict[str, dict[str, Any]] = {
     "optimizer to cpu": {"training": {"zero": {"stage": 1, "offload_optimizer": "cpu"}}},
     "all to cpu": {"training": {"zero": {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"}}},
     "all to nvme": {
