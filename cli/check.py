@@ -129,7 +129,9 @@ def _dry(target: str, build: Any, batches: Any, sizes: dict[str, int], as_json: 
     from .check_targets import train_without_values
 
     ranks = math.prod(size for axis, size in sizes.items() if axis != "expert")  # experts lie on the data axis
-    found = dry_run(partial(train_without_values, build, batches, sizes), Settings(ranks))
+    found = dry_run(
+        partial(train_without_values, build, batches, sizes), Settings(ranks), partial(typer.echo, err=True)
+    )
     if as_json:
         typer.echo(json.dumps({"target": target, "holds": not found.problems, "problems": found.problems}))
     else:

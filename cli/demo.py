@@ -72,10 +72,11 @@ def demo(
         times = from_zero(traced.timeline(), 1e3)
         console.print(f"\nStep {traced.step} as measured on two stages: rank 0 has the first half of the layers")
         console.print(text(times, min(console.width, 160) - 8, " ms"))
-        console.print(f"The step took {times.makespan:.0f} ms.")
-        for rank, idle in enumerate(times.idle):
-            busy, waited = (1 - idle) * times.makespan, idle * times.makespan
-            console.print(f"Rank {rank} computed for {busy:.0f} ms and waited for {waited:.0f} ms ({idle:.1%}).")
+        idle = sum(times.idle) / len(times.idle)
+        console.print(f"The step took {times.makespan:.0f} ms. The stages were idle for {idle:.1%} of it on average.")
+        for rank, share in enumerate(times.idle):
+            busy, waited = (1 - share) * times.makespan, share * times.makespan
+            console.print(f"Rank {rank} computed for {busy:.0f} ms and waited for {waited:.0f} ms ({share:.1%}).")
     if (picture := folder / "schedule.png").is_file():
         console.print(f"The same as a picture: {picture}")
     console.print("\nNext:")

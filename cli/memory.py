@@ -39,6 +39,7 @@ def memory(
             help="A preset such as llama3-70b, a Hugging Face folder or id, a JSON file of fields, or a training file."
         ),
     ] = None,
+    named: Annotated[str | None, typer.Option("--model", help="The model, as triax plan takes it.")] = None,
     layout: Annotated[
         str | None,
         typer.Option(help="Grid and options, such as pipe=8,data=4,tensor=8,microbatch=1,zero=1,recompute=full."),
@@ -73,8 +74,9 @@ def memory(
     from ..compat.deepspeed.config.optimizer_names import native_optimizer
     from ..plan.machine import machine as machine_of
 
-    if (model is None) == (parameters is None):
-        raise ConfigError("Give one of a MODEL, such as llama3-8b, and --parameters, such as 7.5e9.")
+    if [model, named, parameters].count(None) != 2:
+        raise ConfigError("Give one of a MODEL (or --model), such as llama3-8b, and --parameters, such as 7.5e9.")
+    model = model or named
     try:
         if optimizer is not None:
             optimizer = native_optimizer(optimizer, {}).type  # FusedAdam is AdamW

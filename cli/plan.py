@@ -160,11 +160,17 @@ def plan(
             layer_costs.write_text(CostModel(work).layer_costs(found.layouts[0].layout).to_json(), encoding="utf-8")
         if write is not None:
             best = found.layouts[0].layout
-            _write(write, model, source, work, best, result["trust"]["line"])
+            masked = _write(write, model, source, work, best, result["trust"]["line"])
             needed = (
                 "" if source is not None else "; set training.steps, training.learning_rate and data.training in it"
             )
             typer.echo(f"wrote {write}: {best}{needed}", err=as_json)
+            if masked:
+                typer.echo(
+                    f"its data.document_mask, true by default, is not counted: triax train {write} --dry counts its "
+                    "bytes, before the GPUs do",
+                    err=as_json,
+                )
             if sbatch is not None:
                 nodes = _sbatch(sbatch, write, best.gpus)
                 typer.echo(f"wrote {sbatch}: {best.gpus} GPUs on {nodes} nodes; sbatch {sbatch}", err=as_json)
@@ -399,8 +405,12 @@ def _bar(console: Console, title: str, kinds: dict[str, float], limit: float | N
 _WRITTEN = "# written by triax plan"  # first line of its training files, which it may write again
 
 
-def _write(path: Path, model: str, source: ReadFile | None, work: Work, layout: ParallelLayout, note: str) -> None:
-    """Write a training file of a layout; other keys are those of the training file that was given."""
+def _write(path: Path, model: str, source: ReadFile | None, work: Work, layout: ParallelLayout, note: str) -> bool:
+    """Write a training file of a layout; other keys are those of the training file that was given.
+
+    Returns:
+        True if its rows have a document mask.
+    """
     import yaml
 
     from ..plan.cost import CostModel
@@ -444,6 +454,8 @@ def _write(path: Path, model: str, source: ReadFile | None, work: Work, layout: 
     }
     content["training"].pop("batch_tokens", None)
     path.write_text(f"{_WRITTEN}\n# {note}\n" + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    data = content["data"]
+    return "method" not in content and (not isinstance(data, dict) or bool(data.get("document_mask", True)))
 
 
 def _sbatch(path: Path, training: Path, gpus: int, node: int = 8) -> int:

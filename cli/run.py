@@ -299,7 +299,7 @@ def _dry_run(
     per_host = int(nproc) if nproc is not None and nproc.isdecimal() else Settings._field_defaults["per_host"]
     module = isinstance(target, Module)
     program = Script(target.name if isinstance(target, Module) else str(target), arguments, module)
-    found = dry_run(program.run, Settings(ranks, per_host, stand_in=stand_in))
+    found = dry_run(program.run, Settings(ranks, per_host, stand_in=stand_in), partial(typer.echo, err=True))
     print(report(found), flush=True)
     raise SystemExit(1 if found.problems else 0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -82,6 +83,6 @@ def _dry_run(job: Job) -> NoReturn:
     from ..dry_run.report import report
     from ..dry_run.training_file import JobSteps
 
-    found = dry_run(JobSteps(job), Settings(job.topology.world_size))
+    found = dry_run(JobSteps(job), Settings(job.topology.world_size), partial(typer.echo, err=True))
     typer.echo(report(found))
     raise SystemExit(1 if found.problems else 0)

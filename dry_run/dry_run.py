@@ -7,7 +7,6 @@ import importlib
 import os
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import Any
 
 from ..base.errors import ConfigError
 from ..grid.topology import Topology
+from ..launcher.temporary_folders import launch_folder
+from ..launcher.worker import killed_with_parent
 from .classes import Classes
 from .exchange import Hub
 from .group import column
@@ -23,6 +24,7 @@ from .rank import Settings, be_rank
 
 Record = dict[str, Any]
 _ENDED = ("step", "no step")
+_EVERY = 10.0  # seconds between two lines of progress
 # Imported once, before there are ranks. torch imports the second with the first optimizer.
 _PRELOAD = ("torch.distributed.fsdp", "torch._dynamo", "triax.inference.engine", "triax.models")
 
@@ -50,16 +52,19 @@ class DryRun:
         self.joined: dict[str, dict[int, Any]] = {}
 
 
-def dry_run(program: Callable[[], None], settings: Settings) -> DryRun:
+def dry_run(
+    program: Callable[[], None], settings: Settings, progress: Callable[[str], object] = lambda line: None
+) -> DryRun:
     """Run a program as ranks of a cluster, without the cluster.
 
     Each rank is a forked process: what a script leaves in its module, in the environment and in torch's process groups
     is gone with it, and what is imported here is not imported again. The stages of one pipeline run at the same time,
-    because they exchange shapes; one pipeline runs after the other.
+    because they exchange shapes; one pipeline runs after the other. When this process is killed, they end (on Linux).
 
     Args:
         program: runs the user's program, e.g. ``Script.run``. It is called in the forked processes.
         settings: number of ranks, steps, and the stand-in for values that are not known.
+        progress: called with a line for each pipeline, and every 10 s.
     """
     if settings.ranks < 1:
         raise ConfigError(f"You asked for a dry run of {settings.ranks} ranks, but at least 1 is required.")
@@ -68,8 +73,12 @@ def dry_run(program: Callable[[], None], settings: Settings) -> DryRun:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # the ranks share these objects, whose pages the collector would write to
-    with tempfile.TemporaryDirectory(prefix="triax-dry-") as folder:
-        _run_pipeline(run, program, Path(folder), 0)
+
+    def say(line: str) -> None:
+        progress(f"dry run, {time.monotonic() - begun:.0f} s: {line}")
+
+    with launch_folder() as folder:
+        _run_pipeline(run, program, Path(folder), 0, say)
         first = run.records[0]
         axes = first["axes"] or {"data": settings.ranks}
         run.classes = Classes(Topology(**axes, expert=first["expert"]))
@@ -77,7 +86,7 @@ def dry_run(program: Callable[[], None], settings: Settings) -> DryRun:
         ahead: int | None = settings.ranks - 1
         while ahead is not None and all(record["outcome"] in _ENDED for record in run.records.values()):
             if ahead not in run.records:
-                _run_pipeline(run, program, Path(folder), ahead)
+                _run_pipeline(run, program, Path(folder), ahead, say)
                 run.classes.learn(run.records)
             ahead = run.classes.next_rank(run.records)
     run.problems = _problems(run, run.classes)
@@ -85,14 +94,21 @@ def dry_run(program: Callable[[], None], settings: Settings) -> DryRun:
     return run
 
 
-def _run_pipeline(run: DryRun, program: Callable[[], None], folder: Path, rank: int) -> None:
+def _run_pipeline(
+    run: DryRun, program: Callable[[], None], folder: Path, rank: int, say: Callable[[str], None]
+) -> None:
     """Run a rank, and the other stages of its pipeline as soon as its grid is known."""
     started: list[int] = []
+    say(f"rank {rank} of {run.settings.ranks:,} and its pipeline run a step; {len(run.records)} ranks have")
+    said, parent = time.monotonic(), os.getpid()
 
     def start(each: int) -> None:
         ours, theirs = socket.socketpair()
         process = os.fork()
         if process == 0:
+            killed_with_parent()
+            if os.getppid() != parent:
+                os._exit(1)
             ours.close()
             be_rank(each, run.settings, program, theirs, folder / f"{each}.log")
         theirs.close()
@@ -106,7 +122,13 @@ def _run_pipeline(run: DryRun, program: Callable[[], None], folder: Path, rank: 
                 if other != rank:
                     start(other)
 
-    hub = Hub(announced, run.joined)
+    def beat() -> None:
+        nonlocal said
+        if time.monotonic() - said >= _EVERY:
+            said = time.monotonic()
+            say(f"{len(started) - len(hub.ended)} ranks still compute")
+
+    hub = Hub(announced, run.joined, beat)
     start(rank)
     try:
         hub.run()

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 _LENGTH = struct.Struct("<Q")
+_BEAT = 1.0  # seconds, at most, between two calls of a hub's ``beat``
 NOT_RUN = "not run"  # answer in place of the values of a rank that no process runs
 Message = dict[str, Any]
 
@@ -78,13 +79,19 @@ class Hub:
         announced: called with a rank and its message when it makes its first grid.
         joined: values that ranks gave in collectives and messages, by their names: those of ranks that ran before stand
             for ranks that do not run.
+        beat: called again and again while the ranks compute.
 
     Attributes:
         ended: rank -> the record that it sent last; None if its process ended without one.
     """
 
-    def __init__(self, announced: Callable[[int, Message], None], joined: dict[str, dict[int, Any]]) -> None:
-        self._announced = announced
+    def __init__(
+        self,
+        announced: Callable[[int, Message], None],
+        joined: dict[str, dict[int, Any]],
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._announced, self._beat = announced, beat
         self._selector = selectors.DefaultSelector()
         self._links: dict[int, RankSocket] = {}
         self._joined = joined
@@ -99,7 +106,8 @@ class Hub:
     def run(self) -> None:
         """Serve the ranks until all have ended."""
         while len(self.ended) < len(self._links):
-            for key, _ in self._selector.select():
+            self._beat()
+            for key, _ in self._selector.select(_BEAT):
                 rank = key.data
                 message = self._links[rank].receive()
                 if message is None or message["kind"] == "end":

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-_TRIAX = str(Path(__file__).resolve().parents[1])
+_TRIAX = str(Path(__file__).parents[1])  # not resolved, as in the names of code
 _ASIDE = tuple(str(Path(_TRIAX, name)) + "/" for name in ("tests", "examples", "benchmarks", ".venv"))
 _PYTHON = (f"{Path(torch.__file__).parents[1]}/", str(Path(str(sys.modules["os"].__file__)).parent), "<frozen")
-_HERE = str(Path(__file__).resolve().parent)
+_HERE = str(Path(__file__).parent)
 _COMM = str(Path(_TRIAX, "grid", "comm"))
 
 

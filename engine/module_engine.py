@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ..agreement.agreement import number, totals
 from ..agreement.failure import all_or_none
+from ..base.accelerators import is_accelerator
 from ..base.checks import check_flag, check_positive
 from ..base.errors import AgreedError, ConfigError
 from ..base.nest import map_tensors
@@ -614,7 +615,8 @@ class ModuleEngine(Engine):
         self.backward_passes.next_is_last = boundary and not self.in_no_sync
 
     def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device, self._options.weight_dtype if tensor.is_floating_point() else None)
+        dtype = self._options.weight_dtype if tensor.is_floating_point() else None
+        return tensor.to(self.device, dtype, non_blocking=is_accelerator(self.device))
 
     def _keeps_dtype(self, tensor: Tensor) -> bool:
         return self._options.weight_dtype in (None, tensor.dtype)

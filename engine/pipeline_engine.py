@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from ..agreement.agreement import mean, totals
 from ..agreement.failure import all_or_none
-from ..base.accelerators import is_accelerator
 from ..base.checks import check_count
 from ..base.errors import AgreedError, ConfigError
 from ..base.evaluating import evaluating
@@ -28,7 +27,6 @@ from ..grid.assemble import assemble
 from ..moe.auxiliary_steps import AuxiliarySteps
 from ..optim.schedulers import advance_schedule
 from ..options.engine import EngineOptions
-from ..options.schedule import OffloadActivations
 from ..pipe.executor import Executor, Result
 from ..pipe.microbatches import Microbatch, MicrobatchFeed
 from ..pipe.module import PipelineModule
@@ -44,7 +42,7 @@ from ..zero.bucketing import cast
 from ..zero.data_axis import ZeroDataAxis
 from ..zero.managed import ManagedParameter
 from ..zero.module_tree import ModuleTree
-from ..zero.offload import DiskMemory, Memory
+from ..zero.offload import OffloadTarget, memory_at
 from ..zero.optimizer_modes import with_modes
 from ..zero.state_dict_guard import guard_state_dict
 from .accounting.memory import MemoryAccounts
@@ -156,7 +154,9 @@ class PipelineEngine(Engine):
         if gatherer is not None:
             guard_state_dict(module)
         self.optimizer = with_modes(self.data_axis)
-        memory = partial(_activation_memory, self.options.schedule.offload, self.grid.device)
+        offload = self.options.schedule.offload
+        place = OffloadTarget("nvme" if offload.device == "nvme" else "cpu", offload.path, offload.pin_memory)
+        memory = partial(memory_at, place, self.grid.device, wait=False)
         slices = slice_states(module, schedule, options)
         self.executor = Executor(module, self.data_axis, self.parts, memory, slices)
         self.executor.interleaves = self.data_axis.options.stage < 3
@@ -534,14 +534,6 @@ class PipelineEngine(Engine):
         self.executor.abandon()
         self.feed.abandon()
         self.data_axis.abandon()
-
-
-def _activation_memory(offload: OffloadActivations, device: torch.device) -> Memory:
-    """Return the allocator of the host's buffers for the activations that a rank on this device offloads."""
-    if offload.device == "nvme":
-        assert offload.path is not None
-        return DiskMemory(offload.path, wait=False)
-    return Memory("cpu", torch.device("cpu"), offload.pin_memory and is_accelerator(device))
 
 
 def _own_sums(grid: Grid, result: Result) -> list[Tensor | float]:

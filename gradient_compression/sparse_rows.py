@@ -83,11 +83,16 @@ class SparseRowsExchange(Compressor):
         """Choose the embeddings whose rows take fewer bytes than the plain sum."""
         if self.axis.size == 1:
             return
-        rows = [(place.of(own).view(place.matrix) != 0).any(1).nonzero().view(-1) for place in self._slices]
-        self._counts = torch.tensor([r.numel() for r in rows], dtype=torch.int64, device=self._counts.device)
-        if rows:
+        filled = [(place.of(own).view(place.matrix) != 0).any(1) for place in self._slices]
+        rows: list[Tensor] = []
+        most: list[int] = []
+        if filled:
+            counts = torch.stack([each.sum() for each in filled])
+            self._counts = counts.clone()
             self.axis.all_reduce(self._counts, op="max")
-        found = dict(zip(self._slices, zip(rows, self._counts.tolist(), strict=True), strict=True))
+            here, most = torch.stack([counts, self._counts]).tolist()  # the host waits for the device once
+            rows = [torch.nonzero_static(each, size=n).view(-1) for each, n in zip(filled, here, strict=True)]
+        found = dict(zip(self._slices, zip(rows, most, strict=True), strict=True))
         self._sparse = {
             place: (*found[place], buckets[place.bucket].communication_dtype)
             for number in dict.fromkeys(place.bucket for place in self._slices)

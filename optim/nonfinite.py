@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from torch import Tensor
@@ -42,7 +42,7 @@ class NonFinitePolicy:
         loss: float | None,
         norm: float | None,
         losses: MicrobatchLosses,
-        squares: Sequence[Tensor],
+        parameter: Callable[[], str | None],
     ) -> bool:
         """Return True if the optimizer step must be skipped because the loss or the gradient norm is not finite.
 
@@ -53,7 +53,7 @@ class NonFinitePolicy:
             loss: the step's loss. None if the engine was not given a loss.
             norm: the norm of the model's gradient over all ranks. None if it was not computed.
             losses: this rank's losses.
-            squares: the sum of squares of this rank's gradients. Empty if it was not computed.
+            parameter: names a parameter of this rank that is not finite, or whose gradient is not.
 
         Raises:
             AgreedError: on every rank, if something is not finite and the policy is ``raise``; errors of ``skip``.
@@ -67,8 +67,8 @@ class NonFinitePolicy:
             what = f"the loss is {loss}"
         else:
             what = f"the norm of the gradient is {norm}"
-        found = [each for each in grid.world.all_gather_json(_describe(grid, losses, squares)) if each]
-        where = f": {'; '.join(found[:4])}" if found else ""
+        found = sorted(each for each in grid.world.all_gather_json(_describe(grid, losses, parameter)) if each)
+        where = f": {'; '.join(text for _, text in found[:4])}" if found else ""
         if self._policy == "raise":
             raise AgreedError(
                 f"{what}{where}. No weight was changed. Check these samples and the learning rate, or set nan_loss to "
@@ -94,12 +94,16 @@ class NonFinitePolicy:
             )
 
 
-def _describe(grid: Grid, losses: MicrobatchLosses, squares: Sequence[Tensor]) -> str | None:
-    """Describe the first value on this rank that is not finite: a loss, else its gradients; None if all are finite."""
+def _describe(grid: Grid, losses: MicrobatchLosses, parameter: Callable[[], str | None]) -> tuple[int, str] | None:
+    """Describe a value on this rank that is not finite: a weight, else a loss, else a gradient; None if all are finite.
+
+    Each comes with its place in this order, in which one makes the next.
+    """
+    named = parameter()
+    if named is not None and named.startswith("the value"):
+        return 0, f"{grid.describe()}: {named}"
     for index, (loss, *_) in sorted(losses.items()):
         if not math.isfinite(loss):
-            return f"{grid.describe()}: the loss of microbatch {index} is {float(loss)}"
-    if all(math.isfinite(square) for square in squares):
-        return None
+            return 1, f"{grid.describe()}: the loss of microbatch {index} is {float(loss)}"
     summed = ", summed over the replicas," if grid.data.size > 1 else ""
-    return f"{grid.describe()}: the gradients that it holds{summed} are not finite"
+    return None if named is None else (2, f"{grid.describe()}: {named.replace(' is not', f'{summed} is not')}")

@@ -72,7 +72,7 @@ class KeptActivations:
     """Activations that autograd saves for the backward pass of one stage and microbatch.
 
     Args:
-        weights: returns the addresses of the storages of weights and buffers, which stay.
+        weights: returns the storages of weights and buffers, which stay.
     """
 
     def __init__(self, weights: Callable[[], set[int]]) -> None:
@@ -101,13 +101,12 @@ class KeptActivations:
         if type(tensor) is not Tensor or tensor.layout != torch.strided or not tensor.numel():
             return tensor
         storage = tensor.untyped_storage()
-        address = storage.data_ptr()
-        piece = self._pieces.get(address)
+        piece = self._pieces.get(storage._cdata)  # no address: on the meta device there is none
         if piece is None:
-            if address in self._weights():
+            if storage._cdata in self._weights():
                 return tensor
             data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            self._pieces[address] = piece = _OffloadedStorage(data.set_(storage, 0, (storage.nbytes(),)))  # type: ignore[call-overload]
+            self._pieces[storage._cdata] = piece = _OffloadedStorage(data.set_(storage, 0, (storage.nbytes(),)))  # type: ignore[call-overload]
         saved = _Saved(tensor, piece)
         self._saved.append(saved)
         return saved

@@ -81,6 +81,10 @@ class DataAxis(Protocol):
     def release(self, stage: int) -> None:
         """RELEASE: free the gathered parameters; this rank keeps its shard."""
 
+    @property
+    def gathers(self) -> int:
+        """Number of gathers so far: each gives some parameters another storage."""
+
 
 class SliceStates(Protocol):
     """States that a slice of a sequence leaves for the next one: ``context.slices.Slices``."""
@@ -313,7 +317,6 @@ class Executor:
             self._program = program
             self._training = any(op.kind != "F" for op in ops if op.kind in COMPUTE)
             self._split = {(op.stage, op.microbatch) for op in ops if op.kind == "I"}
-            self._gathers = any(op.kind == "GATHER" for op in ops)
             self._offloaded = {(op.stage, op.microbatch) for op in ops if op.kind == "O"}
             self._recomputed = {(op.stage, op.microbatch) for op in ops if op.kind == "C"}
             if self._offloaded and self._lane is None:
@@ -556,14 +559,16 @@ class Executor:
         if (stage, index) not in self._offloaded:
             return None
         held = [*self._module.parameters(), *self._module.buffers()]
+        gathers, storages = -1, set[int]()
 
         def weights() -> set[int]:
-            return {tensor.untyped_storage().data_ptr() for tensor in held}
+            nonlocal gathers, storages
+            if gathers != self._data.gathers:
+                gathers = self._data.gathers
+                storages = {tensor.untyped_storage()._cdata for tensor in held}
+            return storages
 
-        if self._gathers:  # the weights of a layer come with the layer
-            return KeptActivations(weights)
-        now = weights()
-        return KeptActivations(lambda: now)
+        return KeptActivations(weights)
 
     def _offload(self, op: Op) -> None:
         """Start to copy the activations of a stage and microbatch to the host."""

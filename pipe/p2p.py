@@ -97,6 +97,7 @@ class Receive:
             known.
         receive_schema: function that receives the schema in front of the tensors and returns their specs; used if the
             message carries its schema.
+        marked: a last tensor of flags follows several tensors, as ``send_gradients`` sends it.
     """
 
     def __init__(
@@ -104,8 +105,10 @@ class Receive:
         channel: Channel,
         known_specs: Callable[[], tuple[TensorSpec, ...] | None],
         receive_schema: Callable[[], object] | None = None,
+        marked: bool = False,
     ) -> None:
         self._channel, self._known_specs, self._receive_schema = channel, known_specs, receive_schema
+        self._marked = marked
         self._posted: list[tuple[Pending | None, Tensor]] | None = None
         self._received: list[Tensor] | None = None
         channel.unposted.append(self)
@@ -141,8 +144,10 @@ class Receive:
 
     def _post(self, specs: tuple[TensorSpec, ...]) -> None:
         channel, self._posted = self._channel, []
-        for spec in specs:
-            tensor = torch.empty(spec.shape, dtype=spec.dtype, device=channel.device)
+        tensors = [torch.empty(spec.shape, dtype=spec.dtype, device=channel.device) for spec in specs]
+        if self._marked and len(specs) > 1:
+            tensors.append(torch.empty(len(specs), dtype=torch.uint8))
+        for tensor in tensors:
             work = channel.axis.receive(tensor, channel.peer, channel.tag) if tensor.numel() else None
             self._posted.append((work, tensor))
 
@@ -170,7 +175,8 @@ def send_gradients(
     """Start sending gradients, with zeros in place of None.
 
     If there are several gradients, a last tensor marks which of them are None. The difference matters: the optimizer
-    leaves out a parameter without a gradient, and applies weight decay to a parameter whose gradient is zero.
+    leaves out a parameter without a gradient, and applies weight decay to a parameter whose gradient is zero. That
+    tensor goes from host to host: the receiving host reads it, and must not wait for its device.
     """
     tensors = [
         torch.zeros(spec.shape, dtype=spec.dtype, device=channel.device) if gradient is None else gradient
@@ -178,7 +184,7 @@ def send_gradients(
     ]
     if len(tensors) > 1:
         there = [gradient is not None for gradient in gradients]
-        tensors.append(torch.tensor(there, dtype=torch.uint8, device=channel.device))
+        tensors.append(torch.tensor(there, dtype=torch.uint8))
     channel.send_tensors(tensors, microbatch)
 
 
@@ -202,13 +208,9 @@ def receive_gradients(channel: Channel, outputs: Channel, kind: Hashable) -> Rec
 
     def known_specs() -> tuple[TensorSpec, ...] | None:
         schema = outputs.schemas.get(kind)
-        return None if schema is None else _with_flags(schema.gradients)
+        return None if schema is None else schema.gradients
 
-    return Receive(channel, known_specs)
-
-
-def _with_flags(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-    return specs if len(specs) < 2 else (*specs, TensorSpec((len(specs),), torch.uint8, False))
+    return Receive(channel, known_specs, marked=True)
 
 
 def channels(module: PipelineModule, direction: str) -> dict[int, Channel]:

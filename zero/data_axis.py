@@ -163,6 +163,11 @@ class ZeroDataAxis:
         if self.gatherer is not None:
             self.gatherer.release(stage)
 
+    @property
+    def gathers(self) -> int:
+        """Number of gathers of weights so far: each gives some parameters another storage."""
+        return 0 if self.gatherer is None else self.gatherer.gathers
+
     def enter(self, call: str, ends: bool = False) -> None:
         """In stage 3, check that all replicas make a collective call now; see ``ParameterGatherer.enter``."""
         if self.gatherer is not None:
@@ -245,6 +250,21 @@ class ZeroDataAxis:
             found = found / self.access.applied**2
         # Each rank of the extra axis counts all of it. There is no exchange then.
         return found if self.extra_axis is None else found.div_(self.extra_axis.size)
+
+    @torch.no_grad()
+    def nonfinite(self) -> str | None:
+        """Name the first parameter on this rank whose value, else whose gradient, is not finite; None: all are."""
+        for what in ("value", "gradient"):
+            for bucket in self._trained:
+                flat = bucket.shard if what == "value" else bucket.owned_gradient
+                if what == "gradient" and bucket.gradients is not None:
+                    flat = bucket.gradients
+                first = 0 if flat.numel() == bucket.flat.numel else bucket.owned[0]
+                for slot, member in zip(bucket.flat.slots, bucket.members, strict=True):
+                    part = flat[max(slot.start - first, 0) : max(slot.stop - first, 0)]
+                    if not bool(part.isfinite().all()):
+                        return f"the {what} of {member.layout.name} is not finite"
+        return None
 
     @torch.no_grad()
     def exchange_gradients(self, scale: float) -> None:

@@ -82,8 +82,8 @@ class FlatWeights:
             self.shard = self.weights.zero_()[slice(*self.owned)]
         self.master: nn.Parameter | None = None
         if self.trained:
-            states = memory.states
-            same = self._accumulation_dtype == dtype and states.device.type == self.shard.device.type
+            states, device = memory.states, memory.parameters.device if self.released else grid.device
+            same = self._accumulation_dtype == dtype and states.device.type == device.type
             master = self.shard if same else states.zeros(self.owned_numel, self._accumulation_dtype)
             self.master = nn.Parameter(master)
         self.lent = False

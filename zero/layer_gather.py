@@ -61,6 +61,7 @@ class ParameterGatherer:
 
     Attributes:
         routes: how the weights of a bucket are gathered, if not over its axis: ZeRO++.
+        gathers: number of buckets gathered so far.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class ParameterGatherer:
         self._wanted: set[Bucket] = set()  # buckets of such contexts that a layer uses too
         for bucket in buckets:
             bucket.release()
+        self.gathers = 0
         self.routes: dict[Bucket, GatherRoute] = {}
         if options.zeropp is not None:
             axis = self._axes[grid.data_context.name]
@@ -332,6 +334,7 @@ class ParameterGatherer:
             if self._order is not None:
                 self._order.waits = None
             bucket.show()
+            self.gathers += 1
 
     def _release(self, stage: int, layer: int, step: int) -> None:
         soon = self._until.get((stage * 2 + (step > 0), layer), 0) < self._options.max_reuse_distance

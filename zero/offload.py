@@ -73,15 +73,20 @@ class OffloadPlan:
 class Memory:
     """Allocates tensors on the model's device or in host memory.
 
-    Attributes:
+    Args:
         kind: as in ``OffloadTarget``.
         device: of the tensors.
+        pin: pin the tensors.
+        dry: allocate them on the meta device instead, for a dry run.
+
+    Attributes:
+        kind, device: as given.
     """
 
-    def __init__(self, kind: str, device: torch.device, pin: bool = False) -> None:
+    def __init__(self, kind: str, device: torch.device, pin: bool = False, dry: bool = False) -> None:
         self.kind, self.device = kind, device
-        self._pin = pin
-        self._made: set[int] = set()  # addresses
+        self._pin, self._dry = pin, dry
+        self._made: set[int] = set()  # storages
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a flat tensor of zeros.
@@ -89,13 +94,13 @@ class Memory:
         Raises:
             OffloadError: the disk is full.
         """
-        tensor = torch.zeros(numel, dtype=dtype, device=self.device, pin_memory=self._pin)
-        self._made.add(tensor.data_ptr())
+        tensor = torch.zeros(numel, dtype=dtype, device="meta" if self._dry else self.device, pin_memory=self._pin)
+        self._made.add(tensor.untyped_storage()._cdata)
         return tensor
 
     def holds(self, tensor: Tensor) -> bool:
         """Return True if a tensor was allocated here."""
-        return tensor.data_ptr() in self._made
+        return tensor.untyped_storage()._cdata in self._made
 
     def prefetch(self, tensor: Tensor) -> None:
         """Prefetch a tensor that is needed soon. No effect in RAM."""
@@ -225,13 +230,24 @@ class OffloadMemory:
 
     def _at(self, place: OffloadTarget, device: torch.device) -> Memory:
         if place not in self._made:
-            if place.kind == "nvme":
-                assert place.path is not None
-                self._made[place] = DiskMemory(place.path, wait=not self.offload.pipeline_write)
-            else:
-                pin = place.kind == "cpu" and place.pin and is_accelerator(device)
-                self._made[place] = Memory(place.kind, device if place.kind == "none" else torch.device("cpu"), pin)
+            self._made[place] = memory_at(place, device, wait=not self.offload.pipeline_write)
         return self._made[place]
+
+
+def memory_at(place: OffloadTarget, device: torch.device, wait: bool) -> Memory:
+    """Return the allocator of a place, for a model on a device. On the meta device, in a dry run, nothing is allocated.
+
+    Args:
+        place: the place.
+        device: device of the model.
+        wait: as in ``DiskMemory``.
+    """
+    if place.kind == "none":
+        return Memory(place.kind, device)
+    if place.kind == "nvme" and device.type != "meta":
+        assert place.path is not None
+        return DiskMemory(place.path, wait)
+    return Memory(place.kind, torch.device("cpu"), place.pin and is_accelerator(device), dry=device.type == "meta")
 
 
 def placed_on_all_ranks(grid: Grid, offload: OffloadPlan) -> AbstractContextManager[None]:

@@ -75,8 +75,11 @@ def summary(grid: Grid, show_straggler: bool = False) -> str:
         )
     # A copy, without the exchange between ranks that follows.
     taken = {call: list(seconds) for call, seconds in log.seconds.items()}
-    waits = stragglers(taken, grid.world.all_gather_json(taken)) if show_straggler else None
+    everyone = grid.world.all_gather_json(taken) if show_straggler else []
+    waits = stragglers(taken, everyone) if show_straggler else None
     text = table(taken, waits)
+    if show_straggler:
+        text += f"\n{late_rank(everyone)}"
     if grid.rank == 0:
         show(text)
     return text
@@ -99,6 +102,28 @@ def stragglers(mine: Durations, everyone: Sequence[Durations]) -> dict[LoggedCal
         if call.op not in _MESSAGES and all(len(other) == len(seconds) for other in others):
             waits[call] = sum(seconds) - sum(map(min, zip(*others)))
     return waits
+
+
+def late_rank(everyone: Sequence[Durations]) -> str:
+    """Return a line that names the rank for which the others waited most, in all logged collectives together.
+
+    Args:
+        everyone: kind of call -> seconds of each call, of each rank.
+    """
+    caused = [0.0] * len(everyone)
+    for call in {call for each in everyone for call in each if call.op not in _MESSAGES}:
+        calls = [everyone[rank].get(call, []) for rank in call.ranks]
+        if all(len(each) == len(calls[0]) for each in calls):
+            for durations in zip(*calls):
+                last = min(range(len(durations)), key=durations.__getitem__)
+                caused[call.ranks[last]] += sum(durations) - len(durations) * durations[last]
+    slowest = max(range(len(caused)), key=caused.__getitem__)
+    if not caused[slowest]:
+        return "No rank waited for another one in a collective"
+    return (
+        f"Rank {slowest} was late most: the others waited {caused[slowest] * 1e3:.2f} ms for it, of "
+        f"{sum(caused) * 1e3:.2f} ms that ranks waited in collectives"
+    )
 
 
 def table(taken: Durations, waits: dict[LoggedCall, float] | None = None) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ...base.accelerators import is_accelerator
 from ...grid import Grid
 
 _ALIGNMENT = 64  # bytes
@@ -181,7 +182,7 @@ class Inputs:
     def __init__(self, grid: Grid, partition: bool = False, host: bool = False, slots: int = 0) -> None:
         self._axis, self._device = grid.tensor, grid.device
         self._partition = partition and grid.tensor.size > 1
-        self._host = host and grid.device.type != "cpu"
+        self._host = host and is_accelerator(grid.device)
         self._arena = _Arena(slots, torch.device("cpu") if self._host else grid.device, self._host) if slots else None
         self._replicated: dict[Hashable, bool] = {}
         self._logs = grid.data_context.is_first and grid.tensor.is_first

@@ -8,7 +8,10 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -22,6 +25,7 @@ from triax.train.file import read_training_file
 from triax.train.job import resolve
 
 from paths import DOCS, ROOT
+from resident import status
 
 FILE = """
 model: {preset: llama-tiny, overrides: {num_hidden_layers: 4}}
@@ -73,3 +77,71 @@ def test_the_file_of_a_plan_is_tried_out_in_stage_3(tmp_path: Path) -> None:
     # A quarter of the optimizer's memory of the two stages, whose weights no rank holds as a whole.
     held = [run.records[rank]["memory"] for rank in (0, 4)]
     assert all(2 * each["parameters"] == each["masters"] > 0 for each in held), held
+
+
+LARGE = """
+model: {preset: llama3-70b, overrides: {num_hidden_layers: 2}}
+data: {training: no-such-tokens}
+grid: {pipe: 2, data: 2}
+training: {steps: 4, batch: 8, microbatch: 2, sequence: 2048, precision: bf16}
+"""
+OFFLOADS: dict[str, dict[str, Any]] = {
+    "optimizer to cpu": {"training": {"zero": {"stage": 1, "offload_optimizer": "cpu"}}},
+    "all to cpu": {"training": {"zero": {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"}}},
+    "all to nvme": {
+        "training": {
+            "zero": {
+                "stage": 3,
+                "offload_optimizer": {"device": "nvme", "path": "no-such-folder"},
+                "offload_parameters": {"device": "nvme", "path": "no-such-folder"},
+            }
+        },
+        "checkpoint": {"background": False},
+    },
+    "inputs of recomputed layers": {"training": {"recompute": {"interval": 1, "cpu_checkpointing": True}}},
+    "activations to cpu": {
+        "schedule": {"name": "gpipe", "offload": {"device": "cpu", "copy_time": 0.1}},
+        "training": {"batch": 16},
+    },
+}
+
+
+def bounded(program: Callable[[], None]) -> None:
+    """Run a program in a process that can allocate 1 GiB more, and write 1 MiB into a file."""
+    resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + 2**30,) * 2)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20,) * 2)
+    program()
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_a_dry_run_allocates_nothing_that_the_run_would_offload(offload: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    settings = yaml.safe_load(LARGE)
+    for section, keys in OFFLOADS[offload].items():
+        settings[section] = settings.get(section, {}) | keys
+    file.write_text(yaml.safe_dump(settings))
+    run = dry_run(partial(bounded, JobSteps(resolve(read_training_file(file)[0]))), Settings(4))
+    assert run.problems == [], (run.problems, run.logs)
+    for record in run.records.values():
+        offloaded = sum(sum(kinds.values()) for kinds in record["offloaded"].values())
+        # A rank has half of the fp32 masters and two moments; in stage 3 of the bf16 weights and fp32 gradients too.
+        expected = {"optimizer to cpu": 12 / 2, "all to cpu": 18 / 2, "all to nvme": 18 / 2}.get(offload, 0)
+        assert offloaded == pytest.approx(expected * record["parameters"], rel=1e-3)
+
+
+def test_processes_of_a_dry_run_end_with_the_first_one(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(FILE)
+    words = [sys.executable, "-m", "triax.cli.main", "train", str(file), "--dry"]
+    with subprocess.Popen(words, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stderr is not None
+        assert "rank 0 of 16 and its pipeline run a step" in process.stderr.readline()
+        while not (children := Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()):
+            time.sleep(0.01)
+        process.terminate()
+    for _ in range(1000):
+        left = [each for each in children if Path(f"/proc/{each}").exists()]
+        if not left:
+            break
+        time.sleep(0.01)
+    assert not left

@@ -19,7 +19,7 @@ from triax.base.errors import ConfigError
 from triax.compat.deepspeed.from_config import read_config
 from triax.grid.comm.comms_log import CommsLog, LoggedCall
 from triax.grid.comm.step_recorder import StepRecorder
-from triax.monitor.trace.comms_logger import bandwidths, stragglers, table
+from triax.monitor.trace.comms_logger import bandwidths, late_rank, stragglers, table
 
 WIDTH, MICRO, COUNT = 8, 2, 3
 
@@ -72,6 +72,10 @@ def test_the_table_has_a_line_for_each_size() -> None:
     )
     assert waits[LoggedCall("all_reduce", "data", (0, 1), 2048)] == pytest.approx(0.0005)
     assert LoggedCall("send", "pipe", (0, 2), 512) not in waits and waits[LoggedCall("barrier", "pipe", (0, 2), 0)] == 0
+    both = {LoggedCall("all_reduce", "data", (0, 1), 8): [0.003, 0.001]}
+    late = [both, {LoggedCall("all_reduce", "data", (0, 1), 8): [0.001, 0.0005]}]  # rank 1 waits for nobody
+    assert late_rank(late).startswith("Rank 1 was late most: the others waited 2.50 ms for it, of 2.50 ms")
+    assert late_rank([both, both]) == "No rank waited for another one in a collective"
     lines = [re.split(r"\s{2,}", line.strip()) for line in table(taken, waits).splitlines()]
     assert (
         lines[0][:4] == ["Comm. Op", "Message Size", "Count", "Total Latency(ms)"] and lines[0][-1] == "Straggler(ms)"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -477,3 +479,46 @@ def test_a_change_in_place_is_refused() -> None:
     )
     with pytest.raises(RuntimeError, match="changed in place after a layer had used it"):
         engine.train_batch(iter([random_pair(i, 1, 4) for i in range(8)]))
+
+
+class Activations(nn.Module):
+    """A linear layer, after which autograd saves a number of activations."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.linear, self.number = nn.Linear(4, 4), number
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        for _ in range(self.number):
+            x = x.tanh()
+        return x
+
+
+def test_weights_of_stage_3_are_looked_for_after_gathers_alone() -> None:
+    """Each saved activation costs a few looks at its own storage, and none at the storages of all weights."""
+    looks = Counter[int]()
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        looks[number] += event == "c_call" and argument.__name__ == "untyped_storage"
+
+    layers, samples = 12, 8
+    for number in (1, 9):
+        engine = triax.Engine(
+            PipelineModule(
+                [LayerSpec(Activations, number)] * layers, grid=Grid(), loss_fn=summed_loss, dtype=torch.float64
+            ),
+            optimizer=torch.optim.SGD,
+            batch=triax.Batch(size=samples, microbatch=1),
+            schedule=triax.ScheduleOptions(name="gpipe", offload=triax.OffloadActivations(device="cpu", copy_time=0.1)),
+            zero=triax.Zero(stage=3),
+        )
+        batch = [random_pair(i, 1, 4) for i in range(samples)]
+        before = sys.getprofile()
+        sys.setprofile(profile)
+        try:
+            engine.train_batch(iter(batch))
+        finally:
+            sys.setprofile(before)
+    assert any(op.kind == "O" for op in engine.program.ops[0])
+    assert 0 < looks[9] - looks[1] <= 4 * 8 * layers * samples

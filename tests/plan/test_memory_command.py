@@ -67,7 +67,7 @@ def test_a_folder_and_a_file_of_fields(tmp_path: Path) -> None:
     fields = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 512, "rope_theta": 1e4}
     more = {"model_type": "llama", "intermediate_size": 128, "max_position_embeddings": 64, "rms_norm_eps": 1e-5}
     (tmp_path / "config.json").write_text(json.dumps(fields | more))
-    folder, file = ask(str(tmp_path)), ask(str(tmp_path / "config.json"))
+    folder, file = ask(str(tmp_path)), ask("--model", str(tmp_path / "config.json"))  # as triax plan takes it
     assert folder["ranks"] == file["ranks"] and folder["sequence"] == 64
 
 

@@ -223,6 +223,7 @@ def test_each_prediction_says_how_far_it_can_be_trusted(tmp_path: Path) -> None:
     assert " ".join(text.split()).startswith(line)
     assert "chosen by the search: data=4, context=1" in " ".join(text.split())
     assert f"wrote {tmp_path / 'run.yaml'}: data=4,tensor=2" in text.replace("\n", "")
+    assert "document_mask, true by default, is not counted: triax train" in text
     assert line in (tmp_path / "page.html").read_text().replace("&#39;", "'")
     assert (tmp_path / "run.yaml").read_text().startswith(f"# written by triax plan\n# {line}")
     assert read_training_file(tmp_path / "run.yaml")[0].grid.tensor == 2
