@@ -379,11 +379,13 @@ class TrainingRun:
         job = self.job
         axes = " x ".join(f"{size} {axis}" for axis, size in job.topology.axes.items())
         expert = f", experts over {job.topology.expert}" if job.topology.expert > 1 else ""
-        count = job.parameter_count / 1e6
         self.report.say(f"data    {self.facts}")
-        self.report.say(
-            f"model   {count:.2f} M parameters: {job.model.num_hidden_layers} blocks, width {job.model.hidden_size}"
-        )
+        if (own := job.file.model.layers) is not None:
+            self.report.say(f"model   {job.layers} layers of {own}")
+        else:
+            size = f"{job.parameter_count / 1e6:.2f} M parameters"
+            shape = f"{job.model.num_hidden_layers} blocks, width {job.model.hidden_size}"
+            self.report.say(f"model   {size}: {shape}")
         self.report.say(
             f"grid    {axes}{expert}; ZeRO {job.options.zero.stage}; {job.schedule.name} with "
             f"{job.batch.accumulation} microbatches of {job.batch.micro}"
