@@ -129,8 +129,8 @@ def main(o: argparse.Namespace) -> None:  # on each rank
     shown = results(engine, held_out[:5]).tolist()
     if grid.rank == 0:
         for (a, b, _, c, d, *_), (ones, tens, hundreds) in zip(held_out.tolist(), shown, strict=False):
-            correct = 100 * hundreds + 10 * tens + ones == 10 * (a + c) + b + d
-            print(f"{a}{b} + {c}{d} = {hundreds}{tens}{ones}  {'right' if correct else 'wrong'}")
+            total = 100 * hundreds + 10 * tens + ones
+            print(f"{a}{b} + {c}{d} = {total:3}  {'right' if total == 10 * (a + c) + b + d else 'wrong'}")
         print(f"the report, beside pictures of a step and of the losses: {triax.draw_run(o.folder)}")
 
 

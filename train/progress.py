@@ -105,12 +105,11 @@ class Reporter:
             self._live.stop()
             self._live = None
 
-    def draw(self, schedule: Schedule, baselines: Mapping[str, float]) -> None:
+    def draw(self, schedule: Schedule) -> None:
         """Write report.html, and loss.png and schedule.png if matplotlib is installed.
 
         Args:
             schedule: the pipeline schedule.
-            baselines: name -> loss of simple models, drawn as lines.
         """
         if not self.speaks:
             return
@@ -121,7 +120,7 @@ class Reporter:
         try:
             run = read_run(self.folder)
             with self._records.writing(str(self.folder / "loss.png")):
-                draw_losses(self.folder / "loss.png", run, baselines, self.unit)
+                draw_losses(self.folder / "loss.png", run, self.unit)
             if self._pipelines:
                 _, step, measured = sorted(self._pipelines)[len(self._pipelines) // 2]
                 if (traced := read_trace(run.trace or {})) is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from ...pipe.program.measured_costs import simulated
@@ -27,7 +26,7 @@ def draw_run(folder: str | Path) -> Path:
     folder = Path(folder)
     page, run = write_report(folder), read_run(folder)
     try:
-        draw_losses(folder / "loss.png", run, {}, "as the loss function has it")
+        draw_losses(folder / "loss.png", run)
         traced = None if run.trace is None else read_trace(run.trace)
         if traced is not None and traced.schedule is not None:
             draw_schedule(folder / "schedule.png", traced.schedule, traced.timeline(), f"step {traced.step}")
@@ -37,8 +36,8 @@ def draw_run(folder: str | Path) -> Path:
     return page
 
 
-def draw_losses(path: Path, run: Run, baselines: Mapping[str, float], unit: str) -> None:
-    """Draw training and validation loss over the steps, those before a resume too, and each baseline's as a line."""
+def draw_losses(path: Path, run: Run, unit: str | None = None) -> None:
+    """Draw training and validation loss over the steps, those before a resume too."""
     from matplotlib.figure import Figure
 
     trained, checked = run.series("Train/Samples/train_loss"), run.series("Validation/loss")
@@ -52,9 +51,7 @@ def draw_losses(path: Path, run: Run, baselines: Mapping[str, float], unit: str)
         axes.annotate(
             f"{last:.3f}", (step, last), xytext=(0, -14), textcoords="offset points", ha="center", color="#1f4e8c"
         )
-    for name, loss in baselines.items():
-        axes.axhline(loss, color="#b5482a", linestyle="--", linewidth=1, label=f"{name}: {loss:.3f}")
-    axes.set(xlabel="step", ylabel=f"loss, {unit}", xlim=(0, None))
+    axes.set(xlabel="step", ylabel="loss" if unit is None else f"loss, {unit}", xlim=(0, None))
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
