@@ -53,9 +53,9 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@
 
-train: $(STAMP) ## a small GPT on 8 processes: 2 stages x 2 replicas x 2 tensor shards; runs/ gets the pictures
+train: $(STAMP) ## a small GPT learns to add on 8 processes: 2 stages x 2 replicas x 2 tensor shards; runs/ gets the pictures
 	@echo "== training on a 2 x 2 x 2 grid"
-	$(BIN)/python examples/train_gpt.py --pipe 2 --data 2 --tensor 2 $(ARGS)
+	$(BIN)/python examples/gpt_3d.py --pipe 2 --data 2 --tensor 2 $(ARGS)
 
 check: lint ## lint and the quick tests, in under two minutes
 	@echo "== testing, the quick tests"

@@ -53,6 +53,7 @@ from .models.layers import NextTokenLoss as NextTokenLoss
 from .models.llama import llama_layers as llama_layers
 from .models.log_probs import LogProbsLoss as LogProbsLoss
 from .monitor import profiler as profiler
+from .monitor.report.pictures import draw_run as draw_run
 from .options.batch import Batch as Batch
 from .options.checkpoints import Checkpoints as Checkpoints
 from .options.compilation import Compile as Compile

@@ -2,7 +2,7 @@
 
     python benchmarks/checkpoint.py                  # 25 million parameters on 2 ranks: time and bytes
     python benchmarks/checkpoint.py --behind         # steps with a save under way beside steps without
-    python benchmarks/checkpoint.py --main-job       # the same for examples/train_gpt.py on 2 x 2 x 2
+    python benchmarks/checkpoint.py --main-job       # the same for a GPT of bytes on 2 x 2 x 2
     python benchmarks/checkpoint.py --width 256 --layers 4 --rounds 2
 
 One run, the same disk, the same model (blocks of two linears) and AdamW in fp32, sharded over the ranks: triax in stage
@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -34,13 +33,10 @@ from measuring import slowest
 from rounds import NotRunning, on_ranks
 from savers import MICRO, Saver, batch, engine, savers, step
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-
-import train_gpt
-
 import triax
 from triax.train.job import resolve
 from triax.train.model import build_module, parameter_groups
+from triax.train.schema import TrainingFile
 
 
 def measure(options: Any, folder: str) -> dict[str, Any]:
@@ -88,10 +84,16 @@ def blocks(options: Any) -> tuple[triax.Grid, Any, int, Callable[[], None]]:
 
 
 def main_job(_: Any) -> tuple[triax.Grid, Any, int, Callable[[], None]]:
-    """The GPT that examples/train_gpt.py trains by default, on 2 stages x 2 replicas x 2 tensor shards."""
+    """A GPT of bytes, on 2 stages x 2 replicas x 2 tensor shards."""
     grid = triax.Grid(pipe=2, data=2, tensor=2)
-    given = train_gpt.parse(["--pipe", "2", "--data", "2", "--tensor", "2"])
-    job = resolve(train_gpt.training_file(given, {"training": "none"}))
+    shape = {"max_position_embeddings": 128, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    values = {
+        "model": {"preset": "bytes-small", "overrides": {"vocab_size": 256, **shape}},
+        "data": {"training": "none"},
+        "grid": {"pipe": 2, "data": 2, "tensor": 2},
+        "training": {"steps": 600, "batch": 32, "microbatch": 4, "zero": 1, "clip": 1.0},
+    }
+    job = resolve(TrainingFile.of(values))
     options = job.options.changed(checkpoint=triax.Checkpoints(background=True), monitor=triax.Monitoring())
     module = build_module(job, grid)
     trained = triax.Engine(module, options, parameters=parameter_groups(job, module))
@@ -169,7 +171,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="+", default=[], help="of triax, DCP, DeepSpeed")
     parser.add_argument("--behind", action="store_true", help="the cost of a step while a save is written")
-    parser.add_argument("--main-job", action="store_true", help="that of examples/train_gpt.py, on 8 ranks")
+    parser.add_argument("--main-job", action="store_true", help="that of a GPT of bytes, on 8 ranks")
     parser.add_argument("--steps", type=int, default=0, help="of a block, with --behind")
     parser.add_argument("--folder", default=None, help="on the disk to measure")
     options = parser.parse_args()

@@ -4,7 +4,7 @@
     python benchmarks/gradient_compression.py --methods none,topk         # these
     python benchmarks/gradient_compression.py --table docs/compression.md # and put the table there
 
-The model, text and training are those of examples/train_gpt.py, on replicas alone, in stage 0 of ZeRO but for "zero-3"
+A GPT learns the bytes of Python's standard library, on replicas alone, in stage 0 of ZeRO but for "zero-3"
 and "zero++". Each method's result is kept in a file as soon as it is there, so that a run that ended goes on; results
 of other settings are not used. Bytes are those that one rank sent over the data axis, counted.
 """
@@ -25,8 +25,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 import torch
 from corpus import find, tokens
-from train_gpt import parse as parse_training
-from train_gpt import training_file
 
 from triax import DiLoCo, GradientReduction, LocalSGD, Optimizer, Zero
 from triax.base.errors import ConfigError
@@ -35,6 +33,7 @@ from triax.grid.environment import read_environment
 from triax.launcher.launch import launch
 from triax.train.job import Job, resolve
 from triax.train.loop import TrainingRun
+from triax.train.schema import TrainingFile
 
 BEGIN, END = "<!-- benchmarks/gradient_compression.py -->", "<!-- end -->"
 
@@ -77,21 +76,21 @@ METHODS: dict[str, Callable[[Optimizer, int], dict[str, Any]]] = {
     },
 }
 WHOLE_BATCH = ("diloco",)  # each replica has a whole batch
+SETTINGS = ("data", "layers", "width", "heads", "sequence", "steps", "batch", "microbatch", "validation", "text")
 
 
 def main() -> None:
     """Train by each method, and show the table."""
     given = parse()
-    options = training_options(given)
     data = tokens(find(given.text), given.runs / "corpus")  # here once, before there are ranks
-    settings = json.loads(json.dumps({"replicas": given.data, **dict(sorted(vars(options).items()))}, default=str))
+    settings = json.loads(json.dumps({key: getattr(given, key) for key in SETTINGS}, default=str))
     file = given.results or given.runs / "compression.json"
     wanted = given.methods.split(",") if given.methods else [*METHODS]
     unknown = [name for name in wanted if name not in METHODS]
     if unknown:
         raise SystemExit(f"there is no method {unknown[0]!r}: choose from {', '.join(METHODS)}")
     for name in wanted:
-        job = configured(options, data, name)
+        job = configured(given, data, name)
         if read(file, settings).get(name, {}).get("options") == plain(job) and not given.again:
             continue
         code = launch(train, job, name, file, settings, ranks=given.data, topology=job.topology)
@@ -125,41 +124,48 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def training_options(given: argparse.Namespace) -> argparse.Namespace:
-    """The options of examples/train_gpt.py that all methods share."""
-    options = parse_training(
-        ["--zero", "0", "--time-limit", "0", "--trace", "0", "--sample", "0", "--name", "compression"]
-    )
-    for name in (
-        "data",
-        "layers",
-        "width",
-        "heads",
-        "sequence",
-        "steps",
-        "batch",
-        "microbatch",
-        "validation",
-        "runs",
-        "text",
-    ):
-        setattr(options, name, getattr(given, name))
-    options.warmup = min(50, given.steps // 2)
-    return options
+def training_file(given: argparse.Namespace, data: dict[str, Any], seed: int, batch: int) -> TrainingFile:
+    """The training that all methods share."""
+    shape = {
+        "vocab_size": 256,
+        "max_position_embeddings": given.sequence,
+        "hidden_size": given.width,
+        "num_hidden_layers": given.layers,
+        "num_attention_heads": given.heads,
+    }
+    values = {
+        "name": "compression",
+        "runs": str(given.runs),
+        "seed": seed,
+        "model": {"preset": "bytes-small", "overrides": shape},
+        "data": {**data, "document_mask": False},
+        "grid": {"data": given.data},
+        "training": {
+            "steps": given.steps,
+            "batch": batch,
+            "microbatch": given.microbatch,
+            "precision": "fp32",
+            "optimizer": {"type": "AdamW", "weight_decay": 0.1},
+            "learning_rate": {"peak": 4e-3, "warmup_steps": min(50, given.steps // 2)},
+            "clip": 1.0,
+            "zero": 0,
+        },
+        "evaluate": {"every": 100, "sequences": given.validation},
+        "checkpoint": False,
+        "monitor": {"trace": 0},
+    }
+    return TrainingFile.of(values)
 
 
-def configured(options: argparse.Namespace, data: dict[str, Any], name: str) -> Job:
+def configured(given: argparse.Namespace, data: dict[str, Any], name: str) -> Job:
     """The run of a method, with all options of its engine."""
-    own = argparse.Namespace(**vars(options))
-    if name in WHOLE_BATCH:
-        own.batch *= options.data
-    job = resolve(training_file(own, data))
+    batch = given.batch * (given.data if name in WHOLE_BATCH else 1)
+    job = resolve(training_file(given, data, 0, batch))
     adam = job.options.optimizer
     assert isinstance(adam, Optimizer)
     silent = job.options.monitor.changed(json=None)
-    found = job.options.changed(monitor=silent, **METHODS[name](adam, options.steps))
-    own.seed = found.seed
-    return replace(resolve(training_file(own, data)), options=found)
+    found = job.options.changed(monitor=silent, **METHODS[name](adam, given.steps))
+    return replace(resolve(training_file(given, data, found.seed, batch)), options=found)
 
 
 def plain(job: Job) -> dict[str, Any]:
@@ -261,7 +267,7 @@ def put(file: Path, text: str, settings: dict[str, Any]) -> None:
         raise SystemExit(f"{file} has no line {BEGIN} with a line {END} behind it: write both where the table belongs")
     said = (
         f"{settings['layers']} layers of width {settings['width']}, {settings['steps']} steps of {settings['batch']} "
-        f"sequences of {settings['sequence']} bytes on {settings['replicas']} replicas."
+        f"sequences of {settings['sequence']} bytes on {settings['data']} replicas."
     )
     file.write_text(f"{before}{BEGIN}\n{said}\n\n{text}\n{END}{after}")
 

@@ -30,10 +30,10 @@ def demo(
     """
     from ..data.tokenization import tokenize
     from ..launcher.launch import cores, launch
+    from ..monitor.report.pictures import from_zero
     from ..monitor.report.run_folder import read_run, read_trace
     from ..pipe.program.draw import text
     from ..train.loop import train
-    from ..train.progress import from_zero
     from ..train.schema import TrainingFile
     from ..train.start import PRELOAD, make_job
 

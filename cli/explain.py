@@ -32,6 +32,8 @@ def explain(job: Job, processes: int | None = None) -> dict[str, Any]:
     Raises:
         ConfigError: the grid does not fit the model.
     """
+    if job.file.model.layers is not None:
+        raise ConfigError("--explain knows triax's own models alone, and model.layers is a function: try --dry")
     layout, memory = layout_of_job(job), memory_of_job(job)
     try:
         memory.check(layout, job.sequence)

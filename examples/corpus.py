@@ -11,11 +11,9 @@ import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from triax.data import TokenData, tokenize
 from triax.data.sources import find_sources
@@ -81,36 +79,6 @@ def open_parts(sources: Sequence[Source], cache: Path, length: int) -> tuple[Tok
     if share:
         return training, TokenData(data["training"], length, held_out=share, part="held_out", document_mask=False)
     return training, TokenData(data["validation"], length, document_mask=False)
-
-
-class Bigram:
-    """The model to beat: the next byte's probability given one byte, as counted in the training text.
-
-    p(b | a) = (n(a, b) + p(b)) / (n(a) + 1), where p(b) is the byte's own frequency, every byte counted once more
-    than it occurs, so that nothing is impossible.
-
-    Args:
-        batches: pairs (ids, labels) of the training text; labels below 0 do not count.
-    """
-
-    def __init__(self, batches: Iterable[tuple[Any, Any]]) -> None:
-        pairs, single = np.zeros(256 * 256, np.int64), np.ones(256)
-        for ids, labels in batches:
-            first, second = _counted(ids, labels)
-            pairs += np.bincount(first * 256 + second, minlength=256 * 256)
-            single += np.bincount(second, minlength=256)
-        table = pairs.reshape(256, 256) + single / single.sum()
-        self.log_probability = np.log(table / table.sum(axis=1, keepdims=True))  # (256, 256): [a, b]
-
-    def loss(self, batches: Iterable[tuple[Any, Any]]) -> float:
-        """The mean loss in nats per byte."""
-        losses = [-self.log_probability[_counted(ids, labels)] for ids, labels in batches]
-        return float(np.concatenate(losses).mean())
-
-
-def _counted(ids: Any, labels: Any) -> tuple[Any, Any]:
-    first, second = np.asarray(ids).ravel(), np.asarray(labels).ravel()
-    return first[second >= 0], second[second >= 0]
 
 
 def _walk(folder: Path) -> Iterator[Source]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, get_args, get_type_hints
 
 from ..base.errors import ConfigError, describe, nearest, no_such
 from ..base.hub import local_folder, pinned
+from ..base.named_function import named_function
 from ..base.option_error import OptionError
 from ..grid.environment import replica_name
 from ..grid.topology import Topology
@@ -107,7 +109,7 @@ class Job:
     def export(self) -> Path | None:
         """Folder of the Hugging Face model that is written at the end; None: none is."""
         section = self.file.export
-        if section is None:
+        if section is None or self.file.model.layers is not None:
             return None
         return self.folder / "model" if section.folder is None else Path(self.own(section.folder))
 
@@ -153,7 +155,7 @@ class Job:
     @property
     def layers(self) -> int:
         """Number of entries in the list of layers: embedding, positions of a GPT, blocks, norm, head."""
-        return self.model.layer_count
+        return layer_count(self.file.model, self.model)
 
 
 def resolve(file: TrainingFile, processes: int | None = None, places: int | None = None) -> Job:
@@ -169,7 +171,8 @@ def resolve(file: TrainingFile, processes: int | None = None, places: int | None
             and says what to change.
     """
     file = _pinned(file)
-    model = model_config(file.model)
+    model = model_config(file.model) if file.model.layers is None else own_config(file)
+    layers = layer_count(file.model, model)
     topology = _topology(file, processes, places)
     given = _deepspeed(file)
     sequence = file.training.sequence or model.max_position_embeddings
@@ -181,8 +184,8 @@ def resolve(file: TrainingFile, processes: int | None = None, places: int | None
     except OptionError as error:
         advice = _batch_advice(file, wanted, topology.size("data"))
         raise ConfigError(advice or error.spelled(names)) from error
-    schedule = _with_passes(_schedule(file, options.schedule, topology, batch, model.layer_count), options)
-    _check_model(file, model, topology, schedule, sequence)
+    schedule = _with_passes(_schedule(file, options.schedule, topology, batch, layers), options)
+    _check_model(file, model, topology, schedule, sequence, layers)
     steps = _steps(file, batch, sequence, model.vocab_size)
     if file.method is not None and isinstance(model, DeepseekConfig) and model.num_nextn_predict_layers:
         raise ConfigError(
@@ -368,6 +371,11 @@ def model_config(section: ModelSection) -> TransformerConfig:
     Raises:
         ConfigError: there is no such preset, folder or field, or the fields contradict one another.
     """
+    if section.layers is not None:
+        raise ConfigError(
+            f"model.layers {section.layers} is a function of yours, and this command knows triax's own models alone: "
+            "give a preset or a folder"
+        )
     if section.preset is not None:
         kinds = [cls for cls in CONFIGS.values() if section.preset in cls.PRESETS]
         if not kinds:
@@ -382,6 +390,67 @@ def model_config(section: ModelSection) -> TransformerConfig:
             found = from_hf(read_config(folder), folder / "config.json")
         except (ValueError, OSError) as error:
             raise ConfigError(f"{where}: {error}") from error
+    return _with_overrides(section, found, where)
+
+
+def own_config(file: TrainingFile) -> TransformerConfig:
+    """Return the configuration that the function ``model.layers`` gets.
+
+    Raises:
+        ConfigError: there is no such function, its argument has no default, or the file asks for what the function's
+            layers cannot do.
+    """
+    section = file.model
+    if section.preset is not None:
+        found = model_config(section.changed(layers=None, overrides={}))
+    else:
+        argument = next(iter(inspect.signature(layers_function(section)).parameters.values()), None)
+        if argument is None or not isinstance(argument.default, TransformerConfig):
+            raise ConfigError(
+                f"model.layers {section.layers}: its first argument has no configuration as its default, such as "
+                "triax.GPTConfig(...): give it one, or give model.preset"
+            )
+        found = argument.default
+    asked = {
+        "export": "export" in file.given and file.export is not None,
+        "sample": file.sample is not None,
+        "evaluate.best": file.evaluate.best,
+        "evaluate.tasks": bool(file.evaluate.tasks),
+        "grid.sequence_parallel": file.grid.sequence_parallel,
+        "grid.context": file.grid.context > 1,
+        "method": file.method is not None and file.method.name != "sft",
+    }
+    for key, is_asked in asked.items():
+        if is_asked:
+            raise ConfigError(f"{key} works with triax's own models, and model.layers is a function: leave {key} out")
+    if file.method is None and "document_mask" not in file.data.given:
+        raise ConfigError(
+            "data.document_mask is true, for which the first layer of model.layers gets a pair of tokens and document "
+            "numbers: write false, or true if your layers take the pair"
+        )
+    return _with_overrides(section, found, f"model.layers {section.layers}")
+
+
+def layers_function(section: ModelSection) -> Callable[..., Any]:
+    """Return the function that ``model.layers`` names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    assert section.layers is not None
+    try:
+        return named_function(section.layers)
+    except ValueError as error:
+        raise ConfigError(f"model.layers: {error}") from error
+
+
+def layer_count(section: ModelSection, model: TransformerConfig) -> int:
+    """Return the number of entries in the list of layers."""
+    return model.layer_count if section.layers is None else len(layers_function(section)(model))
+
+
+def _with_overrides(section: ModelSection, found: TransformerConfig, where: str) -> TransformerConfig:
+    """Return a configuration with the fields that ``model.overrides`` changes."""
     hints = get_type_hints(type(found))
     changes = dict(section.overrides)
     for key, value in changes.items():
@@ -415,7 +484,7 @@ def needs_sequences(file: TrainingFile) -> str | None:
 
 
 def _check_model(
-    file: TrainingFile, model: TransformerConfig, topology: Topology, schedule: Schedule, sequence: int
+    file: TrainingFile, model: TransformerConfig, topology: Topology, schedule: Schedule, sequence: int, count: int
 ) -> None:
     """Check that the model can be cut as the grid asks, and has positions for the sequence."""
     tensor, expert = topology.size("tensor"), topology.expert
@@ -455,7 +524,7 @@ def _check_model(
             f"model.attention {file.model.attention} has no effect, because grid.context is 1: leave it out, or give "
             "grid.context"
         )
-    cut, count = file.schedule.partition, model.layer_count
+    cut = file.schedule.partition
     given = "uniform" if isinstance(cut, str) else cut  # the classes of the layers are not known here
     try:
         boundaries(given, len(schedule.placement), ["layer"] * count, lambda: [1.0] * count)

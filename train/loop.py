@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -47,7 +47,6 @@ from .tasks import task_evaluation
 _OF_A_DRAW = ("reward", "completions/mean_length")
 
 # Name of a simple model, and its loss on the evaluation's rows: what a run is compared with.
-Baseline = Callable[[Evaluation], tuple[str, float]]
 
 
 class Watch(Protocol):
@@ -106,7 +105,6 @@ class TrainingRun:
     Args:
         job: the run.
         watches: watchers of its steps.
-        baseline: a simple model to compare the loss with.
 
     Attributes:
         grid, engine: the grid and the engine.
@@ -120,8 +118,8 @@ class TrainingRun:
         unit: unit of the loss, such as nats per token.
     """
 
-    def __init__(self, job: Job, watches: Sequence[Watch] = (), baseline: Baseline | None = None) -> None:
-        self._watches, self._baseline = list(watches), baseline
+    def __init__(self, job: Job, watches: Sequence[Watch] = ()) -> None:
+        self._watches = list(watches)
         sizes: dict[str, Any] = job.topology.sizes
         self.grid = Grid(**sizes)
         training, held_out, self.tokenizer = check_data(job.file, job.sequence, job.tokenizer, job.model.vocab_size)
@@ -383,11 +381,13 @@ class TrainingRun:
         job = self.job
         axes = " x ".join(f"{size} {axis}" for axis, size in job.topology.axes.items())
         expert = f", experts over {job.topology.expert}" if job.topology.expert > 1 else ""
-        count = job.parameter_count / 1e6
         self.report.say(f"data    {self.facts}")
-        self.report.say(
-            f"model   {count:.2f} M parameters: {job.model.num_hidden_layers} blocks, width {job.model.hidden_size}"
-        )
+        if (own := job.file.model.layers) is not None:
+            self.report.say(f"model   {job.layers} layers of {own}")
+        else:
+            size = f"{job.parameter_count / 1e6:.2f} M parameters"
+            shape = f"{job.model.num_hidden_layers} blocks, width {job.model.hidden_size}"
+            self.report.say(f"model   {size}: {shape}")
         self.report.say(
             f"grid    {axes}{expert}; ZeRO {job.options.zero.stage}; {job.schedule.name} with "
             f"{job.batch.accumulation} microbatches of {job.batch.micro}"
@@ -404,11 +404,6 @@ class TrainingRun:
         """Save, write the model, and say how the run ended."""
         job, report = self.job, self.report
         unsaved = self.save()
-        name, compared = "", 0.0
-        if self._baseline is not None and isinstance(self.evaluation, Evaluation) and self.grid.rank == 0:
-            name, compared = self._baseline(self.evaluation)
-            event = f"Validation/{name.replace(' ', '_')}_loss"
-            self.engine.monitor.write_events([(event, compared, self.engine.global_samples)])
         text = self.sample()
         problem = None if job.export is None else self._export(job.export)
         limit = minutes(job.file.training.time_limit or 0)
@@ -424,12 +419,11 @@ class TrainingRun:
         taken = f"steps {self._before + 1} to {self.step}{of}" if self._before else f"{self.step}{of} steps"
         report.say(f"trained {taken} in {minutes(self.clock.elapsed)} min{ended}")
         if validation is not None:
-            beside = f"; {name}: {compared:.4f}" if name else ""
             unseen = "documents" if self.method is None else "samples"
             if isinstance(self.evaluation, RewardEvaluation):
                 report.say(f"reward  {-validation:.4f} in the mean over held-out prompts")
             else:
-                report.say(f"loss    {validation:.4f} {self.unit} on held-out {unseen}{beside}")
+                report.say(f"loss    {validation:.4f} {self.unit} on held-out {unseen}")
             if isinstance(self.evaluation, AnswerEvaluation) and self.evaluation.metrics:
                 report.say(f"        {'  '.join(numbers_in_words(self.evaluation.metrics))}")
         if self._is_evaluated and job.file.evaluate.best:
@@ -444,7 +438,7 @@ class TrainingRun:
             report.say(f"\n{text}\n")
         if job.export is not None and problem is None:
             report.say(f"the model is in {job.export}: triax generate {job.export} --prompt ...")
-        report.draw(job.schedule, {name: compared} if name else {})
+        report.draw(job.schedule)
         if problem := problem or self.best_problem or unsaved:
             user_error(problem)
 
@@ -474,16 +468,15 @@ def _end_of(training: Any) -> int | None:
     return ends.pop() if len(ends) == 1 else None
 
 
-def train(job: Job, watches: Sequence[Watch] = (), baseline: Baseline | None = None) -> None:
+def train(job: Job, watches: Sequence[Watch] = ()) -> None:
     """Be one rank of a run, from the empty grid to the pictures.
 
     Args:
         job: the run.
         watches: watchers of its steps, beside those that the training file asks for.
-        baseline: a simple model to compare the loss with.
     """
     try:
-        run = TrainingRun(job, watches, baseline)
+        run = TrainingRun(job, watches)
     except ConfigError as error:
         user_error(error)
     except CheckpointError as error:

@@ -32,7 +32,7 @@ from ..models.reward import reward_layers
 from ..options.engine import EngineOptions
 from ..pipe.module import PipelineModule
 from ..tensor_parallel.embedding import VocabParallelEmbedding
-from .job import Job, cut_by, model_config
+from .job import Job, cut_by, layers_function, model_config
 from .schema import MethodSection, ModelSection
 
 _EMBEDDINGS = (VocabParallelEmbedding, PositionEmbedding, nn.Embedding)
@@ -94,6 +94,8 @@ def frozen_engine(job: Job, grid: Grid, folder: str | None) -> PipelineEngine:
 def layers_of_job(job: Job) -> list[Any]:
     """Return the list of layers of a run's language model, with random weights."""
     section = job.file.model
+    if section.layers is not None:
+        return list(layers_function(section)(job.model))
     experts = section.experts.arguments
     return LAYERS[type(job.model)](job.model, job.file.grid.sequence_parallel, section.attention, **experts)
 

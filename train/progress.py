@@ -15,9 +15,9 @@ from ..base.errors import ConfigError, to_install
 from ..base.records import Records
 from ..monitor.format import numbers_in_words
 from ..monitor.protocol import StepMetrics
-from ..monitor.report.run_folder import Run, read_run, read_trace
+from ..monitor.report.pictures import draw_losses, draw_schedule
+from ..monitor.report.run_folder import read_run, read_trace
 from ..monitor.report.write import write_report
-from ..pipe.program.measured_costs import simulated
 from ..pipe.program.schedule import Schedule
 from ..pipe.program.timeline import Timeline
 
@@ -105,12 +105,11 @@ class Reporter:
             self._live.stop()
             self._live = None
 
-    def draw(self, schedule: Schedule, baselines: Mapping[str, float]) -> None:
+    def draw(self, schedule: Schedule) -> None:
         """Write report.html, and loss.png and schedule.png if matplotlib is installed.
 
         Args:
             schedule: the pipeline schedule.
-            baselines: name -> loss of simple models, drawn as lines.
         """
         if not self.speaks:
             return
@@ -121,7 +120,7 @@ class Reporter:
         try:
             run = read_run(self.folder)
             with self._records.writing(str(self.folder / "loss.png")):
-                draw_losses(self.folder / "loss.png", run, baselines, self.unit)
+                draw_losses(self.folder / "loss.png", run, self.unit)
             if self._pipelines:
                 _, step, measured = sorted(self._pipelines)[len(self._pipelines) // 2]
                 if (traced := read_trace(run.trace or {})) is not None:
@@ -175,48 +174,3 @@ def in_lines(parts: Sequence[str], width: int) -> list[str]:
 def minutes(seconds: float) -> str:
     """Return seconds as minutes and seconds: 75.2 is 1:15."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
-
-
-def draw_losses(path: Path, run: Run, baselines: Mapping[str, float], unit: str) -> None:
-    """Draw training and validation loss over the steps, those before a resume too, and each baseline's as a line."""
-    from matplotlib.figure import Figure
-
-    trained, checked = run.series("Train/Samples/train_loss"), run.series("Validation/loss")
-    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-    axes = figure.subplots()
-    axes.plot(*zip(*trained, strict=True), color="#9db4d0", linewidth=0.8, label="training, each batch")
-    if checked:
-        label = "validation, held-out documents"
-        axes.plot(*zip(*checked, strict=True), color="#1f4e8c", marker="o", markersize=4, label=label)
-        step, last = checked[-1]
-        axes.annotate(
-            f"{last:.3f}", (step, last), xytext=(0, -14), textcoords="offset points", ha="center", color="#1f4e8c"
-        )
-    for name, loss in baselines.items():
-        axes.axhline(loss, color="#b5482a", linestyle="--", linewidth=1, label=f"{name}: {loss:.3f}")
-    axes.set(xlabel="step", ylabel=f"loss, {unit}", xlim=(0, None))
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(path)
-
-
-def draw_schedule(path: Path, schedule: Schedule, measured: Timeline, name: str) -> None:
-    """Draw the pipeline as it ran, and simulated with its costs."""
-    from ..pipe.program.draw import picture
-
-    measured = from_zero(measured)
-    costs = "each op takes the median of its stage, each message that of its boundary"
-    titles = [f"{name} as measured", f"simulated with its costs: {costs}"]
-    picture([measured, simulated(schedule, measured)], path, titles, " s")
-
-
-def from_zero(times: Timeline, scale: float = 1.0) -> Timeline:
-    """Shift a timeline so that its first op begins at time 0, and multiply its times by ``scale``."""
-    first = min(span.start for row in times.rows for span in row)
-    return Timeline(
-        tuple(
-            tuple(s._replace(start=scale * (s.start - first), end=scale * (s.end - first)) for s in row)
-            for row in times.rows
-        )
-    )

@@ -127,6 +127,11 @@ def _functions(value: Any) -> Any:
     return tuple(names)
 
 
+def _function(value: Any) -> Any:
+    """Return the name of a function, or None."""
+    return None if value is None else _functions(value if isinstance(value, str) else [value])[0]
+
+
 def _partition(value: Any) -> Any:
     """Return a way to cut the layers: a name, or boundaries as a tuple."""
     boundaries = isinstance(value, (list, tuple)) and all(type(each) is int for each in value)
@@ -177,8 +182,16 @@ class ExpertsSection(Keys):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSection(Keys):
-    """``model``: a preset, or a Hugging Face folder or id."""
+    """``model``: a function of yours that returns the layers, a preset, or a Hugging Face folder or id."""
 
+    MAIN: ClassVar = "layers"
+
+    layers: str | None = option(
+        None,
+        "Function that returns the list of layers of a configuration, as file.py:function or module:function. Its "
+        "argument's default is the configuration, unless preset names one.",
+        read=_function,
+    )
     preset: str | None = option(None, "Name of a configuration, such as llama3-8b, gpt2 or bytes-small.")
     folder: str | None = option(
         None,
@@ -194,7 +207,9 @@ class ModelSection(Keys):
 
     def check(self) -> None:
         """Check that the model comes from one place."""
-        if (self.preset is None) == (self.folder is None):
+        if self.layers is not None and self.folder is not None:
+            raise refusal("<folder> has weights of another model than <layers>: leave one of them out")
+        if self.layers is None and (self.preset is None) == (self.folder is None):
             given = "none of preset and folder is" if self.preset is None else "both preset and folder are"
             raise refusal(f"{given} given, but the model comes from one: give one of them")
         if self.overrides and self.has_weights:
@@ -204,8 +219,11 @@ class ModelSection(Keys):
 
     def check_given(self) -> None:
         """Check that weights are not asked for from a preset."""
-        if self.preset is not None and "weights" in self.given and self.weights:
+        if self.folder is None and "weights" in self.given and self.weights:
             raise refusal("<weights> is true, but a preset has none: leave <weights> out, or give <folder>")
+        for name in ("attention", "experts") if self.layers is not None else ():
+            if name in self.given:
+                raise refusal(f"<{name}> is for triax's own models, and <layers> is a function: leave it out")
 
     @property
     def has_weights(self) -> bool:

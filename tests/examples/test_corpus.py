@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import sys
-from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from triax.data import TokenData
@@ -92,20 +88,3 @@ def test_missing_paths(tmp_path: Path) -> None:
         C.find([tmp_path / "nowhere"])
     with pytest.raises(ValueError, match="no documents"):
         C.find([tmp_path])
-
-
-def test_bigram_loss_by_hand() -> None:
-    text = np.frombuffer(b"abracadabra, abracadabra!", dtype=np.uint8).astype(np.int64)
-    rows = [np.frombuffer(piece, dtype=np.uint8).astype(np.int64) for piece in (b"abra", b"xyza")]
-    singles, pairs, firsts = Counter(text[1:].tolist()), Counter(pairwise(text.tolist())), Counter(text[:-1].tolist())
-
-    def surprise(a: int, b: int) -> float:
-        own = (singles[b] + 1) / (len(text) - 1 + 256)
-        return -math.log((pairs[a, b] + own) / (firsts[a] + 1))
-
-    expected = [surprise(a, b) for row in (b"abra", b"xyza") for a, b in pairwise(row)]
-    # In two batches, with labels that do not count.
-    halves = [(text[:9], text[1:10]), (text[9:], np.append(text[10:], -100))]
-    bigram = C.Bigram(halves)
-    assert bigram.loss((row[:-1], row[1:]) for row in rows) == pytest.approx(sum(expected) / len(expected), rel=1e-12)
-    assert np.allclose(np.exp(bigram.log_probability).sum(axis=1), 1.0)

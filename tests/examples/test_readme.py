@@ -1,7 +1,8 @@
 """Everything that README.md and docs/start tell their reader to type works.
 
-- A ```python block is a program: it is run, in an empty folder. If its first line is `# name.py`, it is run under
-  that name, and the commands below it may use it. A block that imports nothing continues the one before it.
+- README.md's ```python block has parts of examples/gpt_3d.py, which test_gpt_3d.py runs. Those of docs/start are
+  programs: if the first line is `# name.py`, the commands below it may use this name. A block that imports nothing
+  continues the one before it.
 - In a ```sh block (or bash, console), every line is a command of a known kind, and is checked as far as is cheap:
   `make` targets by `make -n`, options of the examples by their `--help`, `torchrun` and `python` on one of the
   README's own programs by running it. A kind that is not known fails: teach it here.
@@ -29,9 +30,10 @@ from triax.pipe.schedules.choose import NAMES
 
 from paths import DOCS, ROOT
 from processes import program
-from readme_blocks import commands, programs
+from readme_blocks import blocks, commands, programs
 
 README = ROOT / "README.md"
+FIRST_RUN = (DOCS / "start" / "first-run.md").read_text()
 
 WRONG = "the README says this, and it does not work"
 
@@ -80,7 +82,7 @@ def check_make(words: list[str], folder: Path) -> None:
         if equals:
             assert re.search(rf"^{name} \?=|\$\({name}\)", (ROOT / "Makefile").read_text(), re.M), f"{WRONG}: {word}"
         if name == "ARGS" and targets == ["train"]:
-            check_options(shlex.split(value), sys.executable, str(ROOT / "examples" / "train_gpt.py"))
+            check_options(shlex.split(value), sys.executable, str(ROOT / "examples" / "gpt_3d.py"))
 
 
 def check_python(words: list[str], folder: Path) -> None:
@@ -169,45 +171,43 @@ def test_readme_is_short() -> None:
 
 def test_readme_shows_a_program_and_commands() -> None:
     text = README.read_text()
-    assert programs(text), "README.md has no Python example"
+    assert "```python" in text, "README.md has no Python example"
     typed = [command for _, command in commands(text)]
     assert any(command.startswith("pip install") for command in typed)
     assert {"make train", "make test"} <= {command.partition("#")[0].strip() for command in typed}
 
 
 TYPED = [command for _, command in commands(README.read_text())]
-STARTED = [command for page in sorted((DOCS / "start").glob("*.md")) for command in commands(page.read_text())]
+ON_PAGES = [command for page in sorted((DOCS / "start").glob("*.md")) for command in commands(page.read_text())]
+STARTED = [command for _, command in ON_PAGES]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        # A program that a command runs is run there.
-        pytest.param(name, marks=pytest.mark.exhaustive if f"python {name}" in TYPED else ())
-        for name in programs(README.read_text())
-    ],
-)
-def test_program_runs(name: str, tmp_path: Path) -> None:
-    write_programs(README.read_text(), tmp_path)
-    run([sys.executable, name], tmp_path)
+def listing(page: Path) -> list[str]:
+    """The first Python block of a page, as lines."""
+    return next(block.text for block in blocks(page.read_text()) if block.language == "python").splitlines()
+
+
+def test_the_listing_is_the_example() -> None:
+    """Every line of it stands in examples/gpt_3d.py, in this order; between two of them may be others, for ``...``."""
+    whole = (ROOT / "examples" / "gpt_3d.py").read_text()
+    parts = re.split(r"\n *\.\.\.\n|\n\n\n", "\n".join(listing(README)))
+    place = 0
+    for part in parts:
+        place = whole.find(part.strip("\n"), place)
+        assert place >= 0, part
+    assert len(parts) > 3
+    assert listing(DOCS / "index.md") == listing(README)
 
 
 def test_torchruns_programs_print_what_one_process_prints(ranks: Any, tmp_path: Path) -> None:
     """Under torchrun's environment, in processes that have torch already; torchrun itself is in the sweep."""
-    write_programs(README.read_text(), tmp_path)
-    words = [shlex.split(command) for command in TYPED if command.startswith("torchrun ")]
+    write_programs(FIRST_RUN, tmp_path)
+    words = [shlex.split(command) for command in STARTED if command.startswith("torchrun ")]
     assert words and all(typed[1] == "--nproc-per-node" for typed in words)
     for _, _, size, *arguments in words:
         (alone,) = ranks(1, program, arguments[:1], str(tmp_path))
         first, *others = ranks(int(size), program, arguments, str(tmp_path))
         assert first == alone and not any(others)
-
-
-def test_the_first_run_is_the_program_of_the_readme() -> None:
-    """Its commands are README.md's too, which are run."""
-    page = (DOCS / "start" / "first-run.md").read_text()
-    assert programs(page)["first.py"] == programs(README.read_text())["first.py"]
-    assert {command for _, command in commands(page) if "first.py" in command} <= set(TYPED)
 
 
 def every_schedule(names: list[str], folder: str) -> list[str]:
@@ -216,7 +216,7 @@ def every_schedule(names: list[str], folder: str) -> list[str]:
 
 
 def test_the_program_works_with_every_schedule_s_name(ranks: Any, tmp_path: Path) -> None:
-    source = programs(README.read_text())["first.py"]
+    source = programs(FIRST_RUN)["first.py"]
     assert '"1f1b"' in source and "range(10)" in source
     names = [name for name in NAMES if name != "forward"]
     for name in names:  # here, once: a rank that writes a file while another reads it may leave it nothing to read
@@ -230,11 +230,11 @@ def test_the_program_works_with_every_schedule_s_name(ranks: Any, tmp_path: Path
     ("line", "command"),
     [
         pytest.param(*each, marks=pytest.mark.exhaustive if each[1].startswith("torchrun ") else ())
-        for each in [*commands(README.read_text()), *(each for each in STARTED if each[1] not in TYPED)]
+        for each in [*commands(README.read_text()), *(each for each in ON_PAGES if each[1] not in TYPED)]
     ],
 )
 def test_command_works(line: int, command: str, tmp_path: Path) -> None:
-    write_programs(README.read_text(), tmp_path)
+    write_programs(FIRST_RUN, tmp_path)
     check(command, tmp_path)
 
 

@@ -4,7 +4,7 @@
 
 It builds the wheel of the last commit, makes an environment with this Python and nothing else, and installs the wheel
 with its dependencies. There it runs what a new user types first: the command's version, a schedule, a recipe, a
-project, the demo, and README.md's program on one and on two processes, which must print the same losses.
+project, the demo, and the first program on one and on two processes, which must print the same losses.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> None:
             sys.exit(f"the installed command says {said.strip()}, not triax {version}")
         for words in (("schedule", "zb-v"), ("recipe", "pretrain"), ("new", "first"), ("demo",)):
             run(commands / "triax", *words, cwd=folder)
-        script, source = next(iter(programs((ROOT / "README.md").read_text()).items()))
+        script, source = next(iter(programs((ROOT / "docs" / "start" / "first-run.md").read_text()).items()))
         (folder / script).write_text(source)
         alone = run(commands / "python", script, cwd=folder)
         together = run(commands / "torchrun", "--nproc-per-node", "2", script, "2", "1", "1", cwd=folder)

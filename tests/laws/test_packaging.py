@@ -361,7 +361,7 @@ def test_make_takes_the_newest_python_that_runs(clone: Path, there: dict[str, in
 
 def test_options_reach_the_command(clone: Path) -> None:
     make(clone, "train", "ARGS=--steps 3")
-    assert asked(clone)[-1] == "examples/train_gpt.py --pipe 2 --data 2 --tensor 2 --steps 3"
+    assert asked(clone)[-1] == "examples/gpt_3d.py --pipe 2 --data 2 --tensor 2 --steps 3"
     make(clone, "test", "ARGS=-k pool")
     assert asked(clone)[-1].endswith("-m pytest -n 2 --dist worksteal -k pool")
 
