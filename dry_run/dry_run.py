@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import ConfigError
+from ..base.temporary_folders import temporary_folder
 from ..grid.topology import Topology
-from ..launcher.temporary_folders import launch_folder
 from ..launcher.worker import killed_with_parent
 from .classes import Classes
 from .exchange import Hub
@@ -77,8 +77,8 @@ def dry_run(
     def say(line: str) -> None:
         progress(f"dry run, {time.monotonic() - begun:.0f} s: {line}")
 
-    with launch_folder() as folder:
-        _run_pipeline(run, program, Path(folder), 0, say)
+    with temporary_folder("dry") as folder:
+        _run_pipeline(run, program, folder, 0, say)
         first = run.records[0]
         axes = first["axes"] or {"data": settings.ranks}
         run.classes = Classes(Topology(**axes, expert=first["expert"]))
@@ -86,7 +86,7 @@ def dry_run(
         ahead: int | None = settings.ranks - 1
         while ahead is not None and all(record["outcome"] in _ENDED for record in run.records.values()):
             if ahead not in run.records:
-                _run_pipeline(run, program, Path(folder), ahead, say)
+                _run_pipeline(run, program, folder, ahead, say)
                 run.classes.learn(run.records)
             ahead = run.classes.next_rank(run.records)
     run.problems = _problems(run, run.classes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import nn
@@ -72,6 +72,11 @@ class ConfiguredEngine(Engine):
         optimizer, lr_scheduler, schedule: those given in place of the configuration's.
         arguments: further arguments of ``Engine``.
     """
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return a member under DeepSpeed's name, or the module's: a type checker does not know them."""
 
     def __init__(
         self,

@@ -39,9 +39,7 @@ class Trained(NamedTuple):
     weights: dict[str, Tensor]  # after the last step
 
 
-def gpt_engine(
-    grid: triax.Grid, dtype: torch.dtype = torch.float32, *, dropout: float = 0.0, **config: Any
-) -> triax.PipelineEngine:
+def gpt_engine(grid: triax.Grid, dtype: torch.dtype = torch.float32, *, dropout: float = 0.0, **config: Any) -> Any:
     """A GPT of four blocks on a grid."""
     shape = GPTConfig(
         vocab_size=VOCABULARY,

@@ -23,7 +23,7 @@ from triax.options.precision import LossScale
 VOCABULARY, LENGTH, SAMPLES = 50, 12, 16
 
 
-def engine(grid: Grid, stage: int, **config: Any) -> triax.PipelineEngine:
+def engine(grid: Grid, stage: int, **config: Any) -> Any:
     shape = GPTConfig(
         vocab_size=VOCABULARY,
         max_position_embeddings=LENGTH,

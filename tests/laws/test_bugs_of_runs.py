@@ -53,27 +53,27 @@ def test_what_is_frozen_later_stands_still(optimizer: Any) -> None:
     assert not torch.equal(frozen, before[0])
 
 
-def unfreeze(engine: triax.PipelineEngine) -> None:
+def unfreeze(engine: Any) -> None:
     next(engine.module.parameters()).requires_grad_(True)
 
 
-def second_engine(engine: triax.PipelineEngine) -> None:
+def second_engine(engine: Any) -> None:
     triax.initialize(model=engine.module, config=engine.config)
 
 
-def cast(engine: triax.PipelineEngine) -> None:
+def cast(engine: Any) -> None:
     engine.module.to(torch.float32)
 
 
-def assign(engine: triax.PipelineEngine) -> None:
+def assign(engine: Any) -> None:
     engine.module.load_state_dict({k: v.clone() for k, v in engine.module.state_dict().items()}, assign=True)
 
 
-def swap(engine: triax.PipelineEngine) -> None:
+def swap(engine: Any) -> None:
     engine.module.layers["1"] = nn.Linear(WIDTH, WIDTH).double()
 
 
-def add(engine: triax.PipelineEngine) -> None:
+def add(engine: Any) -> None:
     engine.module.layers["1"].scale = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
 
 
@@ -88,7 +88,7 @@ def add(engine: triax.PipelineEngine) -> None:
         (add, "layers.1.scale was added after its engine"),
     ],
 )
-def test_nothing_is_left_untrained_in_silence(change: Callable[[triax.PipelineEngine], None], words: str) -> None:
+def test_nothing_is_left_untrained_in_silence(change: Callable[[Any], None], words: str) -> None:
     """Steps went on, on buffers that the model no longer looked at, or without what had been unfrozen."""
     built = nn.Linear(WIDTH, WIDTH)
     built.weight.requires_grad_(False)
@@ -264,7 +264,7 @@ def boom(*_: Any) -> None:
     raise ArithmeticError("boom")
 
 
-def tripping(grid: Grid, what: str) -> triax.PipelineEngine:
+def tripping(grid: Grid, what: str) -> Any:
     def make(groups: Any) -> torch.optim.Optimizer:
         optimizer = torch.optim.SGD(groups, lr=0.1)
         if what == "optimizer" and grid.rank == 1:

@@ -10,7 +10,15 @@ import pytest
 
 from paths import ROOT
 
-EXTRAS = ("transformers", "accelerate", "huggingface_hub", "matplotlib", "tensorboard", "wandb", "lm_eval")
+EXTRAS: tuple[str, ...] = (
+    "transformers",
+    "accelerate",
+    "huggingface_hub",
+    "matplotlib",
+    "tensorboard",
+    "wandb",
+    "lm_eval",
+)
 EXTRAS += ("pyarrow", "fsspec", "peft", "trl", "bitsandbytes", "datasets")
 ASKED = """
 import inspect, pydoc, sys

@@ -52,7 +52,7 @@ def model(layers: list[Any], grid: Grid | None = None, **options: Any) -> Pipeli
     return PipelineModule(layers, grid=grid, **options)
 
 
-def engine_of(module: PipelineModule, samples: int = 8, zero: int = 0, **config: Any) -> triax.PipelineEngine:
+def engine_of(module: PipelineModule, samples: int = 8, zero: int = 0, **config: Any) -> Any:
     config = {
         "train_batch_size": samples,
         "train_micro_batch_size_per_gpu": 1,

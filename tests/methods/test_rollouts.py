@@ -277,7 +277,7 @@ def test_mistakes_are_refused() -> None:
     plain = triax.PipelineModule(triax.llama_layers(CONFIG), loss_fn=triax.NextTokenLoss(Grid(), 128))
     trains = triax.Engine(plain, optimizer=torch.optim.AdamW, batch=8)
     with pytest.raises(TypeError, match="an engine whose loss_fn is a NextTokenLoss: make the model with"):
-        Rollouts(trains, triax.init_inference(trains), small, max_new_tokens=4)  # type: ignore[arg-type]
+        Rollouts(trains, triax.init_inference(trains), small, max_new_tokens=4)
     with pytest.raises(TypeError, match=r"make the model with loss_fn=.*preference_loss"):
         with_reference(engine, [])
     with pytest.raises(ValueError, match="logprobs='tempered' divides the logits by the temperature, which is 0"):

@@ -51,7 +51,8 @@ def same(found: dict[str, Tensor] | None, wanted: dict[str, Tensor]) -> bool:
 @pytest.fixture
 def models(tmp_path: Path) -> tuple[list[Callable[[], None]], list[dict[str, Tensor]], Path]:
     """Return writers of two models to one folder, of three files and of one, and the weights of both."""
-    folder, writers, weights = tmp_path / "model", [], []
+    writers: list[Callable[[], None]] = []
+    folder, weights = tmp_path / "model", []
     for seed, size in ((1, 15_000), (2, 10**9)):
         made = model(seed)
         triax.save_hf(made, tmp_path / str(seed), max_file_bytes=size)

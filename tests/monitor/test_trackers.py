@@ -38,7 +38,7 @@ def named_loss(outputs: Tensor, labels: Tensor) -> triax.Loss:
     return triax.Loss({"square": mean_loss(outputs, labels)}, metrics={"largest": (outputs.detach().max(), 1)})
 
 
-def made(grid: Grid | None = None, **config: Any) -> triax.PipelineEngine:
+def made(grid: Grid | None = None, **config: Any) -> Any:
     layers: list[Any] = [LayerSpec(nn.Linear, 3, 3), torch.tanh, LayerSpec(nn.Linear, 3, 3)]
     model = PipelineModule(layers, grid=grid, loss_fn=named_loss, dtype=torch.float64)
     base = {"train_batch_size": BATCH, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}

@@ -227,7 +227,9 @@ def test_each_option_has_a_key() -> None:
 
 
 def test_deepspeeds_members_warn_on_a_native_engine() -> None:
-    engine = triax.Engine(nn.Linear(2, 2), optimizer=partial(torch.optim.SGD, lr=0.1), batch=triax.Batch(microbatch=3))
+    engine: Any = triax.Engine(
+        nn.Linear(2, 2), optimizer=partial(torch.optim.SGD, lr=0.1), batch=triax.Batch(microbatch=3)
+    )
     for name, new in older_members.NEW.items():
         with pytest.warns(DeprecationWarning, match=re.escape(f"engine.{name} is DeepSpeed's name")) as warned:
             getattr(engine, name)

@@ -252,9 +252,9 @@ def test_a_tie_is_summed_before_its_weight_is_reduced(zero: int) -> None:
         verify(replace(program, ops=tuple(map(tuple, moved))))
     # A sum that comes before a backward of a stage with the tie misses its gradient.
     early = []
-    for ops in map(list, program.ops):
-        ops.insert(0, ops.pop(next(i for i, op in enumerate(ops) if op.kind == "TIED")))
-        early.append(tuple(ops))
+    for order in map(list, program.ops):
+        order.insert(0, order.pop(next(i for i, op in enumerate(order) if op.kind == "TIED")))
+        early.append(tuple(order))
     with pytest.raises(ScheduleError, match="comes after tie 0 is summed"):
         verify(replace(program, ops=tuple(early)))
 

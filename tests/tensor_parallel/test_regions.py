@@ -169,13 +169,15 @@ def loss_over_replicas(name: str) -> list[Tensor] | str:
         engine.backward(total.square().sum())
     else:
         try:
-            engine.backward(regions.border(*name.split("/"), rows, grid.data, 0).T.tanh().cumsum(1).square().sum())
+            forward, backward = name.split("/")
+            engine.backward(regions.border(forward, backward, rows, grid.data, 0).T.tanh().cumsum(1).square().sum())
         except ValueError as error:
             return str(error)
     engine.step()
     plain = weight.clone().requires_grad_()
     whole = data.flatten(0, 1) @ plain.T
     (whole.sum(0).square() if name == "sum" else whole.T.tanh().cumsum(1).square()).sum().backward()
+    assert plain.grad is not None
     return [engine.gather("gradients")["weight"], plain.grad]
 
 

@@ -60,7 +60,7 @@ def squares(y: Tensor, labels: Tensor) -> Tensor:
     return F.mse_loss(y, labels.to(y.dtype))  # torch 2.11 differentiates no mse_loss of two dtypes
 
 
-def engine_of(grid: Grid, zero: dict[str, Any], optimizer: Any = "AdamW", **options: Any) -> triax.PipelineEngine:
+def engine_of(grid: Grid, zero: dict[str, Any], optimizer: Any = "AdamW", **options: Any) -> Any:
     """Two parameter groups, one frozen parameter, clipping, and a learning rate that changes every step."""
     dtype = None if {"bf16", "fp16"} & options.keys() else torch.float64
     layers = [LayerSpec(Layer, WIDTH) for _ in range(4)]
@@ -99,7 +99,7 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def trained(engine: triax.PipelineEngine, dtype: torch.dtype = torch.float64) -> list[Any]:
+def trained(engine: Any, dtype: torch.dtype = torch.float64) -> list[Any]:
     """Per step: loss, norm, gradients and weights."""
     data = batches(engine.grid, dtype)
     steps: list[Any] = []
