@@ -44,7 +44,7 @@ TUTORIAL = """{
 }"""
 
 
-def engine(grid: Grid | None = None, **config: Any) -> triax.PipelineEngine:
+def engine(grid: Grid | None = None, **config: Any) -> Any:
     layers: list[Any] = [LayerSpec(nn.Linear, WIDTH, WIDTH), torch.tanh, LayerSpec(nn.Linear, WIDTH, WIDTH)]
     dtype = torch.float32 if "fp16" in config else torch.float64
     model = PipelineModule(layers, grid=grid, loss_fn=mean_loss, dtype=dtype)

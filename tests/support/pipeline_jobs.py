@@ -29,7 +29,7 @@ def layers(dropout: float = 0.0) -> list[Any]:
     return [linear, LayerSpec(Dropout, dropout), linear, torch.tanh, linear]
 
 
-def engine(grid: Grid, dropout: float = 0.0, loss: Any = mean_loss, **config: Any) -> triax.PipelineEngine:
+def engine(grid: Grid, dropout: float = 0.0, loss: Any = mean_loss, **config: Any) -> Any:
     model = PipelineModule(layers(dropout), grid=grid, loss_fn=loss, dtype=torch.float64, partition="uniform")
     return triax.initialize(model=model, config={**BASE, **config})[0]
 
@@ -48,6 +48,6 @@ def microbatches(grid: Grid, micro: int = 2, batch: int = 16) -> Iterator[tuple[
             yield x[at : at + micro], y[at : at + micro]
 
 
-def given(schedule: str | Schedule, **options: Any) -> triax.PipelineEngine:
+def given(schedule: str | Schedule, **options: Any) -> Any:
     model = PipelineModule(layers(), loss_fn=mean_loss, dtype=torch.float64, **{"partition": "uniform", **options})
     return triax.initialize(model=model, config=BASE, schedule=schedule)[0]
