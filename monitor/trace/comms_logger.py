@@ -111,7 +111,9 @@ def late_rank(everyone: Sequence[Durations]) -> str:
         everyone: kind of call -> seconds of each call, of each rank.
     """
     caused = [0.0] * len(everyone)
-    for call in {call for each in everyone for call in each if call.op not in _MESSAGES}:
+    for call in {LoggedCall(*call) for each in everyone for call in each}:  # plain tuples, from other ranks
+        if call.op in _MESSAGES:
+            continue
         calls = [everyone[rank].get(call, []) for rank in call.ranks]
         if all(len(each) == len(calls[0]) for each in calls):
             for durations in zip(*calls):

@@ -320,7 +320,7 @@ def test_every_port_on_one_host_is_on_the_loopback_address(tmp_path: Path, scrip
 
 def test_every_port_is_opened_by_one_helper() -> None:
     """Other places of the library may connect, or look for an address without listening."""
-    opens = re.compile(r"\.listen\(|create_server\(|HTTPServer\(\(|is_master=(?!False)|TCPStore\([^)]*(True|rank == 0)")
+    opens = re.compile(r"\.listen\(|create_server\(|Server\(\(|is_master=(?!False)|TCPStore\([^)]*(True|rank == 0)")
     found = {file for file in library(ROOT) if opens.search(Path(ROOT, file).read_text())}
     helpers = {"base/ports.py", "grid/comm/tcp_store.py"}
     # A page on the loopback address; a store where MASTER_ADDR is no address of rank 0's host (docs/launch.md).

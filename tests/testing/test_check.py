@@ -260,7 +260,7 @@ def typed(folder: Path, *words: str, line: str = "", dtype: str = "float64") -> 
     file = folder / f"model_{len([*folder.iterdir()])}.py"  # a rank imports a file of one name once
     file.write_text(SCRIPT.format(line=line, dtype=dtype))
     run = CliRunner().invoke(app, ["check", f"{file}:build", *words])
-    return run.exit_code, run.output
+    return run.exit_code, run.stdout or run.output  # progress goes to stderr
 
 
 def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:
