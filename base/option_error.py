@@ -1,7 +1,7 @@
 """Errors and notes about options, which each door of the library shows under its own names.
 
-An option has a path, such as ``zero.stage``: the sections that lead to it, and its name. Its name in Python is the
-path, in a training file ``training.zero.stage``, and in another library's file its key there. A text mentions another
+An option has a path, such as ``zero.stage``: the sections that lead to it, and its name. Its name in Python and in a
+training file is the path; in another library's file it is its key there. A text mentions another
 option as ``<stage>``: the path from the section whose check wrote the text.
 """
 

@@ -91,7 +91,10 @@ def main_job(_: Any) -> tuple[triax.Grid, Any, int, Callable[[], None]]:
         "model": {"preset": "bytes-small", "overrides": {"vocab_size": 256, **shape}},
         "data": {"training": "none"},
         "grid": {"pipe": 2, "data": 2, "tensor": 2},
-        "training": {"steps": 600, "batch": 32, "microbatch": 4, "zero": 1, "clip": 1.0},
+        "training": {"steps": 600},
+        "batch": {"size": 32, "microbatch": 4},
+        "zero": 1,
+        "clip": 1.0,
     }
     job = resolve(TrainingFile.of(values))
     options = job.options.changed(checkpoint=triax.Checkpoints(background=True), monitor=triax.Monitoring())

@@ -142,17 +142,16 @@ def training_file(given: argparse.Namespace, data: dict[str, Any], seed: int, ba
         "grid": {"data": given.data},
         "training": {
             "steps": given.steps,
-            "batch": batch,
-            "microbatch": given.microbatch,
-            "precision": "fp32",
-            "optimizer": {"type": "AdamW", "weight_decay": 0.1},
             "learning_rate": {"peak": 4e-3, "warmup_steps": min(50, given.steps // 2)},
-            "clip": 1.0,
-            "zero": 0,
         },
+        "batch": {"size": batch, "microbatch": given.microbatch},
+        "precision": "fp32",
+        "optimizer": {"type": "AdamW", "weight_decay": 0.1},
+        "clip": 1.0,
+        "zero": 0,
         "evaluate": {"every": 100, "sequences": given.validation},
         "checkpoint": False,
-        "monitor": {"trace": 0},
+        "monitor": {"trace": False},
     }
     return TrainingFile.of(values)
 

@@ -13,16 +13,28 @@ from .output import echo
 
 
 def config(
-    file: Annotated[Path | None, typer.Argument(help="Configuration file, in DeepSpeed's JSON dialect.")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(help="Configuration file, in DeepSpeed's JSON dialect; a training file to upgrade.")
+    ] = None,
     data: Annotated[int, typer.Option(min=1, help="Size of the data axis: the number of replicas.")] = 1,
     schema: Annotated[
         bool, typer.Option("--schema", help="Print the JSON schema of configurations, for editors.")
     ] = False,
     table: Annotated[bool, typer.Option("--table", help="Print the table of all keys, as in docs/config.md.")] = False,
+    upgrade: Annotated[
+        bool, typer.Option("--upgrade", help="Rewrite a training file under today's names of keys; comments stay.")
+    ] = False,
 ) -> None:
     """Check a configuration, and print it with every default and all three batch sizes filled in."""
-    if sum((file is not None, schema, table)) != 1:
+    if sum((file is not None, schema, table)) != 1 or (upgrade and file is None):
         raise ConfigError("Give one of a FILE to check, --schema and --table.")
+    if upgrade:
+        assert file is not None
+        from ..train.upgrade import upgrade as rewrite
+
+        for note in rewrite(file) or [f"{file} has no older name"]:
+            typer.echo(note)
+        return
     from ..compat.deepspeed.config.resolved import json_schema, markdown
 
     if schema:

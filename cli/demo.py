@@ -50,17 +50,16 @@ def demo(
         "data": {"training": str(folder / "tokens"), "held_out": 0.05},
         "grid": {"pipe": 2},
         "schedule": "1f1b",
+        "batch": {"size": 16, "microbatch": 2},
+        "precision": "fp32",
         "training": {
             "steps": 100,
-            "batch": 16,
-            "microbatch": 2,
-            "precision": "fp32",
             "learning_rate": {"peak": 2e-3, "warmup_steps": 20},
             "time_limit": "20s",
         },
         "evaluate": {"sequences": 64},
         "checkpoint": False,
-        "monitor": {"log_every": 10, "trace": _NO_STEP},
+        "monitor": {"print_every": 10, "trace": _NO_STEP},
     }
     job = make_job(TrainingFile.of(values))
     code = launch(train, job, ranks=2, topology=job.topology, logs=job.folder, preload=PRELOAD)

@@ -101,7 +101,7 @@ def memory_of_job(job: Job) -> ModelMemory:
     """Return the formulas for the memory of a run's model, with the options of its training."""
     section = job.options.optimizer
     states = optimizer_states(section.type, section.arguments)
-    options = StateOptions.of(job.options, job.precision, states, job.file.training.optimizer.decays)
+    options = StateOptions.of(job.options, job.precision, states, job.file.optimizer.decays)
     cut = job.file.schedule.partition if job.cut is None else job.cut.boundaries
     return ModelMemory(
         job.model, options=options, partition=cut, shard_tensor=bool(job.file.model.experts.shard_tensor)

@@ -123,7 +123,7 @@ def plan(
             raise ValueError("--model is missing. Give a preset such as llama3-8b, a folder, or a training file.")
         config, file, source = model_of(model)
         if file is not None:
-            sequence, batch = sequence or file.training.sequence, batch or file.training.batch
+            sequence, batch = sequence or file.training.sequence, batch or file.batch.size
         sequence = sequence or config.max_position_embeddings
         if batch is None:
             raise ValueError("--batch is missing. Give the sequences of a step, such as --batch 512.")
@@ -444,15 +444,13 @@ def _write(path: Path, model: str, source: ReadFile | None, work: Work, layout: 
     zero: Any = layout.zero
     if layout.offload:
         zero = {"stage": layout.zero, "offload_optimizer": {"device": "cpu"}}
-    content["training"] |= {
-        "batch": work.batch,
-        "microbatch": layout.microbatch,
-        "sequence": work.sequence,
+    content["training"]["sequence"] = work.sequence
+    content |= {
+        "batch": {"size": work.batch, "microbatch": layout.microbatch},
         "precision": work.precision,
         "recompute": layout.recompute,
         "zero": zero,
     }
-    content["training"].pop("batch_tokens", None)
     path.write_text(f"{_WRITTEN}\n# {note}\n" + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
     data = content["data"]
     return "method" not in content and (not isinstance(data, dict) or bool(data.get("document_mask", True)))

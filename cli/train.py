@@ -20,7 +20,7 @@ def train(
         Path | None, typer.Argument(help="Training file: .yaml, .toml or .json (docs/training-files.md).")
     ] = None,
     changes: Annotated[
-        list[str] | None, typer.Argument(help="Keys to change: training.batch=16 grid.pipe=2.", metavar="KEY=VALUE")
+        list[str] | None, typer.Argument(help="Keys to change: batch.size=16 grid.pipe=2.", metavar="KEY=VALUE")
     ] = None,
     explained: Annotated[
         bool,

@@ -860,9 +860,9 @@ class Engine:
         if options.every is not None and options.folder is not None:
             with self.all_or_none("checkpoint"):
                 self.checkpointer.claim(options.folder)
-        if options.resume and options.folder is not None:
+        if options.resume not in (False, "never") and options.folder is not None:
             with self.all_or_none("resume"):
-                self.checkpointer.resume(options.folder)
+                self.checkpointer.resume(options.folder, options.resume)
         self._saver = self.checkpointer.auto_saver()
 
     def save_on_interrupt(self) -> None:

@@ -31,8 +31,9 @@ def make_writers(options: Monitoring) -> list[Write]:
         ConfigError: a package is not installed.
         OSError: a folder cannot be made.
     """
-    folders = ((options.csv, csv_writer), (options.tensorboard, tensorboard_writer), (options.json, json_writer))
-    writers = [make(Path(folder)) for folder, make in folders if folder is not None]
+    makers: tuple[tuple[Any, Callable[[Path], Write]], ...]
+    makers = ("csv", csv_writer), ("tensorboard", tensorboard_writer), ("json", json_writer)
+    writers = [make(Path(folder)) for name, make in makers if (folder := options.folder_of(name)) is not None]
     if options.wandb is not None:
         writers.append(wandb_writer(options.wandb.project, options.wandb.group, options.wandb.team))
     return writers

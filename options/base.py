@@ -9,7 +9,7 @@ import textwrap
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from typing import Any, ClassVar, Literal, Self, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..base.checks import check_number
 from ..base.errors import describe, nearest
@@ -23,6 +23,7 @@ _DOCUMENTED = textwrap.TextWrapper(
     width=100, initial_indent=4 * " ", subsequent_indent=8 * " ", break_long_words=False, break_on_hyphens=False
 )
 
+Section = TypeVar("Section", bound="Options")
 REQUIRED: Any = MISSING  # default of an option that must be given
 
 
@@ -65,7 +66,7 @@ class Options:
 
     Other forms of a value are accepted too: a list for a tuple; a whole number for a number; for a section, a mapping
     of its options, or the value of its main option, if it has one (``zero=2`` is ``zero=Zero(stage=2)``). True and
-    False switch on and off a section that may be None.
+    False switch on and off a section that may be None; False also one whose main option may be None.
 
     Raises:
         OptionError: a value of another type, or out of its limits, or one that contradicts another option.
@@ -157,6 +158,10 @@ class Options:
         made = replace(self, **values)
         object.__setattr__(made, "_given", self.given)
         return made
+
+    def as_kind(self, kind: type[Section]) -> Section:
+        """Return the section as one of the class that its own class extends."""
+        return kind(**{each.name: getattr(self, each.name) for each in fields(kind)})
 
     @classmethod
     def default_of(cls, name: str) -> Any:
@@ -270,6 +275,8 @@ def converted(value: Any, hint: Any) -> Any:
     sections = [kind for kind in kinds if sections_in(kind)]
     if isinstance(value, bool) and sections and type(None) in kinds:  # switches an optional section on or off
         return sections[0].of({}) if value else None
+    if value is False and len(sections) == 1 and _may_be_none(sections[0]):
+        return sections[0].of({sections[0].MAIN: None})
     if isinstance(value, Options) and any(isinstance(value, kind) for kind in sections):
         return value
     if len(sections) == 1 and (isinstance(value, (Mapping, Options)) or len({*kinds} - {type(None)}) == 1):
@@ -288,6 +295,11 @@ def converted(value: Any, hint: Any) -> Any:
         if callable(value) and kind is Callable:
             return value
     raise ValueError(f"give {_wanted(kinds)}, not {describe(value)}")
+
+
+def _may_be_none(section: type[Options]) -> bool:
+    """Return True if the main option of a section may be None."""
+    return section.MAIN is not None and type(None) in get_args(hints_of(section)[section.MAIN])
 
 
 def _in_float32(value: float) -> float:

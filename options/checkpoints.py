@@ -36,7 +36,11 @@ class Checkpoints(Options):
     keep: int | None = option(
         None, "Number of automatic checkpoints to keep in the folder; older ones are removed.", least=1
     )
-    resume: bool = option(False, "Resume from the newest complete checkpoint in the folder, if there is one.")
+    resume: bool | str = option(
+        False,
+        "True or auto: resume from the newest complete checkpoint in the folder, if there is one; required: there must "
+        "be one; the tag or path of a checkpoint: resume from it; False or never: do not resume.",
+    )
     background: bool = option(
         False, "Write in the background: a save waits for a copy to host memory, and for the previous save."
     )
@@ -56,14 +60,14 @@ class Checkpoints(Options):
     def check(self) -> None:
         """Check that automatic checkpoints have a folder."""
         for name in ("every", "keep", "resume"):
-            if getattr(self, name) and self.folder is None:
+            if getattr(self, name) not in (None, False, "never") and self.folder is None:
                 raise refusal(f"<{name}> needs a folder: give <folder> too")
         if self.keep is not None and self.every is None:
             raise refusal("<keep> is for automatic checkpoints: give <every> too")
 
     def notes(self) -> list[Note]:
         """Return a note on a folder that nothing uses."""
-        if self.folder is not None and self.every is None and not self.resume:
+        if self.folder is not None and self.every is None and self.resume in (False, "never"):
             text = "does nothing without <every> or <resume>: write one of them, or call save_checkpoint with this "
             return [Note("folder", f"{text}folder")]
         return []

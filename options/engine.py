@@ -41,12 +41,12 @@ class EngineKeywords(TypedDict, total=False):
     lr_scheduler: Any
     schedule: ScheduleOptions | Schedule | str | _Section
     zero: Zero | Literal[0, 1, 2, 3, "auto"] | _Section
-    precision: Precision | Literal["bf16", "fp16"] | _Section | None
+    precision: Precision | Literal["fp32", "bf16", "fp16", "fp64"] | _Section | None
     clip: float | None
     nan_loss: Literal["raise", "skip", "ignore"]
     reduction: GradientReduction | _Section
     compression: Any
-    recompute: Recomputation | Literal["full", "selective", "matmul"] | _Section
+    recompute: Recomputation | Literal["none", "full", "selective", "matmul"] | _Section
     compile: Compile | bool | _Section | None
     checkpoint: Checkpoints | _Section
     monitor: Monitoring | _Section
@@ -84,7 +84,7 @@ class EngineOptions(Options):
     )
     schedule: ScheduleOptions = option(ScheduleOptions(), "Pipeline schedule: its name, or ScheduleOptions(...).")
     zero: Zero = option(Zero(), "What replicas shard: ZeRO's stage, or Zero(...).")
-    precision: Precision = option(Precision(), "Dtype of the weights, bf16 or fp16, or Precision(...).")
+    precision: Precision = option(Precision(), "Dtype of the weights, fp32, bf16, fp16 or fp64, or Precision(...).")
     clip: float | None = option(None, "Limit of the global gradient norm; None: no limit.", above=0.0)
     nan_loss: Literal["raise", "skip", "ignore"] = option(
         "raise",

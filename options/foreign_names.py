@@ -15,11 +15,11 @@ _LOOP = "nothing: the loop of your script sets this"
 ROWS: tuple[tuple[str, str, str], ...] = (
     # the optimizer and the learning rate
     ("lr learning_rate peak_lr max_lr", "training.learning_rate", "optimizer.params.lr"),
-    ("weight_decay", "training.optimizer.weight_decay", "optimizer.params.weight_decay"),
-    ("betas beta1 beta2 adam_beta1 adam_beta2", "training.optimizer.betas", "optimizer.params.betas"),
-    ("eps epsilon adam_epsilon adam_eps", "training.optimizer.eps", "optimizer.params.eps"),
-    ("momentum", "training.optimizer.momentum", "optimizer.params.momentum"),
-    ("optim optimizer optimizer_type optimizer_name", "training.optimizer", "optimizer.type"),
+    ("weight_decay", "optimizer.weight_decay", "optimizer.params.weight_decay"),
+    ("betas beta1 beta2 adam_beta1 adam_beta2", "optimizer.betas", "optimizer.params.betas"),
+    ("eps epsilon adam_epsilon adam_eps", "optimizer.eps", "optimizer.params.eps"),
+    ("momentum", "optimizer.momentum", "optimizer.params.momentum"),
+    ("optim optimizer optimizer_type optimizer_name", "optimizer", "optimizer.type"),
     (
         "scheduler lr_scheduler lr_scheduler_type lr_schedule lr_decay_style",
         "training.learning_rate.schedule",
@@ -37,29 +37,29 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "clip clip_grad clip_grad_norm grad_clip gradient_clip_val gradient_clipping max_grad_norm max_norm",
-        "training.clip",
+        "clip",
         "gradient_clipping",
     ),
     # dtypes
     (
         "dtype torch_dtype param_dtype precision mixed_precision mixed_precision_param half",
-        "training.precision",
+        "precision",
         _HALF,
     ),
-    ("bf16 bfloat16 fp16 float16 fp32", "training.precision (bf16, fp16 or fp32)", _HALF),
+    ("bf16 bfloat16 fp16 float16 fp32", "precision (bf16, fp16 or fp32)", _HALF),
     # batches, and the length of a run
-    ("batch batch_size global_batch_size train_batch_size", f"training.batch {_BATCH}", f"train_batch_size {_BATCH}"),
+    ("batch batch_size global_batch_size train_batch_size", f"batch.size {_BATCH}", f"train_batch_size {_BATCH}"),
     (
         (
             "microbatch micro_batch_size microbatch_size per_device_train_batch_size train_micro_batch_size_per_gpu "
             "pipeline_parallel_microbatch_size local_batch_size"
         ),
-        "training.microbatch",
+        "batch.microbatch",
         "train_micro_batch_size_per_gpu",
     ),
     (
         "gradient_accumulation gradient_accumulation_steps accumulation_steps accumulate_grad_batches grad_accum gas",
-        "training.batch and training.microbatch (batch / microbatch / replicas is the number of microbatches)",
+        "batch.size and batch.microbatch (batch / microbatch / replicas is the number of microbatches)",
         "gradient_accumulation_steps",
     ),
     (
@@ -74,14 +74,14 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     # memory and speed
     (
         "recompute gradient_checkpointing activation_checkpoint activation_checkpointing",
-        "training.recompute",
+        "recompute",
         "activation_checkpointing.enabled",
     ),
-    ("recompute_activations", "training.recompute: selective", "activation_checkpointing.granularity: selective"),
-    ("recompute_granularity", "training.recompute.granularity", "activation_checkpointing.granularity"),
-    ("recompute_num_layers", "training.recompute.interval", "activation_checkpointing.interval"),
-    ("zero zero_stage zero_optimization fsdp", "training.zero", "zero_optimization.stage"),
-    ("compile torch_compile", "training.compile", "compile"),
+    ("recompute_activations", "recompute: selective", "activation_checkpointing.granularity: selective"),
+    ("recompute_granularity", "recompute.granularity", "activation_checkpointing.granularity"),
+    ("recompute_num_layers", "recompute.interval", "activation_checkpointing.interval"),
+    ("zero zero_stage zero_optimization fsdp", "zero", "zero_optimization.stage"),
+    ("compile torch_compile", "compile", "compile"),
     ("num_workers dataloader_num_workers", "data.threads", _LOADER),
     ("pin_memory dataloader_pin_memory", "nothing: a run has no such setting", _LOADER),
     ("shuffle", "data.shuffle", _LOADER),
@@ -110,7 +110,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "data_parallel_shard_degree sharding_strategy",
-        "training.zero (what the replicas shard) and grid.data (their number)",
+        "zero (what the replicas shard) and grid.data (their number)",
         "zero_optimization.stage (what the replicas shard)",
     ),
     (
@@ -147,10 +147,10 @@ ROWS: tuple[tuple[str, str, str], ...] = (
         "model.overrides (of a preset), with the names of its configuration",
         "nothing: the model of your script has it",
     ),
-    ("lora_r lora_rank lora.r", "model.lora.rank", "lora.rank"),
-    ("lora_alpha", "model.lora.alpha", "lora.alpha"),
-    ("lora_dropout", "model.lora.dropout", "lora.dropout"),
-    ("use_dora", "model.lora.dora", "lora.dora"),
+    ("lora_r lora_rank lora.r", "lora.rank", "lora.rank"),
+    ("lora_alpha", "lora.alpha", "lora.alpha"),
+    ("lora_dropout", "lora.dropout", "lora.dropout"),
+    ("use_dora", "lora.dora", "lora.dora"),
     ("eval_data eval_dataset val_data validation_file eval_file", "data.validation", _LOOP),
     ("model.expert num_experts", "model.experts", "triax.moe.MoE(...) in the model"),
     (
@@ -185,7 +185,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
             "logging_steps log_interval log_every log_freq log_every_n_steps steps_per_print monitor.interval "
             "monitor.every"
         ),
-        "monitor.log_every",
+        "monitor.print_every",
         "steps_per_print",
     ),
     ("report_to metrics", "monitor", "tensorboard, csv_monitor or wandb"),

@@ -107,8 +107,10 @@ class Monitoring(Options):
     json: str | None = option(
         None, "Folder for metrics.jsonl, a line per step, and run.json: triax report makes a page of them."
     )
-    tensorboard: str | None = option(None, "Folder for TensorBoard's event files, if it is installed.")
-    csv: str | None = option(None, "Folder for a CSV file of each metric.")
+    tensorboard: str | bool | None = option(
+        None, "Folder for TensorBoard's event files, if it is installed; True: json's folder."
+    )
+    csv: str | bool | None = option(None, "Folder for a CSV file of each metric; True: json's folder.")
     wandb: Wandb | None = option(None, "Weights & Biases, if it is installed.")
     histograms: Histograms = option(Histograms(), "Histograms of weights and gradients, for the monitors.")
     breakdown: bool = option(
@@ -131,10 +133,21 @@ class Monitoring(Options):
         None, 'Level of the log, logging.getLogger("triax"); None: as Python\'s logging is set.'
     )
 
+    def check(self) -> None:
+        """Check that files that go into json's folder have one."""
+        for name in ("tensorboard", "csv"):
+            if getattr(self, name) is True and self.json is None:
+                raise refusal(f"<{name}> is True, which is the folder of <json>: give <json> too, or a folder")
+
+    def folder_of(self, name: Literal["json", "tensorboard", "csv"]) -> str | None:
+        """Return the folder of a monitor's files; None: it writes none."""
+        given: str | bool | None = getattr(self, name)
+        return (self.json if given is True else given) or None
+
     @property
     def monitored(self) -> bool:
         """True if any monitor writes metrics of each step."""
-        return any(each is not None for each in (self.json, self.tensorboard, self.csv, self.wandb))
+        return any((self.json, self.tensorboard, self.csv)) or self.wandb is not None
 
     def notes(self) -> list[Note]:
         """Return notes on options that have no effect."""

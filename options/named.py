@@ -38,7 +38,7 @@ class _Named(Options):
             if not isinstance(value.get("type"), str):
                 raise OptionError("type", reason=f"give a name, not {describe(value.get('type'))}")
             return cls(value["type"], **{key: each for key, each in value.items() if key != "type"})
-        return super().of(value)
+        return cls(value) if isinstance(value, str) else super().of(value)
 
 
 @dataclass(frozen=True, init=False)

@@ -61,10 +61,10 @@ class Precision(Options):
 
     MAIN: ClassVar = "weights"
 
-    weights: Literal["bf16", "fp16"] | None = option(
+    weights: Literal["fp32", "bf16", "fp16", "fp64"] | None = option(
         None,
-        "Dtype of the weights; master weights, optimizer state and accumulated gradients are fp32. None: each weight "
-        "keeps its own.",
+        "Dtype of the weights. bf16, fp16: master weights, optimizer state and accumulated gradients are fp32. None: "
+        "each weight keeps its own.",
     )
     master_weights: bool = option(
         True,
@@ -80,6 +80,11 @@ class Precision(Options):
     loss_scale: LossScale = option(LossScale(), "Loss scale, where weights or autocast are fp16.")
 
     @property
+    def half(self) -> bool:
+        """True if the weights have a dtype of 16 bits."""
+        return self.weights in ("bf16", "fp16")
+
+    @property
     def scaled(self) -> bool:
         """True if the model computes in float16, so that the loss is scaled."""
         return "fp16" in (self.weights, self.autocast)
@@ -87,7 +92,7 @@ class Precision(Options):
     def check(self) -> None:
         """Check that the options set one dtype of computation."""
         # bfloat16 weights under autocast: norms and softmaxes are computed in fp32.
-        if self.weights and self.autocast and (self.weights, self.autocast) != ("bf16", "bf16"):
+        if self.half and self.autocast and (self.weights, self.autocast) != ("bf16", "bf16"):
             raise refusal(
                 f"<weights> {self.weights} stores the weights in that dtype, and <autocast> {self.autocast} "
                 "keeps fp32 weights and casts in the forward pass: give one of them",

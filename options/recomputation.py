@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from ..base.option_error import refusal
 from .base import Options, option
@@ -23,7 +23,8 @@ class Recomputation(Options):
     granularity: Literal["full", "selective", "matmul"] | None = option(
         None,
         "full: keep the inputs of groups only; matmul: keep also the outputs of matrix products; selective: recompute "
-        "only the core of attention. Without an interval, every layer is a group.",
+        "only the core of attention. Without an interval, every layer is a group. In place of the section: none, for "
+        "no recomputation.",
     )
     interval: int | None = option(
         None, "Recompute groups of this many layers of a stage; 0: none; None: the model's own.", least=0
@@ -46,6 +47,11 @@ class Recomputation(Options):
     preserve_rng_state: bool = option(
         True, "Restore the states of random generators for recomputation. triax's Dropout does not need it."
     )
+
+    @classmethod
+    def of(cls, value: Any) -> Self:
+        """Return the section for a mapping, a granularity, or ``none``."""
+        return cls() if value == "none" else super().of(value)
 
     @property
     def asked(self) -> bool:

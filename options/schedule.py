@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from ..base.option_error import OptionError
@@ -25,7 +25,7 @@ class OffloadActivations(Offload):
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions(Options):
-    """Pipeline schedule by name, and what a search for one takes into account.
+    """Pipeline schedule by name, or a ``triax.Schedule`` as ``value``; and what a search takes into account.
 
     >>> model = triax.PipelineModule([triax.LayerSpec(nn.Linear, 4, 1)], loss_fn=nn.functional.mse_loss)
     >>> schedule = triax.ScheduleOptions(name="zb-h1")
@@ -39,7 +39,6 @@ class ScheduleOptions(Options):
     MAIN: ClassVar = "name"
 
     name: str = option("1f1b", "Name of a schedule, auto (search for one), or path of a .csv, .json or .txt file.")
-    value: Any = option(None, "The schedule itself, a triax.Schedule for these ranks and microbatches.")
     chunks: int | None = option(None, "Stages per rank; None: as the model or the schedule has them.", least=1)
     costs: tuple[float, ...] = option(
         (1.0, 1.0, 1.0),
@@ -76,6 +75,8 @@ class ScheduleOptions(Options):
         above=0,
     )
     offload: OffloadActivations = option(OffloadActivations(), "Where activations are offloaded to.")
+
+    value: Any = field(default=None, repr=False)  # the schedule itself, for these ranks and microbatches
 
     @classmethod
     def of(cls, value: Any) -> Self:

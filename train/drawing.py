@@ -45,7 +45,7 @@ class Drawing:
         count = job.batch.train * self._steps // section.group
         if len(prompts) < count:
             raise ConfigError(
-                f"data.training has {len(prompts)} prompts, less than the {count} of a rollout (training.batch x "
+                f"data.training has {len(prompts)} prompts, less than the {count} of a rollout (batch.size x "
                 "method.steps_per_rollout / method.group): give more of them, or a smaller batch"
             )
         self._count, self._order = count, BatchOrder(len(prompts), count, count, 0, 1, job.file.seed)
@@ -100,7 +100,7 @@ class Drawing:
         self.rollouts.rows = load(b64decode(state["rows"]))
         if len(self.rollouts.rows["ids"]) != self._steps * self._job.batch.train:
             raise ConfigError(
-                f"the checkpoint has {len(self.rollouts.rows['ids'])} answers for further steps, but training.batch x "
+                f"the checkpoint has {len(self.rollouts.rows['ids'])} answers for further steps, but batch.size x "
                 f"method.steps_per_rollout is {self._steps * self._job.batch.train}: give the run's values"
             )
         self._left = self.rollouts.microbatches(self.rollouts.rows)[done * self._job.batch.accumulation :]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..base.json_comments import parse, plain
 from ..base.option_error import OptionError, OptionErrors
 from ..options.base import Options, declared, hints_of, sections_in
 from ..options.foreign_names import counterpart
-from .older_keys import renamed
+from .older_keys import new_name, renamed
 from .schema import TrainingFile
 
 _DEEPEST, _MOST = 50, 100_000  # levels of sections, and values, of a file
@@ -61,13 +61,13 @@ def read_training_file(path: str | Path, changes: Sequence[str] = ()) -> tuple[T
 
     Args:
         path: a file that ends in .yaml, .yml, .toml or .json.
-        changes: ``key=value``: a dotted key, such as ``training.batch``, and its value as YAML has it.
+        changes: ``key=value``: a dotted key, such as ``batch.microbatch``, and its value as YAML has it.
 
     Raises:
         ConfigError: a file that cannot be read, an unknown key (the message names the nearest one), or a value that
             is not allowed. The message has the file, the line and the key.
     """
-    source = _read(Path(path))
+    source = _under_new_names(_read(Path(path)))
     for change in changes:
         source = _change(source, change)
     return check_training_file(source), source
@@ -80,7 +80,7 @@ def check_training_file(source: ReadFile) -> TrainingFile:
         ConfigError: as ``read_training_file``.
     """
     try:
-        return TrainingFile.of(renamed(source.values))
+        return TrainingFile.of(source.values)
     except OptionError as error:
         found = error.errors if isinstance(error, OptionErrors) else (error,)
         raise ConfigError("\n".join(source.place(_in_words_of_the_file(each)) for each in found)) from error
@@ -107,7 +107,7 @@ def _in_words_of_the_file(error: OptionError) -> str:
 
 def short_forms() -> dict[str, str]:
     """Return the sections for which a plain value may stand, and the keys of which it is the value."""
-    return {path: kind.MAIN for path, kind in _sections(TrainingFile) if kind.MAIN and path != "training.recompute"}
+    return {path: kind.MAIN for path, kind in _sections(TrainingFile) if kind.MAIN}
 
 
 def _inner(section: type[Options]) -> dict[str, type[Options]]:
@@ -155,11 +155,22 @@ def _read(path: Path) -> ReadFile:
     return ReadFile(path, dict(values), lines)
 
 
+def _under_new_names(source: ReadFile) -> ReadFile:
+    """Return a file whose keys have the names of today."""
+    try:
+        values = renamed(source.values, short_forms())
+    except ConfigError as error:
+        raise ConfigError(source.place(str(error))) from error
+    lines = {new_name(key): line for key, line in source.lines.items()}
+    return replace(source, values=values, lines=source.lines | lines)
+
+
 def _change(source: ReadFile, change: str) -> ReadFile:
     """Return the file with one ``key=value`` applied."""
-    key, equals, text = change.partition("=")
+    given, equals, text = change.partition("=")
+    key = new_name(given)
     if not equals or not _KEY.fullmatch(key):
-        raise ConfigError(f"{change!r} is not key=value: write a dotted key and its value, such as training.batch=16")
+        raise ConfigError(f"{change!r} is not key=value: write a dotted key and its value, such as batch.microbatch=2")
     value = _yaml(text, f"the value of {key}", {})
     *sections, name = key.split(".")
     values = dict(source.values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,10 +18,12 @@ from ..grid.environment import replica_name
 from ..grid.topology import Topology
 from ..models.config import CONFIGS, DeepseekConfig, TransformerConfig, config_from_fields
 from ..models.huggingface.config import as_reward, from_hf, is_reward, read_config, to_hf
-from ..options.base import Options, converted
-from ..options.batch import BatchSizes
+from ..options.base import Options, converted, declared
+from ..options.batch import Batch, BatchSizes
+from ..options.checkpoints import Checkpoints
 from ..options.dialect import GivenOptions, find_dialect
 from ..options.engine import EngineOptions
+from ..options.monitoring import Monitoring
 from ..options.named import Optimizer
 from ..options.schedule import ScheduleOptions
 from ..pipe.cuts import StageCut, find_cut
@@ -33,29 +35,7 @@ from ..pipe.schedules.choose import require_schedule, schedule_of, with_passes
 from .learning_rate import LearningRate
 from .schema import ModelSection, TrainingFile
 
-# Keys of the training file, and the keys of a DeepSpeed configuration that say the same.
-_SAME = {
-    "seed": ("seed",),
-    "schedule": ("pipeline",),
-    "model.lora": ("lora",),
-    "training.batch": ("train_batch_size",),
-    "training.batch_tokens": ("train_batch_size",),
-    "training.microbatch": ("train_micro_batch_size_per_gpu",),
-    "training.precision": ("bf16", "fp16", "bfloat16"),
-    "training.optimizer": ("optimizer",),
-    "training.learning_rate": ("scheduler",),
-    "training.clip": ("gradient_clipping",),
-    "training.recompute": ("activation_checkpointing",),
-    "training.compile": ("compile",),
-    "training.zero": ("zero_optimization",),
-    "monitor.tensorboard": ("tensorboard",),
-    "monitor.csv": ("csv_monitor",),
-    "monitor.wandb": ("wandb",),
-    "monitor.trace": ("timeline",),
-    "monitor.histograms": ("histograms",),
-}
 _MOST_OPS = 10**6  # passes of a step
-_OURS = {"dir": "folder", "every": "every", "keep": "keep", "resume": "resume"}  # of ``checkpoint``
 
 
 @dataclass(frozen=True)
@@ -145,12 +125,12 @@ class Job:
     @property
     def precision(self) -> str:
         """Dtype of the computation: fp32, bf16, fp16 or fp64."""
-        return self.options.precision.weights or self.file.training.precision
+        return self.options.precision.weights or "fp32"
 
     @property
     def precision_is_default(self) -> bool:
         """True if the file names no dtype, so that the run computes in fp32."""
-        return "precision" not in self.file.training.given and self.precision == "fp32"
+        return self.options.precision.weights is None
 
     @property
     def layers(self) -> int:
@@ -176,14 +156,12 @@ def resolve(file: TrainingFile, processes: int | None = None, places: int | None
     topology = _topology(file, processes, places)
     given = _deepspeed(file)
     sequence = file.training.sequence or model.max_position_embeddings
-    wanted = _batch(file, given.values, sequence)
     names = partial(name_of, overridden=frozenset(given.fields))
     try:
-        options = _options(file, given, wanted)
+        options = _options(file, given, _batch(file, given, sequence))
         batch = options.batch_sizes(topology.size("data"))
     except OptionError as error:
-        advice = _batch_advice(file, wanted, topology.size("data"))
-        raise ConfigError(advice or error.spelled(names)) from error
+        raise ConfigError(error.spelled(names)) from error
     schedule = _with_passes(_schedule(file, options.schedule, topology, batch, layers), options)
     _check_model(file, model, topology, schedule, sequence, layers)
     steps = _steps(file, batch, sequence, model.vocab_size)
@@ -259,7 +237,7 @@ def _check_method(
     rows = batch.train * method.steps_per_rollout
     if rows % method.group:
         raise ConfigError(
-            f"training.batch {batch.train} x method.steps_per_rollout {method.steps_per_rollout} is {rows} answers, no "
+            f"batch.size {batch.train} x method.steps_per_rollout {method.steps_per_rollout} is {rows} answers, no "
             f"multiple of method.group {method.group}: give {math.lcm(method.group, rows)} answers, or another group"
         )
     assert method.max_new_tokens is not None
@@ -480,7 +458,7 @@ def needs_sequences(file: TrainingFile) -> str | None:
     """Return the reason why a run cannot cut its sequences into slices, whatever its model; None if it can."""
     if file.method is not None and file.method.name != "sft":
         return f"method {file.method.name} has a loss of whole sequences"
-    return None if file.training.compile is None else "training.compile would compile each layer again for each slice"
+    return None if file.compile is None else "compile would compile each layer again for each slice"
 
 
 def _check_model(
@@ -564,33 +542,22 @@ def _topology(file: TrainingFile, processes: int | None, places: int | None) -> 
     return topology
 
 
-def _batch(file: TrainingFile, given: Mapping[str, Any], sequence: int) -> int | None:
-    """Return the sequences of a step that the training file asks for; None: DeepSpeed's keys say it."""
-    training = file.training
-    if training.batch_tokens is not None:
-        if training.batch_tokens % sequence:
-            near = max(1, round(training.batch_tokens / sequence)) * sequence
+def _batch(file: TrainingFile, given: GivenOptions, sequence: int) -> Batch:
+    """Return the batch that the file asks for: the sequences of a step, in microbatches of 1 if nothing says more."""
+    batch = file.batch
+    if batch.tokens is not None:
+        if batch.tokens % sequence:
+            near = max(1, round(batch.tokens / sequence)) * sequence
             raise ConfigError(
-                f"training.batch_tokens {training.batch_tokens} is no multiple of the sequence of {sequence} tokens: "
-                f"give {near}"
+                f"batch.tokens {batch.tokens} is no multiple of the sequence of {sequence} tokens: give {near}"
             )
-        return training.batch_tokens // sequence
-    if training.batch is None and not {"train_batch_size", "gradient_accumulation_steps"} & given.keys():
-        raise ConfigError("training has no batch: give batch, the sequences of a step, or batch_tokens")
-    return training.batch
-
-
-def _batch_advice(file: TrainingFile, train: int | None, data: int) -> str | None:
-    """Return the error for a batch that the replicas cannot share, in the words of the training file."""
-    micro = file.training.microbatch or 1
-    unit = micro * data
-    if train is None or file.deepspeed is not None or train % unit == 0:
-        return None
-    near = dict.fromkeys(max(1, n) * unit for n in (train // unit, train // unit + 1))
-    return (
-        f"training.batch is {train} sequences, but it must be a multiple of training.microbatch {micro} x {data} "
-        f"replicas = {unit}: give {' or '.join(map(str, near))}"
-    )
+        batch = batch.changed(tokens=None, size=batch.tokens // sequence)
+    said = given.fields.get("batch", {})
+    if batch.size is None and not {"size", "microbatches"} & {*said, *batch.given}:
+        raise ConfigError("there is no batch: give batch, the sequences of a step, or batch.tokens")
+    if batch.microbatch is None and batch.microbatches is None and "microbatches" not in said:
+        batch = batch.changed(microbatch=1)
+    return batch.as_kind(Batch)
 
 
 def _schedule(
@@ -600,7 +567,7 @@ def _schedule(
     if options.name == "forward":
         raise ConfigError("schedule is forward, which has no backward passes: give one for training, such as 1f1b")
     passes = options.pairs is not None or options.recompute > 0 or options.offload.device != "none"
-    searched = [key for key in ("costs", "memory") if getattr(file.schedule, key) is not None]
+    searched = [key for key in ("costs", "memory") if options.changes(key)]
     searched = [key for key in searched if key != "costs" or not passes]
     if searched and options.name != "auto":
         others = " and the options pairs, recompute and offload" if searched[0] == "costs" else ""
@@ -615,15 +582,14 @@ def _schedule(
         )
     if pipe * (chunks or 1) * count * len(slice_lengths(options.slices)) > _MOST_OPS:
         raise ConfigError(
-            f"training.batch / microbatch / replicas is {count} microbatches a step in {pipe * (chunks or 1)} stages, "
+            f"batch.size / microbatch / replicas is {count} microbatches a step in {pipe * (chunks or 1)} stages, "
             "too many for a schedule: give a smaller batch, or a larger microbatch"
         )
     try:
         return schedule_of(options, pipe, count, chunks)
     except ValueError as error:
         raise ConfigError(
-            f"schedule: {error} (a step has {count} microbatches on each replica: training.batch / microbatch / "
-            "replicas)"
+            f"schedule: {error} (a step has {count} microbatches on each replica: batch.size / microbatch / replicas)"
         ) from error
 
 
@@ -678,24 +644,6 @@ def _tokenizer(file: TrainingFile) -> str | None:
 
 # ------------------------------------------------------------------------------------------------- engine options
 
-# Options of the engine -> their keys in the training file, where the names differ.
-_KEYS = {
-    "batch.size": "training.batch",
-    "batch.microbatch": "training.microbatch",
-    "batch.microbatches": "training.batch / microbatch / replicas",
-    "optimizer": "training.optimizer",
-    "optimizer.lr": "training.learning_rate",
-    "optimizer.arguments": "training.optimizer",
-    "lr_scheduler": "training.learning_rate",
-    "zero": "training.zero",
-    "precision": "training.precision",
-    "precision.weights": "training.precision",
-    "clip": "training.clip",
-    "recompute": "training.recompute",
-    "compile": "training.compile",
-    "lora": "model.lora",
-}
-
 
 def name_of(path: str, overridden: frozenset[str] = frozenset()) -> str:
     """Return the key of an option in the training file.
@@ -706,10 +654,7 @@ def name_of(path: str, overridden: frozenset[str] = frozenset()) -> str:
     """
     if path.partition(".")[0] in overridden:
         return f"deepspeed.{find_dialect('deepspeed').key_of(path)}"
-    if path in _KEYS:
-        return _KEYS[path]
-    section, _, last = path.rpartition(".")
-    return f"{name_of(section)}.{last}" if section else path
+    return path
 
 
 def _deepspeed(file: TrainingFile) -> GivenOptions:
@@ -718,93 +663,70 @@ def _deepspeed(file: TrainingFile) -> GivenOptions:
         return GivenOptions({}, {})
     dialect = find_dialect("deepspeed")
     kept = dialect.given_keys(file.deepspeed)
-    for ours, theirs in _SAME.items():
-        both = [key for key in theirs if key in kept]
-        if both and _is_given(file, ours):
-            raise ConfigError(f"{ours} and deepspeed.{both[0]} say the same: give one of them")
-    checkpoint = kept.get("checkpoint")
-    for key, ours in _OURS.items():
-        if isinstance(checkpoint, Mapping) and key in checkpoint:
-            raise ConfigError(f"deepspeed.checkpoint.{key} has no effect: leave it out, and give checkpoint.{ours}")
-    if "json_monitor" in kept:
-        raise ConfigError(
-            "deepspeed.json_monitor has no effect here, because metrics.jsonl is written in the run's folder: leave it "
-            "out, and give name and runs"
-        )
-    optimizer = kept.get("optimizer")
-    lr = isinstance(optimizer, Mapping) and "lr" in optimizer.get("params", {})
-    if lr and "peak" in file.training.learning_rate.given:
-        raise ConfigError("training.learning_rate and deepspeed.optimizer.params.lr say the same: give one of them")
+    for ours in _given_options(file):
+        key = dialect.key_of(ours).partition(".")[0]
+        if key in kept and key != "checkpoint":
+            raise ConfigError(f"{ours} and deepspeed.{key} say the same: give one of them")
     try:
-        return dialect.given_options(kept)
+        found = dialect.given_options(kept)
     except OptionError as error:
         raise ConfigError(error.spelled(lambda path: f"deepspeed.{dialect.key_of(path)}")) from error
     except ConfigError as error:
         text = str(error)
         begins = text.startswith(dialect.TITLE)
         raise ConfigError(text.replace(dialect.TITLE, "deepspeed", 1) if begins else f"deepspeed.{text}") from error
+    for name in ("folder", "every", "keep", "resume"):
+        if name in found.fields.get("checkpoint", {}):
+            key = dialect.key_of(f"checkpoint.{name}")
+            raise ConfigError(f"deepspeed.{key} has no effect: leave it out, and give checkpoint.{name}")
+    if "json" in found.fields.get("monitor", {}):
+        raise ConfigError(
+            f"deepspeed.{dialect.key_of('monitor.json')} has no effect here, because metrics.jsonl is written in the "
+            "run's folder: leave it out, and give name and runs"
+        )
+    optimizer = found.fields.get("optimizer")
+    if optimizer is not None and "lr" in optimizer.arguments and "peak" in file.training.learning_rate.given:
+        raise ConfigError("training.learning_rate and deepspeed.optimizer.params.lr say the same: give one of them")
+    if "lr_scheduler" in found.fields and "learning_rate" in file.training.given:
+        raise ConfigError(
+            f"training.learning_rate and deepspeed.{dialect.key_of('lr_scheduler')} say the same: give one of them"
+        )
+    return found
 
 
-def _options(file: TrainingFile, given: GivenOptions, batch: int | None) -> EngineOptions:
+def _options(file: TrainingFile, given: GivenOptions, batch: Batch) -> EngineOptions:
     """Return the engine's options: those of the training file, and those that ``deepspeed`` sets in their place."""
-    training, monitor, checkpoint = file.training, file.monitor, file.checkpoint
-    optimizer, folder = training.optimizer, str(Path(file.runs) / file.name)
-    faults = file.fault_tolerance
+    folder, peak, faults = str(Path(file.runs) / file.name), file.training.learning_rate.peak, file.fault_tolerance
+    if "lr" in file.optimizer.arguments:
+        raise ConfigError("optimizer.lr is the learning rate: give it as training.learning_rate")
     if faults is not None:
         faults = faults.changed(
             replica=faults.replica or replica_name(), folder=faults.folder or str(Path(folder) / "history")
         )
-    if "lr" in optimizer.arguments:
-        raise ConfigError("training.optimizer.lr is the learning rate: give it as training.learning_rate")
-    if "optimizer" in given.fields and given.fields["optimizer"] is not None and "lr_scheduler" not in given.fields:
-        named = given.fields["optimizer"]
-        arguments = {"lr": training.learning_rate.peak, **named.arguments}
-        given.fields["optimizer"] = Optimizer(named.type, **arguments)
-    rate = {} if "lr_scheduler" in given.fields else {"lr": training.learning_rate.peak}
-    half = training.precision if training.precision in ("bf16", "fp16") else None
-    accumulation = "gradient_accumulation_steps" in given.values and training.microbatch is None
-    options: dict[str, Any] = {
-        "seed": file.seed,
-        "batch": {"size": batch, "microbatch": None if accumulation else training.microbatch or 1},
-        "optimizer": Optimizer(optimizer.type, **rate, **optimizer.arguments),
-        "clip": training.clip or None,
-        "zero": training.zero,
-        "precision": half,
-        "schedule": {
-            key: getattr(file.schedule, key)
-            for key in ("name", "chunks", "costs", "memory", "limit", "pairs", "recompute", "slices", "offload")
-            if getattr(file.schedule, key) is not None
-        },
-        "recompute": training.recompute,
-        "compile": training.compile,
-        "lora": file.model.lora,
-        "fault_tolerance": faults,
-        "monitor": {
-            "json": folder,
-            "tensorboard": folder if monitor.tensorboard else None,
-            "csv": folder if monitor.csv else None,
-            "wandb": monitor.wandb,
-            "histograms": monitor.histograms or None,
-            "trace": monitor.trace or None,
-        },
-        "checkpoint": {}
-        if checkpoint is None
-        else {
-            "folder": str(checkpoint.folder or Path(folder) / "checkpoints"),
-            "every": checkpoint.every,
-            "keep": checkpoint.keep,
-            "background": checkpoint.background,
-        },
-        "names": partial(name_of, overridden=frozenset(given.fields)),
-    }
-    return given.over(EngineOptions(**options))
+    named = given.fields.get("optimizer")
+    if named is not None and "lr_scheduler" not in given.fields:
+        given.fields["optimizer"] = Optimizer(named.type, **{"lr": peak, **named.arguments})
+    rate = {} if "lr_scheduler" in given.fields else {"lr": peak}
+    checkpoint = Checkpoints()
+    if file.checkpoint.every is not None:
+        place = file.checkpoint.folder or str(Path(folder) / "checkpoints")
+        checkpoint = file.checkpoint.changed(folder=place).as_kind(Checkpoints)
+    options = file.as_kind(EngineOptions).changed(
+        batch=batch,
+        optimizer=file.optimizer.at_rate(**rate),
+        schedule=file.schedule.as_kind(ScheduleOptions),
+        fault_tolerance=faults,
+        monitor=file.monitor.changed(json=folder, print_every=None).as_kind(Monitoring),
+        checkpoint=checkpoint,
+        names=partial(name_of, overridden=frozenset(given.fields)),
+    )
+    return given.over(options)
 
 
-def _is_given(file: TrainingFile, key: str) -> bool:
-    """Return True if the training file has a dotted key."""
-    found: Any = file
-    for part in key.split("."):
-        if not isinstance(found, Options) or part not in found.given:
-            return False
-        found = getattr(found, part)
-    return True
+def _given_options(file: TrainingFile) -> Iterator[str]:
+    """Yield the paths of the engine's options that a file gives: of the sections, and of their options."""
+    for each in declared(EngineOptions):
+        if each.name in file.given:
+            yield each.name
+            section = getattr(file, each.name)
+            yield from (f"{each.name}.{name}" for name in section.given) if isinstance(section, Options) else ()

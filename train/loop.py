@@ -28,7 +28,6 @@ from ..models.huggingface.save import save_hf
 from ..monitor.files import TERMS
 from ..monitor.format import numbers_in_words
 from ..optim.lr_schedules import ClosedFormSchedule
-from ..options.engine import EngineOptions
 from .clock import RunClock
 from .data import check_data, described
 from .distilling import Distilling, numbered
@@ -134,10 +133,12 @@ class TrainingRun:
         monitor = job.file.monitor
         faults = job.options.fault_tolerance
         name = "" if faults is None else f"replica {faults.replica}: "
-        self.report = Reporter(job.folder, self.grid.rank == 0, job.steps, monitor.log_every, self.unit, name)
+        self.report = Reporter(
+            job.folder, self.grid.rank == 0, job.steps, monitor.print_every or job.steps, self.unit, name
+        )
         module = build_module(job, self.grid)
         rate = job.learning_rate
-        options = self._options()
+        options = job.options
         if rate is not None:
             options = options.changed(lr_scheduler=lambda optimizer: FileSchedule(optimizer, rate))
         collate = None
@@ -151,7 +152,7 @@ class TrainingRun:
         if settings_of(module) is None and (end := _end_of(training)) is not None:
             module.folder_settings = settings_with_end(end)  # type: ignore[assignment]
         self.spikes = SpikeGuard(self.engine, job.file.training.spikes, job.checkpoints)
-        state = self._load()
+        state = self.engine.resumed[1]
         self.spikes.load(state)
         self.tasks = task_evaluation(job.file.evaluate, self.engine, self.tokenizer, held_out is not None)
         self.lowest = LowestLoss(
@@ -225,7 +226,7 @@ class TrainingRun:
             step, taken = self.step + 1, taken + 1
             last = step == job.steps or self.clock.is_up()
             engine.record_timeline = last or step % 10 == 0
-            if last and taken < job.file.monitor.trace:
+            if last and taken < (job.options.monitor.trace.step or 0):
                 try:
                     engine.record_trace(report.folder / "timeline.json")
                 except ConfigError as error:  # on every rank
@@ -354,29 +355,6 @@ class TrainingRun:
         (ids,) = inference.generate([prompt.tolist()], room, temperature=section.temperature, seed=self.job.file.seed)
         return tokenizer.decode(ids)
 
-    def _options(self) -> EngineOptions:
-        """Return the engine's options, which resume where there is a checkpoint."""
-        options, folder, section = self.job.options, self.job.checkpoints, self.job.file.checkpoint
-        if folder is None or section is None:
-            return options
-        found = self.grid.world.all_gather_json(self.grid.rank == 0 and bool(folders.tags(folders.folder_at(folder))))[
-            0
-        ]
-        if section.resume == "required" and not found:
-            raise ConfigError(f"checkpoint.resume is required, but {folder} has no checkpoint: write auto")
-        if section.resume in ("auto", "required") and found:
-            return options.changed(checkpoint=options.checkpoint.changed(resume=True))
-        return options
-
-    def _load(self) -> Mapping[str, Any] | None:
-        """Load the checkpoint that ``checkpoint.resume`` names, if it names one. Returns the client state."""
-        section, checkpointer = self.job.file.checkpoint, self.engine.checkpointer
-        if section is not None and section.resume not in ("auto", "required", "never"):
-            folder, _, tag = section.resume.rstrip("/").rpartition("/")
-            checkpointer.resumed = self.engine.load_checkpoint(folder or str(self.job.checkpoints), tag)
-            checkpointer.say_resumed()
-        return self.engine.resumed[1]
-
     def _introduce(self) -> None:
         job = self.job
         axes = " x ".join(f"{size} {axis}" for axis, size in job.topology.axes.items())
@@ -392,7 +370,7 @@ class TrainingRun:
             f"grid    {axes}{expert}; ZeRO {job.options.zero.stage}; {job.schedule.name} with "
             f"{job.batch.accumulation} microbatches of {job.batch.micro}"
         )
-        default = " (the default): training.precision=bf16 is faster on GPUs" if job.precision_is_default else ""
+        default = " (the default): precision=bf16 is faster on GPUs" if job.precision_is_default else ""
         self.report.say(f"dtype   {job.precision}{default}")
         if job.cut is not None:
             self.report.say(f"cut     {job.cut}")
@@ -481,7 +459,6 @@ def train(job: Job, watches: Sequence[Watch] = ()) -> None:
         user_error(error)
     except CheckpointError as error:
         user_error(f"{error}. In the training file, give what the run had, another name, or checkpoint.resume=never")
-    section = job.file.checkpoint
-    with requeued(section is not None and section.requeue, run.grid.rank):
+    with requeued(job.checkpoints is not None and job.file.checkpoint.requeue, run.grid.rank):
         run.train()
     run.grid.close()

@@ -150,7 +150,7 @@ class AnswerEvaluation:
         if not self._count:
             raise ConfigError(
                 f"evaluate has {min(len(data), most or len(data))} held-out samples, less than a batch of {train}: "
-                "hold out more of them, or give a smaller training.batch"
+                "hold out more of them, or give a smaller batch.size"
             )
         batches = range(0, self._count * train, train)
         self._weights = [self._weight([data[at] for at in range(first, first + train)]) for first in batches]

@@ -199,7 +199,7 @@ def parameter_groups(job: Job, module: PipelineModule) -> list[dict[str, Any]] |
 
     None stands for one group: with ``decays: all``, and with LoRA, which alone is trained.
     """
-    if job.file.training.optimizer.decays == "all" or job.options.lora is not None:
+    if job.file.optimizer.decays == "all" or job.options.lora is not None:
         return None
     spared: set[nn.Parameter] = set()
     for part in module.modules():

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 from ..base.errors import ConfigError
 
 ENDS = "0.3"  # version of triax that reads them no more
+_LOG = logging.getLogger("triax")
+
+Values = TypeVar("Values", bound=dict[str, Any])
+Moved = Callable[[dict[str, Any], str, dict[str, Any], str], None]
+
 _ZERO = {
     "reduce_bucket_size": "bucket_size",
     "ignore_unused_parameters": "allow_unused",
@@ -18,7 +24,9 @@ _ZERO = {
     "stage3_max_live_parameters": "max_live_parameters",
     "stage3_max_reuse_distance": "max_reuse_distance",
     "leaf_module": "leaf_modules",
+    "offload_optimizer.nvme_path": "offload_optimizer.path",
     "offload_param": "offload_parameters",
+    "offload_parameters.nvme_path": "offload_parameters.path",
     "zero_quantized_weights": "quantized_weights",
     "zero_quantized_nontrainable_weights": "quantized_frozen_weights",
     "zero_quantized_gradients": "quantized_gradients",
@@ -31,43 +39,102 @@ _RECOMPUTE = {
     "synchronize_checkpoint_boundary": "synchronize",
 }
 _LORA = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets", "use_rslora": "rslora"}
-# Section -> older name of a key -> its name.
-OLDER: dict[str, dict[str, str]] = {
-    "training.zero": _ZERO,
-    "training.zero.offload_optimizer": {"nvme_path": "path"},
-    "training.zero.offload_parameters": {"nvme_path": "path"},
-    "training.recompute": _RECOMPUTE,
-    "model.lora": _LORA,
-    "checkpoint": {"async": "background"},
+
+# Older name -> name, of keys and of whole sections; an older name within a section stands after the section's.
+MOVED = {
+    "training.batch": "batch.size",
+    "training.batch_tokens": "batch.tokens",
+    "training.microbatch": "batch.microbatch",
+    "training.optimizer": "optimizer",
+    "training.zero": "zero",
+    "training.precision": "precision",
+    "training.clip": "clip",
+    "training.recompute": "recompute",
+    "training.compile": "compile",
+    "model.lora": "lora",
+    "monitor.log_every": "monitor.print_every",
+    "checkpoint.async": "checkpoint.background",
+    **{f"zero.{older}": f"zero.{name}" for older, name in _ZERO.items()},
+    **{f"recompute.{older}": f"recompute.{name}" for older, name in _RECOMPUTE.items()},
+    **{f"lora.{older}": f"lora.{name}" for older, name in _LORA.items()},
 }
+# Keys that 0 switched off, and what does so now.
+_OFF = {"clip": None, "monitor.trace": False, "monitor.histograms": False}
 
 
-def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a file in which older names of keys are replaced; a note in the log names each.
+def new_name(key: str) -> str:
+    """Return the name of a dotted key, or of the section that it is in, where its older one is given."""
+    for older, name in MOVED.items():
+        if key == older or key.startswith(f"{older}."):
+            key = name + key[len(older) :]
+    return key
+
+
+def renamed(values: Mapping[str, Any], short_forms: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values of a file under the names of today; a warning in the log names each older one.
+
+    Args:
+        values: the keys and values of the file.
+        short_forms: section -> the key of which a plain value in place of the section is the value.
 
     Raises:
         ConfigError: a key stands there under both names.
     """
-    made: dict[str, Any] = dict(values)
-    for section, names in OLDER.items():
-        *outer, last = section.split(".")
-        holder: Any = made
-        for part in outer:
-            if isinstance(holder.get(part), Mapping):
-                holder[part] = holder = dict(holder[part])
-            else:
-                holder = {}
-        found = holder.get(last)
-        if not isinstance(found, Mapping) or not names.keys() & found.keys():
-            continue
-        holder[last] = changed = dict(found)
-        for older, name in names.items():
-            if older in found:
-                if name in found:
-                    raise ConfigError(f"{section}.{older} is an older name of {section}.{name}: give the second alone")
-                changed[name] = changed.pop(older)
-                logging.getLogger("triax").warning(
-                    "%s.%s is an older name of %s.%s, which triax %s removes: write the new name",
-                    *(section, older, section, name, ENDS),
-                )
+    made = _copied(values)
+    for note in rename(made, short_forms):
+        _LOG.warning("%s, which triax %s removes. triax config FILE --upgrade rewrites the file", note, ENDS)
     return made
+
+
+def rename(values: Values, short_forms: Mapping[str, str], moved: Moved = lambda *_: None) -> Iterator[str]:
+    """Give the keys of a file their names of today, in place, and yield a note on each change.
+
+    Args:
+        values: the keys and values, changed.
+        short_forms: as of ``renamed``.
+        moved: called with the older section, the older key, the section and the key, after each move.
+
+    Raises:
+        ConfigError: a key stands there under both names.
+    """
+    for older, name in MOVED.items():
+        *outer, last = older.split(".")
+        holder = _section(values, outer)
+        if holder is None or last not in holder:
+            continue
+        *sections, key = name.split(".")
+        target = values
+        for number, section in enumerate(sections):
+            found = target.get(section)
+            if not isinstance(found, dict):
+                main = short_forms.get(".".join(sections[: number + 1]), "")
+                target[section] = made = type(values)()
+                made.update({} if found is None else {main: found})
+                found = made
+            target = found
+        if key in target:
+            raise ConfigError(f"{older} is an older name of {name}: give the second alone")
+        target[key] = holder.pop(last)
+        moved(holder, last, target, key)
+        if not holder:
+            del values[outer[0]]
+        yield f"{older} is an older name of {name}"
+    for key, off in _OFF.items():
+        *outer, last = key.split(".")
+        holder = _section(values, outer)
+        given = None if holder is None else holder.get(last)
+        if holder is not None and isinstance(given, (int, float)) and not isinstance(given, bool) and given == 0:
+            holder[last] = off
+            yield f"{key}: 0 is an older spelling of {key}: {json.dumps(off)}"
+
+
+def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in values.items()}
+
+
+def _section(values: dict[str, Any], path: list[str]) -> dict[str, Any] | None:
+    """Return the section at a path; None if there is none."""
+    found: Any = values
+    for part in path:
+        found = found.get(part) if isinstance(found, dict) else None
+    return found if isinstance(found, dict) else None

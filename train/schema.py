@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -13,47 +12,19 @@ from ..base.errors import describe, nearest
 from ..base.option_error import refusal
 from ..options.base import REQUIRED, Options, option
 from ..options.compilation import Compile
+from ..options.engine import EngineOptions
 from ..options.fault_tolerance import FaultTolerance
+from ..options.local_updates import LocalSGD
 from ..options.lora import Lora
-from ..options.monitoring import Wandb
+from ..options.monitoring import CommunicationLog, Profile, Wandb
+from ..options.named import GradientCompression, LRSchedule
+from ..options.precision import Precision
 from ..options.recomputation import Recomputation
-from ..options.schedule import OffloadActivations
+from ..options.reduction import GradientReduction
+from ..options.sparse_attention import SparseAttention
 from ..options.zero import Zero
-from ..pipe.partition import CUTS, SEARCHED
-
-_COUNT = re.compile(r"(\d+(?:\.\d+)?(?:e\d+)?)([KMBT]?)", re.IGNORECASE)
-_DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)d)?(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s)?")
-_POWERS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-
-
-def count(value: Any) -> int | None:
-    """Return a number of tokens: 500000, 1e9, "1.5B" (K, M, B and T are powers of 1000); None for None.
-
-    Raises:
-        ValueError: another value, or less than one token.
-    """
-    if value is None:
-        return None
-    found = _COUNT.fullmatch(str(value).replace("_", "").strip()) if not isinstance(value, bool) else None
-    number = 0.0 if found is None else float(found[1]) * _POWERS[found[2].upper()]
-    if number < 1 or number != int(number):
-        raise ValueError("give a whole number of tokens of at least 1, such as 500000, 1e9 or 1.5B")
-    return int(number)
-
-
-def seconds(value: Any) -> float | None:
-    """Return a time in seconds: "90m", "1h30m", "45s", "2d"; None for None.
-
-    Raises:
-        ValueError: a time without a unit, or no time at all.
-    """
-    if value is None:
-        return None
-    found = _DURATION.fullmatch(value.strip()) if isinstance(value, str) else None
-    total = 0.0 if found is None else sum(float(n or 0) * s for n, s in zip(found.groups(), (86400, 3600, 60, 1)))
-    if total <= 0:
-        raise ValueError("give a time with its unit, such as 90m, 1h30m, 45s or 2d")
-    return total
+from .engine_sections import RunBatch, RunCheckpoints, RunMonitoring, RunOptimizer, RunSchedule
+from .numbers import count, seconds
 
 
 def _run_name(value: Any) -> Any:
@@ -132,21 +103,6 @@ def _function(value: Any) -> Any:
     return None if value is None else _functions(value if isinstance(value, str) else [value])[0]
 
 
-def _partition(value: Any) -> Any:
-    """Return a way to cut the layers: a name, or boundaries as a tuple."""
-    boundaries = isinstance(value, (list, tuple)) and all(type(each) is int for each in value)
-    if not boundaries and (not isinstance(value, str) or (value not in CUTS and not value.startswith("type:"))):
-        raise ValueError(f"give {', '.join(CUTS)}, type:REGEX, or boundaries such as [0, 9, 18]")
-    return tuple(value) if boundaries else value
-
-
-def _recompute(value: Any) -> Any:
-    """Return the value of ``training.recompute``, with an empty section for ``none``."""
-    if not isinstance(value, (Mapping, Recomputation)) and value not in ("none", "selective", "matmul", "full"):
-        raise ValueError("give none, selective, matmul, full, or a section")
-    return {} if value == "none" else value
-
-
 def _deepspeed(value: Any) -> Any:
     """Return a section of DeepSpeed's keys, or the path of a file with one."""
     if not isinstance(value, (str, Mapping, type(None))):
@@ -203,7 +159,6 @@ class ModelSection(Keys):
     overrides: dict[str, Any] = option(dict, "Fields of the configuration to change; not with weights.", read=_names)
     attention: Literal["ring", "ulysses", "gather"] = option("ring", "Attention over the context axis.")
     experts: ExpertsSection = option(ExpertsSection(), "Options of a mixture of experts.")
-    lora: Lora | None = option(None, "Train only low-rank adapters: docs/lora.md; null: train all weights.")
 
     def check(self) -> None:
         """Check that the model comes from one place."""
@@ -415,116 +370,6 @@ class GridSection(Keys):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleSection(Keys):
-    """``schedule``: a name, or a section with the name and its options."""
-
-    MAIN: ClassVar = "name"
-
-    name: str = option(
-        "1f1b", "Name of a pipeline schedule, auto (search for one), or path of a .csv, .json or .txt file."
-    )
-    chunks: int | None = option(None, "Stages per rank; null: the schedule's own number.", least=1)
-    costs: tuple[float, ...] | None = option(
-        None,
-        "For auto, pairs, recompute and offload: measured times of a forward pass (F), the input gradients (I), the "
-        "weight gradients (W) and (optional) a message, in any unit; null: 1, 1, 1.",
-        least=0,
-    )
-    memory: float | None = option(
-        None, "For auto: limit of activations per rank, in microbatches through 1/pipe of the model.", above=0
-    )
-    pairs: float | None = option(
-        None,
-        "Join passes to pairs, in which the tensor axis's collectives of each run beside the other: the time of these "
-        "collectives in a pass, in the unit of costs. null: only pairs that the schedule itself has.",
-        least=0,
-    )
-    recompute: float | None = option(
-        None,
-        "Share of each rank's activations that ops of the schedule recompute; for auto, the largest share.",
-        least=0,
-        most=1,
-    )
-    slices: int | tuple[float, ...] | None = option(
-        None,
-        "Slices of each sequence, which pass the pipeline one after the other: their number, or relative lengths.",
-        above=0,
-    )
-    offload: OffloadActivations = option(OffloadActivations(), "Where activations are offloaded to.")
-    partition: Any = option(
-        "parameters",
-        "Division of the layers into stages: parameters, uniform, type:REGEX, boundaries such as [0, 9, 18]; or by "
-        "the layers' costs: time, memory, or auto, which chooses the schedule too.",
-        read=_partition,
-    )
-    layer_costs: str | None = option(
-        None,
-        "For partition time, memory and auto: JSON file with the layers' costs; null: the run measures them first.",
-        read=path_text,
-    )
-    limit: float | tuple[float, ...] | None = option(
-        None,
-        "For partition time, memory and auto: GB (1e9 bytes) that a pipe rank may take: one number for all, or a list.",
-        above=0,
-    )
-
-    @property
-    def searched(self) -> bool:
-        """True if the cut goes by the layers' costs."""
-        return self.partition in SEARCHED
-
-    def check(self) -> None:
-        """Check that the keys of a cut by the layers' costs, and of a searched schedule, do not mix."""
-        if self.partition == "auto" and self.name not in ("1f1b", "auto"):
-            raise refusal(f"<partition> auto chooses the schedule, and <name> is {self.name}: write time, or no name")
-        if self.searched and self.name == "auto":
-            raise refusal(f"<name> auto does not go with <partition> {self.partition}: write only <partition> auto")
-        if self.searched and self.slices is not None:
-            raise refusal(f"<partition> {self.partition} is for whole sequences: leave out <slices>, or give a cut")
-        for key in ("layer_costs", "limit"):
-            if getattr(self, key) is not None and not self.searched:
-                raise refusal(f"<{key}> is for <partition> time, memory and auto: leave it out, or give one of them")
-
-
-@dataclass(frozen=True, init=False)
-class OptimizerSection(Keys):
-    """``training.optimizer``: a name, or a section with type and arguments."""
-
-    MAIN: ClassVar = "type"
-
-    type: str = option("AdamW", "Name of the optimizer; its arguments are further keys of this section.")
-    decays: Literal["matrices", "all"] = option(
-        "matrices", "Weights that decay. matrices: not norms, biases and embeddings; all: every parameter."
-    )
-
-    def __init__(self, type: str = "AdamW", decays: Any = "matrices", **arguments: Any) -> None:
-        for name, value in (("type", type), ("decays", decays), ("_arguments", arguments)):
-            object.__setattr__(self, name, value)
-        self.__post_init__()
-
-    @classmethod
-    def of(cls, value: Any) -> OptimizerSection:
-        """Return the section for a name, or for a mapping of ``type``, ``decays`` and the arguments."""
-        if isinstance(value, Mapping):
-            made = cls(**{str(key): each for key, each in value.items()})
-            object.__setattr__(made, "_given", frozenset(value))
-            return made
-        return super().of(value)
-
-    def plain(self, given: bool = False) -> dict[str, Any]:
-        """Return the section as a file has it, with the arguments beside the name."""
-        arguments: dict[str, Any] = vars(self)["_arguments"]
-        return {**super().plain(given), **arguments}
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Arguments of the optimizer; AdamW's betas and weight_decay are those of GPT-3 if they are not given."""
-        usual = {"betas": [0.9, 0.95], "weight_decay": 0.1} if self.type == "AdamW" else {}
-        given: dict[str, Any] = vars(self)["_arguments"]
-        return usual | given
-
-
-@dataclass(frozen=True, kw_only=True)
 class LearningRateSection(Keys):
     """``training.learning_rate``: a number, which is the peak, or a section."""
 
@@ -571,42 +416,24 @@ class SpikesSection(Keys):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSection(Keys):
-    """``training``: how long, in which batches, and with which optimizer."""
+    """``training``: how long, on which sequences, and at which learning rate."""
 
     steps: int | None = option(None, "Optimizer steps.", least=1)
     tokens: int | None = option(None, "Tokens to train on, instead of steps: 1e9 or 1B.", read=count)
     epochs: float | None = option(None, "Times through the documents, instead of steps.", above=0.0)
-    batch: int | None = option(None, "Sequences per step, over all replicas.", least=1)
-    batch_tokens: int | None = option(None, "Tokens per step, instead of batch; a multiple of sequence.", read=count)
-    microbatch: int | None = option(
-        None, "Sequences that pass through the pipeline at once; more use more memory. null: 1.", least=1
-    )
     sequence: int | None = option(None, "Tokens of a sequence; null: the model's longest.", least=1)
-    precision: Literal["fp32", "bf16", "fp16", "fp64"] = option(
-        "fp32", "Dtype of weights and arithmetic; bf16 and fp16 have fp32 master weights."
-    )
-    optimizer: OptimizerSection = option(OptimizerSection(), "The optimizer: a name, or type and arguments.")
     learning_rate: LearningRateSection = option(LearningRateSection(), "The learning rate: its peak, or a section.")
-    clip: float = option(1.0, "Limit of the global gradient norm; 0: no limit.", least=0.0)
-    recompute: Recomputation = option(
-        Recomputation(),
-        "none (the default), selective (the core of attention), matmul, full (every layer), or a section.",
-        read=_recompute,
-    )
-    compile: Compile | None = option(None, "true: torch.compile of each layer; or a section: docs/guides/compile.md.")
-    zero: Zero = option(Zero(stage=1), "Stage of ZeRO, or a section.")
     time_limit: float | None = option(
         None, "Time after which the run saves and ends: 90m, 2h30m; null: none.", read=seconds
     )
     spikes: SpikesSection = option(SpikesSection(), "Jumps of the loss or the gradient norm: an action, or a section.")
 
     def check(self) -> None:
-        """Check that one option says how long the run is, and one how large a step."""
-        for names in (("steps", "tokens", "epochs"), ("batch", "batch_tokens")):
-            given = [name for name in names if getattr(self, name) is not None]
-            if len(given) > 1:
-                what = "how long the run is" if "steps" in names else "how large a step is"
-                raise refusal(f"{' and '.join(f'<{name}>' for name in given)} all say {what}: give one of them")
+        """Check that one option says how long the run is."""
+        given = [name for name in ("steps", "tokens", "epochs") if getattr(self, name) is not None]
+        if len(given) > 1:
+            names = " and ".join(f"<{name}>" for name in given)
+            raise refusal(f"{names} all say how long the run is: give one of them")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -639,47 +466,12 @@ class EvaluateSection(Keys):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointSection(Keys):
-    """``checkpoint``: what a run goes on from."""
-
-    folder: str | None = option(
-        None,
-        "Folder of the checkpoints, or its URI as s3://bucket/run; null: checkpoints in the run's folder.",
-        read=path_text,
-    )
-    every: int = option(500, "Save every N steps; also at the end and when the run is stopped.", least=1)
-    keep: int | None = option(2, "Number of checkpoints to keep; null: all.", least=1)
-    resume: str = option(
-        "auto",
-        "auto: continue from the newest checkpoint, if there is one; required: there must be one; never: start from "
-        "the beginning; or the tag or path of a checkpoint.",
-    )
-    background: bool = option(True, "Write in the background.")
-    requeue: bool = option(
-        True, "After SIGUSR1, which Slurm sends before the time limit: save, exit, and requeue the job."
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class SampleSection(Keys):
     """``sample``: a text that the model writes after each evaluation."""
 
     prompt: str = option(REQUIRED, "Beginning of the text.", read=_not_empty)
     tokens: int = option(100, "Tokens to add, if there is room.", least=1)
     temperature: float = option(0.7, "Sampling temperature; 0: always take the most likely token.", least=0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MonitorSection(Keys):
-    """``monitor``: what is printed and recorded; metrics.jsonl, report.html and pictures are always written."""
-
-    log_every: int = option(20, "Without a terminal: print a line every N steps.", least=1)
-    print_losses: bool = option(False, "Print every loss in full.")
-    tensorboard: bool = option(False, "Event files for TensorBoard, in the run's folder.")
-    csv: bool = option(False, "A CSV file for each metric, in the run's folder.")
-    wandb: Wandb | None = option(None, "Weights & Biases: true, or a section.")
-    trace: int = option(20, "Step to trace in timeline.json; 0: none.", least=0)
-    histograms: int = option(0, "Histograms of weights and gradients every N steps; 0: never.", least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -693,14 +485,29 @@ class ExportSection(Keys):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingFile(Keys):
-    """A training run: all keys of the file of ``triax train``."""
+class TrainingFile(EngineOptions):
+    """A training run: all keys of the file of ``triax train``. They are an engine's options, and what only a run has."""
 
     TITLE: ClassVar[str] = "the training file"
 
+    batch: RunBatch = option(RunBatch(), "Samples of a step: their number, or a section.")
+    optimizer: RunOptimizer = option(RunOptimizer(), "The optimizer: a name, or type and arguments.")
+    lr_scheduler: LRSchedule | None = option(
+        None, "Learning-rate schedule by name, in place of training.learning_rate: type and arguments."
+    )
+    schedule: RunSchedule = option(RunSchedule(), "The pipeline schedule: a name, or a section.")
+    zero: Zero = option(Zero(stage=1), "Stage of ZeRO, or a section.")
+    clip: float | None = option(1.0, "Limit of the global gradient norm; null: no limit.", above=0.0)
+    compression: GradientCompression | None = option(
+        None, "Compression of the gradients' sum, in ZeRO stages 0 and 1: type and arguments."
+    )
+    checkpoint: RunCheckpoints = option(RunCheckpoints(), "Checkpoints: every how many steps, or a section.")
+    monitor: RunMonitoring = option(RunMonitoring(), "What is printed and recorded.")
+    tuning: None = None  # a run's schedule is known before its engine measures
+    seed: int = option(0, "Seed of weights, dropout, the order of data and the sample.", least=0, below=SEEDS)
+
     name: str = option("run", "Name of the run: its folder in runs.", read=_run_name)
     runs: str = option("runs", "Folder of all runs.", read=path_text)
-    seed: int = option(0, "Seed of weights, dropout, the order of data and the sample.", least=0, below=SEEDS)
     model: ModelSection = option(REQUIRED, "The model.")
     tokenizer: str | None = option(
         None,
@@ -711,15 +518,9 @@ class TrainingFile(Keys):
         None, "Post-training on prompts and answers: a name, or a section; null: the next token of texts."
     )
     grid: GridSection = option(GridSection(), "Sizes of the axes.")
-    schedule: ScheduleSection = option(ScheduleSection(), "The pipeline schedule: a name, or a section.")
-    training: TrainingSection = option(TrainingSection(), "How long, in which batches, with which optimizer.")
+    training: TrainingSection = option(TrainingSection(), "How long, on which sequences, at which learning rate.")
     evaluate: EvaluateSection = option(EvaluateSection(), "The loss on held-out documents.")
-    checkpoint: CheckpointSection | None = option(CheckpointSection(), "Checkpoints; false: none.")
-    fault_tolerance: FaultTolerance | None = option(
-        None, "Replicas that leave and join while the others train: true, or a section: docs/faults.md."
-    )
     sample: SampleSection | None = option(None, "A text after each evaluation; null: none.")
-    monitor: MonitorSection = option(MonitorSection(), "What is printed and recorded.")
     export: ExportSection | None = option(
         ExportSection(), "The model as a Hugging Face folder at the end; false: none."
     )
@@ -731,9 +532,10 @@ class TrainingFile(Keys):
 
     def check(self) -> None:
         """Check that a run which rewinds has checkpoints, and that replicas that come and go can take the steps."""
+        super().check()
         if self.fault_tolerance is not None:
             self._check_replicas()
-        if self.checkpoint is None and self.training.spikes.action == "rewind":
+        if self.checkpoint.every is None and self.training.spikes.action == "rewind":
             raise refusal(
                 "<training.spikes> is rewind, but <checkpoint> is false, so that there is nothing to go back to: leave "
                 "<checkpoint> out, or write skip"
@@ -775,4 +577,7 @@ class TrainingFile(Keys):
 
 
 # Sections that docs/reference/options.md lists key by key.
-WHOLE = (Zero, Recomputation, Compile, Lora, Wandb, FaultTolerance)
+WHOLE = (
+    *(Zero, Precision, GradientReduction, Recomputation, Compile, LocalSGD, FaultTolerance, Lora, SparseAttention),
+    *(Wandb, Profile, CommunicationLog, GradientCompression, LRSchedule),
+)

@@ -29,14 +29,13 @@ def zero_options(options: EngineOptions, grid: Grid, module: nn.Module) -> ZeroO
         OptionError: an option does not fit the module or the number of replicas.
     """
     zero, precision, data = options.zero, options.precision, grid.data_context.size
-    half = dtype_of(precision.weights)
     low_precision = low_precision_parameters(options, module, grid)
     prescale = _prescale(options.reduction, data)
     return ZeroOptions(
         stage=zero.known_stage,
-        weight_dtype=half,
+        weight_dtype=dtype_of(precision.weights),
         buffer_dtype=dtype_of(precision.buffers),
-        accumulation_dtype=torch.float32 if half is not None and precision.master_weights else None,
+        accumulation_dtype=torch.float32 if precision.half and precision.master_weights else None,
         communication_dtype=communication_dtype(options, low_precision),
         low_precision_parameters=low_precision,
         prescale=prescale,

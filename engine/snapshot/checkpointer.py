@@ -17,7 +17,7 @@ from torch import nn
 
 from ...agreement.agreement import agreed
 from ...base.checks import check_flag, check_kind, check_path
-from ...base.errors import ArgumentError
+from ...base.errors import ArgumentError, ConfigError
 from ...checkpoint.async_writer import AsyncWriter, report_failure
 from ...checkpoint.auto import AutoSaver, load_newest
 from ...checkpoint.convert.export import write_model
@@ -165,24 +165,31 @@ class Checkpointer:
             snapshot = capture_weights(engine, exclude_frozen)
         write_model(engine.grid, snapshot, path, engine.data_axis.options.weight_dtype or torch.bfloat16)
 
-    def resume(self, folder: str | Path) -> None:
-        """Load the newest undamaged checkpoint of a folder, if there is one. Collective.
+    def resume(self, folder: str | Path, which: bool | str = True) -> None:
+        """Load a checkpoint of a folder: the newest undamaged one, or that of ``which``. Collective.
+
+        Args:
+            folder: the folder of checkpoints.
+            which: the option ``checkpoint.resume``.
 
         Raises:
             CheckpointError: on every rank, if the checkpoint is of another model.
+            ConfigError: on every rank, if a checkpoint is required and there is none.
         """
-        engine = self._engine
-        options = self.load_options()
+        engine, options = self._engine, self.load_options()
 
         def load(snapshot: Snapshot) -> None:
             self.resumed = self._apply(snapshot, options)
 
-        if load_newest(engine.grid, folders.folder_at(folder), options, self._lineage, load):
-            self.say_resumed()
-
-    def say_resumed(self) -> None:
-        """Log on rank 0 from which checkpoint, ``resumed``, the run goes on."""
-        if self._engine.grid.rank == 0:
+        if which not in (True, "auto", "required"):
+            where, _, tag = str(which).rstrip("/").rpartition("/")
+            self.resumed = self.load(where or folder, tag, options)
+        elif not load_newest(engine.grid, folders.folder_at(folder), options, self._lineage, load):
+            if which == "required":
+                name = engine.options.say("<checkpoint.resume>")
+                raise ConfigError(f"{name} is required, but {folder} has no checkpoint to resume from: write auto")
+            return
+        if engine.grid.rank == 0:
             logging.getLogger("triax").warning(
                 "the run resumes from %s, after step %d", self.resumed[0], self._engine.global_steps
             )

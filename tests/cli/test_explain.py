@@ -37,8 +37,8 @@ _SIZES = {
     "vocab_size": 96,
     "max_position_embeddings": 64,
 }
-SMALL = [f"model.overrides={json.dumps(_SIZES)}", "training.sequence=16", "training.batch_tokens=256"]
-SMALL += ["checkpoint=false", "monitor.trace=0"]
+SMALL = [f"model.overrides={json.dumps(_SIZES)}", "training.sequence=16", "batch.tokens=256"]
+SMALL += ["checkpoint=false", "monitor.trace=false"]
 STATES = ("parameters", "gradients", "masters", "optimizer", "buffers")
 
 
@@ -68,10 +68,10 @@ def counted(changes: list[str]) -> Any:
     [
         ["grid.pipe=2", "grid.data=1", "grid.tensor=2"],
         pytest.param(["grid.pipe=2", "grid.data=2", "grid.tensor=2"], marks=pytest.mark.exhaustive),
-        pytest.param(["grid.pipe=4", "grid.data=2", "grid.tensor=1", "training.zero=3"], marks=pytest.mark.exhaustive),
+        pytest.param(["grid.pipe=4", "grid.data=2", "grid.tensor=1", "zero=3"], marks=pytest.mark.exhaustive),
         pytest.param(
             ["grid.pipe=2", "grid.data=2", "grid.tensor=1", "schedule=auto", "schedule.costs=[1,1,1]"]
-            + ["training.optimizer={type: SGD, momentum: 0.9, decays: all}", "training.recompute=full"],
+            + ["optimizer={type: SGD, momentum: 0.9, decays: all}", "recompute=full"],
             marks=pytest.mark.exhaustive,
         ),
     ],

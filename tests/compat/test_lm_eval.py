@@ -53,15 +53,16 @@ data: {training: rows.jsonl}
 grid: {pipe: 2}
 training:
   steps: 9
-  batch: 4
-  microbatch: 1
   sequence: 16
-  precision: fp64
-  optimizer: {type: SGD, decays: all}
   learning_rate: {peak: 0.05, schedule: constant, warmup_steps: 0}
 evaluate: {every: 1, tasks: endings.yaml, metric: endings/perplexity, best: true, patience: 2}
 checkpoint: false
-monitor: {trace: 0}
+monitor: {trace: false}
+batch:
+  size: 4
+  microbatch: 1
+optimizer: {type: SGD, decays: all}
+precision: fp64
 """
 
 

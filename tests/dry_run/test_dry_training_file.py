@@ -31,7 +31,9 @@ FILE = """
 model: {preset: llama-tiny, overrides: {num_hidden_layers: 4}}
 data: {training: no-such-tokens}
 grid: {pipe: 2, data: 4, tensor: 2}
-training: {steps: 4, batch: 32, microbatch: 2, sequence: 64, precision: bf16}
+training: {steps: 4, sequence: 64}
+batch: {size: 32, microbatch: 2}
+precision: bf16
 """
 
 
@@ -83,25 +85,25 @@ LARGE = """
 model: {preset: llama3-70b, overrides: {num_hidden_layers: 2}}
 data: {training: no-such-tokens}
 grid: {pipe: 2, data: 2}
-training: {steps: 4, batch: 8, microbatch: 2, sequence: 2048, precision: bf16}
+training: {steps: 4, sequence: 2048}
+batch: {size: 8, microbatch: 2}
+precision: bf16
 """
 OFFLOADS: dict[str, dict[str, Any]] = {
-    "optimizer to cpu": {"training": {"zero": {"stage": 1, "offload_optimizer": "cpu"}}},
-    "all to cpu": {"training": {"zero": {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"}}},
+    "optimizer to cpu": {"zero": {"stage": 1, "offload_optimizer": "cpu"}},
+    "all to cpu": {"zero": {"stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"}},
     "all to nvme": {
-        "training": {
-            "zero": {
-                "stage": 3,
-                "offload_optimizer": {"device": "nvme", "path": "no-such-folder"},
-                "offload_parameters": {"device": "nvme", "path": "no-such-folder"},
-            }
+        "zero": {
+            "stage": 3,
+            "offload_optimizer": {"device": "nvme", "path": "no-such-folder"},
+            "offload_parameters": {"device": "nvme", "path": "no-such-folder"},
         },
         "checkpoint": {"background": False},
     },
-    "inputs of recomputed layers": {"training": {"recompute": {"interval": 1, "cpu_checkpointing": True}}},
+    "inputs of recomputed layers": {"recompute": {"interval": 1, "cpu_checkpointing": True}},
     "activations to cpu": {
         "schedule": {"name": "gpipe", "offload": {"device": "cpu", "copy_time": 0.1}},
-        "training": {"batch": 16},
+        "batch": {"size": 16},
     },
 }
 

@@ -121,15 +121,11 @@ def test_a_training_file_trains_the_list(ranks: Any, tmp_path: Path, monkeypatch
         "model": {"layers": f"{EXAMPLES / 'gpt_3d.py'}:layers", "overrides": {"vocab_size": 256}},
         "data": {"training": "tokens", "document_mask": False},
         "grid": {"pipe": 2},
-        "training": {
-            "steps": STEPS,
-            "batch": 4,
-            "microbatch": 1,
-            "precision": "fp64",
-            "optimizer": {"type": "AdamW", "betas": [0.9, 0.99], "weight_decay": 0.0},
-            "learning_rate": {"peak": 5e-3, "schedule": "constant", "warmup_steps": 0},
-            "clip": 1.0,
-        },
+        "training": {"steps": STEPS, "learning_rate": {"peak": 5e-3, "schedule": "constant", "warmup_steps": 0}},
+        "batch": {"size": 4, "microbatch": 1},
+        "precision": "fp64",
+        "optimizer": {"type": "AdamW", "betas": [0.9, 0.99], "weight_decay": 0.0},
+        "clip": 1.0,
         "checkpoint": False,
     }
     file = TrainingFile.of(values)
@@ -164,7 +160,8 @@ def test_what_a_list_of_layers_cannot_have(changes: dict[str, Any], said: str) -
     values = {
         "model": f"{EXAMPLES / 'gpt_3d.py'}:layers",
         "data": {"training": "tokens", "document_mask": False},
-        "training": {"steps": 1, "batch": 1},
+        "training": {"steps": 1},
+        "batch": {"size": 1},
     }
     with pytest.raises(ConfigError, match=re.escape(said)):
         resolve(TrainingFile.of(values | changes))

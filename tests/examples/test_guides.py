@@ -397,7 +397,7 @@ def test_megatrons_small_runs_train_and_continue(ranks: Any, tmp_path: Path, mon
     rates = [3e-4 * (0.1 + 0.9 * math.cos(math.pi / 2 * step / of) ** 2) for step, of in ((19, 20), (20, 30))]
     said = [f"{rate * 1e5:.2f}e-5" for rate in rates]
     assert f"the rate of step 20 was {said[0]}, that of step 21 is {said[1]}" in " ".join(small.split())
-    exact = ("training.precision=fp64", "monitor.trace=0")
+    exact = ("precision=fp64", "monitor.trace=false")
     fewer = ((4, 2), (4, 2), (4, 3), (1, 2))  # ranks, steps; the page's 20, 20, 30 and 20 steps
     four, interleaved, rest, one = (
         ranks(size, run_of_a_file, str(tmp_path), *words[2:], f"training.steps={steps}", *exact)[0]

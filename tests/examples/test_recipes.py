@@ -29,11 +29,11 @@ TYPED = [command for _, command in commands(TEXT)]
 SMALL = {
     "pretrain.yaml": [
         "model.overrides={vocab_size: 300, hidden_size: 16, intermediate_size: 32, max_position_embeddings: 128}",
-        *("training.steps=6", "training.learning_rate.warmup_steps=2", "training.batch=4"),
+        *("training.steps=6", "training.learning_rate.warmup_steps=2", "batch.size=4"),
     ],
-    "continue.yaml": ["training.epochs=0.1", "training.batch=4", "training.learning_rate.warmup_steps=1"],
-    "chat.yaml": ["training.epochs=0.5", "training.batch=4", "training.learning_rate.warmup_steps=1"],
-    "lora.yaml": ["training.epochs=0.5", "training.batch=4", "training.learning_rate.warmup_steps=1"],
+    "continue.yaml": ["training.epochs=0.1", "batch.size=4", "training.learning_rate.warmup_steps=1"],
+    "chat.yaml": ["training.epochs=0.5", "batch.size=4", "training.learning_rate.warmup_steps=1"],
+    "lora.yaml": ["training.epochs=0.5", "batch.size=4", "training.learning_rate.warmup_steps=1"],
 }
 
 

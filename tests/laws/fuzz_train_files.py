@@ -69,35 +69,37 @@ grid: {pipe: 1, data: 1, context: 1, tensor: 1, expert: 1, sequence_parallel: fa
 schedule: {name: 1f1b}
 training:
   steps: 2
-  batch: 4
-  microbatch: 2
   sequence: 16
-  precision: fp32
-  optimizer: {type: AdamW, betas: [0.9, 0.95], weight_decay: 0.1, decays: matrices}
   learning_rate: {peak: 1e-3, schedule: cosine, warmup_steps: 1, minimum: 0.1}
-  clip: 1.0
-  recompute: none
-  zero: 1
   spikes: {action: warn, loss: 6.0, norm: 10.0, window: 100, limit: 3}
 evaluate: {every: 2, sequences: 4}
 checkpoint: {every: 2, keep: 2, resume: auto, background: false}
 sample: {prompt: a, tokens: 3, temperature: 0.7}
-monitor: {log_every: 20, trace: 0}
+monitor: {trace: false, print_every: 20}
 export: {dtype: float32}
 deepspeed: {steps_per_print: 5}
+batch:
+  size: 4
+  microbatch: 2
+optimizer: {type: AdamW, betas: [0.9, 0.95], weight_decay: 0.1, decays: matrices}
+zero: 1
+precision: fp32
+clip: 1.0
+recompute: none
 """
 SMALL = """\
 model: {folder: llama, weights: false}
 data: {tokens: 0.7, other: 0.3}
 training:
   tokens: 1K
-  batch_tokens: 64
   sequence: 16
   time_limit: 10m
   learning_rate: 1e-3
   spikes: skip
 checkpoint: false
 export: false
+batch:
+  tokens: 64
 """
 SMALL = SMALL.replace("data: {tokens", "data: {training: {tokens").replace("0.3}", "0.3}}")
 
@@ -248,7 +250,7 @@ ACCEPTED: list[tuple[str, str, str, Any]] = [
     ("shuffle: true", "shuffle: No", "data.shuffle", False),
     ("# most keys", "\ufeff", "training.steps", 2),
     ("\n", "\r\n", "training.steps", 2),
-    ("clip: 1.0", "clip: 0", "training.clip", 0),
+    ("clip: 1.0", "clip: 0", "clip", 0),
     ("name: one", "name: 'on'", "name", "on"),
     ("tensor: 1", "tensor: 2", "grid.tensor", 2),
 ]

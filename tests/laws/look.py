@@ -58,7 +58,8 @@ def make_pages() -> None:
         "model": {"preset": "mixtral-tiny"},
         "data": {"training": str(LOOK / "tokens"), "held_out": 0.05},
         "grid": {"pipe": 2, "data": 2, "expert": 2},
-        "training": {"steps": 30, "batch": 16, "microbatch": 2},
+        "training": {"steps": 30},
+        "batch": {"size": 16, "microbatch": 2},
         "evaluate": {"every": 10, "sequences": 16},
         "monitor": {"histograms": 10},
     }

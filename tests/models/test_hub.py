@@ -117,7 +117,7 @@ def test_commands_and_training_take_an_id(tmp_path: Path, llama: Any, cache: Pat
     made = triax.data.tokenize([source], ID, tmp_path / "tokens")
     assert made.folder.index.tokenizer.name == ID
     (tmp_path / "run.yaml").write_text(
-        f"model: {{folder: {ID}}}\ndata: {tmp_path / 'tokens'}\ntraining: {{steps: 1, batch: 2, sequence: 8}}\n"
+        f"model: {{folder: {ID}}}\ndata: {tmp_path / 'tokens'}\nbatch: 2\ntraining: {{steps: 1, sequence: 8}}\n"
         f"sample: {{prompt: '1:', tokens: 4}}\nruns: {tmp_path / 'runs'}\n"
     )
     job = make_job(read_training_file(tmp_path / "run.yaml")[0])

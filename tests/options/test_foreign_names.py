@@ -17,7 +17,7 @@ from triax.plan.machine import machine
 from triax.train.file import read_training_file
 from triax.train.schema import TrainingFile
 
-RUN = "model: {preset: bytes-tiny}\ndata: tokens\ntraining: {steps: 2, batch: 2}\n"
+RUN = "model: {preset: bytes-tiny}\ndata: tokens\nbatch: 2\ntraining: {steps: 2}\n"
 
 
 def _named(text: str) -> Iterator[str]:
@@ -28,7 +28,7 @@ def _named(text: str) -> Iterator[str]:
 
 
 def _exists(key: str, known: list[str]) -> bool:
-    if key.startswith(("training.optimizer.", "optimizer.params", "scheduler.params")):
+    if key.startswith(("optimizer.", "optimizer.params", "scheduler.params")):
         return True  # arguments of any optimizer or schedule
     return any(name == key or name.startswith(f"{key}.") for name in known)
 
@@ -45,15 +45,15 @@ def test_every_counterpart_is_a_key() -> None:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ("training.dtype=bf16", "training: there is no 'dtype'; write training.precision"),
+        ("training.dtype=bf16", "training: there is no 'dtype'; write precision"),
         ("checkpoint.interval=5", "checkpoint: there is no 'interval'; write checkpoint.every"),
         ("grid.device=cpu", "grid: there is no 'device'; write nothing: a run takes the GPUs that it sees"),
         ("model.name=gpt2", "model: there is no 'name'; write model.preset"),
         ("grid.tensor_parallel=2", "grid: there is no 'tensor_parallel'; write grid.tensor"),
         ("lr=1", "the training file: there is no 'lr'; write training.learning_rate"),
-        ("training.weight_decay=1", "write training.optimizer.weight_decay"),
-        ("training.bf16=true", "write training.precision (bf16, fp16 or fp32)"),
-        ("gradient_accumulation_steps=4", "write training.batch and training.microbatch (batch / microbatch"),
+        ("training.weight_decay=1", "write optimizer.weight_decay"),
+        ("training.bf16=true", "write precision (bf16, fp16 or fp32)"),
+        ("gradient_accumulation_steps=4", "write batch.size and batch.microbatch (batch / microbatch"),
         ("output_dir=x", "write runs and name"),
         ("training.scheduler=cosine", "write training.learning_rate.schedule"),
         ("scheduler=cosine", "write training.learning_rate.schedule"),
@@ -61,12 +61,12 @@ def test_every_counterpart_is_a_key() -> None:
         ("training.seed=1", "write seed (of the file"),
         ("training.sequence_parallel=true", "there is no 'sequence_parallel' here, but in grid: write it there"),
         ("evaluate.interval=3", "write evaluate.every"),
-        ("training.local_batch_size=2", "there is no 'local_batch_size'; write training.microbatch"),
+        ("training.local_batch_size=2", "there is no 'local_batch_size'; write batch.microbatch"),
         ("training.pin_memory=true", "there is no 'pin_memory'; write nothing: a run has no such setting"),
         ("num_heads=4", "write model.overrides (of a preset)"),
-        ("training.recompute_activations=true", "write training.recompute: selective"),
-        ("training.recompute_granularity=full", "write training.recompute.granularity"),
-        ("lora_r=4", "write model.lora.rank"),
+        ("training.recompute_activations=true", "write recompute: selective"),
+        ("training.recompute_granularity=full", "write recompute.granularity"),
+        ("lora_r=4", "write lora.rank"),
         # A name of one word that another section has for something else: all keys are listed.
         ("interval=3", "there is no 'interval'; known are name, runs"),
         ("sample.limit=3", "there is no 'limit'; known are prompt"),

@@ -218,7 +218,9 @@ def test_a_plan_refuses_what_a_run_refuses(change: dict[str, Any], config: Any, 
                 "data": "tokens",
                 "grid": {"pipe": 4, "context": layout.context, "tensor": layout.tensor, "data": 1},
                 "schedule": section,
-                "training": {"steps": 1, "batch": 12, "sequence": 8192, "recompute": layout.recompute},
+                "training": {"steps": 1, "sequence": 8192},
+                "batch": {"size": 12},
+                "recompute": layout.recompute,
             }
         )
     )

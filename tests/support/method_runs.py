@@ -36,7 +36,7 @@ training:
   learning_rate: {{peak: {RATE}, schedule: constant, warmup_steps: 0}}
   clip: 0
 checkpoint: {{every: 2}}
-monitor: {{trace: 0}}
+monitor: {{trace: false}}
 """
 
 

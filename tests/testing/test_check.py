@@ -367,7 +367,7 @@ def test_training_files_and_hugging_face_folders_are_targets(tmp_path: Path) -> 
     heads = {"num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
     transformers.LlamaConfig(architectures=["LlamaForCausalLM"], **sizes, **heads).save_pretrained(tmp_path / "llama")
     file = tmp_path / "run.yaml"
-    file.write_text("model: {preset: bytes-small}\ndata: {training: text}\ntraining: {tokens: 1000, batch: 4}\n")
+    file.write_text("model: {preset: bytes-small}\ndata: {training: text}\nbatch: 4\ntraining: {tokens: 1000}\n")
 
     def run(*words: str) -> tuple[int, str]:
         found = CliRunner().invoke(app, ["check", *map(str, words), "--axes", "tensor", "--json"])

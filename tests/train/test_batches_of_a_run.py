@@ -20,9 +20,10 @@ from tokenized import as_filled, documents_in, folder, rows_of, texts
 RUN = """\
 model: {preset: bytes-tiny, overrides: {hidden_size: 16, num_hidden_layers: 1}}
 data: {training: tokens, threads: 2}
-training: {epochs: 1, batch: 8, microbatch: 2, sequence: 32}
+training: {epochs: 1, sequence: 32}
 export: false
-monitor: {trace: 0}
+monitor: {trace: false}
+batch: {size: 8, microbatch: 2}
 """
 
 

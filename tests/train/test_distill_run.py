@@ -110,12 +110,12 @@ def test_runs_on_grids_have_the_numbers_of_the_equations(ranks: Any, place: Path
     found = ranks(4, run, str(place), "distill", KINDS[kind], f"name=a-{kind}", "grid={pipe: 2, tensor: 2}")[0]
     assert found == pytest.approx(losses, rel=1e-10)
     same_weights(place / "runs" / f"a-{kind}" / "model", last)
-    changes, stop = [f"name=b-{kind}", "training.zero=1"], "training.time_limit=0.001s"
+    changes, stop = [f"name=b-{kind}", "zero=1"], "training.time_limit=0.001s"
     grid = ["grid={data: 2, pipe: 2}", "schedule=zb-v"]
     first = ranks(4, run, str(place), "distill", KINDS[kind], *changes, *grid, stop)[0]
     assert 0 < len(first) < STEPS
     kind_then = KINDS["stored" if kind == "top" else kind]
-    rest = ranks(2, run, str(place), "distill", kind_then, *changes, "grid.context=2", "training.microbatch=2")[0]
+    rest = ranks(2, run, str(place), "distill", kind_then, *changes, "grid.context=2", "batch.microbatch=2")[0]
     assert first + rest == pytest.approx(losses, rel=1e-10)
     same_weights(place / "runs" / f"b-{kind}" / "model", last)
 

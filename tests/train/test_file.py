@@ -18,14 +18,14 @@ model: {preset: bytes-tiny}
 data: tokens
 training:
   tokens: 1.5M
-  batch: 8
   learning_rate: 1e-3
-  optimizer: SGD
   time_limit: 1h30m
-  zero: 2
-  recompute: full
 sample: {prompt: "def "}
 export: false
+batch: 8
+optimizer: SGD
+zero: 2
+recompute: full
 """
 
 
@@ -36,20 +36,20 @@ def _write(folder: Path, text: str, name: str = "run.yaml") -> Path:
 
 
 def test_short_forms_and_changes(tmp_path: Path) -> None:
-    changes = ["training.batch=16", "training.optimizer.momentum=0.9", "model.lora.rank=4"]
+    changes = ["batch.size=16", "optimizer.momentum=0.9", "lora.rank=4"]
     run, _ = read_training_file(_write(tmp_path, RUN), changes)
     training = run.training
-    assert (training.tokens, training.batch, training.time_limit) == (1_500_000, 16, 5400)
-    assert (training.learning_rate.peak, training.optimizer.type, training.zero.stage) == (1e-3, "SGD", 2)
-    assert training.optimizer.arguments == {"momentum": 0.9}
-    assert run.data.training == "tokens" and training.recompute.granularity == "full"
-    assert run.export is None and run.model.lora is not None and run.model.lora.rank == 4
+    assert (training.tokens, batch.size, training.time_limit) == (1_500_000, 16, 5400)
+    assert (training.learning_rate.peak, optimizer.type, zero.stage) == (1e-3, "SGD", 2)
+    assert optimizer.arguments == {"momentum": 0.9}
+    assert run.data.training == "tokens" and recompute.granularity == "full"
+    assert run.export is None and run.lora is not None and run.lora.rank == 4
 
 
 def test_the_three_formats_are_equal(tmp_path: Path) -> None:
-    yaml = _write(tmp_path, "model: {preset: gpt2}\ndata: tokens\ntraining: {steps: 5, batch: 2}\n")
+    yaml = _write(tmp_path, "model: {preset: gpt2}\ndata: tokens\nbatch: 2\ntraining: {steps: 5}\n")
     toml = _write(tmp_path, 'data = "tokens"\n[model]\npreset = "gpt2"\n[training]\nsteps = 5\nbatch = 2\n', "run.toml")
-    values = {"model": {"preset": "gpt2"}, "data": "tokens", "training": {"steps": 5, "batch": 2}}
+    values = {"model": {"preset": "gpt2"}, "data": "tokens", "training": {"steps": 5}, "batch": {"size": 2}}
     jsn = _write(tmp_path, json.dumps(values), "run.json")
     read = [read_training_file(path)[0] for path in (yaml, toml, jsn)]
     assert read[0] == read[1] == read[2] == TrainingFile.of(values)
@@ -59,7 +59,7 @@ def test_the_three_formats_are_equal(tmp_path: Path) -> None:
     ("before", "after", "expected"),
     [
         ("batch: 8", "bacth: 8", "line 6: training: there is no 'bacth'; did you mean 'batch'?"),
-        ("batch: 8", "batch: x", "line 6: training.batch = 'x': give a whole number"),
+        ("batch: 8", "batch: x", "line 6: batch.size = 'x': give a whole number"),
         ("batch: 8", "batch: 8\n  steps: 3", "line 4: training: steps and tokens all say how long the run is"),
         ("1h30m", "90", "line 9: training.time_limit = 90: give a time with its unit"),
         ("1.5M", "many", "line 5: training.tokens = 'many': give a whole number of tokens"),
@@ -87,7 +87,7 @@ def test_errors_name_line_and_key(tmp_path: Path, before: str, after: str, expec
 
 
 TOML = (
-    'data.training = [\n  "a]",\n  "b",\n]\n[model]\npreset = """\n\\\nbytes-tiny"""\n[training.optimizer]\n'
+    'data.training = [\n  "a]",\n  "b",\n]\n[model]\npreset = """\n\\\nbytes-tiny"""\n[optimizer]\n'
     'type = "SGD"\n[training]\nsteps = 2\nbatch = 8\nzero = {stage = 1}\n'
 )
 JSON = """\
@@ -107,15 +107,15 @@ JSON = """\
     ("name", "before", "after", "expected"),
     [
         ("run.toml", "batch", "bacth", "line 13: training: there is no 'bacth'; did you mean 'batch'?"),
-        ("run.toml", "batch = 8", "batch = -8", "line 13: training.batch = -8"),
-        ("run.toml", "stage = 1", "stage = 9", "line 14: training.zero.stage = 9"),
+        ("run.toml", "batch = 8", "batch = -8", "line 13: batch.size = -8"),
+        ("run.toml", "stage = 1", "stage = 9", "line 14: zero.stage = 9"),
         ("run.toml", '"b"', "3", "line 1: data.training"),
-        ("run.toml", '"SGD"', "3", "line 10: training.optimizer.type = 3"),
+        ("run.toml", '"SGD"', "3", "line 10: optimizer.type = 3"),
         ("run.toml", "preset", "prest", "line 6: model: there is no 'prest'; did you mean 'preset'?"),
         ("run.toml", "batch = 8", "steps = 8", "is not TOML: "),
         ("run.json", '"batch"', '"bacth"', "line 5: training: there is no 'bacth'; did you mean 'batch'?"),
-        ("run.json", '"batch": 8', '"batch": -8', "line 5: training.batch = -8"),
-        ("run.json", '"stage": 1', '"stage": 9', "line 7: training.zero.stage = 9"),
+        ("run.json", '"batch": 8', '"batch": -8', "line 5: batch.size = -8"),
+        ("run.json", '"stage": 1', '"stage": 9', "line 7: zero.stage = 9"),
         ("run.json", '"batch": 8', '"steps": 8', "line 5: 'steps' stands here twice"),
         ("run.json", '"batch": 8', '"batch": ', "is not JSON: Expecting value: line 5, column 14"),
     ],
@@ -133,9 +133,9 @@ def test_errors_of_the_other_formats_name_the_line(
 def test_errors_of_changes(tmp_path: Path) -> None:
     path = _write(tmp_path, RUN)
     for change, expected in (
-        ("training.batch", "is not key=value"),
-        ("training.batch=-1", "with training.batch=...: training.batch = -1"),
-        ("training.recompute.interval=1", "which is 'full' in"),
+        ("batch.size", "is not key=value"),
+        ("batch.size=-1", "with batch.size=...: batch.size = -1"),
+        ("recompute.interval=1", "which is 'full' in"),
         ("traning.batch=1", "there is no 'traning'; did you mean 'training'?"),
     ):
         with pytest.raises(ConfigError, match=change.split("=")[0].split(".")[0]) as caught:

@@ -262,7 +262,7 @@ def test_in_bf16_it_equals_one_process_within_its_rounding(ranks: Any, prepared:
     and keys, the error is larger, in plain PyTorch in bf16 too: twice its largest error over the steps is added. In the
     loss errors of many tokens cancel: it is compared with plain PyTorch's alone.
     """
-    common = ["training.precision=bf16", "training.clip=0", "name=half"]
+    common = ["precision=bf16", "clip=0", "name=half"]
     taken, _ = ranks(4, run_part, str(prepared), common, 8, True, timeout=240)[0]
     taken += ranks(2, run_part, str(prepared), [*changes_of(SECOND), *common], None, True, timeout=240)[0][0]
     exact, plain = llama(prepared, torch.float64), llama(prepared, torch.bfloat16)

@@ -114,16 +114,16 @@ def test_runs_on_grids_have_the_numbers_of_one_process(ranks: Any, place: Path) 
     ((losses, drawn),) = ranks(1, by_functions, str(place), timeout=300)
     assert len({round(loss, 6) for loss in losses}) == STEPS
     last = load_file(place / "by-functions" / "model.safetensors")
-    found = ranks(4, run, str(place), "grpo", "name=a", "grid={pipe: 2, tensor: 2}", "training.microbatch=4")[0]
+    found = ranks(4, run, str(place), "grpo", "name=a", "grid={pipe: 2, tensor: 2}", "batch.microbatch=4")[0]
     assert found == pytest.approx(losses, rel=1e-10)
     same_weights(place / "runs" / "a" / "model", last)
     logged = numbers_of(place / "runs" / "a", "Train/Metrics/")
     for name in ("reward", "rewards/like/mean", "completions/mean_length", "frac_reward_zero_std"):
         assert [each[name] for each in logged if name in each] == pytest.approx([each[name] for each in drawn])
     assert sum("kl" in each for each in logged) == STEPS
-    change = ["grid={data: 2, pipe: 2}", "schedule=zb-v", "training.zero=1", "checkpoint.every=1"]
+    change = ["grid={data: 2, pipe: 2}", "schedule=zb-v", "zero=1", "checkpoint.every=1"]
     first = ranks(4, run, str(place), "grpo", "name=b", *change, "training.steps=3", "export=false")[0]
-    rest = ranks(2, run, str(place), "grpo", "name=b", "grid.tensor=2", "training.microbatch=2")[0]
+    rest = ranks(2, run, str(place), "grpo", "name=b", "grid.tensor=2", "batch.microbatch=2")[0]
     assert len(first) == 3 and first + rest == pytest.approx(losses, rel=1e-10)
     same_weights(place / "runs" / "b" / "model", last)
 
@@ -135,10 +135,10 @@ def evaluated(root: str, *changes: str) -> list[dict[str, float]]:
 
 
 def test_held_out_prompts_have_a_reward(ranks: Any, place: Path) -> None:
-    (wanted,) = ranks(1, evaluated, str(place), "name=c", "training.batch=4", "method.steps_per_rollout=1")
+    (wanted,) = ranks(1, evaluated, str(place), "name=c", "batch.size=4", "method.steps_per_rollout=1")
     assert len(wanted) == 3 and all(each["loss"] == -each["reward"] for each in wanted)
     assert len({each["reward"] for each in wanted}) > 1
-    changes = ["name=d", "training.batch=4", "method.steps_per_rollout=1", "grid={data: 2, pipe: 2}"]
+    changes = ["name=d", "batch.size=4", "method.steps_per_rollout=1", "grid={data: 2, pipe: 2}"]
     found = ranks(4, evaluated, str(place), *changes)[0]
     assert [each["reward"] for each in found] == pytest.approx([each["reward"] for each in wanted])
     assert (place / "runs" / "d" / "best" / "config.json").is_file()
@@ -175,14 +175,14 @@ def reward_of(root: str) -> float:
             "method.rewards: nowhere.py:reward cannot",
         ),
         (["method.reward_weights=[1.0]"], "reward_weights has 1 numbers for 2 functions of"),
-        (["training.batch=5"], "is 10 answers, no multiple of method.group 4"),
+        (["batch.size=5"], "is 10 answers, no multiple of method.group 4"),
         (["method.max_new_tokens=18"], "which leaves no room for a prompt in training.sequence 18"),
         (["grid={tensor: 2, sequence_parallel: true}"], "grid.sequence_parallel shares a row's tokens evenly"),
         (["training.spikes=rewind"], "method grpo would draw the same ones: write skip"),
         (["method.reference=nowhere"], "method.reference nowhere: "),
         (["method.level=word"], "method.level"),
         (["data=empty.jsonl"], "empty.jsonl, line 1: the columns are 'text', but 'prompt' is needed"),
-        (["training.batch=24"], "data.training has 8 prompts, less than the 12 of a rollout"),
+        (["batch.size=24"], "data.training has 8 prompts, less than the 12 of a rollout"),
     ],
 )
 def test_mistakes_are_refused(

@@ -81,12 +81,12 @@ def test_learning_rates() -> None:
 @pytest.mark.parametrize(
     ("processes", "keys", "expected"),
     [
-        (None, {"training": {"batch": None}}, "training has no batch: give batch"),
+        (None, {"batch": {"size": None}}, "training has no batch: give batch"),
         (None, {"training": {"steps": None}}, "training has no end: give steps, tokens or epochs"),
-        (None, {"training": {"batch": 9}, "grid": {"data": 2}}, "must be a multiple of training.microbatch 1 x 2"),
+        (None, {"batch": {"size": 9}, "grid": {"data": 2}}, "must be a multiple of batch.microbatch 1 x 2"),
         (
             None,
-            {"training": {"batch": None, "batch_tokens": 100}},
+            {"batch": {"size": None, "tokens": 100}},
             "multiple of the sequence of 64 tokens: give 128",
         ),
         (None, {"training": {"sequence": 65}}, "but the model has 64 positions"),
@@ -115,22 +115,22 @@ def test_learning_rates() -> None:
         (None, {"method": {"name": "dpo"}, "schedule": {"slices": 2}}, "method dpo has a loss of whole sequences"),
         (
             None,
-            {"schedule": {"name": "stp", "recompute": 0.5}, "grid": {"pipe": 2}, "training": {"batch": 8}},
+            {"schedule": {"name": "stp", "recompute": 0.5}, "grid": {"pipe": 2}, "batch": {"size": 8}},
             "schedule.recompute = 0.5",
         ),
         (
             None,
-            {"schedule": {"recompute": 1.0}, "grid": {"pipe": 2}, "training": {"batch": 8, "recompute": "full"}},
-            "training.recompute and a schedule that recomputes",
+            {"schedule": {"recompute": 1.0}, "grid": {"pipe": 2}, "batch": {"size": 8}, "recompute": "full"},
+            "recompute and a schedule that recomputes",
         ),
         (None, {"schedule": {"partition": "time", "slices": 2}}, "schedule: partition time is for whole sequences"),
         (6, {"grid": {"pipe": 4}}, "takes 4 processes a replica, and there are 6"),
         (6, {"grid": {"pipe": 2, "data": 2}}, "is a grid of 4 processes, and there are 6"),
-        (None, {"training": {"optimizer": {"type": "AdamW", "lr": 1}}}, "give it as training.learning_rate"),
+        (None, {"optimizer": {"type": "AdamW", "lr": 1}}, "give it as training.learning_rate"),
         (
             None,
-            {"training": {"zero": 1}, "deepspeed": {"zero_optimization": {}}},
-            "training.zero and deepspeed.zero",
+            {"zero": 1, "deepspeed": {"zero_optimization": {}}},
+            "zero and deepspeed.zero",
         ),
         (None, {"deepspeed": {"zero_optimisation": {}}}, "deepspeed: there is no 'zero_optimisation'"),
         (None, {"deepspeed": {"checkpoint": {"every": 3}}}, "give checkpoint.every"),
@@ -150,6 +150,6 @@ def test_what_is_refused(processes: int | None, keys: dict[str, Any], expected: 
 
 def test_a_model_that_cannot_be_exported_is_refused_before_the_run() -> None:
     model = {"preset": "mixtral-tiny", "overrides": {"moe_intermediate_size": 40}}
-    values = {"model": model, "data": "tokens", "training": {"steps": 1, "batch": 1}}
+    values = {"model": model, "data": "tokens", "training": {"steps": 1}, "batch": {"size": 1}}
     with pytest.raises(ConfigError, match="export cannot write this model: no family"):
         make_job(TrainingFile.of(values))

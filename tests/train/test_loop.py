@@ -41,15 +41,16 @@ model: {preset: bytes-tiny}
 data: {training: tokens, held_out: 0.2, threads: 0}
 training:
   steps: 4
-  batch: 8
-  microbatch: 2
   sequence: 32
-  precision: fp64
   learning_rate: {peak: 1e-2, warmup_steps: 2, minimum: 0.2}
-  clip: 0.5
 evaluate: {every: 2, sequences: 21}
 checkpoint: {every: 2}
-monitor: {trace: 0}
+monitor: {trace: false}
+batch:
+  size: 8
+  microbatch: 2
+precision: fp64
+clip: 0.5
 """
 STEPS, PEAK = 4, 1e-2
 
@@ -102,7 +103,7 @@ def test_a_run_resumed_on_another_grid_equals_plain_pytorch(ranks: Any, place: P
     start = ["grid={pipe: 2, tensor: 2}", "schedule.slices=3", "training.time_limit=0.001s"]
     initial, first = ranks(4, run, str(place), *start)[0]
     assert len(first) == 1  # ended by the limit, with a checkpoint
-    again = ["grid.data=2", "training.zero=2", "training.microbatch=1"]
+    again = ["grid.data=2", "zero=2", "batch.microbatch=1"]
     _, rest = ranks(2, run, str(place), *again)[0]
     found = first + rest
     assert len(found) == STEPS
@@ -146,7 +147,7 @@ def test_a_resumed_run_has_the_rates_of_its_own_file(
 ) -> None:
     """More steps and another peak than before: each step of plain SGD moves the weights by the new file's rate."""
     monkeypatch.chdir(place)
-    changes = [f"name=rates-{torchs}", "training.optimizer={type: SGD}", "training.clip=0"]
+    changes = [f"name=rates-{torchs}", "optimizer={type: SGD}", "clip=0"]
     with monkeypatch.context() as before:
         if torchs:
             before.setattr(loop, "FileSchedule", lambda optimizer, rate: LambdaLR(optimizer, rate.share))
@@ -319,8 +320,8 @@ def test_the_best_model_is_kept_and_patience_ends_the_run(
     """A rate at which the loss falls and then grows. The run stops on the way, and goes on with what it knew."""
     monkeypatch.chdir(place)
     changes = ["name=low", "evaluate={every: 1, best: true, patience: 3}", "training.steps=40", "checkpoint.every=1"]
-    changes += ["training.learning_rate={peak: 3.0, schedule: constant, warmup_steps: 0}", "training.clip=0"]
-    changes += ["training.optimizer={type: SGD}"]
+    changes += ["training.learning_rate={peak: 3.0, schedule: constant, warmup_steps: 0}", "clip=0"]
+    changes += ["optimizer={type: SGD}"]
     run(str(place), *changes, "training.time_limit=0.001s")
     first = capsys.readouterr().out
     assert "min ended it" in first

@@ -75,8 +75,8 @@ def test_runs_on_grids_have_the_numbers_of_trl(ranks: Any, place: Path, method: 
     found = ranks(4, run, str(place), method, "grid={pipe: 2, tensor: 2}", f"name=a-{method}")[0]
     assert found == pytest.approx(losses, rel=1e-10)
     same_weights(place / "runs" / f"a-{method}" / "model", last)
-    changes = [f"name=b-{method}", "training.microbatch=2"]
-    first = ranks(2, run, str(place), method, changes[0], "training.zero=2", "training.time_limit=0.001s")[0]
+    changes = [f"name=b-{method}", "batch.microbatch=2"]
+    first = ranks(2, run, str(place), method, changes[0], "zero=2", "training.time_limit=0.001s")[0]
     assert 0 < len(first) < STEPS  # the time limit ended it
     rest = ranks(2, run, str(place), method, "grid.context=2", *changes)[0]
     assert first + rest == pytest.approx(losses, rel=1e-10)
@@ -205,7 +205,7 @@ def test_a_run_that_goes_on_needs_the_numbers_of_its_reference(
             ["data.training=kto.jsonl"],
             "kto.jsonl, line 1: the columns are 'prompt', 'completion', 'label', but 'chosen'",
         ),
-        (["data.held_out=0.1", "training.batch=8"], "evaluate has 3 held-out samples, less than a batch of 8"),
+        (["data.held_out=0.1", "batch.size=8"], "evaluate has 3 held-out samples, less than a batch of 8"),
     ],
 )
 def test_mistakes_are_refused(

@@ -24,9 +24,10 @@ LONG = """\
 name: long
 model: {preset: bytes-tiny}
 data: {training: tokens, held_out: 0.2, threads: 0}
-training: {steps: 100000, batch: 8, microbatch: 2, sequence: 32, learning_rate: 1e-3}
+training: {steps: 100000, sequence: 32, learning_rate: 1e-3}
 evaluate: {every: 100000}
 checkpoint: {every: 100000}
+batch: {size: 8, microbatch: 2}
 """
 
 

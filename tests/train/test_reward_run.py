@@ -81,7 +81,7 @@ def test_runs_on_grids_have_the_numbers_of_trl(ranks: Any, place: Path) -> None:
     last = load_file(place / "trl-last" / "model.safetensors")
     for name, *changes in (
         ("a", "grid={pipe: 2, tensor: 2}"),
-        ("b", "grid={data: 2, pipe: 2}", "schedule=zb-v", "training.zero=1"),
+        ("b", "grid={data: 2, pipe: 2}", "schedule=zb-v", "zero=1"),
     ):
         found = ranks(4, run, str(place), "reward", METHOD, f"name={name}", *changes)[0]
         assert found == pytest.approx(losses, rel=1e-10)
@@ -90,7 +90,7 @@ def test_runs_on_grids_have_the_numbers_of_trl(ranks: Any, place: Path) -> None:
         assert [[each["accuracy"], each["margin"]] for each in logged] == [pytest.approx(row[1:]) for row in rows]
     first = ranks(1, run, str(place), "reward", METHOD, "name=c", "training.time_limit=0.001s")[0]
     assert 0 < len(first) < STEPS
-    rest = ranks(2, run, str(place), "reward", METHOD, "name=c", "grid.context=2", "training.microbatch=2")[0]
+    rest = ranks(2, run, str(place), "reward", METHOD, "name=c", "grid.context=2", "batch.microbatch=2")[0]
     assert first + rest == pytest.approx(losses, rel=1e-10)
     same_weights(place / "runs" / "c" / "model", last)
 

@@ -41,7 +41,10 @@ def values(name: str = "run", **changes: Any) -> dict[str, Any]:
         "seed": 3,
         "model": {"preset": "bytes-small", "overrides": SHAPE},
         "data": {"training": "tokens", "held_out": 0.2, "document_mask": False},
-        "training": {"steps": 6, "batch": 8, "microbatch": 2, "precision": "fp64", "zero": 1},
+        "training": {"steps": 6},
+        "batch": {"size": 8, "microbatch": 2},
+        "precision": "fp64",
+        "zero": 1,
         "evaluate": {"sequences": 16},
         "checkpoint": False,
     }
@@ -143,7 +146,7 @@ def test_time_limit_ends_in_good_order(folder: Path, capfd: pytest.CaptureFixtur
             None,
             "training.sequence 31 is not shared evenly by grid.tensor 2",
         ),
-        ({"training": {"microbatch": 3}}, None, "it must be a multiple of training.microbatch 3 x 1 replicas"),
+        ({"batch": {"microbatch": 3}}, None, "it must be a multiple of batch.microbatch 3 x 1 replicas"),
         ({"model": {"overrides": SHAPE | {"num_attention_heads": 5}}}, None, "num_attention_heads=5 does not divide"),
     ],
 )

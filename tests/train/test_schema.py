@@ -57,12 +57,8 @@ def test_a_run_reads_every_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         {
             "model": {"folder": ".", "weights": False, "overrides": {"num_hidden_layers": 1}},
             "data": {"training": tokens, "held_out": 0.3},
-            "training": {
-                "epochs": 0.03,
-                "batch": 2,
-                "sequence": 8,
-                "learning_rate": {"schedule": "wsd", "warmup_tokens": 8},
-            },
+            "training": {"epochs": 0.03, "sequence": 8, "learning_rate": {"schedule": "wsd", "warmup_tokens": 8}},
+            "batch": {"size": 2},
             "evaluate": {"sequences": 2},
             "sample": {"prompt": "a", "tokens": 1},
         },
@@ -75,7 +71,7 @@ def test_a_run_reads_every_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for method in ("sft", "simpo", "kto", "reward", grpo, distill):
         name = method if isinstance(method, str) else method["name"]
         common = {"name": name, "method": method, "model": {"preset": "bytes-tiny"}, "tokenizer": "bytes"}
-        more: dict[str, Any] = {"data": "rows.jsonl", "training": {"steps": 1, "batch": 2}}
+        more: dict[str, Any] = {"data": "rows.jsonl", "training": {"steps": 1}, "batch": {"size": 2}}
         more |= {} if name == "sft" else {"export": None}
         read |= read_while_training(monkeypatch, common | more)
     sections = [cls for cls in vars(schema).values() if isinstance(cls, type) and issubclass(cls, schema.Keys)]
@@ -105,7 +101,7 @@ def test_the_docs_program_and_commands_run(ranks: Any, tmp_path: Path, monkeypat
         command.partition("#")[0].split()[1:] for _, command in commands(text) if command[:5] == "triax"
     ]
     shutil.rmtree("tokens")
-    small = ["training.steps=1", "training.batch=4", "model.preset=bytes-tiny"]
+    small = ["training.steps=1", "batch.size=4", "model.preset=bytes-tiny"]
     for words in (first, [*second, *small]):
         done = CliRunner().invoke(app, words)
         assert done.exit_code == 0, done.output

@@ -191,15 +191,15 @@ model: {preset: bytes-tiny}
 data: {training: tokens, threads: 0}
 training:
   steps: 8
-  batch: 4
   sequence: 16
-  precision: fp64
-  optimizer: {type: AdamW, eps: 0.001}  # of keys' biases, whose gradients are zero but for rounding, also equal
   learning_rate: {peak: 0.3, warmup_steps: 0, schedule: constant}
   spikes: {action: skip, window: 2, loss: 0.01}
 checkpoint: {every: 4}
-monitor: {trace: 0}
+monitor: {trace: false}
 export: false
+batch: 4
+optimizer: {type: AdamW, eps: 0.001}    # of keys' biases, whose gradients are zero but for rounding, also equal
+precision: fp64
 """
 
 
