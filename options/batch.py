@@ -85,6 +85,13 @@ class Batch(Options):
             micro = max(1, (self.size or 0) // (count * replicas))
         elif count is None:
             count = max(1, (self.size or 0) // (micro * replicas))
+        unit = micro * replicas
+        if self.size is not None and self.microbatches is None and self.size % unit:
+            near = " or ".join(str(each * unit) for each in dict.fromkeys((count, self.size // unit + 1)))
+            raise refusal(
+                f"<size> {self.size} must be a multiple of <microbatch> {micro} * {replicas} replicas = {unit}: give "
+                f"{near} ({RULE})"
+            )
         if self.size not in (None, micro * count * replicas):
             raise refusal(
                 f"<size> {self.size} is not <microbatch> {micro} * <microbatches> {count} * {replicas} replicas "

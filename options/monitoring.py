@@ -139,8 +139,8 @@ class Monitoring(Options):
             if getattr(self, name) is True and self.json is None:
                 raise refusal(f"<{name}> is True, which is the folder of <json>: give <json> too, or a folder")
 
-    def folder_of(self, name: Literal["json", "tensorboard", "csv"]) -> str | None:
-        """Return the folder of a monitor's files; None: it writes none."""
+    def folder_of(self, name: str) -> str | None:
+        """Return the folder of the files of json, tensorboard or csv; None: it writes none."""
         given: str | bool | None = getattr(self, name)
         return (self.json if given is True else given) or None
 

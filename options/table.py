@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import Field
 from typing import Any
@@ -47,5 +48,7 @@ def markdown(
         else:
             shown = "required" if is_required(found) else f"`{written(default)}`"
         text = found.metadata["doc"].replace("|", "\\|")
+        for python, file in (("None", "null"), ("True", "true"), ("False", "false")) if written is json.dumps else ():
+            text = re.sub(rf"\b{python}\b", file, text)
         lines.append(f"| `{path}` | {shown} | {text}{'' if text.endswith('.') else '.'} |")
     return "\n".join(lines)

@@ -69,7 +69,7 @@ def read_training_file(path: str | Path, changes: Sequence[str] = ()) -> tuple[T
     """
     source = _under_new_names(_read(Path(path)))
     for change in changes:
-        source = _change(source, change)
+        source = _under_new_names(_change(source, change))
     return check_training_file(source), source
 
 

@@ -553,7 +553,7 @@ def _batch(file: TrainingFile, given: GivenOptions, sequence: int) -> Batch:
             )
         batch = batch.changed(tokens=None, size=batch.tokens // sequence)
     said = given.fields.get("batch", {})
-    if batch.size is None and not {"size", "microbatches"} & {*said, *batch.given}:
+    if (batch.size, batch.microbatches) == (None, None) and not {"size", "microbatches"} & said.keys():
         raise ConfigError("there is no batch: give batch, the sequences of a step, or batch.tokens")
     if batch.microbatch is None and batch.microbatches is None and "microbatches" not in said:
         batch = batch.changed(microbatch=1)
@@ -567,7 +567,7 @@ def _schedule(
     if options.name == "forward":
         raise ConfigError("schedule is forward, which has no backward passes: give one for training, such as 1f1b")
     passes = options.pairs is not None or options.recompute > 0 or options.offload.device != "none"
-    searched = [key for key in ("costs", "memory") if options.changes(key)]
+    searched = [key for key in ("costs", "memory") if key in file.schedule.given]
     searched = [key for key in searched if key != "costs" or not passes]
     if searched and options.name != "auto":
         others = " and the options pairs, recompute and offload" if searched[0] == "costs" else ""
@@ -667,6 +667,11 @@ def _deepspeed(file: TrainingFile) -> GivenOptions:
         key = dialect.key_of(ours).partition(".")[0]
         if key in kept and key != "checkpoint":
             raise ConfigError(f"{ours} and deepspeed.{key} say the same: give one of them")
+    for name in ("folder", "every", "keep", "resume"):
+        key = dialect.key_of(f"checkpoint.{name}")
+        section, _, last = key.partition(".")
+        if isinstance(kept.get(section), Mapping) and last in kept[section]:
+            raise ConfigError(f"deepspeed.{key} has no effect: leave it out, and give checkpoint.{name}")
     try:
         found = dialect.given_options(kept)
     except OptionError as error:
@@ -675,10 +680,6 @@ def _deepspeed(file: TrainingFile) -> GivenOptions:
         text = str(error)
         begins = text.startswith(dialect.TITLE)
         raise ConfigError(text.replace(dialect.TITLE, "deepspeed", 1) if begins else f"deepspeed.{text}") from error
-    for name in ("folder", "every", "keep", "resume"):
-        if name in found.fields.get("checkpoint", {}):
-            key = dialect.key_of(f"checkpoint.{name}")
-            raise ConfigError(f"deepspeed.{key} has no effect: leave it out, and give checkpoint.{name}")
     if "json" in found.fields.get("monitor", {}):
         raise ConfigError(
             f"deepspeed.{dialect.key_of('monitor.json')} has no effect here, because metrics.jsonl is written in the "

@@ -103,7 +103,7 @@ def rename(values: Values, short_forms: Mapping[str, str], moved: Moved = lambda
         if holder is None or last not in holder:
             continue
         *sections, key = name.split(".")
-        target = values
+        target: dict[str, Any] = values
         for number, section in enumerate(sections):
             found = target.get(section)
             if not isinstance(found, dict):

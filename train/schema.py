@@ -486,7 +486,7 @@ class ExportSection(Keys):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingFile(EngineOptions):
-    """A training run: all keys of the file of ``triax train``. They are an engine's options, and what only a run has."""
+    """All keys of the file of ``triax train``: an engine's options, and what only a run has."""
 
     TITLE: ClassVar[str] = "the training file"
 

@@ -164,8 +164,8 @@ def test_the_docs_show_the_large_recipe() -> None:
 
 
 def test_automatic_replicas_and_notes() -> None:
-    keys: dict[str, Any] = {"model": {"preset": "llama-tiny", "lora": {"rank": 2, "base": "nf4"}}, "data": "tokens"}
-    keys["training"] = {"steps": 3, "batch": 8, "recompute": {"interval": 2}}
+    keys: dict[str, Any] = {"model": {"preset": "llama-tiny"}, "lora": {"rank": 2, "base": "nf4"}, "data": "tokens"}
+    keys |= {"training": {"steps": 3}, "batch": 8, "recompute": {"interval": 2}}
     file = TrainingFile.of(keys)
     assert explain(resolve(file, 4))["grid"]["data"] == 4
     notes = " ".join(explain(resolve(file))["notes"])

@@ -34,7 +34,9 @@ RUN = """\
 name: {name}
 model: {{preset: bytes-tiny}}
 data: {{training: tokens, held_out: 0.2, threads: 0}}
-training: {{steps: 14, batch: 4, microbatch: 2, sequence: 32, precision: fp64, learning_rate: {{peak: 1e-2}}}}
+training: {{steps: 14, sequence: 32, learning_rate: {{peak: 1e-2}}}}
+batch: {{size: 4, microbatch: 2}}
+precision: fp64
 evaluate: {{every: 5, patience: 9}}
 checkpoint: {{every: 4}}
 export: false
@@ -149,7 +151,7 @@ def test_a_killed_replica_and_coordinator_of_a_file_return(tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ("training={tokens: 1e6, batch: 4}", "training.tokens does not fix a number of steps"),
+        ("training={tokens: 1e6}", "training.tokens does not fix a number of steps"),
         ("training.time_limit=1h", "training.time_limit would end each replica"),
         ("training.spikes=rewind", "training.spikes rewind"),
         ("method=dpo", "method dpo does not work with fault_tolerance"),

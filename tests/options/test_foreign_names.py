@@ -68,7 +68,7 @@ def test_every_counterpart_is_a_key() -> None:
         ("training.recompute_granularity=full", "write recompute.granularity"),
         ("lora_r=4", "write lora.rank"),
         # A name of one word that another section has for something else: all keys are listed.
-        ("interval=3", "there is no 'interval'; known are name, runs"),
+        ("interval=3", "there is no 'interval'; known are batch, optimizer"),
         ("sample.limit=3", "there is no 'limit'; known are prompt"),
         ("export.name=x", "there is no 'name'; known are folder, dtype"),
     ],

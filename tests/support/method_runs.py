@@ -26,15 +26,14 @@ name: NAME
 method: {{name: METHOD}}
 model: {{folder: first}}
 data: {{training: METHOD.jsonl}}
+batch: {{size: {BATCH}, microbatch: 1}}
 training:
   steps: {STEPS}
-  batch: {BATCH}
-  microbatch: 1
   sequence: 16
-  precision: fp64
-  optimizer: {{type: SGD, decays: all}}
   learning_rate: {{peak: {RATE}, schedule: constant, warmup_steps: 0}}
-  clip: 0
+optimizer: {{type: SGD, decays: all}}
+precision: fp64
+clip: null
 checkpoint: {{every: 2}}
 monitor: {{trace: false}}
 """

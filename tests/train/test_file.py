@@ -20,12 +20,12 @@ training:
   tokens: 1.5M
   learning_rate: 1e-3
   time_limit: 1h30m
-sample: {prompt: "def "}
-export: false
 batch: 8
 optimizer: SGD
 zero: 2
 recompute: full
+sample: {prompt: "def "}
+export: false
 """
 
 
@@ -39,10 +39,10 @@ def test_short_forms_and_changes(tmp_path: Path) -> None:
     changes = ["batch.size=16", "optimizer.momentum=0.9", "lora.rank=4"]
     run, _ = read_training_file(_write(tmp_path, RUN), changes)
     training = run.training
-    assert (training.tokens, batch.size, training.time_limit) == (1_500_000, 16, 5400)
-    assert (training.learning_rate.peak, optimizer.type, zero.stage) == (1e-3, "SGD", 2)
-    assert optimizer.arguments == {"momentum": 0.9}
-    assert run.data.training == "tokens" and recompute.granularity == "full"
+    assert (training.tokens, run.batch.size, training.time_limit) == (1_500_000, 16, 5400)
+    assert (training.learning_rate.peak, run.optimizer.type, run.zero.stage) == (1e-3, "SGD", 2)
+    assert run.optimizer.arguments == {"momentum": 0.9}
+    assert run.data.training == "tokens" and run.recompute.granularity == "full"
     assert run.export is None and run.lora is not None and run.lora.rank == 4
 
 
@@ -58,10 +58,10 @@ def test_the_three_formats_are_equal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
-        ("batch: 8", "bacth: 8", "line 6: training: there is no 'bacth'; did you mean 'batch'?"),
-        ("batch: 8", "batch: x", "line 6: batch.size = 'x': give a whole number"),
-        ("batch: 8", "batch: 8\n  steps: 3", "line 4: training: steps and tokens all say how long the run is"),
-        ("1h30m", "90", "line 9: training.time_limit = 90: give a time with its unit"),
+        ("batch: 8", "bacth: 8", "line 8: the training file: there is no 'bacth'; did you mean 'batch'?"),
+        ("batch: 8", "batch: x", "line 8: batch.size = 'x': give a whole number"),
+        ("1.5M", "1.5M\n  steps: 3", "line 4: training: steps and tokens all say how long the run is"),
+        ("1h30m", "90", "line 7: training.time_limit = 90: give a time with its unit"),
         ("1.5M", "many", "line 5: training.tokens = 'many': give a whole number of tokens"),
         ("name: small", "nme: small", "line 1: the training file: there is no 'nme'; did you mean 'name'?"),
         ("name: small", "name: a/b", "line 1: name = 'a/b'"),
@@ -87,18 +87,17 @@ def test_errors_name_line_and_key(tmp_path: Path, before: str, after: str, expec
 
 
 TOML = (
-    'data.training = [\n  "a]",\n  "b",\n]\n[model]\npreset = """\n\\\nbytes-tiny"""\n[optimizer]\n'
-    'type = "SGD"\n[training]\nsteps = 2\nbatch = 8\nzero = {stage = 1}\n'
+    'batch = 8\nzero = {stage = 1}\ndata.training = [\n  "a]",\n  "b",\n]\n[model]\npreset = """\n\\\nbytes-tiny"""\n'
+    '[optimizer]\ntype = "SGD"\n[training]\nsteps = 2\n'
 )
 JSON = """\
 {
   // a comment
   "model": {"preset": "bytes-tiny"}, "data": "tokens",
-\t"training": {"steps": 2,
+\t"training": {"steps": 2},
     "batch": 8, /* and
     another */
     "zero": {"stage": 1},
-  },
 }
 """
 
@@ -106,17 +105,17 @@ JSON = """\
 @pytest.mark.parametrize(
     ("name", "before", "after", "expected"),
     [
-        ("run.toml", "batch", "bacth", "line 13: training: there is no 'bacth'; did you mean 'batch'?"),
-        ("run.toml", "batch = 8", "batch = -8", "line 13: batch.size = -8"),
-        ("run.toml", "stage = 1", "stage = 9", "line 14: zero.stage = 9"),
-        ("run.toml", '"b"', "3", "line 1: data.training"),
-        ("run.toml", '"SGD"', "3", "line 10: optimizer.type = 3"),
-        ("run.toml", "preset", "prest", "line 6: model: there is no 'prest'; did you mean 'preset'?"),
-        ("run.toml", "batch = 8", "steps = 8", "is not TOML: "),
-        ("run.json", '"batch"', '"bacth"', "line 5: training: there is no 'bacth'; did you mean 'batch'?"),
+        ("run.toml", "batch", "bacth", "line 1: the training file: there is no 'bacth'; did you mean 'batch'?"),
+        ("run.toml", "batch = 8", "batch = -8", "line 1: batch.size = -8"),
+        ("run.toml", "stage = 1", "stage = 9", "line 2: zero.stage = 9"),
+        ("run.toml", '"b"', "3", "line 3: data.training"),
+        ("run.toml", '"SGD"', "3", "line 12: optimizer.type: give a name, not 3"),
+        ("run.toml", "preset", "prest", "line 8: model: there is no 'prest'; did you mean 'preset'?"),
+        ("run.toml", "batch = 8", "zero = 8", "is not TOML: "),
+        ("run.json", '"batch"', '"bacth"', "line 5: the training file: there is no 'bacth'; did you mean 'batch'?"),
         ("run.json", '"batch": 8', '"batch": -8', "line 5: batch.size = -8"),
         ("run.json", '"stage": 1', '"stage": 9', "line 7: zero.stage = 9"),
-        ("run.json", '"batch": 8', '"steps": 8', "line 5: 'steps' stands here twice"),
+        ("run.json", '"batch": 8', '"data": 8', "line 5: 'data' stands here twice"),
         ("run.json", '"batch": 8', '"batch": ', "is not JSON: Expecting value: line 5, column 14"),
     ],
 )
@@ -135,7 +134,7 @@ def test_errors_of_changes(tmp_path: Path) -> None:
     for change, expected in (
         ("batch.size", "is not key=value"),
         ("batch.size=-1", "with batch.size=...: batch.size = -1"),
-        ("recompute.interval=1", "which is 'full' in"),
+        ("name.first=1", "which is 'small' in"),
         ("traning.batch=1", "there is no 'traning'; did you mean 'training'?"),
     ):
         with pytest.raises(ConfigError, match=change.split("=")[0].split(".")[0]) as caught:

@@ -20,8 +20,8 @@ from triax.train.start import make_job
 
 
 def _job(processes: int | None = None, **keys: Any) -> Job:
-    training = {"steps": 100, "batch": 8} | keys.pop("training", {})
-    values = {"model": {"preset": "bytes-tiny"}, "data": "tokens", "training": training} | keys
+    training, batch = {"steps": 100} | keys.pop("training", {}), {"size": 8} | keys.pop("batch", {})
+    values = {"model": {"preset": "bytes-tiny"}, "data": "tokens", "training": training, "batch": batch} | keys
     return resolve(TrainingFile.of(values), processes)
 
 
@@ -35,8 +35,9 @@ def test_the_least_file_has_sensible_values() -> None:
 
 
 def test_steps_follow_from_tokens_and_replicas_from_processes() -> None:
-    tokens = {"steps": None, "tokens": 100_000, "batch": None, "batch_tokens": 1024, "microbatch": 2}
-    job = _job(8, training=tokens, grid={"pipe": 2, "tensor": 2}, model={"preset": "bytes-small"})
+    tokens = {"steps": None, "tokens": 100_000}
+    batch = {"size": None, "tokens": 1024, "microbatch": 2}
+    job = _job(8, training=tokens, batch=batch, grid={"pipe": 2, "tensor": 2}, model={"preset": "bytes-small"})
     assert job.topology.size("data") == 2 and job.batch.train == 8 and job.batch.accumulation == 2
     assert job.steps == math.ceil(100_000 / 1024)
 
@@ -81,9 +82,13 @@ def test_learning_rates() -> None:
 @pytest.mark.parametrize(
     ("processes", "keys", "expected"),
     [
-        (None, {"batch": {"size": None}}, "training has no batch: give batch"),
+        (None, {"batch": {"size": None}}, "there is no batch: give batch"),
         (None, {"training": {"steps": None}}, "training has no end: give steps, tokens or epochs"),
-        (None, {"batch": {"size": 9}, "grid": {"data": 2}}, "must be a multiple of batch.microbatch 1 x 2"),
+        (
+            None,
+            {"batch": {"size": 9}, "grid": {"data": 2}},
+            "multiple of microbatch 1 * 2 replicas = 2: give 8 or 10",
+        ),
         (
             None,
             {"batch": {"size": None, "tokens": 100}},

@@ -147,7 +147,7 @@ def test_a_resumed_run_has_the_rates_of_its_own_file(
 ) -> None:
     """More steps and another peak than before: each step of plain SGD moves the weights by the new file's rate."""
     monkeypatch.chdir(place)
-    changes = [f"name=rates-{torchs}", "optimizer={type: SGD}", "clip=0"]
+    changes = [f"name=rates-{torchs}", "optimizer={type: SGD}", "clip=null"]
     with monkeypatch.context() as before:
         if torchs:
             before.setattr(loop, "FileSchedule", lambda optimizer, rate: LambdaLR(optimizer, rate.share))
@@ -320,7 +320,7 @@ def test_the_best_model_is_kept_and_patience_ends_the_run(
     """A rate at which the loss falls and then grows. The run stops on the way, and goes on with what it knew."""
     monkeypatch.chdir(place)
     changes = ["name=low", "evaluate={every: 1, best: true, patience: 3}", "training.steps=40", "checkpoint.every=1"]
-    changes += ["training.learning_rate={peak: 3.0, schedule: constant, warmup_steps: 0}", "clip=0"]
+    changes += ["training.learning_rate={peak: 3.0, schedule: constant, warmup_steps: 0}", "clip=null"]
     changes += ["optimizer={type: SGD}"]
     run(str(place), *changes, "training.time_limit=0.001s")
     first = capsys.readouterr().out

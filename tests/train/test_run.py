@@ -146,7 +146,7 @@ def test_time_limit_ends_in_good_order(folder: Path, capfd: pytest.CaptureFixtur
             None,
             "training.sequence 31 is not shared evenly by grid.tensor 2",
         ),
-        ({"batch": {"microbatch": 3}}, None, "it must be a multiple of batch.microbatch 3 x 1 replicas"),
+        ({"batch": {"microbatch": 3}}, None, "batch: size 8 is no multiple of microbatch 3"),
         ({"model": {"overrides": SHAPE | {"num_attention_heads": 5}}}, None, "num_attention_heads=5 does not divide"),
     ],
 )
