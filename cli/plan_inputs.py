@@ -81,7 +81,10 @@ def parse_layout(text: str) -> dict[str, list[Any]]:
         key, equals, value = part.partition("=")
         if key not in keys:
             raise ValueError(no_such("--layout", key, keys))
-        words = {"schedule": [name for name in RECIPES if name != "forward"], "recompute": list(KNOWN_RECOMPUTATION)}
+        words = {
+            "schedule": [name for name, each in RECIPES.items() if each.trains],
+            "recompute": list(KNOWN_RECOMPUTATION),
+        }
         if key in words:
             if value not in words[key]:
                 raise ValueError(f"--layout: there is no {key} {value!r}; {nearest(value, words[key])}")

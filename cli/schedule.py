@@ -31,7 +31,6 @@ from .cuts import show_cuts
 
 LARGEST = 2**20  # passes of a microbatch through a stage
 MOST_ROWS = 128  # ranks that are drawn in the terminal
-TUNED = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
 
 
 def schedule(
@@ -311,7 +310,9 @@ def sends(chosen: Schedule) -> int:
 
 def _tuned(chosen: Schedule, costs: Costs) -> Schedule:
     """Adapt a zero-bubble schedule to unequal costs of F, I and W, as in the zero-bubble paper."""
-    return tune(chosen, costs) if chosen.name in TUNED and costs != Costs() and len(chosen.slices) == 1 else chosen
+    recipe = RECIPES.get(chosen.name)
+    tunable = recipe is not None and recipe.tunable
+    return tune(chosen, costs) if tunable and costs != Costs() and len(chosen.slices) == 1 else chosen
 
 
 def _print(chosen: Schedule, result: Simulation, costs: Costs) -> None:
@@ -352,7 +353,7 @@ def _compare(
     rows = [] if own is None else [(own, simulate(own, costs, keep_gathered))]
     for name in schedule_names():
         recipe = RECIPES.get(name)
-        if name in ("forward", "auto"):
+        if name == "auto" or (recipe and not recipe.trains):
             continue
         if recipe and (not (chunks is None or recipe.accepts(chunks)) or microbatches < recipe.least(pipe)):
             continue

@@ -31,9 +31,6 @@ from .group import BACKEND, Recorder, RecordingGroup
 from .traced_rank import Comparison, trace_environment, traced
 from .values import MetaValues
 
-_KEEPS_ALL = ("gpipe", "looped-bfs")  # schedules that run all forward passes before the first backward pass
-_KEEPS_ONE_EACH = ("1f1b", "zb-h1")  # schedules that keep at most one microbatch for each stage
-
 
 class Script(NamedTuple):
     """Program that every rank runs.
@@ -234,10 +231,11 @@ def _limit_microbatches(recorder: Recorder) -> None:
     def fewer(options: EngineOptions, data: int) -> BatchSizes:
         sizes, schedule = whole(options, data), options.schedule.name
         stages = recorder.topology.size("pipe") if recorder.topology is not None else 1
-        most = stages if schedule in _KEEPS_ONE_EACH else 2 * stages
-        most = max(most, RECIPES[schedule].least(stages) if schedule in RECIPES else 1)
-        if sizes.accumulation <= most or schedule in _KEEPS_ALL:
+        recipe = RECIPES.get(schedule)
+        limit = 2 * stages if recipe is None else max(recipe.steady(stages), recipe.least(stages))
+        if sizes.accumulation <= limit:
             return sizes
+        most = int(limit)
         recorder.microbatches = sizes.accumulation, most
         return BatchSizes(train=sizes.micro * most * data, micro=sizes.micro, accumulation=most)
 

@@ -32,7 +32,7 @@ from .program.simulate import counts_in_flight, peak_activations, simulate, time
 from .schedules.registry import RECIPES, named_schedule
 
 # Schedules of "auto": of equal ones, the first.
-SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
+SCHEDULES = tuple(name for name, recipe in RECIPES.items() if recipe.searched)
 MOST_CHUNKS = 4  # of "auto"
 MOST_CUTS = 5_000  # cuts that are simulated
 ROUND = 1000  # cuts of one simulation

@@ -72,8 +72,6 @@ BACKWARD_ATTENTION = 2.5 * 1.2  # FlashAttention's backward pass over its forwar
 SCORE_BYTES = 9.0, 11.0  # of softmax and dropout, forward and backward; the products read and write the rest
 LOGIT_BYTES = 22.0, 28.0  # fp32 cross entropy: cast, maximum, exponentials, sum; softmax minus one-hot, scaled, cast
 ADAM_BYTES = 34.0  # gradient twice (norm, update), master and two moments read and written, weight written
-SPLIT = ("zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v")  # weight gradients are passes of their own
-CLOSED_FORMS = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-v")
 
 
 class LayerTime(NamedTuple):
@@ -504,10 +502,10 @@ class CostModel:
         m, ranks = layout.microbatches(self.work.batch), self._rank_times(layout, _zigzag(layout))
         costs = self._costs(layout, max(ranks, key=lambda rank: rank.busy))
         each, f = costs.products, costs.forward
-        if layout.schedule == "stp":
-            idle = f + costs.inputs - costs.weights + costs.reduce  # halves of them are the times of a stage
-            return m * each + 0.99 * ((layout.pipe - 1) * idle + (2 * layout.pipe + 1) * costs.reduce) / 2
-        whole = layout.schedule in ("1f1b", "interleaved")
+        recipe = RECIPES[layout.schedule]
+        if recipe.idle_in_pairs is not None:
+            return m * each + 0.99 * recipe.idle_in_pairs(f, costs.inputs, costs.weights, costs.reduce, layout.pipe)
+        whole = recipe.closed is not None and not recipe.split
         waits = (layout.pipe - 1) * (each if whole else f) / (layout.chunks * layout.slices)
         again = max(0.0, layout.recompute_ops - 1 / m) * f
         return max(m * each + 0.99 * waits, m * (each + again))  # the slices' lengths are rounded
@@ -580,7 +578,7 @@ class CostModel:
             ahead, back = ahead + count * time.tensor[0], back + count * time.tensor[1]
             sent += count * time.expert[0]
             shown, again = shown + count * more[0], again + count * more[1]
-        split = layout.schedule in SPLIT
+        split = RECIPES[layout.schedule].split
         attention = rank.kinds["attention"] / (rank.forward + rank.inputs)
         return _PassCosts(
             n * (rank.forward - ahead - sent),
@@ -654,12 +652,8 @@ class CostModel:
 
     def _closed(self, layout: ParallelLayout, m: int, busiest: _RankTime) -> bool:
         """Return True if the schedule has a closed form, and it holds."""
-        if layout.schedule not in CLOSED_FORMS:
-            return False
-        if layout.schedule in ("zb-h1", "zb-h2", "zb-v"):
-            enough = m >= (layout.pipe if layout.schedule == "zb-h1" else 2 * layout.pipe)
-            return enough and busiest.weights <= min(busiest.forward, busiest.inputs)
-        return layout.schedule not in ("interleaved", "looped-bfs") or m % layout.pipe == 0
+        closed = RECIPES[layout.schedule].closed
+        return closed is not None and closed.holds(layout.pipe, m, busiest.forward, busiest.inputs, busiest.weights)
 
     def _makespan(self, layout: ParallelLayout, m: int, ranks: Sequence[_RankTime]) -> float:
         """Return the seconds of a schedule by simulation, of these ranks or of ranks that are all like this one."""
@@ -694,7 +688,7 @@ class CostModel:
         """Return ``_rank_times`` of ZeRO stages 0 and 1."""
         v, p = layout.chunks, layout.pipe
         hop = 0.0
-        if p > 1 and layout.schedule != "eager-1f1b":
+        if p > 1 and not RECIPES[layout.schedule].sends_ahead:
             tokens = layout.microbatch * self.work.sequence / (layout.context * layout.slices)
             shards = layout.tensor if layout.sequence_parallel else 1
             size = self.bytes * tokens * self.work.config.hidden_size / shards
@@ -795,7 +789,7 @@ class CostModel:
 
     def _sums(self, kind: int, layout: ParallelLayout) -> tuple[float, ...]:
         """Return a layer's forward pass, input gradients, weight gradients and recomputation, and its times by kind."""
-        split = layout.schedule in SPLIT and not self.on_cores
+        split = RECIPES[layout.schedule].split and not self.on_cores
         axes = (layout.microbatch, layout.context, layout.tensor, layout.expert)
         key = (kind, *axes, bool(layout.sequence_parallel), layout.slices)
         found = self._totals.get((*key, layout.recompute, split))
@@ -950,7 +944,9 @@ class _RankTime:
 
     def idle(self, layout: ParallelLayout) -> float:
         """Return the seconds that other ranks wait for this one at the start and the end of a step."""
-        return idle(layout.schedule, layout.chunks, self.forward, self.inputs, self.weights)
+        closed = RECIPES[layout.schedule].closed
+        assert closed is not None
+        return closed.idle(self.forward, self.inputs, self.weights, layout.chunks)
 
 
 class _PassCosts(NamedTuple):
@@ -997,20 +993,6 @@ def _extrapolated(makespan: Callable[[int], float], m: int, pipe: int) -> float:
 def _short(value: float) -> float:
     """Return a number with four digits, as a training file has it."""
     return float(f"{value:.4g}")
-
-
-def idle(schedule: str, chunks: int, forward: float, inputs: float, weights: float) -> float:
-    """Return 1/(pipe - 1) of the idle time of a schedule with a closed form, if all ranks take these seconds.
-
-    With enough microbatches, and weight gradients no longer than the other passes if the schedule splits them off.
-    """
-    if schedule == "zb-h1":
-        return max(0.0, forward + inputs - weights)
-    if schedule == "zb-h2":
-        return max(forward, forward + inputs - 2 * weights, inputs - forward)
-    if schedule == "zb-v":
-        return max(inputs / 2, inputs - weights, forward - inputs / 2, forward - weights)
-    return (forward + inputs + weights) / chunks
 
 
 def _mlp_sizes(shape: LayerShape, mlp: Feedforward, sharded: float, held: float) -> tuple[float, float]:

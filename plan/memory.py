@@ -14,6 +14,7 @@ byte what ``engine.memory_report()`` counts. Activations are ``activations.block
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -837,18 +838,9 @@ def in_flight(schedule: str, pipe: int, chunks: int, microbatches: int) -> list[
     (3, 1) and (2, 2). Of numbers that change linearly from pass to pass, the first and the last stand for all: a sum
     over stages is largest at one of them.
     """
-    if schedule in ("gpipe", "looped-bfs"):
-        return [[(microbatches,) * chunks]] * pipe
-    if schedule == "1f1b":
-        return [[(min(pipe - rank, microbatches),)] for rank in range(pipe)]
-    if schedule == "zb-h1":
-        return [[(min(pipe, microbatches),)]] * pipe
-    if schedule == "zb-h2" and microbatches >= 2 * pipe:
-        return [[(2 * pipe - 1,)]] * pipe
-    if schedule == "zb-v" and microbatches >= 2 * pipe:
-        return [[(2 * pipe - rank, rank), (2 * pipe - rank - 1, rank + 1)] for rank in range(pipe)]
-    if schedule == "interleaved" and (microbatches < pipe or microbatches % pipe == 0):
-        return [_interleaved_in_flight(pipe, chunks, microbatches, rank) for rank in range(pipe)]
+    closed = RECIPES[schedule].in_flight(pipe, microbatches, chunks)
+    if closed is not None:
+        return closed
     return counts_in_flight(named_schedule(schedule, pipe, _until_steady(schedule, pipe, microbatches), chunks))
 
 
@@ -857,28 +849,9 @@ def _until_steady(schedule: str, pipe: int, microbatches: int) -> int:
 
     The peak is reached while the pipeline fills, or in the steady state that follows: later microbatches add nothing.
     """
-    if schedule in ("gpipe", "looped-bfs"):
+    if RECIPES[schedule].steady(pipe) == math.inf:
         return microbatches
     return min(microbatches, 4 * pipe + microbatches % pipe)
-
-
-def _interleaved_in_flight(pipe: int, chunks: int, microbatches: int, rank: int) -> list[tuple[float, ...]]:
-    """Return one rank's part of ``in_flight`` for ``pipe/schedules/classic.interleaved`` with whole groups."""
-    group = min(pipe, microbatches)
-    period, total = group * chunks, microbatches * chunks
-    ahead = min(total, 2 * (pipe - rank - 1) + period - group + 1)  # forwards before the first backward
-    last = min(total - ahead, period)
-
-    # A rank holds most behind `ahead + k` forwards and `k` backwards. Their chunks change where a whole group is done.
-    whole, rest = divmod(ahead, period)
-    held: list[float] = [whole * group + min(max(rest - chunk * group, 0), group) for chunk in range(chunks)]
-    found, k = [tuple(held)], 0
-    for end in sorted({last, *range(group, last, group), *range(-ahead % group, last, group)}):
-        held[(ahead + k) % period // group] += end - k
-        held[chunks - 1 - k % period // group] -= end - k
-        found.append(tuple(held))
-        k = end
-    return largest_counts(found)
 
 
 def _decays(layer: LayerShape, weight: Weight) -> bool:

@@ -74,8 +74,8 @@ class ParallelLayout:
                 f"of {self.data * self.context}."
             )
         recipe = RECIPES.get(self.schedule)
-        if recipe is None or self.schedule == "forward":
-            known = [name for name in RECIPES if name != "forward"]
+        if recipe is None or not recipe.trains:
+            known = [name for name, each in RECIPES.items() if each.trains]
             hint = nearest(self.schedule, known)
             raise ValueError(f"there is no schedule {self.schedule!r} for training; {hint}")
         if not recipe.accepts(self.chunks):

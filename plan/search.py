@@ -27,17 +27,11 @@ from typing import Any, NamedTuple
 
 from ..pipe.program.slices import require_slices
 from ..pipe.schedules.registry import RECIPES
-from .cost import CLOSED_FORMS, CostModel, StepTime, Work, idle, utilization
+from .cost import CostModel, StepTime, Work, utilization
 from .memory import FRAGMENTS, RankMemory
 from .parallel_layout import CHANGES, KNOWN_RECOMPUTATION, RECOMPUTATION, UNCHANGED, ParallelLayout
 
-SCHEDULES = (
-    "1f1b",
-    "interleaved",
-    "zb-h1",
-    "zb-h2",
-    "zb-v",
-)  # gpipe and eager-1f1b are never faster than 1f1b, and hold more
+SCHEDULES = tuple(name for name, recipe in RECIPES.items() if recipe.searched and recipe.closed is not None)
 MOST_CHUNKS = 8  # beyond those that divide the blocks evenly
 LEAST_SLICE = 4096  # tokens of a slice: products of fewer rows take longer per token
 SHARES = (0.25, 0.5, 0.75, 1.0)  # of activations that are recomputed or offloaded
@@ -396,13 +390,10 @@ class Searcher:
 
     def _bubble(self, schedule: str, chunks: int, forward: float, inputs: float, weights: float) -> float:
         """Return p / (p - 1) times a lower bound of a schedule's bubble; recomputation and messages only add to it."""
-        if schedule not in CLOSED_FORMS or self.model.on_cores or self.asked != UNCHANGED:  # they are simulated
+        closed = RECIPES[schedule].closed
+        if closed is None or self.model.on_cores or self.asked != UNCHANGED:  # they are simulated
             return 0.0
-        if schedule == "zb-h2":  # of the closed forms what grows with each pass
-            return max(forward, forward + inputs - 2 * weights)
-        if schedule == "zb-v":
-            return max(forward / 2, inputs / 2, max(forward, inputs) - weights)
-        return idle(schedule, chunks, forward, inputs, weights)
+        return closed.repeated(forward, inputs, weights, chunks)
 
     def _states_bound(self, layout: ParallelLayout, zero: int, offload: bool) -> float:
         """Return a lower bound of the bytes of model states: those of 1/pipe of the model."""
@@ -453,18 +444,17 @@ class Searcher:
             stages = [range(cuts[c * p], cuts[c * p + 1]) for c in range(chunks)]
             fewest = min(sum(self.work.layers[i].kind == "block" for i in stage) for stage in stages)
             self._fewest[place] = fewest
-        flight = min(p, m) * chunks
-        if schedule == "interleaved":
-            flight = min(m * chunks, flight + p - 1)  # chunks' forwards before the first backward
-        elif schedule == "zb-h2":
-            flight = min(2 * p - 1, m)
-        elif schedule not in CLOSED_FORMS:
-            flight = 1  # some hold less than 1F1B
+        recipe = RECIPES[schedule]
+        flights = recipe.in_flight(p, m, chunks)
+        if flights is not None:
+            flight = max(int(sum(counts)) for counts in flights[0])
+        else:
+            flight = 1 if recipe.closed is None else min(p, m) * chunks  # some hold less than 1F1B
         if changes[0] > 1 or changes[2] or changes[3]:
             # The first of two chunks lives longest: half of the activations are at most three quarters of a peak.
-            share = (changes[2] + changes[3]) * (1 if schedule == "1f1b" else 1.5)
+            share = (changes[2] + changes[3]) * (1 if chunks == 1 else 1.5)
             flight = max(1, math.floor((1 - share) * flight) - 1)
-            flight = 1 if changes[0] > 1 or schedule not in ("1f1b", "interleaved") else flight
+            flight = 1 if changes[0] > 1 or recipe.split or not recipe.searched else flight
         return flight * fewest * kept * (1 + FRAGMENTS)
 
     # -------------------------------------------------------------------------------------------------- the search

@@ -6,7 +6,8 @@ v_shaped.py     ZB-V, V-Half, V-Min, DualPipe-V: two stages per rank in a V
 braided.py      STP: a V of pairs of passes, which hide each other's collectives
 hanayo.py       Hanayo's waves: two or more stages per rank, to and fro
 squeeze.py      list scheduling of a pattern of ops under a memory limit; v_shaped, zero_bubble and classic use it
-registry.py     RECIPES: name -> generator; named_schedule
+closed_forms.py idle times and activations in flight of the published schedules, as formulas
+registry.py     RECIPES: name -> generator and facts of a schedule; named_schedule
 search.py       `auto`: the best schedule found for given costs and memory; tune: a named one for given costs
 steady.py       steady states for given costs and memory, from which the search starts
 greedy.py       list scheduling with the real costs, from which the search starts

@@ -40,6 +40,12 @@ def stp_pairs(pipe: int, microbatches: int, chunks: int = 2) -> frozenset[Op]:
     return frozenset(found)
 
 
+def stp_idle(forward: float, inputs: float, weights: float, collectives: float, pipe: int) -> float:
+    """Return the idle time of STP, whose collectives run beside other passes (Qi 2025)."""
+    idle = forward + inputs - weights + collectives  # halves of them are the times of a stage
+    return ((pipe - 1) * idle + (2 * pipe + 1) * collectives) / 2
+
+
 def _cells(r: int, pipe: int, microbatches: int) -> list[tuple[StageOp, ...]]:
     """Return the passes of one rank, alone or in pairs."""
     down, up, after = r, 2 * pipe - 1 - r, pipe - 1 - r  # `after`: the ranks below this one

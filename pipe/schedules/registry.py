@@ -8,6 +8,7 @@ rank 1: 1F0 1B0 1F1 1B1 1F2 1B2
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ from ..program.placement import loop, zigzag
 from ..program.schedule import Schedule
 from ..program.slices import in_order_of_slices, slice_lengths
 from . import braided, classic, hanayo, v_shaped, zero_bubble
+from . import closed_forms as forms
+from .closed_forms import ClosedForm, InFlight
 
 
 @dataclass(frozen=True)
@@ -32,25 +35,91 @@ class Recipe:
     least: Callable[[int], int] = lambda pipe: 1  # pipe -> the least number of microbatches
     pairs: Callable[[int, int, int], frozenset[Op]] | None = None  # as make -> the first op of each pair
     sliced: bool = False  # runs slices of sequences too
+    trains: bool = True  # has backward passes
+    split: bool = False  # weight gradients are passes of their own
+    tunable: bool = False  # its passes can be arranged for their measured times, as `tune` does
+    searched: bool = False  # searches for the fastest schedule try it; the others are never faster than one of these
+    sends_ahead: bool = False  # no rank waits for a message
+    closed: ClosedForm | None = None  # idle time of a step
+    in_flight: InFlight = lambda pipe, microbatches, chunks: None  # activations held
+    steady: Callable[[int], float] = lambda pipe: 2 * pipe  # pipe -> microbatches beyond which no more are in flight
+    # (forward, input gradients, weight gradients, collectives of a pass), pipe -> idle time of ranks whose collectives
+    # run beside other passes
+    idle_in_pairs: Callable[[float, float, float, float, int], float] | None = None
+
+
+def _two(chunks: int) -> bool:
+    return chunks == 2
 
 
 RECIPES: dict[str, Recipe] = {
-    "gpipe": Recipe(classic.gpipe, loop, sliced=True),
-    "1f1b": Recipe(classic.one_f_one_b, loop, sliced=True),
-    "eager-1f1b": Recipe(classic.eager_1f1b, loop),
-    "interleaved": Recipe(classic.interleaved, loop, 2, lambda chunks: chunks >= 2, sliced=True),
-    "looped-bfs": Recipe(classic.looped_bfs, loop, 2, lambda chunks: chunks >= 2),
-    "zb-h1": Recipe(zero_bubble.zb_h1, loop, sliced=True),
-    "zb-h2": Recipe(zero_bubble.zb_h2, loop),
-    "zb-v": Recipe(v_shaped.zb_v, zigzag, 2, lambda chunks: chunks == 2),
-    "v-half": Recipe(v_shaped.v_half, zigzag, 2, lambda chunks: chunks == 2),
-    "v-min": Recipe(v_shaped.v_min, zigzag, 2, lambda chunks: chunks == 2),
-    "dualpipe-v": Recipe(v_shaped.dualpipe_v, zigzag, 2, lambda chunks: chunks == 2, lambda pipe: 2 * pipe),
+    "gpipe": Recipe(
+        classic.gpipe,
+        loop,
+        sliced=True,
+        closed=forms.WHOLE,
+        in_flight=forms.all_in_flight,
+        steady=lambda pipe: math.inf,
+    ),
+    "1f1b": Recipe(
+        *(classic.one_f_one_b, loop),
+        sliced=True,
+        searched=True,
+        closed=forms.WHOLE,
+        in_flight=forms.one_f_one_b_in_flight,
+        steady=lambda pipe: pipe,
+    ),
+    "eager-1f1b": Recipe(classic.eager_1f1b, loop, sends_ahead=True, closed=forms.WHOLE),
+    "interleaved": Recipe(
+        *(classic.interleaved, loop, 2, lambda chunks: chunks >= 2),
+        sliced=True,
+        searched=True,
+        closed=forms.ROUNDS,
+        in_flight=forms.interleaved_in_flight,
+    ),
+    "looped-bfs": Recipe(
+        *(classic.looped_bfs, loop, 2, lambda chunks: chunks >= 2),
+        closed=forms.ROUNDS,
+        in_flight=forms.all_in_flight,
+        steady=lambda pipe: math.inf,
+    ),
+    "zb-h1": Recipe(
+        *(zero_bubble.zb_h1, loop),
+        sliced=True,
+        split=True,
+        tunable=True,
+        searched=True,
+        closed=forms.ZB_H1,
+        in_flight=forms.zb_h1_in_flight,
+        steady=lambda pipe: pipe,
+    ),
+    "zb-h2": Recipe(
+        *(zero_bubble.zb_h2, loop),
+        split=True,
+        tunable=True,
+        searched=True,
+        closed=forms.ZB_H2,
+        in_flight=forms.zb_h2_in_flight,
+    ),
+    "zb-v": Recipe(
+        *(v_shaped.zb_v, zigzag, 2, _two),
+        split=True,
+        tunable=True,
+        searched=True,
+        closed=forms.ZB_V,
+        in_flight=forms.zb_v_in_flight,
+    ),
+    "v-half": Recipe(v_shaped.v_half, zigzag, 2, _two, split=True, tunable=True, searched=True),
+    "v-min": Recipe(v_shaped.v_min, zigzag, 2, _two, split=True, tunable=True, searched=True),
+    "dualpipe-v": Recipe(v_shaped.dualpipe_v, zigzag, 2, _two, lambda pipe: 2 * pipe, split=True),
     "stp": Recipe(
-        braided.stp, zigzag, 2, lambda chunks: chunks == 2, lambda pipe: 3 * pipe - 1, pairs=braided.stp_pairs
+        *(braided.stp, zigzag, 2, _two, lambda pipe: 3 * pipe - 1),
+        pairs=braided.stp_pairs,
+        split=True,
+        idle_in_pairs=braided.stp_idle,
     ),
     "wave": Recipe(hanayo.wave, zigzag, 2, lambda chunks: chunks >= 2 and chunks % 2 == 0),
-    "forward": Recipe(classic.forward, loop, 1, lambda chunks: chunks >= 1),
+    "forward": Recipe(classic.forward, loop, 1, lambda chunks: chunks >= 1, trains=False),
 }
 
 

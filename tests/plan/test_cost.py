@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from triax.models.config import GPTConfig, LlamaConfig, MixtralConfig
-from triax.pipe.program.simulate import Costs, simulate
-from triax.pipe.schedules.registry import named_schedule
+from triax.pipe.program.schedule import Schedule
+from triax.pipe.program.simulate import Costs, counts_in_flight, simulate
+from triax.pipe.schedules.registry import RECIPES, named_schedule
 from triax.plan.collectives import RankGroup, all_reduce, all_to_all, reduce_scatter
-from triax.plan.cost import ADAM_BYTES, KINDS, CostModel, Work, idle, utilization
+from triax.plan.cost import ADAM_BYTES, KINDS, CostModel, Work, utilization
 from triax.plan.machine import MACHINES
 from triax.plan.parallel_layout import ParallelLayout
 
@@ -58,15 +59,37 @@ def test_closed_forms_of_bubbles_equal_the_simulator(
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2)])
 def test_closed_forms_of_split_backward_passes_hold_for_any_times(schedule: str, chunks: int) -> None:
-    draw = random.Random(0)
+    draw, closed = random.Random(0), RECIPES[schedule].closed
+    assert closed is not None
     for pipe, m in ((2, 4), (3, 7), (4, 8), (5, 16), (6, 13)):
         made = named_schedule(schedule, pipe, m, chunks)
         for _ in range(8):
             forward, inputs = draw.uniform(0.5, 2), draw.uniform(0.5, 4)
             weights = draw.uniform(0.1, min(forward, inputs))
             waits = simulate(made, Costs(forward, inputs, weights)).makespan - m * (forward + inputs + weights)
-            expected = (pipe - 1) * idle(schedule, chunks, forward, inputs, weights)
+            expected = (pipe - 1) * closed.idle(forward, inputs, weights, chunks)
             assert waits == pytest.approx(expected, abs=1e-9), (pipe, m, forward, inputs, weights)
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if RECIPES[name].trains])
+def test_the_facts_of_a_recipe_are_those_of_its_schedule(name: str) -> None:
+    """split, steady and in_flight, at every size that the schedule has; the formulas against the counted orders."""
+    recipe = RECIPES[name]
+    for pipe in (1, 2, 3, 4):
+        for m in range(recipe.least(pipe), 5 * pipe + 2):
+            made = named_schedule(name, pipe, m)
+            kinds = {op.kind for order in made.orders for op in order}
+            assert ("W" in kinds) == recipe.split or pipe == 1
+            formula = recipe.in_flight(pipe, m, made.chunks)
+            peaks = peaks_of(made)
+            if formula is not None:
+                assert [max(map(sum, counts)) for counts in formula] == peaks
+            if m > recipe.steady(pipe):
+                assert peaks == peaks_of(named_schedule(name, pipe, m + pipe)), (pipe, m)
+
+
+def peaks_of(schedule: Schedule) -> list[float]:
+    return [max(map(sum, counts)) for counts in counts_in_flight(schedule)]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "v-half"])
