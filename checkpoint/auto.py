@@ -49,10 +49,11 @@ def load_newest(
     Returns:
         True if a checkpoint was loaded; False if there is none.
     """
-    found = None
+    found, level = None, logging.INFO
     with agreed(grid):
         if grid.rank == 0:
             unusable = dict(folders.unreadable(folder))
+            level = logging.WARNING if unusable else logging.INFO
             for tag, reason in unusable.items():
                 _LOG.warning("%s is not used: %s", folder / tag, reason)
             lineage.tidy_up(folder)
@@ -62,10 +63,11 @@ def load_newest(
             load(open_checkpoint(grid, folder / tag, options))
             return True
         except DamagedError as error:
+            level = logging.WARNING
             if grid.rank == 0:
                 _LOG.warning("%s is not used: %s", folder / tag, error)
     if grid.rank == 0:
-        _LOG.info("%s has no checkpoint to resume from: the run starts from the beginning", folder)
+        _LOG.log(level, "%s has no checkpoint to resume from: the run starts from the beginning", folder)
     return False
 
 

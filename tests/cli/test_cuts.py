@@ -16,7 +16,7 @@ from triax.options.schedule import ScheduleOptions
 from triax.pipe.cuts import compare_cuts
 from triax.pipe.program.layer_costs import LayerCost, LayerCosts
 from triax.plan.cost import CostModel
-from triax.train.schema import ScheduleSection
+from triax.train.engine_sections import RunSchedule
 
 from paths import DOCS
 from readme_blocks import commands
@@ -50,7 +50,7 @@ def test_the_table_and_a_line_that_a_training_file_takes(file: str) -> None:
         )
     text = run(*words)
     (line,) = [line for line in text.splitlines() if line.startswith("schedule: ")]
-    section = ScheduleSection.of(yaml.safe_load(line)["schedule"])
+    section = RunSchedule.of(yaml.safe_load(line)["schedule"])
     assert section.partition == wanted[-1].boundaries and section.name == wanted[-1].schedule.name
     assert "0 5 8" in text or "0 6 8" in text
 
@@ -125,10 +125,10 @@ def test_the_table_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 )
 def test_refusals_of_the_training_file(section: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError) as error:
-        ScheduleSection.of(section)
+        RunSchedule.of(section)
     assert words in str(error.value)
 
 
 def test_one_limit_or_one_for_each_rank() -> None:
-    assert ScheduleOptions(limit=2.5).limits == 2.5e9 and ScheduleSection.of({"partition": "time", "limit": 2}).limit
+    assert ScheduleOptions(limit=2.5).limits == 2.5e9 and RunSchedule.of({"partition": "time", "limit": 2}).limit
     assert ScheduleOptions(limit=(1, 2)).limits == (1e9, 2e9) and ScheduleOptions().limits is None

@@ -73,7 +73,7 @@ def test_the_file_of_a_plan_is_tried_out_in_stage_3(tmp_path: Path) -> None:
     asked = ["--model", "llama-tiny", "--gpus", "8", "--batch", "16", "--sequence", "32", "--layout"]
     planned = CliRunner().invoke(app, ["plan", *asked, "pipe=2,tensor=2,zero=3", "--write", str(file)])
     assert planned.exit_code == 0, planned.output
-    assert yaml.safe_load(file.read_text())["training"]["zero"] == 3
+    assert yaml.safe_load(file.read_text())["zero"] == 3
     run = dry_run(JobSteps(resolve(read_training_file(file)[0])), Settings(8))
     assert run.problems == []
     # A quarter of the optimizer's memory of the two stages, whose weights no rank holds as a whole.

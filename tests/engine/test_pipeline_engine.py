@@ -43,9 +43,9 @@ def test_any_batch_size_follows_from_the_others(given: Any, replicas: int, wante
     [
         (
             {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 4},
-            "4 * gradient_accumulation_steps 1 * 2 repl",
+            "train_micro_batch_size_per_gpu 4 * 2 replicas = 8: give 8 or 16",
         ),
-        ({"train_batch_size": 7}, "train_batch_size 7 is not train_micro_batch_size_per_gpu 3 * gradient_accum"),
+        ({"train_batch_size": 7}, "train_batch_size 7 must be a multiple of train_micro_batch_size_per_gpu 3 * 2"),
         ({}, "no batch size: give train_batch_size or train_micro_batch_size_per_gpu"),
         ({"train_batchsize": 4}, "there is no 'train_batchsize'; did you mean 'train_batch_size'?"),
         ({"zero_optimization": {"stge": 1}}, "zero_optimization: there is no 'stge'; did you mean 'stage'?"),

@@ -164,7 +164,7 @@ def test_page_picture_and_training_file_have_the_same_numbers(tmp_path: Path) ->
     assert files[1].read_bytes()[:4] == b"\x89PNG"
     training, _ = read_training_file(files[2])
     assert (training.grid.tensor, training.batch.microbatch) == (2, best["microbatch"])
-    assert yaml.safe_load(files[2].read_text())["training"]["zero"]["offload_optimizer"] == {"device": "cpu"}
+    assert yaml.safe_load(files[2].read_text())["zero"]["offload_optimizer"] == {"device": "cpu"}
     again = ask("--model", str(files[2]), "--gpus", "8", "--layout", "tensor=2,context=1,offload=true,recompute=full")
     assert again["layouts"] == found["layouts"]
 

@@ -70,7 +70,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prompts = [{"prompt": f"{a} {b} ", "wanted": b} for a, b in zip(WORDS, [*WORDS[1:], "the"])]
     file = (
         FILE.replace("method: {name: METHOD}\n", METHOD)
-        .replace("batch: 4", f"batch: {BATCH}")
+        .replace("size: 4", f"size: {BATCH}")
         .replace("sequence: 16", "sequence: 18")
     )
     write_samples(root, "grpo", [*prompts, {"prompt": "a prompt that is too long", "wanted": ""}], file)
