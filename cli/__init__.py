@@ -3,6 +3,7 @@
 main.py: the command itself, and how errors are printed.
 demo.py: ``triax demo``, a small model on two stages, and its measured timeline.
 new.py: ``triax new``, a project to begin with; recipe.py: ``triax recipe``, training files to begin with.
+flags.py: flags of a command from classes of options.
 output.py: printed lines that quote files, without their control characters.
 memory.py: ``triax memory``, bytes of each pipe rank by kind, on paper.
 plan.py: ``triax plan``, the fastest layouts that fit on a cluster, and the reasons.

@@ -21,11 +21,14 @@ from ..base.entry_points import offered
 from ..base.errors import ConfigError
 from ..base.files import read_object
 from ..base.hub import local_folder
+from ..base.option_error import refusal
 from ..data.byte_tokenizer import ByteTokenizer
 from ..grid.environment import read_environment
 from ..grid.topology import Topology
 from ..inference.text import BYTES, Tokenizer
 from ..launcher.launch import launch, user_error
+from ..options.base import Options, option
+from .flags import with_flags
 
 if TYPE_CHECKING:
     from ..data.chat import ChatTemplate
@@ -36,32 +39,49 @@ _CONTROL = {i: "\N{REPLACEMENT CHARACTER}" for i in (*range(32), *range(127, 160
 _MAX_NEW_TOKENS = 200  # default of --max-new-tokens, if the model's context has room for as many
 
 
-@dataclass(frozen=True)
-class GenerateOptions:
-    """Options of ``triax generate``. The launching process sends them to every rank."""
+@dataclass(frozen=True, kw_only=True)
+class Generation(Options):
+    """Flags of ``triax generate``. The launching process sends them to every rank."""
 
-    folder: Path
-    prompt: str | None
-    chat: bool
-    system: str | None
-    max_new_tokens: int | None
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    repetition_penalty: float
-    stop: tuple[str, ...]
-    samples: int
-    beams: int
-    length_penalty: float
-    logprobs: bool
-    processor: tuple[str, ...]
-    seed: int
-    dtype: str | None
-    pipe: int
-    tensor: int
+    prompt: str | None = option(None, "Text to continue; with --chat a message. Without it, --chat reads messages.")
+    chat: bool = option(
+        False, "Read one message per line until the input ends, and answer with the tokenizer's chat template."
+    )
+    system: str | None = option(None, "System message of --chat.")
+    max_new_tokens: int | None = option(
+        None, f"Number of new tokens. Default: {_MAX_NEW_TOKENS}, or as many as fit into the context.", least=1
+    )
+    temperature: float = option(1.0, "Sampling temperature; 0 always takes the likeliest token.")
+    top_k: int | None = option(None, "Sample from the k likeliest tokens.")
+    top_p: float | None = option(None, "Sample from the likeliest tokens whose probabilities add up to p.")
+    min_p: float | None = option(None, "Sample from tokens at least P times as likely as the likeliest one.")
+    repetition_penalty: float = option(
+        1.0, "Divide the logits of tokens that are in the text by this number; 1: no penalty."
+    )
+    stop: tuple[str, ...] = option((), "Text that ends the generation. May be repeated.")
+    samples: int = option(1, "Number of texts: draws, or the best ones of --beams.", least=1)
+    beams: int = option(1, "Number of beams of a beam search, which draws nothing.", least=1)
+    length_penalty: float = option(1.0, "With --beams: larger values prefer longer texts.")
+    logprobs: bool = option(False, "Print the log-probability of each new token after the text.")
+    logits_processor: tuple[str, ...] = option(
+        (), "package.module:function of (ids, scores) that returns scores. May be repeated."
+    )
+    seed: int = option(0, "Random seed. The same seed gives the same text on any grid.")
+    dtype: str | None = option(None, "Dtype of the computation, such as bfloat16. Default: the dtype of the weights.")
+    pipe: int = option(1, "Size of the pipe axis: the number of stages.", least=1)
+    tensor: int | None = option(None, "Size of the tensor axis. Default: torchrun's processes / --pipe, or 1.", least=1)
+
+    def check(self) -> None:
+        """Check the flags of a chat."""
+        if not self.prompt and not (self.chat and self.prompt is None):
+            raise refusal("<prompt> is empty, but the model needs a text to continue. Give at least one character")
+        if self.chat and (self.samples > 1 or self.beams > 1 or self.logprobs):
+            raise refusal("<chat> prints one answer while it is generated. Leave out <samples>, <beams> and <logprobs>")
+        if self.system is not None and not self.chat:
+            raise refusal("<system> is a message of <chat>. Add <chat>, or leave <system> out")
 
 
+@with_flags
 def generate(
     run: Annotated[
         str,
@@ -69,87 +89,20 @@ def generate(
             help="Folder with config.json and *.safetensors, a run's folder with model/, or an id, as Qwen/Qwen3-0.6B."
         ),
     ],
-    prompt: Annotated[
-        str | None, typer.Option(help="Text to continue; with --chat a message. Without it, --chat reads messages.")
-    ] = None,
-    chat: Annotated[
-        bool,
-        typer.Option(
-            help="Read one message per line until the input ends, and answer with the tokenizer's chat template."
-        ),
-    ] = False,
-    system: Annotated[str | None, typer.Option(help="System message of --chat.")] = None,
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help=f"Number of new tokens. Default: {_MAX_NEW_TOKENS}, or as many as fit into the context."
-        ),
-    ] = None,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 always takes the likeliest token.")] = 1.0,
-    top_k: Annotated[int | None, typer.Option(help="Sample from the k likeliest tokens.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Sample from the likeliest tokens whose probabilities add up to p.")
-    ] = None,
-    min_p: Annotated[
-        float | None, typer.Option(help="Sample from tokens at least P times as likely as the likeliest one.")
-    ] = None,
-    repetition_penalty: Annotated[
-        float, typer.Option(help="Divide the logits of tokens that are in the text by this number; 1: no penalty.")
-    ] = 1.0,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the generation. May be repeated.")] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Number of texts: draws, or the best ones of --beams.")] = 1,
-    beams: Annotated[int, typer.Option(min=1, help="Number of beams of a beam search, which draws nothing.")] = 1,
-    length_penalty: Annotated[float, typer.Option(help="With --beams: larger values prefer longer texts.")] = 1.0,
-    logprobs: Annotated[bool, typer.Option(help="Print the log-probability of each new token after the text.")] = False,
-    logits_processor: Annotated[
-        list[str] | None,
-        typer.Option(help="package.module:function of (ids, scores) that returns scores. May be repeated."),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Random seed. The same seed gives the same text on any grid.")] = 0,
-    dtype: Annotated[
-        str | None, typer.Option(help="Dtype of the computation, such as bfloat16. Default: the dtype of the weights.")
-    ] = None,
-    pipe: Annotated[int, typer.Option(min=1, help="Size of the pipe axis: the number of stages.")] = 1,
-    tensor: Annotated[
-        int | None, typer.Option(min=1, help="Size of the tensor axis. Default: torchrun's processes / --pipe, or 1.")
-    ] = None,
+    options: Generation,
 ) -> None:
     """Continue a prompt, or answer messages, on --pipe x --tensor processes, new or torchrun's."""
-    if not prompt and not (chat and prompt is None):
-        raise ConfigError("--prompt is empty, but the model needs a text to continue. Give at least one character.")
-    if chat and (samples > 1 or beams > 1 or logprobs):
-        raise ConfigError(
-            "--chat prints one answer while it is generated. Leave out --samples, --beams and --logprobs."
-        )
-    if system is not None and not chat:
-        raise ConfigError("--system is a message of --chat. Add --chat, or leave --system out.")
     folder = find_model(run)
     family(folder)  # before any process starts
-    environment = read_environment()
-    processes = environment.world_size if environment else pipe * (tensor or 1)
-    if prompt is None and environment is None and processes > 1:
+    environment, pipe = read_environment(), options.pipe
+    processes = environment.world_size if environment else pipe * (options.tensor or 1)
+    if options.prompt is None and environment is None and processes > 1:
         raise ConfigError(
             f"--chat reads messages from the terminal, but the {processes} processes that this command starts have "
             f"none. Type torchrun --nproc-per-node {processes} --no-python triax generate ..., or give --prompt."
         )
-    shards = tensor or max(1, processes // pipe)
-    job = GenerateOptions(
-        *(
-            folder,
-            prompt,
-            chat,
-            system,
-            max_new_tokens,
-            temperature,
-            top_k,
-            top_p,
-            min_p,
-            repetition_penalty,
-            tuple(stop or ()),
-        ),
-        *(samples, beams, length_penalty, logprobs, tuple(logits_processor or ())),
-        *(seed, dtype, pipe, shards),
-    )
+    shards = options.tensor or max(1, processes // pipe)
+    job = folder, options.changed(tensor=shards)
     if environment is not None or processes == 1:
         generate_on_rank(job)
         return
@@ -159,21 +112,22 @@ def generate(
     )
 
 
-def generate_on_rank(options: GenerateOptions) -> None:
-    """Generate on one rank of the grid; rank 0 prints."""
+def generate_on_rank(job: tuple[Path, Generation]) -> None:
+    """Generate from a model's folder on one rank of the grid; rank 0 prints."""
     import torch
 
     from ..grid.grid import Grid
     from ..inference.engine import init_inference
     from ..pipe.module import PipelineModule
 
+    folder, options = job
     try:
-        grid = Grid(pipe=options.pipe, tensor=options.tensor)
+        grid = Grid(pipe=options.pipe, tensor=options.tensor or 1)
         dtype = None if options.dtype is None else getattr(torch, options.dtype, None)
         if options.dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"--dtype is {options.dtype}, but it must be float32, float64, bfloat16 or float16.")
-        text = open_text(options.folder)
-        layers = family(options.folder)(options.folder)
+        text = open_text(folder)
+        layers = family(folder)(folder)
         slots = max(options.beams, options.samples)
         module = PipelineModule(layers, grid=grid, dtype=dtype)
         engine = init_inference(module, max_batch=slots, tokenizer=text.tokenizer)
@@ -183,7 +137,7 @@ def generate_on_rank(options: GenerateOptions) -> None:
     grid.close()
 
 
-def _talk(engine: InferenceEngine, text: Text, options: GenerateOptions) -> None:
+def _talk(engine: InferenceEngine, text: Text, options: Generation) -> None:
     """Answer the prompt, or each line of rank 0's input until it ends."""
     messages = [] if options.system is None else [{"role": "system", "content": options.system}]
     while (asked := options.prompt or _next_line(engine)) is not None:
@@ -206,7 +160,7 @@ def _next_line(engine: InferenceEngine) -> str | None:
 
 
 def _stream(
-    engine: InferenceEngine, text: Text, ids: list[int], options: GenerateOptions, before: str = ""
+    engine: InferenceEngine, text: Text, ids: list[int], options: Generation, before: str = ""
 ) -> tuple[str, int]:
     """Write ``before``, and what the model adds to ids as it is made; return this, and the number of tokens."""
     speaks, ends = engine.grid.rank == 0, _ends(engine, text)
@@ -232,7 +186,7 @@ def _ends(engine: InferenceEngine, text: Text) -> list[int]:
     return [token for token in text.ends if not engine.vocab_size or token < engine.vocab_size]
 
 
-def _count(engine: InferenceEngine, ids: list[int], options: GenerateOptions) -> int:
+def _count(engine: InferenceEngine, ids: list[int], options: Generation) -> int:
     """Return the number of new tokens.
 
     Raises:
@@ -240,13 +194,13 @@ def _count(engine: InferenceEngine, ids: list[int], options: GenerateOptions) ->
     """
     if engine.vocab_size and max(ids, default=0) >= engine.vocab_size:
         raise ValueError(
-            f"the tokenizer in {options.folder} makes the token {max(ids)}, but the model has {engine.vocab_size}. "
-            "Copy the model's own tokenizer there."
+            f"the tokenizer makes the token {max(ids)}, but the model has {engine.vocab_size}. "
+            "Copy the model's own tokenizer into its folder."
         )
     return options.max_new_tokens or max(1, min(_MAX_NEW_TOKENS, engine.max_length - len(ids)))
 
 
-def _common(engine: InferenceEngine, text: Text, options: GenerateOptions) -> dict[str, Any]:
+def _common(engine: InferenceEngine, text: Text, options: Generation) -> dict[str, Any]:
     return {
         "temperature": options.temperature,
         "top_k": options.top_k,
@@ -256,12 +210,12 @@ def _common(engine: InferenceEngine, text: Text, options: GenerateOptions) -> di
         "min_p": options.min_p,
         "repetition_penalty": options.repetition_penalty,
         "stop_strings": options.stop,
-        "logits_processor": [_function(name) for name in options.processor],
+        "logits_processor": [_function(name) for name in options.logits_processor],
         "num_return_sequences": options.samples,
     }
 
 
-def _write(engine: InferenceEngine, text: Text, options: GenerateOptions) -> None:
+def _write(engine: InferenceEngine, text: Text, options: Generation) -> None:
     """Write the prompt, or several texts that begin with it, and what the model adds."""
     assert options.prompt is not None  # or it is a chat
     ids = text.encode(options.prompt)
