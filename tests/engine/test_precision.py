@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import triax
 from triax import Grid, PipelineModule
@@ -237,3 +237,23 @@ def test_masters_and_state_in_bf16(autocast: bool) -> None:
         assert mine.dtype == torch.bfloat16 and torch.equal(mine, its)
     assert made.optimizer is not None
     assert {v.dtype for s in made.optimizer.state.values() for v in s.values() if v.dim()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_weights_of_float64_are_those_of_a_model_in_float64(stage: int) -> None:
+    def trained(module: nn.Module, **options: Any) -> list[Tensor]:
+        optimizer = triax.Optimizer("AdamW", lr=1e-2)
+        engine = triax.Engine(module, optimizer=optimizer, batch=2, zero=stage, **options)
+        draw = torch.Generator().manual_seed(0)
+        for _ in range(3):
+            inputs = torch.randn(2, 4, generator=draw).to(next(module.parameters()).dtype)
+            engine.backward(engine(inputs).square().mean())
+            engine.step()
+        return [parameter.detach() for parameter in engine.module.parameters()]
+
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    wanted = trained(copy.deepcopy(module).double())
+    found = trained(copy.deepcopy(module), precision="fp64")
+    assert all(torch.equal(a, b) and a.dtype == torch.float64 for a, b in zip(found, wanted, strict=True))
+    assert all(a.dtype == torch.float32 for a in trained(module.double(), precision="fp32"))
