@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain, groupby, pairwise
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Never
 
 import torch
 from torch import Tensor, nn
@@ -124,7 +124,7 @@ class PipelineModule(nn.Module):
         checkpointable_layers: the classes of layers to recompute; by default all.
         output_fn: applied to the last layer's output when ``eval_batch`` returns outputs, e.g. to gather a sharded
             vocabulary.
-        others: older arguments that an adapter translates, with a warning.
+        others: older arguments that an adapter translates, with a warning. Type checkers refuse them.
 
     Attributes:
         grid_is_default: True if no grid was given.
@@ -169,7 +169,7 @@ class PipelineModule(nn.Module):
         output_fn: Callable[[Any], Any] | None = None,
         activation_checkpoint_interval: int = 0,
         checkpointable_layers: Sequence[str] | None = None,
-        **others: Any,
+        **others: Never,
     ) -> None:
         super().__init__()
         call = "PipelineModule"
