@@ -1,4 +1,4 @@
-"""``triax recipe``: training files to begin with, in the wheel as in ``examples/recipes`` of a checkout."""
+"""``triax recipe``: training files to begin with, those of ``examples/recipes``."""
 
 from __future__ import annotations
 
@@ -11,14 +11,9 @@ from ..base.errors import ConfigError, no_such
 from ..base.files import read_text
 from ..base.tables import table, terminal
 
-_ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"  # in the wheel, too
+_RECIPES = EXAMPLES / "recipes"
 _IN_CHECKOUT = "examples/recipes/"  # in front of files in the recipes' commands and sbatch files
-
-
-def shipped_folder(name: str) -> Path:
-    """Return a folder of examples that is in the wheel: ``recipes`` or ``own_model``."""
-    checkout = _ROOT / "examples" / name
-    return checkout if checkout.is_dir() else _ROOT / name
 
 
 def recipe(
@@ -26,7 +21,7 @@ def recipe(
     folder: Annotated[Path, typer.Option(help="Folder to write the files to.")] = Path(),
 ) -> None:
     """List the recipes, or write one: its training file, what it needs, and the commands to type."""
-    files = {path.stem: path for path in sorted(shipped_folder("recipes").glob("*.yaml"))}
+    files = {path.stem: path for path in sorted(_RECIPES.glob("*.yaml"))}
     if name is None:
         rows = [(each, read_text(path).partition("\n")[0].removeprefix("# ")) for each, path in files.items()]
         terminal().print(table(("recipe", ""), rows, left=2))
@@ -38,7 +33,7 @@ def recipe(
     others = {path.stem for path in files.values()} - {name}
     needed = [
         path
-        for path in sorted(shipped_folder("recipes").iterdir())
+        for path in sorted(_RECIPES.iterdir())
         if path.name in text and path.stem not in others and path.suffix != ".md"
     ]
     for path in needed:
@@ -65,6 +60,6 @@ def write_new(path: Path, text: str) -> None:
 
 def _section(file: str) -> tuple[str, str]:
     """Return the title and the text of the section of the recipes' README that runs a training file."""
-    sections = read_text(shipped_folder("recipes") / "README.md").split("\n## ")[1:]
+    sections = read_text(_RECIPES / "README.md").split("\n## ")[1:]
     title, _, text = next(section for section in sections if file in section).partition("\n")
     return title, text

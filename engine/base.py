@@ -255,7 +255,7 @@ class Engine:
         parts = TrainingParts(factory, groups, data, make_scheduler, collate_fn)
 
         self.module = model
-        self.global_steps = 0
+        self.global_steps: int = 0
         self._sent: dict[str, dict[str, Sent]] = {}  # in the last step
         # A step runs on the whole grid, or under local_updates on the grid of this replica.
         name = "local_sgd" if options.local_updates is not None else None

@@ -106,7 +106,7 @@ def main(o: argparse.Namespace) -> None:  # on each rank
         clip=1.0,
         schedule=o.schedule,
         zero=o.zero,
-        monitor=triax.Monitoring(json=o.folder, trace=min(20, o.steps)),
+        monitor=triax.Monitoring(json=o.folder, trace=triax.Trace(step=min(20, o.steps))),
     )
     if o.resume:
         engine.load_checkpoint(o.folder)  # of any grid
@@ -125,7 +125,7 @@ def main(o: argparse.Namespace) -> None:  # on each rank
                 engine.monitor.log(accuracy=right)
                 print(f"step {step:4} of {o.steps}  loss {loss:.4f}  {right:6.1%} of held-out sums right", flush=True)
     if late and grid.rank == 0:
-        print(f"stopped after {o.minutes} minutes, at step {step} of {o.steps}: --resume continues")
+        print(f"stopped after {o.minutes} minutes, at step {engine.global_steps} of {o.steps}: --resume continues")
     shown = results(engine, held_out[:5]).tolist()
     if grid.rank == 0:
         for (a, b, _, c, d, *_), (ones, tens, hundreds) in zip(held_out.tolist(), shown, strict=False):

@@ -33,6 +33,7 @@ from ..agreement.mailbox import Mailbox
 from ..agreement.store_barrier import store_barrier
 from ..base.accelerators import functions_of, is_accelerator
 from ..base.checks import check_kind, check_positive
+from ..base.html import html_table
 from ..base.ports import is_loopback, resolve
 from .comm.axis import Axis
 from .comm.host_transport import HostTransport
@@ -567,6 +568,11 @@ class Grid:
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.topology.sizes.items())
         return f"Grid({sizes}; {self.describe()}, {self.device})"
+
+    def _repr_html_(self) -> str:
+        """Return the table that a notebook shows: a row for each axis."""
+        axes = ((name, size, getattr(self, name).rank) for name, size in self.topology.sizes.items())
+        return html_table(f"rank {self.rank} of {self.world.size}", ("axis", "size", "coordinate of this rank"), axes)
 
 
 def _close(grid: weakref.ref[Grid]) -> None:

@@ -7,9 +7,9 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain, groupby, pairwise
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Never
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..base.accelerators import move_module
 from ..base.checks import check_count, check_kind, check_seed
 from ..base.entry_points import offered
+from ..base.html import html_table
 from ..grid import Axis, Grid, Layout, layout_of
 from ..grid.auxiliary import AuxiliaryLayer, AuxiliaryLosses
 from ..grid.layout import rename, require_plain
@@ -123,7 +124,7 @@ class PipelineModule(nn.Module):
         checkpointable_layers: the classes of layers to recompute; by default all.
         output_fn: applied to the last layer's output when ``eval_batch`` returns outputs, e.g. to gather a sharded
             vocabulary.
-        others: older arguments that an adapter translates, with a warning.
+        others: older arguments that an adapter translates, with a warning. Type checkers refuse them.
 
     Attributes:
         grid_is_default: True if no grid was given.
@@ -168,7 +169,7 @@ class PipelineModule(nn.Module):
         output_fn: Callable[[Any], Any] | None = None,
         activation_checkpoint_interval: int = 0,
         checkpointable_layers: Sequence[str] | None = None,
-        **others: Any,
+        **others: Never,
     ) -> None:
         super().__init__()
         call = "PipelineModule"
@@ -364,6 +365,21 @@ class PipelineModule(nn.Module):
                 "triax.Loss of terms"
             )
         return WithLoss(value.value, named_losses(value.loss, f"{where} returned", "return"))
+
+    def _repr_html_(self) -> str:
+        """Return the table that a notebook shows: a row for each stage, with the parameters of its whole layers."""
+        names, rows = [typename(layer) for layer in self._list], []
+        try:
+            counts = self._parameter_counts()
+        except ValueError:  # a layer needs values to be built
+            counts = []
+        for stage, (start, stop) in enumerate(pairwise(self.boundaries)):
+            runs = ((name, len(list(group))) for name, group in groupby(names[start:stop]))
+            layers = ", ".join(name if count == 1 else f"{count} x {name}" for name, count in runs)
+            first = {self._sources[i] for i in range(start, stop)}  # a layer that is listed twice counts once
+            parameters = f"{sum(int(counts[i]) for i in first):,}" if counts else "unknown"
+            rows.append((stage, self.placement[stage], f"{start}-{stop - 1}: {layers}", parameters))
+        return html_table(f"{len(names)} layers", ("stage", "rank of the pipe axis", "layers", "parameters"), rows)
 
     def _describe(self, index: int) -> str:
         return f"layer {index} ({typename(self._list[index])})"

@@ -12,7 +12,7 @@ from typing import Any
 
 from jinja2 import ChainableUndefined, Environment, FileSystemLoader
 
-from ...pipe.program.draw import COLORS, color
+from ...pipe.program.colors import COLORS, color
 from ...pipe.program.measured_costs import simulated
 from ...pipe.program.ops import Op
 from ...pipe.program.schedule import Schedule

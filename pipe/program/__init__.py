@@ -18,6 +18,8 @@ critical.py        CriticalPath: reason for the start time of each op, and the o
 layer_costs.py     LayerCosts: seconds and bytes of each layer of a list, from which a cut into stages is searched
 measured_costs.py  costs_of: measured timelines -> costs
 forward_only.py    forward_only: the schedule of inference and evaluation
+colors.py          names and colors of the kinds of ops
+svg.py             a timeline as SVG text, which a notebook shows
 draw.py            timelines as text, as a picture, as a Chrome trace
 chrome_trace.py    ChromeTrace: the writer of Chrome's trace format
 """

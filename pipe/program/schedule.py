@@ -22,7 +22,9 @@ from ...base.errors import escaped
 from ...base.files import distinct_keys, parse_json
 from .deadlock import ScheduleError
 from .ops import COMPUTE, TRANSFERS, Op
+from .simulate import timeline_of
 from .slices import Slices, slice_lengths
+from .svg import svg
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,14 @@ class Schedule:
             head += f", slices {len(self.slices)}"
         rows = (f"rank {r}: {' '.join(cells)}" for r, cells in enumerate(self._cells("{}&{}")))
         return "\n".join((head, *rows))
+
+    def _repr_svg_(self) -> str | None:
+        """Return the picture that a notebook shows: the schedule with the default costs; None if it would hang."""
+        try:
+            times = timeline_of(self)
+        except ScheduleError:
+            return None
+        return svg(times, f"{self.name}: makespan {times.makespan:.4g} units of time, bubble {times.bubble:.1%}")
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -19,13 +19,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import mul
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from .deadlock import Wait, deadlock
 from .ops import BACKWARD, COMPUTE, MAKES, TRANSFERS, Op
-from .schedule import Schedule
 from .slices import slice_costs
 from .timeline import Span, Timeline
+
+if TYPE_CHECKING:  # a schedule shows its own simulation (_repr_svg_)
+    from .schedule import Schedule
 
 Cost = float | Sequence[float]
 

@@ -47,19 +47,21 @@ def test_a_new_project_passes_its_tests_and_trains(tmp_path: Path) -> None:
     """Every command of its README, as it is typed."""
     where = tmp_path / "my-model"
     typed("new", str(where))
-    assert {"my_model.py", "run.yaml", "train.py"} < {path.name for path in where.iterdir()}
-    assert not [path for path in where.rglob("*.*") if "own_model" in path.read_text() + path.name]
+    assert "gpt_plain.py" in {path.name for path in where.iterdir()}
+    assert not [path for path in where.iterdir() if re.search("new.project|gpt_3d", path.read_text() + path.name)]
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     printed = {}
-    for _, command in commands((where / "README.md").read_text()):
+    install, *others = (command for _, command in commands((where / "README.md").read_text()))
+    assert install == "pip install 'triax[testing,plot]'"  # it is installed here
+    for command in others:
         done = subprocess.run(
             shlex.split(command), cwd=where, env=environment, capture_output=True, text=True, timeout=900, check=False
         )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         printed[command] = done.stdout
-    assert "2 passed" in printed["python -m pytest"] or "3 passed" in printed["python -m pytest"]
-    one, four = (printed[name] for name in printed if "train.py" in name and "tokenize" not in name)
-    assert one == four and "step 10 loss" in one
+    assert "4 passed" in printed["python -m pytest"]
+    one, four = (re.findall(r"step .* loss \S+", printed[name]) for name in printed if name.startswith("python my"))
+    assert one == four and len(one) == 1
     again = CliRunner().invoke(app, ["new", str(where)])
     assert "is not an empty folder" in str(again.exception)
 

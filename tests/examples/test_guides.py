@@ -16,6 +16,7 @@ import os
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 import tomllib
 from contextlib import ExitStack
@@ -59,7 +60,7 @@ SLOW = {
     *("evaluate.py 1 1", "transfer.py 1 1 0", "transfer.py 1 1 3"),
 }
 # A package: the last tests of this file; a project: tests/testing/test_kit.py; tests/train/test_distill_run.py.
-INSTALLED = {"npz_export.py", "test_own_model.py", "store_teacher.py"}
+INSTALLED = {"npz_export.py", "test_my_model.py", "store_teacher.py"}
 # Two jobs at once: tests/methods/test_remote_teacher.py; a checkpoint of a user's: tests/checkpoint/test_convert.py.
 TOGETHER = ("teach.py", "learn.py", "to_dcp.py")
 FOREIGN = {"sbatch", "srun", "kubectl", "ssh", "mpirun", "export", "nvidia-smi"}  # they need a cluster
@@ -122,21 +123,26 @@ def test_a_program_prints_what_its_page_shows(
         assert first == output
 
 
+def new_project(folder: Path) -> Path:
+    CliRunner().invoke(app, ["new", str(folder / "my_model")])
+    return folder / "my_model"
+
+
 @pytest.mark.parametrize(
     ("guide", "file", "count"),
-    [("testing", "own_model.py", 2), ("model-shapes", "heads.py", 1), ("losses", "clip.py", 1)],
+    [("testing", "test_my_model.py", 2), ("model-shapes", "heads.py", 1), ("losses", "clip.py", 1)],
 )
 def test_triax_check_holds_for_the_model_of_its_guide(guide: str, file: str, count: int, tmp_path: Path) -> None:
     """The commands of a guide that name a function of its program."""
     page = DOCS / "guides" / f"{guide}.md"
+    folder = new_project(tmp_path)
     for name, source in programs(page.read_text()).items():
-        (tmp_path / name).write_text(source)
+        (folder / name).write_text(source)
     commands = [shlex.split(command) for command, _ in shown(page.read_text()) if f"{file}:" in command]
     assert len(commands) == count
     for command, *words in commands:
-        typed = [word.replace(file, str(tmp_path / file)) for word in words]
-        found = CliRunner().invoke(app, typed)
-        assert command == "triax" and found.exit_code == 0, found.output
+        found = subprocess.run([*TRIAX, *words], cwd=folder, capture_output=True, text=True, check=False)
+        assert command == "triax" and found.returncode == 0, found.stdout + found.stderr
 
 
 def test_triax_check_says_of_a_mean_over_a_shard_what_its_guide_shows(tmp_path: Path) -> None:
@@ -145,12 +151,13 @@ def test_triax_check_says_of_a_mean_over_a_shard_what_its_guide_shows(tmp_path: 
     shows = [block.text for block in blocks(text) if block.language == "text"]
     (mistake,) = (each for each in shows if "inner.mean" in each)
     (said,) = (each for each in shows if each.startswith("step 0"))
-    right = "        return x + self.down(torch.sigmoid(self.gate(h)) * self.up(h))\n"
-    script = programs(text)["own_model.py"].partition("\n")[2]  # the page's first line is its name
-    assert script.count(right) == 1
-    (tmp_path / "own_model.py").write_text(script.replace(right, mistake))
-    found = CliRunner().invoke(app, ["check", f"{tmp_path}/own_model.py:build", "--axes", "tensor", "--json"])
-    (row,) = (each for each in json.loads(found.output)["runs"] if not each["holds"])
+    file = new_project(tmp_path) / "my_model.py"
+    script, right = file.read_text(), "        return x + self.down(F.gelu(self.up(self.norm2(x))))"
+    at = next(line for line in script.splitlines(keepends=True) if line.startswith(right))
+    file.write_text(script.replace(at, mistake))
+    command = [*TRIAX, "check", "test_my_model.py:build", "--axes", "tensor", "--json"]
+    found = subprocess.run(command, cwd=file.parent, capture_output=True, text=True, check=False)
+    (row,) = (each for each in json.loads(found.stdout)["runs"] if not each["holds"])
     lines = f"{row['difference']} first: {row['where']} usually: {row['cause']}"
     digits = re.compile(r"(-?\d\.\d{6}|linear\.py:)\d+")
     whole = f"{row['what']}, {row['difference']}"  # what assert_equals_one_process says of it

@@ -248,8 +248,8 @@ def test_deepspeeds_arguments_warn_outside_of_its_api(recwarn: pytest.WarningsRe
     arguments: dict[str, Any] = {"topology": Topology(pipe=1), "partition_method": "uniform", "base_seed": 5}
     said = r"until triax 0.3: write grid=triax.Grid\(\), partition='uniform', seed=5, and leave seed_layers out"
     with pytest.warns(DeprecationWarning, match=said) as caught:
-        module = triax.PipelineModule(layers(), seed_layers=False, **arguments)
+        module = triax.PipelineModule(layers(), seed_layers=False, **arguments)  # type: ignore[arg-type]
     assert (module.partition, module.seed) == ("uniform", 5)
     assert [warning.filename for warning in caught] == [__file__]
     with pytest.raises(TypeError, match=r"no argument 'num_stage': did you mean num_stages?"):
-        triax.PipelineModule(layers(), num_stage=2)
+        triax.PipelineModule(layers(), num_stage=2)  # type: ignore[arg-type]

@@ -74,6 +74,8 @@ triax.make_schedule("1f1b", pipe="2", microbatches=4)  # error
 triax.simulate("1f1b")  # error
 triax.Eengine  # error
 triax.verify(model)  # error
+triax.PipelineModule(layers, grdi=grid)  # error
+triax.PipelineModule(layers, grid=grid, loss_fn="mse")  # error
 """
 
 

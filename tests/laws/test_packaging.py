@@ -83,9 +83,8 @@ def test_wheel_holds_the_library_and_nothing_else(wheel: Path) -> None:
     stubs = {str(file.relative_to(ROOT)) for file in STUBS}
     data = {"py.typed", "monitor/report/page.html", "plan/page.html"}
     data |= {f"docs/{file.relative_to(ROOT / 'docs')}" for file in (ROOT / "docs").rglob("*.md")}
-    for folder in ("recipes", "own_model"):
-        whole = ROOT / "examples" / folder
-        data |= {f"{folder}/{file.relative_to(whole)}" for file in whole.rglob("*.*") if "__pycache__" not in str(file)}
+    for files in ("gpt_*.py", "new_project/*.*", "recipes/*.*"):
+        data |= {str(file.relative_to(ROOT)) for file in (ROOT / "examples").glob(files)}
     assert ours == {f"triax/{file}" for file in {*library(ROOT), *stubs, *data, "docs/conf.py"}}
     assert f"{info}/licenses/LICENSE" in names
 
@@ -96,7 +95,8 @@ def test_the_wheel_writes_recipes_and_projects(unpacked: Path, tmp_path: Path) -
         done = run(sys.executable, "-m", "triax.cli.main", *words, cwd=tmp_path, PYTHONPATH=str(unpacked))
         assert done.returncode == 0, done.stderr
     files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")}
-    assert {"llama3-8b-8gpus.yaml", "llama3-8b-8gpus.sbatch", "first/first.py", "first/tests/test_first.py"} <= files
+    project = {"first/first.py", "first/gpt_plain.py", "first/test_first.py"}
+    assert {"llama3-8b-8gpus.yaml", "llama3-8b-8gpus.sbatch"} | project <= files
     said = run(sys.executable, "-m", "triax.cli.main", "--help", cwd=tmp_path, PYTHONPATH=str(unpacked)).stdout
     assert (
         str(unpacked / "triax") in "".join(re.findall(r"[^\s│]+", said))
@@ -135,8 +135,7 @@ def test_what_an_error_says_to_install_is_there(unpacked: Path, tmp_path: Path) 
 def test_every_folder_of_the_library_is_packaged() -> None:
     files = [Path(file).parent for file in library(ROOT) if "/" in file]
     folders = {".".join(("triax", *folder.parts)) for folder in files}
-    examples = {"triax.recipes", "triax.own_model", "triax.docs"}
-    assert {"triax"} | folders | examples == set(PROJECT["tool"]["setuptools"]["packages"])
+    assert {"triax", "triax.docs"} | folders == set(PROJECT["tool"]["setuptools"]["packages"])
 
 
 def test_command_exists() -> None:

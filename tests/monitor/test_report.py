@@ -30,7 +30,7 @@ from triax.monitor.report.svg import Curve, number, thinned, ticks
 from triax.monitor.report.write import write_report
 from triax.monitor.trace.clock_offsets import Offset
 from triax.monitor.trace.trace import chrome_trace
-from triax.pipe.program.draw import COLORS
+from triax.pipe.program.colors import COLORS
 from triax.pipe.program.measured_costs import costs_of, simulated
 from triax.pipe.program.simulate import Costs, simulate
 from triax.pipe.schedules.choose import make_schedule

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
@@ -13,9 +14,13 @@ from typer.testing import CliRunner
 
 from triax.cli.main import app
 from triax.pipe.program.draw import chrome_trace, picture, text
+from triax.pipe.program.offload import offload_pass
+from triax.pipe.program.ops import Op
+from triax.pipe.program.schedule import Schedule
 from triax.pipe.program.simulate import Costs, timeline_of
 from triax.pipe.program.timeline import Span, Timeline
 from triax.pipe.schedules.choose import make_schedule
+from triax.pipe.schedules.registry import RECIPES
 
 from paths import DOCS
 from readme_blocks import blocks, programs
@@ -143,3 +148,33 @@ def test_the_trace_holds_every_op_once() -> None:
     assert {(e["tid"], e["name"]) for e in ops} == {(r, str(s.op)) for r, row in enumerate(times.rows) for s in row}
     assert max(e["ts"] + e["dur"] for e in ops) == pytest.approx(1000 * times.makespan)
     assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["rank 0", "rank 1", "rank 2"]
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        *(make_schedule(name, 4, 12) for name in RECIPES if name != "auto"),
+        offload_pass(make_schedule("1f1b", 4, 8), 0.5),
+        make_schedule("1f1b", 2, 3, slices=2),
+    ],
+    ids=lambda schedule: f"{schedule.name}-{schedule.offloads}",
+)
+def test_a_notebook_shows_each_op_of_a_schedule_once(schedule: Schedule) -> None:
+    """In the row of its rank, in its order, and nothing over another op of its row."""
+    shown = ElementTree.fromstring(schedule._repr_svg_() or "")
+    rows: dict[int, list[tuple[float, float, float, str]]] = {rank: [] for rank in range(schedule.pipe)}
+    for each in shown.findall("{*}g"):
+        box = each.find("{*}rect")
+        assert box is not None
+        x, y, width = (float(box.attrib[key]) for key in ("x", "y", "width"))
+        rows[int(y - 24) // 26].append((x, y, width, each.findtext("{*}title") or ""))
+        assert width > 0 and x + width <= float(shown.attrib["width"]) + 0.5
+    for rank, row in rows.items():
+        assert sorted(op for *_, op in row) == sorted(map(str, schedule.orders[rank]))
+        for (x, y, width, op), (after, below, _, other) in combinations(sorted(row), 2):
+            assert y != below or x + width <= after + 0.2, f"{op} lies over {other}"
+
+
+def test_a_schedule_that_hangs_has_no_picture() -> None:
+    orders = ((Op.parse("0F0"), Op.parse("0B0")), (Op.parse("1B0"), Op.parse("1F0")))
+    assert Schedule("mine", 2, 1, 1, (0, 1), orders)._repr_svg_() is None

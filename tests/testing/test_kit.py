@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -20,9 +19,11 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from typer.testing import CliRunner
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule
+from triax.cli.main import app
 from triax.pipe.program.deadlock import ScheduleError
 from triax.pipe.program.verify import verify
 from triax.testing import (
@@ -52,11 +53,11 @@ def pytest_in(folder: Path, *words: str) -> str:
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_a_project_of_its_own_tests_itself(tmp_path: Path, ranks: int) -> None:
     """On the grids of two ranks. What grids of four ranks add, covering_grids, has tests of its own."""
-    shutil.copytree(ROOT / "examples" / "own_model", tmp_path / "own")
-    file = tmp_path / "own" / "tests" / "test_own_model.py"
+    CliRunner().invoke(app, ["new", str(tmp_path / "own")])
+    file = tmp_path / "own" / "test_own.py"
     assert "ranks=4)" in file.read_text()
     file.write_text(file.read_text().replace("ranks=4)", f"ranks={ranks})"))
-    assert "3 passed" in pytest_in(tmp_path / "own")
+    assert "4 passed" in pytest_in(tmp_path / "own")
 
 
 def test_a_project_that_does_not_use_the_kit_does_not_pay_for_it(tmp_path: Path) -> None:
@@ -143,10 +144,8 @@ def test_a_mistake_is_named_with_its_grid(mistake: str, words: str) -> None:
 
 def test_the_guide_shows_the_project() -> None:
     page = (DOCS / "guides" / "testing.md").read_text()
-    for file in ("own_model.py", "tests/test_own_model.py"):
-        assert f"```python\n# {Path(file).name}\n{(ROOT / 'examples' / 'own_model' / file).read_text()}```" in page, (
-            file
-        )
+    source = (ROOT / "examples" / "new_project" / "test_new_project.py").read_text().replace("new_project", "my_model")
+    assert f"```python\n# test_my_model.py\n{source}```" in page
 
 
 def test_the_guides_call_with_axes_makes_six_runs() -> None:

@@ -1,0 +1,56 @@
+"""Exported models under transformers.pipeline("text-generation", folder), with tokenizer and generation settings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import triax
+from triax.cli.main import app
+from triax.data.byte_tokenizer import ByteTokenizer
+from triax.models.huggingface.config import from_hf
+from triax.models.huggingface.folder_settings import settings_with_end
+from triax.models.huggingface.load import LAYERS
+
+from proved import settings
+from toy_families import DENSE, HYBRIDS, MIXTURES
+
+# Those with a model in transformers: kimi_k2 has none, and deepseek_v32 is read in its dense form.
+FAMILIES = sorted({family for family, _ in (DENSE | HYBRIDS).values()} | {case.split("-")[0] for case in MIXTURES})
+PROMPT, WORDS = "of the", 12
+
+
+def export(family: str, folder: Path) -> None:
+    """Write a random model of bytes as ``triax train`` exports one.
+
+    Weights of its blocks are large, so that with a tied output layer a token is not followed by itself.
+    """
+    config = from_hf(settings(family) | {"vocab_size": 256}, Path(f"{family}/config.json"))
+    module: Any = triax.PipelineModule(LAYERS[type(config)](config), seed=3)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.mul_(1 if name.startswith("layers.0.") or parameter.dim() < 2 else 16)
+    module.folder_settings = settings_with_end(0)
+    triax.save_hf(module, folder, tokenizer=ByteTokenizer())
+
+
+@pytest.mark.parametrize(
+    "family", [each if each == "qwen3" else pytest.param(each, marks=pytest.mark.exhaustive) for each in FAMILIES]
+)
+def test_a_prompt_goes_on_as_in_triax_generate(family: str, tmp_path: Path) -> None:
+    import transformers
+
+    export(family, tmp_path)
+    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == 0
+    words = ["--prompt", PROMPT, "--max-new-tokens", str(WORDS), "--temperature", "0"]
+    ours = CliRunner().invoke(app, ["generate", str(tmp_path), *words])
+    assert ours.exit_code == 0, ours.output
+    pipeline = transformers.pipeline("text-generation", str(tmp_path), device="cpu")
+    (theirs,) = pipeline(PROMPT, max_new_tokens=WORDS, do_sample=False)
+    assert len(theirs["generated_text"]) > len(PROMPT)
+    assert theirs["generated_text"].strip() == ours.stdout.strip()
