@@ -221,21 +221,39 @@ class Engine:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         **keywords: Unpack[EngineKeywords],
     ) -> None:
+        self._agree(model, given_options(options, keywords), grid, parameters, collate_fn)
+        tuned = find_sizes(model, self.options, training_data, collate_fn)
+        self.options = self.options if tuned is None else tuned.tuner.options
+        self.batch = self.options.batch_sizes(self.grid.replicas)
+        schedule, parts = self._prepare(model, parameters, None if tuned else training_data, collate_fn)
+        self._assemble(model, schedule, parts)
+        self._start(tuned)
+
+    def _agree(self, model: Any, options: EngineOptions, grid: Grid | None, parameters: Any, collate_fn: Any) -> None:
+        """Check what was given, before anything is made, and that all ranks were given the same. Collective."""
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}, not an nn.Module: pass a module of torch's")
-        options = given_options(options, keywords)
         check_arguments("Engine", optimizer=options.optimizer, parameters=parameters, collate_fn=collate_fn, grid=grid)
         check_names(options)
         if options.monitor.log_level is not None:
             logging.getLogger("triax").setLevel(options.monitor.log_level)
         self.options = options
-        self.grid = grid = choose_grid(model, grid, options)
-        require_same_settings(grid, self.settings(), options.schedule.value)
+        self.grid = choose_grid(model, grid, options)
+        require_same_settings(self.grid, self.settings(), options.schedule.value)
         if isinstance(model, PipelineModule):
             model.take_loss()
-        tuned = find_sizes(model, options, training_data, collate_fn)
-        self.options = options = options if tuned is None else tuned.tuner.options
-        self.batch = options.batch_sizes(grid.replicas)
+
+    def _prepare(
+        self, model: Any, parameters: Any, data: Any, collate_fn: Any
+    ) -> tuple[Schedule | None, TrainingParts]:
+        """Bring the model into the state in which it trains: on its ranks, with adapters. Collective.
+
+        Before it, the options and batch sizes are final.
+
+        Returns:
+            The schedule, and what the members of a step are made of.
+        """
+        options, grid = self.options, self.grid
         if isinstance(model, PipelineModule) and options.lora is None:
             parameters = unless_all(model, parameters)
         schedule = self._place(model)
@@ -251,9 +269,11 @@ class Engine:
             set_sparse_attention(
                 model, grid, {"mode": options.sparse_attention.mode, **options.sparse_attention.plain(given=True)}
             )
-        data = None if tuned else training_data
-        parts = TrainingParts(factory, groups, data, make_scheduler, collate_fn)
+        return schedule, TrainingParts(factory, groups, data, make_scheduler, collate_fn)
 
+    def _assemble(self, model: Any, schedule: Schedule | None, parts: TrainingParts) -> None:
+        """Make the members of a step. Before it, every rank has its part of the model, and all have the same groups."""
+        options, grid = self.options, self.grid
         self.module = model
         self.global_steps: int = 0
         self._sent: dict[str, dict[str, Sent]] = {}  # in the last step
@@ -269,6 +289,10 @@ class Engine:
         self.observers: list[StepObserver] = [self.observer]
         require_fitting(named_compressor(options), self.optimizer)
         self._built()
+
+    def _start(self, tuned: Any) -> None:
+        """Watch the steps as the options ask, and resume. Before it, the engine could take a step."""
+        options, grid = self.options, self.grid
         kind: Any = self  # of one of the two kinds
         if tuned is not None:
             self._warn(tuned.finish(kind))
@@ -276,7 +300,7 @@ class Engine:
             print(json.dumps(self.settings(), indent=2), flush=True)
         instrument(kind)
         self.start_checkpointing()
-        lr_note, untrained = getattr(self.lr_scheduler, "note", None), untrained_in_loss(model)
+        lr_note, untrained = getattr(self.lr_scheduler, "note", None), untrained_in_loss(self.module)
         self._warn(*(Note("", each) for each in (lr_note, untrained) if each is not None))
         self._warn(unsharded_note(self.data_axis), one_replica_note(options.zero, grid))
         self.observer.install()
