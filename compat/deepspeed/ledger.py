@@ -230,9 +230,7 @@ PRESENT = {
         )
     },
     "zero.offload_config": {
-        "compat.deepspeed.section_classes": (
-            "DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig"
-        ),
+        "compat.deepspeed.section_classes": ("DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig"),
         "compat.deepspeed.configuration": "OffloadDeviceEnum",
         "compat.deepspeed.offload_states": "OffloadStateTypeEnum",
     },
