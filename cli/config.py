@@ -35,7 +35,7 @@ def config(
         for note in rewrite(file) or [f"{file} has no older name"]:
             typer.echo(note)
         return
-    from ..compat.deepspeed.config.resolved import json_schema, markdown
+    from ..compat.deepspeed.config.document import json_schema, markdown
 
     if schema:
         typer.echo(json.dumps(json_schema(), indent=2))
@@ -49,8 +49,8 @@ def config(
 def _check(file: Path, data: int) -> None:
     """Check a file and print it resolved. What a Trainer fills in stays "auto", and is explained."""
     from ..base.json_comments import read
-    from ..compat.deepspeed.config.config import batch_sizes
-    from ..compat.deepspeed.config.to_options import notes_of
+    from ..compat.deepspeed.config.elasticity import described
+    from ..compat.deepspeed.config.to_options import batch_sizes, notes_of, options_of
     from ..compat.deepspeed.from_config import read_config, resolve_config  # needs torch
     from ..compat.huggingface.auto_values import trainer_values
 
@@ -62,7 +62,7 @@ def _check(file: Path, data: int) -> None:
     if origins:
         notes = ["triax.Trainer fills in, from its TrainingArguments (a script without it writes values there):"]
         notes += [f"  {key} = {origin}" for key, origin in origins.items()]
-    elif checked.tunes_microbatch:
+    elif options_of(checked).tunes_microbatch:
         notes.append(
             'train_micro_batch_size_per_gpu is "auto": for a PipelineModule the largest that fits is found when the '
             "engine is made (docs/plan.md); else it follows from train_batch_size, as printed"
@@ -75,6 +75,6 @@ def _check(file: Path, data: int) -> None:
         place[name] = "auto"
     typer.echo(json.dumps(resolved, indent=2))
     if checked.elasticity.enabled:
-        notes.append(checked.elasticity.describe())
+        notes.append(described(checked.elasticity))
     for note in [*notes, *notes_of(checked)]:
         echo(f"triax: {note}", err=True)

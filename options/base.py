@@ -94,7 +94,7 @@ class Options:
             value = getattr(self, each.name)
             try:
                 checked = converted(value, hints[each.name])
-                _check_limits(checked, each.metadata["limits"])
+                check_limits(checked, each.metadata["limits"])
             except OptionError as error:
                 problems.append(error.within(each.name))
             except ValueError as error:
@@ -325,7 +325,7 @@ def _wanted(kinds: tuple[Any, ...]) -> str:
     return " or ".join(words)
 
 
-def _check_limits(value: Any, limits: Mapping[str, float]) -> None:
+def check_limits(value: Any, limits: Mapping[str, float]) -> None:
     """Check that a number, or each of several, lies within limits.
 
     Raises:

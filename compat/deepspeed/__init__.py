@@ -23,6 +23,7 @@ timers.py: timers that are started and stopped by hand, samples per second.
 fp32_state_dict.py: ``zero_to_fp32``: a checkpoint's whole weights in fp32, in memory or in one file.
 arguments.py: ``add_config_arguments`` (``--deepspeed_config``) and ``init_distributed``.
 configuration.py: ``DeepSpeedConfig``: a checked configuration with the batch sizes.
+section_classes.py: sections of the configuration under the names of DeepSpeed's classes.
 monitors.py: ``MonitorMaster``: the configuration's monitors without an engine.
 accelerator.py: ``deepspeed.accelerator``: the device of this process.
 comm.py: ``deepspeed.comm``: collectives, ``log_summary`` of all engines.

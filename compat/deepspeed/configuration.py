@@ -11,8 +11,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ...base.json_comments import read
-from .config.config import batch_sizes, unknown_keys
-from .config.schema import Config
+from .config.read import Section, unknown_keys
+from .config.to_options import batch_sizes
 from .from_config import read_config
 
 OWN_KEYS = ("partition_config", "preset_model")  # keys of tensor_parallel that autotp.py reads
@@ -38,7 +38,7 @@ def tensor_section(source: Any) -> tuple[Any, dict[str, Any]]:
     return {**values, "tensor_parallel": rest}, dict(section)
 
 
-def read_deepspeed_config(source: Config | Mapping[str, Any] | str | Path) -> Config:
+def read_deepspeed_config(source: Section | Mapping[str, Any] | str | Path) -> Section:
     """Return a checked configuration. As in DeepSpeed, an unknown outermost key has no effect.
 
     A warning names it, on rank 0. A key like one that triax knows, in this section or another, is an error.

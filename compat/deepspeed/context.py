@@ -19,7 +19,7 @@ from ...randomness.random_states import RandomStates
 from ..megatron.layouts import lay_out_megatron
 from ..megatron.mpu import grid_of_mpu
 from .autotp import asked_size, is_sharded, shard
-from .config.schema import Config
+from .config.read import Section
 from .configuration import read_deepspeed_config, tensor_section
 from .engine import DeepSpeedConfigError, DeepSpeedEngine, DeepSpeedPipelineEngine, deepspeed_errors
 from .from_config import check_grid, config_source, make_engine
@@ -164,7 +164,7 @@ def initialize(
         checked = _with_defaults(read_deepspeed_config(source))
         sizes = checked.data_parallel_size, checked.sequence_parallel_size
         if mesh_param is None and all(sizes) and not isinstance(model, PipelineModule):
-            mesh_param = sizes  # type: ignore[assignment]  # neither is None
+            mesh_param = sizes
         if grid is None and mpu is not None and not isinstance(model, PipelineModule):
             grid = mpu if isinstance(mpu, Grid) else grid_of_mpu(mpu)
             lay_out_megatron(model, grid)
@@ -194,11 +194,11 @@ def initialize(
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
-def _with_defaults(config: Config) -> Config:
+def _with_defaults(config: Section) -> Section:
     """Fill in DeepSpeed's defaults where triax has others: parameters that stay whole in stage 3, AdamW's decay."""
     zero, optimizer = config.zero_optimization, config.optimizer
-    if zero.stage == 3 and "stage3_param_persistence_threshold" not in zero.model_fields_set:
-        zero = zero.model_copy(update={"stage3_param_persistence_threshold": PERSISTENCE_THRESHOLD})
+    if zero.stage == 3 and "stage3_param_persistence_threshold" not in zero.given:
+        zero = zero.changed(stage3_param_persistence_threshold=PERSISTENCE_THRESHOLD)
     if optimizer is not None and optimizer.type.lower() == "adamw" and not optimizer.params.get("torch_adam"):
-        optimizer = optimizer.model_copy(update={"params": {"weight_decay": 0.0, **optimizer.params}})
-    return config.model_copy(update={"zero_optimization": zero, "optimizer": optimizer})
+        optimizer = optimizer.changed(params={"weight_decay": 0.0, **optimizer.params})
+    return config.changed(zero_optimization=zero, optimizer=optimizer)

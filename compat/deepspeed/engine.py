@@ -28,7 +28,7 @@ from ...options.precision import LossScale
 from ...zero.gathered_parameters import gathered, whole_state_dict
 from ...zero.state_dict_guard import allow_empty_entries
 from .assignments import EngineType, check_assignment, reason
-from .config.zero import ZeroConfig
+from .config.table import table
 from .from_config import ConfiguredEngine, ConfiguredModuleEngine, ConfiguredPipelineEngine
 from .grids import ParallelGrid
 from .module_calls import ModuleCalls
@@ -76,7 +76,7 @@ _METHODS |= {
 # A key of the section zero_optimization has a method without "stage3_" and with "zero_" in front.
 _METHODS |= {
     f"zero_{key.removeprefix('stage3_').removeprefix('zero_')}": f"config.zero_optimization.{key}"
-    for key in ZeroConfig.model_fields
+    for key in table().sections["zero_optimization"].names
 }
 _PIPELINE_METHODS = {
     "is_first_stage": "module.is_first",

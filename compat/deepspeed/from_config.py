@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -26,22 +27,22 @@ from ...options.batch import BatchSizes
 from ...pipe.module import PipelineModule
 from ...pipe.program.schedule import Schedule
 from ...pipe.schedules.choose import require_schedule
-from .config.config import parse_config
+from .config.document import resolved
 from .config.optimizer_names import native_optimizer
-from .config.resolved import resolved
-from .config.schema import Config
-from .config.to_options import batch_of, key_of, notes_of, options_of
+from .config.read import Section
+from .config.table import key_of, keys
+from .config.to_options import notes_of, options_of, parse_config
 from .parameter_marks import mark_parameters
 
 
-def read_config(source: Config | Mapping[str, Any] | str | Path) -> Config:
+def read_config(source: Section | Mapping[str, Any] | str | Path) -> Section:
     """Return a checked configuration from a dict, or from the path of a JSON file (with comments, if it has any).
 
     Raises:
         ConfigError: a key that does not exist (the nearest that does is named), a value that cannot be, or what
             triax does not support; the message says what to write instead.
     """
-    if isinstance(source, Config):
+    if isinstance(source, Section):
         return source
     config = parse_config(source)
     try:
@@ -51,7 +52,7 @@ def read_config(source: Config | Mapping[str, Any] | str | Path) -> Config:
     return config
 
 
-def resolve_config(config: Config, batch: BatchSizes) -> dict[str, Any]:
+def resolve_config(config: Section, batch: BatchSizes) -> dict[str, Any]:
     """Return the configuration with every default filled in, those of its optimizer and scheduler too."""
     values = resolved(config, batch)
     if config.optimizer is not None:
@@ -81,7 +82,7 @@ class ConfiguredEngine(Engine):
     def __init__(
         self,
         model: nn.Module,
-        config: Config,
+        config: Section,
         *,
         grid: Grid | None,
         optimizer: Any = None,
@@ -90,28 +91,26 @@ class ConfiguredEngine(Engine):
         **arguments: Any,
     ) -> None:
         self._given = config
-        options = options_of(config)
-        if grid is not None:
-            options = options.changed(batch=batch_of(config, grid.replicas))
+        options = options_of(config, None if grid is None else grid.replicas)
         given = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "schedule": schedule}
         options = options.changed(**{name: value for name, value in given.items() if value is not None})
         self._make(model, options, grid=grid, **arguments)
 
     @property
-    def config(self) -> Config:
+    def config(self) -> Section:
         """The configuration, with the batch sizes and the ZeRO stage of the engine."""
         batch, options, zero = self.batch, self.options, self._given.zero_optimization
         if options.zero.stage != zero.stage:
-            zero = zero.model_copy(update={"stage": options.zero.stage})
+            zero = zero.changed(stage=options.zero.stage)
         sizes = {
             "train_batch_size": batch.train,
             "train_micro_batch_size_per_gpu": batch.micro,
             "gradient_accumulation_steps": batch.accumulation,
         }
-        return self._given.model_copy(update={**sizes, "zero_optimization": zero})
+        return self._given.changed(**sizes, zero_optimization=zero)
 
     @config.setter
-    def config(self, value: Config) -> None:
+    def config(self, value: Section) -> None:
         self._given = value
 
     def _built(self) -> None:
@@ -125,14 +124,14 @@ class ConfiguredEngine(Engine):
     def settings(self, given: bool = False) -> dict[str, Any]:
         """Return the configuration, as JSON has it."""
         if not hasattr(self, "optimizer"):  # it is compared over the ranks before the engine is made
-            return self._given.model_dump()
+            return self._given.plain()
         if given:
-            return self._given.model_dump(mode="json", by_alias=True, exclude_unset=True)
+            return self._given.plain(given=True)
         return resolve_config(self.config, self.batch)
 
     def tuned_settings(self) -> tuple[str, dict[str, Any]]:
         """Return the name and the values of the file with the configuration that ``autotuning`` found."""
-        found = self.config.model_dump(mode="json", by_alias=True, exclude_unset=True)
+        found = self.config.plain(given=True)
         return "ds_config_optimal.json", found | {"autotuning": {"enabled": False}}
 
     def train_batch_size(self) -> int:
@@ -305,8 +304,8 @@ def initialize(
     training_data: Dataset[Any] | None = None,
     lr_scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
-    config: Config | Mapping[str, Any] | str | Path | None = None,
-    config_params: Config | Mapping[str, Any] | str | Path | None = None,
+    config: Section | Mapping[str, Any] | str | Path | None = None,
+    config_params: Section | Mapping[str, Any] | str | Path | None = None,
     *,
     grid: Grid | None = None,
     schedule: str | Schedule | None = None,
@@ -428,7 +427,7 @@ def config_source(args: Any, config: Any, config_params: Any) -> Any:
     return source
 
 
-def with_schedule(config: Config, schedule: str | Schedule, model: nn.Module) -> Config:
+def with_schedule(config: Section, schedule: str | Schedule, model: nn.Module) -> Section:
     """Return the configuration with the name of the schedule that was given to ``initialize``.
 
     Raises:
@@ -445,16 +444,16 @@ def with_schedule(config: Config, schedule: str | Schedule, model: nn.Module) ->
             "PipelineModule(layers, grid=grid, loss_fn=...), or leave schedule= out"
         )
     section = config.pipeline
-    if "schedule" in section.model_fields_set and section.schedule != name:
+    if "schedule" in section.given and section.schedule != name:
         raise ConfigError(
             f"schedule is {name}, but the configuration's pipeline.schedule is {section.schedule}: leave one out"
         )
     if isinstance(schedule, str):
         require_schedule("schedule", name)
-    return config.model_copy(update={"pipeline": section.model_copy(update={"schedule": name})})
+    return config.changed(pipeline=section.changed(schedule=name))
 
 
-def choose_grid(model: nn.Module, grid: Grid | None, mpu: Any, config: Config) -> Grid:
+def choose_grid(model: nn.Module, grid: Grid | None, mpu: Any, config: Section) -> Grid:
     """Return the grid to train on: the model's own, the one given, or all processes as replicas."""
     if mpu is not None:
         raise ConfigError(
@@ -470,21 +469,14 @@ def choose_grid(model: nn.Module, grid: Grid | None, mpu: Any, config: Config) -
     return arguments.choose_grid(model, grid, options_of(config))
 
 
-def check_grid(grid: Grid, config: Config) -> None:
+def check_grid(grid: Grid, config: Section) -> None:
     """Refuse a grid whose axes have other sizes than the configuration says."""
-    parallel = config.tensor_parallel
-    for key, wanted, axis in (
-        ("pipeline.stages", config.pipeline.stages, "pipe"),
-        ("tensor_parallel.autotp_size", parallel.autotp_size, "tensor"),
-        ("tensor_parallel.tp_size", parallel.tp_size, "tensor"),
-        ("data_parallel_size", config.data_parallel_size, "data"),
-        ("sequence_parallel_size", config.sequence_parallel_size, "context"),
-        ("expert_parallel_size", config.expert_parallel_size, "expert"),
-        ("moe.ep_size", config.moe.ep_size, "expert"),
-    ):
-        size = getattr(grid, axis).size
+    for path, key in keys():
+        if (axis := key.row.get("axis")) is None:
+            continue
+        wanted, size = reduce(getattr, path.split("."), config), getattr(grid, axis).size
         if wanted and wanted != size:
             raise ConfigError(
-                f"{key} is {wanted}, but the model's grid has {size} on its {axis} axis: make it with "
+                f"{path} is {wanted}, but the model's grid has {size} on its {axis} axis: make it with "
                 f"Grid({axis}={wanted}), or leave the key out"
             )

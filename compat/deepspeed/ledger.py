@@ -116,10 +116,7 @@ PRESENT = {
     "monitor.csv_monitor": {"compat.deepspeed.monitors": "csvMonitor"},
     "monitor.wandb": {"compat.deepspeed.monitors": "WandbMonitor"},
     "monitor.config": {
-        "compat.deepspeed.config.monitoring": (
-            "TensorBoardConfig=MonitorConfig CSVConfig=MonitorConfig WandbConfig MonitorConfig"
-        ),
-        "compat.deepspeed.config.schema": "DeepSpeedMonitorConfig=Config",
+        "compat.deepspeed.section_classes": "TensorBoardConfig CSVConfig WandbConfig DeepSpeedMonitorConfig",
     },
     "launcher.runner": {
         "compat.deepspeed.runner": "DLTS_HOSTFILE fetch_hostfile parse_inclusion_exclusion encode_world_info"
@@ -228,15 +225,12 @@ PRESENT = {
         "zero.modules.tiled_linear": "TiledLinear TiledLinearReturnBias",
     },
     "zero.config": {
-        "compat.deepspeed.config.zero": (
-            "DeepSpeedZeroConfig=ZeroConfig DeepSpeedZeroOffloadParamConfig=OffloadConfig "
-            "DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizerConfig"
+        "compat.deepspeed.section_classes": (
+            "DeepSpeedZeroConfig DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig"
         )
     },
     "zero.offload_config": {
-        "compat.deepspeed.config.zero": (
-            "DeepSpeedZeroOffloadParamConfig=OffloadConfig DeepSpeedZeroOffloadOptimizerConfig=OffloadOptimizerConfig"
-        ),
+        "compat.deepspeed.section_classes": ("DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig"),
         "compat.deepspeed.configuration": "OffloadDeviceEnum",
         "compat.deepspeed.offload_states": "OffloadStateTypeEnum",
     },

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from ...monitor.monitor import Monitor
 from ...monitor.writers import csv_writer, make_writers, tensorboard_writer, wandb_writer
-from .config.schema import Config
-from .config.to_options import options_of
+from .config.read import Section
+from .config.to_options import folder, options_of
 
 
 class MonitorMaster(Monitor):
@@ -19,7 +19,7 @@ class MonitorMaster(Monitor):
         monitor_config: ``DeepSpeedConfig(...).monitor_config``.
     """
 
-    def __init__(self, monitor_config: Config) -> None:
+    def __init__(self, monitor_config: Section) -> None:
         super().__init__(make_writers(options_of(monitor_config).monitor) if _first() else ())
 
 
@@ -50,14 +50,14 @@ class TensorBoardMonitor(_One):
     """Monitor of the section ``tensorboard``."""
 
     def _writer(self) -> Any:
-        return tensorboard_writer(self._section.folder)
+        return tensorboard_writer(folder(self._section))
 
 
 class csvMonitor(_One):  # DeepSpeed's name
     """Monitor of the section ``csv_monitor``."""
 
     def _writer(self) -> Any:
-        return csv_writer(self._section.folder)
+        return csv_writer(folder(self._section))
 
 
 class WandbMonitor(_One):

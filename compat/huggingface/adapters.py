@@ -22,7 +22,7 @@ from ...models.huggingface.adapters import peft_options, write_adapters
 from ...models.huggingface.merge import is_factor, layer_of
 from ...models.huggingface.save import linear_names, transposed_layers, written_config
 from ...tensor_parallel.lora import DEFAULT, LoraOptions, add_adapters
-from ..deepspeed.config.schema import Config
+from ..deepspeed.config.read import Section
 
 _PEFT_PREFIX = "base_model.model."
 _PEFT_FACTOR = re.compile(r"(.+)\.lora_([AB])\.[^.]+\.weight")
@@ -48,7 +48,7 @@ def check_section(model: Any, config: Mapping[str, Any]) -> None:
         )
 
 
-def add_section(model: nn.Module, config: Config, grid: Grid, whole: bool) -> None:
+def add_section(model: nn.Module, config: Section, grid: Grid, whole: bool) -> None:
     """Add the adapters of the configuration's section ``lora`` to a transformers model. Collective.
 
     Args:

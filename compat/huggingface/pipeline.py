@@ -32,7 +32,7 @@ from ...pipe.module import PipelineModule
 from ...pipe.program.simulate import Costs
 from ...pipe.schedules.choose import make_schedule
 from ...tensor_parallel.lora import add_adapters
-from ..deepspeed.config.schema import Config
+from ..deepspeed.config.read import Section
 from .adapters import adapter_options, plain_names, without_adapters
 
 _COLUMNS = ("input_ids", "labels", "attention_mask")  # of a batch
@@ -165,7 +165,7 @@ class TrainerLoss(CausalLMLoss):
 
 
 def pipeline_module(
-    model: Any, grid: Grid, config: Config, microbatches: int, counts_first: bool = False
+    model: Any, grid: Grid, config: Section, microbatches: int, counts_first: bool = False
 ) -> PipelineModule:
     """Return a transformers model as a ``PipelineModule`` whose parameters have transformers' names. Collective.
 

@@ -31,7 +31,7 @@ from ...grid.loss_terms import is_named
 from ...models.huggingface.parallelize import parallelize, plan_of
 from ...optim import schedulers
 from ...tensor_parallel.outside import ReadOutside
-from ..deepspeed.config.schema import Config
+from ..deepspeed.config.read import Section
 from ..deepspeed.from_config import initialize, read_config
 from .adapters import add_section, check_section, save_adapters
 from .auto_values import hidden_size, missing_extra
@@ -144,7 +144,7 @@ class Trainer(transformers.Trainer):
     lr_scheduler: Any
     engine: ModuleEngine | PipelineEngine | None = None
     _trained: Any = None  # the model that the engine was made of
-    _checked: Config | None = None
+    _checked: Section | None = None
     _handle: EngineOptimizer | None = None
     _evaluated: int | None = None  # samples of an evaluation whose speed is not logged yet
 
@@ -247,7 +247,7 @@ class Trainer(transformers.Trainer):
             )
         return self.lr_scheduler
 
-    def _configuration(self, steps: int | None) -> Config:
+    def _configuration(self, steps: int | None) -> Section:
         """Return the checked configuration, filled in from the arguments; for evaluation only if steps is None."""
         width = hidden_size(getattr(self.model, "config", None))
         self.args.auto_values.from_arguments(self.args, self.grid.data.size)
@@ -260,7 +260,7 @@ class Trainer(transformers.Trainer):
         """Return a new engine that trains the model."""
         if self._checked is None:
             raise RuntimeError("the optimizer depends on the length of the run: call train(), which makes it")
-        config = self._checked.model_copy(update={"scheduler": None})  # the loop steps the schedule
+        config = self._checked.changed(scheduler=None)  # the loop steps the schedule
         add_section(self.model, config, self.grid, whole=self._pipelined)
         given = None
         if config.optimizer is None:
@@ -269,10 +269,10 @@ class Trainer(transformers.Trainer):
             raise ConfigError("both the configuration and the Trainer's arguments have an optimizer: give one of them")
         return self._made(config, given)
 
-    def _made(self, config: Config, given: Any = None) -> ModuleEngine | PipelineEngine:
+    def _made(self, config: Section, given: Any = None) -> ModuleEngine | PipelineEngine:
         """Return an engine of the model, with an optimizer over the model's parameters if one is given."""
         self._trained = module = self.model
-        config = config.model_copy(update={"lora": None})  # the model has the adapters
+        config = config.changed(lora=None)  # the model has the adapters
         engine: Any
         if self._pipelined:
             steps, counts_first = self.args.gradient_accumulation_steps, not self._loss_shifts_labels

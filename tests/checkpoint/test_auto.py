@@ -43,13 +43,9 @@ def behind(folder: str, cell: Cell, job: Job) -> bool:
     for step in range(4):
         engine.train_batch()
         assert engine.save_checkpoint(Path(folder) / "behind", f"{step}")
-        engine.config = engine.config.model_copy(
-            update={"checkpoint": engine.config.checkpoint.model_copy(update={"async_": False})}
-        )
+        engine.config = engine.config.changed(checkpoint=engine.config.checkpoint.changed(**{"async": False}))
         assert engine.save_checkpoint(Path(folder) / "before", f"{step}")
-        engine.config = engine.config.model_copy(
-            update={"checkpoint": engine.config.checkpoint.model_copy(update={"async_": True})}
-        )
+        engine.config = engine.config.changed(checkpoint=engine.config.checkpoint.changed(**{"async": True}))
     held = sum(room.numel() * room.element_size() for room in engine.checkpointer.writer.copies.values())
     written = (Path(folder) / "behind" / "3" / f"rank-{engine.grid.rank:05}.safetensors").stat().st_size
     return same and engine.wait_for_checkpoint() is None and held <= written

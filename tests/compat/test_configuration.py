@@ -17,9 +17,9 @@ import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.base.errors import ConfigError
 from triax.cli.main import app
-from triax.compat.deepspeed.config.config import batch_sizes
-from triax.compat.deepspeed.config.resolved import keys, markdown
-from triax.compat.deepspeed.config.to_options import notes_of, options_of
+from triax.compat.deepspeed.config.document import markdown
+from triax.compat.deepspeed.config.table import keys
+from triax.compat.deepspeed.config.to_options import batch_sizes, notes_of, options_of
 from triax.compat.deepspeed.from_config import read_config, resolve_config
 from triax.engine.setup.precision import make_loss_scaler
 
@@ -124,9 +124,9 @@ def test_every_key_acts_or_says_why_not() -> None:
     """Every key has a description; a refused key says what to write, and its default value is accepted."""
     statuses: dict[str, int] = {}
     for key, field in keys():
-        status = (field.json_schema_extra or {}).get("x-status", "acts")
+        status = field.status
         statuses[status] = statuses.get(status, 0) + 1
-        assert field.description, key
+        assert field.doc, key
         if status != "refused":
             continue
         *sections, last = key.split(".")
@@ -139,7 +139,7 @@ def test_every_key_acts_or_says_why_not() -> None:
             else:
                 with pytest.raises(ConfigError) as error:
                     read_config(given)
-                assert str(error.value) == f"{key}: refused: {field.description}"
+                assert str(error.value) == f"{key}: refused: {field.doc}"
                 assert (
                     "leave it out" in str(error.value) or "write " in str(error.value) or "enable" in str(error.value)
                 )
@@ -153,7 +153,7 @@ def test_older_names() -> None:
     zero = {"cpu_offload": True, "cpu_offload_use_pin_memory": True, "cpu_offload_params": True, "stage": 3}
     made = read_config({"zero_optimization": zero}).zero_optimization
     assert made.offload_optimizer.pin_memory and made.offload_param.device == "cpu"
-    assert read_config({"pipeline": {"activation_checkpoint_interval": 2}}).recomputation.interval == 2
+    assert options_of(read_config({"pipeline": {"activation_checkpoint_interval": 2}})).recompute.interval == 2
     assert read_config({"$schema": "triax.schema.json", "seed": 3}).seed == 3
 
 

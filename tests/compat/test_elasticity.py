@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from triax.base.errors import ConfigError
-from triax.compat.deepspeed.config.config import batch_sizes, parse_config
-from triax.compat.deepspeed.config.elasticity import ElasticityConfig
-from triax.compat.deepspeed.config.resolved import resolved
+from triax.compat.deepspeed.config.document import resolved
+from triax.compat.deepspeed.config.elasticity import chosen, described, sizes
+from triax.compat.deepspeed.config.read import section
+from triax.compat.deepspeed.config.to_options import batch_sizes, parse_config
 
 # version, max batch, micro sizes, min, max, prefer larger, model parallel, per node, replicas
 # -> samples per step, how many numbers of replicas are valid, samples per microbatch (None: not valid)
@@ -33,7 +34,8 @@ SECTION = {"enabled": True, "max_train_batch_size": 2000, "micro_batch_sizes": [
 @pytest.mark.parametrize(("settings", "wanted"), DEEPSPEED)
 def test_sizes_are_those_of_deepspeed(settings: Any, wanted: Any) -> None:
     version, largest, micros, least, most, larger, parallel, per_node, replicas = settings
-    section = ElasticityConfig(
+    found = section(
+        "elasticity",
         enabled=True,
         version=version,
         max_train_batch_size=largest,
@@ -46,20 +48,20 @@ def test_sizes_are_those_of_deepspeed(settings: Any, wanted: Any) -> None:
     )
     batch, count, micro = wanted
     if count is not None:
-        chosen, valid = section.chosen()
-        assert (chosen, len(valid)) == (batch, count)
+        largest_fit, valid = chosen(found)
+        assert (largest_fit, len(valid)) == (batch, count)
         assert (replicas in valid) == (micro is not None)
     if micro is not None:
-        assert section.sizes(replicas) == (batch, micro)
+        assert sizes(found, replicas) == (batch, micro)
 
 
 def test_an_engine_takes_the_sizes_for_its_replicas() -> None:
     config = parse_config({"elasticity": SECTION})
     for replicas in (1, 8, 60):
-        sizes = batch_sizes(config, replicas)
-        assert sizes.train == sizes.micro * sizes.accumulation * replicas == 1680
-        again = resolved(config, sizes)  # it has the sizes that elasticity chose, and is a configuration
-        assert batch_sizes(parse_config(again), replicas) == sizes
+        taken = batch_sizes(config, replicas)
+        assert taken.train == taken.micro * taken.accumulation * replicas == 1680
+        again = resolved(config, taken)  # it has the sizes that elasticity chose, and is a configuration
+        assert batch_sizes(parse_config(again), replicas) == taken
 
 
 def test_a_number_that_does_not_fit_is_refused_with_those_that_do() -> None:
@@ -92,5 +94,5 @@ def test_batch_sizes_outside_the_section_are_refused_or_ignored() -> None:
 
 
 def test_the_command_for_hosts_that_come_and_go() -> None:
-    section = ElasticityConfig(enabled=True, micro_batch_sizes=(2, 4, 6), num_gpus_per_node=8, max_gpus=64)
-    assert "triax run --nnodes 1:8 --nproc 8" in section.describe()
+    found = section("elasticity", enabled=True, micro_batch_sizes=(2, 4, 6), num_gpus_per_node=8, max_gpus=64)
+    assert "triax run --nnodes 1:8 --nproc 8" in described(found)

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 import triax
 from triax import Grid, PipelineModule
 from triax.base.errors import ConfigError
-from triax.compat.deepspeed.config.config import parse_config
-from triax.compat.deepspeed.config.to_options import notes_of
+from triax.compat.deepspeed.config.to_options import notes_of, parse_config
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.models.llama import LlamaConfig, llama_layers
 from triax.models.mixtral import MixtralConfig, mixtral_layers

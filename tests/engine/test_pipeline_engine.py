@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import triax
 from triax import Grid, PipelineModule
 from triax.base.errors import ConfigError
-from triax.compat.deepspeed.config.config import batch_sizes
+from triax.compat.deepspeed.config.to_options import batch_sizes
 from triax.compat.deepspeed.from_config import read_config
 from triax.data.dataloader import BatchOrder
 

@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 
 from triax.base.errors import ConfigError
 from triax.cli.main import app
-from triax.compat.deepspeed.config.resolved import keys
-from triax.compat.deepspeed.config.to_options import key_of
+from triax.compat.deepspeed.config.table import key_of, keys
 from triax.compat.deepspeed.configuration import read_deepspeed_config
 from triax.compat.deepspeed.from_config import read_config
 from triax.compat.deepspeed.ledger import markdown

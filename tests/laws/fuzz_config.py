@@ -40,11 +40,9 @@ from torch import nn
 
 import triax
 from triax.base.errors import AgreedError, ConfigError
-from triax.compat.deepspeed.config.base import extra_of
-from triax.compat.deepspeed.config.config import batch_sizes
 from triax.compat.deepspeed.config.optimizer_names import NAMES as OPTIMIZER_NAMES
-from triax.compat.deepspeed.config.resolved import keys
-from triax.compat.deepspeed.config.to_options import notes_of
+from triax.compat.deepspeed.config.table import keys
+from triax.compat.deepspeed.config.to_options import batch_sizes, notes_of
 from triax.compat.deepspeed.from_config import read_config, resolve_config
 from triax.optim import optimizers, schedulers
 from triax.pipe.schedules.choose import NAMES
@@ -59,7 +57,7 @@ OPTIMIZERS = (*optimizers.names(), *OPTIMIZER_NAMES)
 LIMIT = 20  # seconds that one configuration may take
 LONGEST = 400  # characters of a message, for each key that it is about
 FIELDS = dict(keys())
-ACTING = [key for key, field in FIELDS.items() if extra_of(field).get("x-status") not in ("refused", "idle")]
+ACTING = [path for path, key in FIELDS.items() if key.status not in ("refused", "idle")]
 # Values of every type, of which most keys refuse most.
 STRANGE: list[Any] = [
     *(None, True, False, 0, 1, 2, 3, 7, -1, 16, 1000, 2**31, 2**63, 2**64, 10**30, -(10**30)),
@@ -173,7 +171,7 @@ def _right(choose: random.Random, key: str) -> Any:
 
 def right_value(choose: random.Random, field: Any) -> Any:
     """Return a value of a field's own type, often an extreme one."""
-    kinds = _kinds(field.annotation)
+    kinds = _kinds(field.hint)
     literals = [kind for kind in kinds if not isinstance(kind, type)]
     if literals and choose.random() < 0.9:
         return choose.choice(literals)

@@ -13,7 +13,7 @@ from torch import nn
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule
-from triax.compat.deepspeed.config.schema import Config
+from triax.compat.deepspeed.config.read import Section
 from triax.compat.deepspeed.config.to_options import notes_of
 from triax.compat.deepspeed.from_config import read_config
 from triax.monitor.protocol import Histogram
@@ -103,5 +103,5 @@ def test_histograms_equal_those_of_whole_tensors(
 
 def test_edges_of_equal_elements_and_the_note_without_a_monitor() -> None:
     assert Histogram(1.0, 1.0, [0, 4], 4, 4.0, 4.0, 0).edges() == [0.5, 1.0, 1.5]
-    config: Config = read_config({"train_batch_size": 1, "histograms": {"every": 5}})
+    config: Section = read_config({"train_batch_size": 1, "histograms": {"every": 5}})
     assert notes_of(config) == ["histograms does nothing without a monitor: enable tensorboard, json_monitor or wandb"]

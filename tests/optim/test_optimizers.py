@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.base.errors import ConfigError
-from triax.compat.deepspeed.config.config import batch_sizes
 from triax.compat.deepspeed.config.optimizer_names import NAMES, native_optimizer
+from triax.compat.deepspeed.config.to_options import batch_sizes
 from triax.compat.deepspeed.from_config import read_config, resolve_config
 from triax.gradient_compression import OneBitAdam
 from triax.optim.elementwise import Lion, UncorrectedAdam

@@ -14,11 +14,8 @@ import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.base.errors import ConfigError
 from triax.compat.deepspeed import older_members
-from triax.compat.deepspeed.config.base import extra_of, inner_section
-from triax.compat.deepspeed.config.config import parse_config
-from triax.compat.deepspeed.config.resolved import keys
-from triax.compat.deepspeed.config.schema import Config
-from triax.compat.deepspeed.config.to_options import key_of, options_of
+from triax.compat.deepspeed.config.table import key_of, keys
+from triax.compat.deepspeed.config.to_options import options_of, parse_config
 from triax.gradient_compression import PowerSGD
 from triax.options.base import walk
 from triax.options.engine import EngineOptions
@@ -173,7 +170,7 @@ def other(key: str, field: Any) -> Any:
     """A value of a key that is not its default."""
     if key in VALUES:
         return VALUES[key]
-    default, text = field.get_default(call_default_factory=True), str(field.annotation)
+    default, text = field.default, str(field.hint)
     if isinstance(default, bool) or "bool" in text:
         return not default
     if "list" in text or "tuple" in text:
@@ -192,7 +189,7 @@ def other(key: str, field: Any) -> Any:
 def test_no_key_of_the_configuration_is_lost_on_the_way_to_options() -> None:
     lost = []
     for key, field in keys():
-        if extra_of(field).get("x-status") is not None or key in OWN or inner_section(field.annotation):
+        if field.status != "acts" or key in OWN:
             continue
         section = key.partition(".")[0]
         if section == "elasticity":  # it chooses batch sizes for a number of replicas: batch_of
@@ -223,7 +220,6 @@ def test_each_option_has_a_key() -> None:
     several = {"precision", "reduction", "batch", "monitor", "compression", "tuning", "checkpoint", "schedule"}
     several |= {"fault_tolerance"}
     assert {path for path in missing if path.partition(".")[0] not in several} == set(), missing
-    assert Config.model_fields
 
 
 def test_deepspeeds_members_warn_on_a_native_engine() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from triax.base.errors import ConfigError, close, nearest
-from triax.compat.deepspeed.config.config import parse_config
-from triax.compat.deepspeed.config.resolved import keys
+from triax.compat.deepspeed.config.table import keys
+from triax.compat.deepspeed.config.to_options import parse_config
 from triax.options.foreign_names import ROWS
 from triax.options.table import rows
 from triax.plan.machine import machine

@@ -1,16 +1,70 @@
-"""Checks between sections of the configuration: keys that are each valid alone, and contradict one another."""
+"""Checks of keys that are each valid alone, and contradict one another: within a section, and between sections.
+
+What the options of triax check too is left to them: ``options/check.py``.
+"""
 
 from __future__ import annotations
 
-from ....base.errors import ConfigError
-from .schema import Config
+from typing import Any
+
+from ....base.errors import ConfigError, no_such
+from ....options.monitoring import OPERATIONS
+from .elasticity import check as elasticity
+
+__all__ = ["amp", "bf16", "check_sections", "comms_logger", "elasticity", "local_updates", "nothing"]
+
+# DeepSpeed's and torch's names of operations -> triax's.
+OTHER_NAMES = {
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_base": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_base": "reduce_scatter",
+    "all_gather_object": "all_gather_json",
+    "all_to_all_single": "all_to_all",
+    "isend": "send",
+    "recv": "receive",
+    "irecv": "receive",
+}
 
 
-def check_consistency(config: Config) -> None:
+def nothing(section: Any) -> None:
+    """Check a section whose keys agree in all cases."""
+
+
+def bf16(section: Any) -> None:
+    """Check that optimizer state has the dtype of the master weights."""
+    if section.bf16_optimizer_states and not section.bf16_master_weights_and_grads:
+        raise ValueError(
+            "bf16_optimizer_states is true and bf16_master_weights_and_grads is not, but optimizer state has the "
+            "dtype of the master weights: set both, or neither"
+        )
+
+
+def amp(section: Any) -> None:
+    """Check that the level is one that torch's autocast has."""
+    if section.enabled and section.opt_level in ("O2", "O3"):
+        kept = "weights in float16 and master weights in fp32" if section.opt_level == "O2" else "everything in float16"
+        raise ValueError(
+            f'opt_level {section.opt_level} ({kept}) is not supported in amp: write "fp16": {{"enabled": true}}, with '
+            "float16 weights, fp32 master weights and a loss scale, or opt_level O1"
+        )
+
+
+def local_updates(section: Any) -> None:
+    """Check that a round that may end early does not wait for all."""
+    if section.get("meet_early") and section.get("max_staleness") == 0:
+        raise ValueError("meet_early with max_staleness 0, where every round waits for all: give 1 or more")
+
+
+def comms_logger(section: Any) -> None:
+    """Check the names of operations."""
+    for name in section.prof_ops:
+        if name not in OPERATIONS and name not in OTHER_NAMES:
+            raise ValueError(no_such("prof_ops", name, OPERATIONS))
+
+
+def check_sections(config: Any) -> None:
     """Check that the sections of a configuration agree.
-
-    What the options of triax check too is left to them: ``options/check.py``. Checks that need the names of optimizers
-    and schedules are in ``engine/setup/check.py``.
 
     Raises:
         ConfigError: two keys contradict each other; the message names them and says which to change.
@@ -27,7 +81,7 @@ def check_consistency(config: Config) -> None:
         )
 
 
-def _check_elasticity(config: Config) -> None:
+def _check_elasticity(config: Any) -> None:
     keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     given = [key for key in keys if getattr(config, key) not in (None, "auto")]
     if given and not config.elasticity.ignore_non_elastic_batch_info:
@@ -42,7 +96,7 @@ def _check_elasticity(config: Config) -> None:
         )
 
 
-def _check_precision(config: Config) -> None:
+def _check_precision(config: Any) -> None:
     enabled = [key for key in ("bf16", "fp16", "torch_autocast", "amp") if getattr(config, key).enabled]
     if enabled[:2] == ["bf16", "fp16"]:
         raise ConfigError("bf16.enabled and fp16.enabled are both true: a model computes in one of them")
@@ -60,7 +114,7 @@ def _check_precision(config: Config) -> None:
         )
 
 
-def _check_compression(config: Config) -> None:
+def _check_compression(config: Any) -> None:
     """Check that one key sets the dtype of the sum, and one what is sent of an embedding's gradient."""
     kind, dtype = config.gradient_compression.type, config.communication_data_type
     if kind in ("fp16", "bf16") and dtype not in (None, kind):
