@@ -90,22 +90,18 @@ def results(engine: triax.PipelineEngine, rows: Tensor) -> Tensor:
 def main(o: argparse.Namespace) -> None:  # on each rank
     torch.set_num_threads(1)  # of so small a model
     grid = triax.Grid(pipe=o.pipe, data=o.data, tensor=o.tensor)
-    model = triax.PipelineModule(
-        layers(),
-        grid=grid,
-        loss_fn=triax.NextTokenLoss(grid, SHAPE.vocab_size),
-        output_fn=partial(triax.tensor_parallel.gather_logits, grid=grid, vocab_size=SHAPE.vocab_size),
-        seed=o.seed,
-        dtype=getattr(torch, o.dtype),
-    )
+    loss_fn = triax.NextTokenLoss(grid, SHAPE.vocab_size)
+    output_fn = partial(triax.tensor_parallel.gather_logits, grid=grid, vocab_size=SHAPE.vocab_size)
+    dtype = getattr(torch, o.dtype)
+    model = triax.PipelineModule(layers(), grid=grid, loss_fn=loss_fn, output_fn=output_fn, seed=o.seed, dtype=dtype)
     engine = triax.Engine(
         model,
         batch=triax.Batch(size=o.batch, microbatch=o.microbatch),
         optimizer=partial(torch.optim.AdamW, lr=5e-3, betas=(0.9, 0.99), weight_decay=0.0),
-        lr_scheduler=partial(LambdaLR, lr_lambda=lambda step: min(1, (step + 1) / 50, 2 - 2 * step / o.steps)),
-        clip=1.0,
         schedule=o.schedule,
         zero=o.zero,
+        clip=1.0,
+        lr_scheduler=partial(LambdaLR, lr_lambda=lambda step: min(1, (step + 1) / 50, 2 - 2 * step / o.steps)),
         monitor=triax.Monitoring(json=o.folder, trace=triax.Trace(step=min(20, o.steps))),
     )
     if o.resume:

@@ -51,6 +51,7 @@ def test_a_prompt_goes_on_as_in_triax_generate(family: str, tmp_path: Path) -> N
     ours = CliRunner().invoke(app, ["generate", str(tmp_path), *words])
     assert ours.exit_code == 0, ours.output
     pipeline = transformers.pipeline("text-generation", str(tmp_path), device="cpu")
-    (theirs,) = pipeline(PROMPT, max_new_tokens=WORDS, do_sample=False)
+    # With its cache, nemotron_h of transformers 5.23 raises no time step to time_step_min, as it does without one.
+    (theirs,) = pipeline(PROMPT, max_new_tokens=WORDS, do_sample=False, use_cache=family != "nemotron_h")
     assert len(theirs["generated_text"]) > len(PROMPT)
     assert theirs["generated_text"].strip() == ours.stdout.strip()
