@@ -221,7 +221,8 @@ class Engine:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         **keywords: Unpack[EngineKeywords],
     ) -> None:
-        self._agree(model, given_options(options, keywords), grid, parameters, collate_fn)
+        self.options: EngineOptions = given_options(options, keywords)
+        self._agree(model, grid, parameters, collate_fn)
         tuned = find_sizes(model, self.options, training_data, collate_fn)
         self.options = self.options if tuned is None else tuned.tuner.options
         self.batch = self.options.batch_sizes(self.grid.replicas)
@@ -229,16 +230,16 @@ class Engine:
         self._assemble(model, schedule, parts)
         self._start(tuned)
 
-    def _agree(self, model: Any, options: EngineOptions, grid: Grid | None, parameters: Any, collate_fn: Any) -> None:
+    def _agree(self, model: Any, grid: Grid | None, parameters: Any, collate_fn: Any) -> None:
         """Check what was given, before anything is made, and that all ranks were given the same. Collective."""
         if not isinstance(model, nn.Module):
             raise TypeError(f"model is a {type(model).__name__}, not an nn.Module: pass a module of torch's")
+        options = self.options
         check_arguments("Engine", optimizer=options.optimizer, parameters=parameters, collate_fn=collate_fn, grid=grid)
         check_names(options)
         if options.monitor.log_level is not None:
             logging.getLogger("triax").setLevel(options.monitor.log_level)
-        self.options = options
-        self.grid = choose_grid(model, grid, options)
+        self.grid: Grid = choose_grid(model, grid, options)
         require_same_settings(self.grid, self.settings(), options.schedule.value)
         if isinstance(model, PipelineModule):
             model.take_loss()

@@ -241,9 +241,9 @@ def test_masters_and_state_in_bf16(autocast: bool) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_weights_of_float64_are_those_of_a_model_in_float64(stage: int) -> None:
-    def trained(module: nn.Module, **options: Any) -> list[Tensor]:
+    def trained(module: nn.Module, precision: Any = None) -> list[Tensor]:
         optimizer = triax.Optimizer("AdamW", lr=1e-2)
-        engine = triax.Engine(module, optimizer=optimizer, batch=2, zero=stage, **options)
+        engine = triax.Engine(module, optimizer=optimizer, batch=2, zero={"stage": stage}, precision=precision)
         draw = torch.Generator().manual_seed(0)
         for _ in range(3):
             inputs = torch.randn(2, 4, generator=draw).to(next(module.parameters()).dtype)
