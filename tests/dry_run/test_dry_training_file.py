@@ -101,7 +101,7 @@ OFFLOADS: dict[str, dict[str, Any]] = {
     "inputs of recomputed layers": {"training": {"recompute": {"interval": 1, "cpu_checkpointing": True}}},
     "activations to cpu": {
         "schedule": {"name": "gpipe", "offload": {"device": "cpu", "copy_time": 0.1}},
-        "training": {"batch": 16},
+        "training": {"batch": 32},
     },
 }
 
@@ -120,13 +120,18 @@ def test_a_dry_run_allocates_nothing_that_the_run_would_offload(offload: str, tm
     for section, keys in OFFLOADS[offload].items():
         settings[section] = settings.get(section, {}) | keys
     file.write_text(yaml.safe_dump(settings))
-    run = dry_run(partial(bounded, JobSteps(resolve(read_training_file(file)[0]))), Settings(4))
+    job = resolve(read_training_file(file)[0])
+    assert job.schedule.offloads == (offload == "activations to cpu")  # of 4 microbatches it would offload none
+    run = dry_run(partial(bounded, JobSteps(job)), Settings(4))
     assert run.problems == [], (run.problems, run.logs)
     for record in run.records.values():
         offloaded = sum(sum(kinds.values()) for kinds in record["offloaded"].values())
         # A rank has half of the fp32 masters and two moments; in stage 3 of the bf16 weights and fp32 gradients too.
         expected = {"optimizer to cpu": 12 / 2, "all to cpu": 18 / 2, "all to nvme": 18 / 2}.get(offload, 0)
         assert offloaded == pytest.approx(expected * record["parameters"], rel=1e-3)
+        if job.schedule.offloads:  # of 8 microbatches, of about 1.5 GiB each, one or two are on the device at a time
+            memory = record["memory"]
+            assert 1.5 * 2**30 < memory.get("activations", 0) + memory["working"] < 4 * 2**30
 
 
 def test_processes_of_a_dry_run_end_with_the_first_one(tmp_path: Path) -> None:
