@@ -303,10 +303,8 @@ def _tight(searcher: Searcher, found: Search) -> list[str]:
     if not others:
         return [line + "so do all that fit. Try it with triax train --dry before you have the GPUs"]
     other = others[0]
-    return [
-        f"{line}{other.layout} takes {figure(other.time.seconds)} s and {figure(other.memory.total / 2**30)} GiB; "
-        f"--memory {enough / 1e9:.1f} puts it first"
-    ]
+    takes = f"takes {figure(other.time.seconds)} s and {figure(other.memory.total / 2**30)} GiB"
+    return [f"{line}{other.layout} {takes}; --memory {enough / 1e9:.1f} puts it first"]
 
 
 def _without(result: dict[str, Any], limit: float) -> list[str]:

@@ -8,9 +8,9 @@ merged output and log-sum-exp, and so gives the block's part of the gradients.
     backward     p = exp(q k^T scale - lse);  dv = p^T dout
                  ds = p (dout v^T - rowsum(dout out));  dq = ds k scale;  dk = ds^T q scale
 
-On a CPU and, without a mask and in 16 bits, on a GPU (in a dry run the meta device) the flash kernels of torch compute it, elsewhere the equations
-above, a few rows of scores at a time. With a cap c, s = q k^T scale becomes c tanh(s / c), and ds has the factor
-1 - tanh(s / c)^2.
+On a CPU and, without a mask and in 16 bits, on a GPU (in a dry run the meta device) the flash kernels of torch compute
+it, elsewhere the equations above, a few rows of scores at a time. With a cap c, s = q k^T scale becomes c tanh(s / c),
+and ds has the factor 1 - tanh(s / c)^2.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class MetaValues(TorchFunctionMode):
         return filled
 
     def _to(self, func: Any, name: str, tensor: Tensor, args: Any, kwargs: Any) -> Any:
-        """Run ``tensor.to``, ``tensor.cuda`` or ``tensor.cpu``. The copy of a large tensor is on the meta device too."""
+        """Run ``tensor.to``, ``tensor.cuda`` or ``tensor.cpu``. A copy of a large tensor is on the meta device too."""
         if name in ("cuda", "cpu"):
             func, args, kwargs = torch.Tensor.to, ("meta" if name == "cuda" else "cpu",), {}
         args = tuple("meta" if _is_gpu(each) else each for each in args)
