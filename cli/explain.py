@@ -104,7 +104,11 @@ def memory_of_job(job: Job) -> ModelMemory:
     options = StateOptions.of(job.options, job.precision, states, job.file.optimizer.decays)
     cut = job.file.schedule.partition if job.cut is None else job.cut.boundaries
     return ModelMemory(
-        job.model, options=options, partition=cut, shard_tensor=bool(job.file.model.experts.shard_tensor)
+        job.model,
+        options=options,
+        partition=cut,
+        shard_tensor=bool(job.file.model.experts.shard_tensor),
+        document_mask=job.document_mask,
     )
 
 
@@ -189,8 +193,6 @@ def _notes(job: Job, processes: int | None) -> Iterable[str]:
             f"schedule.partition {own.partition}: the run measures the layers and then cuts; the stages here have "
             "equal numbers of parameters. With schedule.layer_costs they are those of the run"
         )
-    if job.document_mask:
-        yield "data.document_mask: its mask, and keys and values repeated for each query head, are left out: see --dry"
     if job.file.method is not None:
         pairs = "a pair is two sequences; " if job.rows == 2 else ""
         yield f"method {job.file.method.name}: {pairs}rows are as long as the data's longest one, at most the sequence"

@@ -128,7 +128,9 @@ def plan(
         if batch is None:
             raise ValueError("--batch is missing. Give the sequences of a step, such as --batch 512.")
         work = Work(
-            config, machine_of(machine), batch, sequence, precision, products, tuple(_numbers("--speeds", speeds))
+            *(config, machine_of(machine), batch, sequence, precision, products),
+            speeds=tuple(_numbers("--speeds", speeds)),
+            document_mask=file is not None and file.method is None and file.data.document_mask,
         )
         limits = [1e9 * each for each in _numbers("--memory", memory)] or [work.machine.memory]
         limit = max(limits)
@@ -150,7 +152,8 @@ def plan(
         if as_json:
             typer.echo(json.dumps(result))
         else:
-            _print(result, limit, [*_without(result, limit), *_days(work, found, run_tokens, run_seconds)])
+            lines = [*_tight(searcher, found), *_without(result, limit), *_days(work, found, run_tokens, run_seconds)]
+            _print(result, limit, lines)
         if plot is not None:
             picture(result["layouts"][:5], plot, limit / 2**30, result["trust"]["line"])
         title = f"{model} on {space.gpus:,} x {work.machine.name}, batch {batch:,} of {sequence:,} tokens"
@@ -160,17 +163,9 @@ def plan(
             layer_costs.write_text(CostModel(work).layer_costs(found.layouts[0].layout).to_json(), encoding="utf-8")
         if write is not None:
             best = found.layouts[0].layout
-            masked = _write(write, model, source, work, best, result["trust"]["line"])
-            needed = (
-                "" if source is not None else "; set training.steps, training.learning_rate and data.training in it"
-            )
+            _write(write, model, source, work, best, result["trust"]["line"])
+            needed = "" if source is not None else f"; {_TO_SET.format(write)}"
             typer.echo(f"wrote {write}: {best}{needed}", err=as_json)
-            if masked:
-                typer.echo(
-                    f"its data.document_mask, true by default, is not counted: triax train {write} --dry counts its "
-                    "bytes, before the GPUs do",
-                    err=as_json,
-                )
             if sbatch is not None:
                 nodes = _sbatch(sbatch, write, best.gpus)
                 typer.echo(f"wrote {sbatch}: {best.gpus} GPUs on {nodes} nodes; sbatch {sbatch}", err=as_json)
@@ -294,6 +289,24 @@ def _change(searcher: Searcher) -> str:
     return "Give GPUs with more memory, a shorter --sequence, or a smaller model."
 
 
+def _tight(searcher: Searcher, found: Search) -> list[str]:
+    """Return a line about a first layout that fits, but leaves less than ``ROOM`` of the memory free."""
+    from ..plan.page import figure
+    from ..plan.search import ROOM, Searcher, Space
+
+    first, limit, space = found.layouts[0], searcher.limit, searcher.space
+    enough = (1 - ROOM) * limit
+    if searcher.unequal or not enough < first.memory.total <= limit:
+        return []
+    others = Searcher(searcher.work, Space(space.gpus, space.given, enough)).run(1).layouts
+    line = f"the first leaves {figure((limit - first.memory.total) / 2**30)} GiB free, less than {ROOM:.0%}: "
+    if not others:
+        return [line + "so do all that fit. Try it with triax train --dry before you have the GPUs"]
+    other = others[0]
+    takes = f"takes {figure(other.time.seconds)} s and {figure(other.memory.total / 2**30)} GiB"
+    return [f"{line}{other.layout} {takes}; --memory {enough / 1e9:.1f} puts it first"]
+
+
 def _without(result: dict[str, Any], limit: float) -> list[str]:
     """Return a line about what the options of the best layout's schedule save."""
     from ..plan.page import figure
@@ -403,14 +416,14 @@ def _bar(console: Console, title: str, kinds: dict[str, float], limit: float | N
 
 
 _WRITTEN = "# written by triax plan"  # first line of its training files, which it may write again
+_TO_SET = (
+    "set training.steps, training.learning_rate and data.training in it. Its data.document_mask is false; if you set "
+    "it to true, triax plan --model {} counts the mask's bytes"
+)
 
 
-def _write(path: Path, model: str, source: ReadFile | None, work: Work, layout: ParallelLayout, note: str) -> bool:
-    """Write a training file of a layout; other keys are those of the training file that was given.
-
-    Returns:
-        True if its rows have a document mask.
-    """
+def _write(path: Path, model: str, source: ReadFile | None, work: Work, layout: ParallelLayout, note: str) -> None:
+    """Write a training file of a layout; other keys are those of the training file that was given."""
     import yaml
 
     from ..plan.cost import CostModel
@@ -432,7 +445,8 @@ def _write(path: Path, model: str, source: ReadFile | None, work: Work, layout: 
             shape = {"folder": model, "weights": any(Path(model).glob("*.safetensors"))}
         if model.endswith(".json"):
             raise ValueError("--write needs a model that triax train can build. Give a preset or a folder.")
-        content = {"model": shape, "data": {"training": "tokens"}, "training": {"steps": 1000}}
+        data = {"training": "tokens", "document_mask": work.document_mask}
+        content = {"model": shape, "data": data, "training": {"steps": 1000}}
     sizes = ("pipe", "data", "context", "tensor", "expert")
     content["grid"] = {name: getattr(layout, name) for name in sizes}
     content["grid"]["sequence_parallel"] = bool(layout.sequence_parallel)
@@ -452,8 +466,6 @@ def _write(path: Path, model: str, source: ReadFile | None, work: Work, layout: 
         "zero": zero,
     }
     path.write_text(f"{_WRITTEN}\n# {note}\n" + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
-    data = content["data"]
-    return "method" not in content and (not isinstance(data, dict) or bool(data.get("document_mask", True)))
 
 
 def _sbatch(path: Path, training: Path, gpus: int, node: int = 8) -> int:

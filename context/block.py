@@ -8,9 +8,9 @@ merged output and log-sum-exp, and so gives the block's part of the gradients.
     backward     p = exp(q k^T scale - lse);  dv = p^T dout
                  ds = p (dout v^T - rowsum(dout out));  dq = ds k scale;  dk = ds^T q scale
 
-On a CPU and, without a mask and in 16 bits, on a GPU the flash kernels of torch compute it, elsewhere the equations
-above, a few rows of scores at a time. With a cap c, s = q k^T scale becomes c tanh(s / c), and ds has the factor
-1 - tanh(s / c)^2.
+On a CPU and, without a mask and in 16 bits, on a GPU (in a dry run the meta device) the flash kernels of torch compute
+it, elsewhere the equations above, a few rows of scores at a time. With a cap c, s = q k^T scale becomes c tanh(s / c),
+and ds has the factor 1 - tanh(s / c)^2.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def forward(
     if softcap is None and _flash(q, mask):
         width = v.shape[-1]
         q, k, v = _same_width(q, k, v)
-        if q.device.type == "cpu":
+        if not q.is_cuda:
             out, lse = _CPU(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
         else:
             out, lse = _GPU(q, k, v, 0.0, causal, False, scale=scale)[:2]
@@ -104,7 +104,7 @@ def backward(
         dim, width = q.shape[-1], v.shape[-1]
         q, k, v, dout, out = _same_width(q, k, v, dout, out)
         dout, out, lse = dout.to(q.dtype), out.to(q.dtype), lse.contiguous()
-        if q.device.type == "cpu":
+        if not q.is_cuda:
             dq, dk, dv = _CPU_BACKWARD(dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
         else:
             # The kernel reads the state of the random generator for dropout only.
@@ -178,7 +178,7 @@ def _flash(q: Tensor, mask: Tensor | None) -> bool:
     """Return True if a flash kernel computes this."""
     if q.device.type == "cpu":
         return q.dtype != torch.float16 or mask is None
-    return q.device.type == "cuda" and mask is None and q.dtype.itemsize == 2 and q.shape[-1] <= 256
+    return q.device.type in ("cuda", "meta") and mask is None and q.dtype.itemsize == 2 and q.shape[-1] <= 256
 
 
 def _same_width(*tensors: Tensor) -> list[Tensor]:

@@ -26,7 +26,7 @@ _UNFILLED = frozenset(
     ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted", "new")
 )
 _READERS = frozenset(("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "__complex__", "is_nonzero"))
-_COPIES = frozenset(("cpu", "numpy", "__array__"))
+_COPIES = frozenset(("numpy", "__array__"))
 # Tests of elements: the answer for a tensor without known values.
 _TESTS = {"isnan": False, "isinf": False, "isneginf": False, "isposinf": False, "isfinite": True}
 _COMPARISONS = frozenset(
@@ -95,11 +95,10 @@ class MetaValues(TorchFunctionMode):
             if name in _READERS:
                 return self._read(name, first, args)
             if name in _COPIES:
-                copied = self._on_cpu(name, first)
-                return copied if name == "cpu" else copied.numpy()
+                return self._on_cpu(name, first).numpy()
             if name == "__format__":
                 return format(self._read("item", first, (first,)), args[1]) if not first.dim() else repr(first)
-            if name in ("to", "cuda"):
+            if name in ("to", "cuda", "cpu"):
                 return self._to(func, name, first, args[1:], kwargs)
         elif name in ("to", "cuda"):
             return self._to(func, name, first, args[1:], kwargs)
@@ -132,12 +131,17 @@ class MetaValues(TorchFunctionMode):
         return values.tolist() if name == "tolist" else getattr(values, name, values.item)(*args[1:])
 
     def _on_cpu(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a tensor of the CPU with the known values, and the stand-in for the others."""
-        values = getattr(tensor, _VALUES, None)
+        """Return a tensor of the CPU with the known values, and the stand-in for the others.
+
+        A large one is a view of one element.
+        """
+        values, small = getattr(tensor, _VALUES, None), tensor.numel() <= _SMALL
         if values is not None and not (values.is_floating_point() and bool(values.isnan().any())):
-            return torch.broadcast_to(values.detach(), tensor.shape).clone()
+            values = torch.broadcast_to(values.detach(), tensor.shape)
+            return values.clone() if small else values
         stand_in = bool(self.stand_in) if tensor.dtype == torch.bool else self.stand_in
-        filled = torch.full(tensor.shape, stand_in, dtype=tensor.dtype)
+        filled = torch.full(tensor.shape if small else (1,) * tensor.dim(), stand_in, dtype=tensor.dtype)
+        filled = filled.expand(tensor.shape)
         if values is not None:
             filled = torch.where(values.isnan(), filled, values.detach())
         place = user_place()
@@ -146,25 +150,25 @@ class MetaValues(TorchFunctionMode):
         return filled
 
     def _to(self, func: Any, name: str, tensor: Tensor, args: Any, kwargs: Any) -> Any:
-        """Run ``tensor.to`` or ``tensor.cuda``."""
-        if name == "cuda":
-            return self._moved(tensor, torch.Tensor.to, ("meta",), {})
+        """Run ``tensor.to``, ``tensor.cuda`` or ``tensor.cpu``. A copy of a large tensor is on the meta device too."""
+        if name in ("cuda", "cpu"):
+            func, args, kwargs = torch.Tensor.to, ("meta" if name == "cuda" else "cpu",), {}
         args = tuple("meta" if _is_gpu(each) else each for each in args)
         kwargs = {key: "meta" if key == "device" and _is_gpu(each) else each for key, each in kwargs.items()}
         wanted = [*args[:1], kwargs.get("device")]
         to_cpu = any(isinstance(each, (str, torch.device)) and torch.device(each).type == "cpu" for each in wanted)
         if tensor.is_meta and to_cpu:
-            rest = {key: each for key, each in kwargs.items() if key == "dtype"}
-            dtypes = [each for each in args if isinstance(each, torch.dtype)] or [*rest.values()]
-            copied = self._on_cpu("to", tensor)
-            return copied.to(dtypes[0]) if dtypes else copied
+            dtype = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.dtype)), tensor.dtype)
+            if tensor.numel() <= _SMALL:
+                return self._on_cpu(name, tensor).to(dtype)
+            return self._moved(tensor, torch.Tensor.to, ("meta", dtype), {"copy": True})
         return self._moved(tensor, func, args, kwargs)
 
     def _moved(self, tensor: Tensor, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(tensor, *args, **kwargs)
-        if result is not tensor and result.is_meta and result.numel() <= _SMALL:
+        if result is not tensor and result.is_meta:
             values = known(tensor)
-            if values is not None:
+            if values is not None and values.numel() <= _SMALL:
                 setattr(result, _VALUES, values.detach().to(result.dtype).clone())
         return result
 

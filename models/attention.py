@@ -234,7 +234,7 @@ class CausalAttention(nn.Module):
         k, v = self._of_own_heads(k, v)
         if plain and mask is not None:
             return self._attend_plainly(q, k, v, mask)
-        if self._looks_at is None and mask is not None and q.device.type != "cpu":
+        if k.shape[1] != q.shape[1] and mask is not None and q.device.type != "cpu":
             # Elsewhere than on a CPU no fused kernel takes both a mask and fewer heads of k and v.
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         return F.scaled_dot_product_attention(

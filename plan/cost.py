@@ -116,6 +116,7 @@ class Work:
         products: dtype of the operands of the blocks' products, such as ``fp8`` or ``mxfp8``, cast for each of them;
             None: the precision.
         speeds: speed of each rank of the pipe axis over the machine's, as in ``LayerCosts``; (): all have 1.
+        document_mask: as for ``ModelMemory``. The times are those without it.
     """
 
     config: TransformerConfig
@@ -125,6 +126,7 @@ class Work:
     precision: str = "bf16"
     products: str | None = None
     speeds: tuple[float, ...] = ()
+    document_mask: bool = False
 
     @cached_property
     def layers(self) -> list[LayerShape]:
@@ -188,6 +190,7 @@ class CostModel:
             fused_kernels=work.machine.fused_kernels,
             speeds=work.speeds,
             device=device,
+            document_mask=work.document_mask,
         )
         # of the tensor axis, if the backward pass is split: more seconds of input gradients and of weight gradients
         self._shown: dict[tuple[int, ...], tuple[float, float]] = {}

@@ -176,6 +176,7 @@ class ModelMemory:
         fused_kernels: as for ``Machine``: an MLP's gate and rotary positions keep their inputs alone.
         device: ``cuda`` or ``cpu``. On a CPU torch has no fused RMSNorm, which then keeps more.
         reserve: bytes of the device's context and communicators, part of the margin.
+        document_mask: tokens attend within their document only, by a mask (models/packed.py).
 
     Attributes:
         layers: the model's layers.
@@ -195,8 +196,10 @@ class ModelMemory:
         fused_kernels: bool = False,
         device: str = "cuda",
         reserve: int = 2**30,
+        document_mask: bool = False,
     ) -> None:
         self.config, self.fused_attention, self.reserve = config, fused_attention, reserve
+        self.document_mask = document_mask
         self.shard_tensor, self.fused_kernels, self._on_cpu = shard_tensor, fused_kernels, device == "cpu"
         self.options = options or StateOptions(precision=precision, optimizer=optimizer)
         self.layers = layers_of(config, shard_tensor)
@@ -445,6 +448,8 @@ class ModelMemory:
         # The output is laid out as the rotated queries, head by head, so the last product's input is a copy of it.
         if attention.rotated and layout.recompute in ("none", "mlp") and not self.fused_kernels:
             own += sizes.heads * attention.value_dim
+        if layout.recompute in ("none", "mlp") and self._mask(layer, tokens, sequence, layout):
+            own += repeated_keys(attention, layout.tensor, self.fused_kernels)
         kept = block_activations(
             tokens,
             layer.hidden,
@@ -472,6 +477,14 @@ class ModelMemory:
             each = wide * feedforward.experts + (16 + wide + size) * feedforward.per_token + wide
             kept += tokens * (each + (wide * layer.hidden if wide != size else 0)) / apart
         return kept
+
+    def _mask(self, layer: LayerShape, tokens: float, sequence: int, layout: ParallelLayout, slices: int = 1) -> float:
+        """Return the bytes of a microbatch's document mask, (B, 1, T, T).
+
+        Over a context axis, in slices and with a window, attention goes by blocks instead, which need no mask.
+        """
+        by_blocks = layer.attention is None or layer.attention.window is not None or layout.context * slices > 1
+        return self.options.size * tokens * sequence if self.document_mask and not by_blocks else 0.0
 
     def _tile(self, layer: LayerShape, sequence: int, layout: ParallelLayout) -> float:
         """Return the part of its tokens that the MLP of a block runs on at a time; experts run on all."""
@@ -627,7 +640,11 @@ class ModelMemory:
                 slices > 1 and layout.recompute == "none"
             ):  # rotated keys, and values, are in the sequence's buffer alone
                 of = {kind: kept - tokens * self._passed_on(self._kinds[kind], layout) for kind, kept in of.items()}
-            kept = [sum(of[kind] for kind in stage) for stage in rank.placed.kinds]
+            masks = {kind: self._mask(self._kinds[kind], tokens, sequence, layout, slices) for kind in kinds}
+            if layout.recompute == "full":  # each layer makes it again
+                masks = dict.fromkeys(kinds, 0.0)
+            # The blocks of a stage have one mask.
+            kept = [sum(of[kind] for kind in stage) + max(masks[kind] for kind in stage) for stage in rank.placed.kinds]
             # A chunk's logits exist in the backward pass alone.
             chunk = max(
                 (self._chunk(tokens, sequence, layout) for k in kinds if self._kinds[k].kind == "head"), default=0
@@ -697,6 +714,7 @@ class ModelMemory:
             if layout.recompute == "full":
                 whole = replace(layout, recompute="none")
                 needed += self.layer_activations(layer, tokens, sequence, whole)
+                needed += self._mask(layer, tokens, sequence, layout)
             elif layout.recompute == "selective" and not self.fused_attention:
                 needed += _scores(tokens, sequence, layout, sizes.heads, size, layer.dropout)
         if self.options.wide != size:  # a weight's gradient, before it is added to the fp32 one
@@ -804,6 +822,18 @@ def local_sizes(
     if fused_kernels:  # the products' inputs: tokens in the order of their experts, and the gate's output
         return LocalSizes(kept, heads, product, rows * feedforward.width + shared, routed / 2)
     return LocalSizes(kept, heads, product, factor * shared, routed)
+
+
+def repeated_keys(attention: Attention, tensor: int, fused_kernels: bool = False) -> float:
+    """Return the elements per token that keys and values take in addition if each query head has a copy of its own.
+
+    The product of which values are a part is then not kept, nor are the rotated keys.
+    """
+    heads, keys = -(-attention.heads // tensor), kv_heads(attention, tensor)
+    if heads == keys:
+        return 0.0
+    rotated = keys * attention.query_dim if (attention.rotated and not fused_kernels) or attention.norms else 0
+    return (heads - keys) * (attention.query_dim + attention.value_dim) - rotated
 
 
 def kv_heads(attention: Attention, tensor: int) -> int:

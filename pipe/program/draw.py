@@ -258,10 +258,11 @@ def picture(
         axis.spines[["top", "right"]].set_visible(False)
         name = f"{titles[i]}\n" if titles is not None else ""
         least, most = min(one.idle, default=0.0), max(one.idle, default=0.0)
-        uneven = ""
+        idle = f"bubble {one.bubble:.1%}"
         if most > least + 0.01:
-            uneven = f" (idle time of pipe {one.idle.index(least)}; pipe {one.idle.index(most)} is idle for {most:.1%})"
-        title = f"{name}makespan {one.makespan:.4g}{unit}, bubble {one.bubble:.1%}{uneven}"
+            ends = (f"pipe {one.idle.index(share)}: {share:.1%}" for share in (least, most))
+            idle = f"idle for {sum(one.idle) / len(one.idle):.1%} on average ({', '.join(ends)})"
+        title = f"{name}makespan {one.makespan:.4g}{unit}, {idle}"
         axis.set_title(title, loc="left", fontsize=10)
     axes[-1].set_xlabel(f"time ({unit.strip()})" if unit.strip() else "time")
     seen = {span.op.kind for t in times for row in (*t.rows, *t.transfers) for span in row}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from triax.context import Sparsity, attention, block, block_sparse, make_sparsity, positions, shard
 from triax.context.context_attention import KINDS, context_attention
@@ -321,3 +322,24 @@ def test_one_rank_uses_torch() -> None:
     whole = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     assert torch.equal(attention(q, k, v, grid=Grid(), documents=torch.zeros(2, 32, dtype=torch.int64)), whole)
     assert torch.equal(attention(q, k, v, grid=Grid(), window=32), whole)
+
+
+class Operations(TorchDispatchMode):
+    """Counter of torch's operations."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_meta_device_of_a_dry_run_stands_for_a_gpu_with_flash_kernels() -> None:
+    """Not for the plain computation, whose hundreds of operations a dry run takes minutes for."""
+    q, k = (torch.empty(1, heads, 4096, 128, dtype=torch.bfloat16, device="meta") for heads in (64, 8))
+    with Operations() as operations:
+        out, lse = block.forward(q, k, k, 0.1, causal=True)
+        found = block.backward(out, q, k, k, out, lse, 0.1, causal=True)
+    assert [x.shape for x in found] == [q.shape, k.shape, k.shape]
+    assert lse.dtype == torch.float32 and out.dtype == torch.bfloat16
+    assert operations.number < 10

@@ -25,6 +25,8 @@ from triax.monitor.profiler.memory_meter import MemoryMeter
 from triax.plan.memory import ModelMemory
 from triax.plan.parallel_layout import ParallelLayout
 
+from resident import status
+
 CONFIG = GPTConfig(
     vocab_size=256, max_position_embeddings=32, hidden_size=32, num_hidden_layers=4, num_attention_heads=4
 )
@@ -299,7 +301,7 @@ def test_small_values_are_known_on_the_meta_device() -> None:
         assert bool(unknown.sum() > 6.5)
         assert not bool(unknown.max() > 7.5)
         assert f"{unknown.mean():.2f}" == "7.00"
-        assert unknown.cpu().shape == (10_000,)
+        assert unknown[:1000].cpu().tolist() == [7.0] * 1000
         assert torch.ones(3, device="cuda").is_meta
         assert (torch.ones(3) + torch.ones(3, device="meta")).is_meta
         # Memory as it happens to be has no known values, and zeros on a CPU.
@@ -308,6 +310,19 @@ def test_small_values_are_known_on_the_meta_device() -> None:
         assert torch.add(flags, 1, out=torch.zeros_like(flags)).tolist() == [7, -1]
     assert [name for name, _ in values.asked.values()] == ["tolist", "item", "cpu", "tolist"]
     assert list(values.mixed.values()) == ["add"]
+
+
+def test_copies_to_the_cpu_of_large_tensors_take_no_memory() -> None:
+    bytes_ = status("VmData")
+    with MetaValues(7.0):
+        weights = torch.rand(2**20, 2**20, device="meta", requires_grad=True)
+        copies = weights.cpu(), weights.to("cpu", torch.float64), weights.detach().to(device="cpu")
+        assert [copy.shape for copy in copies] == [weights.shape] * 3
+        assert [copy.dtype for copy in copies] == [torch.float32, torch.float64, torch.float32]
+        assert copies[0].requires_grad and copies[0].sum().item() == 7.0
+        assert weights.detach().cpu().numpy()[5, 7] == 7.0
+        assert not weights.isnan().cpu().any()
+    assert status("VmData") - bytes_ < 2**30
 
 
 def test_ranks_that_all_wait_are_told() -> None:

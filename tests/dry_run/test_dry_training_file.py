@@ -17,6 +17,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from triax.cli.explain import layout_of_job, memory_of_job
 from triax.cli.main import app
 from triax.dry_run.dry_run import dry_run
 from triax.dry_run.rank import Settings
@@ -81,6 +82,34 @@ def test_the_file_of_a_plan_is_tried_out_in_stage_3(tmp_path: Path) -> None:
     assert all(2 * each["parameters"] == each["masters"] > 0 for each in held), held
 
 
+MASKED = """
+model:
+  preset: llama-tiny
+  overrides: {num_hidden_layers: 4, num_attention_heads: 8, num_key_value_heads: 2, hidden_size: 256}
+data: {training: no-such-tokens}
+grid: {pipe: 2}
+training: {steps: 4, batch: 16, microbatch: 2, sequence: 64, precision: bf16}
+"""
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_formulas_count_the_document_mask_as_a_dry_run_does(recompute: str, tmp_path: Path) -> None:
+    file, formulas, counted = tmp_path / "run.yaml", [], []
+    for mask in (False, True):
+        settings = yaml.safe_load(MASKED)
+        settings["training"]["recompute"], settings["data"]["document_mask"] = recompute, mask
+        file.write_text(yaml.safe_dump(settings))
+        job = resolve(read_training_file(file)[0])
+        ranks = memory_of_job(job).ranks(layout_of_job(job), job.batch.train, job.sequence, job.schedule)
+        formulas.append([rank.activations for rank in ranks])
+        run = dry_run(JobSteps(job), Settings(2))
+        counted.append([run.records[rank]["memory"]["activations"] for rank in (0, 1)])
+    more = [[b - a for a, b in zip(*found, strict=True)] for found in (formulas, counted)]
+    numbers = 8 * 2 * 64 * 2  # of documents, of the microbatches in flight
+    assert more[0] == pytest.approx(more[1], abs=numbers)
+    assert (min(more[0]) > 4 * numbers) == (recompute != "full")
+
+
 LARGE = """
 model: {preset: llama3-70b, overrides: {num_hidden_layers: 2}}
 data: {training: no-such-tokens}
@@ -103,7 +132,7 @@ OFFLOADS: dict[str, dict[str, Any]] = {
     "inputs of recomputed layers": {"recompute": {"interval": 1, "cpu_checkpointing": True}},
     "activations to cpu": {
         "schedule": {"name": "gpipe", "offload": {"device": "cpu", "copy_time": 0.1}},
-        "batch": {"size": 16},
+        "batch": {"size": 32},
     },
 }
 
@@ -122,13 +151,18 @@ def test_a_dry_run_allocates_nothing_that_the_run_would_offload(offload: str, tm
     for section, keys in OFFLOADS[offload].items():
         settings[section] = settings.get(section, {}) | keys
     file.write_text(yaml.safe_dump(settings))
-    run = dry_run(partial(bounded, JobSteps(resolve(read_training_file(file)[0]))), Settings(4))
+    job = resolve(read_training_file(file)[0])
+    assert job.schedule.offloads == (offload == "activations to cpu")  # of 4 microbatches it would offload none
+    run = dry_run(partial(bounded, JobSteps(job)), Settings(4))
     assert run.problems == [], (run.problems, run.logs)
     for record in run.records.values():
         offloaded = sum(sum(kinds.values()) for kinds in record["offloaded"].values())
         # A rank has half of the fp32 masters and two moments; in stage 3 of the bf16 weights and fp32 gradients too.
         expected = {"optimizer to cpu": 12 / 2, "all to cpu": 18 / 2, "all to nvme": 18 / 2}.get(offload, 0)
         assert offloaded == pytest.approx(expected * record["parameters"], rel=1e-3)
+        if job.schedule.offloads:  # of 8 microbatches, of about 1.5 GiB each, one or two are on the device at a time
+            memory = record["memory"]
+            assert 1.5 * 2**30 < memory.get("activations", 0) + memory["working"] < 4 * 2**30
 
 
 def test_processes_of_a_dry_run_end_with_the_first_one(tmp_path: Path) -> None:

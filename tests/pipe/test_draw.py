@@ -130,7 +130,7 @@ def test_pictures_stack_timelines_on_one_axis(suffix: str, tmp_path: Path) -> No
 def test_a_title_names_the_ranks_that_wait_least_and_most(tmp_path: Path) -> None:
     op = make_schedule("1f1b", 1, 1).orders[0][0]
     picture(Timeline(((Span(op, 0.0, 1.0),), (Span(op, 1.0, 4.0),))), tmp_path / "two.svg", unit=" s")
-    title = "makespan 4 s, bubble 25.0% (idle time of pipe 1; pipe 0 is idle for 75.0%)"
+    title = "makespan 4 s, idle for 50.0% on average (pipe 1: 25.0%, pipe 0: 75.0%)"
     assert title in (tmp_path / "two.svg").read_text()
 
 
