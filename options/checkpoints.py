@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ..base.checks import path_text
 from ..base.option_error import Note, refusal
 from .base import Options, option
+
+
+def resume_text(value: Any) -> Any:
+    """Return the value of ``resume`` if a checkpoint's folder can have its name, also while it is written."""
+    if isinstance(value, str):
+        path_text(value)
+        path_text(f".{value.rstrip('/').rpartition('/')[2]}")
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +48,7 @@ class Checkpoints(Options):
         False,
         "True or auto: resume from the newest complete checkpoint in the folder, if there is one; required: there must "
         "be one; the tag or path of a checkpoint: resume from it; False or never: do not resume.",
+        read=resume_text,
     )
     background: bool = option(
         False, "Write in the background: a save waits for a copy to host memory, and for the previous save."

@@ -10,6 +10,9 @@ from .base import Options, option
 from .zero import Offload
 
 
+_MOST_SLICES = 10**6  # of a sequence
+
+
 @dataclass(frozen=True, kw_only=True)
 class OffloadActivations(Offload):
     """Activations that a pipeline schedule copies to the host while others are computed, and back."""
@@ -98,7 +101,10 @@ class ScheduleOptions(Options):
         return None if self.limit is None else 1e9 * self.limit
 
     def check(self) -> None:
-        """Check the number of costs."""
+        """Check the numbers of costs and of slices."""
+        slices = self.slices if isinstance(self.slices, int) else len(self.slices)
+        if not 0 < slices <= _MOST_SLICES:
+            raise OptionError("slices", self.slices, f"give 1 to {_MOST_SLICES:,} slices, or their relative lengths")
         if not 3 <= len(self.costs) <= 4:
             times = "the times of F (forward), I (input gradients) and W (weight gradients)"
             raise OptionError("costs", self.costs, f"give {times}, and of a message if you know it")

@@ -10,7 +10,7 @@ from ..base.checks import path_text
 from ..base.option_error import refusal
 from ..options.base import Options, option
 from ..options.batch import Batch
-from ..options.checkpoints import Checkpoints
+from ..options.checkpoints import Checkpoints, resume_text
 from ..options.monitoring import Monitoring, Trace
 from ..options.named import Optimizer
 from ..options.schedule import ScheduleOptions
@@ -127,6 +127,7 @@ class RunCheckpoints(Checkpoints):
         "auto",
         "auto: continue from the newest checkpoint, if there is one; required: there must be one; never: start from "
         "the beginning; or the tag or path of a checkpoint.",
+        read=resume_text,
     )
     background: bool = option(True, "Write in the background.")
     requeue: bool = option(

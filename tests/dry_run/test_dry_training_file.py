@@ -88,7 +88,9 @@ model:
   overrides: {num_hidden_layers: 4, num_attention_heads: 8, num_key_value_heads: 2, hidden_size: 256}
 data: {training: no-such-tokens}
 grid: {pipe: 2}
-training: {steps: 4, batch: 16, microbatch: 2, sequence: 64, precision: bf16}
+batch: {size: 16, microbatch: 2}
+training: {steps: 4, sequence: 64}
+precision: bf16
 """
 
 
@@ -97,7 +99,7 @@ def test_formulas_count_the_document_mask_as_a_dry_run_does(recompute: str, tmp_
     file, formulas, counted = tmp_path / "run.yaml", [], []
     for mask in (False, True):
         settings = yaml.safe_load(MASKED)
-        settings["training"]["recompute"], settings["data"]["document_mask"] = recompute, mask
+        settings["recompute"], settings["data"]["document_mask"] = recompute, mask
         file.write_text(yaml.safe_dump(settings))
         job = resolve(read_training_file(file)[0])
         ranks = memory_of_job(job).ranks(layout_of_job(job), job.batch.train, job.sequence, job.schedule)

@@ -46,9 +46,7 @@ from fuzz_config import LIMIT, LONGEST, STRANGE, Verdict, limit, put, quiet, raw
 from paths import ROOT
 from tokenized import folder
 
-FIELDS = {
-    path: SimpleNamespace(annotation=hints_of(section)[found.name]) for path, section, found in rows(TrainingFile)
-}
+FIELDS = {path: SimpleNamespace(hint=hints_of(section)[found.name]) for path, section, found in rows(TrainingFile)}
 SHORT = short_forms()
 LONG = 120  # seconds for a file that is also trained: buckets of 3 elements, for instance, are slow
 # Words of pydantic, Python and PyYAML that say nothing to the writer of a file.
@@ -75,12 +73,10 @@ training:
 evaluate: {every: 2, sequences: 4}
 checkpoint: {every: 2, keep: 2, resume: auto, background: false}
 sample: {prompt: a, tokens: 3, temperature: 0.7}
-monitor: {trace: false, print_every: 20}
+monitor: {trace: false}
 export: {dtype: float32}
 deepspeed: {steps_per_print: 5}
-batch:
-  size: 4
-  microbatch: 2
+batch: {size: 4, microbatch: 2}
 optimizer: {type: AdamW, betas: [0.9, 0.95], weight_decay: 0.1, decays: matrices}
 zero: 1
 precision: fp32
@@ -98,8 +94,7 @@ training:
   spikes: skip
 checkpoint: false
 export: false
-batch:
-  tokens: 64
+batch: {tokens: 64}
 """
 SMALL = SMALL.replace("data: {tokens", "data: {training: {tokens").replace("0.3}", "0.3}}")
 
@@ -185,9 +180,9 @@ REFUSED = [
     ("name: 1f1b", "name: nowhere.json"),
     ("name: 1f1b", "name: 1f1b, chunks: 4"),
     ("name: 1f1b", "name: 1f1b, memory: 1"),
-    ("batch: 4", "batch: 5"),
-    ("batch: 4", "batch: 4\n  batch_tokens: 64"),
-    ("batch: 4", "batch_tokens: 63"),
+    ("size: 4", "size: 5"),
+    ("size: 4", "size: 4, tokens: 64"),
+    ("size: 4", "tokens: 63"),
     ("sequence: 16", "sequence: 100000"),
     ("precision: fp32", "precision: bfloat16"),
     ("type: AdamW", "type: AdmW"),
@@ -202,7 +197,7 @@ REFUSED = [
     ("recompute: none", "recompute: some"),
     ("zero: 1", "zero: 4"),
     ("action: warn", "action: wrn"),
-    ("clip: 1.0", "clip: 1.0\n  time_limit: 90"),
+    ("steps: 2\n", "steps: 2\n  time_limit: 90\n"),
     ("checkpoint: {every: 2, keep: 2, resume: auto, background: false}", "checkpoint: {every: 2, resume: required}"),
     ("resume: auto", "resume: s3:/bucket/run"),
     ("keep: 2,", "keep: 2, folder: 's3:/bucket/run',"),
@@ -250,7 +245,7 @@ ACCEPTED: list[tuple[str, str, str, Any]] = [
     ("shuffle: true", "shuffle: No", "data.shuffle", False),
     ("# most keys", "\ufeff", "training.steps", 2),
     ("\n", "\r\n", "training.steps", 2),
-    ("clip: 1.0", "clip: 0", "clip", 0),
+    ("clip: 1.0", "clip: 0", "clip", None),
     ("name: one", "name: 'on'", "name", "on"),
     ("tensor: 1", "tensor: 2", "grid.tensor", 2),
 ]
