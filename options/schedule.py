@@ -9,7 +9,6 @@ from ..base.option_error import OptionError
 from .base import Options, option
 from .zero import Offload
 
-
 _MOST_SLICES = 10**6  # of a sequence
 
 
