@@ -270,6 +270,33 @@ def test_a_loss_that_is_nan_stops_every_rank_before_a_weight_moves(
         assert moved == [True, False, True] and whole and skipped == 0
 
 
+def with_a_weight_of_nan(kind: str, stage: int) -> tuple[str, str]:
+    """A step after a weight of the last rank became nan: the error, and the weight's name as this rank has it."""
+    torch.manual_seed(0)
+    grid = grid_of(kind, timeout=20)
+    engine = made(grid, lambda: nn.Linear(WIDTH, WIDTH), kind, zero_optimization={"stage": stage})
+    data = batches()
+    step(engine, data)
+    bucket = engine.data_axis.buckets[-1]
+    if grid.rank == grid.size - 1:
+        bucket.shard[-1] = float("nan")
+        if stage < 3:
+            bucket.members[-1].parameter.data.fill_(float("nan"))
+    with pytest.raises(RuntimeError) as error:
+        step(engine, data)
+    return str(error.value), bucket.members[-1].layout.name
+
+
+@pytest.mark.parametrize(("kind", "stage"), [("pipe", 0), ("module", 0), ("module", 3)])
+def test_a_weight_that_is_nan_leads_the_error(ranks: Any, kind: str, stage: int) -> None:
+    """Before the losses and gradients that it makes on the other ranks."""
+    (first, _), (second, name) = ranks(2, with_a_weight_of_nan, kind, stage, timeout=40)
+    assert first == second
+    assert f"is nan: {NAME[kind]}: the value of {name} is not finite" in first, first
+    others = first.partition("not finite")[2]
+    assert "the value of" not in others
+
+
 @pytest.mark.parametrize("kind", ENGINES)
 def test_such_a_step_may_be_left_out_or_taken(ranks: Any, kind: str) -> None:
     nan = float("nan")
