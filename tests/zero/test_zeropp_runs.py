@@ -187,7 +187,7 @@ def test_what_makes_no_sense_is_refused(caplog: pytest.LogCaptureFixture) -> Non
         ({"stage": 2, QGZ: True, "reduce_scatter": False}, {}, "reduce_scatter is false, but quantized"),
         ({"stage": 2, QGZ: True}, {"communication_data_type": "bf16"}, "sends gradients in 4 bits"),
         ({"stage": 3, HPZ: 2, "offload_param": {"device": "cpu"}}, {}, "a second shard of the weights"),
-        ({"stage": 3, HPZ: 0}, {}, "greater than or equal to 1"),
+        ({"stage": 3, HPZ: 0}, {}, "zero_hpz_partition_size = 0: give 1 or more"),
         ({"stage": 3, "zeropp_loco_param": {"err_beta": 0.8}}, {}, "have no error feedback"),
     ):
         with pytest.raises(ConfigError, match=words):

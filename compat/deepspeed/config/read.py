@@ -259,7 +259,7 @@ def _value(key: Key, value: Any) -> Any:
     if key.hint is Any or (value is None and key.takes_null):
         return value
     kinds = key.kinds
-    if any(get_origin(kind) is dict for kind in kinds) and not isinstance(value, Mapping):
+    if any(get_origin(kind) is dict for kind in kinds) and not _is_section(value):
         raise ValueError(_A_SECTION)
     if int in kinds:
         value = _whole(value)
@@ -268,6 +268,10 @@ def _value(key: Key, value: Any) -> Any:
     found = converted(value, key.hint)
     check_limits(found, key.limits)
     return float(found) if float in kinds and isinstance(found, int) else found
+
+
+def _is_section(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
 
 
 def _whole(value: Any) -> Any:

@@ -181,12 +181,8 @@ def _key(name: str, row: Mapping[str, Any]) -> Key:
 
 def _declared(path: str) -> tuple[Any, Any, Mapping[str, float], str]:
     """Return type, default, limits and meaning of an option, as it declares them; empty ones without a declaration."""
-    kinds: list[type[Options]] = [EngineOptions]
-    *sections, last = path.split(".")
-    for name in sections:
-        kinds = [inner for kind in kinds for inner in sections_in(hints_of(kind)[name])]
-        kinds = [each for kind in kinds for each in _with_subclasses(kind)]
-    for kind in kinds:
+    section, _, last = path.rpartition(".")
+    for kind in option_classes(section):
         for found in declared(kind):
             if found.name == last:
                 doc = _IN_PYTHON.sub(lambda word: _IN_JSON[word[0]], found.metadata["doc"])
@@ -196,6 +192,15 @@ def _declared(path: str) -> tuple[Any, Any, Mapping[str, float], str]:
 
 def _kinds(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def option_classes(path: str) -> list[type[Options]]:
+    """Return the class of the section of options at a path, and its subclasses."""
+    kinds: list[type[Options]] = [EngineOptions]
+    for name in path.split(".") if path else ():
+        kinds = [inner for kind in kinds for inner in sections_in(hints_of(kind)[name])]
+        kinds = [each for kind in kinds for each in _with_subclasses(kind)]
+    return kinds
 
 
 def _with_subclasses(kind: type[Options]) -> list[type[Options]]:

@@ -15,7 +15,7 @@ from . import elasticity
 from .checks import OTHER_NAMES
 from .optimizer_names import native_optimizer
 from .read import Section, read_section
-from .table import key_of
+from .table import key_of, option_classes
 
 _NOT_SET: Any = object()
 
@@ -99,7 +99,7 @@ def option_values(config: Section) -> dict[str, Any]:
                 _put(values, path, value)
         if "on" in rows.row:
             switch = rows.row.get("switch")
-            _put(values, rows.row["on"], {} if switch is None or section.values[switch] else None)
+            _switch(values, rows.row["on"], switch is None or bool(section.values[switch]))
     return values
 
 
@@ -112,13 +112,24 @@ def _option_value(row: Mapping[str, Any], section: Section, value: Any) -> Any:
 
 
 def _put(values: dict[str, Any], path: str, value: Any) -> None:
-    """Set the option at a path; ``{}``: switch on its section, with the options that are set."""
+    """Set the option at a path."""
     *sections, last = path.split(".")
     for name in sections:
         values = values.setdefault(name, {})
-    if value == {} and isinstance(values.get(last), dict):
-        return
     values[last] = value
+
+
+def _switch(values: dict[str, Any], path: str, on: bool) -> None:
+    """Switch on the section of options at a path, or off; its options are checked in both cases."""
+    *outer, last = path.split(".")
+    for name in outer:
+        values = values.setdefault(name, {})
+    given = values.pop(last, None) or {}
+    try:
+        option_classes(path)[0].of(given)
+    except OptionError as error:
+        raise error.within(path) from error
+    values[last] = given if on else None
 
 
 def folder(section: Section) -> Path:
@@ -131,6 +142,8 @@ def _autocast(enabled: bool, section: Section) -> Any:
 
 
 def _operations(_: Any, section: Section) -> Any:
+    if not section.enabled:
+        return _NOT_SET
     return None if section.prof_all else tuple(sorted({OTHER_NAMES.get(name, name) for name in section.prof_ops}))
 
 
