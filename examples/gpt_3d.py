@@ -45,7 +45,7 @@ class Block(nn.Module):
         self.down = triax.RowParallelLinear(4 * width, width, grid=grid)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, T, D)
-        qkv = self.qkv(self.norm1(x))  # (B, T, 3 D / t): whole heads
+        qkv = self.qkv(self.norm1(x))  # (B, T, 3 D / t): parts q, k and v, each in whole heads
         q, k, v = rearrange(qkv, "B T (three H d) -> three B H T d", three=3, d=self.d)  # each (B, H / t, T, d)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H / t, T, d)
         x = x + self.out(rearrange(y, "B H T d -> B T (H d)"))  # (B, T, D): summed over the tensor ranks
