@@ -40,7 +40,7 @@ _MAX_NEW_TOKENS = 200  # default of --max-new-tokens, if the model's context has
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generation(Options):
+class GenerateFlags(Options):
     """Flags of ``triax generate``. The launching process sends them to every rank."""
 
     prompt: str | None = option(None, "Text to continue; with --chat a message. Without it, --chat reads messages.")
@@ -89,7 +89,7 @@ def generate(
             help="Folder with config.json and *.safetensors, a run's folder with model/, or an id, as Qwen/Qwen3-0.6B."
         ),
     ],
-    options: Generation,
+    options: GenerateFlags,
 ) -> None:
     """Continue a prompt, or answer messages, on --pipe x --tensor processes, new or torchrun's."""
     folder = find_model(run)
@@ -112,7 +112,7 @@ def generate(
     )
 
 
-def generate_on_rank(job: tuple[Path, Generation]) -> None:
+def generate_on_rank(job: tuple[Path, GenerateFlags]) -> None:
     """Generate from a model's folder on one rank of the grid; rank 0 prints."""
     import torch
 
@@ -137,7 +137,7 @@ def generate_on_rank(job: tuple[Path, Generation]) -> None:
     grid.close()
 
 
-def _talk(engine: InferenceEngine, text: Text, options: Generation) -> None:
+def _talk(engine: InferenceEngine, text: Text, options: GenerateFlags) -> None:
     """Answer the prompt, or each line of rank 0's input until it ends."""
     messages = [] if options.system is None else [{"role": "system", "content": options.system}]
     while (asked := options.prompt or _next_line(engine)) is not None:
@@ -160,7 +160,7 @@ def _next_line(engine: InferenceEngine) -> str | None:
 
 
 def _stream(
-    engine: InferenceEngine, text: Text, ids: list[int], options: Generation, before: str = ""
+    engine: InferenceEngine, text: Text, ids: list[int], options: GenerateFlags, before: str = ""
 ) -> tuple[str, int]:
     """Write ``before``, and what the model adds to ids as it is made; return this, and the number of tokens."""
     speaks, ends = engine.grid.rank == 0, _ends(engine, text)
@@ -186,7 +186,7 @@ def _ends(engine: InferenceEngine, text: Text) -> list[int]:
     return [token for token in text.ends if not engine.vocab_size or token < engine.vocab_size]
 
 
-def _count(engine: InferenceEngine, ids: list[int], options: Generation) -> int:
+def _count(engine: InferenceEngine, ids: list[int], options: GenerateFlags) -> int:
     """Return the number of new tokens.
 
     Raises:
@@ -200,7 +200,7 @@ def _count(engine: InferenceEngine, ids: list[int], options: Generation) -> int:
     return options.max_new_tokens or max(1, min(_MAX_NEW_TOKENS, engine.max_length - len(ids)))
 
 
-def _common(engine: InferenceEngine, text: Text, options: Generation) -> dict[str, Any]:
+def _common(engine: InferenceEngine, text: Text, options: GenerateFlags) -> dict[str, Any]:
     return {
         "temperature": options.temperature,
         "top_k": options.top_k,
@@ -215,7 +215,7 @@ def _common(engine: InferenceEngine, text: Text, options: Generation) -> dict[st
     }
 
 
-def _write(engine: InferenceEngine, text: Text, options: Generation) -> None:
+def _write(engine: InferenceEngine, text: Text, options: GenerateFlags) -> None:
     """Write the prompt, or several texts that begin with it, and what the model adds."""
     assert options.prompt is not None  # or it is a chat
     ids = text.encode(options.prompt)

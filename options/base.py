@@ -159,10 +159,6 @@ class Options:
         object.__setattr__(made, "_given", self.given)
         return made
 
-    def as_kind(self, kind: type[Section]) -> Section:
-        """Return the section as one of the class that its own class extends."""
-        return kind(**{each.name: getattr(self, each.name) for each in fields(kind)})
-
     @classmethod
     def default_of(cls, name: str) -> Any:
         """Return the default of an option; None if it must be given."""
@@ -210,6 +206,11 @@ class Options:
         except ValueError as error:
             raise OptionError(cls.MAIN, value, str(error)) from error
         return cls(**{cls.MAIN: main})
+
+
+def as_kind(section: Options, kind: type[Section]) -> Section:
+    """Return a section as one of the class that its own class extends."""
+    return kind(**{each.name: getattr(section, each.name) for each in fields(kind)})
 
 
 def declared(section: type[Options]) -> list[Field[Any]]:

@@ -36,6 +36,9 @@ class ScheduleOptions(Options):
     >>> print(engine.program.schedule)
     zb-h1: pipe 1, microbatches 3, chunks 1
     rank 0: 0F0 0I0 0W0 0F1 0I1 0W1 0F2 0I2 0W2
+
+    Attributes:
+        value: the schedule itself, for these ranks and microbatches; None: ``name`` says which.
     """
 
     MAIN: ClassVar = "name"
@@ -78,7 +81,7 @@ class ScheduleOptions(Options):
     )
     offload: OffloadActivations = option(OffloadActivations(), "Where activations are offloaded to.")
 
-    value: Any = field(default=None, repr=False)  # the schedule itself, for these ranks and microbatches
+    value: Any = field(default=None, repr=False)
 
     @classmethod
     def of(cls, value: Any) -> Self:

@@ -18,7 +18,7 @@ from ..grid.environment import replica_name
 from ..grid.topology import Topology
 from ..models.config import CONFIGS, DeepseekConfig, TransformerConfig, config_from_fields
 from ..models.huggingface.config import as_reward, from_hf, is_reward, read_config, to_hf
-from ..options.base import Options, converted, declared
+from ..options.base import Options, as_kind, converted, declared
 from ..options.batch import Batch, BatchSizes
 from ..options.checkpoints import Checkpoints
 from ..options.dialect import GivenOptions, find_dialect
@@ -557,7 +557,7 @@ def _batch(file: TrainingFile, given: GivenOptions, sequence: int) -> Batch:
         raise ConfigError("there is no batch: give batch, the sequences of a step, or batch.tokens")
     if batch.microbatch is None and batch.microbatches is None and "microbatches" not in said:
         batch = batch.changed(microbatch=1)
-    return batch.as_kind(Batch)
+    return as_kind(batch, Batch)
 
 
 def _schedule(
@@ -667,6 +667,11 @@ def _deepspeed(file: TrainingFile) -> GivenOptions:
         key = dialect.key_of(ours).partition(".")[0]
         if key in kept and key != "checkpoint":
             raise ConfigError(f"{ours} and deepspeed.{key} say the same: give one of them")
+    if (key := dialect.key_of("monitor.json").partition(".")[0]) in kept:
+        raise ConfigError(
+            f"deepspeed.{key} has no effect here, because metrics.jsonl is written in the run's folder: leave it out, "
+            "and give name and runs"
+        )
     for name in ("folder", "every", "keep", "resume"):
         key = dialect.key_of(f"checkpoint.{name}")
         section, _, last = key.partition(".")
@@ -680,11 +685,6 @@ def _deepspeed(file: TrainingFile) -> GivenOptions:
         text = str(error)
         begins = text.startswith(dialect.TITLE)
         raise ConfigError(text.replace(dialect.TITLE, "deepspeed", 1) if begins else f"deepspeed.{text}") from error
-    if "json" in found.fields.get("monitor", {}):
-        raise ConfigError(
-            f"deepspeed.{dialect.key_of('monitor.json')} has no effect here, because metrics.jsonl is written in the "
-            "run's folder: leave it out, and give name and runs"
-        )
     optimizer = found.fields.get("optimizer")
     if optimizer is not None and "lr" in optimizer.arguments and "peak" in file.training.learning_rate.given:
         raise ConfigError("training.learning_rate and deepspeed.optimizer.params.lr say the same: give one of them")
@@ -711,13 +711,13 @@ def _options(file: TrainingFile, given: GivenOptions, batch: Batch) -> EngineOpt
     checkpoint = Checkpoints()
     if file.checkpoint.every is not None:
         place = file.checkpoint.folder or str(Path(folder) / "checkpoints")
-        checkpoint = file.checkpoint.changed(folder=place).as_kind(Checkpoints)
-    options = file.as_kind(EngineOptions).changed(
+        checkpoint = as_kind(file.checkpoint.changed(folder=place), Checkpoints)
+    options = as_kind(file, EngineOptions).changed(
         batch=batch,
         optimizer=file.optimizer.at_rate(**rate),
-        schedule=file.schedule.as_kind(ScheduleOptions),
+        schedule=as_kind(file.schedule, ScheduleOptions),
         fault_tolerance=faults,
-        monitor=file.monitor.changed(json=folder, print_every=None).as_kind(Monitoring),
+        monitor=as_kind(file.monitor.changed(json=folder, print_every=None), Monitoring),
         checkpoint=checkpoint,
         names=partial(name_of, overridden=frozenset(given.fields)),
     )

@@ -334,7 +334,7 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_the_meta_device_of_a_dry_run_stands_for_a_gpu_with_flash_kernels() -> None:
+def test_a_dry_run_stands_for_a_gpu_with_flash_kernels() -> None:
     """Not for the plain computation, whose hundreds of operations a dry run takes minutes for."""
     q, k = (torch.empty(1, heads, 4096, 128, dtype=torch.bfloat16, device="meta") for heads in (64, 8))
     with Operations() as operations:

@@ -156,7 +156,7 @@ def test_what_a_training_file_hides_is_found(monkeypatch: pytest.MonkeyPatch) ->
         fuzz_train_files.close()
 
 
-def dropped(values: dict[str, Any]) -> dict[str, Any]:
+def dropped(values: dict[str, Any], short_forms: dict[str, str]) -> dict[str, Any]:
     return values | {"training": {key: each for key, each in values["training"].items() if key != "no_such"}}
 
 

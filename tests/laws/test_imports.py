@@ -41,6 +41,7 @@ EXTRAS = {
     "tokenizers",
     "huggingface_hub",
     "fsspec",
+    "ruamel",
     "pytest",
     "_pytest",
     "hypothesis",

@@ -201,7 +201,7 @@ def test_a_wrong_argument_is_refused_with_what_to_type(arguments: list[str], mes
         run("--model", "llama3-8b", "--sequence", "2048", *arguments)
 
 
-def test_a_first_layout_with_little_free_memory_is_said_with_a_roomier_one() -> None:
+def test_a_first_layout_with_little_free_memory_is_said() -> None:
     sizes = ("--model", "llama3-70b", "--gpus", "64", "--batch", "512")
     limit = ask(*sizes, "--top", "1")["layouts"][0]["memory_gib"]
     text = " ".join(run(*sizes, "--top", "1").split())
