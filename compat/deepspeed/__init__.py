@@ -36,6 +36,7 @@ fragments.py: ``safe_get_*`` and ``safe_set_*``: fp32 weights, gradients and opt
 zero.py: ``deepspeed.zero``: ``Init``, ``GatheredParameters``.
 checkpointing.py: ``deepspeed.checkpointing``.
 inference.py: ``init_inference``, its configuration, ``tp_model_init``.
+inference.toml: the keys of this configuration.
 moe.py: ``deepspeed.moe``: ``MoE``.
 """
 

@@ -5,17 +5,20 @@ A key of the configuration acts, is refused, or is without effect here and says 
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
+import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from torch import Tensor, nn
 
+from ...base.errors import ConfigError
 from ...base.json_comments import read
 from ...engine.base import Engine
 from ...grid import Grid
@@ -25,9 +28,12 @@ from ...models.huggingface.parallelize import find_plan, parallelize
 from ...pipe.module import PipelineModule
 from ...tensor_parallel.plans import Style, plan_of_outputs
 from ..megatron.mpu import grid_of_mpu
+from .config.read import Section
+from .config.table import Table, table_of
 from .context import CONTEXT
 from .engine import DeepSpeedConfigError, DeepSpeedError, deepspeed_errors
 from .modules import rest_of
+from .section_classes import SectionClass
 
 __getattr__, __path__ = rest_of(__name__)
 
@@ -38,141 +44,77 @@ _DTYPES = {
     torch.bfloat16: ("bf16", "bfloat16", "bfloat"),
     torch.int8: ("int8",),
 }
-# Keys without effect, and why.
-_IDLE = {
-    "replace_with_kernel_inject": "triax has no kernels to inject, and attention is torch's fused one",
-    "enable_cuda_graph": "triax captures no CUDA graphs",
-    "use_triton": "triax has no Triton kernels",
-    "triton_autotune": "triax has no Triton kernels",
-    "triangular_masking": "the model makes its own mask",
-    "set_empty_params": "a model on the meta device is filled from the checkpoint in any case",
-    "return_tuple": "layers are not replaced and return what they do",
-    "training_mp_size": "a checkpoint of triax does not depend on the grid",
-    "replace_method": "parallelize replaces the layers",
-    "injection_policy_tuple": "injection_policy names the layers",
-    "min_out_tokens": "no memory is set aside before a call",
-    "transposed_mode": "layers are not replaced",
-    "moe_type": "the model's own layers decide",
-    "moe_experts": "the model's own layers decide",
-    "config": "each key is given by itself",
-}
 
 
-class InferenceSection(BaseModel):
-    """Section of the configuration: unknown keys are errors, and keys have DeepSpeed's second names too."""
+@functools.cache
+def inference_table() -> Table:
+    """Return the table of the configuration's keys."""
+    rows = tomllib.loads((Path(__file__).parent / "inference.toml").read_text(encoding="utf-8"))
+    return table_of(rows, "its configuration")
 
-    model_config = ConfigDict(extra="forbid", populate_by_name=True, arbitrary_types_allowed=True)
+
+class InferenceSection(SectionClass):
+    """Section of the configuration. The keys stand in inference.toml, with DeepSpeed's second names."""
+
+    TABLE = inference_table
 
 
 class DeepSpeedTPConfig(InferenceSection):
-    """Section ``tensor_parallel``. ``tp_grain_size`` is without effect: shards are even, or whole heads."""
+    """``tensor_parallel``."""
 
-    enabled: bool = True
-    tp_size: int = Field(default=1, ge=1)
-    tp_grain_size: int = 64
-    mpu: Any = None
-    tp_group: Any = None
+    PATH = "tensor_parallel"
 
 
 class DeepSpeedMoEConfig(InferenceSection):
-    """Section ``moe``. A model's experts are whole on each rank: ``ep_size`` must be 1."""
+    """``moe``."""
 
-    enabled: bool = True
-    ep_size: int = 1
-    moe_experts: list[int] = Field(default=[1], alias="num_experts")
-    type: Literal["standard", "residual"] = "standard"
-    ep_mp_group: Any = None
-    ep_group: Any = Field(default=None, alias="expert_group")
-
-
-class BaseQuantConfig(InferenceSection):
-    """Section ``quant.weight``: ``q_groups`` groups of the inputs of each output, with a scale each."""
-
-    enabled: bool = True
-    num_bits: int = 8
-    q_type: Literal["symmetric", "asymmetric"] = "symmetric"
-    q_groups: int = Field(default=1, ge=1)
-    quantized_initialization: dict[str, Any] = {}
-    post_init_quant: dict[str, Any] = {}
-
-
-class QKVQuantConfig(InferenceSection):
-    """Section ``quant.qkv``."""
-
-    enabled: bool = True
+    PATH = "moe"
 
 
 class QuantizationConfig(InferenceSection):
-    """Section ``quant``, which acts with ``dtype`` int8. Only weights are quantized."""
+    """``quant``."""
 
-    enabled: bool = True
-    activation: BaseQuantConfig = BaseQuantConfig()
-    weight: BaseQuantConfig = BaseQuantConfig()
-    qkv: QKVQuantConfig = QKVQuantConfig()
+    PATH = "quant"
+
+
+class BaseQuantConfig(InferenceSection):
+    """``quant.activation`` and ``quant.weight``."""
+
+    PATH = "quant.weight"
+
+
+class QKVQuantConfig(InferenceSection):
+    """``quant.qkv``."""
+
+    PATH = "quant.qkv"
 
 
 class InferenceCheckpointConfig(InferenceSection):
-    """Section ``checkpoint_config``."""
+    """``checkpoint_config``."""
 
-    checkpoint_dir: str | None = None
-    save_mp_checkpoint_path: str | None = None
-    base_dir: str | None = None
+    PATH = "checkpoint_config"
 
 
 class DeepSpeedInferenceConfig(InferenceSection):
-    """Configuration of ``init_inference``, with DeepSpeed's keys and their second names.
+    """Configuration of ``init_inference``.
 
     ``dtype`` is DeepSpeed's default, float16, on a GPU; elsewhere the model's own unless it is given.
     """
 
-    replace_with_kernel_inject: bool = Field(default=False, alias="kernel_inject")
-    dtype: torch.dtype | None = None
-    tensor_parallel: DeepSpeedTPConfig = Field(default=DeepSpeedTPConfig(), alias="tp")
-    enable_cuda_graph: bool = False
-    use_triton: bool = False
-    triton_autotune: bool = False
-    zero: dict[str, Any] = {}
-    triangular_masking: bool = Field(default=True, alias="tm")
-    moe: bool | DeepSpeedMoEConfig = DeepSpeedMoEConfig()
-    keep_module_on_host: bool = False
-    quant: QuantizationConfig = QuantizationConfig()
-    checkpoint: str | dict[str, Any] | None = None
-    base_dir: str = ""
-    set_empty_params: bool = False
-    save_mp_checkpoint_path: str | None = None
-    checkpoint_config: InferenceCheckpointConfig = Field(default=InferenceCheckpointConfig(), alias="ckpt_config")
-    return_tuple: bool = True
-    training_mp_size: int = 1
-    replace_method: str = "auto"
-    injection_policy: dict[Any, Any] | None = Field(default=None, alias="injection_dict")
-    injection_policy_tuple: tuple[Any, ...] | None = None
-    config: dict[str, Any] | None = Field(default=None, alias="args")
-    max_out_tokens: int = Field(default=1024, alias="max_tokens", gt=0)
-    min_out_tokens: int = Field(default=1, alias="min_tokens")
-    transposed_mode: bool = False
-    mp_size: int = Field(default=1, ge=1)
-    mpu: Any = None
-    ep_size: int = 1
-    ep_group: Any = Field(default=None, alias="expert_group")
-    ep_mp_group: Any = Field(default=None, alias="expert_mp_group")
-    moe_experts: list[int] = [1]
-    moe_type: Literal["standard", "residual"] = "standard"
-
-    @field_validator("dtype", mode="before")
-    @classmethod
-    def _read_dtype(cls, value: Any) -> Any:
-        names = {name: dtype for dtype, known in _DTYPES.items() for name in (*known, str(dtype))}
-        found = names.get(value, value) if isinstance(value, str) else value
-        if found is not None and found not in _DTYPES:
-            raise ValueError(f"{value!r} is not one of {', '.join(names)}")
-        return found
+    def __init__(self, **values: Any) -> None:
+        if (given := values.get("dtype")) is not None:
+            names = {name: dtype for dtype, known in _DTYPES.items() for name in (*known, str(dtype))}
+            values["dtype"] = names.get(given, given) if isinstance(given, str) else given
+            if values["dtype"] not in _DTYPES:
+                raise DeepSpeedConfigError(f"dtype is {given!r}: give one of {', '.join(names)}")
+        super().__init__(**values)
 
     @property
-    def tp(self) -> DeepSpeedTPConfig:
+    def tp(self) -> Section:
         """``tensor_parallel``, with the old keys ``mp_size`` and ``mpu``."""
-        given = self.tensor_parallel
+        given: Section = self.tensor_parallel
         size = given.tp_size if given.tp_size > 1 else self.mp_size
-        return given.model_copy(update={"tp_size": size if given.enabled else 1, "mpu": given.mpu or self.mpu})
+        return given.changed(tp_size=size if given.enabled else 1, mpu=given.mpu or self.mpu)
 
     def check(self) -> None:
         """Log the keys without effect, and refuse those that cannot act.
@@ -180,13 +122,11 @@ class DeepSpeedInferenceConfig(InferenceSection):
         Raises:
             DeepSpeedConfigError: a key that cannot act.
         """
-        fields = type(self).model_fields
-        for key in self.model_fields_set & set(_IDLE):
-            if getattr(self, key) != fields[key].default:
-                _LOGGER.warning("init_inference: %s has no effect, because %s", key, _IDLE[key])
-        if self.tensor_parallel.tp_grain_size != 64:
-            _LOGGER.warning("init_inference: tp_grain_size has no effect, because shards are even or whole heads")
-        experts = self.moe.ep_size if isinstance(self.moe, DeepSpeedMoEConfig) else 1
+        for section in self.walk():
+            for name, key in section.table.keys.items():
+                if key.status == "idle" and section.values[name] != key.default:
+                    _LOGGER.warning("init_inference: %s has no effect, because %s", name, key.doc)
+        experts = self.moe.ep_size
         if max(experts, self.ep_size) > 1:
             raise DeepSpeedConfigError(
                 f"moe.ep_size is {max(experts, self.ep_size)}, but generation keeps all experts on each rank: leave "
@@ -209,9 +149,9 @@ class DeepSpeedInferenceConfig(InferenceSection):
             )
         if not quant.qkv.enabled:
             raise DeepSpeedConfigError("quant.qkv.enabled is false, but all linear layers are quantized: leave it out")
-        if quant != QuantizationConfig() and self.dtype != torch.int8:
+        if quant.values != QuantizationConfig().values and self.dtype != torch.int8:
             _LOGGER.warning("init_inference: quant has no effect, because dtype is not int8")
-        elif quant.activation != BaseQuantConfig() and quant.activation.enabled:
+        elif quant.activation.values != BaseQuantConfig().values and quant.activation.enabled:
             _LOGGER.warning("init_inference: quant.activation has no effect, because only weights are quantized")
         if quant.weight.quantized_initialization or quant.weight.post_init_quant:
             raise DeepSpeedConfigError(
@@ -225,24 +165,20 @@ class DeepSpeedInferenceConfig(InferenceSection):
         weight = self.quant.weight
         if self.dtype != torch.int8 or not (self.quant.enabled and weight.enabled):
             return None
-        groups = weight.q_groups if "q_groups" in weight.model_fields_set else None
+        groups = weight.get("q_groups")
         return Int8(groups=groups, symmetric=weight.q_type == "symmetric")
 
 
 def default_inference_config() -> dict[str, Any]:
     """Return the configuration's keys with their default values."""
-    return DeepSpeedInferenceConfig().model_dump()
+    return DeepSpeedInferenceConfig().plain()
 
 
-def _place(outer: type[InferenceSection], kind: type[InferenceSection]) -> str:
+def _place(kind: type[InferenceSection]) -> str:
     """Return the argument that gives a section, such as ``tensor_parallel=DeepSpeedTPConfig(...)``."""
-    for name, field in outer.model_fields.items():
-        section = type(field.default)
-        if section is kind:
-            return f"{name}={kind.__name__}(...)"
-        if issubclass(section, InferenceSection) and (inner := _place(section, kind)):
-            return f"{name}={section.__name__}({inner})"
-    return ""
+    outer, _, name = kind.PATH.rpartition(".")
+    given = f"{name}={kind.__name__}(...)"
+    return f"{outer}={QuantizationConfig.__name__}({given})" if outer else given
 
 
 def init_inference(model: Any, config: str | Mapping[str, Any] | None = None, **kwargs: Any) -> Any:
@@ -261,12 +197,12 @@ def init_inference(model: Any, config: str | Mapping[str, Any] | None = None, **
     """
     given: dict[str, Any]
     if isinstance(config, DeepSpeedInferenceConfig):
-        given = {key: getattr(config, key) for key in config.model_fields_set}
+        given = {key: config.values[key] for key in config.given}
     elif isinstance(config, InferenceSection):
         kind = type(config)
         raise DeepSpeedConfigError(
             f"config is a {kind.__name__}, which is a section of the configuration: write "
-            f"init_inference(model, {_place(DeepSpeedInferenceConfig, kind)})"
+            f"init_inference(model, {_place(kind)})"
         )
     else:
         given = dict(read(config) if isinstance(config, str) else config or {})
@@ -277,11 +213,8 @@ def init_inference(model: Any, config: str | Mapping[str, Any] | None = None, **
             )
     try:
         checked = DeepSpeedInferenceConfig(**{**given, **kwargs})
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise DeepSpeedConfigError(
-            f"init_inference: {'.'.join(map(str, first['loc']))} is {first['input']!r}: {first['msg']}"
-        ) from error
+    except ConfigError as error:
+        raise DeepSpeedConfigError(f"init_inference: {error}") from error
     checked.check()
     return DeepSpeedInferenceEngine(model, checked)
 
@@ -375,7 +308,7 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: An
     return model
 
 
-def _make_grid(section: DeepSpeedTPConfig, grid: Grid | None) -> Grid:
+def _make_grid(section: Section, grid: Grid | None) -> Grid:
     """Return the grid of the tensor-parallel size; ``grid`` is that of the model, if it has one."""
     if grid is None:
         grid = grid_of_mpu(section.mpu) if section.mpu is not None else Grid(tensor=section.tp_size)

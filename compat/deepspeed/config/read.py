@@ -38,7 +38,7 @@ class Section:
         values = self.__dict__.get("values", {})
         key = name if name in values else self.table.other_names.get(name) if values else None
         if key is None:
-            raise AttributeError(f"the section {self.table.path or TITLE} has no {name}" if values else name)
+            raise AttributeError(f"the section {self.table.path or self.table.file} has no {name}" if values else name)
         return values[key]
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -85,7 +85,7 @@ class Section:
 
 def section(path: str, **values: Any) -> Section:
     """Return the checked section at a path, made of its keys."""
-    return _checked(table().at(path), values)
+    return checked_section(table().at(path), values)
 
 
 def read_section(config: Any) -> Section:
@@ -98,7 +98,7 @@ def read_section(config: Any) -> Section:
         config = read(config)
     if not isinstance(config, Mapping):
         raise ConfigError(f"{TITLE} is a {type(config).__name__}: pass a dict or the path of a JSON file")
-    checked = _checked(table(), _without_comments(config))
+    checked = checked_section(table(), _without_comments(config))
     checks.check_sections(checked)
     return checked
 
@@ -134,7 +134,12 @@ def _without_comments(value: Any) -> Any:
     return [_without_comments(each) for each in value] if isinstance(value, list) else value
 
 
-def _checked(rows: Table, values: Any) -> Section:
+def checked_section(rows: Table, values: Any) -> Section:
+    """Return a section whose keys and values are checked by the rows of its table.
+
+    Raises:
+        ConfigError: all that is wrong with them.
+    """
     problems: list[str] = []
     found = _section(rows, values, problems)
     if problems:
@@ -259,7 +264,7 @@ def _value(key: Key, value: Any) -> Any:
     if key.hint is Any or (value is None and key.takes_null):
         return value
     kinds = key.kinds
-    if any(get_origin(kind) is dict for kind in kinds) and not _is_section(value):
+    if [get_origin(kind) for kind in kinds] == [dict] and not _is_section(value):
         raise ValueError(_A_SECTION)
     if int in kinds:
         value = _whole(value)
@@ -292,7 +297,9 @@ def _check_types(made: Section) -> None:
 
 def _no_such_key(rows: Table, name: str) -> str:
     """Return the message for an unknown key: another library's counterpart, the nearest key, or other sections."""
-    where = rows.path or TITLE
+    where = rows.path or rows.file
+    if rows.file != TITLE:
+        return no_such(where, name, rows.names)
     if (instead := counterpart(rows.path.split(".") if rows.path else [], name, False)) is not None:
         return f"{where}: there is no {name!r}; write {instead}"
     near = close(name, rows.names)

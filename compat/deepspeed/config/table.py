@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
@@ -23,6 +23,7 @@ _TYPES: dict[str, Any] = {
     "list of int": tuple[int, ...],
     "list of str": tuple[str, ...],
     "section": dict[str, Any],
+    "mapping": Mapping[Any, Any],
 }
 _LIMITS = ("least", "above", "most", "below")
 _NONE = type(None)
@@ -85,13 +86,15 @@ class Table:
         keys: keys that hold a value, by name: acting ones first, then those without effect, then refused ones.
         sections: inner sections, by name.
         other_names: another name of a key or an inner section -> its name.
+        file: what the outermost section is called in messages.
     """
 
     path: str
     row: Mapping[str, Any]
     keys: Mapping[str, Key]
     sections: Mapping[str, Table]
-    other_names: Mapping[str, str] = field(default_factory=dict)
+    other_names: Mapping[str, str]
+    file: str
 
     @property
     def names(self) -> list[str]:
@@ -114,7 +117,7 @@ def table() -> Table:
     """Return the table of the whole configuration."""
     rows = dict(_file())
     del rows["names of options"]
-    return _table("", rows)
+    return table_of(rows, TITLE)
 
 
 def keys(within: Table | None = None) -> Iterator[tuple[str, Key]]:
@@ -152,20 +155,23 @@ def _names_of_options() -> dict[str, str]:
     return names
 
 
-def _table(path: str, rows: Mapping[str, Any]) -> Table:
+def table_of(rows: Mapping[str, Any], file: str, path: str = "") -> Table:
+    """Return the table of a data file's rows, or of those of the section at a path."""
     inner = {name: row for name, row in rows.items() if isinstance(row, dict) and "*" in row}
     own = {name: row for name, row in rows.items() if name not in inner and name != "*"}
-    sections = {name: _table(f"{path}.{name}".lstrip("."), row) for name, row in inner.items()}
+    sections = {name: table_of(row, file, f"{path}.{name}".lstrip(".")) for name, row in inner.items()}
     found = {name: _key(name, {"option": row} if isinstance(row, str) else row) for name, row in own.items()}
     other = {key.row["also"]: name for name, key in found.items() if "also" in key.row}
     other |= {section.row["also"]: name for name, section in sections.items() if "also" in section.row}
-    return Table(path, rows["*"], found, sections, other)
+    return Table(path, rows["*"], found, sections, other, file)
 
 
 def _key(name: str, row: Mapping[str, Any]) -> Key:
     hint, default, limits, doc = _declared(row["option"]) if "option" in row else (Any, None, {}, "")
     if "type" in row or "choices" in row:
-        hint = _TYPES[row["type"]] if "type" in row else Literal[tuple(row["choices"])]
+        words = row.get("type", ())
+        words = [words] if isinstance(words, str) else words
+        hint = _union([_TYPES[word] for word in words] if words else [Literal[tuple(row["choices"])]])
         limits = {}
     limits = {name: row[name] for name in _LIMITS if name in row} or limits
     default = row.get("default", default)
@@ -173,7 +179,7 @@ def _key(name: str, row: Mapping[str, Any]) -> Key:
     if hint is not Any:
         takes_null = row.get("null", _NONE in _kinds(hint) or (default is None and "required" not in row))
         kinds = [kind for kind in _kinds(hint) if kind is not _NONE]
-        hint = functools.reduce(lambda one, other: one | other, [*kinds, *([_NONE] if takes_null else [])])
+        hint = _union([*kinds, *([_NONE] if takes_null else [])])
     status = next((status for status in ("idle", "refused", "inert", "older") if status in row), "acts")
     words = {"inert": "No effect: {}.", "older": "Older name of {}."}.get(status, "{}")
     return Key(name, status, words.format(row.get(status, row.get("doc", doc))), hint, default, limits, row)
@@ -188,6 +194,10 @@ def _declared(path: str) -> tuple[Any, Any, Mapping[str, float], str]:
                 doc = _IN_PYTHON.sub(lambda word: _IN_JSON[word[0]], found.metadata["doc"])
                 return hints_of(kind)[last], kind.default_of(last), found.metadata["limits"], doc
     return Any, None, {}, ""
+
+
+def _union(kinds: Sequence[Any]) -> Any:
+    return functools.reduce(lambda one, other: one | other, kinds)
 
 
 def _kinds(hint: Any) -> tuple[Any, ...]:
