@@ -55,7 +55,7 @@ def flag(name: str) -> str:
 
 
 def _parameter(found: Field[Any], hint: Any) -> inspect.Parameter:
-    """Return the argument of which typer makes an option's flag."""
+    """Return a parameter from which typer makes the flag of an option."""
     limits = found.metadata["limits"]
     default: Any = ... if is_required(found) else found.default
     kinds = [each for each in (get_args(hint) or (hint,)) if each not in (type(None), ...)]

@@ -458,8 +458,8 @@ def _write(path: Path, model: str, source: ReadFile | None, work: Work, layout: 
     zero: Any = layout.zero
     if layout.offload:
         zero = {"stage": layout.zero, "offload_optimizer": {"device": "cpu"}}
-    content["training"]["sequence"] = work.sequence
     content |= {
+        "training": {**content.get("training", {}), "sequence": work.sequence},
         "batch": {"size": work.batch, "microbatch": layout.microbatch},
         "precision": work.precision,
         "recompute": layout.recompute,

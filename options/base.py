@@ -66,13 +66,14 @@ class Options:
 
     Other forms of a value are accepted too: a list for a tuple; a whole number for a number; for a section, a mapping
     of its options, or the value of its main option, if it has one (``zero=2`` is ``zero=Zero(stage=2)``). True and
-    False switch on and off a section that may be None; False also one whose main option may be None.
+    False switch on and off a section that may be None; False switches off a ``SWITCHED`` one too.
 
     Raises:
         OptionError: a value of another type, or out of its limits, or one that contradicts another option.
     """
 
     MAIN: ClassVar[str | None] = None  # the option for whose value the section may be left out
+    SWITCHED: ClassVar[bool] = False  # False in place of the section sets its main option to None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Write every option with its meaning into the docstring, which ``help(triax.Zero)`` and the site show."""
@@ -276,7 +277,7 @@ def converted(value: Any, hint: Any) -> Any:
     sections = [kind for kind in kinds if sections_in(kind)]
     if isinstance(value, bool) and sections and type(None) in kinds:  # switches an optional section on or off
         return sections[0].of({}) if value else None
-    if value is False and len(sections) == 1 and _may_be_none(sections[0]):
+    if value is False and len(sections) == 1 and sections[0].SWITCHED:
         return sections[0].of({sections[0].MAIN: None})
     if isinstance(value, Options) and any(isinstance(value, kind) for kind in sections):
         return value
@@ -296,11 +297,6 @@ def converted(value: Any, hint: Any) -> Any:
         if callable(value) and kind is Callable:
             return value
     raise ValueError(f"give {_wanted(kinds)}, not {describe(value)}")
-
-
-def _may_be_none(section: type[Options]) -> bool:
-    """Return True if the main option of a section may be None."""
-    return section.MAIN is not None and type(None) in get_args(hints_of(section)[section.MAIN])
 
 
 def _in_float32(value: float) -> float:

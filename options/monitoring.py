@@ -32,6 +32,7 @@ class Histograms(Options):
     """Histograms of weights and gradients by parameter, to TensorBoard, W&B and the page of ``triax report``."""
 
     MAIN: ClassVar = "every"
+    SWITCHED: ClassVar = True
 
     every: int | None = option(None, "Count weights and gradients every N steps; None: never.", least=1)
     bins: int = option(64, "Number of equal bins over a tensor's range.", needs="every", least=2, most=1024)
@@ -46,6 +47,7 @@ class Trace(Options):
     """Trace of one step of all ranks, in one file."""
 
     MAIN: ClassVar = "step"
+    SWITCHED: ClassVar = True
 
     step: int | None = option(None, "Step to trace, counted from 1 in this process; None: none.", least=1)
     file: str | None = option(None, "File; None: timeline.json, in json's folder if that is given.", needs="step")

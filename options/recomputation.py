@@ -14,6 +14,7 @@ class Recomputation(Options):
     """Activations that the backward pass recomputes, and those that it keeps."""
 
     MAIN: ClassVar = "granularity"
+    SWITCHED: ClassVar = True
 
     enabled: bool | None = option(
         None,

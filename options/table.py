@@ -10,6 +10,14 @@ from typing import Any
 
 from .base import Options, declared, hints_of, is_required, sections_in
 
+_IN_JSON = {"None": "null", "True": "true", "False": "false"}
+_IN_PYTHON = re.compile(rf"\b({'|'.join(_IN_JSON)})\b")
+
+
+def in_words_of_a_file(text: str) -> str:
+    """Return a meaning with null, true and false in place of Python's words."""
+    return _IN_PYTHON.sub(lambda word: _IN_JSON[word[0]], text)
+
 
 def rows(
     section: type[Options], prefix: str = "", whole: Collection[type[Options]] = ()
@@ -48,7 +56,6 @@ def markdown(
         else:
             shown = "required" if is_required(found) else f"`{written(default)}`"
         text = found.metadata["doc"].replace("|", "\\|")
-        for python, file in (("None", "null"), ("True", "true"), ("False", "false")) if written is json.dumps else ():
-            text = re.sub(rf"\b{python}\b", file, text)
+        text = in_words_of_a_file(text) if written is json.dumps else text
         lines.append(f"| `{path}` | {shown} | {text}{'' if text.endswith('.') else '.'} |")
     return "\n".join(lines)

@@ -113,6 +113,7 @@ class RunCheckpoints(Checkpoints):
     """``checkpoint``: what a run goes on from; a number: ``every``; false: none."""
 
     MAIN: ClassVar = "every"
+    SWITCHED: ClassVar = True
 
     folder: str | None = option(
         None,
@@ -134,8 +135,20 @@ class RunCheckpoints(Checkpoints):
         True, "After SIGUSR1, which Slurm sends before the time limit: save, exit, and requeue the job."
     )
 
+    @classmethod
+    def of(cls, value: Any) -> Self:
+        """Return the section for a mapping, a number of steps, true for the defaults, or false for none."""
+        return cls() if value is True else super().of(value)
+
     def check(self) -> None:
         """Check nothing: the run gives the checkpoints a folder."""
+
+    def check_given(self) -> None:
+        """Check that a run without checkpoints has no options of them."""
+        for name in sorted(self.given - {"every"}) if self.every is None else ():
+            raise refusal(
+                f"<{name}> has no effect, because <every> is null, so that there are no checkpoints: leave it out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +158,7 @@ class RunMonitoring(Monitoring):
     json: str | None = None  # the run's folder
     print_every: int | None = option(20, "Without a terminal: print a line every N steps.", least=1)
     print_losses: bool = option(False, "Print every loss in full.")
+    breakdown: bool = option(False, "Time every step; print the ranks' times by part every 10 steps.")
     tensorboard: str | bool | None = option(None, "Event files for TensorBoard: a folder, or true: the run's.")
     csv: str | bool | None = option(None, "A CSV file for each metric: a folder, or true: the run's.")
     trace: Trace = option(Trace(step=20), "Step to trace in timeline.json; false: none.")

@@ -17,7 +17,7 @@ from ..base.json_comments import parse, plain
 from ..base.option_error import OptionError, OptionErrors
 from ..options.base import Options, declared, hints_of, sections_in
 from ..options.foreign_names import counterpart
-from .older_keys import new_name, renamed
+from .older_keys import new_name, renamed, warn_of_older
 from .schema import TrainingFile
 
 _DEEPEST, _MOST = 50, 100_000  # levels of sections, and values, of a file
@@ -169,6 +169,8 @@ def _change(source: ReadFile, change: str) -> ReadFile:
     """Return the file with one ``key=value`` applied."""
     given, equals, text = change.partition("=")
     key = new_name(given)
+    if key != given:
+        warn_of_older(f"{given} is an older name of {key}")
     if not equals or not _KEY.fullmatch(key):
         raise ConfigError(f"{change!r} is not key=value: write a dotted key and its value, such as batch.microbatch=2")
     value = _yaml(text, f"the value of {key}", {})

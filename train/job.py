@@ -685,6 +685,10 @@ def _deepspeed(file: TrainingFile) -> GivenOptions:
         text = str(error)
         begins = text.startswith(dialect.TITLE)
         raise ConfigError(text.replace(dialect.TITLE, "deepspeed", 1) if begins else f"deepspeed.{text}") from error
+    for ours in _given_options(file):  # keys of these options may have several sections, as fp16 and bf16
+        section, _, name = ours.partition(".")
+        if name in (fields if isinstance(fields := found.fields.get(section), dict) else ()):
+            raise ConfigError(f"{ours} and deepspeed.{dialect.key_of(ours)} say the same: give one of them")
     optimizer = found.fields.get("optimizer")
     if optimizer is not None and "lr" in optimizer.arguments and "peak" in file.training.learning_rate.given:
         raise ConfigError("training.learning_rate and deepspeed.optimizer.params.lr say the same: give one of them")
@@ -731,3 +735,5 @@ def _given_options(file: TrainingFile) -> Iterator[str]:
             yield each.name
             section = getattr(file, each.name)
             yield from (f"{each.name}.{name}" for name in section.given) if isinstance(section, Options) else ()
+    if file.batch.tokens is not None:
+        yield "batch.size"  # it follows from them

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from ..base.errors import ConfigError
 
 ENDS = "0.3"  # version of triax that reads them no more
-_LOG = logging.getLogger("triax")
 
 Values = TypeVar("Values", bound=dict[str, Any])
 Moved = Callable[[dict[str, Any], str, dict[str, Any], str], None]
@@ -82,8 +81,14 @@ def renamed(values: Mapping[str, Any], short_forms: Mapping[str, str]) -> dict[s
     """
     made = _copied(values)
     for note in rename(made, short_forms):
-        _LOG.warning("%s, which triax %s removes. triax config FILE --upgrade rewrites the file", note, ENDS)
+        warn_of_older(note)
     return made
+
+
+def warn_of_older(note: str) -> None:
+    """Log a warning about an older name."""
+    text = "%s, which triax %s removes: write the new name, or rewrite the file with triax config FILE --upgrade"
+    logging.getLogger("triax").warning(text, note, ENDS)
 
 
 def rename(values: Values, short_forms: Mapping[str, str], moved: Moved = lambda *_: None) -> Iterator[str]:

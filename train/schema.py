@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 from ..base.checks import SEEDS, check_folder_name, path_text
 from ..base.errors import describe, nearest
 from ..base.option_error import refusal
-from ..options.base import REQUIRED, Options, option
+from ..options.base import REQUIRED, Options, declared, option
 from ..options.compilation import Compile
 from ..options.engine import EngineOptions
 from ..options.fault_tolerance import FaultTolerance
@@ -132,7 +132,7 @@ class ExpertsSection(Keys):
     @property
     def arguments(self) -> dict[str, Any]:
         """The options that are given, as arguments of the model's layers."""
-        named = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "MAIN"}
+        named = {each.name: getattr(self, each.name) for each in declared(type(self))}
         return {name: list(value) if name == "balance" else value for name, value in named.items() if value is not None}
 
 
@@ -533,6 +533,11 @@ class TrainingFile(EngineOptions):
     def check(self) -> None:
         """Check that a run which rewinds has checkpoints, and that replicas that come and go can take the steps."""
         super().check()
+        rate = sorted(self.training.learning_rate.given - {"peak"})
+        if self.lr_scheduler is not None and rate:
+            raise refusal(
+                f"<lr_scheduler> and <training.learning_rate.{rate[0]}> both set the rate of each step: give one"
+            )
         if self.fault_tolerance is not None:
             self._check_replicas()
         if self.checkpoint.every is None and self.training.spikes.action == "rewind":

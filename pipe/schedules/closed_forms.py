@@ -94,7 +94,7 @@ def zb_v_in_flight(pipe: int, microbatches: int, chunks: int) -> list[list[tuple
 
 @functools.cache
 def interleaved_in_flight(pipe: int, microbatches: int, chunks: int) -> list[list[tuple[float, ...]]] | None:
-    """Those of ``classic.interleaved`` with whole groups of microbatches."""
+    """Counts of ``classic.interleaved`` with whole groups of microbatches."""
     if microbatches >= pipe and microbatches % pipe:
         return None
     return [_interleaved(pipe, chunks, microbatches, rank) for rank in range(pipe)]

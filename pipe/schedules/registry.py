@@ -38,7 +38,7 @@ class Recipe:
     trains: bool = True  # has backward passes
     split: bool = False  # weight gradients are passes of their own
     tunable: bool = False  # its passes can be arranged for their measured times, as `tune` does
-    searched: bool = False  # searches for the fastest schedule try it; the others are never faster than one of these
+    searched: bool = False  # searches for the fastest schedule and cut try it
     sends_ahead: bool = False  # no rank waits for a message
     closed: ClosedForm | None = None  # idle time of a step
     in_flight: InFlight = lambda pipe, microbatches, chunks: None  # activations held

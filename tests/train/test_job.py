@@ -12,7 +12,8 @@ import pytest
 from triax.base.errors import ConfigError
 from triax.models.config import LlamaConfig
 from triax.models.huggingface.config import to_hf
-from triax.options.named import Optimizer
+from triax.options.local_updates import DiLoCo
+from triax.options.named import LRSchedule, Optimizer
 from triax.train.job import Job, resolve
 from triax.train.learning_rate import LearningRate
 from triax.train.schema import TrainingFile
@@ -66,6 +67,34 @@ def test_deepspeed_keys_are_taken_as_they_are() -> None:
     assert job.options.monitor.print_every == 5 and job.precision == "bf16" and job.batch.train == 8
     job = _job(deepspeed={"scheduler": {"type": "WarmupLR"}, "gradient_clipping": 0.5})
     assert job.learning_rate is None and job.options.clip == 0.5
+
+
+def test_a_section_of_deepspeed_keeps_what_it_does_not_name() -> None:
+    """Switches of sections that it does not have, such as compile, stay as the file has them."""
+    job = _job(compile=True, lora=4, monitor={"wandb": True}, deepspeed={"zero_optimization": {"stage": 2}})
+    assert job.options.zero.stage == 2 and job.options.compile is not None and job.options.lora is not None
+    assert job.options.monitor.wandb is not None
+    assert _job(deepspeed={"compile": {"deepcompile": False}}, zero=2).options.zero.stage == 2
+
+
+def test_options_of_the_engine_reach_it_from_the_file() -> None:
+    """Those that no other key of a file is named after."""
+    given: dict[str, Any] = {
+        "lr_scheduler": {"type": "WarmupLR", "warmup_num_steps": 3},
+        "nan_loss": "skip",
+        "reduction": {"dtype": "bf16"},
+        "drop_last": False,
+        "sparse_attention": {"mode": "fixed"},
+        "clip": None,
+        "checkpoint": True,
+    }
+    options = _job(**given).options
+    assert options.lr_scheduler == LRSchedule("WarmupLR", warmup_num_steps=3)
+    assert (options.nan_loss, options.reduction.dtype, options.drop_last, options.clip) == ("skip", "bf16", False, None)
+    assert options.sparse_attention is not None and options.checkpoint.every == 500
+    assert _job(compression={"type": "topk"}).options.compressor == "topk"
+    local = _job(local_updates={"type": "diloco", "every": 4}, zero=0).options.local_updates
+    assert isinstance(local, DiLoCo) and local.every == 4
 
 
 def test_learning_rates() -> None:
@@ -137,6 +166,19 @@ def test_learning_rates() -> None:
             {"zero": 1, "deepspeed": {"zero_optimization": {}}},
             "zero and deepspeed.zero",
         ),
+        (None, {"precision": "bf16", "deepspeed": {"fp16": {"enabled": True}}}, "precision.weights and deepspeed.bf16"),
+        (
+            None,
+            {"batch": {"size": None, "tokens": 256}, "deepspeed": {"train_batch_size": 8}},
+            "batch.size and deepspeed.train_batch_size say the same",
+        ),
+        (None, {"checkpoint": {"every": None, "keep": 3}}, "keep has no effect, because every is null"),
+        (
+            None,
+            {"lr_scheduler": {"type": "WarmupLR"}, "training": {"learning_rate": {"schedule": "linear"}}},
+            "lr_scheduler and training.learning_rate.schedule both set the rate",
+        ),
+        (None, {"precision": {"loss_scale": False}}, "precision.loss_scale"),
         (None, {"deepspeed": {"zero_optimisation": {}}}, "deepspeed: there is no 'zero_optimisation'"),
         (None, {"deepspeed": {"checkpoint": {"every": 3}}}, "give checkpoint.every"),
         (None, {"deepspeed": {"json_monitor": {}}}, "deepspeed.json_monitor has no effect here"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from ....options.base import Options, declared, hints_of, sections_in
 from ....options.engine import EngineOptions
+from ....options.table import in_words_of_a_file
 
 TITLE = "the configuration"
 _TYPES: dict[str, Any] = {
@@ -27,8 +27,6 @@ _TYPES: dict[str, Any] = {
 }
 _LIMITS = ("least", "above", "most", "below")
 _NONE = type(None)
-_IN_JSON = {"None": "null", "True": "true", "False": "false"}
-_IN_PYTHON = re.compile(rf"\b({'|'.join(_IN_JSON)})(?=[:,;.])")
 
 
 @dataclass(frozen=True)
@@ -191,7 +189,7 @@ def _declared(path: str) -> tuple[Any, Any, Mapping[str, float], str]:
     for kind in option_classes(section):
         for found in declared(kind):
             if found.name == last:
-                doc = _IN_PYTHON.sub(lambda word: _IN_JSON[word[0]], found.metadata["doc"])
+                doc = in_words_of_a_file(found.metadata["doc"])
                 return hints_of(kind)[last], kind.default_of(last), found.metadata["limits"], doc
     return Any, None, {}, ""
 

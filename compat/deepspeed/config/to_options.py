@@ -87,6 +87,7 @@ def notes_of(config: Section) -> list[str]:
 def option_values(config: Section) -> dict[str, Any]:
     """Return the options that the given keys set: option, or section of options -> value, or its options' values."""
     values: dict[str, Any] = {}
+    sections = {f"{each.table.path}.{name}".lstrip(".") for each in config.walk() for name in each.given}
     for section in config.walk():
         rows = section.table
         for name, key in rows.keys.items():
@@ -97,7 +98,7 @@ def option_values(config: Section) -> dict[str, Any]:
         if "to" in rows.row:
             for path, value in _OF_SECTIONS[rows.row["to"]](section, config).items():
                 _put(values, path, value)
-        if "on" in rows.row:
+        if "on" in rows.row and rows.path in sections:
             switch = rows.row.get("switch")
             _switch(values, rows.row["on"], switch is None or bool(section.values[switch]))
     return values
