@@ -178,8 +178,8 @@ class LimitedCalls:
     def end(self) -> None:
         """End the threads."""
         self._ended = True
-        for caller in self._idle:
-            caller.end()
+        while self._idle:
+            self._idle.pop().end()
 
 
 @atexit.register

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..agreement.agreement import same
 from ..agreement.call_order import CallOrder
-from ..agreement.hang_watch import GONE, Activity, HangWatch, lost_peer, timed_out, with_timeout
+from ..agreement.hang_watch import GONE, Activity, HangWatch, LimitedCalls, lost_peer, timed_out, with_timeout
 from ..agreement.mailbox import Mailbox
 from ..agreement.store_barrier import store_barrier
 from ..base.accelerators import functions_of, is_accelerator
@@ -159,6 +159,9 @@ class Grid:
                 outer.announce(self.topology)
             else:
                 self._store = dist.distributed_c10d._get_default_store()
+        if self._store is not None:
+            self._calls = LimitedCalls()  # to the store, about failures: its thread is there before memory is short
+            weakref.finalize(self, self._calls.end).atexit = False
         world = dist.group.WORLD if self.size > 1 else None
         self.world: Axis = Axis("world", range(self.size), self.rank, world, self.traffic)
         if self._gpus_are_shared():
@@ -197,6 +200,8 @@ class Grid:
         self.device, self.timeout = whole.device, whole.timeout
         self.traffic, self.activity, self.call_orders = whole.traffic, whole.activity, whole.call_orders
         self._observers, self._store, self._store_lost = whole._observers, whole._store, whole._store_lost
+        if self._store is not None:
+            self._calls = whole._calls
 
     @property
     def replica(self) -> int:
@@ -319,7 +324,7 @@ class Grid:
         if store is not None and self._store_lost is None:
             # The process that held the store may have ended: then no rank can read the message.
             with contextlib.suppress(RuntimeError, TimeoutError):
-                with_timeout(_STORE, lambda: store.compare_set(_FAILURE, "", message))
+                self._calls.within(_STORE, lambda: store.compare_set(_FAILURE, "", message))
 
     def reported_failure(self) -> str | None:
         """Return the message of the first rank that reported a failure; None if none did, or if the store is gone."""
@@ -341,9 +346,9 @@ class Grid:
 
     def _read_failure(self) -> str | None:
         store = self._store
-        if store is None or not with_timeout(_STORE, lambda: store.check([_FAILURE])):
+        if store is None or not self._calls.within(_STORE, lambda: store.check([_FAILURE])):
             return None
-        return with_timeout(_STORE, lambda: store.get(_FAILURE)).decode()
+        return self._calls.within(_STORE, lambda: store.get(_FAILURE)).decode()
 
     def _ask_store(self, seconds: float, call: Callable[[], R]) -> R:
         """Return the result of a call of the store, which has no time limit of its own.
@@ -407,8 +412,8 @@ class Grid:
         with contextlib.suppress(RuntimeError, TimeoutError):
             for rank in range(self.size) if store is not None else ():
                 key = f"{_ENDED}/{rank}"
-                if rank != self.rank and with_timeout(_STORE, partial(store.check, [key])):  # type: ignore[union-attr]
-                    how = with_timeout(_STORE, partial(store.get, key)).decode()  # type: ignore[union-attr]
+                if rank != self.rank and self._calls.within(_STORE, partial(store.check, [key])):  # type: ignore[union-attr]
+                    how = self._calls.within(_STORE, partial(store.get, key)).decode()  # type: ignore[union-attr]
                     ended.append(f"{self.describe(rank)} has ended its program, {how}")
         if not ended:
             return None
@@ -430,7 +435,7 @@ class Grid:
                 error = getattr(sys, "last_exc", getattr(sys, "last_value", None))
                 how = "" if error is None else f"by {type(error).__name__}: {error}, "
                 text = f"{how}after {self.activity.counts()}"
-                with_timeout(_STORE, lambda: store.set(f"{_ENDED}/{self.rank}", text))
+                self._calls.within(_STORE, lambda: store.set(f"{_ENDED}/{self.rank}", text))
         self.close()
         if store is not None and self._serves:
             keys = [f"{_ENDED}/{rank}" for rank in range(self.size)]

@@ -18,7 +18,7 @@ from triax.data import TokenData
 from triax.fault_tolerance.identity import identity
 from triax.models.gpt import GPTConfig, gpt_layers
 
-from replica_jobs import coordinator, finish, losses, start
+from replica_jobs import coordinator, finish, has_stepped, losses, start, until
 from tokenized import folder
 
 # A program of a user, in whose text a test changes one thing.
@@ -152,12 +152,16 @@ def test_tokenized_data_are_compared_by_their_facts(tmp_path: Path, change: str)
 
 def test_a_foreign_replica_is_refused_and_the_run_goes_on(tmp_path: Path) -> None:
     """Replicas with other data trained together: 321 of 1,024 samples were never read, and 258 were read twice."""
+    hold = tmp_path / "hold"
+    hold.touch()
     with coordinator(least=2) as address:
-        common = {"steps": 30, "pause": 0.1}
-        run = [each for name in "ab" for each in start(tmp_path, name, address, **common)]
-        (other,) = start(tmp_path, "c", address, kind="narrow", log=str(tmp_path / "log"), **common)
-        (stranger,) = start(tmp_path, "d", address, secret="a guess", log=str(tmp_path / "log"), **common)
-        assert finish([other, stranger]) == [1, 1] and finish(run) == [0, 0]
+        run = [each for name in "ab" for each in start(tmp_path, name, address, steps=4, hold=str(hold))]
+        until(lambda: has_stepped(tmp_path, "a") and has_stepped(tmp_path, "b"))  # the first to come says what the run is
+        (other,) = start(tmp_path, "c", address, kind="narrow", log=str(tmp_path / "log"), steps=4)
+        (stranger,) = start(tmp_path, "d", address, secret="a guess", log=str(tmp_path / "log"), steps=4)
+        assert finish([other, stranger]) == [1, 1]
+        hold.unlink()
+        assert finish(run) == [0, 0]
     said = (tmp_path / "log").read_text()
     assert "does not know the secret of replica d: set TRIAX_SECRET" in said
     assert "replica c is not one of this run, because it differs from replica" in said

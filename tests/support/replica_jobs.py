@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -163,6 +163,8 @@ def train(job: Mapping[str, Any]) -> None:
                 job["fault"](engine)
                 job = {**job, "fault": None}
             time.sleep(job.get("pause", 0.0))
+            if engine.global_steps and "hold" in job:
+                until(lambda: not Path(job["hold"]).exists())
             loss = engine.train_batch() if kind != "module" else _module_step(engine, microbatches)
             line = [engine.global_steps - 1, float(loss).hex(), time.monotonic(), engine.replicas.members]
             file.write(json.dumps(line) + "\n")
@@ -312,13 +314,19 @@ def start_in_order(folder: Path, names: str, address: str, **job: Any) -> dict[s
     started = {}
     for name in names:
         started[name] = start(folder, name, address, **job, faults="".join(faults), **faults.get(name, {}))
-        deadline = time.monotonic() + 60.0
-        while not _has_stepped(folder, name) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        until(partial(has_stepped, folder, name))
     return started
 
 
-def _has_stepped(folder: Path, name: str) -> bool:
+def until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait until something holds, or for some seconds."""
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def has_stepped(folder: Path, name: str) -> bool:
+    """Return True if the first rank of a replica has taken a step."""
     file = Path(folder, f"{name}.0.losses")
     return file.exists() and file.stat().st_size > 0
 
