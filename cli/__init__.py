@@ -4,6 +4,7 @@ main.py: the command itself, and how errors are printed.
 demo.py: ``triax demo``, a small model on two stages, and its measured timeline.
 new.py: ``triax new``, a project to begin with; recipe.py: ``triax recipe``, training files to begin with.
 flags.py: flags of a command from classes of options.
+verbs.py: commands with verbs, of which the first may be left out, and the flags that became verbs.
 output.py: printed lines that quote files, without their control characters.
 memory.py: ``triax memory``, bytes of each pipe rank by kind, on paper.
 plan.py: ``triax plan``, the fastest layouts that fit on a cluster, and the reasons.
@@ -14,11 +15,11 @@ explain.py: what the run of a training file would be: stages, bytes of each rank
 measure.py: ``triax plan --measure``: times of this machine, as a machine file.
 run.py: ``triax run``, a script on many processes or hosts.
 coordinator.py: ``triax coordinator`` and ``triax drain``, replicas that leave and join a run.
-foreign_options.py: commands that know other libraries' options, by the tables of compat/launcher_options.py.
+foreign_options.py: the answer to a mistyped line; options of other libraries, by compat/launcher_options.py.
 env.py: ``triax env``, versions, devices and backends of this machine, and what is missing for what.
 config.py: ``triax config``, a configuration checked and resolved.
-schedule.py: ``triax schedule``, a pipeline schedule verified, simulated and drawn.
-cuts.py: ``triax schedule --layers``, where to cut a list of layers by their costs.
+schedule.py: ``triax schedule``, pipeline schedules verified, simulated and drawn; schedule_text.py: what it prints.
+cuts.py: ``triax schedule cuts``, where to cut a list of layers by their costs.
 check.py: ``triax check``, a model of one's own compared on grids with one process; check_targets.py: what it takes.
 report.py: ``triax report``, an HTML page about a run, or one that compares runs.
 train.py: ``triax train``, a training run from one file.

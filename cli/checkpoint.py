@@ -11,6 +11,7 @@ import typer
 from ..base.errors import CheckpointError, ConfigError, escaped
 from ..base.files import read_text
 from .output import echo
+from .verbs import Group
 
 if TYPE_CHECKING:
     from ..checkpoint.protocol import Snapshot
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 CHECKPOINTS = "checkpoints"  # folder of the checkpoints in the folder of a run of triax train
 
 checkpoint = typer.Typer(
-    name="checkpoint", help="Show, verify, convert, compare and prune checkpoints.", no_args_is_help=True
+    name="checkpoint", cls=Group, help="Show, verify, convert, compare and prune checkpoints.", no_args_is_help=True
 )
 
 Where = Annotated[

@@ -15,11 +15,12 @@ from ..base.errors import ConfigError, CorruptError
 from ..launcher.launch import cores
 from .generate import printable
 from .output import echo
+from .verbs import Group
 
 if TYPE_CHECKING:
     from ..data.token_folder import TokenFolder
 
-data = typer.Typer(name="data", help="Tokenize text, and show and verify tokens.", no_args_is_help=True)
+data = typer.Typer(name="data", cls=Group, help="Tokenize text, and show and verify tokens.", no_args_is_help=True)
 
 Sources = Annotated[
     list[str],

@@ -29,9 +29,11 @@ from .report import report
 from .run import CONTEXT, run
 from .schedule import schedule
 from .train import train
+from .verbs import Group
 
 app = typer.Typer(
     name="triax",
+    cls=Group,
     help="Train models in three dimensions: pipe, tensor and data. Begin with triax demo.",
     epilog=f"Pages such as docs/launch.md, which help texts and messages name, are in {Path(__file__).parents[1]}.",
     no_args_is_help=True,
@@ -60,7 +62,7 @@ app.command(cls=Command)(recipe)
 app.command(cls=Command)(memory)
 app.command(cls=Command)(config)
 app.command(cls=Command)(grid)
-app.command(cls=Command)(schedule)
+app.add_typer(schedule)
 app.command(cls=Command)(train)
 app.command(cls=Command)(generate)
 app.command(cls=Command)(evaluate)

@@ -91,7 +91,7 @@ def plan(
     layer_costs: Annotated[
         Path | None,
         typer.Option(
-            help="Write the costs of each layer of the best layout to this .json file, for `triax schedule --layers`."
+            help="Write the costs of each layer of the best layout to this .json file, for `triax schedule cuts`."
         ),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw memory and time to this .png, .svg or .pdf file.")] = None,
