@@ -7,12 +7,13 @@ flags.py: flags of a command from classes of options.
 verbs.py: commands with verbs, of which the first may be left out, and the flags that became verbs.
 output.py: printed lines that quote files, without their control characters.
 memory.py: ``triax memory``, bytes of each pipe rank by kind, on paper.
-plan.py: ``triax plan``, the fastest layouts that fit on a cluster, and the reasons.
+plan.py: ``triax plan``, the fastest layouts that fit on a cluster, and the reasons; plan_text.py: what it prints;
+plan_files.py: the training file and the Slurm script that it writes.
 plan_inputs.py: the model that a name or a file stands for, and the keys of ``--layout``.
-fit.py: ``triax plan --fit``, a machine's figures from a table of runs, with leave-one-out errors.
+fit.py: ``triax plan fit``, a machine's figures from a table of runs, with leave-one-out errors.
 grid.py: ``triax grid``, the place of each rank on a grid, and what it holds.
 explain.py: what the run of a training file would be: stages, bytes of each rank, tokens, without ranks and torch.
-measure.py: ``triax plan --measure``: times of this machine, as a machine file.
+measure.py: ``triax plan measure``: times of this machine, as a machine file.
 run.py: ``triax run``, a script on many processes or hosts.
 coordinator.py: ``triax coordinator`` and ``triax drain``, replicas that leave and join a run.
 foreign_options.py: the answer to a mistyped line; options of other libraries, by compat/launcher_options.py.

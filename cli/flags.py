@@ -52,7 +52,7 @@ def with_flags(function: Callable[..., Any]) -> Callable[..., Any]:
                 arguments[name] = _made(section, typed)
             return function(**arguments, **({"context": context} if "context" in own else {}))
         except OptionError as error:
-            raise ConfigError(f"{error.spelled(flag)}.") from error
+            raise ConfigError(f"{error.spelled(flag)}.".replace(" or None, not ", ", not ")) from error
         except ConfigError:
             raise
         except (ValueError, OSError, ImportError) as error:

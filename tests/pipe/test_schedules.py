@@ -527,7 +527,10 @@ def test_the_command_says_that_an_option_does_nothing(words: list[str], kind: st
         (["1f1b", "--pipe", "2", "--microbatches", "2", "--plot", "x.gif"], ".png"),
         (["1f1b", "--pipe", "1000000", "--microbatches", "4"], "at most 1,048,576 are simulated"),
         (["compare", "--pipe", "4", "--microbatches", "1000000000"], "at most 1,048,576 are simulated"),
-        (["1f1b", "--pipe", "2", "--microbatches", "2", "--costs", "1e308,1e308,1"], "--costs = [1e+308, 1e+308, 1.0]: give a number of 3.4e+38 or less"),
+        (
+            ["1f1b", "--pipe", "2", "--microbatches", "2", "--costs", "1e308,1e308,1"],
+            "give a number of 3.4e+38 or less",
+        ),
     ],
 )
 def test_the_command_says_what_to_type(words: list[str], message: str) -> None:
