@@ -19,7 +19,8 @@ coordinator.py: ``triax coordinator`` and ``triax drain``, replicas that leave a
 foreign_options.py: the answer to a mistyped line; options of other libraries, by compat/launcher_options.py.
 env.py: ``triax env``, versions, devices and backends of this machine, and what is missing for what.
 config.py: ``triax config``, a configuration checked and resolved.
-schedule.py: ``triax schedule``, pipeline schedules verified, simulated and drawn; schedule_text.py: what it prints.
+schedule.py: ``triax schedule``, pipeline schedules verified, simulated and drawn;
+schedule_flags.py: its flags, and the schedule that they make; schedule_text.py: what it prints.
 cuts.py: ``triax schedule cuts``, where to cut a list of layers by their costs.
 check.py: ``triax check``, a model of one's own compared on grids with one process; check_targets.py: what it takes.
 report.py: ``triax report``, an HTML page about a run, or one that compares runs.

@@ -12,10 +12,11 @@ import typer
 
 from ..base.option_error import OptionError
 from ..base.tables import table, terminal
-from ..options.base import Options, option
+from ..options.base import option
 from ..options.schedule import ScheduleOptions
 from ..pipe.schedules.choose import make_schedule
-from .flags import with_flags
+from .flags import one_line_errors, with_flags
+from .schedule_flags import SizeFlags
 
 if TYPE_CHECKING:
     from ..pipe.cuts import StageCut
@@ -24,13 +25,10 @@ HEADS = ("partition", "schedule", "chunks", "ms", "bubble", "GB of each rank", "
 
 
 @dataclass(frozen=True, kw_only=True)
-class CutFlags(Options):
+class CutFlags(SizeFlags):
     """Flags of ``triax schedule cuts``."""
 
     schedule: str = option("1f1b", "Schedule of all cuts but auto, which is the best schedule.")
-    pipe: int = option(4, "Size of the pipe axis.", least=1)
-    microbatches: int | None = option(None, "Microbatches per step. Default: twice --pipe.", least=1)
-    chunks: int | None = option(None, "Stages per rank. Default: as the schedule needs.", least=1)
     limit: float | tuple[float, ...] | None = option(
         None, "GB (1e9 bytes) that a rank may take, or one for each rank: 20,20,40.", above=0
     )
@@ -43,6 +41,7 @@ class CutFlags(Options):
 
 
 @with_flags
+@one_line_errors
 def cuts(
     costs: Annotated[
         Path, typer.Argument(help="JSON file with the costs of each layer, as triax plan --layer-costs writes it.")

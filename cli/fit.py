@@ -14,7 +14,7 @@ import typer
 from ..base.errors import ConfigError, no_such
 from ..base.tables import table, terminal
 from ..options.base import Options, option
-from .flags import with_flags
+from .flags import one_line_errors, with_flags
 
 # All else is imported where it is used: `triax --help` needs none of it.
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class FitFlags(Options):
 
 
 @with_flags
+@one_line_errors
 def fit(
     path: Annotated[Path, typer.Argument(help="Measured runs (.csv), a line for each.", metavar="ROWS")],
     flags: FitFlags,

@@ -16,6 +16,7 @@ import typer
 from ..base.errors import ConfigError
 from ..base.option_error import OptionError
 from ..options.base import Options, declared, hints_of, is_required
+from ..options.words import flag
 
 _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH", bool: " "}
 _SIGNS = {"least": ">=", "above": ">", "most": "<=", "below": "<"}
@@ -28,8 +29,7 @@ def with_flags(function: Callable[..., Any]) -> Callable[..., Any]:
     the flag's name: ``--top-k = 0: give 1 or more.``
 
     Raises:
-        ConfigError: a value that a class refuses, a flag that has no effect without another one; in place of a
-            ``ValueError``, an ``OSError`` or an ``ImportError`` of the function.
+        ConfigError: a value that a class refuses, or a flag that has no effect without another one.
     """
     hints, own = get_type_hints(function, include_extras=True), inspect.signature(function).parameters
     sections = {name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, Options)}
@@ -53,19 +53,25 @@ def with_flags(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(**arguments, **({"context": context} if "context" in own else {}))
         except OptionError as error:
             raise ConfigError(f"{error.spelled(flag)}.".replace(" or None, not ", ", not ")) from error
-        except ConfigError:
-            raise
-        except (ValueError, OSError, ImportError) as error:
-            raise ConfigError(str(error)) from error
 
     vars(command)["__signature__"] = inspect.Signature(parameters)
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     return command
 
 
-def flag(name: str) -> str:
-    """Return the flag of an option: ``top_k`` is ``--top-k``."""
-    return f"--{name.replace('_', '-')}"
+def one_line_errors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function whose ``ValueError``, ``OSError`` and ``ImportError`` are mistakes of the user."""
+
+    @functools.wraps(function)
+    def called(*arguments: Any, **given: Any) -> Any:
+        try:
+            return function(*arguments, **given)
+        except ConfigError:
+            raise
+        except (ValueError, OSError, ImportError) as error:
+            raise ConfigError(str(error)) from error
+
+    return called
 
 
 def _is_typed(context: typer.Context, name: str) -> bool:

@@ -29,11 +29,11 @@ from .report import report
 from .run import CONTEXT, run
 from .schedule import schedule
 from .train import train
-from .verbs import Group
+from .verbs import CommandGroup
 
 app = typer.Typer(
     name="triax",
-    cls=Group,
+    cls=CommandGroup,
     help="Train models in three dimensions: pipe, tensor and data. Begin with triax demo.",
     epilog=f"Pages such as docs/launch.md, which help texts and messages name, are in {Path(__file__).parents[1]}.",
     no_args_is_help=True,

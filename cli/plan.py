@@ -13,7 +13,7 @@ import typer
 from ..base.errors import ConfigError
 from ..options.base import REQUIRED, Options, option
 from .fit import fit
-from .flags import with_flags
+from .flags import one_line_errors, with_flags
 from .foreign_options import Command
 from .plan_files import TO_SET, write_sbatch, write_training_file
 from .plan_inputs import model_of, parse_layout
@@ -90,7 +90,7 @@ class SearchFlags(RunFlags):
     html: Path | None = option(None, "Write a page with the table and the bars.")
 
 
-class _Run(NamedTuple):
+class _PlannedRun(NamedTuple):
     """Run to plan: the work, the GB of each GPU, and the training file that it comes from, checked and as read."""
 
     work: Work
@@ -101,6 +101,7 @@ class _Run(NamedTuple):
 
 @plan.command(cls=Command)
 @with_flags
+@one_line_errors
 def search(flags: SearchFlags) -> None:
     """Print the fastest layouts of a training run that fit into a cluster's memory."""
     from ..plan.cost import CostModel
@@ -156,6 +157,7 @@ def search(flags: SearchFlags) -> None:
 
 @plan.command(cls=Command)
 @with_flags
+@one_line_errors
 def compare(
     a: Annotated[str, typer.Argument(help="A layout, such as tensor=8,zero=1. The search chooses its other keys.")],
     b: Annotated[str, typer.Argument(help="Another layout.")],
@@ -179,11 +181,12 @@ def compare(
         difference = {key: {kind: found[0][key][kind] - found[1][key][kind] for kind in found[0][key]} for key in kinds}
         typer.echo(json.dumps({"trust": trust, "layouts": found, "difference": difference}))
     else:
-        print_difference(*found, trust["line"])
+        print_difference(found[0], found[1], trust["line"])
 
 
 @plan.command(cls=Command)
 @with_flags
+@one_line_errors
 def measure(file: Annotated[Path, typer.Argument(help="File to write (.json), for --machine.")]) -> None:
     """Time this machine for a minute, and write its description."""
     if file.suffix != ".json":
@@ -198,7 +201,7 @@ def measure(file: Annotated[Path, typer.Argument(help="File to write (.json), fo
 plan.command(cls=Command)(fit)
 
 
-def _run(flags: RunFlags) -> _Run:
+def _run(flags: RunFlags) -> _PlannedRun:
     """Return the run that flags describe."""
     from ..plan.cost import Work
     from ..plan.machine import machine
@@ -216,7 +219,7 @@ def _run(flags: RunFlags) -> _Run:
         document_mask=file is not None and file.method is None and file.data.document_mask,
     )
     memory = flags.memory if isinstance(flags.memory, tuple) else (flags.memory or work.machine.memory / 1e9,)
-    return _Run(work, [1e9 * each for each in memory], file, source)
+    return _PlannedRun(work, [1e9 * each for each in memory], file, source)
 
 
 def _needs_sequences(file: TrainingFile, config: TransformerConfig, given: dict[str, list[Any]]) -> bool:

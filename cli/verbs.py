@@ -9,7 +9,7 @@ from typer.core import TyperGroup
 from ..base.errors import ConfigError, no_such
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """A command with further commands, that says in one line which one does not exist."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -23,7 +23,7 @@ class Group(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
-class VerbGroup(Group):
+class VerbGroup(CommandGroup):
     """A command whose first verb may be left out."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

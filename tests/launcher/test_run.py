@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import run_triax
 from typer.testing import CliRunner
 
 from triax.base.errors import ConfigError
@@ -24,7 +25,6 @@ from triax.launcher.launch import launch
 from triax.launcher.log_tail import LogTail
 
 import processes
-from command_line import run_triax
 from launched_scripts import ELSEWHERE, SCRIPT, written
 from paths import DOCS
 from processes import TRIAX, as_mpich, as_mpirun, as_srun, free_port, last_line, started
@@ -200,7 +200,7 @@ def test_options_of_other_launchers(tmp_path: Path, caplog: pytest.LogCaptureFix
         assert "There is no file nowhere.py" in str(result.exception)
         assert caplog.messages[-1] == f"triax run: {name} does nothing: {why}"
     (tmp_path / "script.py").touch()
-    runner.invoke(app, ["run", "--replicas", "a,a", "--master_port", "7", str(tmp_path / "script.py")])
+    runner.invoke(app, ["run", "--master_port", "7", "--nproc", "no", str(tmp_path / "script.py")])
     assert caplog.messages[-1].startswith("triax run: --master-port does nothing: on one host, ")
     for words, said in (
         (["--launcher", "openmpi", "--hostfile", "hosts"], "start the script with mpirun"),

@@ -32,7 +32,6 @@ ALLOWED = {
     "train/schema.py": "the section deepspeed: of the training file",
     "cli/checkpoint.py": COMMANDS,
     "cli/config.py": COMMANDS,
-    "cli/run.py": COMMANDS,
     "grid/environment.py": "a variable that DeepSpeed's launcher sets",
     "launcher/launch.py": "the advice when a script imports deepspeed, which is not installed",
     "plan/machine.py": MEASURED,

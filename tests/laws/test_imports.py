@@ -55,7 +55,7 @@ REACHED_LATE = (
 # The one context of an adapter whose API is global.
 CONTEXTS = ("compat/horovod/context.py",)
 UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
-_LAUNCHER = ("launcher/launch.py", "launcher/replicas.py", "cli/run.py", "launcher/worker.py")
+_LAUNCHER = ("launcher/launch.py", "launcher/run.py", "launcher/replicas.py", "launcher/worker.py")
 # A dry run stands in for a launcher, and sets its variables.
 _DRY_RUN = ("dry_run/rank.py", "dry_run/traced_rank.py")
 # So does the pool of ranks for tests. It pickles values between processes that it started itself, through their pipes.

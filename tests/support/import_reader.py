@@ -29,7 +29,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "optim": _LOW,
     "data": _LOW,
     "checkpoint": _LOW,
-    "launcher": _LOW,
+    "launcher": (*_LOW, "options"),
     "monitor": (*_LOW, "options", "pipe/program"),
     "moe": (*_LOW, "tensor_parallel/regions.py"),
     "models": (*_LOW, "options/lora.py", "pipe/spec.py", "pipe/chunked_loss.py", "tensor_parallel", "context", "moe"),
