@@ -26,6 +26,7 @@ check.py: ``triax check``, a model of one's own compared on grids with one proce
 report.py: ``triax report``, an HTML page about a run, or one that compares runs.
 train.py: ``triax train``, a training run from one file.
 generate.py: ``triax generate``, text from a prompt.
+model_folder.py: the model of a folder, on ranks; model_text.py: its tokenizer, and text as it is made.
 evaluate.py: ``triax evaluate``, the metrics of a model on tasks of lm-eval.
 data.py: ``triax data``, text made into tokens, shown and verified; tokenizers trained.
 checkpoint.py: ``triax checkpoint``, show, verify, diff, export, import and prune checkpoints.

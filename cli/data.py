@@ -14,8 +14,7 @@ import typer
 from ..base.errors import ConfigError, CorruptError
 from ..launcher.launch import cores
 from .foreign_options import Command
-from .generate import printable
-from .output import echo
+from .output import echo, printable
 from .verbs import CommandGroup
 
 if TYPE_CHECKING:

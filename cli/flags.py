@@ -19,6 +19,7 @@ from ..options.base import Options, declared, hints_of, is_required
 from ..options.words import flag
 
 _METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH", bool: " "}
+_CONTEXT = "called"  # name of the argument that has typer's context, in functions that ask for it too
 _SIGNS = {"least": ">=", "above": ">", "most": "<=", "below": "<"}
 
 
@@ -34,23 +35,22 @@ def with_flags(function: Callable[..., Any]) -> Callable[..., Any]:
     hints, own = get_type_hints(function, include_extras=True), inspect.signature(function).parameters
     sections = {name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, Options)}
     keyword = inspect.Parameter.KEYWORD_ONLY
-    context = inspect.Parameter("context", keyword, annotation=typer.Context)
-    parameters = [] if "context" in own else [context]
+    parameters = [inspect.Parameter(_CONTEXT, keyword, annotation=typer.Context)]
     for name, each in own.items():
         if name in sections:
             kinds = hints_of(sections[name])
             parameters += [_parameter(found, kinds[found.name]) for found in declared(sections[name])]
-        else:
+        elif name != _CONTEXT:
             parameters.append(each.replace(annotation=hints[name], kind=keyword))
 
     @functools.wraps(function)
-    def command(context: typer.Context, **given: Any) -> Any:
-        typed = {name: given[name] for name in given if _is_typed(context, name)}
-        arguments: dict[str, Any] = {name: given[name] for name in own if name in given}
+    def command(**given: Any) -> Any:
+        typed = {name: given[name] for name in given if _is_typed(given[_CONTEXT], name)}
+        arguments = {name: given[name] for name in own if name in given}
         try:
             for name, section in sections.items():
                 arguments[name] = _made(section, typed)
-            return function(**arguments, **({"context": context} if "context" in own else {}))
+            return function(**arguments)
         except OptionError as error:
             raise ConfigError(f"{error.spelled(flag)}.".replace(" or None, not ", ", not ")) from error
 

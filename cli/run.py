@@ -50,7 +50,7 @@ class DryFlags(Options):
 
 @with_flags
 def run(
-    context: typer.Context,
+    called: typer.Context,
     script: Annotated[str, typer.Argument(help="Python file to run; with -m, a module. Its own arguments follow.")],
     options: LaunchOptions,
     replicas: ReplicaOptions,
@@ -60,7 +60,7 @@ def run(
     """Run a script on many processes, on this host or on several, and report the cause of a failure last."""
     from ..compat.launcher_options import STARTERS
 
-    program = program_of(script, context.args, options)
+    program = program_of(script, called.args, options)
     if dry.dry is not None:
         _dry_run(program, dry.dry, dry.dry_value, options.nproc)
     if replicas.replicas:

@@ -16,8 +16,9 @@ import torch
 
 import triax
 from triax.base.errors import ConfigError
-from triax.cli.generate import family, find_model, open_text
 from triax.cli.main import main
+from triax.cli.model_folder import family, find_model
+from triax.cli.model_text import open_text
 from triax.grid import Grid
 from triax.models.gpt import GPTConfig, gpt_layers
 from triax.models.huggingface.load import load_hf
