@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from ..agreement.agreement import agreed, begin_call, totals
 from ..base.accelerators import is_accelerator
 from ..base.checks import check_count, check_kind, check_path
 from ..base.errors import ConfigError
@@ -29,11 +28,10 @@ from ..context.sparse_layers import set_sparse_attention
 from ..data.dataloader import Loader, TokenLoader, make_loader
 from ..data.token_data import TokenData
 from ..grid import Grid
+from ..grid.agreement.agreement import agreed, begin_call, totals
 from ..grid.assemble import Shard, assemble
 from ..grid.comm.traffic import Sent
 from ..moe.auxiliary_steps import AuxiliarySteps
-from ..monitor.monitor import Monitor
-from ..monitor.trace import comms_logger as comms
 from ..options.compilation import Compile
 from ..options.engine import EngineKeywords, EngineOptions
 from ..pipe.module import PipelineModule
@@ -45,6 +43,8 @@ from ..zero.synchronous_replicas import SynchronousReplicas
 from .accounting.memory import MemoryAccounts
 from .accounting.traffic import traffic_formulas
 from .instrument import instrument
+from .monitor.monitor import Monitor
+from .monitor.trace import comms_logger as comms
 from .named_losses import NamedLossSteps
 from .named_parameters import named_parameters
 from .observer import RecordingObserver
@@ -74,8 +74,8 @@ from .snapshot.checkpointer import Checkpointer, check_state
 from .step_observer import StepObserver
 
 if TYPE_CHECKING:
-    from ..fault_tolerance.replicas import FaultTolerantReplicas
-    from ..local_sgd.local_replicas import LocalReplicas
+    from ..plugins.fault_tolerance.replicas import FaultTolerantReplicas
+    from ..plugins.local_sgd.local_replicas import LocalReplicas
     from .module_engine import ModuleEngine
     from .pipeline_engine import PipelineEngine
 

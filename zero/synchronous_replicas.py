@@ -1,4 +1,4 @@
-"""Replica strategy of synchronous data parallelism. ``local_sgd/`` has the strategy of local SGD and DiLoCo."""
+"""Replica strategy of synchronous data parallelism. ``plugins/local_sgd/`` has the strategy of local SGD and DiLoCo."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from import_reader import (
 from paths import ROOT
 
 # They use rich, matplotlib, jinja2 where they draw, and numpy where they fit.
-DRAWS = ("pipe/program/draw.py", "plan/picture.py", "plan/page.py", "plan/fit.py")
+DRAWS = ("pipe/program/draw.py", "plugins/plan/picture.py", "plugins/plan/page.py", "plugins/plan/fit.py")
 
 CORE = {"torch", "numpy", "einops", "pydantic", "safetensors", "typer", "rich", "jinja2", "yaml"}
 # Imported where they are used, not before.
@@ -55,9 +55,9 @@ REACHED_LATE = (
 # The one context of an adapter whose API is global.
 CONTEXTS = ("compat/horovod/context.py",)
 UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
-_LAUNCHER = ("launcher/launch.py", "launcher/replicas.py", "cli/run.py", "launcher/worker.py")
+_LAUNCHER = ("grid/launcher/launch.py", "grid/launcher/replicas.py", "cli/run.py", "grid/launcher/worker.py")
 # A dry run stands in for a launcher, and sets its variables.
-_DRY_RUN = ("dry_run/rank.py", "dry_run/traced_rank.py")
+_DRY_RUN = ("plugins/dry_run/rank.py", "plugins/dry_run/traced_rank.py")
 # So does the pool of ranks for tests. It pickles values between processes that it started itself, through their pipes.
 _POOL = ("testing/pool.py", "testing/rank_process.py")
 READ_ENVIRONMENT = ("grid/grid.py", "grid/environment.py", *_LAUNCHER, *_DRY_RUN, *_POOL)
@@ -157,16 +157,16 @@ def bad_habits(root: Path) -> Iterator[str]:
         for found in imports(root, file):
             if found.target.split(".")[0] in UNPICKLERS and file not in _POOL:
                 yield f"{file}:{found.line} imports {found.target}: no file is unpickled"
-            if found.target.startswith("torch.cuda") and not file.startswith(("grid/", "randomness/")):
-                yield f"{file}:{found.line} uses torch.cuda: only grid/ and randomness/ know devices"
+            if found.target.startswith("torch.cuda") and not file.startswith(("grid/", "grid/randomness/")):
+                yield f"{file}:{found.line} uses torch.cuda: only grid/ and grid/randomness/ know devices"
             if found.target in ("os.environ", "os.getenv") and file not in READ_ENVIRONMENT:
                 yield f"{file}:{found.line} reads the environment: only {', '.join(READ_ENVIRONMENT)} do"
         for node in ast.walk(tree):
             line = getattr(node, "lineno", 0)
             if isinstance(node, ast.Attribute):
                 name = ast.unparse(node)
-                if name == "torch.cuda" and not file.startswith(("grid/", "randomness/")):
-                    yield f"{file}:{line} uses torch.cuda: only grid/ and randomness/ know devices"
+                if name == "torch.cuda" and not file.startswith(("grid/", "grid/randomness/")):
+                    yield f"{file}:{line} uses torch.cuda: only grid/ and grid/randomness/ know devices"
                 if name in ("os.environ", "os.getenv", "os.putenv") and file not in READ_ENVIRONMENT:
                     yield f"{file}:{line} reads the environment: only {', '.join(READ_ENVIRONMENT)} do"
             if isinstance(node, ast.Call):
@@ -304,7 +304,7 @@ OFFENDERS = [
     (bad_habits, "grid/a.py", "import os\nrank = os.environ['RANK']", "grid/a.py:2 reads the environment"),
     (bad_habits, "engine/a.py", "from os import environ", "reads the environment"),
     (bad_habits, "engine/a.py", "import os\nos.getenv('X')", "reads the environment"),
-    (bad_habits, "launcher/launch.py", "import os\nos.environ['RANK']", None),
+    (bad_habits, "grid/launcher/launch.py", "import os\nos.environ['RANK']", None),
     (bad_habits, "engine/a.py", "import pickle", "no file is unpickled"),
     (bad_habits, "engine/a.py", "def f():\n    from dill import loads", "no file is unpickled"),
     (bad_habits, "engine/a.py", "import torch\ntorch.load('x')", "use safetensors"),
@@ -320,7 +320,7 @@ OFFENDERS = [
 def test_the_rule_finds_an_offender(tmp_path: Path, rule: object, file: str, text: str, complaint: str | None) -> None:
     assert callable(rule)
     made_first = ("grid/topology", "grid/grid", "pipe/program/ops", "pipe/schedules/registry", "pipe/spec", "zero/flat")
-    more = ("models/config", "launcher/launch", "compat/huggingface/trainer", "compat/huggingface/arguments")
+    more = ("models/config", "grid/launcher/launch", "compat/huggingface/trainer", "compat/huggingface/arguments")
     for made in (*made_first, *more, "engine/base", "zero/uses_flat"):
         path = tmp_path / f"{made}.py"
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -81,7 +81,7 @@ def test_wheel_holds_the_library_and_nothing_else(wheel: Path) -> None:
     info = f"triax-{triax.__version__}.dist-info"
     ours = {name for name in names if not name.startswith(f"{info}/")}
     stubs = {str(file.relative_to(ROOT)) for file in STUBS}
-    data = {"py.typed", "monitor/report/page.html", "plan/page.html"}
+    data = {"py.typed", "engine/monitor/report/page.html", "plugins/plan/page.html"}
     data |= {str(file.relative_to(ROOT)) for file in (ROOT / "compat").rglob("*.toml")}
     data |= {f"docs/{file.relative_to(ROOT / 'docs')}" for file in (ROOT / "docs").rglob("*.md")}
     for files in ("gpt_*.py", "new_project/*.*", "recipes/*.*"):
@@ -200,7 +200,7 @@ def test_the_commands_help_imports_no_library_of_a_command(tmp_path: Path) -> No
     """Pydantic and the planner took half of the time of ``triax --help``."""
     script = "import sys, triax.cli.main; print(*sorted(sys.modules))"
     done = run(sys.executable, "-c", script, cwd=tmp_path)
-    heavy = {"torch", "numpy", "pydantic", "yaml", "jinja2", "triax.plan.search", "triax.train.schema"}
+    heavy = {"torch", "numpy", "pydantic", "yaml", "jinja2", "triax.plugins.plan.search", "triax.train.schema"}
     assert "triax.cli.plan" in done.stdout.split() and not heavy & set(done.stdout.split()), done.stderr
 
 

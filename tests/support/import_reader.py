@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ASIDE = ("tests", "examples", "benchmarks")
-# One level of three folders: they import the communicators and layouts of grid/, and grid/grid.py alone agreement/.
+# One level of three folders: they import the communicators and layouts of grid/, and grid/grid.py alone grid/agreement/.
 GROUND = ("grid", "randomness", "agreement")
 _LOW = ("base", *GROUND)
 _PARTS = (
@@ -44,9 +44,9 @@ ARROWS: dict[str, tuple[str, ...]] = {
         *(*_LOW, "pipe/chunked_loss.py", "pipe/p2p.py", "pipe/schema.py", "tensor_parallel", "context", "moe"),
         *("models", "engine", "inference"),
     ),
-    "testing": (*_LOW, "options", "pipe", "monitor/profiler", "engine"),
+    "testing": (*_LOW, "options", "pipe", "engine/monitor/profiler", "engine"),
     "local_sgd": (*_PARTS, "models", "engine"),
-    "fault_tolerance": (*_PARTS, "models", "engine", "local_sgd/outer_optimizer.py"),
+    "fault_tolerance": (*_PARTS, "models", "engine", "plugins/local_sgd/outer_optimizer.py"),
     "train": (*_PARTS, "models", "engine", "inference", "methods"),
     "dry_run": (*_PARTS, "models", "engine", "methods", "train"),
     "compat": (*_PARTS, "models", "engine", "inference", "train", "gradient_compression"),
@@ -80,7 +80,12 @@ BARE = (
         "base/lazy.py",
         "base/safetensors_header.py",
     ),
-    *("base/option_error.py", "agreement/__init__.py", "agreement/hang_watch.py", "agreement/store_barrier.py"),
+    *(
+        "base/option_error.py",
+        "grid/agreement/__init__.py",
+        "grid/agreement/hang_watch.py",
+        "grid/agreement/store_barrier.py",
+    ),
     *("grid/__init__.py", "grid/environment.py", "grid/ranges.py", "grid/topology.py", "grid/comm/__init__.py"),
     *("grid/comm/thread_priority.py", "grid/comm/traffic.py", "options"),
     *("pipe/__init__.py", "pipe/partition.py", "pipe/program", "pipe/schedules"),
