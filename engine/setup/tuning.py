@@ -1,4 +1,4 @@
-"""``batch.microbatch`` auto and ``tuning``: what ``plugins/plan/tuning.py`` asks of a run, with steps that change nothing."""
+"""``batch.microbatch`` auto and ``tuning``: what plugins/plan/tuning.py asks of a run. Its steps change nothing."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ SLOW = {
 }
 # A package: the last tests of this file; a project: tests/testing/test_kit.py; tests/train/test_distill_run.py.
 INSTALLED = {"npz_export.py", "test_my_model.py", "store_teacher.py"}
-# Two jobs at once: tests/train/methods/test_remote_teacher.py; a checkpoint of a user's: tests/checkpoint/test_convert.py.
+# Two jobs at once: tests/train/methods/test_remote_teacher.py; a user's checkpoint: tests/checkpoint/test_convert.py.
 TOGETHER = ("teach.py", "learn.py", "to_dcp.py")
 FOREIGN = {"sbatch", "srun", "kubectl", "ssh", "mpirun", "export", "nvidia-smi"}  # they need a cluster
 

@@ -27,12 +27,12 @@ import triax
 from triax.base.errors import to_install
 from triax.cli.main import app
 
-from import_reader import FOLDERS, library, needs_no_torch
+from import_reader import ROOMS, library, needs_no_torch
 from paths import ROOT
 from versions import versions
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-STUBS = [ROOT / "__init__.pyi", *(file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.pyi")))]
+STUBS = [ROOT / "__init__.pyi", *(file for folder in ROOMS for file in sorted((ROOT / folder).rglob("*.pyi")))]
 TORCH_FREE = [file for file in library(ROOT) if needs_no_torch(file)]
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ....base.errors import require_at_least
 from ....grid.layout import layout_of
-from .adam import LocalValue, OneBit, State, corrected, denominator
+from .optimizer import LocalValue, OneBit, State, corrected, denominator
+from .stepper import OneBitStepper
 
 
 class OneBitLamb(OneBit):
@@ -34,6 +35,8 @@ class OneBitLamb(OneBit):
         factor_max, factor_min: limits of the factor.
         factor_threshold: relative change of the factor in a step, at most.
     """
+
+    stepper = OneBitStepper
 
     needs_whole_tensors = ("its coefficients are of whole tensors", "OneBitAdam")
 

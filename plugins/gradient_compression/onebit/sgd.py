@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ....base.errors import require_at_least
-from .adam import LocalValue, OneBit, State
+from .optimizer import LocalValue, OneBit, State
+from .stepper import OneBitStepper
 
 
 class OneBitSGD(OneBit):
@@ -24,6 +25,8 @@ class OneBitSGD(OneBit):
         lr, momentum, weight_decay, nesterov: as in torch's SGD.
         freeze_step: first steps, whose gradients are not compressed.
     """
+
+    stepper = OneBitStepper
 
     means = True
 

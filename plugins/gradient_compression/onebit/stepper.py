@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,9 +23,7 @@ from ....zero.shard_ranges import DtypeOf, KeyedRanges, ShardRanges
 from ....zero.whole_tensors import MasterView, WholeStepper
 from .allreduce import OneBitMean
 from .exchange import OneBitExchange
-
-if TYPE_CHECKING:
-    from .adam import LocalValue, OneBit
+from .optimizer import LocalValue, OneBit
 
 
 class OneBitStepper(WholeStepper):
