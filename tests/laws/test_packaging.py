@@ -193,7 +193,7 @@ def test_the_command_prints_the_version_of_the_package() -> None:
 def test_the_package_takes_nothing_in_until_a_name_is_used(tmp_path: Path) -> None:
     script = "import sys, triax; print(*sorted(name for name in sys.modules if name.startswith(('triax', 'torch'))))"
     done = run(sys.executable, "-c", script, cwd=tmp_path)
-    assert done.stdout.split() == ["triax", "triax.base", "triax.base.lazy"], done.stderr
+    assert done.stdout.split() == ["triax", "triax.base", "triax.base.lazy", "triax.base.moved"], done.stderr
 
 
 def test_the_commands_help_imports_no_library_of_a_command(tmp_path: Path) -> None:
@@ -237,7 +237,12 @@ def test_the_package_may_be_imported_under_another_name() -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules["another_name"] = module
     spec.loader.exec_module(module)
-    assert set(sys.modules) - before == {"another_name", "another_name.base", "another_name.base.lazy"}
+    assert set(sys.modules) - before == {
+        "another_name",
+        "another_name.base",
+        "another_name.base.lazy",
+        "another_name.base.moved",
+    }
     assert module.__version__ == triax.__version__ == PROJECT["project"]["version"]
 
 

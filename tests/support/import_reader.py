@@ -44,6 +44,7 @@ BARE = (
         "base/files.py",
         "base/json_comments.py",
         "base/lazy.py",
+        "base/moved.py",
         "base/safetensors_header.py",
     ),
     *(
@@ -63,7 +64,7 @@ BARE = (
         "models/presets.py",
         "models/recurrent/sizes.py",
         "models/rope_scaling.py",
-        "plan",
+        "plugins/plan",
     ),
 )
 # Files that run without torch, though not without other packages.
