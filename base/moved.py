@@ -25,6 +25,7 @@ MODULES = {
     "plan": "plugins.plan",
     "randomness": "grid.randomness",
 }
+_PUBLIC = ("gradient_compression", "methods")  # public names of triax itself, which stay: no warning
 _COMPRESSION = ("OneBitAdam", "OneBitLamb", "OneBitSGD", "PowerSGD", "SparseRows", "TopK", "ZeroOneAdam")
 # Older place of a name -> the package that has the name now; both within triax.
 NAMES = {**{f"zero.{name}": "gradient_compression" for name in _COMPRESSION}, "grid.VERSION": "base"}
@@ -70,7 +71,7 @@ class MovedModules(MetaPathFinder):
         if package or room not in MODULES:
             return None
         now = f"{self._package}.{MODULES[room]}{inside and '.'}{inside}"
-        if not inside:
+        if not inside and room not in _PUBLIC:
             _warn(fullname, now, 2)
         return ModuleSpec(fullname, Renamed(now), is_package=True)
 
