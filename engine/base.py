@@ -39,7 +39,6 @@ from ..pipe.program.schedule import Schedule
 from ..zero.data_axis import ZeroDataAxis
 from ..zero.gathered_parameters import gathered
 from ..zero.optimizer import OptimizerFactory
-from ..zero.synchronous_replicas import SynchronousReplicas
 from .accounting.memory import MemoryAccounts
 from .accounting.traffic import traffic_formulas
 from .instrument import instrument
@@ -51,6 +50,7 @@ from .observer import RecordingObserver
 from .optimizer_step import OptimizerStep
 from .replica_buffers import ReplicaBuffers
 from .replica_rows import ReplicaRows
+from .replica_strategy import SynchronousReplicas
 from .setup.arguments import (
     Groups,
     check_arguments,
@@ -74,8 +74,6 @@ from .snapshot.checkpointer import Checkpointer, check_state
 from .step_observer import StepObserver
 
 if TYPE_CHECKING:
-    from ..plugins.fault_tolerance.replicas import FaultTolerantReplicas
-    from ..plugins.local_sgd.local_replicas import LocalReplicas
     from .module_engine import ModuleEngine
     from .pipeline_engine import PipelineEngine
 
@@ -355,7 +353,7 @@ class Engine:
         self.optimizer_step = OptimizerStep(self.options, self.data_axis, self.loss_scaler)
         self.lr_scheduler = make(self.optimizer) if make and self.optimizer else None
         self.training_dataloader = None if data is None else self.make_loader(data, parts.collate_fn)
-        self.replicas: SynchronousReplicas | LocalReplicas | FaultTolerantReplicas = SynchronousReplicas(self.grid)
+        self.replicas = SynchronousReplicas(self.grid)
         self.replica_rows = ReplicaRows(self._step_grid)
         self._shared_buffers: ReplicaBuffers | None = None  # after local updates have given replicas equal weights
         self.replica_state: ReplicaState | None = None

@@ -32,6 +32,7 @@ from ...base.steady_time import steady_time
 from ...base.threads import BackgroundCall
 from ...checkpoint.format.folder import write_atomically
 from ...data.dataloader import RepeatingLoader
+from ...engine.replica_strategy import SynchronousReplicas
 from ...grid import Grid
 from ...grid.agreement.agreement import agreed
 from ...grid.auxiliary import AuxiliaryLayer
@@ -41,7 +42,6 @@ from ...options.fault_tolerance import FaultTolerance, is_replica_name
 from ...pipe.module import PipelineModule
 from ...zero.optimizer import RangeStepper
 from ...zero.optimizer_kinds import is_known
-from ...zero.synchronous_replicas import SynchronousReplicas
 from .coordinator_client import CoordinatorClient
 from .identity import identity
 from .meeting import Decision, Report, Round, decide

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ...base.errors import AgreedError
 from ...base.option_error import refusal
+from ...engine.replica_strategy import SynchronousReplicas
 from ...grid import Grid
 from ...options.local_updates import AsyncDiLoCo, LocalSGD
 from ...zero.data_axis import ZeroDataAxis
@@ -26,7 +27,7 @@ from .outer_optimizer import NesterovStep, OuterOptimizer
 from .replica_grid import ReplicaGrid
 
 
-class LocalReplicas:
+class LocalReplicas(SynchronousReplicas):
     """Replica strategy of local SGD, DiLoCo and asynchronous DiLoCo. Made on every rank, after the engine's optimizer.
 
     ``train_batch`` (``backward`` and ``step``) return the loss of this replica over its own part of the batch. Before
@@ -53,8 +54,7 @@ class LocalReplicas:
         left: True if this replica has left the training.
     """
 
-    contributing = 1  # as ``SynchronousReplicas.contributing``
-    leads = True  # as ``SynchronousReplicas.leads``
+    grid: ReplicaGrid
 
     def __init__(
         self,
@@ -66,7 +66,8 @@ class LocalReplicas:
         dtype: torch.dtype | None,
         steps_taken: Callable[[], int],
     ) -> None:
-        self.options, self.grid, self._data_axis, self._steps_taken = options, grid, data_axis, steps_taken
+        super().__init__(grid)
+        self.options, self._data_axis, self._steps_taken = options, data_axis, steps_taken
         self.steps_since_sync = self.steps = self.steps_restored = 0
         self.sent, self.just_synchronized, self.left, self.diverged = 0.0, False, False, False
         if optimizer is None:

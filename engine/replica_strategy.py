@@ -1,4 +1,4 @@
-"""Replica strategy of synchronous data parallelism. ``plugins/local_sgd/`` has the strategy of local SGD and DiLoCo."""
+"""Replica strategy of synchronous data parallelism, and the base class of others, which plugins bring."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from ..grid import Grid
 class SynchronousReplicas:
     """Replica strategy of data parallelism: gradients are summed in every step, so weights are always equal.
 
-    ``local_sgd.local_replicas.LocalReplicas`` has the same methods.
-
     Args:
         grid: the engine's grid.
 
     Attributes:
-        just_synchronized: always False here. ``LocalReplicas`` sets it to True after a synchronization of weights.
+        just_synchronized: always False here. Local updates set it to True after a synchronization of weights.
         contributing: number of grids whose batches were in the last step, 1 without ``fault_tolerance``.
-        collective_grid: grid for collectives of the whole run, such as an evaluation or a table of times.
     """
 
     just_synchronized = False
     contributing = 1
 
     def __init__(self, grid: Grid) -> None:
-        self.grid = self.collective_grid = grid
+        self.grid = grid
+
+    @property
+    def collective_grid(self) -> Grid:
+        """Grid for collectives of the whole run, such as an evaluation or a table of times."""
+        return self.grid
 
     @property
     def leads(self) -> bool:
