@@ -33,7 +33,7 @@ from ..grid.assemble import Shard, assemble
 from ..grid.comm.traffic import Sent
 from ..moe.auxiliary_steps import AuxiliarySteps
 from ..options.compilation import Compile
-from ..options.engine import EngineKeywords, EngineOptions
+from ..options.engine import EngineOptions
 from ..pipe.module import PipelineModule
 from ..pipe.program.schedule import Schedule
 from ..zero.data_axis import ZeroDataAxis
@@ -42,6 +42,7 @@ from ..zero.optimizer import OptimizerFactory
 from .accounting.memory import MemoryAccounts
 from .accounting.traffic import traffic_formulas
 from .instrument import instrument
+from .keywords import EngineKeywords
 from .monitor.monitor import Monitor
 from .monitor.trace import comms_logger as comms
 from .named_losses import NamedLossSteps
