@@ -222,7 +222,7 @@ def import_(
         )
     from ..checkpoint.convert.from_dcp import import_dcp
     from ..checkpoint.convert.from_deepspeed import import_universal
-    from ..optim.schedulers import OWN
+    from ..engine.optim.schedulers import OWN
 
     try:
         if is_dcp:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..randomness.random import derive, uniform
+from ..grid.randomness.random import derive, uniform
 
 
 @dataclass(frozen=True, kw_only=True)

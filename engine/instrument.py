@@ -12,12 +12,12 @@ import torch
 
 from ..base.dtypes import dtype_of
 from ..grid.comm.timeline_recorder import TimelineRecorder
-from ..monitor.trace import comms_logger
 from ..pipe.backward import Deferred, SplitBackward
 from ..pipe.program.ops import COMPUTE
 from .accounting import memory_breakdown, step_profile
 from .accounting.dump_state import dump
 from .kinds import is_pipelined
+from .monitor.trace import comms_logger
 
 if TYPE_CHECKING:
     from .module_engine import ModuleEngine

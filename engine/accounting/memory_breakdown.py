@@ -18,12 +18,12 @@ from torch import nn
 
 from ...base.records import show
 from ...grid import Grid
-from ...monitor import format as units
-from ...monitor.profiler.memory_meter import MemoryMeter
 from ...pipe.program.ops import COMPUTE, MAKES, Op
 from ...zero.data_axis import ZeroDataAxis
 from ...zero.held_bytes import held_bytes
 from ..kinds import is_pipelined
+from ..monitor import format as units
+from ..monitor.profiler.memory_meter import MemoryMeter
 
 if TYPE_CHECKING:
     from ..module_engine import ModuleEngine

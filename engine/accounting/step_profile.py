@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from ...monitor.profiler.module_counter import ModuleCounter
-from ...monitor.profiler.step_report import RankProfile, head, whole_model
-from ...monitor.profiler.tree_report import ModuleNode, publish, report
 from ..kinds import is_pipelined
+from ..monitor.profiler.module_counter import ModuleCounter
+from ..monitor.profiler.step_report import RankProfile, head, whole_model
+from ..monitor.profiler.tree_report import ModuleNode, publish, report
 from ..named_parameters import named_parameters
 
 if TYPE_CHECKING:

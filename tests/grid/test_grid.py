@@ -20,8 +20,8 @@ from torch import nn
 
 import triax
 from triax import LayerSpec, PipelineModule
-from triax.agreement.store_barrier import store_barrier
 from triax.grid import Grid, Topology
+from triax.grid.agreement.store_barrier import store_barrier
 from triax.grid.comm import host_transport
 from triax.grid.comm.axis import Axis
 from triax.grid.comm.host_transport import HostTransport
@@ -439,7 +439,7 @@ MANY_WATCHES = """
 import time
 from types import SimpleNamespace
 from torch.distributed import TCPStore
-from triax.agreement.hang_watch import Activity, HangWatch
+from triax.grid.agreement.hang_watch import Activity, HangWatch
 class Grid(SimpleNamespace):
     pass
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
