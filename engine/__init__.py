@@ -3,7 +3,7 @@
 base.py               Engine: from a model and options to its parts; weights by name; the base class of both kinds
 engines.py            Engine with both of its kinds
 keywords.py           types of the keywords of ``triax.Engine``
-kinds.py              which of the two kinds a model needs
+kinds.py              protocols of the two kinds of engines, for what watches them
 pipeline_engine.py    PipelineEngine: ``train_batch`` and ``eval_batch`` of a ``PipelineModule``
 module_engine.py      ModuleEngine: forward, ``backward`` and ``step`` of any ``nn.Module``
 optimizer_step.py     OptimizerStep: sums loss and squares over ranks, the norm (zero/norm.py), computes the one divisor

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,9 +28,7 @@ from .extensions import tuner
 from .optimizer import state_tensors
 from .schedule import training_schedule
 
-if TYPE_CHECKING:
-    from ...plugins.plan.tuning import Measured, Tuner
-    from ..pipeline_engine import PipelineEngine
+Tuner = Measured = PipelineEngine = Any  # of plugins/plan/tuning.py, which is found by name
 
 
 def find_sizes(model: nn.Module, options: EngineOptions, data: Any, collate: Any) -> TunedRun | None:
