@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-
 if TYPE_CHECKING:
     from ...inference.engine import InferenceEngine
 
