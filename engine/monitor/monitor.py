@@ -19,7 +19,7 @@ from .writers import Event, Write
 class Monitor:
     """Writes and prints the numbers of steps. Rank 0 has one with writers; the others post their own numbers to it.
 
-    The names are DeepSpeed's: ``Train/Samples/train_loss``, ``lr`` and, under fp16, ``loss_scale``. ``grad_norm`` and
+    The names are ``Train/Samples/train_loss``, ``lr`` and, under fp16, ``loss_scale``. ``grad_norm`` and
     the ``timings`` of ``StepMetrics`` are written too. The x value of each number is the number of samples so far.
     Terms and metrics of the loss are ``Train/Metrics/...``; those of several numbers are in the JSON file alone.
     Of the loads of a layer's experts, the largest and the smallest are written, over their mean. The JSON file has all

@@ -54,7 +54,7 @@ def _check(lr: float, betas: tuple[float, float], weight_decay: float, eps: floa
 class Lion(_Elementwise):
     """Lion: a step by the sign of a momentum, with half of Adam's state. Chen et al. 2023, arXiv:2302.06675.
 
-    Names and defaults are DeepSpeed's. An element whose momentum is 0 does not change, as in the paper.
+    An element whose momentum is 0 does not change, as in the paper.
 
     Args:
         params: parameters, or groups of them.

@@ -114,8 +114,6 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
 class Lamb(LayerwiseOptimizer):
     """LAMB: Adam's update, scaled in each layer to the norm of the weights. You et al. 2020, arXiv:1904.00962, alg. 2.
 
-    Names and defaults are DeepSpeed's (``FusedLamb``).
-
     Args:
         params: parameters, or groups of them.
         lr, betas, eps, weight_decay: as in torch's AdamW; the decay is a part of the update, and counts in its norm.
@@ -158,7 +156,7 @@ class Muon(LayerwiseOptimizer):
     """Muon: the momentum of a hidden matrix, made orthogonal by Newton-Schulz iterations; AdamW for all other tensors.
 
     Jordan et al. 2024, https://kellerjordan.github.io/posts/muon. The matrices step as under ``torch.optim.Muon``;
-    names of the arguments, and the choice between Muon and AdamW, are DeepSpeed's.
+    ``muon_groups`` chooses between Muon and AdamW by names.
 
     Args:
         params: parameters, or groups of them, of which each may have ``use_muon``: see ``muon_groups``.
@@ -281,7 +279,7 @@ def _iteration(group: Mapping[str, Any]) -> Function:
 
 
 Groups = list[tuple[dict[str, Any], list[nn.Parameter]]]
-_NOT_HIDDEN = ("embed", "lm_head")  # in a parameter's name, as in DeepSpeed; in a class's name also "head"
+_NOT_HIDDEN = ("embed", "lm_head")  # in a parameter's name; in a class's name also "head"
 
 
 def is_hidden_matrix(name: str, parameter: nn.Parameter, owner: str = "") -> bool:

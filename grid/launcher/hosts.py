@@ -1,4 +1,4 @@
-"""Hosts and their slots: DeepSpeed's hostfile, ``--include`` and ``--exclude``. No torch.
+"""Hosts and their slots: a hostfile, ``--include`` and ``--exclude``. No torch.
 
 worker-1 slots=4        # a name or an address, and the number of processes on it
 worker-2 slots=4
@@ -87,7 +87,7 @@ def select(hosts: Mapping[str, int], include: str = "", exclude: str = "") -> Sl
 
     Args:
         hosts: host -> number of slots.
-        include, exclude: in DeepSpeed's syntax; at most one of them.
+        include, exclude: as above; at most one of them.
 
     Raises:
         ConfigError: if both are given, or if one cannot be parsed, names an unknown host or slot, or leaves no slot.

@@ -23,8 +23,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...moe.layer import MoE
-
 if TYPE_CHECKING:
     from ...inference.engine import InferenceEngine
 
@@ -52,7 +50,7 @@ def exact_rows(sampler: InferenceEngine) -> Iterator[None]:
         f"context={grid.context.size}, whose ranks add in another order": grid.context.size > 1,
         f"tensor={grid.tensor.size}, of which the order of sums depends on their size": grid.tensor.size > 2,
         f"the device {grid.device}": grid.device.type != "cpu",
-        "layers with experts": any(isinstance(module, MoE) for module in modules),
+        "layers with experts": has("experts"),
     }
     found |= {f"layers with a {name}": has(name) for name in ("window", "sparsity", "softcap")}
     if refused := [what for what, is_so in found.items() if is_so]:

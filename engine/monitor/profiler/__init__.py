@@ -1,6 +1,6 @@
 """Profiler of modules: floating-point operations, parameters, memory and time (``flops_profiler``).
 
-flops.py           FlopsProfiler and get_model_profile, for any module, as DeepSpeed's
+flops.py           FlopsProfiler and get_model_profile, for any module
 flop_counter.py    FlopCounter: counts matrix products, convolutions and attention
 module_counter.py  ModuleCounter: operations and time of each module, by hooks
 tree_report.py     text of the report: summary by class, module tree

@@ -1,8 +1,8 @@
 """Flops profiler of any module: operations, parameters and time of each module in it, in one forward pass.
 
 Matrix products, convolutions and attention count, a multiply-accumulate (MAC) as two operations. Elementwise operations
-do not count. Attention counts as if it were not masked. Classes, functions and reports follow DeepSpeed's flops
-profiler.
+do not count. Attention counts as if it were not masked. Names follow the flops profilers of other
+libraries.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .tree_report import ModuleNode, aggregated, publish, report, tree
 
 
 class FlopsProfiler:
-    """FLOPs, MACs, parameters and times of a module's forward passes, with the interface of DeepSpeed's class.
+    """FLOPs, MACs, parameters and times of a module's forward passes.
 
     It counts between ``start_profile`` and ``stop_profile``.
 
     Args:
         model: any module.
-        ds_engine, recompute_fwd_factor: arguments of DeepSpeed's class, without effect here. To profile a step of an
+        ds_engine, recompute_fwd_factor: for scripts of other libraries; without effect here. To profile a step of an
             engine, set the option ``monitor.profile``.
     """
 

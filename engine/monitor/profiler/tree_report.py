@@ -1,4 +1,4 @@
-"""Text of the flops profiler's report: summary by class and module tree, in the format of DeepSpeed's."""
+"""Text of the flops profiler's report: summary by class and module tree."""
 
 from __future__ import annotations
 

@@ -24,14 +24,15 @@ _LOCAL = ("anchor", "moved", "rates", "shrunk")
 class OneBitAdam(OneBit):
     """1-bit Adam: Adam for ``freeze_step`` steps, then a compressed momentum over a frozen variance.
 
-    Tang et al. 2021, arXiv:2102.02888, algorithm 1; names and defaults are DeepSpeed's. Weight decay is AdamW's.
+    Tang et al. 2021, arXiv:2102.02888, algorithm 1; names and defaults are those of the authors' code.
+    Weight decay is AdamW's.
 
     Args:
         params: parameters, or groups of them.
         lr, betas, eps, weight_decay: as torch's AdamW, but the default of the decay is 0.
         freeze_step: steps of the warm-up, at least 1, after which the variance should have settled.
         bias_correction: correct both moments for their start from 0, the variance as it was at ``freeze_step``. The
-            paper corrects nothing; nor does DeepSpeed, whatever is given.
+            paper corrects nothing; nor does the authors' code, whatever is given.
     """
 
     stepper = OneBitStepper
@@ -57,9 +58,9 @@ class OneBitAdam(OneBit):
 class ZeroOneAdam(OneBit):
     """0/1 Adam: updates the variance, and averages the momentum (one bit an element), more and more rarely.
 
-    Lu et al. 2022, arXiv:2202.06009, algorithm 1 and section 6; names and defaults are DeepSpeed's. Between two
-    synchronizations each replica takes local steps. A step that updates the variance has the mean gradient, so the
-    momentum is updated with that, and nothing is compressed (as in DeepSpeed).
+    Lu et al. 2022, arXiv:2202.06009, algorithm 1 and section 6; names and defaults are those of the authors' code.
+    Between two synchronizations each replica takes local steps. A step that updates the variance has the mean gradient,
+    so the momentum is updated with that, and nothing is compressed (as in the authors' code).
 
     Args:
         params: parameters, or groups of them.

@@ -22,14 +22,14 @@ class OneBitLamb(OneBit):
     of one number for each of them, of as many dims as the tensor.
 
     Li et al. 2021, arXiv:2104.06069, algorithm 1; LAMB: You et al. 2020, arXiv:1904.00962, algorithm 2. Names,
-    defaults, and the effect of weight decay on the factor are DeepSpeed's.
+    defaults, and the effect of weight decay on the factor are those of the authors' code.
 
     Args:
         params: parameters, or groups of them, each a whole tensor.
         lr, betas, eps, weight_decay: as ``OneBitAdam``; the decay is a part of the update, and counts in its norm.
         freeze_step: steps of the warm-up, at least 1.
-        bias_correction: correct the start from 0 of both moments and of the mean coefficient. The paper, and DeepSpeed
-            whatever is given, correct nothing.
+        bias_correction: correct the start from 0 of both moments and of the mean coefficient. The paper corrects
+            nothing; nor does the authors' code, whatever is given.
         max_coeff, min_coeff: limits of a tensor's coefficient in the warm-up: its norm over that of its update.
         coeff_beta: decay of the moving average of coefficients.
         factor_max, factor_min: limits of the factor.
@@ -87,7 +87,7 @@ class OneBitLamb(OneBit):
         else:
             factor = self._factor(p, state, group, step, divisor)
             if group["weight_decay"]:
-                # As in DeepSpeed: only the part of the update that is not decay depends on the variance.
+                # As in the authors' code: only the part of the update that is not decay depends on the variance.
                 part = (small / _norm(p, update)).nan_to_num(1.0).clamp(max=1.0)
                 factor = factor * part + (1 - part)
             factor = factor.clamp(group["factor_min"], group["factor_max"])

@@ -55,7 +55,7 @@ class OneBit(torch.optim.Optimizer):
         for group in self.param_groups:
             if "exp_avg_mask" in group:
                 raise ValueError(
-                    "exp_avg_mask, an option of DeepSpeed, marks elements that never have a gradient. Leave it out: "
+                    "exp_avg_mask marks elements that never have a gradient. Leave it out: "
                     "triax finds these elements itself, because their variance is 0 when it is frozen"
                 )
             for key in _ONE_FOR_ALL:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ...base.json_values import encode
-from ..protocol import BUFFERS, OPTIMIZER, WEIGHTS, Snapshot
-from .whole_tensors import renamed, write_whole
+from ...checkpoint.convert.whole_tensors import renamed, write_whole
+from ...checkpoint.protocol import BUFFERS, OPTIMIZER, WEIGHTS, Snapshot
 
 STATES = "model_states.pt"
 _REASON = "not read, because it holds objects, whose reading could run code"
