@@ -42,7 +42,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "inference": (*_PARTS, "models", "engine"),
     "methods": (
         *(*_LOW, "pipe/chunked_loss.py", "pipe/p2p.py", "pipe/schema.py", "tensor_parallel", "context", "moe"),
-        *("models", "engine", "inference"),
+        *("data/chat.py", "models", "engine", "inference"),
     ),
     "testing": (*_LOW, "options", "pipe", "monitor/profiler", "engine"),
     "local_sgd": (*_PARTS, "models", "engine"),
