@@ -8,8 +8,9 @@
     python benchmarks/plan.py before.json after.json --processes --results times.jsonl
 
 A layout's time is the median of its steps on the slowest rank; a layout that is measured again, at another time, has
-the steps of both. The machine files come from ``triax plan measure`` alone: nothing in them or in the model is fitted to these
-times. A prediction by several files, measured before and after, is the mean of theirs: a shared machine's speed drifts.
+the steps of both. The machine files come from ``triax plan measure`` alone: nothing in them or in the model is fitted
+to these times. A prediction by several files, measured before and after, is the mean of theirs: a shared machine's
+speed drifts.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ from triax.models.layers import NextTokenLoss
 from triax.models.llama import llama_layers
 from triax.models.mixtral import mixtral_layers
 from triax.pipe.schedules.registry import RECIPES
-from triax.plan.cost import CostModel, Work
-from triax.plan.machine import machine
-from triax.plan.parallel_layout import ParallelLayout
-from triax.plan.picture import name_of
+from triax.plugins.plan.cost import CostModel, Work
+from triax.plugins.plan.machine import machine
+from triax.plugins.plan.parallel_layout import ParallelLayout
+from triax.plugins.plan.picture import name_of
 
 BATCH, WARM_UP = 8, 2
 SMALL: dict[str, Any] = {"vocab_size": 512, "num_hidden_layers": 8}

@@ -18,7 +18,7 @@ from .flags import with_flags
 @with_flags
 def coordinator(options: CoordinatorServer) -> None:
     """Run the coordinator of a run's replicas until it is stopped. It answers those that know TRIAX_SECRET alone."""
-    from ..fault_tolerance.coordinator import Coordinator  # triax runs without this folder
+    from ..plugins.fault_tolerance.coordinator import Coordinator  # triax runs without this folder
 
     secret = run_secret()
     try:
@@ -41,7 +41,7 @@ def drain(
     wait: Annotated[float, typer.Option(min=0.1, help="Seconds to wait until it has left.")] = 120.0,
 ) -> None:
     """Ask a replica of triax run --replicas to leave the run after its step; the others continue."""
-    from ..launcher.replicas import drain as drain_replica
+    from ..grid.launcher.replicas import drain as drain_replica
 
     drain_replica(name, Path(log_dir), wait)
     typer.echo(f"replica {name} has left")

@@ -67,7 +67,7 @@ def tokenize(
     """Tokenize text into a folder. After an interruption, the same command continues."""
     from ..data.sources import find_sources
     from ..data.tokenization import tokenize as run
-    from ..launcher.launch import cores
+    from ..grid.launcher.launch import cores
 
     _, left = find_sources(sources, format)
     begin = last = time.perf_counter()

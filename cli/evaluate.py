@@ -72,7 +72,7 @@ def evaluate_on_rank(job: tuple[Path, EvaluateFlags]) -> None:
     """Evaluate on one rank of the grid; rank 0 prints."""
     from ..engine.pipeline_engine import PipelineEngine
     from ..grid.grid import Grid
-    from ..launcher.launch import user_error
+    from ..grid.launcher.launch import user_error
     from ..options.batch import Batch
     from ..options.engine import EngineOptions
 

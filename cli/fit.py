@@ -19,7 +19,7 @@ from .flags import one_line_errors, with_flags
 # All else is imported where it is used: `triax --help` needs none of it.
 if TYPE_CHECKING:
     from ..models.config import TransformerConfig
-    from ..plan.fit import MeasuredRun
+    from ..plugins.plan.fit import MeasuredRun
 
 NEEDED = ("model", "layout", "batch", "step_s")
 COLUMNS = (*NEEDED, "name", "fields", "sequence", "precision", "products", "memory_gib", "switches")
@@ -41,8 +41,8 @@ def fit(
     flags: FitFlags,
 ) -> None:
     """Fit the efficiencies of a machine to measured runs, and print each run's leave-one-out error."""
-    from ..plan.fit import figures, fitted
-    from ..plan.machine import machine as machine_of
+    from ..plugins.plan.fit import figures, fitted
+    from ..plugins.plan.machine import machine as machine_of
 
     write = flags.write
     if write is not None and write.suffix != ".json":
@@ -115,9 +115,9 @@ def _run(
     row: Mapping[str, str], path: Path, number: int, models: dict[tuple[str, str], TransformerConfig]
 ) -> MeasuredRun:
     """Return the run of a row."""
-    from ..plan.fit import MeasuredRun
-    from ..plan.machine import SWITCHES
-    from ..plan.parallel_layout import ParallelLayout
+    from ..plugins.plan.fit import MeasuredRun
+    from ..plugins.plan.machine import SWITCHES
+    from ..plugins.plan.parallel_layout import ParallelLayout
     from .plan_inputs import model_of, parse_layout
 
     key = row["model"], row.get("fields", "")

@@ -85,8 +85,8 @@ def generate(run: ModelFolder, options: GenerateFlags) -> None:
 def generate_on_rank(job: tuple[Path, GenerateFlags]) -> None:
     """Generate from a model's folder on one rank of the grid; rank 0 prints."""
     from ..grid.grid import Grid
+    from ..grid.launcher.launch import user_error
     from ..inference.engine import init_inference
-    from ..launcher.launch import user_error
 
     folder, options = job
     try:

@@ -42,7 +42,7 @@ def on_ranks(function: Callable[[Any], None], job: Any, **sizes: int) -> None:
     if read_environment() is not None or topology.world_size == 1:
         function(job)
         return
-    from ..launcher.launch import launch
+    from ..grid.launcher.launch import launch
 
     ranks, preload = topology.world_size, ("triax.inference.engine",)
     raise SystemExit(launch(function, job, ranks=ranks, topology=topology, preload=preload))

@@ -33,7 +33,7 @@ from .verbs import VerbGroup
 # All else is imported where it is used: `triax --help` needs none of it.
 if TYPE_CHECKING:
     from ..models.config import TransformerConfig
-    from ..plan.cost import Work
+    from ..plugins.plan.cost import Work
     from ..train.file import ReadFile
     from ..train.schema import TrainingFile
 
@@ -105,10 +105,10 @@ class _PlannedRun(NamedTuple):
 @one_line_errors
 def search(flags: SearchFlags) -> None:
     """Print the fastest layouts of a training run that fit into a cluster's memory."""
-    from ..plan.cost import CostModel
-    from ..plan.page import page
-    from ..plan.picture import picture
-    from ..plan.search import Searcher, Space
+    from ..plugins.plan.cost import CostModel
+    from ..plugins.plan.page import page
+    from ..plugins.plan.picture import picture
+    from ..plugins.plan.search import Searcher, Space
     from ..train.schema import count, seconds
 
     run_seconds, run_tokens = seconds(flags.time), count(flags.tokens)
@@ -165,7 +165,7 @@ def compare(
     flags: RunFlags,
 ) -> None:
     """Print where one layout of a run loses time against another, term by term."""
-    from ..plan.search import Searcher, Space, to_dict
+    from ..plugins.plan.search import Searcher, Space, to_dict
 
     run, found = _run(flags), []
     for text in (a, b):
@@ -204,8 +204,8 @@ plan.command(cls=Command)(fit)
 
 def _run(flags: RunFlags) -> _PlannedRun:
     """Return the run that flags describe."""
-    from ..plan.cost import Work
-    from ..plan.machine import machine
+    from ..plugins.plan.cost import Work
+    from ..plugins.plan.machine import machine
 
     config, file, source = model_of(flags.model)
     sequence, batch = flags.sequence, flags.batch

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from .plan_inputs import TRAINING_FILES
 
 if TYPE_CHECKING:
-    from ..plan.cost import Work
-    from ..plan.parallel_layout import ParallelLayout
+    from ..plugins.plan.cost import Work
+    from ..plugins.plan.parallel_layout import ParallelLayout
     from ..train.file import ReadFile
 
 _WRITTEN = "# written by triax plan"  # first line of its training files, which it may write again
@@ -27,8 +27,8 @@ def write_training_file(
     """Write a training file of a layout; other keys are those of the training file that was given."""
     import yaml
 
-    from ..plan.cost import CostModel
-    from ..plan.parallel_layout import RECOMPUTATION
+    from ..plugins.plan.cost import CostModel
+    from ..plugins.plan.parallel_layout import RECOMPUTATION
 
     if path.suffix not in TRAINING_FILES[:2]:
         raise ValueError(f"--write is {path}, but it must end in .yaml.")

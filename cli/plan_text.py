@@ -16,21 +16,21 @@ from .output import bar
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..plan.cost import Work
-    from ..plan.parallel_layout import ParallelLayout
-    from ..plan.search import Search, Searcher
+    from ..plugins.plan.cost import Work
+    from ..plugins.plan.parallel_layout import ParallelLayout
+    from ..plugins.plan.search import Search, Searcher
 
 
 def trust_of(work: Work, seconds: float | None) -> dict[str, Any]:
     """Return the first entry of a JSON object: how far the times can be trusted."""
-    from ..plan.trust import trust
+    from ..plugins.plan.trust import trust
 
     return trust(work.machine, work.config, work.products or work.precision).to_dict(work.machine.name, seconds)
 
 
 def result_of(found: Search, searcher: Searcher) -> dict[str, Any]:
     """Return the object that ``--json`` prints."""
-    from ..plan.search import to_dict
+    from ..plugins.plan.search import to_dict
 
     work = searcher.work
     layouts = [to_dict(planned, work) for planned in found.layouts]
@@ -78,7 +78,7 @@ def short_of_memory(searcher: Searcher, found: Search) -> str:
 
 def _change(searcher: Searcher) -> str:
     """Return the nearest change with which a layout fits: more GPUs, fewer keys given, or more memory."""
-    from ..plan.search import Searcher, Space
+    from ..plugins.plan.search import Searcher, Space
 
     space, work = searcher.space, searcher.work
     if space.given and not searcher.unequal:
@@ -94,8 +94,8 @@ def _change(searcher: Searcher) -> str:
 
 def tight(searcher: Searcher, found: Search) -> list[str]:
     """Return a line about a first layout that fits, but leaves less than ``ROOM`` of the memory free."""
-    from ..plan.page import figure
-    from ..plan.search import ROOM, Searcher, Space
+    from ..plugins.plan.page import figure
+    from ..plugins.plan.search import ROOM, Searcher, Space
 
     first, limit, space = found.layouts[0], searcher.limit, searcher.space
     enough = (1 - ROOM) * limit
@@ -112,9 +112,9 @@ def tight(searcher: Searcher, found: Search) -> list[str]:
 
 def without(result: dict[str, Any], limit: float) -> list[str]:
     """Return a line about what the options of the best layout's schedule save."""
-    from ..plan.page import figure
-    from ..plan.parallel_layout import CHANGES
-    from ..plan.picture import name_of
+    from ..plugins.plan.page import figure
+    from ..plugins.plan.parallel_layout import CHANGES
+    from ..plugins.plan.picture import name_of
 
     best = result["layouts"][0]
     plain = best.get("without")
@@ -132,7 +132,7 @@ def without(result: dict[str, Any], limit: float) -> list[str]:
 
 def run_lines(work: Work, found: Search, tokens: int | None, given: float | None) -> list[str]:
     """Return lines about the time of the whole run."""
-    from ..plan.page import figure
+    from ..plugins.plan.page import figure
 
     step, each = found.layouts[0].time.seconds, work.batch * work.sequence
     lines = []
@@ -150,7 +150,7 @@ def run_lines(work: Work, found: Search, tokens: int | None, given: float | None
 
 def print_plan(result: dict[str, Any], limit: float, lines: list[str]) -> None:
     """Print the table, and the bars of the best layout."""
-    from ..plan.page import HEADS, cells
+    from ..plugins.plan.page import HEADS, cells
 
     console = terminal()
     console.print(result["trust"]["line"])
@@ -174,8 +174,8 @@ def _plural(reason: str, number: int) -> str:
 
 def _bar(console: Console, title: str, kinds: dict[str, float], limit: float | None) -> None:
     """Print one bar of colored parts, and its key."""
-    from ..plan.page import figure
-    from ..plan.picture import COLORS
+    from ..plugins.plan.page import figure
+    from ..plugins.plan.picture import COLORS
 
     shown, total = {kind: value for kind, value in kinds.items() if value > 0}, sum(kinds.values())
     share = {kind: f" ({value / total:.1%})" if kind == "bubble" else "" for kind, value in shown.items()}
@@ -188,8 +188,8 @@ def _bar(console: Console, title: str, kinds: dict[str, float], limit: float | N
 
 def print_difference(a: dict[str, Any], b: dict[str, Any], trust: str) -> None:
     """Print the terms of two layouts, those that differ the most first."""
-    from ..plan.page import figure
-    from ..plan.picture import name_of
+    from ..plugins.plan.page import figure
+    from ..plugins.plan.picture import name_of
 
     console = terminal()
     console.print(trust, f"A: {name_of(a)}", f"B: {name_of(b)}", sep="\n")

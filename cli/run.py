@@ -20,7 +20,7 @@ from .flags import with_flags
 
 # All else is imported where it is used: `triax --help` needs none of it.
 if TYPE_CHECKING:
-    from ..launcher.program import LaunchedProgram
+    from ..grid.launcher.program import LaunchedProgram
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +49,12 @@ def run(
 ) -> None:
     """Run a script on many processes, on this host or on several, and report the cause of a failure last."""
     from ..compat.launcher_options import STARTERS
-    from ..launcher.launch import print_outcome
-    from ..launcher.placement import is_elastic, number_of_hosts, placed
-    from ..launcher.program import program_of
-    from ..launcher.remote import outcome_line
-    from ..launcher.run import run_as_replicas, run_driven, run_here
-    from ..monitor.trace.merge import recorded
+    from ..engine.monitor.trace.merge import recorded
+    from ..grid.launcher.launch import print_outcome
+    from ..grid.launcher.placement import is_elastic, number_of_hosts, placed
+    from ..grid.launcher.program import program_of
+    from ..grid.launcher.remote import outcome_line
+    from ..grid.launcher.run import run_as_replicas, run_driven, run_here
 
     program = program_of(script, called.args, options)
     if dry.dry is not None:
@@ -90,14 +90,14 @@ def _say_idle(options: LaunchOptions) -> None:
 
 def _dry_run(program: LaunchedProgram, ranks: int, stand_in: float, nproc: str | None) -> NoReturn:
     """Run a script as ranks of a cluster without the cluster, print what was found, and exit: 1 if it would fail."""
-    from ..launcher.worker import Executable, Module
+    from ..grid.launcher.worker import Executable, Module
 
     target = program.target
     if isinstance(target, Executable):
         raise ConfigError("--dry runs only Python, because it replaces torch's functions. Leave out --no-python.")
-    from ..dry_run.dry_run import dry_run  # imported only where it is used: it needs torch
-    from ..dry_run.rank import Script, Settings
-    from ..dry_run.report import report
+    from ..plugins.dry_run.dry_run import dry_run  # imported only where it is used: it needs torch
+    from ..plugins.dry_run.rank import Script, Settings
+    from ..plugins.dry_run.report import report
 
     per_host = int(nproc) if nproc is not None and nproc.isdecimal() else Settings._field_defaults["per_host"]
     is_module = isinstance(target, Module)

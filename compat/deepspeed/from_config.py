@@ -18,11 +18,11 @@ from ...base.option_error import Note, OptionError
 from ...data.dataloader import Loader, TokenLoader
 from ...engine.base import Engine
 from ...engine.module_engine import ModuleEngine
+from ...engine.optim import optimizers, schedulers
 from ...engine.pipeline_engine import PipelineEngine
 from ...engine.setup import arguments
 from ...engine.setup.check import check_names
 from ...grid import Grid
-from ...optim import optimizers, schedulers
 from ...options.batch import BatchSizes
 from ...pipe.module import PipelineModule
 from ...pipe.program.schedule import Schedule

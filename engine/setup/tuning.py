@@ -1,4 +1,4 @@
-"""``batch.microbatch`` auto and ``tuning``: what ``plan/tuning.py`` asks of a run, with steps that change nothing."""
+"""``batch.microbatch`` auto and ``tuning``: what plugins/plan/tuning.py asks of a run. Its steps change nothing."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from ...agreement.agreement import largest
 from ...base.dtypes import dtype_of, short_name
 from ...base.errors import AgreedError
 from ...base.option_error import Note, OptionError, refusal
 from ...checkpoint.random_states import unchanged_random_states
 from ...data.dataloader import make_loader
+from ...grid.agreement.agreement import largest
 from ...grid.devices import has_room, usable_memory
 from ...options.engine import EngineOptions
 from ...pipe.module import PipelineModule
@@ -28,9 +28,7 @@ from .extensions import tuner
 from .optimizer import state_tensors
 from .schedule import training_schedule
 
-if TYPE_CHECKING:
-    from ...plan.tuning import Measured, Tuner
-    from ..pipeline_engine import PipelineEngine
+Tuner = Measured = PipelineEngine = Any  # of plugins/plan/tuning.py, which is found by name
 
 
 def find_sizes(model: nn.Module, options: EngineOptions, data: Any, collate: Any) -> TunedRun | None:
@@ -52,7 +50,7 @@ def find_sizes(model: nn.Module, options: EngineOptions, data: Any, collate: Any
 
 
 class TunedRun:
-    """Run whose batch sizes are searched: ``RunToTune`` of ``plan/tuning.py``, and the ``Tuner`` that searches.
+    """Run whose batch sizes are searched: ``RunToTune`` of ``plugins/plan/tuning.py``, and the ``Tuner`` that searches.
 
     Args:
         model, options, data, collate: arguments of the engine.

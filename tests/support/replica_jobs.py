@@ -22,10 +22,10 @@ from torch import Tensor, nn
 import triax
 from triax.data.dataloader import make_loader
 from triax.engine.step_observer import StepObserver
-from triax.fault_tolerance.coordinator import Coordinator
-from triax.fault_tolerance.membership import Change, History, Ledger, read_changes
-from triax.fault_tolerance.replica_group import ReplicaGroup
 from triax.moe import MoE
+from triax.plugins.fault_tolerance.coordinator import Coordinator
+from triax.plugins.fault_tolerance.membership import Change, History, Ledger, read_changes
+from triax.plugins.fault_tolerance.replica_group import ReplicaGroup
 
 from processes import free_port
 
@@ -164,7 +164,7 @@ def train(job: Mapping[str, Any]) -> None:
                 job = {**job, "fault": None}
             time.sleep(job.get("pause", 0.0))
             if engine.global_steps and "hold" in job:
-                until(lambda: not Path(job["hold"]).exists())
+                until(partial(_is_gone, Path(job["hold"])))
             loss = engine.train_batch() if kind != "module" else _module_step(engine, microbatches)
             line = [engine.global_steps - 1, float(loss).hex(), time.monotonic(), engine.replicas.members]
             file.write(json.dumps(line) + "\n")
@@ -258,7 +258,7 @@ def kill_in_gather(engine: Any) -> None:
 
 def kill_in_move(engine: Any) -> None:
     """Kill this process within its next transfer of a part of the optimizer state."""
-    from triax.fault_tolerance import sharded_state
+    from triax.plugins.fault_tolerance import sharded_state
 
     send = sharded_state.send_state
 
@@ -284,7 +284,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 # Loaded once, by the server: each process would take seconds on two cores.
 CONTEXT.set_forkserver_preload(
     ["torch", "torch.distributed.device_mesh", "triax.engine.engines", "triax.data.dataloader"]
-    + ["triax.fault_tolerance.strategy", "triax.optim.optimizers"]
+    + ["triax.plugins.fault_tolerance.strategy", "triax.engine.optim.optimizers"]
 )
 
 
@@ -323,6 +323,10 @@ def until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds() and time.monotonic() < deadline:
         time.sleep(0.02)
+
+
+def _is_gone(path: Path) -> bool:
+    return not path.exists()
 
 
 def has_stepped(folder: Path, name: str) -> bool:

@@ -1,0 +1,70 @@
+"""Errors while an optimizer is made: those of its arguments name them, others stay what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from triax.base.errors import ConfigError
+from triax.compat.deepspeed.from_config import read_config
+from triax.engine.optim.signature import trial
+
+GIVEN = {"lr": 1.0, "eps": 2.0}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ImportError("cannot import name 'x' from partially initialized module 'torch'"),
+        AttributeError("partially initialized module 'torch._inductor' has no attribute 'config'"),
+        FileNotFoundError("/tmp/torchinductor"),
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("CUDA error: device-side assert triggered"),
+        KeyboardInterrupt(),
+    ],
+)
+def test_an_error_that_no_argument_causes_stays_itself(error: BaseException) -> None:
+    """A failed import was "optimizer.params.lr = 0.001: cannot import name ..."."""
+
+    def fails(given: Mapping[str, Any]) -> None:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        trial("optimizer.params", GIVEN, fails)
+    assert caught.value is error and not isinstance(error, ConfigError)
+
+
+@pytest.mark.parametrize("error", [ImportError("half"), RuntimeError("half"), ValueError("half")])
+def test_an_error_that_does_not_come_again_blames_no_argument(error: Exception) -> None:
+    left = [error]
+
+    def fails_once(given: Mapping[str, Any]) -> None:
+        if left:
+            raise left.pop()
+
+    with pytest.raises(type(error), match="half"):
+        trial("optimizer.params", GIVEN, fails_once)
+
+
+@pytest.mark.parametrize("error", [ValueError("too large"), RuntimeError("too large"), ZeroDivisionError("too large")])
+def test_an_error_of_an_argument_names_it(error: Exception) -> None:
+    def fails(given: Mapping[str, Any]) -> None:
+        if "eps" in given:
+            raise error
+
+    with pytest.raises(ConfigError, match=r"optimizer\.params\.eps = 2\.0: too large") as caught:
+        trial("optimizer.params", GIVEN, fails)
+    assert caught.value.__cause__ is error
+
+
+def test_the_configuration_passes_it_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: Any, closure: Any = None) -> None:
+        raise ImportError("No module named 'torch._something'")
+
+    monkeypatch.setattr(torch.optim.SGD, "step", fails)
+    with pytest.raises(ImportError, match=r"torch\._something"):
+        read_config({"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
