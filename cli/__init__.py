@@ -15,6 +15,7 @@ grid.py: ``triax grid``, the place of each rank on a grid, and what it holds.
 explain.py: what the run of a training file would be: stages, bytes of each rank, tokens, without ranks and torch.
 measure.py: ``triax plan measure``: times of this machine, as a machine file.
 run.py: ``triax run``, a script on many processes or hosts.
+dry.py: the dry run of a script, a training file or a model.
 coordinator.py: ``triax coordinator`` and ``triax drain``, replicas that leave and join a run.
 foreign_options.py: the answer to a mistyped line; options of other libraries, by compat/launcher_options.py.
 env.py: ``triax env``, versions, devices and backends of this machine, and what is missing for what.

@@ -13,6 +13,7 @@ import typer
 from ..base.errors import ConfigError, escaped
 from ..base.tables import table, terminal
 from ..options.base import Options, option
+from .dry import dry_run
 from .flags import one_line_errors, with_flags
 
 
@@ -135,20 +136,10 @@ def _sizes(text: str) -> dict[str, int]:
 
 def _dry(target: str, build: Any, batches: Any, sizes: dict[str, int], as_json: bool) -> NoReturn:
     """Run a step of each class of ranks without values, print what was found, and exit."""
-    from ..plugins.dry_run.dry_run import dry_run
-    from ..plugins.dry_run.rank import Settings
-    from ..plugins.dry_run.report import report
     from .check_targets import train_without_values
 
     ranks = math.prod(size for axis, size in sizes.items() if axis != "expert")  # experts lie on the data axis
-    found = dry_run(
-        partial(train_without_values, build, batches, sizes), Settings(ranks), partial(typer.echo, err=True)
-    )
-    if as_json:
-        typer.echo(json.dumps({"target": target, "holds": not found.problems, "problems": found.problems}))
-    else:
-        typer.echo(report(found))
-    raise typer.Exit(1 if found.problems else 0)
+    dry_run(partial(train_without_values, build, batches, sizes), ranks, target if as_json else None)
 
 
 def _result(row: Any) -> str:

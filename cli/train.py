@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
 from ..base.errors import ConfigError
 from ..base.option_error import OptionError
 from ..options.base import Options, option
+from .dry import dry_run
 from .flags import with_flags
-
-if TYPE_CHECKING:
-    from ..train.job import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,22 +69,13 @@ def train(
             typer.echo(json.dumps(found, indent=2) if flags.json else text(found))
             return
         if flags.dry:
-            _dry_run(resolve(run, flags.processes))
+            from ..plugins.dry_run.training_file import JobSteps
+
+            job = resolve(run, flags.processes)
+            dry_run(JobSteps(job), job.topology.world_size)
         from ..train.start import make_job, start  # needs torch
 
         job = make_job(run)
     except ConfigError as error:
         raise ConfigError(source.place(str(error))) from error
     start(job)
-
-
-def _dry_run(job: Job) -> NoReturn:
-    """Run a training file as ranks of a cluster without the cluster, print what was found, and exit."""
-    from ..plugins.dry_run.dry_run import dry_run  # imported only where it is used: it needs torch
-    from ..plugins.dry_run.rank import Settings
-    from ..plugins.dry_run.report import report
-    from ..plugins.dry_run.training_file import JobSteps
-
-    found = dry_run(JobSteps(job), Settings(job.topology.world_size), partial(typer.echo, err=True))
-    typer.echo(report(found))
-    raise SystemExit(1 if found.problems else 0)
