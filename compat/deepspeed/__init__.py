@@ -5,7 +5,7 @@
 __main__.py: ``python -m triax.compat.deepspeed script.py``: a script that imports deepspeed, as it is.
 modules.py: modules under DeepSpeed's names; ``install``, which puts this package under the name ``deepspeed``.
 ledger.py: every public name of DeepSpeed, and its place in triax or the reason why triax does not have it.
-names.toml: these names.
+names.toml: these names, the members of engines and grids, and the classes of sections.
 from_config.py: ``triax.initialize``: from a configuration in DeepSpeed's JSON to an engine.
 config/: the configuration: its sections, and the options that they set.
 context.py: ``initialize``: triax's own, which registers the engine for functions that take none; the grid of experts.
