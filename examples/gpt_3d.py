@@ -6,7 +6,8 @@
     python examples/gpt_3d.py --pipe 2 --resume --steps 1000                       # continues, on another grid
 
 It learns to add. 58+67=521 stands for 58 + 67 = 125: the last digit comes first, as carries go. The losses are equal on
-every grid, with every --schedule and --zero stage, and in gpt_plain.py, which is the same in plain PyTorch.
+every grid, with every --schedule ("triax schedule" names them) and every --zero stage (0 to 3), and in gpt_plain.py,
+which is the same in plain PyTorch.
 Comments: B rows, T tokens of a row, D width, H heads, d width of a head, V vocabulary, t tensor ranks.
 """
 

@@ -156,7 +156,7 @@ def test_a_foreign_replica_is_refused_and_the_run_goes_on(tmp_path: Path) -> Non
     hold.touch()
     with coordinator(least=2) as address:
         run = [each for name in "ab" for each in start(tmp_path, name, address, steps=4, hold=str(hold))]
-        until(lambda: has_stepped(tmp_path, "a") and has_stepped(tmp_path, "b"))  # the first to come says what the run is
+        until(lambda: has_stepped(tmp_path, "a") and has_stepped(tmp_path, "b"))  # the first says what the run is
         (other,) = start(tmp_path, "c", address, kind="narrow", log=str(tmp_path / "log"), steps=4)
         (stranger,) = start(tmp_path, "d", address, secret="a guess", log=str(tmp_path / "log"), steps=4)
         assert finish([other, stranger]) == [1, 1]

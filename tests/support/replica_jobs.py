@@ -164,7 +164,7 @@ def train(job: Mapping[str, Any]) -> None:
                 job = {**job, "fault": None}
             time.sleep(job.get("pause", 0.0))
             if engine.global_steps and "hold" in job:
-                until(lambda: not Path(job["hold"]).exists())
+                until(partial(_is_gone, Path(job["hold"])))
             loss = engine.train_batch() if kind != "module" else _module_step(engine, microbatches)
             line = [engine.global_steps - 1, float(loss).hex(), time.monotonic(), engine.replicas.members]
             file.write(json.dumps(line) + "\n")
@@ -323,6 +323,10 @@ def until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds() and time.monotonic() < deadline:
         time.sleep(0.02)
+
+
+def _is_gone(path: Path) -> bool:
+    return not path.exists()
 
 
 def has_stepped(folder: Path, name: str) -> bool:
