@@ -20,7 +20,7 @@ from ...engine.base import Engine
 from ...engine.module_engine import ModuleEngine
 from ...engine.pipeline_engine import PipelineEngine
 from ...engine.setup import arguments
-from ...engine.setup.check import check_names
+from ...engine.setup.check import try_names
 from ...grid import Grid
 from ...optim import optimizers, schedulers
 from ...options.batch import BatchSizes
@@ -38,6 +38,8 @@ from .parameter_marks import mark_parameters
 def read_config(source: Section | Mapping[str, Any] | str | Path) -> Section:
     """Return a checked configuration from a dict, or from the path of a JSON file (with comments, if it has any).
 
+    An optimizer and a schedule by name take a few steps over one number.
+
     Raises:
         ConfigError: a key that does not exist (the nearest that does is named), a value that cannot be, or what
             triax does not support; the message says what to write instead.
@@ -46,7 +48,7 @@ def read_config(source: Section | Mapping[str, Any] | str | Path) -> Section:
         return source
     config = parse_config(source)
     try:
-        check_names(options_of(config))
+        try_names(options_of(config))
     except OptionError as error:
         raise ConfigError(error.spelled(key_of)) from error
     return config
@@ -389,7 +391,7 @@ def make_engine(
     arguments.check_arguments(
         "initialize", optimizer=optimizer, model_parameters=model_parameters, collate_fn=collate_fn, grid=grid
     )
-    checked = read_config(config)
+    checked = parse_config(config)
     if schedule is not None:
         checked = with_schedule(checked, schedule, model)
     kind: Any = kinds[0] if isinstance(model, PipelineModule) else kinds[1]
