@@ -2,6 +2,7 @@
 
 base.py               Engine: from a model and options to its parts; weights by name; the base class of both kinds
 engines.py            Engine with both of its kinds
+tune.py               ``triax.tune``: options with the sizes that fit in memory
 kinds.py              which of the two kinds a model needs
 pipeline_engine.py    PipelineEngine: ``train_batch`` and ``eval_batch`` of a ``PipelineModule``
 module_engine.py      ModuleEngine: forward, ``backward`` and ``step`` of any ``nn.Module``

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from types import NoneType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -569,6 +569,10 @@ class Grid:
         """
         if is_accelerator(self.device) and axis.size > 1:
             axis.all_reduce(torch.zeros(1, device=self.device))
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Return the grid itself, whose process groups copies of a model share."""
+        return self
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.topology.sizes.items())

@@ -15,7 +15,6 @@ assignments.py: assignments to the engines' members act, or raise an error.
 autotp.py: the section ``tensor_parallel``, which shards a module by the configuration alone.
 offload_states.py: ``engine.offload_states``: states wait in host memory.
 pipeline_arguments.py, process_topology.py: ``PipelineModule`` with DeepSpeed's arguments; its topologies.
-on_grid.py: a model that was built without a grid.
 module_calls.py: calls of the engine's module itself, which the engine must see.
 parameter_values.py: one parameter's master weights, gradient or optimizer state, whole or this rank's part.
 optimizer_classes.py: FusedAdam, DeepSpeedCPUAdam: torch's fused kernels with DeepSpeed's arguments.

@@ -13,6 +13,6 @@ extensions.py: parts that packages beside the core offer, found by entry points.
 compression.py: dtype and compressor of the sum of gradients.
 optimizer.py: the optimizer over ZeRO's flat ranges, 1-bit optimizers included, and the learning-rate schedule.
 recomputation.py: activation checkpointing of a ``PipelineModule``.
-tuning.py: ``"auto"`` and ``autotuning``: steps that are measured to find the microbatch size.
+tuning.py: steps of a copy of the model, measured to find the microbatch size for ``triax.tune``.
 lora.py: ``add_lora``, adapters on the layers that the options name.
 """
