@@ -103,9 +103,9 @@ def test_tune_returns_options_and_leaves_the_model_as_it_was(tmp_path: Path) -> 
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random = torch.get_rng_state()
     options = triax.EngineOptions(
-        batch=triax.Batch(size=32, microbatch="auto"), zero="auto", tuning=triax.Tuning(sizes=2, results=str(tmp_path))
+        batch=triax.Batch(size=32, microbatch="auto"), tuning=triax.Tuning(sizes=2, results=str(tmp_path))
     )
-    options = triax.tune(model, options, optimizer=optimizer, training_data=numbers())
+    options = triax.tune(model, options, optimizer=optimizer, zero="auto", training_data=numbers())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert torch.equal(random, torch.get_rng_state()) and not optimizer.state
     results = json.loads((tmp_path / "results.json").read_text())
