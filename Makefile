@@ -21,13 +21,12 @@ STAMP := $(VENV)/installed
 BROWSER := $(VENV)/browser
 # A folder in which this checkout, whatever its name, is visible as `triax`: mypy goes by folder names.
 AS_TRIAX := $(VENV)/as-package
-# What is type-checked: the folders, of these, that hold Python files.
-FOLDERS := base grid randomness agreement options pipe tensor_parallel context zero optim data checkpoint monitor launcher moe models gradient_compression plan engine inference methods testing local_sgd fault_tolerance train dry_run compat cli tests examples benchmarks docs
-CHECKED := __init__.pyi $(FOLDERS)
+# What is type-checked: the folders that hold Python files.
+CHECKED := __init__.pyi $(sort $(dir $(wildcard */*.py)))
 
 # Quick tests: structure and names, schedules as values, grids, configurations, the numbers of a step.
 QUICK := $(addprefix tests/,laws/test_imports.py laws/test_names.py laws/test_bugs.py grid/test_layout.py \
-	grid/test_random.py grid/test_topology.py options launcher/test_hosts.py optim \
+	grid/test_random.py grid/test_topology.py options grid/launcher/test_hosts.py engine/optim \
 	pipe/test_partition.py pipe/test_schedules.py pipe/test_simulate.py pipe/test_verify.py pipe/test_executor.py \
 	tensor_parallel/test_regions.py context/test_order.py context/test_sparsity.py engine/test_pipeline_engine.py)
 

@@ -6,7 +6,9 @@ imported from its own module when it is first used.
 
 from .base import VERSION
 from .base.lazy import attach
+from .base.moved import find_moved
 
 __version__ = VERSION
 
+find_moved(__name__)
 __getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -1,8 +1,6 @@
 from . import context as context
 from . import data as data
-from . import gradient_compression as gradient_compression
 from . import grid as grid
-from . import methods as methods
 from . import models as models
 from . import moe as moe
 from . import pipe as pipe
@@ -19,6 +17,8 @@ from .compat.huggingface.trainer import Trainer as Trainer  # needs accelerate
 from .data.dataloader import RepeatingLoader as RepeatingLoader
 from .engine.engines import Engine as Engine
 from .engine.module_engine import ModuleEngine as ModuleEngine
+from .engine.monitor import profiler as profiler
+from .engine.monitor.report.pictures import draw_run as draw_run
 from .engine.pipeline_engine import PipelineEngine as PipelineEngine
 from .engine.setup.lora import add_lora as add_lora
 from .engine.setup.lora import merge_lora as merge_lora
@@ -27,13 +27,13 @@ from .engine.setup.measured_layers import measure_layers as measure_layers
 from .engine.snapshot.load_weights import load_weights as load_weights
 from .engine.tune import tune as tune
 from .grid.grid import Grid as Grid
+from .grid.launcher.launch import launch as launch
 from .grid.layout import Layout as Layout
 from .grid.loss_terms import Loss as Loss
 from .grid.loss_terms import WithLoss as WithLoss
 from .grid.topology import Topology as Topology
 from .inference.engine import InferenceEngine as InferenceEngine
 from .inference.engine import init_inference as init_inference
-from .launcher.launch import launch as launch
 from .models.config import GPTConfig as GPTConfig
 from .models.config import LlamaConfig as LlamaConfig
 from .models.gpt import gpt_layers as gpt_layers
@@ -53,8 +53,6 @@ from .models.huggingface.transfer import transfer_group as transfer_group
 from .models.layers import NextTokenLoss as NextTokenLoss
 from .models.llama import llama_layers as llama_layers
 from .models.log_probs import LogProbsLoss as LogProbsLoss
-from .monitor import profiler as profiler
-from .monitor.report.pictures import draw_run as draw_run
 from .options.batch import Batch as Batch
 from .options.checkpoints import Checkpoints as Checkpoints
 from .options.compilation import Compile as Compile
@@ -100,9 +98,11 @@ from .pipe.program.verify import verify as verify
 from .pipe.schedules.choose import make_schedule as make_schedule
 from .pipe.spec import LayerSpec as LayerSpec
 from .pipe.spec import TiedLayerSpec as TiedLayerSpec
+from .plugins import gradient_compression as gradient_compression
 from .tensor_parallel.embedding import VocabParallelEmbedding as VocabParallelEmbedding
 from .tensor_parallel.linear import ColumnParallelLinear as ColumnParallelLinear
 from .tensor_parallel.linear import RowParallelLinear as RowParallelLinear
+from .train import methods as methods
 from .zero.modules.sharded_optimizer import ShardedOptimizer as ShardedOptimizer
 
 __version__: str

@@ -4,6 +4,7 @@ errors.py: the errors of the library, and helpers for their messages.
 option_error.py: errors and notes about options, under the names of each door.
 checks.py: checks of numbers, seeds, names of folders, and kinds of arguments.
 lazy.py: lazy public names of packages.
+moved.py: modules and names at their older places.
 entry_points.py: entry points of installed packages.
 nest.py: walks over nests of tensors.
 json_values.py: plain Python values in JSON and back, for checkpoints and between ranks, without pickle.

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
 
-_MOVED = "triax.moved_names"  # the entry points of functions that find names at their older places
-
 
 def attach(package: str, file: str) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
     """Make ``__getattr__``, ``__dir__`` and ``__all__`` of a package from its stub, for the package's ``__init__.py``.
@@ -36,12 +34,11 @@ def attach(package: str, file: str) -> tuple[Callable[[str], object], Callable[[
     def get(name: str) -> object:
         if name not in homes:
             # Imported here, so that importing a package imports nothing else.
-            from .entry_points import offered
             from .errors import nearest
+            from .moved import moved
 
-            for entry in () if name.startswith("_") else offered(_MOVED):
-                with suppress(KeyError):
-                    return entry.load()(package, name)
+            with suppress(KeyError):
+                return moved(package, name)
             raise AttributeError(f"module {package!r} has no attribute {name!r}; {nearest(name, homes)}")
         module, attribute = homes[name]
         if module.strip("."):

@@ -36,7 +36,7 @@ SHAPE |= {"num_attention_heads": 8}
 def main() -> None:
     """Measure here, or on the ranks that this starts."""
     from triax.grid.environment import read_environment
-    from triax.launcher.launch import launch
+    from triax.grid.launcher.launch import launch
 
     arguments = parser(__doc__, rounds=7, ranks=False)
     arguments.add_argument("--preset", default="gpt-42m", help="gpt-42m, llama-42m, or a preset of GPTConfig (gpt-42m)")

@@ -28,9 +28,9 @@ from corpus import find, tokens
 
 from triax import DiLoCo, GradientReduction, LocalSGD, Optimizer, Zero
 from triax.base.errors import ConfigError
-from triax.gradient_compression import PowerSGD, TopK
 from triax.grid.environment import read_environment
-from triax.launcher.launch import launch
+from triax.grid.launcher.launch import launch
+from triax.plugins.gradient_compression import PowerSGD, TopK
 from triax.train.job import Job, resolve
 from triax.train.loop import TrainingRun
 from triax.train.schema import TrainingFile

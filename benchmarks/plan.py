@@ -39,10 +39,10 @@ from triax.models.layers import NextTokenLoss
 from triax.models.llama import llama_layers
 from triax.models.mixtral import mixtral_layers
 from triax.pipe.schedules.registry import RECIPES
-from triax.plan.cost import CostModel, Work
-from triax.plan.machine import machine
-from triax.plan.parallel_layout import ParallelLayout
-from triax.plan.picture import name_of
+from triax.plugins.plan.cost import CostModel, Work
+from triax.plugins.plan.machine import machine
+from triax.plugins.plan.parallel_layout import ParallelLayout
+from triax.plugins.plan.picture import name_of
 
 BATCH, WARM_UP = 8, 2
 SMALL: dict[str, Any] = {"vocab_size": 512, "num_hidden_layers": 8}

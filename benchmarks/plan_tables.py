@@ -7,7 +7,7 @@
 2. The B200 table: times and memory after a fit to all rows, and of the others after fits to pairs of a dense row and a
    mixture, which start from the data sheet.
 3. Every table predicted without it: errors, and how many runs lie within the interval of 90 %, whose width is made from
-   the errors of the other tables alone. The last lines are ``plan/trust.py``'s figures.
+   the errors of the other tables alone. The last lines are ``plugins/plan/trust.py``'s figures.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from rounds import print_json
 
 from triax.base.tables import table, terminal
 from triax.cli.fit import read_runs
-from triax.plan.fit import MeasuredRun, figures, fit, leave_one_out
-from triax.plan.machine import Machine, machine
-from triax.plan.trust import SAME_SIZE, kept, student
+from triax.plugins.plan.fit import MeasuredRun, figures, fit, leave_one_out
+from triax.plugins.plan.machine import Machine, machine
+from triax.plugins.plan.trust import SAME_SIZE, kept, student
 
 from published_runs import LATER_A100, LATER_H100, TABLES, measured_runs
 
@@ -51,7 +51,7 @@ class Prediction(NamedTuple):
     table: str
     machine: str
     run: str
-    known: str  # the class, as in plan/trust.py
+    known: str  # the class, as in plugins/plan/trust.py
     error: float  # logarithm of predicted over measured
 
 
@@ -193,7 +193,7 @@ def apart(one: Prediction, other: Prediction) -> bool:
 
 
 def half_width(found: Sequence[Prediction], known: str) -> float:
-    """Return half the width of a class's interval, in logarithms, as plan/trust.py describes it."""
+    """Return half the width of a class's interval, in logarithms, as plugins/plan/trust.py describes it."""
     own = [each for each in found if each.known == known]
     if known == "unseen machine":
         return student(len({each.machine for each in own})) * math.sqrt(mean(each.error**2 for each in own))

@@ -55,8 +55,8 @@ import torch
 from torch import nn
 
 import triax
-from triax.fault_tolerance.membership import History
-from triax.launcher.replicas import drain
+from triax.grid.launcher.replicas import drain
+from triax.plugins.fault_tolerance.membership import History
 
 SHARE, SAMPLES = 8, 2**16  # samples of a share and of the data set
 LIMIT = 180.0  # seconds after which a run that does not go on hangs
@@ -73,7 +73,7 @@ os.environ.setdefault("TRIAX_SECRET", secrets.token_hex(16))  # of the coordinat
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     ["torch", "torch.distributed.device_mesh", "triax.engine.engines", "triax.data.dataloader"]
-    + ["triax.fault_tolerance.strategy", "triax.models.gpt"]
+    + ["triax.plugins.fault_tolerance.strategy", "triax.models.gpt"]
 )
 
 

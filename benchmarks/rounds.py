@@ -26,7 +26,7 @@ from torch import Tensor
 
 import triax
 from triax.base.tables import table, terminal
-from triax.launcher.launch import launch
+from triax.grid.launcher.launch import launch
 
 WARM_UP = 2
 ALONE = "one process"

@@ -11,7 +11,7 @@ auto.py: saving every N steps and on SIGTERM, and finding the newest undamaged c
 rendezvous.py: every rank makes the same call, or the error names those that did not
 random_states.py: states of the random generators of torch, Python and numpy
 format/: the files of a checkpoint: index, commit, values in JSON
-convert/: export to safetensors and Hugging Face, import from torch DCP and DeepSpeed
+convert/: export to safetensors and Hugging Face, import from torch DCP
 
 Snapshots of an engine are made and applied in engine/snapshot/.
 """

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from ..agreement.agreement import agreed
 from ..base.errors import CheckpointError, DamagedError
 from ..grid import Grid
+from ..grid.agreement.agreement import agreed
 from .async_writer import report_failure
 from .format import folder as folders
 from .format.remote import Folder

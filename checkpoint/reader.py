@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ..agreement.agreement import agreed
 from ..base.dtypes import TORCH_NAMES
 from ..grid import Grid
+from ..grid.agreement.agreement import agreed
 from ..grid.ranges import shape_of
 from .format import folder as folders
 from .format.index import NAME, Index, read_index

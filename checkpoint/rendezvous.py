@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ..agreement.agreement import begin_call
-from ..agreement.hang_watch import Caller
 from ..base.errors import ArgumentError, CheckpointError
 from ..grid import Grid
+from ..grid.agreement.agreement import begin_call
+from ..grid.agreement.hang_watch import Caller
 
 _WRONG = "\n"  # what a rank sends before its error in place of its call
 

@@ -123,9 +123,9 @@ def _sizes(text: str) -> dict[str, int]:
 
 def _dry(target: str, build: Any, batches: Any, sizes: dict[str, int], as_json: bool) -> NoReturn:
     """Run a step of each class of ranks without values, print what was found, and exit."""
-    from ..dry_run.dry_run import dry_run
-    from ..dry_run.rank import Settings
-    from ..dry_run.report import report
+    from ..plugins.dry_run.dry_run import dry_run
+    from ..plugins.dry_run.rank import Settings
+    from ..plugins.dry_run.report import report
     from .check_targets import train_without_values
 
     ranks = math.prod(size for axis, size in sizes.items() if axis != "expert")  # experts lie on the data axis

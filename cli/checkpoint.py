@@ -200,7 +200,7 @@ def import_(
     ] = False,
 ) -> None:
     """Import a checkpoint of Megatron-LM, of torch (DCP) or of DeepSpeed (universal). The last two are unpickled."""
-    from ..checkpoint.convert.from_megatron import find_megatron, import_megatron
+    from ..compat.megatron.checkpoint import find_megatron, import_megatron
 
     try:
         megatron = find_megatron(source)
@@ -221,8 +221,8 @@ def import_(
             f"{what}, and reading a pickle may run code that is in it. If you trust its author, pass --unpickle."
         )
     from ..checkpoint.convert.from_dcp import import_dcp
-    from ..checkpoint.convert.from_deepspeed import import_universal
-    from ..optim.schedulers import OWN
+    from ..compat.deepspeed.universal_checkpoint import import_universal
+    from ..engine.optim.schedulers import OWN
 
     try:
         if is_dcp:

@@ -12,7 +12,7 @@ import typer
 from ..base.errors import ConfigError
 from ..base.ports import LOOPBACK
 from ..grid.environment import run_secret
-from ..launcher.replicas import drain as drain_replica
+from ..grid.launcher.replicas import drain as drain_replica
 
 PORT = 29510
 
@@ -31,7 +31,7 @@ def coordinator(
     ] = LOOPBACK,
 ) -> None:
     """Run the coordinator of a run's replicas until it is stopped. It answers those that know TRIAX_SECRET alone."""
-    from ..fault_tolerance.coordinator import Coordinator  # triax runs without this folder
+    from ..plugins.fault_tolerance.coordinator import Coordinator  # triax runs without this folder
 
     secret = run_secret()
     try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..base.errors import ConfigError, CorruptError
-from ..launcher.launch import cores
+from ..grid.launcher.launch import cores
 from .generate import printable
 from .output import echo
 

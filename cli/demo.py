@@ -29,9 +29,9 @@ def demo(
     Two processes on this machine train on triax's own source; each byte is a token.
     """
     from ..data.tokenization import tokenize
-    from ..launcher.launch import cores, launch
-    from ..monitor.report.pictures import from_zero
-    from ..monitor.report.run_folder import read_run, read_trace
+    from ..engine.monitor.report.pictures import from_zero
+    from ..engine.monitor.report.run_folder import read_run, read_trace
+    from ..grid.launcher.launch import cores, launch
     from ..pipe.program.draw import text
     from ..train.loop import train
     from ..train.schema import TrainingFile

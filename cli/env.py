@@ -53,7 +53,7 @@ def _devices() -> Iterator[tuple[str, str]]:
     import torch
 
     from ..grid.devices import gpu_descriptions
-    from ..launcher.launch import cores
+    from ..grid.launcher.launch import cores
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     yield "CPU", f"{cores()} cores for this process, {memory / 2**30:.1f} GiB memory, {torch.get_num_threads()} threads"

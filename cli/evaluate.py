@@ -13,8 +13,8 @@ from ..base.errors import ConfigError
 from ..base.files import read_object
 from ..base.tables import table, terminal
 from ..grid.environment import read_environment
+from ..grid.launcher.launch import launch, user_error
 from ..grid.topology import Topology
-from ..launcher.launch import launch, user_error
 from .generate import family, find_model
 
 

@@ -1,7 +1,7 @@
 """``triax train --explain``: what a run would be, without ranks, weights or torch.
 
 Grid, schedule and its bubble, stages with their layers and parameters, bytes of each pipe rank by kind
-(``plan/memory.py``), tokens of a step and of the run.
+(``plugins/plan/memory.py``), tokens of a step and of the run.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ..base.errors import ConfigError
 from ..base.formulas import STATES, optimizer_states
 from ..base.tables import as_text, table
 from ..pipe.program.simulate import Costs, simulate
-from ..plan.layers import LayerShape
-from ..plan.memory import ModelMemory, RankMemory, StateOptions
-from ..plan.parallel_layout import ParallelLayout
+from ..plugins.plan.layers import LayerShape
+from ..plugins.plan.memory import ModelMemory, RankMemory, StateOptions
+from ..plugins.plan.parallel_layout import ParallelLayout
 from ..train.job import Job
 
 

@@ -17,7 +17,7 @@ from ..base.tables import table, terminal
 # All else is imported where it is used: `triax --help` needs none of it.
 if TYPE_CHECKING:
     from ..models.config import TransformerConfig
-    from ..plan.fit import MeasuredRun
+    from ..plugins.plan.fit import MeasuredRun
 
 NEEDED = ("model", "layout", "batch", "step_s")
 COLUMNS = (*NEEDED, "name", "fields", "sequence", "precision", "products", "memory_gib", "switches")
@@ -35,8 +35,8 @@ def fit_rows(path: Path, machine: str, write: Path | None, as_json: bool) -> Non
     Raises:
         ValueError: the file or a row of it cannot be used.
     """
-    from ..plan.fit import figures, fitted
-    from ..plan.machine import machine as machine_of
+    from ..plugins.plan.fit import figures, fitted
+    from ..plugins.plan.machine import machine as machine_of
 
     if write is not None and write.suffix != ".json":
         raise ValueError(f"--write is {write}, but the machine file of --fit must end in .json.")
@@ -108,9 +108,9 @@ def _run(
     row: Mapping[str, str], path: Path, number: int, models: dict[tuple[str, str], TransformerConfig]
 ) -> MeasuredRun:
     """Return the run of a row."""
-    from ..plan.fit import MeasuredRun
-    from ..plan.machine import SWITCHES
-    from ..plan.parallel_layout import ParallelLayout
+    from ..plugins.plan.fit import MeasuredRun
+    from ..plugins.plan.machine import SWITCHES
+    from ..plugins.plan.parallel_layout import ParallelLayout
     from .plan_inputs import model_of, parse_layout
 
     key = row["model"], row.get("fields", "")

@@ -24,9 +24,9 @@ from ..base.hub import local_folder
 from ..base.option_error import refusal
 from ..data.byte_tokenizer import ByteTokenizer
 from ..grid.environment import read_environment
+from ..grid.launcher.launch import launch, user_error
 from ..grid.topology import Topology
 from ..inference.text import BYTES, Tokenizer
-from ..launcher.launch import launch, user_error
 from ..options.base import Options, option
 from .flags import with_flags
 

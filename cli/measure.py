@@ -30,8 +30,9 @@ from ..grid import Grid
 from ..grid.comm.axis import Axis
 from ..grid.devices import accelerators, default_accelerator, gpu_sizes, wait_for
 from ..grid.environment import given_threads
-from ..launcher.launch import cores as own_cores
-from ..launcher.launch import launch
+from ..grid.launcher.launch import cores as own_cores
+from ..grid.launcher.launch import launch
+from ..grid.randomness.random import Dropout
 from ..models.config import GPTConfig, LlamaConfig, MixtralConfig, TransformerConfig
 from ..models.gpt import gpt_layers
 from ..models.layers import NextTokenLoss
@@ -41,11 +42,10 @@ from ..models.rope import Rope
 from ..options.batch import Batch
 from ..options.zero import Zero
 from ..pipe.module import PipelineModule
-from ..plan.cost import CostModel, StepTime, Work
-from ..plan.machine import Machine, NetworkLink
-from ..plan.measured import MeasuredTimes, Row, Table
-from ..plan.parallel_layout import ParallelLayout
-from ..randomness.random import Dropout
+from ..plugins.plan.cost import CostModel, StepTime, Work
+from ..plugins.plan.machine import Machine, NetworkLink
+from ..plugins.plan.measured import MeasuredTimes, Row, Table
+from ..plugins.plan.parallel_layout import ParallelLayout
 from ..tensor_parallel.norm import LayerNorm, RMSNorm
 from ..zero.norm import square
 

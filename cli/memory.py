@@ -16,8 +16,8 @@ from .output import bar
 from .plan_inputs import TRAINING_FILES, model_of, parse_layout
 
 if TYPE_CHECKING:
-    from ..plan.memory import ModelMemory, RankMemory
-    from ..plan.parallel_layout import ParallelLayout
+    from ..plugins.plan.memory import ModelMemory, RankMemory
+    from ..plugins.plan.parallel_layout import ParallelLayout
 
 _FILL = 4  # microbatches for each pipe rank, if no batch is given: more hold no more, but under gpipe
 
@@ -72,7 +72,7 @@ def memory(
 ) -> None:
     """Print the memory of each pipe rank of a model on a grid, with activations; or of a number of parameters."""
     from ..compat.deepspeed.config.optimizer_names import native_optimizer
-    from ..plan.machine import machine as machine_of
+    from ..plugins.plan.machine import machine as machine_of
 
     if [model, named, parameters].count(None) != 2:
         raise ConfigError("Give one of a MODEL (or --model), such as llama3-8b, and --parameters, such as 7.5e9.")
@@ -114,8 +114,8 @@ def _run(
     processes: int | None,
 ) -> _Counted:
     """Return what is to be counted, from a training file or from a model and the options."""
-    from ..plan.memory import ModelMemory, StateOptions
-    from ..plan.parallel_layout import ParallelLayout
+    from ..plugins.plan.memory import ModelMemory, StateOptions
+    from ..plugins.plan.parallel_layout import ParallelLayout
     from ..train.file import read_training_file
     from ..train.job import resolve
     from .explain import layout_of_job, memory_of_job
@@ -142,9 +142,9 @@ def _run(
 
 def _print(model: str, run: _Counted, ranks: Sequence[RankMemory], limit: float | None) -> None:
     """Print a table, and a bar of each pipe rank, whose letters are the kinds."""
-    from ..plan.memory import RankMemory
-    from ..plan.page import figure
-    from ..plan.picture import COLORS
+    from ..plugins.plan.memory import RankMemory
+    from ..plugins.plan.page import figure
+    from ..plugins.plan.picture import COLORS
 
     console = terminal()
     kinds = [kind for kind in RankMemory._fields if any(getattr(each, kind) for each in ranks)]

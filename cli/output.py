@@ -24,7 +24,7 @@ def bar(kinds: Mapping[str, float], whole: float, width: int, mark: Callable[[st
         width: columns of the terminal.
         mark: letter of a part.
     """
-    from ..plan.picture import COLORS
+    from ..plugins.plan.picture import COLORS
 
     made, end, width = Text(no_wrap=True), 0.0, min(width, 94)
     for kind, value in kinds.items():

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..models.config import TransformerConfig
-    from ..plan.cost import Work
-    from ..plan.parallel_layout import ParallelLayout
-    from ..plan.search import Search, Searcher
+    from ..plugins.plan.cost import Work
+    from ..plugins.plan.parallel_layout import ParallelLayout
+    from ..plugins.plan.search import Search, Searcher
     from ..train.file import ReadFile
     from ..train.schema import TrainingFile
 
@@ -99,11 +99,11 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Print the fastest layouts of a training run that fit into a cluster's memory."""
-    from ..plan.cost import CostModel, Work
-    from ..plan.machine import machine as machine_of
-    from ..plan.page import page
-    from ..plan.picture import picture
-    from ..plan.search import Searcher, Space
+    from ..plugins.plan.cost import CostModel, Work
+    from ..plugins.plan.machine import machine as machine_of
+    from ..plugins.plan.page import page
+    from ..plugins.plan.picture import picture
+    from ..plugins.plan.search import Searcher, Space
     from ..train.schema import count, seconds
 
     try:
@@ -220,14 +220,14 @@ def _chosen(layout: ParallelLayout, given: dict[str, list[Any]]) -> dict[str, An
 
 def _trust(work: Work, seconds: float | None) -> dict[str, Any]:
     """Return the first entry of a JSON object: how far the times can be trusted."""
-    from ..plan.trust import trust
+    from ..plugins.plan.trust import trust
 
     return trust(work.machine, work.config, work.products or work.precision).to_dict(work.machine.name, seconds)
 
 
 def _result(found: Search, searcher: Searcher) -> dict[str, Any]:
     """Return the object that ``--json`` prints."""
-    from ..plan.search import to_dict
+    from ..plugins.plan.search import to_dict
 
     work = searcher.work
     layouts = [to_dict(planned, work) for planned in found.layouts]
@@ -248,7 +248,7 @@ def _result(found: Search, searcher: Searcher) -> dict[str, Any]:
 
 def _none_fits(searcher: Searcher, found: Search, asked: bool, as_json: bool) -> None:
     """Say what is short and the nearest change; of a given layout, go on with what it would take."""
-    from ..plan.search import Searcher, Space
+    from ..plugins.plan.search import Searcher, Space
 
     space, work, limit = searcher.space, searcher.work, searcher.limit
     if found.nearest is None:
@@ -275,7 +275,7 @@ def _none_fits(searcher: Searcher, found: Search, asked: bool, as_json: bool) ->
 
 def _change(searcher: Searcher) -> str:
     """Return the nearest change with which a layout fits: more GPUs, fewer keys given, or more memory."""
-    from ..plan.search import Searcher, Space
+    from ..plugins.plan.search import Searcher, Space
 
     space, work = searcher.space, searcher.work
     if space.given and not searcher.unequal:
@@ -291,8 +291,8 @@ def _change(searcher: Searcher) -> str:
 
 def _tight(searcher: Searcher, found: Search) -> list[str]:
     """Return a line about a first layout that fits, but leaves less than ``ROOM`` of the memory free."""
-    from ..plan.page import figure
-    from ..plan.search import ROOM, Searcher, Space
+    from ..plugins.plan.page import figure
+    from ..plugins.plan.search import ROOM, Searcher, Space
 
     first, limit, space = found.layouts[0], searcher.limit, searcher.space
     enough = (1 - ROOM) * limit
@@ -309,9 +309,9 @@ def _tight(searcher: Searcher, found: Search) -> list[str]:
 
 def _without(result: dict[str, Any], limit: float) -> list[str]:
     """Return a line about what the options of the best layout's schedule save."""
-    from ..plan.page import figure
-    from ..plan.parallel_layout import CHANGES
-    from ..plan.picture import name_of
+    from ..plugins.plan.page import figure
+    from ..plugins.plan.parallel_layout import CHANGES
+    from ..plugins.plan.picture import name_of
 
     best = result["layouts"][0]
     plain = best.get("without")
@@ -329,7 +329,7 @@ def _without(result: dict[str, Any], limit: float) -> list[str]:
 
 def _days(work: Work, found: Search, tokens: int | None, given: float | None) -> list[str]:
     """Return lines about the time of the whole run."""
-    from ..plan.page import figure
+    from ..plugins.plan.page import figure
 
     step, each = found.layouts[0].time.seconds, work.batch * work.sequence
     lines = []
@@ -347,9 +347,9 @@ def _days(work: Work, found: Search, tokens: int | None, given: float | None) ->
 
 def _why(work: Work, gpus: int | None, limit: float, pair: tuple[str, str], as_json: bool) -> None:
     """Compare two layouts, term by term."""
-    from ..plan.page import figure
-    from ..plan.picture import name_of
-    from ..plan.search import Searcher, Space, to_dict
+    from ..plugins.plan.page import figure
+    from ..plugins.plan.picture import name_of
+    from ..plugins.plan.search import Searcher, Space, to_dict
 
     found = []
     for text in pair:
@@ -379,7 +379,7 @@ def _why(work: Work, gpus: int | None, limit: float, pair: tuple[str, str], as_j
 
 def _print(result: dict[str, Any], limit: float, lines: list[str]) -> None:
     """Print the table, and the bars of the best layout."""
-    from ..plan.page import HEADS, cells
+    from ..plugins.plan.page import HEADS, cells
 
     console = terminal()
     console.print(result["trust"]["line"])
@@ -403,8 +403,8 @@ def _plural(reason: str, number: int) -> str:
 
 def _bar(console: Console, title: str, kinds: dict[str, float], limit: float | None) -> None:
     """Print one bar of colored parts, and its key."""
-    from ..plan.page import figure
-    from ..plan.picture import COLORS
+    from ..plugins.plan.page import figure
+    from ..plugins.plan.picture import COLORS
 
     shown, total = {kind: value for kind, value in kinds.items() if value > 0}, sum(kinds.values())
     share = {kind: f" ({value / total:.1%})" if kind == "bubble" else "" for kind, value in shown.items()}
@@ -426,8 +426,8 @@ def _write(path: Path, model: str, source: ReadFile | None, work: Work, layout: 
     """Write a training file of a layout; other keys are those of the training file that was given."""
     import yaml
 
-    from ..plan.cost import CostModel
-    from ..plan.parallel_layout import RECOMPUTATION
+    from ..plugins.plan.cost import CostModel
+    from ..plugins.plan.parallel_layout import RECOMPUTATION
 
     if path.suffix not in TRAINING_FILES[:2]:
         raise ValueError(f"--write is {path}, but it must end in .yaml.")

@@ -73,7 +73,7 @@ def parse_layout(text: str) -> dict[str, list[Any]]:
         ValueError: an unknown key or value; the message names the nearest.
     """
     from ..pipe.schedules.registry import RECIPES
-    from ..plan.parallel_layout import KNOWN_RECOMPUTATION, ParallelLayout
+    from ..plugins.plan.parallel_layout import KNOWN_RECOMPUTATION, ParallelLayout
 
     keys = [each.name for each in fields(ParallelLayout)]
     given: dict[str, list[Any]] = {}

@@ -32,9 +32,9 @@ def report(
 
     For a run with fault_tolerance, also print its replicas over time, the lost time by cause, and goodput.
     """
-    from ..monitor.report.run_folder import read_run
-    from ..monitor.report.serve import report_server
-    from ..monitor.report.write import write_report
+    from ..engine.monitor.report.run_folder import read_run
+    from ..engine.monitor.report.serve import report_server
+    from ..engine.monitor.report.write import write_report
 
     if not serve:
         if port:

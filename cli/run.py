@@ -20,8 +20,9 @@ import typer
 from ..base.errors import ConfigError
 from ..base.files import read_text
 from ..base.ports import LOOPBACK, listen
+from ..engine.monitor.trace.merge import recorded
 from ..grid.environment import given_threads, run_secret
-from ..launcher.hosts import (
+from ..grid.launcher.hosts import (
     Hosts,
     Slots,
     check_host,
@@ -32,11 +33,10 @@ from ..launcher.hosts import (
     parse_ranks,
     select,
 )
-from ..launcher.launch import GRACE, cores, outcome_of, own_address, print_outcome
-from ..launcher.remote import SSH, exported_variables, host_command, outcome_line, run_on_hosts
-from ..launcher.replicas import run_replicas, start_coordinator
-from ..launcher.worker import LOCAL_RANK, Executable, Module
-from ..monitor.trace.merge import recorded
+from ..grid.launcher.launch import GRACE, cores, outcome_of, own_address, print_outcome
+from ..grid.launcher.remote import SSH, exported_variables, host_command, outcome_line, run_on_hosts
+from ..grid.launcher.replicas import run_replicas, start_coordinator
+from ..grid.launcher.worker import LOCAL_RANK, Executable, Module
 from ..options.fault_tolerance import is_replica_name
 
 PORT = 29500
@@ -292,9 +292,9 @@ def _dry_run(
     """Run a script as ranks of a cluster without the cluster, print what was found, and exit: 1 if it would fail."""
     if isinstance(target, Executable):
         raise ConfigError("--dry runs only Python, because it replaces torch's functions. Leave out --no-python.")
-    from ..dry_run.dry_run import dry_run  # imported only where it is used: it needs torch
-    from ..dry_run.rank import Script, Settings
-    from ..dry_run.report import report
+    from ..plugins.dry_run.dry_run import dry_run  # imported only where it is used: it needs torch
+    from ..plugins.dry_run.rank import Script, Settings
+    from ..plugins.dry_run.report import report
 
     per_host = int(nproc) if nproc is not None and nproc.isdecimal() else Settings._field_defaults["per_host"]
     module = isinstance(target, Module)

@@ -78,10 +78,10 @@ def train(
 
 def _dry_run(job: Job) -> NoReturn:
     """Run a training file as ranks of a cluster without the cluster, print what was found, and exit."""
-    from ..dry_run.dry_run import dry_run  # imported only where it is used: it needs torch
-    from ..dry_run.rank import Settings
-    from ..dry_run.report import report
-    from ..dry_run.training_file import JobSteps
+    from ..plugins.dry_run.dry_run import dry_run  # imported only where it is used: it needs torch
+    from ..plugins.dry_run.rank import Settings
+    from ..plugins.dry_run.report import report
+    from ..plugins.dry_run.training_file import JobSteps
 
     found = dry_run(JobSteps(job), Settings(job.topology.world_size), partial(typer.echo, err=True))
     typer.echo(report(found))

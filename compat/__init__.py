@@ -2,7 +2,6 @@
 
 deepspeed/: DeepSpeed: ``initialize``, ``add_config_arguments``, ``init_distributed``, ``comm.log_summary``.
 launcher_options.py, launchers.toml: options of ``torchrun``, ``deepspeed`` and ``horovodrun``, for ``triax run``.
-moved_names.py: public names of triax that have moved.
 megatron/: Megatron-LM: grids of ``mpu``, layouts of its layers.
 horovod/: Horovod: ``hvd.init``, collectives, ``DistributedOptimizer``.
 huggingface/: transformers: ``Trainer`` and ``TrainingArguments``.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..grid import Grid
-from ..randomness.random import Dropout
+from ..grid.randomness.random import Dropout
 from .order import positions
 
 

@@ -1,4 +1,4 @@
-"""Sparse attention by block masks: the patterns of DeepSpeed's ``sparse_attention`` section.
+"""Sparse attention by block masks: the patterns of the option ``sparse_attention``.
 
 The sequence is cut into blocks of ``block`` tokens. A pattern says for each block of queries which blocks of keys it
 attends to; only these are computed (block_sparse.py). Rows are queries, columns are keys:
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..randomness.random import derive, uniform
+from ..grid.randomness.random import derive, uniform
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,7 +250,7 @@ _MODES: dict[str, type[Sparsity]] = {
 
 
 def make_sparsity(section: Mapping[str, Any]) -> Sparsity:
-    """Return the pattern of a ``sparse_attention`` section of DeepSpeed's configuration file.
+    """Return the pattern of the option ``sparse_attention``.
 
     Args:
         section: ``mode`` (by default ``fixed``), and the parameters of the mode's class.

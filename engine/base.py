@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
-from ..agreement.agreement import agreed, begin_call, totals
 from ..base.accelerators import is_accelerator
 from ..base.checks import check_count, check_kind, check_path
 from ..base.errors import ConfigError
@@ -30,28 +29,30 @@ from ..context.sparse_layers import set_sparse_attention
 from ..data.dataloader import Loader, TokenLoader, make_loader
 from ..data.token_data import TokenData
 from ..grid import Grid
+from ..grid.agreement.agreement import agreed, begin_call, totals
 from ..grid.assemble import Shard, assemble
 from ..grid.comm.traffic import Sent
 from ..moe.auxiliary_steps import AuxiliarySteps
-from ..monitor.monitor import Monitor
-from ..monitor.trace import comms_logger as comms
 from ..options.compilation import Compile
-from ..options.engine import EngineKeywords, EngineOptions
+from ..options.engine import EngineOptions
 from ..pipe.module import PipelineModule
 from ..pipe.program.schedule import Schedule
 from ..zero.data_axis import ZeroDataAxis
 from ..zero.gathered_parameters import gathered
 from ..zero.optimizer import OptimizerFactory
-from ..zero.synchronous_replicas import SynchronousReplicas
 from .accounting.memory import MemoryAccounts
 from .accounting.traffic import traffic_formulas
 from .instrument import instrument
+from .keywords import EngineKeywords
+from .monitor.monitor import Monitor
+from .monitor.trace import comms_logger as comms
 from .named_losses import NamedLossSteps
 from .named_parameters import named_parameters
 from .observer import RecordingObserver
 from .optimizer_step import OptimizerStep
 from .replica_buffers import ReplicaBuffers
 from .replica_rows import ReplicaRows
+from .replica_strategy import SynchronousReplicas
 from .setup.arguments import (
     Groups,
     check_arguments,
@@ -75,8 +76,6 @@ from .snapshot.checkpointer import Checkpointer, check_state
 from .step_observer import StepObserver
 
 if TYPE_CHECKING:
-    from ..fault_tolerance.replicas import FaultTolerantReplicas
-    from ..local_sgd.local_replicas import LocalReplicas
     from .module_engine import ModuleEngine
     from .pipeline_engine import PipelineEngine
 
@@ -362,7 +361,7 @@ class Engine:
         self.optimizer_step = OptimizerStep(self.options, self.data_axis, self.loss_scaler)
         self.lr_scheduler = make(self.optimizer) if make and self.optimizer else None
         self.training_dataloader = None if data is None else self.make_loader(data, parts.collate_fn)
-        self.replicas: SynchronousReplicas | LocalReplicas | FaultTolerantReplicas = SynchronousReplicas(self.grid)
+        self.replicas = SynchronousReplicas(self.grid)
         self.replica_rows = ReplicaRows(self._step_grid)
         self._shared_buffers: ReplicaBuffers | None = None  # after local updates have given replicas equal weights
         self.replica_state: ReplicaState | None = None

@@ -6,25 +6,20 @@ An instrument is a context around parts of a step (``engine.parts``) or around o
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
 
 import torch
 
 from ..base.dtypes import dtype_of
 from ..grid.comm.timeline_recorder import TimelineRecorder
-from ..monitor.trace import comms_logger
 from ..pipe.backward import Deferred, SplitBackward
 from ..pipe.program.ops import COMPUTE
 from .accounting import memory_breakdown, step_profile
 from .accounting.dump_state import dump
-from .kinds import is_pipelined
-
-if TYPE_CHECKING:
-    from .module_engine import ModuleEngine
-    from .pipeline_engine import PipelineEngine
+from .kinds import AnyEngine, is_pipelined
+from .monitor.trace import comms_logger
 
 
-def instrument(engine: PipelineEngine | ModuleEngine) -> None:
+def instrument(engine: AnyEngine) -> None:
     """Install on a new engine autocast and the profilers and loggers that its options enable."""
     options = engine.options.monitor
     dtype = dtype_of(engine.options.precision.autocast)
@@ -44,7 +39,7 @@ def instrument(engine: PipelineEngine | ModuleEngine) -> None:
         dump(engine)
 
 
-def _install_autocast(engine: PipelineEngine | ModuleEngine, dtype: torch.dtype) -> None:
+def _install_autocast(engine: AnyEngine, dtype: torch.dtype) -> None:
     """Run forward passes under autocast to a dtype.
 
     For the backward pass, autograd keeps the copies of weights that autocast makes. In stage 3 of ZeRO no rank has
@@ -63,7 +58,7 @@ def _install_autocast(engine: PipelineEngine | ModuleEngine, dtype: torch.dtype)
     engine.parts.watch("forward", lambda: torch.autocast(kind, dtype=dtype))
 
 
-def _record_spans(engine: PipelineEngine | ModuleEngine, recorder: TimelineRecorder) -> None:
+def _record_spans(engine: AnyEngine, recorder: TimelineRecorder) -> None:
     """Record passes and steps as spans of the timeline of ``triax run --timeline``, beside its collectives."""
 
     def step() -> AbstractContextManager[None]:

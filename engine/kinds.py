@@ -1,16 +1,45 @@
-"""Functions that tell the two kinds of engines by their models, without an import of the engines themselves."""
+"""Protocols of the two kinds of engines, for what watches them; and the function that tells the kinds apart."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeGuard
+from typing import Protocol, TypeGuard
 
+from ..base.parts import Parts
+from ..options.batch import BatchSizes
+from ..pipe.executor import Executor
 from ..pipe.module import PipelineModule
+from ..pipe.program.timeline import Timeline
+from .accounting.memory import MemoryAccounts
+from .snapshot.capture import Checkpointed
 
-if TYPE_CHECKING:
-    from .module_engine import ModuleEngine
-    from .pipeline_engine import PipelineEngine
+
+class AnyEngine(Checkpointed, Protocol):
+    """Protocol: the members of both kinds that instruments and reports read. ``Engine`` documents them."""
+
+    batch: BatchSizes
+    parts: Parts
+    accounts: MemoryAccounts
+    record_memory: bool
+
+    def loss_scale(self) -> float | None: ...
 
 
-def is_pipelined(engine: PipelineEngine | ModuleEngine) -> TypeGuard[PipelineEngine]:
+class Pipelined(AnyEngine, Protocol):
+    """Protocol: an engine of a ``PipelineModule``, as ``PipelineEngine`` documents it."""
+
+    executor: Executor
+    record_timeline: bool
+    timeline: Timeline | None
+
+
+class Stepped(AnyEngine, Protocol):
+    """Protocol: an engine of any other module, as ``ModuleEngine`` documents it."""
+
+    microbatch: int
+
+    def is_last_microbatch(self) -> bool: ...
+
+
+def is_pipelined(engine: AnyEngine) -> TypeGuard[Pipelined]:
     """Return True for a ``PipelineEngine``, which trains a ``PipelineModule``."""
     return isinstance(engine.module, PipelineModule)

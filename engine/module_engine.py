@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..agreement.agreement import number, totals
-from ..agreement.failure import all_or_none
 from ..base.accelerators import is_accelerator
 from ..base.checks import check_flag, check_positive
 from ..base.errors import AgreedError, ConfigError
@@ -30,17 +28,17 @@ from ..base.nest import map_tensors
 from ..base.option_error import Note
 from ..context.part_loss import share_of_mean, share_of_terms
 from ..grid import Grid
+from ..grid.agreement.agreement import number, totals
+from ..grid.agreement.failure import all_or_none
 from ..grid.comm.traffic import Sent
 from ..grid.layout import require_plain
 from ..grid.loss_terms import Loss, NamedLosses, described_form, is_named
+from ..grid.randomness.random import DropoutState, bind_dropout, set_dropout_samples
 from ..moe.auxiliary_steps import AuxiliarySteps, bind_auxiliary
-from ..optim.loss_scale import process_scales, rescaled
-from ..optim.schedulers import advance_schedule
 from ..options.engine import EngineOptions
 from ..options.schedule import ScheduleOptions
 from ..pipe.microbatches import require_equal_shapes
 from ..pipe.module import PipelineModule
-from ..randomness.random import DropoutState, bind_dropout, set_dropout_samples
 from ..zero.modules.backward_passes import BackwardPasses
 from ..zero.modules.broadcast import broadcast_weights
 from ..zero.modules.leaf_modules import set_listed_leaf_modules
@@ -51,6 +49,8 @@ from .base import NO_OPTIMIZER, Engine, TrainingParts
 from .named_losses import NamedLossSteps
 from .named_parameters import named_parameters
 from .observer import ModuleObserver
+from .optim.loss_scale import process_scales, rescaled
+from .optim.schedulers import advance_schedule
 from .replica_buffers import ReplicaBuffers
 from .setup.arguments import to_device
 from .setup.compilation import Compilation, compile_module

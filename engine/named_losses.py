@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..agreement.agreement import totals
 from ..base.errors import AgreedError
 from ..grid import Grid
+from ..grid.agreement.agreement import totals
 from ..grid.loss_terms import LossSums, NamedLosses, described_form, require_other_names
 from ..pipe.executor import UNNAMED, Executor, Microbatch
 from ..pipe.module import PipelineModule

@@ -12,28 +12,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..agreement.agreement import agreed
 from ..base.checks import check_path
 from ..base.errors import ConfigError
 from ..base.records import Records, append
 from ..grid import Grid
+from ..grid.agreement.agreement import agreed
 from ..grid.comm.clock import Clock, Mark
-from ..monitor.files import RUN, TIMELINE
-from ..monitor.mfu import MfuMeter, slowest_peak, tokens_in
-from ..monitor.monitor import Monitor
-from ..monitor.protocol import StepMetrics, StepRecord
-from ..monitor.run_record import write_run
-from ..monitor.step_record import time_parts
-from ..monitor.step_timer import StepTimer
-from ..monitor.trace.trace import trace_step
-from ..monitor.wall_clock import PartMeans, phase_times, print_means
-from ..monitor.writers import make_writers
 from ..options.monitoring import Monitoring
 from ..pipe.executor import Executor
 from ..pipe.program.ops import COMPUTE, Op
 from ..pipe.program.timeline import CollectiveSpan, OpMarks, Span, Timeline
 from ..zero.histograms import parameter_histograms
 from .accounting.run_record import run_record
+from .monitor.files import RUN, TIMELINE
+from .monitor.mfu import MfuMeter, slowest_peak, tokens_in
+from .monitor.monitor import Monitor
+from .monitor.protocol import StepMetrics, StepRecord
+from .monitor.run_record import write_run
+from .monitor.step_record import time_parts
+from .monitor.step_timer import StepTimer
+from .monitor.trace.trace import trace_step
+from .monitor.wall_clock import PartMeans, phase_times, print_means
+from .monitor.writers import make_writers
 from .step_observer import StepObserver
 
 _PRINT_EVERY = 10  # steps between two prints of monitor.breakdown without print_every

@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ..agreement import agreement
 from ..grid import Grid
-from ..optim.loss_scale import LossScaler
-from ..optim.nonfinite import MicrobatchLosses, NonFinitePolicy
+from ..grid.agreement import agreement
 from ..options.engine import EngineOptions
 from ..zero.data_axis import ZeroDataAxis
 from ..zero.norm import clip_factor, global_norm
+from .optim.loss_scale import LossScaler
+from .optim.nonfinite import MicrobatchLosses, NonFinitePolicy
 from .step_observer import StepObserver
 
 

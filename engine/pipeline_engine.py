@@ -15,17 +15,16 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..agreement.agreement import mean, totals
-from ..agreement.failure import all_or_none
 from ..base.checks import check_count
 from ..base.errors import AgreedError, ConfigError
 from ..base.evaluating import evaluating
 from ..base.option_error import Note, OptionError
 from ..data.dataloader import RepeatingLoader
 from ..grid import Grid, layout_of
+from ..grid.agreement.agreement import mean, totals
+from ..grid.agreement.failure import all_or_none
 from ..grid.assemble import assemble
 from ..moe.auxiliary_steps import AuxiliarySteps
-from ..optim.schedulers import advance_schedule
 from ..options.engine import EngineOptions
 from ..pipe.executor import Executor, Result
 from ..pipe.microbatches import Microbatch, MicrobatchFeed
@@ -49,6 +48,7 @@ from .accounting.memory import MemoryAccounts
 from .base import NO_OPTIMIZER, Engine, TrainingParts
 from .named_losses import NamedLossSteps
 from .observer import PipelineObserver
+from .optim.schedulers import advance_schedule
 from .replica_buffers import ReplicaBuffers
 from .setup.compilation import Compilation, compile_pipeline
 from .setup.recomputation import configure_recomputation, log_profile

@@ -7,8 +7,9 @@ from typing import Any, Unpack
 
 from torch import nn
 
-from ..options.engine import EngineKeywords, EngineOptions
+from ..options.engine import EngineOptions
 from ..pipe.module import PipelineModule
+from .keywords import EngineKeywords
 from .pipeline_engine import PipelineEngine
 from .setup.arguments import check_arguments, choose_grid, given_options
 from .setup.check import check_names

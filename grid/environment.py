@@ -202,7 +202,7 @@ def local_place(environ: Mapping[str, str] | None = None) -> tuple[int, int] | N
     env = os.environ if environ is None else environ
     for rank, size in (
         ("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-        ("LOCAL_RANK", "LOCAL_SIZE"),  # of DeepSpeed's launcher
+        ("LOCAL_RANK", "LOCAL_SIZE"),  # of other launchers
         ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
         ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ):

@@ -26,8 +26,8 @@ def load_any(module: nn.Module, source: Source, grid: Grid, base: str | Path = "
     Args:
         module: the module; its weights are not sharded yet, except those of a ``PipelineModule``.
         source: a checkpoint of triax, a folder of transformers, an id of the Hub, a file of weights (safetensors,
-            or ``torch.save``'s, which is read without running code), several such files, or DeepSpeed's list of
-            files: a dict with ``checkpoints`` and ``base_dir``, or a JSON file with one.
+            or ``torch.save``'s, which is read without running code), several such files, or a list of
+            them: a dict with ``checkpoints`` and ``base_dir``, or a JSON file with one.
         grid: the grid.
         base: the folder of relative paths.
 
@@ -72,6 +72,6 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         with open_weights(path) as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is not a mapping
     found = torch.load(path, map_location="cpu", weights_only=True)
-    for key in ("module", "model"):  # of DeepSpeed's and Megatron's files
+    for key in ("module", "model"):  # of other libraries' files
         found = found[key] if isinstance(found.get(key), dict) else found
     return dict(found)

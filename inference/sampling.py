@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..grid import Axis
+from ..grid.randomness.random import derive, uniform
 from ..grid.ranges import split
-from ..randomness.random import derive, uniform
 from ..tensor_parallel.regions import gather_split
 
 NOT_FINITE = -1  # in place of a token, if the logits have a nan or an infinity

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..agreement.agreement import largest, same
 from ..base.checks import check_count
 from ..context.order import gather
 from ..engine.pipeline_engine import PipelineEngine
+from ..grid.agreement.agreement import largest, same
 from ..grid.loss_terms import Loss
 from ..models.layers import softcapped
 from ..models.log_probs import LogProbsLoss, label_log_probs

@@ -25,8 +25,8 @@ from ..context.slices import Slices
 from ..context.sparsity import Sparsity
 from ..grid import Grid
 from ..grid.layout import Layout
+from ..grid.randomness.random import Constant, Distribution, sharded_parameter
 from ..grid.ranges import split
-from ..randomness.random import Constant, Distribution, sharded_parameter
 from ..tensor_parallel.column import column_linears
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, updated
 from ..tensor_parallel.norm import RMSNorm, sharded_rms_norm

@@ -18,9 +18,9 @@ from typing import Any
 from torch import nn
 
 from ..grid import Grid
+from ..grid.randomness.random import Normal
 from ..grid.ranges import split
 from ..pipe.spec import LayerSpec
-from ..randomness.random import Normal
 from ..tensor_parallel.norm import LayerNorm, OffsetLayerNorm, OffsetRMSNorm, RMSNorm
 from .alibi import Alibi
 from .config import DecoderConfig

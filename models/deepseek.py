@@ -16,8 +16,8 @@ from einops import rearrange
 from torch import Tensor
 
 from ..grid import Grid
+from ..grid.randomness.random import Distribution
 from ..pipe.spec import LayerSpec
-from ..randomness.random import Distribution
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from ..tensor_parallel.norm import RMSNorm
 from ..tensor_parallel.regions import copy_all_reduce, gather_reduce_scatter

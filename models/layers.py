@@ -20,10 +20,10 @@ from ..context.dropout import dropout
 from ..context.order import local_length, shard
 from ..context.slices import Slices
 from ..grid import Grid
+from ..grid.randomness.random import Normal
 from ..moe.layer import MoE
 from ..pipe.chunked_loss import LastLayer, is_watched, loss_in_chunks, runs_otherwise
 from ..pipe.spec import LayerSpec, TiedLayerSpec
-from ..randomness.random import Normal
 from ..tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from ..tensor_parallel.embedding import VocabParallelEmbedding, VocabParallelHead
 from ..tensor_parallel.norm import LayerNorm, OffsetLayerNorm, OffsetRMSNorm, RMSNorm

@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..grid import Grid
+from ..grid.randomness.random import Constant, Normal
 from ..moe.experts import clamped_swiglu
 from ..moe.layer import MoE
-from ..randomness.random import Constant, Normal
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from .config import DecoderConfig, DeepseekConfig
 from .layers import ACTIVATIONS

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from ..base.formulas import CHUNK_TOKENS
 from ..grid import Grid
 from ..grid.loss_terms import Loss
+from ..grid.randomness.random import Normal
 from ..pipe.chunked_loss import LastLayer, is_watched, runs_otherwise
 from ..pipe.spec import LayerSpec, TiedLayerSpec
-from ..randomness.random import Normal
 from ..tensor_parallel.embedding import VocabParallelHead
 from ..tensor_parallel.norm import RMSNorm
 from .config import DeepseekConfig

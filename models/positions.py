@@ -11,7 +11,7 @@ from ..context.dropout import dropout
 from ..context.slices import Slices
 from ..grid import Grid
 from ..grid.layout import Layout
-from ..randomness.random import Normal, sharded_parameter
+from ..grid.randomness.random import Normal, sharded_parameter
 from .config import DecoderConfig
 from .packed import attach, detach, positions_within, token_positions
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..grid import Grid
 from ..grid.layout import Layout
-from ..randomness.random import Distribution, sharded_parameter
+from ..grid.randomness.random import Distribution, sharded_parameter
 from ..tensor_parallel.linear import updated
 
 

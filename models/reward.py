@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from ..grid import Grid
+from ..grid.randomness.random import Distribution, Normal
 from ..pipe.spec import LayerSpec, TiedLayerSpec
-from ..randomness.random import Distribution, Normal
 from ..tensor_parallel.embedding import VocabParallelHead
 from ..tensor_parallel.regions import gather_split
 from .config import TransformerConfig

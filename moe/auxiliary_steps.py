@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..agreement.agreement import totals
 from ..base.errors import AgreedError
 from ..grid import Grid
+from ..grid.agreement.agreement import totals
 from ..grid.auxiliary import AuxiliaryLayer, AuxiliaryLosses
 
 _STARVED, _PATIENCE = 0.1, 100  # of the mean load, in so many steps in a row

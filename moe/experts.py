@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..grid import Grid
 from ..grid.layout import Layout
-from ..randomness.random import Constant, Distribution, Uniform, sharded_parameter
+from ..grid.randomness.random import Constant, Distribution, Uniform, sharded_parameter
 from .grouped import Groups, grouped_linear, grouped_mlp
 
 

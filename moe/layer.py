@@ -15,7 +15,7 @@ from ..grid import Grid
 from ..grid.auxiliary import AuxiliaryLayer
 from ..grid.comm.axis import Axis
 from ..grid.layout import Layout
-from ..randomness.random import Distribution, Uniform, sharded_parameter
+from ..grid.randomness.random import Distribution, Uniform, sharded_parameter
 from ..tensor_parallel.regions import (
     all_reduce_copy,
     begin,

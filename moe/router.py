@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..base.uncompiled import uncompiled
 from ..grid.comm.axis import Axis
 from ..grid.layout import Layout
-from ..randomness.random import Constant, Distribution, SampleRandom, Uniform, sharded_parameter, uniform
+from ..grid.randomness.random import Constant, Distribution, SampleRandom, Uniform, sharded_parameter, uniform
 
 _JITTER = 0.01  # Fedus et al. 2021, arXiv:2101.03961
 _TINY = 1e-20  # added to a sum of sigmoids, which may underflow to 0

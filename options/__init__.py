@@ -1,6 +1,7 @@
 """Options of an engine, as plain dataclasses: each one with its default, meaning, unit and check.
 
-engine.py: ``EngineOptions``, all of them; the keywords of ``triax.Engine``.
+sections.py: the fields of ``EngineOptions``, each a section or a single option: the keywords of ``triax.Engine``.
+engine.py: ``EngineOptions``, which checks the sections against one another.
 base.py: the declaration of an option, and of a section of options, which checks itself.
 check.py: checks of options of several sections.
 batch.py: samples of a step and of a microbatch.

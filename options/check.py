@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..base.option_error import OptionError, refusal
-
-if TYPE_CHECKING:
-    from .engine import EngineOptions
+from .sections import EngineSections
 
 
-def check_agreement(options: EngineOptions) -> None:
+def check_agreement(options: EngineSections) -> None:
     """Check that the sections of an engine's options agree.
 
     Checks that need a grid, a model, or the classes of optimizers are in ``engine/``.
@@ -31,7 +27,7 @@ def _refuse(reason: str) -> None:
     raise refusal(reason)
 
 
-def _check_tuning(options: EngineOptions) -> None:
+def _check_tuning(options: EngineSections) -> None:
     if not options.tunes_microbatch and options.tuning is None:
         return
     what = "<tuning>" if options.tuning is not None else '<batch.microbatch> "auto"'
@@ -51,7 +47,7 @@ def _check_tuning(options: EngineOptions) -> None:
         )
 
 
-def _check_narrow_sums(options: EngineOptions) -> None:
+def _check_narrow_sums(options: EngineSections) -> None:
     if options.reduction.low_precision_modules and options.precision.autocast is None:
         _refuse(
             "<reduction.low_precision_modules> names modules whose gradients are summed in autocast's dtype, and "
@@ -59,7 +55,7 @@ def _check_narrow_sums(options: EngineOptions) -> None:
         )
 
 
-def _check_fault_tolerance(options: EngineOptions) -> None:
+def _check_fault_tolerance(options: EngineSections) -> None:
     if options.fault_tolerance is None:
         return
     local, both = options.local_updates, "<fault_tolerance> and <local_updates> are both given"
@@ -80,7 +76,7 @@ def _check_fault_tolerance(options: EngineOptions) -> None:
         _refuse("<reduction.op> sum does not work with <fault_tolerance>, whose replicas change: leave it out")
 
 
-def _check_local_updates(options: EngineOptions) -> None:
+def _check_local_updates(options: EngineSections) -> None:
     section, zero, reduction = options.local_updates, options.zero, options.reduction
     if section is None:
         return
@@ -115,7 +111,7 @@ def _check_local_updates(options: EngineOptions) -> None:
         )
 
 
-def _check_compression(options: EngineOptions) -> None:
+def _check_compression(options: EngineSections) -> None:
     """Check ``compression`` against the dtype of the sum and ZeRO's stage."""
     compressor, reduction = options.compressor, options.reduction
     if compressor is None:
@@ -147,7 +143,7 @@ def fp16_of_means(method: str) -> OptionError:
     )
 
 
-def _check_zero(options: EngineOptions) -> None:
+def _check_zero(options: EngineSections) -> None:
     zero, reduction = options.zero, options.reduction
     if zero.quantized_gradients and zero.stage and (reduction.dtype or reduction.low_precision_modules):
         _refuse(
@@ -161,7 +157,7 @@ def _check_zero(options: EngineOptions) -> None:
         )
 
 
-def _check_lora(options: EngineOptions) -> None:
+def _check_lora(options: EngineSections) -> None:
     base = None if options.lora is None else options.lora.base
     if base is not None and options.compile is not None:
         _refuse(

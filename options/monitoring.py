@@ -44,7 +44,11 @@ class Histograms(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Trace(Options):
-    """Trace of one step of all ranks, in one file."""
+    """Trace of one step of all ranks, in one file.
+
+    >>> triax.Monitoring(json="runs/first", trace=triax.Trace(step=15)).trace.step
+    15
+    """
 
     MAIN: ClassVar = "step"
     SWITCHED: ClassVar = True

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ..agreement.agreement import begin_call, difference
 from ..base.errors import AgreedError
 from ..base.nest import map_tensors
 from ..grid import Grid
+from ..grid.agreement.agreement import begin_call, difference
 from .executor import Microbatch
 from .fields import FieldMessages, Fields, MicrobatchItem, item_of
 from .module import PipelineModule

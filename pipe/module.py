@@ -22,7 +22,7 @@ from ..grid import Axis, Grid, Layout, layout_of
 from ..grid.auxiliary import AuxiliaryLayer, AuxiliaryLosses
 from ..grid.layout import rename, require_plain
 from ..grid.loss_terms import NamedLosses, WithLoss, is_named, named_losses
-from ..randomness.random import DropoutState, SampleRandom, seeded
+from ..grid.randomness.random import DropoutState, SampleRandom, seeded
 from .chunked_loss import LastLayer
 from .partition import SEARCHED, boundaries
 from .placeholders import Placeholders, Put

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from ..grid import Grid
 from ..grid.comm.axis import Axis
 from ..grid.layout import Layout
+from ..grid.randomness.random import Distribution, Normal, sharded_parameter
 from ..grid.ranges import check_units, split
-from ..randomness.random import Distribution, Normal, sharded_parameter
 from .column import column_linear
 from .linear import ColumnParallelLinear, reduced
 from .outside import ReadOutside

@@ -30,13 +30,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..agreement.agreement import agreed
 from ..base.errors import ConfigError
 from ..base.uncompiled import uncompiled
 from ..grid import Grid
+from ..grid.agreement.agreement import agreed
 from ..grid.comm.axis import Axis
 from ..grid.layout import Layout, layout_of, set_layout
-from ..randomness.random import Constant, Uniform, seeded, sharded_parameter
+from ..grid.randomness.random import Constant, Uniform, seeded, sharded_parameter
 from .column import column_linear
 from .embedding import VocabParallelHead
 from .linear import reduced

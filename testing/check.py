@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..agreement.hang_watch import is_ours
 from ..grid import Grid
+from ..grid.agreement.hang_watch import is_ours
 from ..options.monitoring import Monitoring, Profile
 from ..pipe.fields import item_of
 from ..pipe.module import PipelineModule

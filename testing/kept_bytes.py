@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..base.nest import map_tensors
-from ..monitor.profiler.memory_meter import MemoryMeter
+from ..engine.monitor.profiler.memory_meter import MemoryMeter
 from ..pipe.module import PipelineModule
 
 

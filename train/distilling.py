@@ -11,14 +11,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..agreement.agreement import agreed
 from ..base.errors import ConfigError
 from ..data.answers import Answers
 from ..engine.pipeline_engine import PipelineEngine
-from ..methods.distillation import IDS, TEACHER
-from ..methods.teacher import with_teacher
+from ..grid.agreement.agreement import agreed
 from .job import Job
 from .method import Method, Microbatch
+from .methods.distillation import IDS, TEACHER
+from .methods.teacher import with_teacher
 from .model import frozen_engine
 
 _SAMPLES = "sample"  # entry of the labels: number of each row's sample

@@ -14,8 +14,8 @@ from ..data.dataloader import BatchOrder
 from ..data.prompts import Prompts, PromptTokenizer
 from ..engine.pipeline_engine import PipelineEngine
 from ..inference.engine import init_inference
-from ..methods.rollouts import Rollouts
 from .job import Job
+from .methods.rollouts import Rollouts
 from .model import frozen_engine
 
 _SLOTS = 64  # sequences that a replica draws at once, at most

@@ -18,16 +18,16 @@ from ..data.byte_tokenizer import ByteTokenizer
 from ..data.prompts import Prompts
 from ..data.token_data import TokenData
 from ..data.tokenizer import BYTES, open_tokenizer
+from ..engine.monitor.files import TERMS
+from ..engine.monitor.format import numbers_in_words
+from ..engine.optim.lr_schedules import ClosedFormSchedule
 from ..engine.pipeline_engine import PipelineEngine
 from ..engine.step_observer import StepObserver
 from ..grid import Grid
+from ..grid.launcher.launch import user_error
 from ..inference.engine import init_inference
-from ..launcher.launch import user_error
 from ..models.huggingface.folder_settings import settings_of, settings_with_end
 from ..models.huggingface.save import save_hf
-from ..monitor.files import TERMS
-from ..monitor.format import numbers_in_words
-from ..optim.lr_schedules import ClosedFormSchedule
 from .clock import RunClock
 from .data import check_data, described
 from .distilling import Distilling, numbered

@@ -9,15 +9,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..agreement.agreement import agreed
 from ..base.errors import ConfigError
 from ..base.safetensors import write_file
 from ..data.answers import Answers
 from ..data.dataloader import RepeatingLoader
 from ..engine.pipeline_engine import PipelineEngine
-from ..methods.answers import AnswerLoss
-from ..methods.reference import row_log_probs, with_baseline
+from ..grid.agreement.agreement import agreed
 from .job import Job
+from .methods.answers import AnswerLoss
+from .methods.reference import row_log_probs, with_baseline
 
 Microbatch = tuple[Tensor, Any]
 

@@ -16,12 +16,6 @@ from ..data.token_data import TokenData
 from ..engine.pipeline_engine import PipelineEngine
 from ..engine.setup.measured_layers import measure_layers
 from ..grid import Grid
-from ..methods.answers import BASELINE, REFERENCE
-from ..methods.distillation import IDS, TEACHER, distill_loss
-from ..methods.kto import kto_loss
-from ..methods.policy import ADVANTAGES, OLD, TOKEN_REFERENCE, grpo_loss
-from ..methods.preferences import preference_loss
-from ..methods.reward import reward_loss
 from ..models.config import TransformerConfig
 from ..models.huggingface.load import LAYERS, load_hf
 from ..models.layers import NextTokenLoss
@@ -33,6 +27,12 @@ from ..options.engine import EngineOptions
 from ..pipe.module import PipelineModule
 from ..tensor_parallel.embedding import VocabParallelEmbedding
 from .job import Job, cut_by, layers_function, model_config
+from .methods.answers import BASELINE, REFERENCE
+from .methods.distillation import IDS, TEACHER, distill_loss
+from .methods.kto import kto_loss
+from .methods.policy import ADVANTAGES, OLD, TOKEN_REFERENCE, grpo_loss
+from .methods.preferences import preference_loss
+from .methods.reward import reward_loss
 from .schema import MethodSection, ModelSection
 
 _EMBEDDINGS = (VocabParallelEmbedding, PositionEmbedding, nn.Embedding)

@@ -13,11 +13,11 @@ from rich.text import Text
 
 from ..base.errors import ConfigError, to_install
 from ..base.records import Records
-from ..monitor.format import numbers_in_words
-from ..monitor.protocol import StepMetrics
-from ..monitor.report.pictures import draw_losses, draw_schedule
-from ..monitor.report.run_folder import read_run, read_trace
-from ..monitor.report.write import write_report
+from ..engine.monitor.format import numbers_in_words
+from ..engine.monitor.protocol import StepMetrics
+from ..engine.monitor.report.pictures import draw_losses, draw_schedule
+from ..engine.monitor.report.run_folder import read_run, read_trace
+from ..engine.monitor.report.write import write_report
 from ..pipe.program.schedule import Schedule
 from ..pipe.program.timeline import Timeline
 

@@ -5,7 +5,7 @@
     rewind    the run goes back to the last checkpoint, and on with the batches behind the spike, which is the remedy of
               PaLM (Chowdhery et al., 2022, section 5.1)
 
-After 50 steps in a row that were left out the run ends with an error (``optim/nonfinite.py``).
+After 50 steps in a row that were left out the run ends with an error (``engine/optim/nonfinite.py``).
 
 A value that is not finite is a spike, except a gradient that overflows under fp16, which the loss scale handles. Every
 rank judges the same sums, before the optimizer changes a weight, so all ranks decide alike, and on every grid.

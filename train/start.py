@@ -13,7 +13,7 @@ from ..data.tokenizer import open_tokenizer
 from ..engine.setup.check import try_names
 from ..grid.devices import accelerators
 from ..grid.environment import read_environment
-from ..launcher.launch import launch
+from ..grid.launcher.launch import launch
 from ..models.huggingface.config import to_hf
 from .data import check_data
 from .drawing import reward_functions

@@ -31,7 +31,6 @@ A step:
     layerwise.py: norms and matrices over the shards of each layer, for LAMB and Muon
 
 Around it:
-    synchronous_replicas.py: the replica strategy of data parallelism: all replicas step together
     held_bytes.py: bytes that a rank holds between two steps, by kind
     protocols.py: interfaces that gradient compression and zeropp/ implement
     exchange_state.py: state of a gradient exchange, copied and loaded

@@ -10,9 +10,9 @@ from functools import partial
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from ..agreement.failure import wait_for
 from ..base.autograd import WeakHook
 from ..grid import Axis, Grid
+from ..grid.agreement.failure import wait_for
 from ..grid.comm.pending import Pending, Then
 from .axis_options import ZeroOptions
 from .bucket import Bucket

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from ..agreement.call_order import CallOrder, NewCall
-from ..agreement.failure import wait_for
 from ..base.autograd import mark
 from ..grid import Axis, Grid, Pending
+from ..grid.agreement.call_order import CallOrder, NewCall
+from ..grid.agreement.failure import wait_for
 from .axis_options import ZeroOptions
 from .bucket import Bucket
 from .gradients import GradientReducer

@@ -18,9 +18,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..agreement.agreement import agreed
 from ..base.accelerators import is_accelerator
 from ..grid import Grid
+from ..grid.agreement.agreement import agreed
 
 _LARGEST = 2**30  # bytes of one mapping at most; each mapping holds a file descriptor
 

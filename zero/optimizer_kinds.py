@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..agreement.agreement import agreed
 from ..base.errors import ConfigError
 from ..base.json_values import decode, encode
 from ..grid import Grid
+from ..grid.agreement.agreement import agreed
 from .axis_options import ZeroOptions
 from .managed import ManagedParameter
 from .optimizer import ELEMENTWISE, OptimizerFactory, RangeStepper

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..grid import Grid
 from ..grid.layout import FlatRange, Layout
-from ..randomness.random import derive
+from ..grid.randomness.random import derive
 from .bucket import Bucket
 
 DtypeOf = Callable[[str, str], torch.dtype | None]  # dtype of a parameter's saved state: (name, key) -> dtype, or None

@@ -1,10 +1,8 @@
-"""Conversion of checkpoints to and from other formats.
+"""Conversion of checkpoints to and from other formats. Those of other libraries are read by ``compat/``.
 
 export.py: weights in one safetensors file, from a checkpoint or from a run
 formats.py: formats that packages offer, such as hf (Hugging Face); the description of the model in a checkpoint
 from_dcp.py: import of torch.distributed.checkpoint (DCP)
-from_deepspeed.py: import of DeepSpeed's universal checkpoints
-from_megatron.py, megatron.toml: import of Megatron-LM's checkpoints, torch_dist and legacy
 dcp_folder.py, inert.py: readers of pickled files that run no code of them
 whole_tensors.py: whole tensors of another library written as a checkpoint
 """

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from ...agreement.agreement import agreed
 from ...base.folder_files import sync
 from ...base.safetensors import TensorStream, header, raw
 from ...grid import Grid
+from ...grid.agreement.agreement import agreed
 from ...grid.ranges import Spans, shape_of
 from ..protocol import BUFFERS, WEIGHTS, Snapshot, WholeTensor
 

@@ -20,6 +20,7 @@ parameter_values.py: one parameter's master weights, gradient or optimizer state
 optimizer_classes.py: FusedAdam, DeepSpeedCPUAdam: torch's fused kernels with DeepSpeed's arguments.
 older_members.py: DeepSpeed's names of members on engines of ``triax.Engine``, with a warning.
 timers.py: timers that are started and stopped by hand, samples per second.
+universal_checkpoint.py: import of DeepSpeed's universal checkpoints.
 fp32_state_dict.py: ``zero_to_fp32``: a checkpoint's whole weights in fp32, in memory or in one file.
 arguments.py: ``add_config_arguments`` (``--deepspeed_config``) and ``init_distributed``.
 configuration.py: ``DeepSpeedConfig``: a checked configuration with the batch sizes.

@@ -11,8 +11,8 @@ from typing import Any
 
 from ...base.json_comments import read
 from ...grid import Grid
+from ...grid.randomness.random_states import TENSOR_STATE, RandomStates
 from ...pipe.recompute.calls import RecomputeCalls
-from ...randomness.random_states import TENSOR_STATE, RandomStates
 from ..megatron.mpu import grid_of_mpu
 from .context import CONTEXT
 from .modules import rest_of

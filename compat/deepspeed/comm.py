@@ -9,8 +9,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 
 from ...base.errors import ConfigError
+from ...engine.monitor.trace.comms_logger import summary
 from ...grid.environment import local_rank as get_local_rank
-from ...monitor.trace.comms_logger import summary
 from .accelerator import get_accelerator
 from .arguments import init_distributed as init_distributed
 from .context import CONTEXT

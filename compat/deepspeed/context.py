@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader
 
 from ...engine.base import Engine
 from ...grid import Grid
+from ...grid.randomness.random_states import RandomStates
 from ...moe.module_experts import ModuleMoE
 from ...pipe.module import PipelineModule
 from ...pipe.rebuild import rebuilt
 from ...pipe.recompute.calls import RecomputeCalls
-from ...randomness.random_states import RandomStates
 from ..megatron.layouts import lay_out_megatron
 from ..megatron.mpu import grid_of_mpu
 from .autotp import asked_size, is_sharded, shard

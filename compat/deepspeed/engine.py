@@ -23,8 +23,8 @@ from ...base.foreign_tables import answers
 from ...checkpoint.rendezvous import rendezvous
 from ...data.dataloader import RepeatingLoader
 from ...engine.base import Engine
+from ...engine.optim.loss_scale import LossScaler
 from ...grid import Axis
-from ...optim.loss_scale import LossScaler
 from ...options.precision import LossScale
 from ...zero.gathered_parameters import gathered, whole_state_dict
 from ...zero.state_dict_guard import allow_empty_entries

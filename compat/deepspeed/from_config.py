@@ -18,13 +18,13 @@ from ...base.option_error import Note, OptionError
 from ...data.dataloader import Loader, TokenLoader
 from ...engine.base import Engine
 from ...engine.module_engine import ModuleEngine
+from ...engine.optim import optimizers, schedulers
 from ...engine.pipeline_engine import PipelineEngine
 from ...engine.setup import arguments
 from ...engine.setup.check import try_names
 from ...engine.setup.rank_consistency import require_same_settings
 from ...engine.setup.tuning import is_searched, search_sizes, write_results
 from ...grid import Grid
-from ...optim import optimizers, schedulers
 from ...options.batch import BatchSizes
 from ...options.engine import EngineOptions
 from ...pipe.module import PipelineModule

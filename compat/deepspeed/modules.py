@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ...base.moved import Renamed
 from . import ledger
 
 PACKAGE = __name__.rpartition(".")[0]  # triax.compat.deepspeed
@@ -153,25 +154,6 @@ class Made(Loader):
         module.__doc__ = f"DeepSpeed's module ``deepspeed{module.__name__.removeprefix(PACKAGE)}``."
         get, listed, names = names_of(module.__name__)
         vars(module).update(__getattr__=get, __dir__=listed, __all__=names)
-
-
-class Renamed(Loader):
-    """Loader of a second name of a module.
-
-    Args:
-        name: the module's own name.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = importlib.import_module(self.name)
-        self._spec = module.__spec__
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # Python has written the second name's over it
 
 
 class Metadata(Distribution):

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...monitor.monitor import Monitor
-from ...monitor.writers import csv_writer, make_writers, tensorboard_writer, wandb_writer
+from ...engine.monitor.monitor import Monitor
+from ...engine.monitor.writers import csv_writer, make_writers, tensorboard_writer, wandb_writer
 from .config.read import Section
 from .config.to_options import folder, options_of
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...optim.elementwise import Lion
+from ...engine.optim.elementwise import Lion
 
 
 class FusedAdam(torch.optim.Adam):

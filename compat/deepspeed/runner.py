@@ -9,7 +9,7 @@ from logging import getLogger
 from pathlib import Path
 from typing import Any
 
-from ...launcher.hosts import parse_hostfile, select
+from ...grid.launcher.hosts import parse_hostfile, select
 
 DLTS_HOSTFILE = "/job/hostfile"
 

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...agreement.agreement import same
-from ...agreement.failure import all_or_none
 from ...base.errors import AgreedError
 from ...grid import Axis, Grid
+from ...grid.agreement.agreement import same
+from ...grid.agreement.failure import all_or_none
 from ...grid.comm.observer import labeled
 
 _CLOSE_TIMEOUT = 5.0  # seconds that ``close`` waits for the operations that are still running

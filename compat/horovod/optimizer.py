@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...agreement.failure import all_or_none
 from ...base.checks import LARGEST, SMALLEST
 from ...grid import Axis
+from ...grid.agreement.failure import all_or_none
 from ...grid.comm.timeline_recorder import TimelineRecorder
 from ...zero.modules.module_optimizer import ZeroModuleOptimizer
 from ...zero.optimizer_entries import load_in_place

@@ -26,10 +26,10 @@ from ...base.errors import ConfigError
 from ...base.evaluating import evaluating
 from ...context.order import gather
 from ...engine.module_engine import ModuleEngine
+from ...engine.optim import schedulers
 from ...engine.pipeline_engine import PipelineEngine
 from ...grid.loss_terms import is_named
 from ...models.huggingface.parallelize import parallelize, plan_of
-from ...optim import schedulers
 from ...tensor_parallel.outside import ReadOutside
 from ..deepspeed.config.read import Section
 from ..deepspeed.from_config import initialize, read_config

@@ -1,4 +1,6 @@
-"""Counts and reports that look into an engine's buckets and stages. Formulas are in ``plan/``, output in ``monitor/``.
+"""Counts and reports that look into an engine's buckets and stages.
+
+Formulas are in ``plugins/plan/``, output in ``engine/monitor/``.
 
 memory.py            bytes that a rank holds, by kind (``memory_report``)
 traffic.py           bytes sent in a step, beside plan/'s formulas (``traffic_report``)

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sized
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ...pipe.module import PipelineModule
 from ...zero.held_bytes import held_bytes
-
-if TYPE_CHECKING:
-    from ..module_engine import ModuleEngine
-    from ..pipeline_engine import PipelineEngine
+from ..kinds import AnyEngine
 
 
-def dump(engine: PipelineEngine | ModuleEngine) -> None:
+def dump(engine: AnyEngine) -> None:
     """Rank 0 prints ``describe(engine)`` as JSON. Collective over the grid."""
     found = describe(engine)
     if engine.grid.rank == 0:
         print(json.dumps({"engine": found}, indent=2), flush=True)
 
 
-def describe(engine: PipelineEngine | ModuleEngine) -> dict[str, Any]:
+def describe(engine: AnyEngine) -> dict[str, Any]:
     """Return a description of an engine, ready for JSON. Collective over the grid.
 
     It has the engine's class, module, grid and batch; the optimizer with the options of its parameter groups; the
@@ -46,7 +43,7 @@ def describe(engine: PipelineEngine | ModuleEngine) -> dict[str, Any]:
     }
 
 
-def _rank(engine: PipelineEngine | ModuleEngine) -> dict[str, Any]:
+def _rank(engine: AnyEngine) -> dict[str, Any]:
     module, grid = engine.module, engine.grid
     stages = {}
     if isinstance(module, PipelineModule):

@@ -13,10 +13,10 @@ from torch import nn
 from ...base.dtypes import short_name
 from ...base.formulas import STATES, ModelStates, model_states
 from ...grid import Grid, layout_of
-from ...monitor.profiler.memory_meter import MemoryMeter
 from ...zero.data_axis import ZeroDataAxis
 from ...zero.held_bytes import held_bytes
 from ...zero.zeropp.options import ZeroPlusPlus
+from ..monitor.profiler.memory_meter import MemoryMeter
 
 
 class MemoryAccounts:

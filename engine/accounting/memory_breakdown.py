@@ -11,23 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import nn
 
 from ...base.records import show
 from ...grid import Grid
-from ...monitor import format as units
-from ...monitor.profiler.memory_meter import MemoryMeter
 from ...pipe.program.ops import COMPUTE, MAKES, Op
 from ...zero.data_axis import ZeroDataAxis
 from ...zero.held_bytes import held_bytes
-from ..kinds import is_pipelined
-
-if TYPE_CHECKING:
-    from ..module_engine import ModuleEngine
-    from ..pipeline_engine import PipelineEngine
+from ..kinds import AnyEngine, Pipelined, Stepped, is_pipelined
+from ..monitor import format as units
+from ..monitor.profiler.memory_meter import MemoryMeter
 
 BytesByKind = dict[str, int]
 
@@ -103,16 +99,16 @@ def table(step: int, grid: Grid, everyone: list[dict[str, BytesByKind]]) -> str:
     return "\n".join(lines)
 
 
-def install(engine: PipelineEngine | ModuleEngine) -> None:
+def install(engine: AnyEngine) -> None:
     """Record the bytes held in each step of an engine, and print them every ``monitor.print_every`` steps."""
     breakdown = MemoryBreakdown(engine.grid, engine.data_axis, engine.module)
     if is_pipelined(engine):
         _observe_pipeline(engine, breakdown)
     else:
-        _observe_module(cast("ModuleEngine", engine), breakdown)
+        _observe_module(cast("Stepped", engine), breakdown)
 
 
-def _observe_pipeline(engine: PipelineEngine, breakdown: MemoryBreakdown) -> None:
+def _observe_pipeline(engine: Pipelined, breakdown: MemoryBreakdown) -> None:
     """Observe ``train_batch`` and the executor's compute ops.
 
     The bytes are recorded after each op. Of all forward passes in a step, only the record with the most activations is
@@ -142,7 +138,7 @@ def _observe_pipeline(engine: PipelineEngine, breakdown: MemoryBreakdown) -> Non
     engine.parts.watch("step", step)
 
 
-def _observe_module(engine: ModuleEngine, breakdown: MemoryBreakdown) -> None:
+def _observe_module(engine: Stepped, breakdown: MemoryBreakdown) -> None:
     """Observe ``forward``, ``backward`` and ``step``.
 
     Each microbatch replaces the records of the one before. Tensors made outside the engine's calls, such as the loss,

@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from ...grid import Grid
-from ...monitor.protocol import RunRecord
 from ...pipe.module import PipelineModule
+from ..monitor.protocol import RunRecord
 from ..named_parameters import named_parameters
 
 

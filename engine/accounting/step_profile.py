@@ -12,20 +12,16 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import astuple
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from ...monitor.profiler.module_counter import ModuleCounter
-from ...monitor.profiler.step_report import RankProfile, head, whole_model
-from ...monitor.profiler.tree_report import ModuleNode, publish, report
-from ..kinds import is_pipelined
+from ..kinds import AnyEngine, Pipelined, Stepped, is_pipelined
+from ..monitor.profiler.module_counter import ModuleCounter
+from ..monitor.profiler.step_report import RankProfile, head, whole_model
+from ..monitor.profiler.tree_report import ModuleNode, publish, report
 from ..named_parameters import named_parameters
-
-if TYPE_CHECKING:
-    from ..module_engine import ModuleEngine
-    from ..pipeline_engine import PipelineEngine
 
 
 class StepProfile:
@@ -35,7 +31,7 @@ class StepProfile:
         engine: the engine.
     """
 
-    def __init__(self, engine: PipelineEngine | ModuleEngine) -> None:
+    def __init__(self, engine: AnyEngine) -> None:
         assert engine.options.monitor.profile is not None
         self._engine, self._options = engine, engine.options.monitor.profile
         # The elements that this rank adds to the model's parameter count.
@@ -112,15 +108,15 @@ class StepProfile:
         return time.perf_counter()
 
 
-def install(engine: PipelineEngine | ModuleEngine) -> None:
+def install(engine: AnyEngine) -> None:
     """Let an engine profile the step ``monitor.profile.step`` and no other step."""
     if is_pipelined(engine):
         _profile_pipeline(engine)
     else:
-        _profile_module(cast("ModuleEngine", engine))
+        _profile_module(cast("Stepped", engine))
 
 
-def _profile_pipeline(engine: PipelineEngine) -> None:
+def _profile_pipeline(engine: Pipelined) -> None:
     """Profile one call of ``train_batch``."""
     profile = StepProfile(engine)
 
@@ -156,7 +152,7 @@ def _profile_pipeline(engine: PipelineEngine) -> None:
     engine.parts.watch("step", step)
 
 
-def _profile_module(engine: ModuleEngine) -> None:
+def _profile_module(engine: Stepped) -> None:
     """Profile one step, which consists of calls of ``forward``, ``backward`` and ``step``."""
     profile = StepProfile(engine)
 

@@ -21,7 +21,7 @@ def compressors() -> dict[str, EntryPoint]:
 
 
 def replica_strategy(name: str) -> Any:
-    """Return the module of a replica strategy, such as ``local_sgd/strategy.py``.
+    """Return the module of a replica strategy, such as ``plugins/local_sgd/strategy.py``.
 
     Raises:
         ConfigError: no installed package has it.
@@ -34,7 +34,7 @@ def replica_strategy(name: str) -> Any:
 
 
 def tuner() -> Any:
-    """Return the module with the search for the microbatch size and the ZeRO stage, such as ``plan/tuning.py``.
+    """Return the module with the search for the microbatch size and the ZeRO stage, such as ``plugins/plan/tuning.py``.
 
     Raises:
         ConfigError: no installed package has one.

@@ -25,7 +25,6 @@ from ...base.nest import map_tensors, tensors_of
 from ...base.option_error import refusal
 from ...grid import Grid
 from ...grid.loss_terms import NamedLosses, is_named, named_losses
-from ...monitor.profiler.memory_meter import MemoryMeter
 from ...options.engine import EngineOptions
 from ...pipe.fields import MicrobatchItem, item_of
 from ...pipe.module import PipelineModule
@@ -33,6 +32,7 @@ from ...pipe.program.layer_costs import LayerCost, LayerCosts
 from ...pipe.schema import flatten
 from ...pipe.spec import LayerSpec, TiedLayerSpec
 from ...pipe.ties import typename
+from ..monitor.profiler.memory_meter import MemoryMeter
 from .optimizer import state_tensors
 from .recomputation import recompute_layer
 

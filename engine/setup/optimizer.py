@@ -14,15 +14,15 @@ from ...base.formulas import optimizer_states
 from ...base.option_error import refusal
 from ...grid.grid import Grid
 from ...grid.layout import layout_of
-from ...optim import optimizers, schedulers
-from ...optim.layerwise import split_for_muon
-from ...optim.schedulers import MakeScheduler
 from ...options.engine import EngineOptions
 from ...options.named import LRSchedule, Optimizer
 from ...options.zero import Zero
 from ...zero.optimizer import ELEMENTWISE, OptimizerFactory, needs_whole_tensors, with_own_stepper
 from ...zero.protocols import MakeOptimizer
 from ...zero.whole_tensors import WholeStepper
+from ..optim import optimizers, schedulers
+from ..optim.layerwise import split_for_muon
+from ..optim.schedulers import MakeScheduler
 from .arguments import Groups, parameter_groups
 
 

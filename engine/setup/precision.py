@@ -9,9 +9,9 @@ from ...base.dtypes import dtype_of
 from ...base.errors import no_such
 from ...base.option_error import refusal
 from ...grid.grid import Grid
-from ...optim.loss_scale import LossScaler
 from ...options.engine import EngineOptions
 from ...options.precision import Precision
+from ..optim.loss_scale import LossScaler
 
 
 def make_loss_scaler(precision: Precision) -> LossScaler | None:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...agreement.agreement import require_equal
 from ...base.errors import ConfigError
 from ...base.source_hashes import file_hash, source_hashes
 from ...grid import Grid, layout_of
+from ...grid.agreement.agreement import require_equal
 from ...pipe.module import PipelineModule
 from ...pipe.program.schedule import Schedule
 from ...pipe.schedules.choose import FILES

@@ -12,6 +12,7 @@ from torch import nn
 
 from ...base.option_error import Note, OptionError, refusal
 from ...grid import Grid
+from ...grid.randomness.random import DropoutState
 from ...options.engine import EngineOptions
 from ...options.recomputation import Recomputation
 from ...pipe.module import PipelineModule
@@ -19,7 +20,6 @@ from ...pipe.program.schedule import Schedule
 from ...pipe.recompute.kept_inputs import Inputs
 from ...pipe.recompute.recompute import Group, Recompute, module_of, stateful
 from ...pipe.recompute.tiles import dropout_in_tiles, install_tiles
-from ...randomness.random import DropoutState
 from ...zero.modules.units import find_units
 
 _NONE_SELECTIVE = (

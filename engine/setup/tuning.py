@@ -1,4 +1,4 @@
-"""``triax.tune``: what ``plan/tuning.py`` asks of a run, with steps of an engine of a copy of the model."""
+"""``triax.tune``: what plugins/plan/tuning.py asks of a run, with steps of an engine of a copy of the model."""
 
 from __future__ import annotations
 
@@ -11,33 +11,29 @@ from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from ...agreement.agreement import largest
 from ...base.dtypes import dtype_of, short_name
 from ...base.option_error import OptionError, refusal
 from ...checkpoint.random_states import unchanged_random_states
 from ...data.dataloader import make_loader
 from ...data.token_data import TokenData
+from ...grid.agreement.agreement import largest
 from ...grid.devices import has_room, usable_memory
-from ...optim.optimizers import sharded_form
 from ...options.checkpoints import Checkpoints
 from ...options.engine import EngineOptions
 from ...options.monitoring import Monitoring
 from ...pipe.module import PipelineModule
 from ...pipe.rebuild import rebuilt
 from ...pipe.schema import flatten
+from ..optim.optimizers import sharded_form
 from .extensions import tuner
 from .optimizer import state_tensors
 from .schedule import training_schedule
-
-if TYPE_CHECKING:
-    from ...plan.tuning import Measured, Tuner
-    from ..pipeline_engine import PipelineEngine
 
 Data = Dataset[Any] | TokenData | None
 Collate = Callable[[list[Any]], Any] | None
@@ -73,7 +69,7 @@ def is_searched(model: nn.Module, options: EngineOptions, data: Data) -> bool:
 
 
 def search_sizes(
-    make: Callable[..., PipelineEngine],
+    make: Callable[..., Any],
     model: PipelineModule,
     options: EngineOptions,
     *,
@@ -92,7 +88,7 @@ def search_sizes(
     """
     with unchanged_random_states(model.grid):
         run = _TriedRun(make, model, options, parameters, training_data, collate_fn)
-        search: Tuner = tuner().Tuner(options, run)
+        search = tuner().Tuner(options, run)
         run.tried = search.options
         with _set_aside(model):
             found = search.finish()
@@ -115,7 +111,7 @@ def write_results(folder: Path, name: str, options: Mapping[str, Any], results: 
 
 
 class _TriedRun:
-    """Run whose sizes are searched: ``RunToTune`` of ``plan/tuning.py``.
+    """Run whose sizes are searched: ``RunToTune`` of plugins/plan/tuning.py.
 
     Attributes:
         tried: options of the engine with which steps are measured.
@@ -125,7 +121,7 @@ class _TriedRun:
 
     def __init__(
         self,
-        make: Callable[..., PipelineEngine],
+        make: Callable[..., Any],
         model: PipelineModule,
         options: EngineOptions,
         parameters: Iterable[Any] | None,
@@ -164,7 +160,7 @@ class _TriedRun:
             self.sequence = tensors[0].shape[1] if tensors and tensors[0].dim() > 1 else None
 
     @cached_property
-    def engine(self) -> PipelineEngine:
+    def engine(self) -> Any:
         """Engine of a copy of the model, which writes nothing. Collective at the first use."""
         optimizer, parameters = self.tried.optimizer, self._parameters
         if isinstance(optimizer, torch.optim.Optimizer):  # it is over the parameters of the model
@@ -176,8 +172,8 @@ class _TriedRun:
         )
         return self._make(model, options, parameters=groups)
 
-    def measure(self, size: int, expected: float) -> Measured | None:
-        """Return the bytes of this rank in a step; None if there is too little memory on any rank."""
+    def measure(self, size: int, expected: float) -> Any:
+        """Return the bytes of this rank in a step (``Measured``); None if there is too little memory on any rank."""
         engine = self.engine
         held = sum(filter(None, engine.memory_report()["held"].values()))
         if self.agree([not has_room(engine.device, expected - held)])[0]:

@@ -22,7 +22,6 @@ from ...checkpoint.random_states import random_states
 from ...checkpoint.reader import LoadOptions
 from ...grid import Grid, layout_of
 from ...grid.layout import FlatRange
-from ...optim.loss_scale import LossScaler
 from ...options.engine import EngineOptions
 from ...pipe.module import PipelineModule
 from ...zero.data_axis import ZeroDataAxis
@@ -31,6 +30,7 @@ from ...zero.optimizer_kinds import is_known
 from ...zero.shard_ranges import NamedParameter
 from ...zero.state_shards import StateShards
 from ..named_parameters import named_parameters
+from ..optim.loss_scale import LossScaler
 from . import residuals
 
 GROUPS = "param_groups"  # key of the snapshot's numbers, by the number of a parameter group
@@ -39,7 +39,7 @@ GROUPS = "param_groups"  # key of the snapshot's numbers, by the number of a par
 class ReplicaState(Protocol):
     """Protocol: the methods with which checkpoints save and load what a replica strategy keeps.
 
-    ``local_sgd/replica_checkpoints.py`` and ``fault_tolerance/ledger_checkpoints.py`` implement it.
+    ``plugins/local_sgd/replica_checkpoints.py`` and ``plugins/fault_tolerance/ledger_checkpoints.py`` implement it.
     """
 
     def shards(self) -> StateShards:

@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ...agreement.agreement import agreed
 from ...base.checks import check_flag, check_kind, check_path
 from ...base.errors import ArgumentError, ConfigError
 from ...checkpoint.async_writer import AsyncWriter, report_failure
@@ -27,6 +26,7 @@ from ...checkpoint.protocol import Snapshot
 from ...checkpoint.reader import LoadOptions, open_checkpoint
 from ...checkpoint.remote_writer import make_writer
 from ...checkpoint.rendezvous import agreed_tag, rendezvous
+from ...grid.agreement.agreement import agreed
 from .capture import Checkpointed, capture, capture_weights
 from .restore import apply
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from ...checkpoint.matching import listed
 from ...checkpoint.protocol import OPTIMIZER, Snapshot
 from ...grid import Grid
-from ...randomness.random import derive
+from ...grid.randomness.random import derive
 from ...zero.state_shards import StateShards
 
 

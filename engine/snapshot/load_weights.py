@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ...agreement.agreement import agreed
 from ...base.checks import check_path
 from ...checkpoint.format import folder as folders
 from ...checkpoint.format.index import NAME
@@ -17,6 +16,7 @@ from ...checkpoint.matching import listed
 from ...checkpoint.protocol import BUFFERS, WEIGHTS
 from ...checkpoint.reader import LoadOptions, open_checkpoint
 from ...grid import Grid, Layout, layout_of
+from ...grid.agreement.agreement import agreed
 from ...pipe.module import PipelineModule
 from ..named_parameters import named_parameters
 from .adapted import require_same_base

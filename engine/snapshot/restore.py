@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...agreement.agreement import agreed
 from ...base.errors import CorruptError
 from ...base.json_values import decode
 from ...checkpoint.convert.formats import shared_names
@@ -18,11 +17,12 @@ from ...checkpoint.protocol import BUFFERS, OPTIMIZER, RANDOM, WEIGHTS, Snapshot
 from ...checkpoint.random_states import set_random_states
 from ...checkpoint.reader import LoadOptions
 from ...grid import Grid, layout_of
-from ...optim.lr_schedules import ClosedFormSchedule
-from ...optim.schedulers import follow
+from ...grid.agreement.agreement import agreed
 from ...zero.optimizer_entries import NOT_SAVED, load_own_entries
 from ...zero.state_shards import StateShards
 from ...zero.sub_groups import copied
+from ..optim.lr_schedules import ClosedFormSchedule
+from ..optim.schedulers import follow
 from . import residuals
 from .adapted import require_same_base
 from .capture import GROUPS, Checkpointed, buffers, state_shards

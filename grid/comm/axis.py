@@ -16,27 +16,21 @@ from torch import Tensor
 from ...base.json_values import dumps, loads
 from ...base.uncompiled import uncompiled
 from .lanes import Lanes
-from .observer import ObservedOperation, Observer
+from .observer import ObservedAxis, ObservedOperation
 from .pending import Done, Pending
 from .traffic import Traffic
 from .transport import Transport, copy
 
 
-class Axis:
+class Axis(ObservedAxis):
     """Process group of this rank along one axis, or along several joined axes.
 
-    No gradients pass through its collectives: differentiable ones are in ``tensor_parallel/regions.py``.
+    The other attributes are those of ``ObservedAxis``. No gradients pass through its collectives: differentiable ones
+    are in ``tensor_parallel/regions.py``.
 
     Attributes:
-        name: ``pipe``, ``data``, ``tensor``, or the joined names of several axes.
-        ranks: the global ranks of the group's processes, in the axis's order.
         rank: this process's position in ``ranks``.
-        size: the number of processes in the group.
-        traffic: counts the bytes sent.
         transport: does the operations, by the process group directly or by way of host memory.
-        observers: are called when an operation begins and when it ends, in the order in which they were added.
-        label: (name of the communicated tensor, name of the operation's phase, e.g. ``NEGOTIATE_ALLREDUCE``) that the
-            timeline writes beside each operation that begins now. ``labeled`` sets it.
         tag: tag of the messages in which all-gathers send their parts, so that no other all-gather receives them. None:
             they are received in the order in which they are sent. (NCCL has no tags.)
         lanes: two passes that take turns at the collectives; None: no passes do.
@@ -51,14 +45,9 @@ class Axis:
         traffic: Traffic | None = None,
         transport: type[Transport] = Transport,
     ) -> None:
-        self.name = name
-        self.traffic = traffic if traffic is not None else Traffic()
-        self.ranks = tuple(ranks)
+        super().__init__(name, ranks, traffic)
         self.rank = self.ranks.index(me)
-        self.size = len(self.ranks)
         self.transport = transport(name, self.ranks, self.rank, group)
-        self.observers: tuple[Observer, ...] = ()
-        self.label = ("", "")
         self.tag: int | None = None
         self.lanes: Lanes | None = None
 
@@ -70,16 +59,6 @@ class Axis:
     def close(self) -> None:
         """Drop the process group. A connection closes once nothing refers to its group any more."""
         self.transport.group = None
-
-    def observe(self, observer: Observer) -> None:
-        """Report the operations to an observer from now on. An axis of size 1 has none."""
-        if self.size > 1:
-            self.observers = (*self.observers, observer)
-            observer.attach(self)
-
-    def unobserve(self, observer: Observer) -> None:
-        """Stop reporting new operations to an observer. The ends of operations that have begun are still reported."""
-        self.observers = tuple(other for other in self.observers if other is not observer)
 
     @property
     def is_first(self) -> bool:

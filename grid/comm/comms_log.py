@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...base.uncompiled import uncompiled
-from .axis import Axis
-from .observer import Observer
+from .observer import ObservedAxis, Observer
 
 # Files of the functions between the caller of an axis and its observers.
 _INSIDE = (f"{Path(__file__).parent}{os.sep}", uncompiled.__code__.co_filename)
@@ -64,7 +63,7 @@ class CommsLog(Observer):
         """Delete all recorded durations."""
         self.seconds.clear()
 
-    def begin(self, axis: Axis, op: str, size: int) -> tuple[LoggedCall, float] | None:
+    def begin(self, axis: ObservedAxis, op: str, size: int) -> tuple[LoggedCall, float] | None:
         """Return a call's key and start time. None if calls of this method are not timed."""
         if op not in self.ops:
             return None

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .pending import Done, Pending
-
-if TYPE_CHECKING:
-    from .axis import Axis
+from .traffic import Traffic
 
 
 class Observer:
     """Base class of observers: ``CommsLog``, ``StepRecorder`` and ``TimelineRecorder``."""
 
-    def attach(self, axis: Axis) -> None:
+    def attach(self, axis: ObservedAxis) -> None:
         """Begin to observe an axis. Called on every rank in the order in which the axes are made."""
 
-    def begin(self, axis: Axis, op: str, size: int) -> Any:
+    def begin(self, axis: ObservedAxis, op: str, size: int) -> Any:
         """Record the beginning of an operation; return a value for ``end``, or None to ignore this operation.
 
         Args:
@@ -46,6 +44,36 @@ class Observer:
         raise NotImplementedError
 
 
+class ObservedAxis:
+    """Facts of an axis that observers read, and the list of its observers.
+
+    Attributes:
+        name: ``pipe``, ``data``, ``tensor``, or the joined names of several axes.
+        ranks: the global ranks of the group's processes, in the axis's order.
+        size: the number of processes in the group.
+        traffic: counts the bytes sent.
+        observers: are called when an operation begins and when it ends, in the order in which they were added.
+        label: (name of the communicated tensor, name of the operation's phase, e.g. ``NEGOTIATE_ALLREDUCE``) that the
+            timeline writes beside each operation that begins now. ``labeled`` sets it.
+    """
+
+    def __init__(self, name: str, ranks: Sequence[int], traffic: Traffic | None) -> None:
+        self.name, self.ranks, self.size = name, tuple(ranks), len(ranks)
+        self.traffic = traffic if traffic is not None else Traffic()
+        self.observers: tuple[Observer, ...] = ()
+        self.label = ("", "")
+
+    def observe(self, observer: Observer) -> None:
+        """Report the operations to an observer from now on. An axis of size 1 has none."""
+        if self.size > 1:
+            self.observers = (*self.observers, observer)
+            observer.attach(self)
+
+    def unobserve(self, observer: Observer) -> None:
+        """Stop reporting new operations to an observer. The ends of operations that have begun are still reported."""
+        self.observers = tuple(other for other in self.observers if other is not observer)
+
+
 class ObservedOperation:
     """Operation of an axis that has observers: their ``begin`` is called here, ``end`` at the end of its wait.
 
@@ -53,7 +81,7 @@ class ObservedOperation:
         axis, op, size: the arguments of ``Observer.begin``.
     """
 
-    def __init__(self, axis: Axis, op: str, size: int) -> None:
+    def __init__(self, axis: ObservedAxis, op: str, size: int) -> None:
         begun = [(observer, observer.begin(axis, op, size)) for observer in axis.observers]
         self._begun = [(observer, entry) for observer, entry in begun if entry is not None]
         self._axis, self._op, self._before = axis, op, axis.traffic.bytes(axis.name, op)
@@ -80,7 +108,7 @@ class ObservedOperation:
 
 
 @contextmanager
-def labeled(axis: Axis, name: str, phase: str = "") -> Iterator[None]:
+def labeled(axis: ObservedAxis, name: str, phase: str = "") -> Iterator[None]:
     """Context in which the timeline writes a name and a phase beside each operation that begins.
 
     Args:

@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .axis import Axis
 from .clock import Clock, Mark
-from .observer import Observer
+from .observer import ObservedAxis, Observer
 from .traffic import Traffic
 
 _COLLECTIVES = frozenset(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "barrier"))
@@ -45,7 +44,7 @@ class StepRecorder(Observer):
         self.collectives: list[TimedCollective] = []
         self._traffic = traffic
 
-    def begin(self, axis: Axis, op: str, size: int) -> tuple[str, str, Mark] | None:
+    def begin(self, axis: ObservedAxis, op: str, size: int) -> tuple[str, str, Mark] | None:
         """Return the axis, the operation and a mark of the time at which the collective starts."""
         if op not in _COLLECTIVES or self._traffic.suspended:
             return None

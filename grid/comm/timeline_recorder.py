@@ -1,7 +1,7 @@
 """Recorder of a rank's part of a timeline: every collective, message and span, written line by line while it happens.
 
 The file stays readable if the process is killed. A collective is written when it starts, so that the timeline also
-shows a collective that never ends. ``monitor/trace/merge.py`` merges the files of all ranks.
+shows a collective that never ends. ``engine/monitor/trace/merge.py`` merges the files of all ranks.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from typing import Any
 
 from ...base.records import Records
 from ..environment import read_environment
-from .axis import Axis
-from .observer import Observer
+from .observer import ObservedAxis, Observer
 
 
 class TimelineRecorder(Observer):
@@ -63,11 +62,11 @@ class TimelineRecorder(Observer):
         # Guards the descriptor: after ``close`` another file may get its number, and a late write must not go there.
         self._lock = threading.Lock()
         self._numbers = itertools.count()
-        self._axes: dict[Axis, int] = {}
+        self._axes: dict[ObservedAxis, int] = {}
         self._alike: dict[tuple[str, tuple[int, ...]], int] = {}
         self.write("rank", rank, name, attempt, number, time.perf_counter())
 
-    def attach(self, axis: Axis) -> None:
+    def attach(self, axis: ObservedAxis) -> None:
         """Give an axis a number, write its ``axis`` line, and record its operations from now on."""
         key = (axis.name, axis.ranks)
         self._alike[key] = self._alike.get(key, -1) + 1
@@ -95,7 +94,7 @@ class TimelineRecorder(Observer):
         finally:
             self.write("span", name, kind, begin, time.perf_counter(), threading.get_ident())
 
-    def begin(self, axis: Axis, op: str, size: int) -> tuple[int, float]:
+    def begin(self, axis: ObservedAxis, op: str, size: int) -> tuple[int, float]:
         """Write an operation's ``begin`` line; return the operation's number and start time in seconds."""
         called, number = time.perf_counter(), next(self._numbers)
         self.write("begin", number, self._axes[axis], op, size, *axis.label, time.perf_counter())

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...agreement.agreement import agreed, begin_call
 from ...base.checks import check_path
 from ...base.errors import ConfigError
 from ...base.files import read_object
@@ -28,6 +27,7 @@ from ...base.hub import local_folder
 from ...base.safetensors import write_file
 from ...context.dropout import dropout
 from ...grid import Grid, layout_of
+from ...grid.agreement.agreement import agreed, begin_call
 from ...options.lora import Lora
 from ...tensor_parallel.lora import DEFAULT, LoraOptions, add_adapters
 from .merge import is_factor, layer_of, set_of_factor

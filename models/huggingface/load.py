@@ -16,9 +16,9 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from ...agreement.agreement import agreed
 from ...base.hub import local_folder
 from ...grid import Grid, layout_of
+from ...grid.agreement.agreement import agreed
 from ...pipe.spec import LayerSpec, TiedLayerSpec
 from ..config import CONFIGS, DeepseekConfig, TransformerConfig
 from ..decoder import decoder_layers

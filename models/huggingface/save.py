@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...agreement.agreement import agreed, begin_call
 from ...base.checks import check_path
 from ...grid import Grid, Layout, layout_of
+from ...grid.agreement.agreement import agreed, begin_call
 from ...tensor_parallel.lora import LoraOptions
 from ...tensor_parallel.quantized import ComputedWeight, QuantizedNumbers
 from ..config import TransformerConfig

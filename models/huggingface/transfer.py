@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...agreement.agreement import agreed
-from ...agreement.failure import all_or_none
 from ...base.ports import resolve
+from ...grid.agreement.agreement import agreed
+from ...grid.agreement.failure import all_or_none
 from ...grid.comm.tcp_store import serve_store
 from .save import HuggingFaceWeights
 

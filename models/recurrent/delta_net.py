@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...grid import Grid
-from ...randomness.random import Distribution
+from ...grid.randomness.random import Distribution
 from ...tensor_parallel.norm import RMSNorm
 from .delta_rule import delta_rule
 from .initial import LogUniform, StepBias

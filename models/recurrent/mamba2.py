@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ...grid import Grid
 from ...grid.layout import Layout
+from ...grid.randomness.random import Constant, Distribution, sharded_parameter
 from ...grid.ranges import split
-from ...randomness.random import Constant, Distribution, sharded_parameter
 from ...tensor_parallel.regions import all_reduce_copy, copy_all_reduce
 from .initial import LogUniform, StepBias
 from .mixer import RecurrentMixer

@@ -29,8 +29,8 @@ from ...context.previous import previous
 from ...context.slices import Slices
 from ...grid import Axis, Grid
 from ...grid.layout import Layout
+from ...grid.randomness.random import Constant, Distribution, Uniform, sharded_parameter
 from ...grid.ranges import split
-from ...randomness.random import Constant, Distribution, Uniform, sharded_parameter
 from ...tensor_parallel.column import column_linears
 from ...tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, updated
 from ..attention import WholeKV, shared_heads

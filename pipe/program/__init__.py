@@ -1,7 +1,8 @@
 """Schedules and programs as values: made, lowered, verified, simulated and drawn, without torch.
 
 ops.py             the ops: F, B, I, W; C (recompute); O, R (offload); SEND, RECV; GATHER, RELEASE, REDUCE (ZeRO); TIED
-schedule.py        Schedule: the compute ops of each rank in order; JSON and CSV
+orders.py          Orders: the compute ops of each rank in order, and what follows from them
+schedule.py        Schedule: orders as text, JSON, CSV and a picture
 zero_bubble_log.py schedules as the zero-bubble repository prints them
 slices.py          slices of a sequence: their lengths, costs and order
 placement.py       the rank of each stage: loop (0 1 2 0 1 2), zigzag (0 1 2 2 1 0)

@@ -19,15 +19,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import mul
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from .deadlock import Wait, deadlock
 from .ops import BACKWARD, COMPUTE, MAKES, TRANSFERS, Op
+from .orders import Orders
 from .slices import slice_costs
 from .timeline import Span, Timeline
-
-if TYPE_CHECKING:  # a schedule shows its own simulation (_repr_svg_)
-    from .schedule import Schedule
 
 Cost = float | Sequence[float]
 
@@ -123,7 +121,7 @@ class Costs:
             kind: list(map(max, cost, g)) for kind, cost in (("F", f), ("C", f), ("I", i), ("B", b))
         }
 
-    def pair_costs(self, schedule: Schedule) -> Callable[[Op, Op], float]:
+    def pair_costs(self, schedule: Orders) -> Callable[[Op, Op], float]:
         """Return the function that gives the time of two compute ops of a schedule as a pair."""
         stages, chunks = schedule.stages, schedule.chunks
         passes = {kind: self._passes(kind, stages, chunks) for kind in "FIBW"}
@@ -182,7 +180,7 @@ class Simulation:
     peak_offloaded: tuple[float, ...] = ()
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None, keep_gathered: bool = False) -> Simulation:
+def simulate(schedule: Orders, costs: Costs | None = None, keep_gathered: bool = False) -> Simulation:
     """Simulate a step of `schedule`.
 
     >>> result = triax.simulate(triax.make_schedule("zb-h1", pipe=4, microbatches=8))
@@ -205,7 +203,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, keep_gathered: bool
     return Simulation(times.makespan, times.bubble, _rank_peaks(schedule, counts), stages, times, offloaded)
 
 
-def peak_activations(schedule: Schedule, sizes: Sequence[float] | None = None) -> tuple[float, ...]:
+def peak_activations(schedule: Orders, sizes: Sequence[float] | None = None) -> tuple[float, ...]:
     """Return the most activations that each rank holds at once.
 
     A rank holds an activation from the start of its F to the end of its W or B; in a forward-only schedule, during its
@@ -227,17 +225,17 @@ def peak_activations(schedule: Schedule, sizes: Sequence[float] | None = None) -
     return tuple(max((sum(map(mul, each, of)) for each in most), default=0) for most, of in zip(counts, own))
 
 
-def _rank_peaks(schedule: Schedule, counts: Sequence[Sequence[tuple[float, ...]]]) -> tuple[float, ...]:
+def _rank_peaks(schedule: Orders, counts: Sequence[Sequence[tuple[float, ...]]]) -> tuple[float, ...]:
     return tuple(max(map(sum, each), default=0) / schedule.chunks for each in counts)
 
 
-def _stage_peaks(schedule: Schedule, counts: Sequence[Sequence[tuple[float, ...]]]) -> tuple[float, ...]:
+def _stage_peaks(schedule: Orders, counts: Sequence[Sequence[tuple[float, ...]]]) -> tuple[float, ...]:
     """Return the most activations of each stage that its rank holds at once."""
     of_ranks = [iter(map(max, zip(*each, strict=True))) for each in counts]  # the stages of a rank are in their order
     return tuple(next(of_ranks[rank], 0.0) / schedule.chunks for rank in schedule.placement)
 
 
-def counts_in_flight(schedule: Schedule) -> list[list[tuple[float, ...]]]:
+def counts_in_flight(schedule: Orders) -> list[list[tuple[float, ...]]]:
     """Return for each rank the largest numbers of microbatches whose activations its stages hold at once.
 
     A slice counts as its share of a microbatch's tokens. A rank with several stages may have several such tuples,
@@ -252,7 +250,7 @@ def counts_in_flight(schedule: Schedule) -> list[list[tuple[float, ...]]]:
     return found
 
 
-def activations_held(schedule: Schedule, rank: int) -> Iterator[tuple[Op, tuple[float, ...]]]:
+def activations_held(schedule: Orders, rank: int) -> Iterator[tuple[Op, tuple[float, ...]]]:
     """Yield each op of a rank that takes memory for activations, and what each stage of the rank then holds.
 
     The unit is a microbatch or, with slices, the unit of ``Schedule.slices``. An offload frees its memory when a later
@@ -288,7 +286,7 @@ def activations_held(schedule: Schedule, rank: int) -> Iterator[tuple[Op, tuple[
         paired = first
 
 
-def peak_offloaded(schedule: Schedule) -> tuple[float, ...]:
+def peak_offloaded(schedule: Orders) -> tuple[float, ...]:
     """Return the most activations that each rank holds in host memory, in the unit of ``peak_activations``.
 
     A buffer in host memory is taken from an O until the backward that reads the reloaded activations.
@@ -316,7 +314,7 @@ def largest_counts(counts: Iterable[tuple[float, ...]]) -> list[tuple[float, ...
     return found
 
 
-def timeline_of(schedule: Schedule, costs: Costs | None = None, keep_gathered: bool = False) -> Timeline:
+def timeline_of(schedule: Orders, costs: Costs | None = None, keep_gathered: bool = False) -> Timeline:
     """Return the times of every op; arguments and errors as for `simulate`."""
     stages, mbs, placement = len(schedule.placement), schedule.passes, schedule.placement
     costs = costs or Costs()
@@ -440,7 +438,7 @@ def timeline_of(schedule: Schedule, costs: Costs | None = None, keep_gathered: b
     return Timeline(tuple(map(tuple, rows)), transfers=tuple(map(tuple, transfers)) if any(transfers) else ())
 
 
-def _source(schedule: Schedule, op: Op) -> Wait | None:
+def _source(schedule: Orders, op: Op) -> Wait | None:
     """Return the op whose result an F or a backward reads, and its rank; None if it reads data or the loss."""
     kind, stage, microbatch = op
     source = stage - 1 if kind == "F" else stage + 1

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from ...grid import Grid
-from ...randomness.random import DropoutState
-from ...randomness.random_states import RandomStates
+from ...grid.randomness.random import DropoutState
+from ...grid.randomness.random_states import RandomStates
 from .kept_inputs import Inputs
 from .recompute import Group, Recompute, module_of, stateful
 

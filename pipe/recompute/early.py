@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from ...grid import Grid
-from ...randomness.random import DropoutState
+from ...grid.randomness.random import DropoutState
 from .frame import Frame, State
 from .kept_inputs import Inputs, KeptNest
 

@@ -17,7 +17,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 from ...base.autograd import saved_through
 from ...grid import Grid
-from ...randomness.random import DropoutState
+from ...grid.randomness.random import DropoutState
 from ..backward import SplitBackward
 from .generators import generators_in, global_generators
 

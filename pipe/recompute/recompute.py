@@ -25,8 +25,8 @@ from torch import nn
 from ...base.autograd import mark
 from ...grid import Grid
 from ...grid.comm.lanes import keeping_turn
+from ...grid.randomness.random import DropoutState
 from ...grid.ranges import split
-from ...randomness.random import DropoutState
 from .frame import CHECKPOINT, Frame, State, has_own_state, runs_within
 from .kept_inputs import Inputs, KeptNest
 from .kept_matmuls import Matmuls

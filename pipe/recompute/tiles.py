@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ...randomness.random import SampleRandom
+from ...grid.randomness.random import SampleRandom
 from .recompute import Group, Recompute
 
 

@@ -33,11 +33,11 @@ from triax.checkpoint.format import folder as folders
 from triax.checkpoint.format.index import read_index
 from triax.checkpoint.protocol import pieces
 from triax.checkpoint.reader import Reader
+from triax.engine.optim.schedulers import known
 from triax.grid import Layout
 from triax.grid.layout import FlatRange
 from triax.grid.ranges import boxes_of_range, everything, overlap
 from triax.models.gpt import gpt_layers
-from triax.optim.schedulers import known
 from triax.zero.state_shards import state_number as number_of
 
 from checkpoint_jobs import SIZES, Cell, Job, command, make

@@ -20,8 +20,8 @@ from triax.base.errors import CheckpointError, ConfigError, CorruptError
 from triax.base.json_comments import read
 from triax.checkpoint.format import folder as folders
 from triax.cli.main import app
+from triax.engine.monitor.report.write import write_report
 from triax.models.huggingface.config import read_config
-from triax.monitor.report.write import write_report
 from triax.pipe.schedules.choose import read_schedule
 from triax.train.file import read_training_file
 

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from triax.cli.main import app
-from triax.monitor.report.run_folder import read_run
+from triax.engine.monitor.report.run_folder import read_run
 from triax.train.file import read_training_file
 
 from readme_blocks import commands

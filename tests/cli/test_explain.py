@@ -18,7 +18,7 @@ from triax.grid import Axis, layout_of
 from triax.models.huggingface.load import LAYERS
 from triax.options.checkpoints import Checkpoints
 from triax.options.monitoring import Monitoring
-from triax.plan.memory import ModelMemory
+from triax.plugins.plan.memory import ModelMemory
 from triax.train.file import read_training_file
 from triax.train.job import Job, resolve
 from triax.train.schema import TrainingFile

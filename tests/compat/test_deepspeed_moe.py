@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import triax.compat.deepspeed as deepspeed
 from triax.compat.deepspeed.moe import DeepSpeedMoE as MoE
+from triax.grid.randomness.random import DropoutState
 from triax.moe.router import GateNoise
-from triax.randomness.random import DropoutState
 
 D, E = 6, 4
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import triax
 from triax.grid import Grid
 from triax.grid.layout import Layout, layout_of
+from triax.grid.randomness.random import Normal, sharded_parameter
 from triax.grid.ranges import split
 from triax.pipe.spec import LayerSpec
-from triax.randomness.random import Normal, sharded_parameter
 from triax.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from triax.tensor_parallel.regions import gather_reduce_scatter, reduce_scatter_gather
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import triax
 from triax import Grid, initialize
 from triax.base.errors import ConfigError
-from triax.randomness.random import Dropout
+from triax.grid.randomness.random import Dropout
 
 from module_jobs import loss_of, one, weights
 from module_training import MICRO, WIDTH, config, groups, microbatch, net

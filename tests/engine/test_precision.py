@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import triax
 from triax import Grid, PipelineModule
 from triax.compat.deepspeed.config.to_options import notes_of
+from triax.engine.optim.loss_scale import LossScaler
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
-from triax.optim.loss_scale import LossScaler
 from triax.options.precision import LossScale
 
 VOCABULARY, LENGTH, SAMPLES = 50, 12, 16

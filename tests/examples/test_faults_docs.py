@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from triax.fault_tolerance.membership import Change, read_changes
+from triax.plugins.fault_tolerance.membership import Change, read_changes
 
 from paths import DOCS
 from processes import TRIAX, free_port, started

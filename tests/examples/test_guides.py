@@ -61,7 +61,7 @@ SLOW = {
 }
 # A package: the last tests of this file; a project: tests/testing/test_kit.py; tests/train/test_distill_run.py.
 INSTALLED = {"npz_export.py", "test_my_model.py", "store_teacher.py"}
-# Two jobs at once: tests/methods/test_remote_teacher.py; a checkpoint of a user's: tests/checkpoint/test_convert.py.
+# Two jobs at once: tests/train/methods/test_remote_teacher.py; a user's checkpoint: tests/checkpoint/test_convert.py.
 TOGETHER = ("teach.py", "learn.py", "to_dcp.py")
 FOREIGN = {"sbatch", "srun", "kubectl", "ssh", "mpirun", "export", "nvidia-smi"}  # they need a cluster
 
@@ -302,7 +302,7 @@ def test_the_messages_of_troubleshooting_are_triaxs(ranks: Any) -> None:
     (quoted,) = re.findall(r"`(rank 0 .*? failed at .*?)`", TROUBLE)
     assert quoted in memory
     # What hangs or is killed is in tests/laws/test_failures.py; the words are compared with those of the code.
-    code = "".join((ROOT / path).read_text() for path in ("agreement/hang_watch.py", "launcher/launch.py"))
+    code = "".join((ROOT / path).read_text() for path in ("grid/agreement/hang_watch.py", "grid/launcher/launch.py"))
     for words in (
         *("hangs: it is ", "between two calls of the engine", "every rank waits for another"),
         *("does not answer: it was stopped, or its host is gone", "left with exit status ", "ended without an error"),

@@ -17,8 +17,8 @@ from triax import Topology
 from triax.compat.deepspeed import PipelineModule
 from triax.compat.deepspeed.from_config import read_config
 from triax.data.dataloader import make_loader
+from triax.engine.optim.lr_schedules import WarmupLR
 from triax.grid import Grid
-from triax.optim.lr_schedules import WarmupLR
 
 from paths import EXAMPLES
 

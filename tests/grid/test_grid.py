@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import weakref
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,8 +20,8 @@ from torch import nn
 
 import triax
 from triax import LayerSpec, PipelineModule
-from triax.agreement.store_barrier import store_barrier
 from triax.grid import Grid, Topology
+from triax.grid.agreement.store_barrier import store_barrier
 from triax.grid.comm import host_transport
 from triax.grid.comm.axis import Axis
 from triax.grid.comm.host_transport import HostTransport
@@ -327,8 +327,11 @@ def policies_on_rank() -> tuple[dict[int, int], dict[int, int]]:
     """The scheduler's policies of this process's threads, before and after the grid made its groups."""
 
     def policies() -> dict[int, int]:
-        threads = [int(folder.name) for folder in Path("/proc/self/task").glob("*")]
-        return {thread: os.sched_getscheduler(thread) for thread in threads}
+        found = {}
+        for thread in [int(folder.name) for folder in Path("/proc/self/task").glob("*")]:
+            with suppress(ProcessLookupError):  # it has ended meanwhile
+                found[thread] = os.sched_getscheduler(thread)
+        return found
 
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))  # a rank of the pool has SCHED_BATCH
     before = policies()
@@ -436,7 +439,7 @@ MANY_WATCHES = """
 import time
 from types import SimpleNamespace
 from torch.distributed import TCPStore
-from triax.agreement.hang_watch import Activity, HangWatch
+from triax.grid.agreement.hang_watch import Activity, HangWatch
 class Grid(SimpleNamespace):
     pass
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

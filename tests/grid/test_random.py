@@ -14,10 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from triax.grid.comm.axis import Axis
 from triax.grid.layout import Layout
-from triax.models.gpt import GPTConfig, gpt_layers
-from triax.pipe.module import PipelineModule
-from triax.pipe.spec import LayerSpec
-from triax.randomness.random import (
+from triax.grid.randomness.random import (
     Constant,
     Distribution,
     Dropout,
@@ -29,6 +26,9 @@ from triax.randomness.random import (
     seeded,
     sharded_parameter,
 )
+from triax.models.gpt import GPTConfig, gpt_layers
+from triax.pipe.module import PipelineModule
+from triax.pipe.spec import LayerSpec
 
 
 def test_derive_is_pinned_and_tells_keys_apart() -> None:

@@ -44,7 +44,7 @@ from triax.compat.deepspeed.config.optimizer_names import NAMES as OPTIMIZER_NAM
 from triax.compat.deepspeed.config.table import keys
 from triax.compat.deepspeed.config.to_options import batch_sizes, notes_of
 from triax.compat.deepspeed.from_config import read_config, resolve_config
-from triax.optim import optimizers, schedulers
+from triax.engine.optim import optimizers, schedulers
 from triax.pipe.schedules.choose import NAMES
 from triax.testing.pool import slowdown
 from triax.zero.offload import OffloadError

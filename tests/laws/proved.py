@@ -28,11 +28,11 @@ from torch import Tensor
 
 import triax
 from triax import Grid, PipelineModule
-from triax.methods import distill_loss, grpo_loss, kto_loss, preference_loss, reward_layers, reward_loss
 from triax.models.huggingface.config import from_hf
 from triax.models.huggingface.families import FAMILIES
 from triax.models.huggingface.load import LAYERS
 from triax.testing.check import check
+from triax.train.methods import distill_loss, grpo_loss, kto_loss, preference_loss, reward_layers, reward_loss
 from triax.train.model import loss_for
 
 from toy_families import COMMON, DENSE, HYBRIDS, MIXTURES

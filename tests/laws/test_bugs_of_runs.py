@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.base.errors import AgreedError, ConfigError
-from triax.randomness.random import Dropout
+from triax.grid.randomness.random import Dropout
 from triax.testing.pool import slowdown
 
 from bug_models import (

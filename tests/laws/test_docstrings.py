@@ -23,7 +23,7 @@ import triax
 from import_reader import library
 from paths import DOCS, ROOT
 
-SLOW = ("launcher/launch.py", "pipe/schedules/search.py")  # seconds: processes, and a search
+SLOW = ("grid/launcher/launch.py", "pipe/schedules/search.py")  # seconds: processes, and a search
 OFTEN = 3  # pages and example files
 
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule
-from triax.agreement.agreement import same
-from triax.agreement.hang_watch import timed_out, with_timeout
 from triax.base.errors import ConfigError
-from triax.launcher.launch import Outcome, outcome_of
+from triax.grid.agreement.agreement import same
+from triax.grid.agreement.hang_watch import timed_out, with_timeout
+from triax.grid.launcher.launch import Outcome, outcome_of
 
 from paths import ROOT
 from toys import mean_loss

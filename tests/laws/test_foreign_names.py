@@ -22,10 +22,6 @@ IMPORTERS = "reads that library's files"
 COMMANDS = "a command that takes that library's files, options or scripts"
 MEASURED = "published measurements of that library"
 ALLOWED = {
-    "checkpoint/__init__.py": IMPORTERS,
-    "checkpoint/convert/": IMPORTERS,
-    "inference/load_any.py": IMPORTERS,
-    "launcher/hosts.py": IMPORTERS,
     "models/huggingface/adapters.py": "keys of PEFT's settings that name another library",
     "options/foreign_names.py": "other libraries' names of options, for the messages that say triax's",
     "train/job.py": "the section deepspeed: of the training file",
@@ -33,18 +29,11 @@ ALLOWED = {
     "cli/checkpoint.py": COMMANDS,
     "cli/config.py": COMMANDS,
     "cli/run.py": COMMANDS,
-    "grid/environment.py": "a variable that DeepSpeed's launcher sets",
-    "launcher/launch.py": "the advice when a script imports deepspeed, which is not installed",
-    "plan/machine.py": MEASURED,
-    "context/sparsity.py": SOURCES,
-    "gradient_compression/onebit/": SOURCES,
-    "monitor/monitor.py": SOURCES,
-    "monitor/profiler/": SOURCES,
-    "monitor/trace/merge.py": SOURCES,
-    "optim/elementwise.py": SOURCES,
-    "optim/layerwise.py": SOURCES,
-    "optim/lr_schedules.py": SOURCES,
-    "randomness/random_states.py": SOURCES,
+    "grid/launcher/launch.py": "the advice when a script imports deepspeed, which is not installed",
+    "plugins/plan/machine.py": MEASURED,
+    "engine/monitor/trace/merge.py": SOURCES,
+    "engine/optim/lr_schedules.py": SOURCES,
+    "grid/randomness/random_states.py": SOURCES,
 }
 
 

@@ -27,12 +27,12 @@ import triax
 from triax.base.errors import to_install
 from triax.cli.main import app
 
-from import_reader import FOLDERS, library, needs_no_torch
+from import_reader import ROOMS, library, needs_no_torch
 from paths import ROOT
 from versions import versions
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-STUBS = [ROOT / "__init__.pyi", *(file for folder in FOLDERS for file in sorted((ROOT / folder).rglob("*.pyi")))]
+STUBS = [ROOT / "__init__.pyi", *(file for folder in ROOMS for file in sorted((ROOT / folder).rglob("*.pyi")))]
 TORCH_FREE = [file for file in library(ROOT) if needs_no_torch(file)]
 
 
@@ -81,7 +81,7 @@ def test_wheel_holds_the_library_and_nothing_else(wheel: Path) -> None:
     info = f"triax-{triax.__version__}.dist-info"
     ours = {name for name in names if not name.startswith(f"{info}/")}
     stubs = {str(file.relative_to(ROOT)) for file in STUBS}
-    data = {"py.typed", "monitor/report/page.html", "plan/page.html"}
+    data = {"py.typed", "engine/monitor/report/page.html", "plugins/plan/page.html"}
     tables = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard", "*/*.toml"], cwd=ROOT, capture_output=True, text=True
     )
@@ -196,14 +196,14 @@ def test_the_command_prints_the_version_of_the_package() -> None:
 def test_the_package_takes_nothing_in_until_a_name_is_used(tmp_path: Path) -> None:
     script = "import sys, triax; print(*sorted(name for name in sys.modules if name.startswith(('triax', 'torch'))))"
     done = run(sys.executable, "-c", script, cwd=tmp_path)
-    assert done.stdout.split() == ["triax", "triax.base", "triax.base.lazy"], done.stderr
+    assert done.stdout.split() == ["triax", "triax.base", "triax.base.lazy", "triax.base.moved"], done.stderr
 
 
 def test_the_commands_help_imports_no_library_of_a_command(tmp_path: Path) -> None:
     """Pydantic and the planner took half of the time of ``triax --help``."""
     script = "import sys, triax.cli.main; print(*sorted(sys.modules))"
     done = run(sys.executable, "-c", script, cwd=tmp_path)
-    heavy = {"torch", "numpy", "pydantic", "yaml", "jinja2", "triax.plan.search", "triax.train.schema"}
+    heavy = {"torch", "numpy", "pydantic", "yaml", "jinja2", "triax.plugins.plan.search", "triax.train.schema"}
     assert "triax.cli.plan" in done.stdout.split() and not heavy & set(done.stdout.split()), done.stderr
 
 
@@ -240,7 +240,12 @@ def test_the_package_may_be_imported_under_another_name() -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules["another_name"] = module
     spec.loader.exec_module(module)
-    assert set(sys.modules) - before == {"another_name", "another_name.base", "another_name.base.lazy"}
+    assert set(sys.modules) - before == {
+        "another_name",
+        "another_name.base",
+        "another_name.base.lazy",
+        "another_name.base.moved",
+    }
     assert module.__version__ == triax.__version__ == PROJECT["project"]["version"]
 
 

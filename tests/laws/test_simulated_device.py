@@ -68,7 +68,7 @@ def test_five_axes_on_the_device_are_one_process(ranks: Any, count: int, some: l
 
 # Files in which the host waits for the device within a step, and why.
 ALWAYS = {
-    "agreement/agreement.py": "loss, norm and overflow are read once a step, all together",
+    "grid/agreement/agreement.py": "loss, norm and overflow are read once a step, all together",
     "zero/flat_weights.py": "writes into gathered weights are looked for in the runs 1, 2, 4, 8, ... of a layer",
 }
 MODULE = {"zero/data_axis.py": "replicas of a plain module compare which parameters have a gradient, once a step"}
@@ -167,4 +167,4 @@ def test_the_host_waits_once_a_step(ranks: Any, stage: int) -> None:
             # With experts also before the backward pass, whose auxiliary losses need the weight of the batch; with
             # compression also before the exchange, which must not take an overflow into its residuals.
             twice = kind == "experts" or kind in COMPRESSIONS
-            assert files.count("agreement/agreement.py") == 1 + twice, (kind, waits)
+            assert files.count("grid/agreement/agreement.py") == 1 + twice, (kind, waits)

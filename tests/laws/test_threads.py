@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from triax.base.threads import BackgroundCall
-from triax.fault_tolerance import replicas as replicas_file
-from triax.fault_tolerance import sharded_state
+from triax.plugins.fault_tolerance import replicas as replicas_file
+from triax.plugins.fault_tolerance import sharded_state
 
 from import_reader import library
 from paths import ROOT

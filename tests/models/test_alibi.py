@@ -12,13 +12,13 @@ from torch import Tensor
 
 import triax
 from triax.grid import Grid
+from triax.grid.randomness.random import Normal
 from triax.models.alibi import Alibi, slopes
 from triax.models.attention import SelfAttention
 from triax.models.config import DecoderConfig
 from triax.models.decoder import decoder_layers
 from triax.models.layers import NextTokenLoss
 from triax.models.rope_scaling import DynamicScaling, LongRopeScaling
-from triax.randomness.random import Normal
 
 WIDTH, DIM, LENGTH = 12, 4, 9
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, 2], [4, 4, 4, 4, 4, 4, 4, 9, 9]])

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from triax.grid import Grid
 from triax.grid.layout import layout_of
+from triax.grid.randomness.random import Normal
 from triax.grid.ranges import split
 from triax.models.attention import SelfAttention
 from triax.models.config import RopeScaling
 from triax.models.packed import check_documents, pack, packing, positions_within
 from triax.models.rope import Rope
-from triax.randomness.random import Normal
 
 from reference import attention, rms_norm, visible
 from toys import error_text

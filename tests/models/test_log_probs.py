@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid, LogProbsLoss
-from triax.monitor.profiler.memory_meter import MemoryMeter
+from triax.engine.monitor.profiler.memory_meter import MemoryMeter
 from triax.pipe.chunked_loss import LastLayer
 
 from toys import same

@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from triax.grid import Grid
+from triax.grid.randomness.random import Normal
 from triax.models.recurrent import mixer
 from triax.models.recurrent.delta_net import GatedDeltaNet
 from triax.models.recurrent.delta_rule import delta_rule
 from triax.models.recurrent.mamba2 import Mamba2
 from triax.models.recurrent.state_space import state_space
-from triax.randomness.random import Normal
 
 from exact_norms import exact
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from triax.context.order import positions, shard
 from triax.grid import Grid, layout_of
+from triax.grid.randomness.random import seeded
 from triax.moe import MoE, grouped
 from triax.moe.experts import clamped_swiglu
-from triax.randomness.random import seeded
 
 from moe_reference import reference
 from paths import ROOT

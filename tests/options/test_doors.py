@@ -16,9 +16,9 @@ from triax.base.errors import ConfigError
 from triax.compat.deepspeed import older_members
 from triax.compat.deepspeed.config.table import key_of, keys
 from triax.compat.deepspeed.config.to_options import options_of, parse_config
-from triax.gradient_compression import PowerSGD
 from triax.options.base import walk
 from triax.options.engine import EngineOptions
+from triax.plugins.gradient_compression import PowerSGD
 
 from toys import mean_loss
 

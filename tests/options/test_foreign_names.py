@@ -14,7 +14,7 @@ from triax.compat.deepspeed.config.table import keys
 from triax.compat.deepspeed.config.to_options import parse_config
 from triax.options import foreign_names
 from triax.options.table import rows
-from triax.plan.machine import machine
+from triax.plugins.plan.machine import machine
 from triax.train.file import read_training_file
 from triax.train.schema import TrainingFile
 

@@ -1,4 +1,4 @@
-"""One field in ``options/engine.py`` declares an option at every door of the library."""
+"""One field in ``options/sections.py`` declares an option at every door of the library."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_field_is_an_option_at_every_door(tmp_path: Path) -> None:
     """Keyword of ``triax.Engine``, key of the training file and of the command line, row of both pages, hint."""
     skipped = ("tests", "docs", "benchmarks", ".*", "__pycache__", "*.egg-info", "build", "runs", "node_modules")
     shutil.copytree(ROOT, tmp_path / "triax", ignore=shutil.ignore_patterns(*skipped), symlinks=True)
-    declaration = tmp_path / "triax" / "options" / "engine.py"
+    declaration = tmp_path / "triax" / "options" / "sections.py"
     before, seed, after = declaration.read_text().partition("    seed: int = option(")
     declaration.write_text(before + FIELD + seed + after)
     (tmp_path / "program.py").write_text(PROGRAM)

@@ -9,9 +9,10 @@ import pytest
 
 from triax.base.errors import ConfigError
 from triax.base.option_error import OptionError
+from triax.engine.keywords import EngineKeywords
 from triax.options.base import Options, declared, hints_of, walk
 from triax.options.batch import Batch
-from triax.options.engine import EngineKeywords, EngineOptions
+from triax.options.engine import EngineOptions
 from triax.options.local_updates import AsyncDiLoCo, DiLoCo, LocalSGD
 from triax.options.monitoring import Monitoring
 from triax.options.named import Optimizer

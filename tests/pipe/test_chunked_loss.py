@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import triax
 from triax import Grid, LayerSpec, Loss, NextTokenLoss, PipelineModule
-from triax.monitor.profiler.flop_counter import FlopCounter
-from triax.monitor.profiler.memory_meter import MemoryMeter
+from triax.engine.monitor.profiler.flop_counter import FlopCounter
+from triax.engine.monitor.profiler.memory_meter import MemoryMeter
 from triax.pipe.chunked_loss import LastLayer, loss_in_chunks
 from triax.testing.pool import RankFailure
 

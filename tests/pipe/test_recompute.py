@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule, TiedLayerSpec
-from triax.monitor.profiler.memory_meter import MemoryMeter
+from triax.engine.monitor.profiler.memory_meter import MemoryMeter
+from triax.grid.randomness.random import Dropout
 from triax.pipe.recompute.frame import State
 from triax.pipe.recompute.recompute import Recompute
-from triax.randomness.random import Dropout
 
 from recompute_layers import counting, runs
 

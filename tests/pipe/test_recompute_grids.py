@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule
+from triax.engine.monitor.profiler.memory_meter import MemoryMeter
 from triax.models.gpt import GPTBlock, GPTConfig, GPTLoss, gpt_layers
-from triax.monitor.profiler.memory_meter import MemoryMeter
 from triax.pipe.recompute.kept_inputs import Inputs, KeptNest
 from triax.pipe.recompute.recompute import Recompute
 from triax.pipe.schedules.registry import RECIPES

@@ -21,6 +21,7 @@ import triax
 from triax import Costs, Grid, LayerSpec, PipelineModule, Schedule, make_schedule, simulate, verify
 from triax.base.option_error import OptionError
 from triax.cli.main import app
+from triax.grid.randomness.random import Dropout
 from triax.models.attention import SelfAttention
 from triax.models.config import DecoderConfig, DeepseekConfig, MixtralConfig
 from triax.models.decoder import decoder_layers
@@ -33,7 +34,6 @@ from triax.pipe.program.deadlock import ScheduleError
 from triax.pipe.program.ops import Op
 from triax.pipe.program.passes import lower
 from triax.pipe.program.slices import equal_cost_slices, slice_bounds, slice_costs
-from triax.randomness.random import Dropout
 
 from reference import gpt_logits
 from toys import error_text

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 import triax
 from triax import Grid, LayerSpec, PipelineModule, TiedLayerSpec
 from triax.base.nest import map_tensors
-from triax.gradient_compression import PowerSGD, TopK
 from triax.grid import Topology
 from triax.grid.assemble import Shard, assemble_ranks
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.models.llama import LlamaConfig, llama_layers
+from triax.plugins.gradient_compression import PowerSGD, TopK
 from triax.zero import ShardedOptimizer, gathered
 
 from paths import ROOT

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 import triax
 from triax.grid import Grid, Topology
 from triax.grid.assemble import Shard, assemble_ranks
+from triax.grid.randomness.random import Normal
 from triax.models.attention import SelfAttention
 from triax.models.layers import FinalRMSNorm, NextTokenLoss, TokenEmbedding
 from triax.models.packed import attach, detach, valid_and_positions
 from triax.models.rope import Rope
 from triax.moe import MoE
 from triax.pipe.spec import LayerSpec, TiedLayerSpec
-from triax.randomness.random import Normal
 from triax.tensor_parallel.embedding import VocabParallelHead
 from triax.tensor_parallel.norm import RMSNorm
 

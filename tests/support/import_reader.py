@@ -1,4 +1,4 @@
-"""Reader of the library's imports, and the table of what each folder may import (docs/inside/why.md)."""
+"""Reader of the library's imports, and the levels of its rooms (docs/inside/why.md)."""
 
 from __future__ import annotations
 
@@ -8,64 +8,30 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ASIDE = ("tests", "examples", "benchmarks")
-# One level of three folders: they import the communicators and layouts of grid/, and grid/grid.py alone agreement/.
-GROUND = ("grid", "randomness", "agreement")
-_LOW = ("base", *GROUND)
-_PARTS = (
-    *(*_LOW, "options", "pipe", "tensor_parallel", "context", "zero", "optim", "data", "checkpoint", "launcher"),
-    *("monitor", "moe"),
+# Rooms by level, the lowest first: a file imports from its own room and from lower levels, for types too.
+LEVELS = (
+    ("base",),
+    ("options", "grid"),
+    ("pipe", "tensor_parallel", "context", "zero", "checkpoint", "data"),
+    ("moe",),
+    ("models",),
+    ("engine",),
+    ("inference", "testing"),
+    ("train",),
+    ("plugins", "compat"),
+    ("cli",),
 )
-# From a folder, to the folders or files that it may import, beside itself: lower levels only.
-ARROWS: dict[str, tuple[str, ...]] = {
-    "base": (),
-    "grid": ("base", "agreement"),
-    "randomness": ("base", "grid/comm", "grid/layout.py"),
-    "agreement": ("base", "grid/comm"),
-    "options": ("base",),
-    "pipe": _LOW,
-    "tensor_parallel": _LOW,
-    "context": _LOW,
-    "zero": (*_LOW, "options"),
-    "optim": _LOW,
-    "data": _LOW,
-    "checkpoint": _LOW,
-    "launcher": _LOW,
-    "monitor": (*_LOW, "options", "pipe/program"),
-    "moe": (*_LOW, "tensor_parallel/regions.py"),
-    "models": (*_LOW, "options/lora.py", "pipe/spec.py", "pipe/chunked_loss.py", "tensor_parallel", "context", "moe"),
-    "plan": (
-        *("base", "grid/topology.py", "grid/ranges.py", "options", "pipe/partition.py", "pipe/program"),
-        *("pipe/schedules", "zero/flat.py", "models/config.py"),
-    ),
-    "gradient_compression": (*_LOW, "tensor_parallel/embedding.py", "zero"),
-    "engine": _PARTS,
-    "inference": (*_PARTS, "models", "engine"),
-    "methods": (
-        *(*_LOW, "pipe/chunked_loss.py", "pipe/p2p.py", "pipe/schema.py", "tensor_parallel", "context", "moe"),
-        *("models", "engine", "inference"),
-    ),
-    "testing": (*_LOW, "options", "pipe", "monitor/profiler", "engine"),
-    "local_sgd": (*_PARTS, "models", "engine"),
-    "fault_tolerance": (*_PARTS, "models", "engine", "local_sgd/outer_optimizer.py"),
-    "train": (*_PARTS, "models", "engine", "inference", "methods"),
-    "dry_run": (*_PARTS, "models", "engine", "methods", "train"),
-    "compat": (*_PARTS, "models", "engine", "inference", "train", "gradient_compression"),
-    "cli": (
-        *_PARTS,
-        "models",
-        "engine",
-        "inference",
-        "compat",
-        "train",
-        "dry_run",
-        "plan",
-        "testing",
-        "fault_tolerance",
-    ),
+LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
+ROOMS = tuple(LEVEL)
+# Rooms of parts that can each be deleted: cli/, the front door and entry points find them.
+BESIDE = ("plugins", "compat")
+# A part -> the other part that it needs: DeepSpeed's mpu argument is Megatron's, the Trainer takes DeepSpeed's JSON,
+# and fault-tolerant replicas with local updates take local SGD's outer optimizer.
+NEEDS = {
+    "compat/deepspeed": "compat/megatron",
+    "compat/huggingface": "compat/deepspeed",
+    "plugins/fault_tolerance": "plugins/local_sgd",
 }
-FOLDERS = tuple(ARROWS)
-# Other libraries' languages and what is experimental: found by cli/, the front door and entry points alone.
-BESIDE = ("compat", "plan", "dry_run", "gradient_compression", "local_sgd", "fault_tolerance")
 # Files and folders that run where torch is not installed, on the standard library alone.
 BARE = (
     "__init__.py",
@@ -79,9 +45,15 @@ BARE = (
         "base/files.py",
         "base/json_comments.py",
         "base/lazy.py",
+        "base/moved.py",
         "base/safetensors_header.py",
     ),
-    *("base/option_error.py", "agreement/__init__.py", "agreement/hang_watch.py", "agreement/store_barrier.py"),
+    *(
+        "base/option_error.py",
+        "grid/agreement/__init__.py",
+        "grid/agreement/hang_watch.py",
+        "grid/agreement/store_barrier.py",
+    ),
     *("grid/__init__.py", "grid/environment.py", "grid/ranges.py", "grid/topology.py", "grid/comm/__init__.py"),
     *("grid/comm/thread_priority.py", "grid/comm/traffic.py", "options"),
     *("pipe/__init__.py", "pipe/partition.py", "pipe/program", "pipe/schedules"),
@@ -93,7 +65,7 @@ BARE = (
         "models/presets.py",
         "models/recurrent/sizes.py",
         "models/rope_scaling.py",
-        "plan",
+        "plugins/plan",
     ),
 )
 # Files that run without torch, though not without other packages.
@@ -184,8 +156,14 @@ class _Reader(ast.NodeVisitor):
         self.imports.append(Import(line, "/".join(parts) + ".py", True, self.lazy, self.typing, by_name))
 
 
+def part(file: str) -> str:
+    """Return the part of ``plugins/`` or ``compat/`` to which a file belongs; the room, if it is in no part."""
+    names = file.split("/")
+    return "/".join(names[:2]).removesuffix(".py") if names[0] in BESIDE and names[1:] != ["__init__.py"] else names[0]
+
+
 def library(root: Path) -> list[str]:
-    files = [path for folder in FOLDERS for path in (root / folder).rglob("*.py")]
+    files = [path for room in ROOMS for path in (root / room).rglob("*.py")]
     front = [root / "__init__.py"] if (root / "__init__.py").is_file() else []
     return [str(path.relative_to(root)) for path in [*front, *sorted(files)]]
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import triax
 from triax.grid import Grid
+from triax.grid.randomness.random import Dropout, DropoutState
 from triax.models.layers import NextTokenLoss
-from triax.randomness.random import Dropout, DropoutState
 
 from exact_norms import exact
 

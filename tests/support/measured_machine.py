@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from triax.plan.machine import MACHINES
-from triax.plan.measured import MeasuredTimes
+from triax.plugins.plan.machine import MACHINES
+from triax.plugins.plan.measured import MeasuredTimes
 
 _KERNELS = (
     "layer_norm",

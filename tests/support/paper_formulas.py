@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from triax.base.formulas import known
-from triax.plan.activations import block_activations
+from triax.plugins.plan.activations import block_activations
 
 
 def paper_activations(

@@ -1,4 +1,4 @@
-"""Program of tests/monitor/test_accounting.py: fresh processes train and print what they held and counted.
+"""Program of tests/engine/monitor/test_accounting.py: fresh processes train and print what they held and counted.
 
 python peak_memory_program.py STAGE RANKS PRECISION
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import triax
-from triax.launcher.launch import launch
+from triax.grid.launcher.launch import launch
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 
 LENGTH, VOCABULARY = 64, 256

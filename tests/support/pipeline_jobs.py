@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule, Schedule
-from triax.randomness.random import Dropout
+from triax.grid.randomness.random import Dropout
 
 from toys import mean_loss
 

@@ -20,9 +20,9 @@ from itertools import pairwise
 from triax.base.formulas import zero_traffic
 from triax.models.config import TransformerConfig
 from triax.pipe.schedules.registry import RECIPES, named_schedule
-from triax.plan.layers import LayerShape
-from triax.plan.memory import ModelMemory, StateOptions
-from triax.plan.parallel_layout import ParallelLayout
+from triax.plugins.plan.layers import LayerShape
+from triax.plugins.plan.memory import ModelMemory, StateOptions
+from triax.plugins.plan.parallel_layout import ParallelLayout
 
 _ALIGN = 16  # elements; as ``zero.flat`` pads each replica's shard
 

@@ -1,7 +1,7 @@
 """Fit of the cost model to published tables, and its errors on the rows that were not fitted.
 
 Two figures of a machine are fitted: ``product_efficiency`` and ``bandwidth_efficiency``, on at most two rows of
-each of its tables. All others are from data sheets and measurements of others (plan/machine.py).
+each of its tables. All others are from data sheets and measurements of others (plugins/plan/machine.py).
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from triax.models.config import GPTConfig
-from triax.plan.cost import CostModel, Work
-from triax.plan.fit import MeasuredRun
-from triax.plan.machine import Machine, machine
-from triax.plan.memory import ModelMemory
-from triax.plan.parallel_layout import ParallelLayout
+from triax.plugins.plan.cost import CostModel, Work
+from triax.plugins.plan.fit import MeasuredRun
+from triax.plugins.plan.machine import Machine, machine
+from triax.plugins.plan.memory import ModelMemory
+from triax.plugins.plan.parallel_layout import ParallelLayout
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 import triax
 from triax.data.dataloader import make_loader
 from triax.engine.step_observer import StepObserver
-from triax.fault_tolerance.coordinator import Coordinator
-from triax.fault_tolerance.membership import Change, History, Ledger, read_changes
-from triax.fault_tolerance.replica_group import ReplicaGroup
 from triax.moe import MoE
+from triax.plugins.fault_tolerance.coordinator import Coordinator
+from triax.plugins.fault_tolerance.membership import Change, History, Ledger, read_changes
+from triax.plugins.fault_tolerance.replica_group import ReplicaGroup
 
 from processes import free_port
 
@@ -258,7 +258,7 @@ def kill_in_gather(engine: Any) -> None:
 
 def kill_in_move(engine: Any) -> None:
     """Kill this process within its next transfer of a part of the optimizer state."""
-    from triax.fault_tolerance import sharded_state
+    from triax.plugins.fault_tolerance import sharded_state
 
     send = sharded_state.send_state
 
@@ -284,7 +284,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 # Loaded once, by the server: each process would take seconds on two cores.
 CONTEXT.set_forkserver_preload(
     ["torch", "torch.distributed.device_mesh", "triax.engine.engines", "triax.data.dataloader"]
-    + ["triax.fault_tolerance.strategy", "triax.optim.optimizers"]
+    + ["triax.plugins.fault_tolerance.strategy", "triax.engine.optim.optimizers"]
 )
 
 

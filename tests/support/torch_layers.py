@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from triax.grid import Grid
-from triax.randomness.random import Dropout
+from triax.grid.randomness.random import Dropout
 from triax.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 WIDTH, LONGEST, TOKENS = 8, 8, 11

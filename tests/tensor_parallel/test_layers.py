@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from triax.grid import Grid
 from triax.grid.comm.axis import Axis
 from triax.grid.layout import Layout, layout_of
+from triax.grid.randomness.random import Normal
 from triax.grid.ranges import split
-from triax.randomness.random import Normal
 from triax.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,

@@ -1,6 +1,6 @@
 """Training files with ``method: grpo``: the functions of ``triax.methods`` on one process, on grids and after a resume.
 
-That these functions have TRL's numbers, tests/methods/test_policy.py shows.
+That these functions have TRL's numbers, tests/train/methods/test_policy.py shows.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import triax
 from triax.base.errors import ConfigError
 from triax.data.dataloader import BatchOrder
 from triax.data.prompts import Prompts, PromptTokenizer
-from triax.methods import Rollouts, grpo_loss
 from triax.train.file import read_training_file
+from triax.train.methods import Rollouts, grpo_loss
 from triax.train.start import make_job
 
 from method_runs import FILE, RATE, WORDS, numbers_of, run, same_weights, write_samples

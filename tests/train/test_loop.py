@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from triax.data.token_data import TokenData
+from triax.engine.monitor.protocol import StepMetrics
 from triax.grid.environment import read_environment
-from triax.monitor.protocol import StepMetrics
 from triax.pipe.program.simulate import timeline_of
 from triax.pipe.schedules.choose import make_schedule
 from triax.train import loop

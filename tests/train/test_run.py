@@ -13,7 +13,7 @@ import yaml
 
 import triax
 from triax.base.errors import ConfigError
-from triax.monitor.report import pictures
+from triax.engine.monitor.report import pictures
 from triax.pipe.program.ops import Op
 from triax.pipe.program.timeline import Span, Timeline
 from triax.train import loop, progress

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule
-from triax.agreement import call_order
+from triax.grid.agreement import call_order
 from triax.zero import ShardedOptimizer, gathered
 
 WIDTH = 6

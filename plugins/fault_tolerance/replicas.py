@@ -1,0 +1,864 @@
+"""Replica strategy of replicas that leave and join a run at a step while the others train.
+
+Each replica is a group of processes with a world of its own: a whole grid. A step sums the gradients of the replicas
+rank by rank, between ranks at the same place of each grid, in a group that is made anew when replicas come or go:
+
+stepping   take the samples that the ledger gives; send the state to newcomers, or receive it, while the step runs
+prepare    with ZeRO over replicas: gather the new weights, and move optimizer state if the replicas have changed
+sum        sum gradients and numbers over the contributors; meet; again without those that were lost; record the step
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ...base.errors import AgreedError
+from ...base.option_error import refusal
+from ...base.records import Records
+from ...base.steady_time import steady_time
+from ...base.threads import BackgroundCall
+from ...checkpoint.format.folder import write_atomically
+from ...data.dataloader import RepeatingLoader
+from ...engine.replica_strategy import SynchronousReplicas
+from ...grid import Grid
+from ...grid.agreement.agreement import agreed
+from ...grid.auxiliary import AuxiliaryLayer
+from ...grid.environment import coordinator_address, replica_name, run_secret
+from ...grid.launcher.launch import own_address
+from ...options.fault_tolerance import FaultTolerance, is_replica_name
+from ...pipe.module import PipelineModule
+from ...zero.optimizer import RangeStepper
+from ...zero.optimizer_kinds import is_known
+from .coordinator_client import CoordinatorClient
+from .identity import identity
+from .meeting import Decision, Report, Round, decide
+from .membership import Change, History, Ledger
+from .peer_state import capture_here, load_here, receive_state, send_state
+from .replica_group import ReplicaGroup
+from .shard_cut import ShardCut
+from .sharded_state import ReplicaShards
+
+if TYPE_CHECKING:
+    from ...engine.base import Engine
+
+_LOG = logging.getLogger("triax")
+_NOTABLE = 0.001  # seconds of lost time that are recorded
+_SLOW_STEPS = 10  # steps in a row after which a slow replica is named
+_FAILURES = (RuntimeError, OSError, ConnectionError, TimeoutError)
+
+
+class FaultTolerantReplicas(SynchronousReplicas):
+    """Replica strategy of ``fault_tolerance``. Every rank of a replica makes it, after the engine's optimizer.
+
+    Args:
+        engine: the engine.
+        grid: the grid of this replica's processes.
+        options: the options.
+
+    Attributes:
+        name: this replica's name.
+        ledger: the samples taken, and the history of members.
+        sharded: the optimizer state that this replica holds, with ZeRO over the replicas; None: it holds all.
+        left: True if this replica has left the run.
+        leaving: True if it leaves after the present step.
+        recoveries: seconds that each loss of a replica cost: from the failed sum to the sum of the others.
+        batches: number of batches of a share of samples.
+        unit: name of what the history counts.
+    """
+
+    batches, unit = 1, "step"
+
+    def __init__(self, engine: Engine, grid: Grid, options: FaultTolerance) -> None:
+        super().__init__(grid)
+        self._engine, self.options = engine, options
+        self.name = _given(options.replica or replica_name(), "<fault_tolerance.replica>", "TRIAX_REPLICA", "0")
+        if not is_replica_name(self.name):
+            raise refusal(f"the variable TRIAX_REPLICA is {self.name!r}: give a name without a slash, such as 0")
+        address = _given(
+            options.coordinator or coordinator_address(),
+            "<fault_tolerance.coordinator>",
+            "TRIAX_COORDINATOR",
+            "127.0.0.1:29510",
+        )
+        _check(engine)
+        self.history = None if options.replay is None else History.read(Path(options.replay))
+        self.ledger = Ledger()
+        self.left = self.leaving = False
+        self.recoveries: list[float] = []
+        self._settings = identity(engine)
+        self._round: Round | None = None
+        self._group: ReplicaGroup | None = None
+        self._first: Round | None = None  # first round of the present step, whose contributors took shares
+        self._next_handler: Any = None  # of SIGTERM, before this object's
+        self._computed = -1  # round for which the gradients of this step were computed
+        self._prepared = False  # the samples of this step are known
+        self._weighs = False  # the gradients depend on weights of the whole batch
+        self._stateless = False  # this replica has begun to join, and has no state that another could take
+        self._received: BackgroundCall[tuple[dict[str, Any], list[Tensor]]] | None = None
+        self._sending: list[BackgroundCall[None]] = []
+        self._began, self._made = 0.0, time.monotonic()
+        self._lost_time: dict[str, float] = {}  # cause -> seconds since the last recorded change
+        self._gone: list[str] = []  # replicas that have left since then because they were asked to
+        self._slow = "", 0  # the slowest replica, and the steps since it is
+        self._sent_before = 0.0
+        self._records, self._unwritten = Records(), False  # True: a change is not in the history's file yet
+        # The buffers of a mixture of experts follow from its loads, which are summed.
+        summed = {id(b) for m in engine.module.modules() if isinstance(m, AuxiliaryLayer) for b in m.buffers()}
+        buffers = engine.module.named_buffers()
+        self._buffers = [(name, each, each._version) for name, each in buffers if id(each) not in summed]
+        self._client: CoordinatorClient | None = None
+        self._coordinator, self._process = address, secrets.token_hex(8)
+        self._secret = run_secret()
+        self._host = own_address(address.rpartition("//")[2].rpartition(":")[0])
+        with agreed(grid, RuntimeError):
+            if grid.rank == 0:
+                self._client = CoordinatorClient(
+                    address, self._secret, self.name, self._process, options.silence, options.give_up
+                )
+        engine.optimizer_step.across = self.sum
+        self.sharded: ReplicaShards | None = None
+        self._ready = -1  # number of the last round for which weights and shards were made ready
+        self._announced = False  # True if the others know that this replica leaves
+        self._hands_over = False  # True if it left the run while others went on, which have its part
+        if options.zero:
+            self.sharded = ReplicaShards(engine.data_axis, self.name, options.copies)
+            engine.data_axis.stepper.elsewhere = self._step_shards
+
+    @property
+    def present(self) -> list[int]:
+        """Positions of the members of the present round."""
+        return [] if self._round is None else list(range(len(self._round.members)))
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Names of the replicas that have the state of the run, the longest-standing first."""
+        return () if self._round is None else self._round.members
+
+    @property
+    def leads(self) -> bool:
+        """True on the longest-standing member, which prints what is equal on all."""
+        return self.members[:1] == (self.name,)
+
+    @contextmanager
+    def stepping(self) -> Iterator[Grid]:
+        """Context around one training step, which yields the grid of this replica.
+
+        Raises:
+            AgreedError: this replica has left the run.
+            RuntimeError: there is no coordinator, or no replica with a state is left.
+            SystemExit: with code 0, at the end of the step after which it leaves, unless a checkpoint is saved.
+        """
+        if isinstance(self._engine.module, PipelineModule):
+            self._prepare()
+        elif not self._prepared:
+            raise AgreedError(
+                "step() ends a step whose samples do not come from engine.replicas.microbatches(), but fault_tolerance "
+                "gives each replica its samples by number: write for inputs, labels in engine.replicas.microbatches()"
+            )
+        self._prepared = False
+        yield self.grid
+        self._require_same_buffers()
+        self._end()
+        if self.left:
+            self._close()
+            if self.grid.rank == 0:
+                _LOG.warning("replica %s has left the run after step %d", self.name, self._engine.global_steps)
+            if self._next_handler is None or self._hands_over:  # else a checkpoint is saved, which ends the process
+                raise SystemExit(0)
+
+    def microbatches(self) -> Iterator[Any]:
+        """Yield the microbatches of this replica, in each step those of its share, without end. Collective.
+
+        A plain module is trained on them: each forward and backward pass, and ``engine.step()``.
+
+        Raises:
+            AgreedError: this replica has left the run.
+            RuntimeError: there is no coordinator, or no replica with a state is left.
+        """
+        loader: Any = self._engine.training_dataloader
+        own = RepeatingLoader(loader)
+        while not self.left:
+            if not self._prepared:
+                self._prepare()
+            yield next(own)
+
+    def _prepare(self) -> None:
+        """Begin a step, and join the run before the first one. Collective."""
+        if self.left:
+            raise AgreedError("this replica has left the run: take no step after engine.leave()")
+        if self._round is None:
+            self._handle_signal()
+            self._join()
+        self._begin()
+        self._prepared = True
+
+    def leave(self) -> bool:
+        """Leave the run. The others learn of it when they miss this replica; SIGTERM lets it announce it in a step."""
+        self.left = True
+        self._close()
+        return False
+
+    def traffic(self) -> dict[str, Any]:
+        """Return ``replicas`` of ``Engine.traffic_report``: the bytes that this rank has sent to other replicas."""
+        sent = self._sent_before + (0.0 if self._group is None else self._group.sent)
+        return {"replicas": {"sent": sent, "per_step": sent / max(1, self._engine.global_steps)}}
+
+    def memory(self) -> dict[str, int]:
+        """Return additional entries of ``held`` in ``memory_report``: with ZeRO over replicas, the bytes of copies."""
+        return {} if self.sharded is None else self.sharded.nbytes()
+
+    def may_save(self, due: bool) -> bool:
+        """Return True if an automatic checkpoint may be saved now; with ZeRO over replicas all save together.
+
+        Args:
+            due: True if the replicas save one after this step.
+        """
+        if self.sharded is None or self.left:
+            return not self._hands_over
+        if due and (problem := self.hold_whole_state()) is not None:
+            _LOG.warning("replica %s saves no checkpoint after step %d: %s", self.name, self._now.step - 1, problem)
+            return False
+        return due and not self._announced
+
+    def hold_whole_state(self) -> str | None:
+        """Get the whole optimizer state, which stays until the next step, for a checkpoint. Collective over replicas.
+
+        Returns:
+            The reason of a failure, on every rank; the next step goes on with those that are left.
+        """
+        if self.sharded is None or self._round is None or self.left:
+            return None
+        if self._stateless:
+            return "this replica waits for the state of the others"
+        problem = None
+        round_, group = self._now, self._group
+        try:
+            if group is None or self._ready != round_.number:
+                raise RuntimeError("this replica has no whole state of this step")
+            self.sharded.gather_whole(group, round_.group, round_.members, round_.keepers)
+        except _FAILURES as error:
+            problem = str(error) or type(error).__name__
+        found = next((each for each in self.grid.world.all_gather_json(problem) if each is not None), None)
+        if found is not None:
+            self._abort()
+        return found
+
+    # ------------------------------------------------------------------------------------------ a step
+
+    def _begin(self) -> None:
+        """Begin a step: go to the samples of this replica, and begin to send or receive the state."""
+        self._make_ready()
+        if self.sharded is not None:
+            self.sharded.drop_whole()
+        round_, engine = self._now, self._engine
+        self._began = time.monotonic()
+        planned = self._planned(round_)
+        shares = self.ledger.plan(planned)
+        # A spare replica and a newcomer compute a share that another one takes: their gradients are not summed.
+        assert engine.training_dataloader is not None
+        engine.training_dataloader.seek(shares.get(self.name, self.ledger.next_share) * self.batches)
+        position = planned.index(self.name) if self.name in planned else 0
+        engine.shift_samples(position * engine.batch.train)
+        self._computed = round_.number
+        if round_.donor == self.name and not round_.fresh:
+            self._send(round_.newcomers)
+
+    def _end(self) -> None:
+        """End a step after which all is done: its gradients were summed within it."""
+
+    def sum(self, values: Sequence[Tensor | float]) -> list[float]:
+        """Sum gradients and numbers over the replicas; the gradients of the engine are then the sums. Collective.
+
+        Returns:
+            The sums of ``values``, of the ranks at this rank's place.
+
+        Raises:
+            RuntimeError: no replica with a state is left, or there is no coordinator.
+        """
+        engine: Any = self._engine
+        buckets = [bucket for bucket in engine.data_axis.buckets if bucket.trained]
+
+        def tensors() -> list[Tensor]:
+            facts = [engine.data_axis.used(), *([engine.auxiliary_sums] if engine.auxiliary else [])]
+            return [*(bucket.owned_gradient for bucket in buckets), *facts]
+
+        def again() -> tuple[list[Tensor], list[Tensor | float]]:
+            own = engine.compute_again()
+            return tensors(), [*own, *values[len(own) :]]
+
+        found, sums = self.agree(tensors(), values, again)
+        for bucket, gradient in zip(buckets, found, strict=False):
+            bucket.owned_gradient.copy_(gradient)
+        engine.data_axis.use_elsewhere(found[len(buckets)])
+        if engine.auxiliary:
+            engine.auxiliary_sums.copy_(found[len(buckets) + 1])
+        return sums
+
+    def agree(
+        self,
+        tensors: Sequence[Tensor],
+        values: Sequence[Tensor | float],
+        again: Callable[[], tuple[Sequence[Tensor], Sequence[Tensor | float]]] | None = None,
+    ) -> tuple[list[Tensor], list[float]]:
+        """Sum tensors and numbers over the replicas, record the step, and enter the next round. Collective.
+
+        Args:
+            tensors, values: those of this rank.
+            again: returns them, computed with the weights of the present contributors; None: they do not depend on it.
+
+        Returns:
+            The sums of the tensors, in host memory, and of the numbers, of the ranks at this rank's place.
+
+        Raises:
+            RuntimeError: no replica with a state is left, or there is no coordinator.
+        """
+        seconds, since, detection = time.monotonic() - self._began, time.monotonic(), 0.0
+        while True:
+            round_ = self._now
+            found: list[Tensor] = []
+            problem = self._make_ready_once() or self._load_received()  # a donor sends after it has done so
+            if again is not None and self._weighs and self._computed != round_.number:
+                self._computed, (tensors, values) = round_.number, again()
+            numbers = torch.tensor([float(value) for value in values], dtype=torch.float64)
+            if problem is None:
+                try:
+                    found = self._sum_once(round_, [*tensors, numbers])
+                except _FAILURES as error:
+                    problem = str(error) or type(error).__name__
+            if problem is not None:
+                self._abort()  # before the meeting, to which all come: others may still wait for this rank's part
+            reports, summed = self._meet(problem, seconds)
+            decision = self._decide(reports)
+            now = time.monotonic()
+            if decision.committed is not None and summed and round_.number == decision.next.number - 1:
+                break
+            detection, since = detection + now - since, now
+            self._follow(decision)
+        if detection:
+            self._lose("detection", detection)
+            self._lose("again", now - since)
+        for transfer in self._sending:
+            _problem(transfer)  # a newcomer that is lost joins again
+            self._lose("joining", time.monotonic() - now)
+        self._sending = []
+        self._record(round_, decision, detection + now - since if detection else 0.0)
+        return found[:-1], found[-1].tolist()
+
+    def share(self, numbers: Sequence[float]) -> list[float]:
+        """Return the contributors' sums of numbers, which their backward passes need. Collective as ``sum``.
+
+        If a replica is lost meanwhile, the gradients are computed again with the sums of those that are left.
+        """
+        self._weighs = True
+        own = torch.tensor([float(each) for each in numbers], dtype=torch.float64)
+        try:
+            (found,) = self._sum_once(self._now, [own])
+        except _FAILURES as error:  # the sum of the gradients fails too, and all meet
+            _LOG.debug("the weights of a step were not summed: %s", error)
+            self._abort()
+            return [float(each) for each in numbers]
+        sums: list[float] = found.tolist()
+        return sums
+
+    def _sum_once(self, round_: Round, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the contributors' sums of the tensors. Collective over the ranks at this place of all replicas."""
+        if self._group is None:
+            raise RuntimeError("the group of the round was not made")
+        places = [round_.group.index(name) for name in self._contributors(round_)]
+        return [self._group.sum(each, places) for each in tensors]
+
+    def _record(self, round_: Round, decision: Decision, seconds: float) -> None:
+        """Record the step that is taken, and enter the next round."""
+        planned, counted = self._planned(round_), self._contributors(round_)
+        cause = f"lost: {', '.join(decision.lost)}" if decision.lost else ""
+        facts: dict[str, Any] = {"time": steady_time()} | ({"seconds": seconds} if seconds else {})
+        resumed = bool(self.ledger.changes) and not self.ledger.members
+        if self.name in planned and self.ledger.changes and self.name not in self.ledger.members:
+            self._lose("joining", self._began - self._made)
+        facts |= {key: {self.name: value} for key, value in self._lost_time.items()}
+        facts |= ({"left": self._gone} if self._gone else {}) | ({"resumed": True} if resumed else {})
+        changes = self.ledger.record(round_.step, planned, counted, **facts, **({"cause": cause} if cause else {}))
+        if changes:
+            self._lost_time, self._gone = {}, []
+        self._gone += decision.left
+        self._count(counted)
+        if changes or self._unwritten:
+            self._write_history()
+        if seconds:
+            self.recoveries.append(seconds)
+        if self.grid.rank == 0:
+            for change in changes:
+                self._tell(change)
+            self._name_slow(decision, round_)
+        if self.sharded is not None:
+            self.sharded.adopt()
+        if self.name in decision.left or not decision.next.members:
+            self.left, self._hands_over = True, self.sharded is not None and bool(decision.next.members)
+            if self.sharded is None or self._hands_over:
+                self._abort()
+        else:
+            before = time.monotonic()
+            self._enter(decision.next, decision.keeps)
+            self._lose("joining" if decision.next.newcomers else "again", time.monotonic() - before)
+
+    def _lose(self, cause: str, seconds: float) -> None:
+        """Note time that this replica lost, which the next change records."""
+        if seconds > _NOTABLE:
+            self._lost_time[cause] = self._lost_time.get(cause, 0.0) + round(seconds, 4)
+
+    def _count(self, counted: Sequence[str]) -> None:
+        """Count the samples that the other contributors have taken in this step."""
+        self.contributing = len(counted)
+        self._engine.add_samples((len(counted) - 1) * self._engine.batch.train)
+
+    def _follow(self, decision: Decision) -> None:
+        """Enter the next round after an attempt that failed, as a newcomer if the others went on. Collective."""
+        if not self._accept(decision):
+            self._join()
+            if self._now.fresh:
+                raise RuntimeError("every replica with the state of the run is lost, and the run starts again")
+
+    # ------------------------------------------------------------------------------------------ ZeRO over replicas
+
+    def _step_shards(self, without: Collection[Tensor]) -> None:
+        """Step the parts of this replica, and gather the weights: in the next round, as one is lost at any time.
+
+        Args:
+            without: parameters that had no gradient on any replica.
+
+        Raises:
+            AgreedError: there is such a parameter.
+            RuntimeError: all replicas leave after this step, and one was lost before the weights were there.
+        """
+        assert self.sharded is not None
+        self.sharded.step(without)
+        if not self.left:
+            self._make_ready()
+        elif not self._hands_over and self._group is not None:
+            group, members = self._now.group, self._now.members
+            try:
+                self.sharded.gather_weights(self._group, group, self._cut(self._planned(self._now)), members)
+                self.sharded.gather_whole(self._group, group, members, members)
+            except _FAILURES as error:
+                raise RuntimeError(
+                    f"a replica was lost while all left the run after step {self._now.step}, so replica {self.name} "
+                    f"has no whole state of it ({error}): start the run again from its last checkpoint"
+                ) from error
+
+    def _make_ready(self) -> None:
+        """Make weights and shards ready for the round; with those that are left if one is lost. Collective."""
+        before, failed = time.monotonic(), False
+        while (problem := self._make_ready_once()) is not None:
+            failed = True
+            reports, _ = self._meet(problem, 0.0)
+            self._follow(self._decide(reports))
+        if failed:
+            self._lose("again", time.monotonic() - before)
+
+    def _make_ready_once(self) -> str | None:
+        """Make weights and shards ready for the round; return a reason if it failed. Collective over the round."""
+        round_, group = self._now, self._group
+        if self.sharded is None or self._ready == round_.number:
+            return None
+        problem = None
+        try:
+            if group is None:
+                raise RuntimeError("the group of the round was not made")
+            self.sharded.prepare(
+                group, round_.group, self._cut(round_.owners), round_.keepers, self._cut(self._planned(round_))
+            )
+        except _FAILURES as error:
+            problem = str(error) or type(error).__name__
+        found = next((each for each in self.grid.world.all_gather_json(problem) if each is not None), None)
+        if found is None:
+            self._ready = round_.number
+        else:
+            self._abort()
+        return found
+
+    def _cut(self, names: Sequence[str]) -> ShardCut:
+        return ShardCut(tuple(names), self.options.copies)
+
+    def _require_state(self, round_: Round) -> None:
+        """Check that each part of the optimizer state has a holder.
+
+        Raises:
+            RuntimeError: all holders of a part are lost.
+        """
+        found = ((self._cut(round_.owners), round_.keepers), (self._cut(self._planned(round_)), round_.members))
+        for cut, present in found:
+            if round_.fresh or not (lost := cut.lost(present)):
+                continue
+            holders = sorted({name for part in lost for name in cut.holders(part)})
+            folder = self._engine.options.checkpoint.folder
+            what = f"in {folder}" if folder else "that you saved (set <checkpoint.folder>, <checkpoint.every>)"
+            raise RuntimeError(
+                f"step {round_.step}: {len(lost)} of {len(cut.names)} parts of the optimizer state are lost with "
+                f"replicas {', '.join(holders)}, which held them and their copies (fault_tolerance.copies="
+                f"{cut.copies}): start the run again from its last checkpoint, {what}, or give more copies"
+            )
+
+    def _name_slow(self, decision: Decision, round_: Round) -> None:
+        """Log the name of a replica that was the slowest, and slow, in several steps in a row."""
+        name = "" if decision.slowest is None else decision.slowest[0]
+        before, count = self._slow
+        self._slow = name, count + 1 if name and name == before else 1
+        if name and self._slow[1] == _SLOW_STEPS and decision.slowest is not None:
+            text = "replica %s is slow: in %d steps it took more than twice the median of all, in step %d %.3g s"
+            _LOG.warning(text, name, _SLOW_STEPS, round_.step, decision.slowest[1])
+
+    def _tell(self, change: Change) -> None:
+        if change.members is None:
+            names = ", ".join(change.lost)
+            _LOG.warning("%s %d is taken without %s, whose samples are taken later", self.unit, change.step, names)
+        else:
+            _LOG.warning("from %s %d on the replicas are %s", self.unit, change.step, ", ".join(change.members))
+
+    # ------------------------------------------------------------------------------------------ rounds
+
+    @property
+    def _steps_taken(self) -> int:
+        """Number of steps that the replicas have taken together."""
+        return self._engine.global_steps
+
+    @property
+    def _now(self) -> Round:
+        assert self._round is not None
+        return self._round
+
+    def _planned(self, round_: Round) -> tuple[str, ...]:
+        """Return the replicas that take shares in a round's step, in their order."""
+        if self.history is not None:
+            return self.history.members(round_.step)
+        assert self._first is not None
+        return self._first.contributors
+
+    def _contributors(self, round_: Round) -> tuple[str, ...]:
+        return round_.contributors if self.history is None else self.history.counted(round_.step)
+
+    def _choose(self, step: int, members: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the contributors of a step among the members."""
+        if self.history is None:
+            return members if self.options.active is None else members[: self.options.active]
+        missing = [name for name in self.history.names if name not in members]
+        if missing:
+            raise RuntimeError(
+                f"the replay of {self.options.replay} needs the replicas {', '.join(self.history.names)}, and "
+                f"{', '.join(missing)} is not there: start all, with a coordinator that waits for "
+                f"{len(self.history.names)} of them (--least)"
+            )
+        return self.history.counted(step)
+
+    def _decide(self, reports: Sequence[Report]) -> Decision:
+        decision = decide(reports, self._choose, self.sharded is not None)
+        if decision is None:
+            raise RuntimeError("every replica with the state of the run is lost: start the run from a checkpoint")
+        return decision
+
+    def _meet(self, problem: str | None, seconds: float) -> tuple[list[Report], bool]:
+        """Meet the other replicas; return the reports, and True if all ranks of this replica have the sum. Collective.
+
+        Args:
+            problem: the reason for which this rank has no sum; None if it has one.
+            seconds: time from the begin of the step to the gradients.
+        """
+        by_hand = self._engine.data_axis.by_hand
+        told = self.grid.world.all_gather_json([problem, self.leaving, self._weighs, by_hand])
+        summed = all(each is None for each, *_ in told)
+        self.leaving = self._announced = any(leaving for _, leaving, *_ in told)
+        self._weighs = any(weighs for *_, weighs, _ in told)
+        if any(by_hand for *_, by_hand in told):
+            raise AgreedError(
+                "a weight or a gradient was written by hand, and fault_tolerance does not give that to its replicas: "
+                "leave it to the loss, or leave fault_tolerance out"
+            )
+        return self._reports(summed, seconds), summed
+
+    def _reports(self, summed: bool = False, seconds: float = 0.0) -> list[Report]:
+        """Return the reports of a meeting on every rank. Collective."""
+        plain: list[Any] = []
+        failure = None
+        if self._client is not None:
+            round_ = self._round
+            report = Report(
+                self.name,
+                # A round of the next step is entered before the engine has counted the last one.
+                -1 if self._stateless else self._steps_taken if round_ is None else round_.step,
+                -1 if round_ is None or self._stateless else round_.number,
+                summed,
+                () if round_ is None else round_.members,
+                () if round_ is None else self._contributors(round_),
+                () if round_ is None or self._stateless else self._planned(round_),
+                () if round_ is None else round_.owners,
+                () if round_ is None else round_.keepers,
+                self.leaving,
+                self._settings,
+                self._process,
+                seconds,
+            )
+            try:
+                plain = [each.plain() for each in self._client.meet(report)]
+            except RuntimeError as error:
+                failure = str(error)
+        plain, failure = self.grid.world.all_gather_json([plain, failure])[0]
+        if failure is not None:
+            raise RuntimeError(failure)
+        return [Report.of(each) for each in plain]
+
+    def _join(self) -> None:
+        """Meet the others without a state, until this replica is in a round. Collective."""
+        self._abort()
+        if self.sharded is not None and self.sharded.cut is not None:
+            self._stateless = True  # it has parts of a step that is gone
+            self.sharded.forget()
+        if self._round is not None:  # it was cut off, or stopped
+            self._round, self._made = None, time.monotonic()
+        while True:
+            decision = self._decide(self._reports())
+            if self._accept(decision):
+                return
+
+    def _accept(self, decision: Decision) -> bool:
+        """Enter the next round if this replica is in it; return False if it is not. Collective."""
+        following = decision.next
+        laggard = self._round is not None and self._round.number != following.number - 1
+        if laggard and self.grid.rank == 0:
+            text = "the others have gone on without replica %s since %s %d: it gets their state, and joins again"
+            _LOG.warning(text, self.name, self.unit, self._now.step)
+        if self.name not in following.group or (laggard and self.name not in following.newcomers):
+            return False
+        self._enter(following, False)
+        return True
+
+    def _enter(self, round_: Round, keeps: bool) -> None:
+        """Enter a round, and make its group. Collective over the round.
+
+        Args:
+            round_: the round.
+            keeps: all ranks of the round have used the present group to its end: it is kept, if the replicas are equal.
+        """
+        same = keeps and self._round is not None and self._group is not None and self._round.group == round_.group
+        if self._first is None or self._first.step != round_.step or round_.fresh:
+            self._first = round_
+        self._round = round_
+        if self.sharded is not None:
+            self._require_state(round_)
+        if not same:
+            self._abort()
+            rank = round_.group.index(self.name)
+            key = f"round {round_.number} of rank {self.grid.rank}, from {round_.process}"
+            where = self._coordinator, self._secret, self._host
+            try:
+                self._group = ReplicaGroup(*where, key, rank, len(round_.group), self.options.timeout)
+            except _FAILURES as error:  # the next sum fails, and all meet again
+                _LOG.debug("the group of round %d was not made: %s", round_.number, error)
+        if round_.fresh:
+            if round_.donor == self.name:
+                self.ledger.members = ()  # of a run that starts again from a checkpoint, which the history records
+            self._share_state(round_)
+        elif self.name in round_.newcomers:
+            self._stateless = True
+            if self.sharded is not None:
+                self.sharded.forget()
+            self._receive(round_.donor)
+
+    def _abort(self) -> None:
+        """Close the connections to the other replicas."""
+        if self._group is not None:
+            self._sent_before += self._group.sent
+            self._group.abort()
+        self._group = None
+
+    # ------------------------------------------------------------------------------------------ state
+
+    def _share_state(self, round_: Round) -> None:
+        """Give all replicas the first one's state before the first step. Collective over the round."""
+        if self.ledger.changes:
+            self._write_history()
+        if round_.donor == self.name:
+            self._send(round_.newcomers)
+            for transfer in self._sending:
+                _problem(transfer)
+            self._sending = []
+        else:
+            self._receive(round_.donor)
+            if (problem := self._load_received()) is not None:
+                raise RuntimeError(f"replica {self.name} did not get the state of replica {round_.donor}: {problem}")
+
+    def _send(self, names: Sequence[str]) -> None:
+        """Begin to send this replica's state to other replicas of the round, in a thread."""
+        group = self._group
+        if group is None:
+            return
+        header, tensors = self._capture()
+        others = [self._now.group.index(name) for name in names]
+
+        def send() -> None:
+            for to in others:
+                send_state(header, tensors, group, to)
+
+        self._sending.append(BackgroundCall(send, "triax state"))
+
+    def _capture(self) -> tuple[Tensor, list[Tensor]]:
+        """Return this rank's state to be sent: a header, and tensors that stay as they are until they are sent."""
+        more = {"ledger": self.ledger.state()}
+        return capture_here(self._engine, self._engine.client_state, more, self._outer_state())
+
+    def _outer_state(self) -> Sequence[Tensor]:
+        """Return tensors of a state besides those of the engine: none here."""
+        return ()
+
+    def _load(self, header: dict[str, Any], tensors: list[Tensor]) -> None:
+        """Load a state of ``_capture``. Collective over this replica's data axis."""
+        self._engine.client_state = load_here(self._engine, header, tensors)
+        self.ledger = Ledger.of(header["ledger"])
+
+    def _receive(self, donor: str) -> None:
+        """Begin to receive the state from another replica of the round, in a thread."""
+        group, source = self._group, self._now.group.index(donor)
+
+        def receive() -> tuple[dict[str, Any], list[Tensor]]:
+            if group is None:
+                raise RuntimeError("the group of the round was not made")
+            return receive_state(group, source)
+
+        self._received = BackgroundCall(receive, "triax state")
+
+    def _load_received(self) -> str | None:
+        """Load the state that this replica waits for; return a reason if it did not come. Collective over the replica.
+
+        A replica whose state did not come has none, and joins again.
+        """
+        transfer, self._received = self._received, None
+        if transfer is None:
+            return "this replica has no state" if self._stateless else None
+        problem = _problem(transfer)
+        if any(self.grid.world.all_gather_json(problem is not None)):
+            return problem or "another rank of this replica did not get its state"
+        self._load(*transfer.result())
+        self._stateless = False
+        for observer in self._engine.observers:
+            observer.joined(self._engine.client_state or {})
+        self._write_history()
+        return None
+
+    # ------------------------------------------------------------------------------------------ records and ends
+
+    def _write_history(self) -> None:
+        """Write the history file of this replica, as a whole. The run goes on without a file that cannot be written."""
+        if self.options.folder is None or self.grid.rank != 0:
+            return
+        path, self._unwritten = Path(self.options.folder, f"{self.name}.jsonl"), True
+        with self._records.writing(f"the history of members {path}, which a replay needs,"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, self.ledger.history().encode())
+            self._unwritten = False
+
+    def _handle_signal(self) -> None:
+        """Leave after the present step when SIGTERM is received."""
+        if threading.current_thread() is threading.main_thread():
+            found = signal.getsignal(signal.SIGTERM)
+            self._next_handler = found if callable(found) else None
+            signal.signal(signal.SIGTERM, _Leave(weakref.ref(self), self._next_handler))
+
+    def _require_same_buffers(self) -> None:
+        """Refuse a step that has changed a buffer, whose values would differ between replicas."""
+        for name, buffer, version in self._buffers:
+            if buffer._version != version:
+                raise AgreedError(
+                    f"the step has changed the buffer {name}, whose values would differ between replicas, and "
+                    "fault_tolerance does not average them: use a layer without running statistics, such as LayerNorm"
+                )
+
+    def _close(self) -> None:
+        self._abort()
+        if self._client is not None:
+            self._client.close()
+
+
+class _Leave:
+    """Handler of a signal after which a replica leaves the run.
+
+    Args:
+        replicas: the replica strategy.
+        following: the handler before this one, which is called too; None if there was none.
+    """
+
+    def __init__(self, replicas: weakref.ref[FaultTolerantReplicas], following: Any) -> None:
+        self._replicas, self._following = replicas, following
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        replicas = self._replicas()
+        if replicas is not None:
+            replicas.leaving = True
+        if self._following is not None:
+            self._following(number, frame)
+
+
+def _problem(transfer: BackgroundCall[Any]) -> str | None:
+    """Wait for the end of a transfer; return the reason why it failed, or None. Any other error is raised."""
+    try:
+        transfer.result()
+    except _FAILURES as error:
+        return str(error) or type(error).__name__
+    return None
+
+
+def _given(value: str | None, option: str, variable: str, example: str) -> str:
+    if not value:
+        raise refusal(
+            f"fault_tolerance needs {option}: give it, such as {example!r}, or the variable {variable}, which "
+            "triax run --replicas sets"
+        )
+    return value
+
+
+def _check(engine: Engine) -> None:
+    """Refuse what replicas that come and go do not support.
+
+    Raises:
+        OptionError: naming the option or the part of the model.
+    """
+    if not engine.options.batch.counted:
+        raise refusal("<fault_tolerance> needs steps of a fixed size: give <batch.size> and <batch.microbatch>")
+    if engine.optimizer is None:
+        raise refusal("<fault_tolerance> needs an optimizer, and there is none: set <optimizer>, or leave it out")
+    if not hasattr(engine.training_dataloader, "seek"):
+        raise refusal(
+            "<fault_tolerance> gives each replica its samples by number: pass training_data to the engine, a data set "
+            "with a length; train_batch() and engine.replicas.microbatches() take them"
+        )
+    if engine.data_axis.exchange is not None:
+        raise refusal("<fault_tolerance> sums uncompressed gradients: leave <compression> out")
+    if engine.data_axis.memory.offload.portions or engine.data_axis.offloaded():
+        raise refusal("<fault_tolerance> does not work with offload of weights or optimizer state: leave it out")
+    if type(engine.data_axis.stepper) is not RangeStepper:
+        raise refusal(
+            f"<fault_tolerance> sends the state of optimizers that work element by element, not of "
+            f"{type(engine.data_axis.optimizer).__name__}: use AdamW or SGD"
+        )
+    tolerance, kind = engine.options.fault_tolerance, type(engine.data_axis.stepper.optimizer)
+    if tolerance is not None and tolerance.zero and (getattr(kind, "layerwise", False) or not is_known(kind)):
+        raise refusal(
+            f"<fault_tolerance.zero> steps parts of a layer, on several replicas and one after the other, and "
+            f"{kind.__name__} may need whole layers, or count its steps: use AdamW, or leave it out"
+        )
+    for name, module in engine.module.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+            raise refusal(
+                f"{name} is a {type(module).__name__}, whose running statistics would differ between replicas, and "
+                "<fault_tolerance> does not average them: use LayerNorm or GroupNorm"
+            )

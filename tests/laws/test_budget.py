@@ -1,0 +1,89 @@
+"""The budget of the library: code lines of each room, without docstrings, comments and blank lines.
+
+A change that goes over the line of its room raises the number here, in the same commit, and says why in the changelog;
+a change that saves lines lowers it: ``python tests/laws/test_budget.py`` prints the table. The sum only falls, except
+for a new capability. Lines are saved by design, never by squeezing.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import sys
+import tokenize
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+
+from import_reader import library  # found by the line above
+
+BUDGET = {
+    "plugins": 8807,
+    "engine": 8413,
+    "models": 7681,
+    "pipe": 7516,
+    "compat": 6815,
+    "zero": 5314,
+    "grid": 4371,
+    "train": 4204,
+    "cli": 4148,
+    "checkpoint": 2196,
+    "tensor_parallel": 2148,
+    "data": 2140,
+    "inference": 1481,
+    "testing": 1452,
+    "options": 1431,
+    "context": 1382,
+    "base": 1291,
+    "moe": 1045,
+}
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+SLACK = 40  # lines of a room that may be saved before the number must be lowered
+
+
+def code_lines(source: str) -> int:
+    """Return the number of lines of a file that have code."""
+    left_out = set[int]()
+    for node in ast.walk(ast.parse(source)):
+        text = node.body[0] if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None else None
+        if text is not None:
+            left_out |= {*range(text.lineno, (text.end_lineno or text.lineno) + 1)}
+    lines = source.split("\n")
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT and lines[token.start[0] - 1].strip().startswith("#"):
+            left_out.add(token.start[0])
+    return sum(1 for number, line in enumerate(lines, 1) if line.strip() and number not in left_out)
+
+
+def counted(root: Path) -> Counter[str]:
+    """Return the code lines of each room."""
+    lines = Counter[str]()
+    for file in library(root):
+        if "/" in file:
+            lines[file.split("/")[0]] += code_lines((root / file).read_text(encoding="utf-8"))
+    return lines
+
+
+def test_no_room_is_over_its_budget() -> None:
+    lines = counted(ROOT)
+    assert lines.keys() == BUDGET.keys()
+    over = [
+        f"{room}/ has {lines[room]} code lines, over {BUDGET[room]}" for room in BUDGET if lines[room] > BUDGET[room]
+    ]
+    assert not over, "; ".join(over) + ": save lines by design, or raise the number and say why in the changelog"
+    saved = [f'"{room}": {lines[room]}' for room in BUDGET if lines[room] < BUDGET[room] - SLACK]
+    assert not saved, f"lines were saved; lower the budget, so that they stay saved: {', '.join(saved)}"
+
+
+def test_only_code_is_counted() -> None:
+    source = (
+        '"""Text.\n\nMore."""\n\n# a comment\nx = 1  # counted\n\ndef f():\n    """Text."""\n    return """a\nb"""\n'
+    )
+    assert code_lines(source) == 4
+
+
+if __name__ == "__main__":
+    table = counted(ROOT)
+    print(*(f'    "{room}": {count},' for room, count in table.most_common()), f"    # {sum(table.values())}", sep="\n")

@@ -1,0 +1,308 @@
+"""Distillation on grids, beside TRL's DistillationTrainer and the equations in plain PyTorch, over 6 or 20 steps."""
+
+from __future__ import annotations
+
+import math
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+import triax
+from triax import Grid
+from triax.train.methods import distill_loss, with_teacher
+
+from trl_in_float64 import exact
+
+ROWS, PROMPT, LENGTH, WORDS, RATE, K = 4, 4, 12, 29, 0.2, 5
+STEPS = pytest.mark.parametrize("steps", [6, pytest.param(20, marks=pytest.mark.exhaustive)])
+SIZES: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 24}
+SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+SIZES |= {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0, "initializer_range": 0.2}
+LARGER = SIZES | {"hidden_size": 24, "num_hidden_layers": 3}
+# Arguments of distill_loss, and TRL's of the same loss.
+LOSSES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "reverse": ({"kind": "reverse"}, {"beta": 1.0}),
+    "jsd": ({"kind": "jsd", "beta": 0.3, "temperature": 2.0}, {"beta": 0.3, "temperature": 2.0}),
+}
+GRIDS: list[tuple[dict[str, int], str, int, str]] = [
+    ({"pipe": 2, "tensor": 2}, "1f1b", 1, "read"),
+    ({"data": 2, "pipe": 2}, "zb-v", 2, "sent"),
+    ({"context": 2}, "1f1b", 3, "read"),
+]
+
+
+def model_of(seed: int, sizes: dict[str, Any]) -> Any:
+    import transformers
+
+    torch.manual_seed(seed)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).double()
+
+
+def rows_of(step: int) -> tuple[Tensor, Tensor]:
+    """Return ids (4, 13) of a step, and how many of them count in each row: prompts of 4 tokens, then answers."""
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(2, WORDS, (ROWS, LENGTH + 1), generator=generator)
+    lengths = torch.tensor([LENGTH + 1, 7, 9, 6])
+    return ids * (torch.arange(LENGTH + 1) < lengths[:, None]), lengths
+
+
+def batch_of(step: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return inputs and labels of a step."""
+    ids, lengths = rows_of(step)
+    places = torch.arange(1, LENGTH + 1)
+    labels = ids[:, 1:].masked_fill((places < PROMPT) | (places >= lengths[:, None]), -100)
+    return ids[:, :-1], {"labels": labels}
+
+
+def trl_steps(folder: str, steps: int, **options: Any) -> list[tuple[float, float]]:
+    """Train with TRL on one process; return losses and entropies, and save both models before and the one after."""
+    os.environ.update(CI="1", HF_HUB_OFFLINE="1", TQDM_DISABLE="1")  # no telemetry
+    import datasets
+    import tokenizers
+    import transformers
+    import trl
+
+    class Fixed(trl.DistillationTrainer):
+        """Answers that are given, in place of those that the student writes."""
+
+        def _prepare_inputs(self, generation_batch: Any) -> Any:
+            ids, lengths = rows_of(self.state.global_step)
+            mask = (torch.arange(LENGTH + 1) < lengths[:, None]).long()
+            fixed = {"prompt_ids": ids[:, :PROMPT], "completion_ids": ids[:, PROMPT:]}
+            fixed |= {"prompt_mask": mask[:, :PROMPT], "completion_mask": mask[:, PROMPT:]}
+            return fixed | {"num_items_in_batch": mask[:, PROMPT:].sum()}
+
+    transformers.utils.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({".": 0, "_": 1}, unk_token="."))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token=".", eos_token="_")
+    args = trl.DistillationConfig(
+        output_dir=f"{folder}/out",
+        per_device_train_batch_size=ROWS,
+        max_steps=steps,
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        optim="sgd",
+        max_grad_norm=0.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        bf16=False,
+        use_cpu=True,
+        gradient_checkpointing=False,
+        **options,
+    )
+    with exact():
+        student, teacher = model_of(0, SIZES), model_of(1, LARGER)
+        student.save_pretrained(f"{folder}/first")
+        teacher.save_pretrained(f"{folder}/teacher")
+        data = datasets.Dataset.from_list([{"prompt": "."}] * ROWS)
+        trainer = Fixed(student, teacher, args=args, train_dataset=data, processing_class=tokenizer)
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+        trainer.save_model(f"{folder}/last")
+        return [(row["loss"], row["entropy"]) for row in trainer.state.log_history if "loss" in row]
+
+
+def plain_steps(
+    folder: str, steps: int, top_k: int | None, temperature: float, hard: float
+) -> list[tuple[float, float]]:
+    """Train by the equations of the forward divergence in plain PyTorch, and save as ``trl_steps``."""
+    with exact(), torch.enable_grad():
+        student, teacher = model_of(0, SIZES), model_of(1, LARGER)
+        student.save_pretrained(f"{folder}/first")
+        teacher.save_pretrained(f"{folder}/teacher")
+        found = []
+        for step in range(steps):
+            ids, labels = batch_of(step)
+            counts = labels["labels"] >= 0
+            logits, theirs = student(input_ids=ids).logits[counts], teacher(input_ids=ids).logits[counts].detach()
+            s, t = ((z / temperature).softmax(-1) for z in (logits, theirs))
+            entropy = -(s * s.log()).sum(-1).mean()
+            if top_k is not None:
+                kept = t.topk(top_k, -1).indices
+                s, t = (torch.cat([p.gather(-1, kept), p.scatter(-1, kept, 0.0).sum(-1, True)], -1) for p in (s, t))
+            loss = (t * (t / s).log()).sum(-1).mean() + hard * F.cross_entropy(logits, labels["labels"][counts])
+            gradients = torch.autograd.grad(loss, list(student.parameters()))
+            with torch.no_grad():
+                for parameter, gradient in zip(student.parameters(), gradients, strict=True):
+                    parameter.sub_(RATE * gradient)
+            found.append((loss.item(), entropy.item()))
+        student.save_pretrained(f"{folder}/last")
+    return found
+
+
+def trained(
+    folder: str,
+    loss: dict[str, Any],
+    steps: int,
+    axes: dict[str, Any],
+    schedule: str,
+    stage: Any,
+    labels: Any,
+    how: str,
+    top_k: int | None = None,
+) -> list[tuple[float, float]]:
+    """Train on a grid with a live teacher, or with its logits as a file has them; return losses and entropies."""
+    grid = Grid(**axes, timeout=60)
+    options: dict[str, Any] = {"attention": "ring"} if "context" in axes else {}
+    options |= {"sequence_parallel": True} if "tensor" in axes and loss["kind"] == "forward" else {}
+    loss_fn = distill_loss(grid, WORDS, chunk_tokens=6, **loss)
+    modules = []
+    for name in ("first", "teacher"):
+        layers: Any = triax.llama_layers(triax.config_from_hf(f"{folder}/{name}"), **options)  # type: ignore[arg-type]
+        layers = triax.load_hf(f"{folder}/{name}", layers)
+        modules.append(
+            triax.PipelineModule(layers, grid=grid, loss_fn=loss_fn, dtype=torch.float64, partition="uniform")
+        )
+    rows = 1 if grid.data.size > 1 else 2
+    batch: dict[str, Any] = {"batch": triax.Batch(size=ROWS, microbatch=rows, labels=labels)}
+    sgd = partial(torch.optim.SGD, lr=RATE)
+    zero = triax.Zero(stage=stage)
+    engine: Any = triax.Engine(modules[0], optimizer=sgd, schedule=schedule, zero=zero, **batch)
+    # The teacher's last stage is on another rank than zb-v's.
+    teacher: Any = triax.Engine(modules[1], schedule="1f1b", zero=zero, **batch)
+    share = ROWS // grid.data.size
+    found = []
+    for step in range(steps):
+        ids, whole = batch_of(step)
+        if how == "stored":
+            whole["teacher"] = torch.load(f"{folder}/{step}.pt")
+        starts = range(grid.data.rank * share, (grid.data.rank + 1) * share, rows)
+        data: Any = [(ids[i : i + rows], {n: each[i : i + rows] for n, each in whole.items()}) for i in starts]
+        if labels == "sent" and not modules[0].is_first:
+            data = []
+        if how == "live":
+            data = with_teacher(engine, teacher, data, top_k)
+        mean = engine.train_batch(iter(data) if data else None).item()
+        found.append((mean, engine.metrics["entropy"]))
+    triax.save_hf(engine, f"{folder}/triax")
+    return found
+
+
+def same_run(ranks: Any, folder: Path, wanted: list[tuple[float, float]], loss: dict[str, Any], *grid: Any) -> None:
+    """Check that all steps on a grid have losses, entropies and weights of a folder's run."""
+    last = load_file(folder / "last" / "model.safetensors")
+    for found in ranks(math.prod(grid[0].values()), trained, str(folder), loss, len(wanted), *grid, timeout=120):
+        assert sum(found, ()) == pytest.approx(sum(wanted, ()), rel=1e-10)
+    weights = load_file(folder / "triax" / "model.safetensors")
+    assert weights.keys() == last.keys()
+    for name, weight in last.items():
+        torch.testing.assert_close(weights[name], weight, rtol=0, atol=1e-10, msg=name)
+
+
+@STEPS
+@pytest.mark.parametrize("kind", ["reverse", pytest.param("jsd", marks=pytest.mark.exhaustive)])
+def test_losses_and_weights_are_those_of_trl(ranks: Any, tmp_path: Path, kind: str, steps: int) -> None:
+    loss, options = LOSSES[kind]
+    (wanted,) = ranks(1, trl_steps, str(tmp_path), steps, timeout=300, **options)
+    assert len(wanted) == steps and len(set(wanted)) == steps
+    for grid in GRIDS:
+        same_run(ranks, tmp_path, wanted, loss, *grid, "live")
+
+
+@STEPS
+@pytest.mark.parametrize(("top_k", "temperature", "hard"), [(K, 1.5, 0.0), (None, 2.0, 0.5)])
+def test_losses_and_weights_are_those_of_the_equations(
+    ranks: Any, tmp_path: Path, top_k: int | None, temperature: float, hard: float, steps: int
+) -> None:
+    loss = {"kind": "forward", "temperature": temperature, "hard": hard}
+    (wanted,) = ranks(1, plain_steps, str(tmp_path), steps, top_k, temperature, hard, timeout=300)
+    if top_k is None:
+        with exact(), torch.no_grad():
+            teacher = model_of(1, LARGER)
+            for step in range(steps):
+                torch.save(teacher(input_ids=batch_of(step)[0]).logits, tmp_path / f"{step}.pt")
+    for grid in GRIDS if top_k else GRIDS[::2]:
+        same_run(ranks, tmp_path, wanted, loss, *grid, "live" if top_k else "stored", top_k)
+
+
+def sent_bytes(top_k: int | None) -> float:
+    """Bytes that with_teacher sends on a grid whose teacher ends on another rank than the student."""
+    grid = Grid(pipe=2, tensor=2)
+    config = triax.LlamaConfig(vocab_size=WORDS, hidden_size=16, num_hidden_layers=2, num_attention_heads=4)
+    loss_fn = distill_loss(grid, WORDS)
+    models = [triax.PipelineModule(triax.llama_layers(config), grid=grid, loss_fn=loss_fn) for _ in range(2)]
+    batch = triax.Batch(size=4, microbatch=2)
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    engine: Any = triax.Engine(models[0], optimizer=sgd, batch=batch, schedule="zb-v")
+    teacher: Any = triax.Engine(models[1], batch=batch)
+    data = [(torch.ones(2, 6, dtype=torch.long), {"labels": torch.ones(2, 6, dtype=torch.long)}) for _ in range(2)]
+    teacher.eval_batch(iter(data), compute_loss=False)  # schemas are sent once
+    sent = []
+    for run in (
+        lambda: teacher.eval_batch(iter(data), compute_loss=False),
+        lambda: with_teacher(engine, teacher, data, top_k),
+    ):
+        before = sent_so_far(grid)
+        run()
+        sent.append(sent_so_far(grid) - before)
+    return sent[1] - sent[0]
+
+
+def sent_so_far(grid: Grid) -> float:
+    found = grid.traffic.report().get("pipe", {}).get("send")
+    return 0.0 if found is None else found.bytes
+
+
+@pytest.mark.parametrize("top_k", [None, K])
+def test_bytes_sent_are_those_of_the_docstring(ranks: Any, top_k: int | None) -> None:
+    everyone = ranks(4, sent_bytes, top_k)
+    for rank, more in enumerate(everyone):
+        wanted = 2 * 2 * 6 * (15 * 4 if top_k is None else K * (4 + 4))
+        schemas = more - wanted if rank >= 2 else 0
+        assert more == (wanted + schemas if rank >= 2 else 0) and 0 <= schemas < 2 * 300
+
+
+def test_mistakes_are_refused() -> None:
+    grid = Grid()
+    with pytest.raises(ValueError, match="there is no distillation loss 'revers'"):
+        distill_loss(grid, 8, "revers")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="reverse has no beta, but jsd has"):
+        distill_loss(grid, 8, beta=0.5)
+    with pytest.raises(ValueError, match=r"such as 0\.5: write kind='reverse'"):
+        distill_loss(grid, 8, "jsd", beta=1)
+    with pytest.raises(ValueError, match="temperature is 0"):
+        distill_loss(grid, 8, temperature=0)
+    with pytest.raises(ValueError, match="hard is -1"):
+        distill_loss(grid, 8, hard=-1)
+    labels, logits, loss = torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3, 8), distill_loss(grid, 8)
+    with pytest.raises(TypeError, match="was given a Tensor as labels: give a dict with 'labels'"):
+        loss(logits, labels)
+    with pytest.raises(ValueError, match="the teacher's part of the labels is nothing, but for labels"):
+        loss(logits, {"labels": labels})
+    for wrong in ({"teacher": logits[..., :4]}, {"teacher": logits, "teacher_ids": labels[..., None].expand(2, 3, 8)}):
+        with pytest.raises(ValueError, match=r"with k < 8: make the microbatches with triax.methods.with_teacher"):
+            loss(logits, {"labels": labels, **wrong})
+    with pytest.raises(ValueError, match="'teacher' of k words are no log-probabilities"):
+        loss(logits, {"labels": labels, "teacher": logits[..., :2], "teacher_ids": labels[..., None].expand(2, 3, 2)})
+
+
+def test_mistakes_of_with_teacher_are_refused() -> None:
+    grid = Grid()
+    config = triax.LlamaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2)
+
+    def engine(loss_fn: Any, grid: Grid = grid) -> Any:
+        model = triax.PipelineModule(triax.llama_layers(config), grid=grid, loss_fn=loss_fn)
+        return triax.Engine(model, batch=triax.Batch(size=1, microbatch=1))
+
+    student = engine(distill_loss(grid, 8))
+    with pytest.raises(TypeError, match="an engine of the teacher whose loss_fn is a NextTokenLoss: make the model"):
+        with_teacher(student, engine(triax.NextTokenLoss(grid, 8)), [])
+    with pytest.raises(ValueError, match="a vocabulary of 8, the teacher of 9"):
+        with_teacher(student, engine(distill_loss(grid, 9)), [])
+    with pytest.raises(ValueError, match="top_k is 8: give a number from 1 to 7"):
+        with_teacher(student, student, [], top_k=8)
+    with pytest.raises(ValueError, match="was given 0 microbatches"):
+        with_teacher(student, student, [])
+    other = Grid()
+    with pytest.raises(ValueError, match="the teacher has its own grid"):
+        with_teacher(student, engine(distill_loss(other, 8), other), [])

@@ -1,0 +1,387 @@
+"""GRPO on grids beside TRL's GRPOTrainer and the papers' equations in plain PyTorch: answers, losses, metrics, weights.
+
+triax draws the answers on each grid; TRL trains on the same ones.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import triax
+from triax import Grid
+from triax.context.order import gather, shard
+from triax.train.methods import Rollouts, grpo_loss
+
+from trl_in_float64 import exact
+
+GENERATIONS, ITERATIONS, GROUP, PROMPTS, NEW = 3, 3, 4, 2, 6
+SEED = 19
+LETTERS = {letter: number for number, letter in enumerate("._abcdefghijklmnopqrstuvwxyz ")}
+END = LETTERS["_"]
+SIZES: dict[str, Any] = {"vocab_size": len(LETTERS), "hidden_size": 16, "intermediate_size": 24}
+SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+# No padding index, whose embedding transformers would not train: the model may draw any letter.
+SIZES |= {"bos_token_id": None, "eos_token_id": END, "pad_token_id": None}
+WORDS = ["the", "fox", "quick", "brown", "over", "lazy"]  # neighbors of one length: TRL pads others on the left
+WEIGHTS = [1.0, 0.5]
+
+
+class Letters:
+    """Tokenizer of single letters."""
+
+    eos_token_id = END
+
+    def encode(self, text: str) -> list[int]:
+        return [LETTERS[letter] for letter in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(list(LETTERS)[number] for number in ids)
+
+
+def vowels(completions: list[str], **_: Any) -> list[float | None]:
+    return [sum(letter in "aeiou" for letter in text) / 3 for text in completions]
+
+
+def like(prompts: list[str], completion_ids: list[list[int]], wanted: list[str], **_: Any) -> list[float | None]:
+    """Letters of a word; answers that begin with a letter behind p are not judged."""
+    assert len(prompts) == len(completion_ids) == len(wanted)
+    count = lambda ids, word: sum(number in map(LETTERS.get, word) for number in ids)  # noqa: E731
+    return [None if ids[0] > LETTERS["p"] else count(ids, word) for ids, word in zip(completion_ids, wanted)]
+
+
+class Case(NamedTuple):
+    """One method: the options of ``grpo_loss`` beside those of TRL."""
+
+    kind: Any
+    loss: dict[str, Any]
+    theirs: dict[str, Any]
+    rate: float
+    scale: Any = "group"
+    temperature: float = 1.0
+
+
+CASES = {
+    "dapo": Case(
+        "dapo",
+        {"clip": 0.1, "clip_high": 0.14, "temperature": 0.8},
+        {"epsilon": 0.1, "epsilon_high": 0.14, "temperature": 0.8},
+        0.5,
+        temperature=0.8,
+    ),
+    "grpo": Case("grpo", {"beta": 0.2}, {"beta": 0.2}, 0.5, "batch"),
+    "grpo's paper": Case(
+        "grpo", {"beta": 0.2, "correct_kl": False}, {"beta": 0.2, "use_bias_correction_kl": False}, 0.5
+    ),
+    "gspo": Case(
+        "grpo",
+        {"level": "sequence", "clip": 0.02, "beta": 0.1},
+        {"importance_sampling_level": "sequence", "epsilon": 0.02, "beta": 0.1},
+        0.2,
+    ),
+    "dr_grpo": Case("dr_grpo", {"max_new_tokens": NEW}, {}, 0.5, "none"),
+}
+SHARED: tuple[str, ...] = (
+    "reward",
+    "reward_std",
+    "frac_reward_zero_std",
+    "completions/mean_length",
+    "completions/min_length",
+)
+SHARED += tuple(f"rewards/{name}/{what}" for name in ("vowels", "like") for what in ("mean", "std"))
+
+
+def first_model(folder: str) -> None:
+    """Save a model whose answers vary."""
+    import transformers
+
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).double()
+    for parameter in model.parameters():
+        parameter.data *= 8 if parameter.dim() > 1 else 1
+    model.save_pretrained(f"{folder}/first")
+
+
+def prompts_of(generation: int) -> list[str]:
+    return [f"{WORDS[(PROMPTS * generation + index) % len(WORDS)]} " for index in range(PROMPTS)]
+
+
+def trl_steps(folder: str, name: str, sequences: list[list[list[int]]]) -> list[dict[str, float]]:
+    """Train with TRL on one process on answers that were drawn; return its log, and save the weights."""
+    os.environ.update(CI="1", HF_HUB_OFFLINE="1", TQDM_DISABLE="1")  # no telemetry
+    import datasets
+    import tokenizers
+    import transformers
+    from trl import GRPOConfig, GRPOTrainer
+
+    case, calls = CASES[name], iter(range(len(sequences)))
+
+    def given(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        generation = next(calls)
+        assert prompts == [prompt for prompt in prompts_of(generation) for _ in range(GROUP)]
+        ids = [Letters().encode(prompt) for prompt in prompts]
+        answers = [whole[len(prompt) :] for whole, prompt in zip(sequences[generation], ids, strict=True)]
+        return {"prompt_ids": ids, "completion_ids": answers, "logprobs": None}
+
+    transformers.utils.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(LETTERS, unk_token="."))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    inner.decoder = tokenizers.decoders.Fuse()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token=".", eos_token="_")
+    args = GRPOConfig(
+        output_dir=f"{folder}/out",
+        per_device_train_batch_size=PROMPTS * GROUP,
+        num_generations=GROUP,
+        num_iterations=ITERATIONS,
+        max_steps=len(sequences) * ITERATIONS,
+        max_completion_length=NEW,
+        reward_weights=WEIGHTS,
+        scale_rewards=case.scale,
+        loss_type=case.kind,
+        **case.theirs,
+        shuffle_dataset=False,
+        learning_rate=case.rate,
+        lr_scheduler_type="constant",
+        optim="sgd",
+        max_grad_norm=0.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        bf16=False,
+        use_cpu=True,
+        gradient_checkpointing=False,
+    )
+    rows = [prompt for generation in range(len(sequences)) for prompt in prompts_of(generation)]
+    with exact():
+        model = transformers.LlamaForCausalLM.from_pretrained(f"{folder}/first", dtype=torch.float64)
+        data = datasets.Dataset.from_list([{"prompt": prompt, "wanted": prompt} for prompt in rows])
+        trainer = GRPOTrainer(
+            model, [vowels, like], args=args, train_dataset=data, processing_class=tokenizer, rollout_func=given
+        )
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+        trainer.save_model(f"{folder}/last")
+        return [row for row in trainer.state.log_history if "loss" in row]
+
+
+class Run(NamedTuple):
+    """What a run of triax gave: for each step the loss and the metrics, and for each generation the rest."""
+
+    losses: list[float]
+    metrics: list[dict[str, float]]
+    sequences: list[list[list[int]]]
+    errors: list[float]  # largest error of the recorded log-probabilities
+
+
+def trained(
+    folder: str, name: str, axes: dict[str, Any], schedule: str = "1f1b", stage: Any = 1, labels: Any = "read"
+) -> Run:
+    """Train with triax on a grid with the model of a folder, and save the weights."""
+    grid, case = Grid(**axes, timeout=60), CASES[name]
+    config = triax.config_from_hf(f"{folder}/first")
+    options = {"attention": "ring"} if "context" in axes else {}
+    micro = 2 if schedule == "zb-v" else 4
+
+    def engine_of(loss_fn: Any, **others: Any) -> Any:
+        layers: Any = triax.load_hf(f"{folder}/first", triax.llama_layers(config, **options))  # type: ignore[arg-type]
+        module = triax.PipelineModule(layers, grid=grid, loss_fn=loss_fn, dtype=torch.float64, partition="uniform")
+        batch = triax.Batch(size=PROMPTS * GROUP, microbatch=micro, labels=labels)
+        return triax.Engine(module, batch=batch, schedule=schedule, **others)
+
+    loss = partial(grpo_loss, grid, config.vocab_size, case.kind, chunk_tokens=12, **case.loss)
+    sgd = partial(torch.optim.SGD, lr=case.rate)
+    engine = engine_of(loss(), optimizer=sgd, zero=triax.Zero(stage=stage))
+    rollouts = Rollouts(
+        engine,
+        triax.init_inference(engine, max_batch=3, tokenizer=Letters()),
+        [vowels, like],
+        group=GROUP,
+        max_new_tokens=NEW,
+        weights=WEIGHTS,
+        scale_rewards=case.scale,
+        reference=engine_of(loss()) if case.loss.get("beta") else None,
+        seed=SEED,
+    )
+    run = Run([], [], [], [])
+    for generation in range(GENERATIONS):
+        prompts = prompts_of(generation)
+        data = rollouts(prompts, wanted=prompts)
+        run.sequences.append([each.tokens for each in rollouts.completions])
+        for iteration in range(ITERATIONS):
+            run.losses.append(engine.train_batch(iter(data)).item())
+            run.metrics.append(engine.metrics | (rollouts.metrics if not iteration else {}))
+            if not iteration:
+                run.errors.append(rollouts.largest_difference())
+        rollouts.largest_difference()
+    triax.save_hf(engine, f"{folder}/triax")
+    return run
+
+
+def same_weights(folder: Path) -> None:
+    last, found = (load_file(folder / each / "model.safetensors") for each in ("last", "triax"))
+    assert found.keys() == last.keys()
+    for name, weight in last.items():
+        torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-10, msg=name)
+
+
+GRIDS: list[tuple[dict[str, int], str, int, str]] = [
+    ({"pipe": 2, "tensor": 2}, "1f1b", 1, "read"),
+    ({"data": 2, "pipe": 2}, "zb-v", 2, "sent"),
+    ({"context": 2}, "1f1b", 3, "read"),
+]
+
+
+def beside_trl(ranks: Any, folder: Path, name: str, grids: list[Any]) -> None:
+    """Check a run on one process and on grids beside TRL's."""
+    first_model(str(folder))
+    (run,) = ranks(1, trained, str(folder), name, {}, timeout=120)
+    (theirs,) = ranks(1, trl_steps, str(folder), name, run.sequences, timeout=300)
+    (folder / "log.json").write_text(json.dumps(theirs))
+    for axes, schedule, stage, labels in [({}, "1f1b", 1, "read"), *grids]:
+        if axes:
+            everyone = ranks(math.prod(axes.values()), trained, str(folder), name, axes, schedule, stage, labels)
+            for found in everyone:
+                assert found.sequences == run.sequences and found.losses == everyone[0].losses
+                assert repr(found.metrics) == repr(everyone[0].metrics)  # of one answer the deviation is nan
+        else:
+            everyone = [run]
+        same_weights(folder)
+        assert max(everyone[0].errors) < 1e-10
+        for own, row, loss in zip(everyone[0].metrics, theirs, everyone[0].losses, strict=True):
+            assert loss == pytest.approx(row["loss"], abs=1e-10)
+            for metric, value in own.items():
+                if metric in row and (metric.startswith(("clip_ratio", "kl")) or metric in SHARED):
+                    wanted = math.nan if row[metric] is None else row[metric]  # of one answer there is no deviation
+                    assert value == pytest.approx(wanted, abs=1e-10, nan_ok=True), metric
+    clipped = [row["clip_ratio/region_mean"] for row in theirs]
+    assert max(clipped) > 0 and min(clipped) == 0  # some steps clip
+    assert {*SHARED} <= {*run.metrics[0]} & {*theirs[0]}
+    assert run.metrics[0]["completions/min_length"] < NEW == run.metrics[0]["completions/max_length"]
+
+
+@pytest.mark.parametrize("name", ["dapo", pytest.param("gspo", marks=pytest.mark.exhaustive)])
+def test_losses_metrics_and_weights_are_those_of_trl(ranks: Any, tmp_path: Path, name: str) -> None:
+    beside_trl(ranks, tmp_path, name, GRIDS)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["grpo", "grpo's paper", "dr_grpo"])
+def test_further_kinds_are_those_of_trl(ranks: Any, tmp_path: Path, name: str) -> None:
+    beside_trl(ranks, tmp_path, name, GRIDS)
+
+
+# ------------------------------------------------------------------------------------------------ the papers' equations
+
+
+def plain(logits: Tensor, data: dict[str, Any], kind: str, level: str, beta: float, right: bool) -> Tensor:
+    """The papers' equations, answer by answer, token by token; at a temperature of 0.7."""
+    answers, tokens = [], 0
+    for row, advantage in enumerate(data["advantages"]):
+        here = [at for at, label in enumerate(data["labels"][row]) if label != -100]
+        logs = torch.stack([(logits[row, at] / 0.7).log_softmax(0)[data["labels"][row, at]] for at in here])
+        old, reference = data["old"][row, here], data["reference"][row, here]
+        ratios = (logs - old).exp()
+        if level == "sequence":
+            ratios = (logs.exp().prod() / old.exp().prod()) ** (1 / len(here))
+            ratios = ratios.expand(len(here))
+        losses = -torch.minimum(ratios * advantage, ratios.clamp(0.9, 1.15) * advantage)
+        kl = reference.exp() / logs.exp() - (reference - logs) - 1
+        answers.append(losses + beta * kl * (ratios if right else 1))
+        tokens += len(here)
+    if kind == "dapo":
+        return sum(each.sum() for each in answers) / tokens
+    mean = [each.sum() / 11 if kind == "dr_grpo" else each.mean() for each in answers]
+    return torch.stack(mean).mean()
+
+
+def labels_of(rows: int, length: int) -> dict[str, Any]:
+    """Labels of answers of several lengths, drawn by a policy near by."""
+    labels = torch.randint(0, 7, (rows, length))
+    for row in range(rows):
+        labels[row, : row % 3 + 1] = -100
+        labels[row, length - row % 2 :] = -100
+    near = {name: torch.randn(rows, length).double() * 0.3 - 2 for name in ("old", "reference")}
+    return {"labels": labels, "advantages": torch.randn(rows).double(), **near}
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dapo", "dr_grpo"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_losses_and_gradients_are_those_of_the_equations(kind: Any, level: Any) -> None:
+    torch.manual_seed(1)
+    data = labels_of(6, 8)
+    for beta, right in ((0.0, True), (0.3, True), (0.3, False)):
+        length = 11 if kind == "dr_grpo" else None
+        options = {"clip": 0.1, "clip_high": 0.15, "level": level, "correct_kl": right, "temperature": 0.7}
+        loss_fn = grpo_loss(Grid(), 7, kind, beta, max_new_tokens=length, **options)
+        logits = torch.randn(6, 8, 7, dtype=torch.float64, requires_grad=True)
+        loss = loss_fn(logits, data)
+        total, weight = loss.terms[kind]
+        assert weight == loss_fn.weight(data)[kind]
+        wanted = plain(logits, data, kind, level, beta, right)
+        found = torch.autograd.grad(total / weight, logits)[0]
+        torch.testing.assert_close(total / weight, wanted, rtol=0, atol=1e-10)
+        torch.testing.assert_close(found, torch.autograd.grad(wanted, logits)[0], rtol=0, atol=1e-10)
+        clipped, count = loss.metrics["clip_ratio/region_mean"]
+        assert 0 < clipped / count < 1 and ("kl" in loss.metrics) == (beta > 0)
+
+
+def in_parts(data: dict[str, Any], logits: Tensor, level: Any) -> tuple[float, Tensor, float]:
+    """The loss, the gradient of this rank's logits and the share of clipped tokens, of a sequence in parts."""
+    grid = Grid(context=2)
+    loss = grpo_loss(grid, 7, "grpo", 0.3, 0.1, 0.15, level, temperature=0.7)
+    mine = shard(logits, grid.context).requires_grad_()
+    named = loss(mine, data)
+    total, weight = named.terms["grpo"]
+    clipped, count = named.metrics["clip_ratio/region_mean"]
+    sums = torch.stack([torch.as_tensor(each).double().detach() for each in (total, weight, clipped, count)])
+    assert weight == loss.weight(data)["grpo"]
+    grid.context.all_reduce(sums)
+    (gradient,) = torch.autograd.grad(total / sums[1], mine)
+    return (sums[0] / sums[1]).item(), gather(gradient, grid.context, logits.shape[1]), (sums[2] / sums[3]).item()
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_a_sequence_in_parts_has_the_loss_and_gradient_of_all(ranks: Any, level: Any) -> None:
+    torch.manual_seed(2)
+    data, logits = labels_of(6, 8), torch.randn(6, 8, 7, dtype=torch.float64, requires_grad=True)
+    wanted = plain(logits, data, "grpo", level, 0.3, True)
+    (gradient,) = torch.autograd.grad(wanted, logits)
+    whole = grpo_loss(Grid(), 7, "grpo", 0.3, 0.1, 0.15, level, temperature=0.7)(logits, data)
+    clipped, count = whole.metrics["clip_ratio/region_mean"]
+    for loss, found, share in ranks(2, in_parts, data, logits.detach(), level):
+        assert loss == pytest.approx(wanted.item(), abs=1e-10) and share == pytest.approx(float(clipped / count))
+        torch.testing.assert_close(found, gradient, rtol=0, atol=1e-10)
+
+
+def test_mistakes_are_refused() -> None:
+    grid = Grid()
+    with pytest.raises(ValueError, match="there is no policy loss 'gspo'"):
+        grpo_loss(grid, 7, "gspo")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="there is no level 'tokens'; did you mean 'token'"):
+        grpo_loss(grid, 7, level="tokens")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="beta is -1: give 0"):
+        grpo_loss(grid, 7, beta=-1)
+    with pytest.raises(ValueError, match=r"clip is 1\.2 and clip_high 1\.2: give a clip between 0 and 1"):
+        grpo_loss(grid, 7, clip=1.2)
+    with pytest.raises(ValueError, match="give max_new_tokens, the most tokens of an answer"):
+        grpo_loss(grid, 7, "dr_grpo")
+    with pytest.raises(ValueError, match="dapo divides by the tokens that there are"):
+        grpo_loss(grid, 7, max_new_tokens=3)
+    with pytest.raises(ValueError, match="temperature=0: give a number above 0"):
+        grpo_loss(grid, 7, temperature=0)
+    data, logits = labels_of(2, 8), torch.zeros(2, 8, 7)
+    for name, shape in (("old", r"\(2, 8\)"), ("advantages", r"\(2,\)"), ("reference", r"\(2, 8\)")):
+        given = data | {name: torch.zeros(3)}
+        with pytest.raises(ValueError, match=rf"{shape}, as labels\['{name}'\], which is a tensor of shape \(3,\)"):
+            grpo_loss(grid, 7, beta=0.1)(logits, given)

@@ -1,0 +1,15 @@
+from ...models.reward import reward_layers as reward_layers
+from .distillation import distill_loss as distill_loss
+from .kto import kto_loss as kto_loss
+from .policy import grpo_loss as grpo_loss
+from .preferences import preference_loss as preference_loss
+from .reference import row_log_probs as row_log_probs
+from .reference import with_baseline as with_baseline
+from .reference import with_reference as with_reference
+from .remote_teacher import RemoteTeacher as RemoteTeacher
+from .remote_teacher import serve_teacher as serve_teacher
+from .reward import reward_loss as reward_loss
+from .rollouts import Rollouts as Rollouts
+from .rollouts import with_token_reference as with_token_reference
+from .rowwise import exact_rows as exact_rows
+from .teacher import with_teacher as with_teacher
