@@ -10,7 +10,9 @@ import typer
 
 from ..base.errors import CheckpointError, ConfigError, escaped
 from ..base.files import read_text
+from .foreign_options import Command
 from .output import echo
+from .verbs import CommandGroup
 
 if TYPE_CHECKING:
     from ..checkpoint.protocol import Snapshot
@@ -19,7 +21,10 @@ if TYPE_CHECKING:
 CHECKPOINTS = "checkpoints"  # folder of the checkpoints in the folder of a run of triax train
 
 checkpoint = typer.Typer(
-    name="checkpoint", help="Show, verify, convert, compare and prune checkpoints.", no_args_is_help=True
+    name="checkpoint",
+    cls=CommandGroup,
+    help="Show, verify, convert, compare and prune checkpoints.",
+    no_args_is_help=True,
 )
 
 Where = Annotated[
@@ -31,7 +36,7 @@ Where = Annotated[
 ]
 
 
-@checkpoint.command()
+@checkpoint.command(cls=Command)
 def show(path: Where, tensors: Annotated[bool, typer.Option(help="Print a line for each tensor.")] = True) -> None:
     """Show a checkpoint: its step, grid, versions and sizes, and then its tensors."""
     from ..base.tables import as_text, table
@@ -62,7 +67,7 @@ def show(path: Where, tensors: Annotated[bool, typer.Option(help="Print a line f
         echo(as_text(table(("tensor", "dtype", "shape", "MB", "boxes"), rows, left=3)))
 
 
-@checkpoint.command()
+@checkpoint.command(cls=Command)
 def verify(path: Where) -> None:
     """Compare every byte with its checksum. Print damaged files and tensors; with any, the exit code is 1."""
     from ..checkpoint.format.folder import verify as problems
@@ -77,7 +82,7 @@ def verify(path: Where) -> None:
     echo(f"{reader.path}: {len(reader.index.files)} files, {size / 1e6:.3f} MB, all as they were written")
 
 
-@checkpoint.command()
+@checkpoint.command(cls=Command)
 def export(
     path: Where,
     target: Annotated[Path, typer.Argument(help="Path to write, as model.safetensors; for --format hf a folder.")],
@@ -130,7 +135,7 @@ def export(
     echo(f"{target}: {len(written)} tensors, {sum(file.stat().st_size for file in files) / 1e6:.3f} MB")
 
 
-@checkpoint.command()
+@checkpoint.command(cls=Command)
 def diff(
     a: Annotated[str, typer.Argument(help="A checkpoint.")], b: Annotated[str, typer.Argument(help="Another.")]
 ) -> None:
@@ -144,7 +149,7 @@ def diff(
     echo(f"{first.path} and {second.path} hold the same")
 
 
-@checkpoint.command()
+@checkpoint.command(cls=Command)
 def prune(
     folder: Annotated[str, typer.Argument(help="A folder of checkpoints: a path, or a URI.")],
     keep: Annotated[int, typer.Option(min=1, help="Number of last checkpoints to keep.")],
@@ -174,7 +179,7 @@ def prune(
         echo(f"{folder}: nothing to remove")
 
 
-@checkpoint.command("import")
+@checkpoint.command("import", cls=Command)
 def import_(
     source: Annotated[
         Path,

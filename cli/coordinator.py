@@ -10,34 +10,23 @@ from typing import Annotated
 import typer
 
 from ..base.errors import ConfigError
-from ..base.ports import LOOPBACK
 from ..grid.environment import run_secret
 from ..grid.launcher.replicas import drain as drain_replica
+from ..options.launch import CoordinatorServer
+from .flags import with_flags
 
-PORT = 29510
 
-
-def coordinator(
-    port: Annotated[int, typer.Option(min=0, max=65535, help="TCP port.")] = PORT,
-    least: Annotated[int, typer.Option(min=1, help="Smallest number of replicas with which steps are taken.")] = 1,
-    silence: Annotated[
-        float, typer.Option(min=0.1, help="Seconds without a heartbeat after which a replica counts as lost.")
-    ] = 2.0,
-    patience: Annotated[
-        float, typer.Option(min=0.1, help="Seconds to wait for a late replica that still sends heartbeats.")
-    ] = 60.0,
-    host: Annotated[
-        str, typer.Option(help="Address of this host to listen on. The default reaches replicas on this host alone.")
-    ] = LOOPBACK,
-) -> None:
+@with_flags
+def coordinator(options: CoordinatorServer) -> None:
     """Run the coordinator of a run's replicas until it is stopped. It answers those that know TRIAX_SECRET alone."""
     from ..plugins.fault_tolerance.coordinator import Coordinator  # triax runs without this folder
 
     secret = run_secret()
     try:
-        server = Coordinator(port, least, silence, patience, secret, host)
+        server = Coordinator(options.port, options.least, options.silence, options.patience, secret, options.host)
     except OSError as error:
-        raise ConfigError(f"the coordinator cannot listen on {host}, port {port}: {error.strerror or error}") from error
+        where = f"{options.host}, port {options.port}"
+        raise ConfigError(f"the coordinator cannot listen on {where}: {error.strerror or error}") from error
     typer.echo(f"coordinator: {server.address}")
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,16 +1,22 @@
-"""Table of the cuts that the layers' costs give, for ``triax schedule --layers``."""
+"""``triax schedule cuts``: where to cut a list of layers into stages, by the costs of its layers."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..base.option_error import OptionError
 from ..base.tables import table, terminal
+from ..options.base import option
+from ..options.schedule import ScheduleOptions
 from ..pipe.schedules.choose import make_schedule
+from .flags import one_line_errors, with_flags
+from .schedule_flags import SizeFlags
 
 if TYPE_CHECKING:
     from ..pipe.cuts import StageCut
@@ -18,35 +24,46 @@ if TYPE_CHECKING:
 HEADS = ("partition", "schedule", "chunks", "ms", "bubble", "GB of each rank", "boundaries")
 
 
-def show_cuts(
-    file: Path, name: str, pipe: int, microbatches: int, chunks: int | None, limit: str | None, as_json: bool
+@dataclass(frozen=True, kw_only=True)
+class CutFlags(SizeFlags):
+    """Flags of ``triax schedule cuts``."""
+
+    schedule: str = option("1f1b", "Schedule of all cuts but auto, which is the best schedule.")
+    limit: float | tuple[float, ...] | None = option(
+        None, "GB (1e9 bytes) that a rank may take, or one for each rank: 20,20,40.", above=0
+    )
+    json: bool = option(False, "Print one JSON object.")
+
+    def check(self) -> None:
+        """Check that the schedule is not the one that is always searched."""
+        if self.schedule == "auto":
+            raise OptionError("schedule", "auto", "a row of auto is always printed: give another schedule, or none")
+
+
+@with_flags
+@one_line_errors
+def cuts(
+    costs: Annotated[
+        Path, typer.Argument(help="JSON file with the costs of each layer, as triax plan --layer-costs writes it.")
+    ],
+    flags: CutFlags,
 ) -> None:
-    """Print each cut with what a step costs.
-
-    Args:
-        file: JSON file with the costs of the layers.
-        name, pipe, microbatches, chunks: the schedule of all cuts but ``auto``.
-        limit: GB that a rank may take, or one number for each rank, with commas; None: no limit.
-        as_json: print one JSON object.
-
-    Raises:
-        ValueError: the costs, the limit or the schedule cannot be used.
-    """
+    """Print where to cut a list of layers into stages, and what a step costs then."""
     from ..pipe.cuts import compare_cuts  # it imports numpy
     from ..pipe.program.layer_costs import LayerCosts
 
-    if name == "auto":
-        raise ValueError(
-            "--layers always prints a row of auto, the best schedule: give the name of another schedule, or none"
-        )
-    costs, schedule = LayerCosts.from_json(file), make_schedule(name, pipe, microbatches, chunks)
-    cuts = compare_cuts(costs, pipe, microbatches, schedule, chunks, _bytes(limit))
-    if as_json:
-        typer.echo(json.dumps({"pipe": pipe, "microbatches": microbatches, "cuts": [as_dict(cut) for cut in cuts]}))
+    pipe, microbatches = flags.pipe, flags.microbatches or 2 * flags.pipe
+    read, limit = LayerCosts.from_json(costs), ScheduleOptions(limit=flags.limit).limits
+    found = compare_cuts(
+        read, pipe, microbatches, make_schedule(flags.schedule, pipe, microbatches, flags.chunks), flags.chunks, limit
+    )
+    if flags.json:
+        typer.echo(json.dumps({"pipe": pipe, "microbatches": microbatches, "cuts": [as_dict(cut) for cut in found]}))
         return
-    title = f"{len(costs.layers)} layers, pipe {pipe}, microbatches {microbatches}"
-    terminal().print(table(HEADS, map(cells, cuts), title))
-    best = min(cuts[2:], key=lambda cut: cut.makespan)
+    terminal().print(
+        table(HEADS, map(cells, found), f"{len(read.layers)} layers, pipe {pipe}, microbatches {microbatches}")
+    )
+    best = min(found[2:], key=lambda cut: cut.makespan)
     chosen = f"name: {best.schedule.name}, chunks: {best.schedule.chunks}, partition: {list(best.boundaries)}"
     terminal().print(f"schedule: {{{chosen}}}", soft_wrap=True)
 
@@ -70,11 +87,3 @@ def as_dict(cut: StageCut) -> dict[str, Any]:
         "boundaries": list(cut.boundaries),
         "proved": cut.proved,
     }
-
-
-def _bytes(limit: str | None) -> float | list[float] | None:
-    try:
-        sizes = [1e9 * float(each) for each in (limit or "").split(",") if each]
-    except ValueError:
-        raise ValueError(f"--limit is {limit}: give GB of a rank, such as 20, or one for each rank: 20,20,40") from None
-    return sizes[0] if len(sizes) == 1 else sizes or None

@@ -13,13 +13,19 @@ import typer
 
 from ..base.errors import ConfigError, CorruptError
 from ..grid.launcher.launch import cores
-from .generate import printable
-from .output import echo
+from .foreign_options import Command
+from .output import echo, printable
+from .verbs import CommandGroup
 
 if TYPE_CHECKING:
     from ..data.token_folder import TokenFolder
 
-data = typer.Typer(name="data", help="Tokenize text, and show and verify tokens.", no_args_is_help=True)
+data = typer.Typer(
+    name="data",
+    cls=CommandGroup,
+    help="Tokenize text, and show and verify tokens.",
+    no_args_is_help=True,
+)
 
 Sources = Annotated[
     list[str],
@@ -41,7 +47,7 @@ Format = Annotated[
 SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave out documents that are empty or not valid.")]
 
 
-@data.command()
+@data.command(cls=Command)
 def tokenize(
     sources: Sources,
     tokenizer: Annotated[
@@ -99,7 +105,7 @@ def tokenize(
     echo(f"{out}: {index.tokens:,} tokens in {index.documents:,} documents, {how}")
 
 
-@data.command()
+@data.command(cls=Command)
 def show(
     path: Where,
     document: Annotated[int | None, typer.Option(min=0, help="Print this document, from 0, and its source.")] = None,
@@ -128,7 +134,7 @@ def show(
         echo(f"{counted:,} tokens count in the loss")
 
 
-@data.command()
+@data.command(cls=Command)
 def verify(path: Where) -> None:
     """Compare every byte with its checksum. Print damaged files; with any, the exit code is 1."""
     try:
@@ -145,7 +151,7 @@ def verify(path: Where) -> None:
     echo(f"{path}: {len(files)} files, {size / 1e6:.3f} MB, all as they were written")
 
 
-@data.command("train-tokenizer")
+@data.command("train-tokenizer", cls=Command)
 def train_tokenizer(
     sources: Sources,
     out: Out,

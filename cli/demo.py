@@ -15,7 +15,7 @@ _NO_STEP = 10**6  # of monitor.trace: a run that ends before this step traces it
 _NEXT = {
     "triax generate {folder} --prompt 'def '": "text of the model",
     "triax report {folder} --serve": "its page, in a browser",
-    "triax schedule --compare --pipe 2": "other schedules of the same stages",
+    "triax schedule compare --pipe 2": "other schedules of the same stages",
     "triax new my_model": "a project of your own",
     "triax recipe": "training files for real runs",
 }

@@ -1,18 +1,20 @@
-"""``triax plan --fit rows.csv``: a machine's figures fitted to a table of measured runs, with leave-one-out errors."""
+"""``triax plan fit rows.csv``: a machine's figures fitted to a table of measured runs, with leave-one-out errors."""
 
 from __future__ import annotations
 
 import csv
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..base.errors import ConfigError, no_such
 from ..base.tables import table, terminal
+from ..options.base import Options, option
+from .flags import one_line_errors, with_flags
 
 # All else is imported where it is used: `triax --help` needs none of it.
 if TYPE_CHECKING:
@@ -23,24 +25,29 @@ NEEDED = ("model", "layout", "batch", "step_s")
 COLUMNS = (*NEEDED, "name", "fields", "sequence", "precision", "products", "memory_gib", "switches")
 
 
-def fit_rows(path: Path, machine: str, write: Path | None, as_json: bool) -> None:
-    """Print the figures that fit the rows of a file, and their errors; write the machine file.
+@dataclass(frozen=True, kw_only=True)
+class FitFlags(Options):
+    """Flags of ``triax plan fit``."""
 
-    Args:
-        path: the CSV file.
-        machine: the description to start from.
-        write: file for the fitted description, or None.
-        as_json: print one JSON object.
+    machine: str = option("h100-80g", "The description to start from: a100-80g, h100-80g, h200, b200, or a file.")
+    write: Path | None = option(None, "Write the machine file (.json) with the fitted efficiencies.")
+    json: bool = option(False, "Print one JSON object.")
 
-    Raises:
-        ValueError: the file or a row of it cannot be used.
-    """
+
+@with_flags
+@one_line_errors
+def fit(
+    path: Annotated[Path, typer.Argument(help="Measured runs (.csv), a line for each.", metavar="ROWS")],
+    flags: FitFlags,
+) -> None:
+    """Fit the efficiencies of a machine to measured runs, and print each run's leave-one-out error."""
     from ..plugins.plan.fit import figures, fitted
     from ..plugins.plan.machine import machine as machine_of
 
+    write = flags.write
     if write is not None and write.suffix != ".json":
-        raise ValueError(f"--write is {write}, but the machine file of --fit must end in .json.")
-    start, runs = machine_of(machine), read_runs(path)
+        raise ValueError(f"--write is {write}, but the machine file of triax plan fit must end in .json.")
+    start, runs = machine_of(flags.machine), read_runs(path)
     found, errors = fitted(start, runs, path.name)
     if write is not None:
         found = replace(found, name=write.stem)
@@ -50,7 +57,7 @@ def fit_rows(path: Path, machine: str, write: Path | None, as_json: bool) -> Non
         rows.append({"name": run.name, "measured_s": run.seconds, "fitted_s": run.predicted(found), "left_out": error})
         if run.memory is not None:
             rows[-1]["memory_error"] = run.predicted_memory(found) / run.memory - 1
-    if as_json:
+    if flags.json:
         values = {"from": figures(start), "figures": figures(found), "error": found.fitted_error, "rows": rows}
         typer.echo(json.dumps({**values, "written": None if write is None else str(write)}))
         return

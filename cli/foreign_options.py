@@ -1,4 +1,4 @@
-"""Commands that know other libraries' options: they name their own in place of them, and ``triax run`` takes them."""
+"""Commands that answer a mistyped line in one line, and know flags of other libraries and of earlier versions."""
 
 from __future__ import annotations
 
@@ -8,24 +8,46 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from ..base.errors import ConfigError
+from ..base.errors import ConfigError, close
+from .verbs import OLDER, path_of
 
 
 class Command(TyperCommand):
-    """A command that suggests its own option for another library's."""
+    """A command that says in one line what is wrong, and names its own flag for another library's."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments; an unknown option's error names the option of this command that means the same."""
-        try:
-            return super().parse_args(ctx, args)
-        except Exception as error:  # click's NoSuchOption, which typer has a copy of
-            from ..compat.launcher_options import EQUIVALENTS
+        """Parse the arguments.
 
-            name = _name(getattr(error, "option_name", ""))
-            mine = {option for parameter in self.params for option in parameter.opts}
-            if same := [option for option, others in EQUIVALENTS.items() if name in others and option in mine]:
-                vars(error)["possibilities"] = same
-            raise
+        Raises:
+            ConfigError: they are not those of the command.
+        """
+        while True:
+            try:
+                return super().parse_args(ctx, list(args))
+            except Exception as error:
+                if not hasattr(error, "format_message"):  # not click's UsageError, of which typer has a copy
+                    raise
+                name = getattr(error, "option_name", "") if hasattr(error, "possibilities") else ""
+                translated = self.translated(name, args) if name else None
+                if translated is None:
+                    said = self._unknown(ctx, name) if name else f"{error.format_message().rstrip('.')}. {_help(ctx)}"
+                    raise ConfigError(said) from None
+                args = translated
+
+    def translated(self, name: str, args: list[str]) -> list[str] | None:
+        """Return the arguments with this command's flags in place of an unknown one; None if it stays unknown."""
+        return None
+
+    def _unknown(self, ctx: Any, name: str) -> str:
+        """Return the answer to an unknown flag."""
+        from ..compat.launcher_options import EQUIVALENTS
+
+        own = [option for parameter in self.params for option in parameter.opts]
+        if (older := OLDER.get((ctx.parent.info_name, name))) is not None:
+            return f"{name} is a verb now: type {older}."
+        same = [option for option, others in EQUIVALENTS.items() if _name(name) in others and option in own]
+        near = same[0] if same else close(name, own)
+        return f"{path_of(ctx)} has no {name}{f'; did you mean {near}?' if near else f'. {_help(ctx)}'}"
 
 
 class RunCommand(Command):
@@ -41,29 +63,27 @@ class RunCommand(Command):
                 parser.add_option(option, others, option.name)  # type: ignore[arg-type]
         return parser
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments; write triax's options for other launchers', and leave out idle ones with a warning.
+    def translated(self, name: str, args: list[str]) -> list[str] | None:
+        """Return the arguments with triax's options for another launcher's, or without an idle one, with a warning.
 
         Raises:
             ConfigError: an option of another launcher that triax does not have.
         """
         from ..compat.launcher_options import IDLE, REFUSED, REPLACED
 
-        while True:
-            try:
-                return super().parse_args(ctx, list(args))
-            except Exception as error:  # click's NoSuchOption, which typer has a copy of
-                name = getattr(error, "option_name", "")
-                if name in REFUSED:
-                    raise ConfigError(f"triax run has no {name}: {REFUSED[name]}.") from None
-                if name in REPLACED:
-                    args = _replaced(args, name, *REPLACED[name])
-                elif name in IDLE:
-                    values, why = IDLE[name]
-                    args = _replaced(args, name, values)
-                    logging.getLogger("triax").warning("triax run: %s does nothing: %s", name, why)
-                else:
-                    raise
+        if name in REFUSED:
+            raise ConfigError(f"triax run has no {name}: {REFUSED[name]}.")
+        if name in REPLACED:
+            return _replaced(args, name, *REPLACED[name])
+        if name not in IDLE:
+            return None
+        values, why = IDLE[name]
+        logging.getLogger("triax").warning("triax run: %s does nothing: %s", name, why)
+        return _replaced(args, name, values)
+
+
+def _help(ctx: Any) -> str:
+    return f"Type {path_of(ctx)} --help for what it takes."
 
 
 def _replaced(args: list[str], name: str, values: int, words: Iterable[str] = ()) -> list[str]:

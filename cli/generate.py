@@ -1,41 +1,27 @@
-"""``triax generate``: continue a prompt, or talk, with a model from a folder, and print the text as it is made.
-
-``model_type`` in the folder's config.json names the family of the model. The installed package with the entry point of
-that name, in the group ``triax.models``, makes the layers. A folder can only choose installed code: it holds none.
-"""
+"""``triax generate``: continue a prompt, or talk, with a model from a folder, and print the text as it is made."""
 
 from __future__ import annotations
 
-import codecs
 import importlib
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from ..base.entry_points import offered
 from ..base.errors import ConfigError
-from ..base.files import read_object
-from ..base.hub import local_folder
 from ..base.option_error import refusal
-from ..data.byte_tokenizer import ByteTokenizer
 from ..grid.environment import read_environment
-from ..grid.launcher.launch import launch, user_error
-from ..grid.topology import Topology
-from ..inference.text import BYTES, Tokenizer
+from ..grid.launcher.launch import user_error
 from ..options.base import Options, option
 from .flags import with_flags
+from .model_folder import ModelFolder, family, find_model, on_ranks, read_model
+from .model_text import Text, open_text
+from .output import printable
 
 if TYPE_CHECKING:
-    from ..data.chat import ChatTemplate
     from ..inference.engine import InferenceEngine
 
-_MODELS = "triax.models"  # the group of entry points
-_CONTROL = {i: "\N{REPLACEMENT CHARACTER}" for i in (*range(32), *range(127, 160)) if chr(i) not in "\n\t"}
 _MAX_NEW_TOKENS = 200  # default of --max-new-tokens, if the model's context has room for as many
 
 
@@ -82,15 +68,7 @@ class GenerateFlags(Options):
 
 
 @with_flags
-def generate(
-    run: Annotated[
-        str,
-        typer.Argument(
-            help="Folder with config.json and *.safetensors, a run's folder with model/, or an id, as Qwen/Qwen3-0.6B."
-        ),
-    ],
-    options: GenerateFlags,
-) -> None:
+def generate(run: ModelFolder, options: GenerateFlags) -> None:
     """Continue a prompt, or answer messages, on --pipe x --tensor processes, new or torchrun's."""
     folder = find_model(run)
     family(folder)  # before any process starts
@@ -102,34 +80,19 @@ def generate(
             f"none. Type torchrun --nproc-per-node {processes} --no-python triax generate ..., or give --prompt."
         )
     shards = options.tensor or max(1, processes // pipe)
-    job = folder, options.changed(tensor=shards)
-    if environment is not None or processes == 1:
-        generate_on_rank(job)
-        return
-    topology = Topology(pipe=pipe, data=1, tensor=shards)
-    raise SystemExit(
-        launch(generate_on_rank, job, ranks=processes, topology=topology, preload=("triax.inference.engine",))
-    )
+    on_ranks(generate_on_rank, (folder, options.changed(tensor=shards)), pipe=pipe, data=1, tensor=shards)
 
 
 def generate_on_rank(job: tuple[Path, GenerateFlags]) -> None:
     """Generate from a model's folder on one rank of the grid; rank 0 prints."""
-    import torch
-
     from ..grid.grid import Grid
     from ..inference.engine import init_inference
-    from ..pipe.module import PipelineModule
 
     folder, options = job
     try:
         grid = Grid(pipe=options.pipe, tensor=options.tensor or 1)
-        dtype = None if options.dtype is None else getattr(torch, options.dtype, None)
-        if options.dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ValueError(f"--dtype is {options.dtype}, but it must be float32, float64, bfloat16 or float16.")
-        text = open_text(folder)
-        layers = family(folder)(folder)
+        text, module = open_text(folder), read_model(folder, grid, options.dtype)
         slots = max(options.beams, options.samples)
-        module = PipelineModule(layers, grid=grid, dtype=dtype)
         engine = init_inference(module, max_batch=slots, tokenizer=text.tokenizer)
         (_talk if options.chat else _write)(engine, text, options)
     except (ValueError, FileNotFoundError) as error:
@@ -250,153 +213,3 @@ def _function(name: str) -> Any:
             f"--logits-processor is {name}, but there is no such function ({error}). Give package.module:function, "
             "which Python can import."
         ) from error
-
-
-def printable(text: str) -> str:
-    """Return the text to print, without control characters if the output is a terminal."""
-    return text.translate(_CONTROL) if sys.stdout.isatty() else text
-
-
-def find_model(run: str | Path) -> Path:
-    """Return the folder with the model: the one given, or ``model`` in it, which a training run writes.
-
-    Raises:
-        ConfigError: neither of the two folders has a config.json; or, for an id, as ``base.hub.local_folder``.
-    """
-    found = local_folder(run, weights=True)
-    for folder in (found, found / "model"):
-        if (folder / "config.json").is_file():
-            return folder
-    reason = "has neither config.json nor model/config.json" if found.is_dir() else "does not exist"
-    raise ConfigError(
-        f"{run} {reason}. Give a folder as transformers saves it, or a run of triax train, or an id of the Hub, such "
-        "as Qwen/Qwen3-0.6B."
-    )
-
-
-def family(folder: Path) -> Any:
-    """Return the function that makes the layers of a folder's model from its path.
-
-    Raises:
-        ConfigError: no installed package has the family.
-    """
-    model_type = read_object(folder / "config.json").get("model_type")
-    known = offered(_MODELS)
-    if not isinstance(model_type, str) or model_type not in known.names:
-        names = ", ".join(sorted(known.names)) or "none (install triax again with pip install -e .)"
-        entry = f'[project.entry-points."{_MODELS}"] {model_type!s:.60} = "package.module:function"'
-        raise ConfigError(
-            f"{folder / 'config.json'} has model_type {model_type!r:.60}, but the installed ones are {names}. A "
-            f"package adds one with the entry point {entry}"
-        )
-    return known[model_type].load()
-
-
-# -------------------------------------------------------------------------------------------- text and tokens
-
-
-class Text(Protocol):
-    """Protocol: conversion of text to token ids and back, also token by token.
-
-    ``encode`` returns the ids of a prompt, ``chat`` those of messages with the beginning of the answer. ``follow``
-    takes the next generated id and returns the text that is now complete. ``rest`` returns the text of the last ids.
-    """
-
-    ends: list[int]  # ids of the tokens that end a text
-    tokenizer: Tokenizer
-
-    def encode(self, prompt: str) -> list[int]: ...
-
-    def chat(self, messages: list[dict[str, str]]) -> list[int]: ...
-
-    def follow(self, token: int) -> str: ...
-
-    def rest(self) -> str: ...
-
-
-class ByteText:
-    """Tokens that are UTF-8 bytes. A character is returned when all its bytes are there."""
-
-    def __init__(self, ends: Iterable[int]) -> None:
-        self.ends, self.tokenizer = list(ends), BYTES
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def encode(self, prompt: str) -> list[int]:
-        return list(prompt.encode())
-
-    def chat(self, messages: list[dict[str, str]]) -> list[int]:
-        raise ConfigError("--chat needs a tokenizer with a chat template, but the model's tokens are bytes.")
-
-    def follow(self, token: int) -> str:
-        return self._decoder.decode(bytes([token]))
-
-    def rest(self) -> str:
-        return self._decoder.decode(b"", final=True)
-
-
-class TokenizerText:
-    """Text conversion with the Hugging Face tokenizer in the model's folder."""
-
-    def __init__(self, folder: Path, ends: Iterable[int]) -> None:
-        from ..data.tokenizer import load_transformers, within_limit  # needs numpy
-
-        self.tokenizer: Any = load_transformers(folder)
-        self._make = lambda prompt: within_limit(folder, lambda: self.tokenizer(prompt))["input_ids"]
-        own = getattr(self.tokenizer, "eos_token_id", None)
-        self.ends, self._folder = list(ends) or [each for each in (own,) if each is not None], folder
-        self._template: ChatTemplate | None = None
-        self._ids: list[int] = []
-        self._shown = ""
-
-    def encode(self, prompt: str) -> list[int]:
-        return self._begin(self._make(prompt))
-
-    def chat(self, messages: list[dict[str, str]]) -> list[int]:
-        from ..data.chat import ChatTemplate  # needs numpy
-
-        self._template = self._template or ChatTemplate(self._folder)
-        return self._begin(self._template.tokens(messages, prompt=True))
-
-    def _begin(self, ids: list[int]) -> list[int]:
-        self._ids = list(ids)
-        self._shown = self._text()
-        return list(self._ids)
-
-    def follow(self, token: int) -> str:
-        self._ids.append(token)
-        whole = self._text()
-        if whole.endswith("\N{REPLACEMENT CHARACTER}"):  # in the middle of a character
-            return ""
-        new, self._shown = whole[len(self._shown) :], whole
-        return new
-
-    def rest(self) -> str:
-        return self._text()[len(self._shown) :]
-
-    def _text(self) -> str:
-        return str(self.tokenizer.decode(self._ids, skip_special_tokens=self._template is not None))
-
-
-def open_text(folder: Path) -> Text:
-    """Return the text conversion of a model's folder: its tokenizer or, with 256 vocabulary entries, plain bytes.
-
-    Raises:
-        ValueError: there is no tokenizer, and the vocabulary does not have 256 entries.
-    """
-    config = read_object(folder / "config.json")
-    further = folder / "generation_config.json"
-    eos = (read_object(further) if further.is_file() else config).get("eos_token_id")  # None: the tokenizer's
-    ends = [] if eos is None else [eos] if isinstance(eos, int) else eos
-    if not isinstance(ends, list) or not all(type(token) is int for token in ends):
-        file = further if further.is_file() else folder / "config.json"
-        raise ConfigError(f"{file}: eos_token_id is {eos!r:.60}, but must be a whole number or a list of them.")
-    if ByteTokenizer().is_in(folder):
-        return ByteText(ends)
-    if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
-        return TokenizerText(folder, ends)
-    if config.get("vocab_size") == 256:
-        return ByteText(ends)
-    raise ValueError(
-        f"{folder} has no tokenizer.json, and its vocabulary has {config.get('vocab_size')} entries. Only a vocabulary "
-        "of the 256 bytes needs no tokenizer. Copy the model's tokenizer files there."
-    )

@@ -29,9 +29,11 @@ from .report import report
 from .run import CONTEXT, run
 from .schedule import schedule
 from .train import train
+from .verbs import CommandGroup
 
 app = typer.Typer(
     name="triax",
+    cls=CommandGroup,
     help="Train models in three dimensions: pipe, tensor and data. Begin with triax demo.",
     epilog=f"Pages such as docs/launch.md, which help texts and messages name, are in {Path(__file__).parents[1]}.",
     no_args_is_help=True,
@@ -60,11 +62,11 @@ app.command(cls=Command)(recipe)
 app.command(cls=Command)(memory)
 app.command(cls=Command)(config)
 app.command(cls=Command)(grid)
-app.command(cls=Command)(schedule)
+app.add_typer(schedule)
 app.command(cls=Command)(train)
 app.command(cls=Command)(generate)
 app.command(cls=Command)(evaluate)
-app.command(cls=Command)(plan)
+app.add_typer(plan)
 app.command(cls=Command)(report)
 app.command(cls=Command)(check)
 app.command(cls=RunCommand, context_settings=CONTEXT)(run)

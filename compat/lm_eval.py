@@ -21,6 +21,7 @@ import yaml
 from ..base.errors import AgreedError, ConfigError, nearest, to_install
 from ..base.files import read_bytes
 from ..base.hub import local_folder
+from ..data.chat import apply_template
 from ..data.tokenizer import BYTES as BYTES_NAME
 from ..data.tokenizer import load_transformers
 from ..engine.pipeline_engine import PipelineEngine
@@ -129,7 +130,8 @@ class LanguageModel(TemplateLM):
         """Return messages as a text, by the tokenizer's chat template."""
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise ValueError("the tokenizer has no chat template: leave out apply_chat_template")
-        text: str = self.tokenizer.apply_chat_template(
+        text: str = apply_template(
+            self.tokenizer,
             chat_history,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,

@@ -60,7 +60,8 @@ class ChatTemplate:
     def encode(self, messages: list[dict[str, Any]]) -> tuple[Array, Array] | BadDocument:
         """Return the tokens of a conversation, and for each 1 if it counts in the loss, else 0: integers (T,) each."""
         try:
-            ids, counted = self._run(lambda: (self._by_marks if self._marks else self._by_prompts)(messages))
+            encode = self._by_marks if self._marks else self._by_prompts
+            ids, counted = _within_limits(self._name, lambda: encode(messages))
         except BadDocument as error:
             return error
         if not counted.any():
@@ -73,7 +74,7 @@ class ChatTemplate:
         Raises:
             BadDocument: the template refuses the messages.
         """
-        text = self._run(lambda: self._render(messages, prompt))
+        text = _within_limits(self._name, lambda: self._render(messages, prompt))
         return [*self._tokenizer(text, add_special_tokens=False)["input_ids"]]
 
     def _by_marks(self, messages: list[dict[str, Any]]) -> tuple[Array, Array]:
@@ -97,30 +98,52 @@ class ChatTemplate:
                 counted[(begins >= len(before)) & (begins < len(after))] = 1
         return ids, counted
 
-    def _run(self, function: Callable[[], T]) -> T:
-        """Return the result of the template, which is a program of somebody else's.
-
-        Raises:
-            BadDocument: it refuses the messages, or fails with any error.
-            ConfigError: it does not end.
-        """
-
-        def call() -> T | BadDocument:
-            try:
-                return function()
-            except BadDocument as error:
-                return error
-            except Exception as error:
-                said = " ".join(str(error).split())[:200] or type(error).__name__
-                return BadDocument(f"the chat template refuses the messages ({said})")
-
-        found = within_limit(self._name, call, _SECONDS, "its chat template does not end")
-        if isinstance(found, BadDocument):
-            raise found
-        return found
-
     def _render(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
-        text = str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
-        if len(text) > _LONGEST:
-            raise BadDocument(f"the chat template makes {len(text)} characters, of which {_LONGEST} are too many")
-        return text
+        return str(_applied(self._tokenizer, messages, tokenize=False, add_generation_prompt=prompt))
+
+
+def apply_template(tokenizer: Any, messages: Any, **options: Any) -> Any:
+    """Return the text or the tokens that any tokenizer's chat template makes of messages.
+
+    Args:
+        tokenizer: tokenizer with ``apply_chat_template``, such as one of transformers'.
+        messages: the messages.
+        options: options of ``apply_chat_template``.
+
+    Raises:
+        BadDocument, ConfigError: as ``_within_limits``.
+    """
+    name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
+    return _within_limits(name, lambda: _applied(tokenizer, messages, **options))
+
+
+def _applied(tokenizer: Any, messages: Any, **options: Any) -> Any:
+    """Return what the template makes, if it is not too long."""
+    found = tokenizer.apply_chat_template(messages, **options)
+    if len(found) > _LONGEST:
+        what = "characters" if isinstance(found, str) else "tokens"
+        raise BadDocument(f"the chat template makes {len(found)} {what}, of which {_LONGEST} are too many")
+    return found
+
+
+def _within_limits(name: str, function: Callable[[], T]) -> T:
+    """Return the result of a function that runs a chat template, which is a program of somebody else's.
+
+    Raises:
+        BadDocument: the template refuses the messages, fails with any error, or makes a text that is too long.
+        ConfigError: it does not end.
+    """
+
+    def call() -> T | BadDocument | ConfigError:
+        try:
+            return function()
+        except (BadDocument, ConfigError) as error:
+            return error
+        except Exception as error:
+            said = " ".join(str(error).split())[:200] or type(error).__name__
+            return BadDocument(f"the chat template refuses the messages ({said})")
+
+    found = within_limit(name, call, _SECONDS, "its chat template does not end")
+    if isinstance(found, (BadDocument, ConfigError)):
+        raise found
+    return found

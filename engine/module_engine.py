@@ -28,7 +28,7 @@ from ..base.nest import map_tensors
 from ..base.option_error import Note
 from ..context.part_loss import share_of_mean, share_of_terms
 from ..grid import Grid
-from ..grid.agreement.agreement import number, totals
+from ..grid.agreement.agreement import SAME_CALLS, enter_call, number, totals
 from ..grid.agreement.failure import all_or_none
 from ..grid.comm.traffic import Sent
 from ..grid.layout import require_plain
@@ -164,6 +164,7 @@ class ModuleEngine(Engine):
         self._named: list[NamedLosses] = []  # the losses of this step that have names
         self._mark_last()
         self._set_plain()
+        self._call_order = grid.call_order(self._step_grid.world, SAME_CALLS)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call ``forward``."""
@@ -317,6 +318,11 @@ class ModuleEngine(Engine):
                     if not self.options.batch.counted:
                         missing = self.batch.accumulation - self.backward_passes.count
                         self._samples_before -= missing * self.batch.micro * self.grid.replicas
+                    # These passes reduce gradients, each by collectives of its own.
+                    reduces = self.options.batch.counted and self.data_axis.exchange is None
+                    passes = self.backward_passes.count - self.backward_passes.seen if reduces else 1
+                    call = "step" if passes == 1 else f"step after {passes} backward passes"
+                    enter_call(self.grid, call, ends=self._call_order)
                     self.microbatch = -1
                     with torch.no_grad(), self.accounts.counting(), self.replicas.stepping() as grid:
                         self._step(grid, self.optimizer, lr_kwargs)
@@ -374,6 +380,7 @@ class ModuleEngine(Engine):
                         "within the step: set <clip>"
                     )
                 )
+            enter_call(self.grid, "clip_grad_norm_")
             divisor = self._gradient_divisor()
             self.data_axis.access.take_back()
             (square,) = totals(self._step_grid, [self.data_axis.squares()])

@@ -16,6 +16,7 @@ checkpoints.py: when and how checkpoints are written.
 monitoring.py: monitors, traces and profiles.
 local_updates.py: local SGD and DiLoCo.
 fault_tolerance.py: replicas that come and go.
+launch.py: start of ranks by ``triax run``; words.py: options as words of a command line.
 lora.py: low-rank adapters.
 sparse_attention.py: block masks of attention.
 dialect.py: languages of other libraries, found by entry points.

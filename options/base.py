@@ -9,6 +9,7 @@ import textwrap
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..base.checks import check_number
@@ -37,6 +38,7 @@ def option(
     most: float | None = None,
     below: float | None = None,
     needs: str | None = None,
+    flags: tuple[str, ...] = (),
 ) -> Any:
     """Declare an option.
 
@@ -47,12 +49,14 @@ def option(
         least, most: the smallest and the largest value.
         above, below: numbers that the value must be above or below.
         needs: option of the same section without which this one has no effect.
+        flags: names on the command line, if not that of the option.
     """
     limits = {"least": least, "above": above, "most": most, "below": below}
     metadata = {
         "doc": doc,
         "read": read,
         "needs": needs,
+        "flags": flags,
         "limits": {k: limit for k, limit in limits.items() if limit is not None},
     }
     if default is dict:
@@ -292,7 +296,7 @@ def converted(value: Any, hint: Any) -> Any:
             return value
         if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool):
             return _in_float32(value)
-        if isinstance(kind, type) and type(value) is kind:
+        if isinstance(kind, type) and (type(value) is kind or (kind is Path and isinstance(value, Path))):
             return value
         if callable(value) and kind is Callable:
             return value

@@ -6,14 +6,21 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ...base.errors import CheckpointError, ConfigError, CorruptError, DamagedError
 from ..comm.axis import Axis
+from .failure import all_or_none
+
+if TYPE_CHECKING:
+    from ..grid import Grid
+    from .call_order import CallOrder
+
+SAME_CALLS = "make the same call on every rank, and none under `if rank == 0`"
 
 _SHOWN = 3  # differences in one message
 _FAILURES = (CorruptError, OSError, ValueError, TypeError, KeyError, RuntimeError)
@@ -98,7 +105,22 @@ def same(axis: Axis, facts: Any, device: torch.device) -> bool:
     return bool(both[0] == -both[1])
 
 
-def begin_call(grid: AgreeingGrid, call: str, flags: Sequence[int] = ()) -> list[int]:
+def enter_call(grid: Grid, call: str, ends: CallOrder | None = None) -> None:
+    """Check that the ranks of each axis whose order of calls is checked make the same call.
+
+    Args:
+        grid: the grid.
+        call: name of the call, with what must be equal in its arguments.
+        ends: the order in which the call ends a step.
+
+    Raises:
+        RuntimeError: a rank makes another call.
+    """
+    for order in grid.call_orders.values():
+        order.enter(f"calls {call}", order is ends)
+
+
+def begin_call(grid: Grid, call: str, flags: Sequence[int] = ()) -> list[int]:
     """Begin a call that all ranks make, and return the largest of each flag. Collective.
 
     Each such call begins with the same all-reduce, so that ranks that make different ones find out here.
@@ -115,14 +137,15 @@ def begin_call(grid: AgreeingGrid, call: str, flags: Sequence[int] = ()) -> list
         return [*flags]
     digest = int.from_bytes(hashlib.sha256(call.encode()).digest()[:7], "big")
     values = torch.tensor([digest, -digest, *flags, *[0] * (3 - len(flags))])
-    grid.world.all_reduce(values, op="max")
+    with nullcontext() if grid.activity.what else all_or_none(grid, lambda: None, call):
+        enter_call(grid, call)
+        grid.world.all_reduce(values, op="max")
     high, low, *most = values.tolist()
     if high != -low:
         calls = grid.world.all_gather_json(call)
         other = next(rank for rank, each in enumerate(calls) if each != calls[0])
         raise RuntimeError(
-            f"{grid.describe(0)} calls {calls[0]}, but {grid.describe(other)} calls {calls[other]}: make the same call "
-            "on every rank, and none under `if rank == 0`"
+            f"{grid.describe(0)} calls {calls[0]}, but {grid.describe(other)} calls {calls[other]}: {SAME_CALLS}"
         )
     return most[: len(flags)]
 

@@ -98,6 +98,11 @@ class CallOrder:
         self._users += 1
         return self._users - 1
 
+    def enter(self, call: str, ends: bool = False) -> None:
+        """Begin a call, and agree on it with the other ranks if it is not the expected one."""
+        if (new := self.begin(call, ends)) is not None:
+            self.agree(new)
+
     def begin(self, call: str, ends: bool = False) -> NewCall | None:
         """Record that a call begins, which all ranks of the axis must make.
 

@@ -143,6 +143,11 @@ def first_slots(slots: Slots, total: int) -> Slots:
     return {host: tuple(s for h, s in chosen if h == host) for host in dict.fromkeys(host for host, _ in chosen)}
 
 
+def listed(slots: tuple[int, ...]) -> str:
+    """Return slots with commas between them."""
+    return ",".join(map(str, slots))
+
+
 def _parse(text: str, every: Slots, option: str) -> Slots:
     """Parse ``host1:0,2@host2``; return {host1: (0, 2), host2: all its slots}."""
     found: Slots = {}

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ...base.temporary_folders import lock_process_folder, temporary_folder
+from ...options.launch import LaunchOptions
 from ..environment import loopback_interface, loopback_variables, read_environment
 from ..topology import Topology
 from .log_tail import LogTail
@@ -49,7 +50,8 @@ if TYPE_CHECKING:
 PRELOAD = ("torch", "torch.distributed.device_mesh", "torch.distributed.elastic.multiprocessing")
 MESSAGE_TIME = 30  # seconds in which rank 0 must print a user's error
 STOP = 5  # seconds in which ranks must end when another has failed, before they are killed
-GRACE = 30.0  # seconds in which they must end when this process received a signal; they may write a checkpoint
+# Seconds in which they must end when this process received a signal; they may write a checkpoint.
+GRACE: float = LaunchOptions.default_of("grace")
 CAUSE_TIME = 4.0  # seconds in which another host may report that it has the cause of a failure
 
 _STOPPED = "; the other ranks were stopped"

@@ -63,6 +63,19 @@ def exported_variables(
     return found
 
 
+def template_of(launcher: str, arguments: Sequence[str]) -> str:
+    """Return the command that starts a command on a host, with ``{host}`` and ``{command}`` in it.
+
+    Raises:
+        ConfigError: there are options of ssh for another launcher.
+    """
+    if launcher.lower() in ("ssh", "pdsh"):
+        return SSH.replace("ssh ", " ".join(["ssh", *arguments, ""]), 1)
+    if arguments:
+        raise ConfigError(f"You gave --launcher {launcher!r} and options of ssh. Write them in the command.")
+    return launcher
+
+
 def host_command(
     template: str, host: str, words: Sequence[str], environment: Mapping[str, str], folder: str
 ) -> list[str]:

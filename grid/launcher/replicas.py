@@ -23,6 +23,8 @@ from pathlib import Path
 from types import FrameType
 
 from ...base.errors import ConfigError
+from ...options.launch import CoordinatorServer
+from ...options.words import words_of
 from .worker import killed_with_parent
 
 _POLL = 0.05  # seconds
@@ -180,15 +182,12 @@ def drain(name: str, logs: Path, seconds: float) -> None:
         time.sleep(_POLL)
 
 
-def start_coordinator(
-    port: int, least: int, silence: float, patience: float, secret: str, log: Path
-) -> subprocess.Popen[bytes]:
+def start_coordinator(options: CoordinatorServer, secret: str, log: Path) -> subprocess.Popen[bytes]:
     """Start a coordinator of this host as a process of its own, whose messages go to a file."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    words = ["coordinator", "--port", str(port), "--least", str(least), "--silence", str(silence)]
     with log.open("wb") as file:
         return subprocess.Popen(
-            [sys.executable, "-m", "triax.cli.main", *words, "--patience", str(patience)],
+            [sys.executable, "-m", "triax.cli.main", "coordinator", *words_of(options)],
             stdout=file,
             stderr=file,
             env={**os.environ, "TRIAX_SECRET": secret},

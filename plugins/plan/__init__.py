@@ -5,7 +5,7 @@ activations.py      bytes of a block's activations, by formula
 memory.py           ModelMemory: bytes of each pipe rank by kind, on any layout
 parallel_layout.py  ParallelLayout: degrees, microbatch, schedule, ZeRO stage, recomputation
 machine.py          Machine: speed of products, memory and links, with sources; MACHINES
-measured.py         MeasuredTimes: times of kernels, collectives and Python by size, of ``triax plan --measure``
+measured.py         MeasuredTimes: times of kernels, collectives and Python by size, of ``triax plan measure``
 collectives.py      seconds of rings, trees, all-to-alls and messages on the levels of a network
 cost.py             CostModel: seconds of a step on a layout, term by term
 cores.py            seconds of a schedule whose ranks share the cores of one machine

@@ -30,7 +30,7 @@ software's overhead | Narayanan et al. 2021 |
 measured |
 | cores | waiting for a core that other ranks of the machine use | plugins/plan/cores.py |
 
-On a machine of ``triax plan --measure`` products, attention, elementwise kernels, collectives, AdamW and the overhead
+On a machine of ``triax plan measure`` products, attention, elementwise kernels, collectives, AdamW and the overhead
 are those measured (plugins/plan/measured.py). Where ranks compute on shared cores, nothing hides a collective, because
 the transport computes too, and the schedule is simulated with equal shares of the cores (plugins/plan/cores.py).
 """

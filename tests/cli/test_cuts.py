@@ -1,4 +1,4 @@
-"""``triax schedule --layers`` and ``triax plan --layer-costs``: costs of layers to cuts that a training file takes."""
+"""``triax schedule cuts`` and ``triax plan --layer-costs``: costs of layers to cuts that a training file takes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
+from command_line import run_triax
 
-from triax.cli.main import app
 from triax.options.schedule import ScheduleOptions
 from triax.pipe.cuts import compare_cuts
 from triax.pipe.program.layer_costs import LayerCost, LayerCosts
@@ -25,9 +24,9 @@ HEADED = LayerCosts([LayerCost(1e-3, 1e-3, 1e-3, 1e9, 1e8)] * 7 + [LayerCost(4e-
 
 
 def run(*words: str, code: int = 0) -> str:
-    done = CliRunner().invoke(app, list(words), env={"COLUMNS": "200"})
-    assert done.exit_code == code, done.output
-    return done.output
+    found, output = run_triax(*words, columns=200)
+    assert found == code, output
+    return output
 
 
 @pytest.fixture
@@ -38,7 +37,7 @@ def file(tmp_path: Path) -> str:
 
 
 def test_the_table_and_a_line_that_a_training_file_takes(file: str) -> None:
-    words = ("schedule", "--layers", file, "--pipe", "2", "--microbatches", "8")
+    words = ("schedule", "cuts", file, "--pipe", "2", "--microbatches", "8")
     found = json.loads(run(*words, "--json"))["cuts"]
     wanted = compare_cuts(HEADED, 2, 8)
     assert [each["partition"] for each in found] == ["uniform", "parameters", "time", "memory", "auto"]
@@ -56,7 +55,7 @@ def test_the_table_and_a_line_that_a_training_file_takes(file: str) -> None:
 
 
 def test_a_limit_is_kept_or_refused(file: str) -> None:
-    words = ("schedule", "--layers", file, "--pipe", "2", "--microbatches", "8", "--limit")
+    words = ("schedule", "cuts", file, "--pipe", "2", "--microbatches", "8", "--limit")
     cuts = json.loads(run(*words, "7.5,5", "--json"))["cuts"][2:]
     assert cuts and all(each["bytes"][0] <= 7.5e9 and each["bytes"][1] <= 5e9 for each in cuts)
     assert "was found within 4 GB" in run(*words, "4", code=2).replace("\n", " ")
@@ -65,12 +64,12 @@ def test_a_limit_is_kept_or_refused(file: str) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--limit", "3"], "--limit needs --layers"),
-        (["--layers", "FILE", "--compare"], "works only with a schedule's name"),
-        (["auto", "--layers", "FILE"], "always prints a row of auto"),
-        (["--layers", "FILE", "--limit", "x"], "give GB of a rank"),
-        (["--layers", "/no/such.json"], "cannot be read"),
-        (["zb-v", "--layers", "FILE", "--pipe", "5"], "8 layers cannot fill 10 stages"),
+        (["1f1b", "--limit", "3"], "type triax schedule cuts COSTS.json --limit GB"),
+        (["--layers", "FILE", "--compare"], "--layers is a verb now: type triax schedule cuts COSTS.json"),
+        (["cuts", "FILE", "--schedule", "auto"], "a row of auto is always printed"),
+        (["cuts", "FILE", "--limit", "x"], "--limit = 'x': give a number or a list of numbers"),
+        (["cuts", "/no/such.json"], "cannot be read"),
+        (["cuts", "FILE", "--schedule", "zb-v", "--pipe", "5"], "8 layers cannot fill 10 stages"),
     ],
 )
 def test_refusals(file: str, words: list[str], expected: str) -> None:

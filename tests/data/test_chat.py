@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,14 @@ import numpy as np
 import pytest
 import torch
 
+import triax
 from triax.base.errors import ConfigError
+from triax.cli.generate import TokenizerText
 from triax.data import TokenData, TokenFolder, train_tokenizer
 from triax.data.chat import ChatTemplate
 from triax.data.sources import BadDocument, Reading, find_sources
 from triax.data.tokenization import tokenize
+from triax.train.methods import Rollouts, grpo_loss
 
 from tokenized import write_json_lines
 
@@ -117,6 +121,8 @@ BAD = {
     "{% for a in range(10**9) %}x{% endfor %}": "Range too big",
     "{{ 'x' * (10**8 + 1) }}": "100000001 characters",
 }
+# Seconds; a few levels more: years.
+SLOW = "{% for a in range(99) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
 def test_a_template_is_a_program_that_may_fail(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,9 +140,41 @@ def test_a_template_is_a_program_that_may_fail(made: Path, tmp_path: Path, monke
         with pytest.raises(BadDocument, match=words):
             template_of(text).tokens(CONVERSATIONS[0])
     monkeypatch.setattr("triax.data.chat._SECONDS", 0.1)
-    slow = "{% for a in range(99) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"  # seconds; a few levels: years
     with pytest.raises(ConfigError, match=r"needs more than 0.1 s .* its chat template does not end"):
-        template_of(slow).encode(CONVERSATIONS[0])
+        template_of(SLOW).encode(CONVERSATIONS[0])
+
+
+def callers(tokenizer: Any, folder: Path) -> dict[str, Callable[[Any], Any]]:
+    """Return what else runs a tokenizer's chat template."""
+    from triax.compat.lm_eval import LanguageModel
+
+    grid, config = triax.Grid(), triax.LlamaConfig(400, 8, 8, 1, 1)
+    module = triax.PipelineModule(triax.llama_layers(config), grid=grid, loss_fn=grpo_loss(grid, 400))
+    engine = triax.Engine(module, optimizer=torch.optim.SGD, batch=2)
+    sampler = triax.init_inference(engine, tokenizer=tokenizer)
+    rollouts = Rollouts(engine, sampler, lambda *_, **__: [0.0], group=2, max_new_tokens=1)
+    return {
+        "triax generate --chat": TokenizerText(folder, []).chat,
+        "lm-eval": LanguageModel(engine, tokenizer).apply_chat_template,
+        "GRPO": lambda messages: rollouts([messages]),
+    }
+
+
+def test_whoever_runs_a_template_has_its_limits(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """lm-eval and GRPO ran the templates of transformers' tokenizers without the limits."""
+    from transformers import AutoTokenizer
+
+    folder = shutil.copytree(made / "plain", tmp_path / "bad")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    monkeypatch.setattr("triax.data.chat._LONGEST", 10**4)
+    for text, words in {"{{ 1 // 0 }}": "by zero", "{{ 'x ' * 10001 }}": "are too many", SLOW: "does not end"}.items():
+        if text is SLOW:
+            monkeypatch.setattr("triax.data.chat._SECONDS", 0.1)
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": text}))
+        for name, call in callers(AutoTokenizer.from_pretrained(folder), folder).items():
+            with pytest.raises((BadDocument, ConfigError)) as raised:
+                call(CONVERSATIONS[0][:2])
+            assert words in str(raised.value) and "\n" not in str(raised.value), (name, text)
 
 
 def test_what_cannot_be_used_is_named(made: Path, tmp_path: Path) -> None:

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import run_triax
 
-from triax.base.errors import ConfigError
-from triax.cli.generate import generate
 from triax.cli.main import main
 from triax.data import train_tokenizer
 from triax.data.sources import Reading, find_sources
@@ -118,11 +117,11 @@ def two_stages(folder: Path, words: tuple[object, ...], lines: str) -> tuple[Any
 
 
 def test_what_a_chat_cannot_do(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--chat reads messages from the terminal, but the 2 processes"):
-        generate(str(folder), chat=True, pipe=2)
-    with pytest.raises(ConfigError, match="--system is a message of --chat"):
-        generate(str(folder), prompt="x", system="y")
-    with pytest.raises(ConfigError, match="--chat prints one answer while it is generated"):
-        generate(str(folder), chat=True, samples=2)
-    with pytest.raises(ConfigError, match="--prompt is empty"):
-        generate(str(folder))
+    for words, message in (
+        (("--chat", "--pipe", 2), "--chat reads messages from the terminal, but the 2 processes"),
+        (("--prompt", "x", "--system", "y"), "--system is a message of --chat"),
+        (("--chat", "--samples", 2), "--chat prints one answer while it is generated"),
+        ((), "--prompt is empty"),
+    ):
+        code, said = run_triax("generate", folder, *words)
+        assert code == 2 and message in said

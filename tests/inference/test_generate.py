@@ -16,8 +16,9 @@ import torch
 
 import triax
 from triax.base.errors import ConfigError
-from triax.cli.generate import family, find_model, generate, open_text
 from triax.cli.main import main
+from triax.cli.model_folder import family, find_model
+from triax.cli.model_text import open_text
 from triax.grid import Grid
 from triax.models.gpt import GPTConfig, gpt_layers
 from triax.models.huggingface.load import load_hf
@@ -172,19 +173,16 @@ def test_what_cannot_be_is_one_line(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_new_tokens": 48}, "pass max_new_tokens=47 at most"),
-        ({"prompt": "x" * 48}, "prompt 0 has 48 tokens and gets 1 new ones, which makes 49, but max_length is 48"),
-        ({"dtype": "int8"}, "--dtype is int8, but it must be float32, float64, bfloat16 or float16"),
-        ({"temperature": -1.0}, "temperature is -1.0. Give 0"),
+        (("--max-new-tokens", 48), "pass max_new_tokens=47 at most"),
+        (("--prompt", "x" * 48), "prompt 0 has 48 tokens and gets 1 new ones, which makes 49, but max_length is 48"),
+        (("--dtype", "int8"), "--dtype is int8, but it must be float32, float64, bfloat16 or float16"),
+        (("--temperature", -1), "temperature is -1.0. Give 0"),
     ],
 )
-def test_what_the_model_cannot_do(folder: Path, capsys: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(SystemExit) as left:
-        generate(str(folder), **{"prompt": "x", **options})
-    said = capsys.readouterr()
-    assert left.value.code == 2 and not said.out and message in said.err and said.err.count("\n") == 1
-    with pytest.raises(ConfigError, match="--prompt is empty, but the model needs a text to continue"):
-        generate(str(folder), prompt="")
+def test_what_the_model_cannot_do(folder: Path, options: tuple[object, ...], message: str) -> None:
+    code, out, err = inside(folder, *(() if "--prompt" in options else ("--prompt", "x")), *options)
+    assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+    assert "--prompt is empty, but the model needs a text to continue" in inside(folder, "--prompt", "")[2]
 
 
 def test_a_folder_names_a_family_and_brings_no_code(tmp_path: Path) -> None:

@@ -28,7 +28,6 @@ ALLOWED = {
     "train/schema.py": "the section deepspeed: of the training file",
     "cli/checkpoint.py": COMMANDS,
     "cli/config.py": COMMANDS,
-    "cli/run.py": COMMANDS,
     "grid/launcher/launch.py": "the advice when a script imports deepspeed, which is not installed",
     "plugins/plan/machine.py": MEASURED,
     "engine/monitor/trace/merge.py": SOURCES,

@@ -13,6 +13,7 @@ import pytest
 from typer.main import get_command
 
 from triax.cli.main import app
+from triax.cli.verbs import VerbGroup
 from triax.compat.launcher_options import IDLE, REPLACED, SAME
 
 from import_reader import library
@@ -95,6 +96,8 @@ def missing_commands(root: Path) -> Iterator[str]:
             command, words, place = top, list(given), f"{file}:{line} names triax {' '.join(given)}"
             while words and hasattr(command, "commands") and words[0] in command.commands:
                 command = command.commands[words.pop(0)]
+            if isinstance(command, VerbGroup) and words:
+                command = command.first
             if words and hasattr(command, "commands") and re.fullmatch(r"[a-z][\w-]*", words[0]):
                 yield f"{place}, and there is no {words[0]}"
                 continue

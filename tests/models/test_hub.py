@@ -18,7 +18,7 @@ import triax
 from triax.base.errors import ConfigError
 from triax.base.hub import data_path, is_here, local_folder, pinned
 from triax.cli.check_targets import read_target
-from triax.cli.generate import find_model
+from triax.cli.model_folder import find_model
 from triax.cli.plan_inputs import model_of
 from triax.data import open_tokenizer
 from triax.data.sources import Reading, find_sources

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from command_line import run_triax
 from typer.testing import CliRunner
 
 from triax.cli.main import app
@@ -119,9 +120,9 @@ def test_the_papers_bubble_leaves_the_first_way_out() -> None:
 
 
 def test_the_command_explains_marks_and_lists(tmp_path: Path) -> None:
-    run = CliRunner().invoke(app, ["schedule", "zb-v", "--pipe", "2", "--explain", "1F0"])
+    run = CliRunner().invoke(app, ["schedule", "explain", "zb-v", "1F0", "--pipe", "2"])
     assert run.exit_code == 0 and run.output.startswith("1F0 runs from 0.5 to 1 on rank 1. It starts when its input")
-    shown = "triax schedule 1f1b --costs 1,1,1,0.25 --explain 0B0"
+    shown = "triax schedule explain 1f1b 0B0 --costs 1,1,1,0.25"
     run = CliRunner().invoke(app, shown.split()[1:])
     page = (DOCS / "schedules.md").read_text().partition(f"$ {shown}\n```\n\n```text\n")[2].partition("```")[0]
     assert page.split() == run.output.split()  # the page breaks its lines
@@ -134,12 +135,12 @@ def test_the_command_explains_marks_and_lists(tmp_path: Path) -> None:
     csv = tmp_path / "s.csv"
     run = CliRunner().invoke(app, ["schedule", "1f1b", "--pipe", "2", "--write", str(csv)])
     assert csv.read_text() == schedule.to_csv() and "bubble / ideal time 25.00% (Narayanan 2021)" in run.output
-    again = CliRunner().invoke(app, ["schedule", "--file", str(csv)])
+    again = CliRunner().invoke(app, ["schedule", str(csv)])
     assert again.output.splitlines()[1:] == run.output.splitlines()[1:]
     assert "critical path" in plot.read_text()
-    run = CliRunner().invoke(app, ["schedule", "1f1b", "--explain", "9F0"])
-    assert run.exit_code == 2 and "the schedule has no op 9F0" in run.output
-    run = CliRunner().invoke(app, ["schedule", "--compare", "--explain", "0F0"])
-    assert run.exit_code == 2 and "--explain and --critical are for one schedule" in run.output
-    run = CliRunner().invoke(app, ["schedule", "1f1b", "--critical"])
-    assert run.exit_code == 2 and "give --plot too" in run.output
+    code, said = run_triax("schedule", "explain", "1f1b", "9F0")
+    assert code == 2 and "the schedule has no op 9F0" in said
+    code, said = run_triax("schedule", "1f1b", "--explain", "0F0")
+    assert code == 2 and "--explain is a verb now: type triax schedule explain NAME OP" in said
+    code, said = run_triax("schedule", "1f1b", "--critical")
+    assert code == 2 and "--critical does nothing without --plot" in said

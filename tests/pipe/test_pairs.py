@@ -12,15 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-import typer
+from command_line import run_triax
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
 import triax
 from triax import Costs, Grid, LayerSpec, PipelineModule, make_schedule, simulate, verify
-from triax.cli.schedule import schedule as schedule_command
 from triax.grid.comm.observer import Observer
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.options.schedule import ScheduleOptions
@@ -44,8 +42,6 @@ from toys import error_text, summed_loss
 
 NAMES = ("gpipe", "1f1b", "eager-1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "stp")
 VOCABULARY, LENGTH, SAMPLES = 37, 8, 16
-app = typer.Typer()
-app.command()(schedule_command)
 
 
 def ops(text: str) -> tuple[Op, ...]:
@@ -525,13 +521,13 @@ def test_engines_refuse_what_pairs_cannot_do() -> None:
 
 
 def run(*words: str, collectives: str = "0.25") -> Any:
-    result = CliRunner().invoke(app, [*words, "--collectives", collectives])
-    return json.loads(result.output) if "--json" in words else result.output
+    output = run_triax("schedule", *words, "--collectives", collectives)[1]
+    return json.loads(output) if "--json" in words else output
 
 
 @pytest.mark.exhaustive
 def test_the_command_compares_with_pairs() -> None:
-    rows = run("--compare", "--pipe", "4", "--microbatches", "16", "--pairs", "--json")["schedules"]
+    rows = run("compare", "--pipe", "4", "--microbatches", "16", "--pairs", "--json")["schedules"]
     assert [row["name"] for row in rows][:2] == ["stp", "dualpipe-v"]
     assert rows[0]["makespan"] == simulate(make_schedule("stp", 4, 16), Costs(AR=0.25)).makespan
 
@@ -541,5 +537,5 @@ def test_the_command_pairs_passes() -> None:
     plain, paired = run("dualpipe-v", *sizes, "--json"), run("dualpipe-v", *sizes, "--pairs", "--json")
     assert (plain["makespan"], paired["makespan"]) == (54.75, 53.25)
     assert Schedule.from_json(paired).pairs and not Schedule.from_json(plain).pairs
-    assert "AR 0.25" in run("stp", *sizes) and "as a pair with" in run("stp", *sizes, "--explain", "7F4")
-    assert "must be AR[,A2A]" in run("stp", *sizes, collectives="x")
+    assert "AR 0.25" in run("stp", *sizes) and "as a pair with" in run("explain", "stp", "7F4", *sizes)
+    assert "--collectives = 'x': give a list of numbers" in run("stp", *sizes, collectives="x")

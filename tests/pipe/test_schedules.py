@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import typer
+from command_line import run_triax
 from torch.distributed.pipelining import PipelineStage
 from typer.testing import CliRunner
 
 from triax.base.entry_points import installed
 from triax.base.errors import ConfigError
-from triax.cli.schedule import schedule as schedule_command
+from triax.cli.main import app
 from triax.pipe.program.ops import Op
 from triax.pipe.program.placement import loop, zigzag
 from triax.pipe.program.schedule import Schedule
@@ -395,13 +395,9 @@ def test_every_name_verifies_at_every_size(pipe: int) -> None:
 
 # ------------------------------------------------------------------------------------------ the command
 
-app = typer.Typer()
-app.command()(schedule_command)
-
 
 def run(*words: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, list(words))
-    return result.exit_code, result.output
+    return run_triax("schedule", *words)
 
 
 def test_the_command_prints_one_json_object() -> None:
@@ -427,10 +423,10 @@ def test_the_command_has_a_size_and_fits_into_80_columns() -> None:
 
 
 def test_the_command_compares_what_fits() -> None:
-    code, output = run("--compare", "--pipe", "4", "--microbatches", "8", "--memory", "3", "--json")
+    code, output = run("compare", "--pipe", "4", "--microbatches", "8", "--memory", "3", "--json")
     assert code == 0
     assert {row["name"] for row in json.loads(output)["schedules"]} == {"v-half", "v-min"}
-    code, output = run("--compare", "--pipe", "4", "--microbatches", "11")
+    code, output = run("compare", "--pipe", "4", "--microbatches", "11")
     assert code == 0 and all(name in output for name in TRAINING)
 
 
@@ -466,32 +462,32 @@ def test_schedules_of_a_package_by_name(package: Path) -> None:
         make_schedule("odd", 2, 4)
     (package / "mine-1.0.dist-info" / "entry_points.txt").write_text("[triax.schedules]\nmine = mine_schedules:mine\n")
     installed.cache_clear()  # as in the next process
-    assert "mine" not in run("--compare", "--pipe", "2", "--microbatches", "3")[1]
+    assert "mine" not in run("compare", "--pipe", "2", "--microbatches", "3")[1]
     assert "interleaved" in run("mine", "--pipe", "2")[1]
 
 
 def test_the_command_reads_your_own_schedule(tmp_path) -> None:  # type: ignore[no-untyped-def]
     mine = tmp_path / "mine.csv"
     mine.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
-    code, output = run("--file", str(mine), "--json", "--plot", str(tmp_path / "mine.svg"))
+    code, output = run(str(mine), "--json", "--plot", str(tmp_path / "mine.svg"))
     assert code == 0 and json.loads(output)["name"] == "mine"
     assert (tmp_path / "mine.svg").read_text().startswith("<?xml")
     again = tmp_path / "again.json"
     again.write_text(output)
-    assert run("--file", str(again), "--json")[0] == 0
-    code, output = run("--file", str(mine), "--compare", "--json")
+    assert run(str(again), "--json")[0] == 0
+    code, output = run("compare", str(mine), "--json")
     compared = json.loads(output)
     assert code == 0 and (compared["pipe"], compared["microbatches"]) == (2, 2)
     found = {row["name"]: row["makespan"] for row in compared["schedules"]}
     assert found["mine"] == found["1f1b"] > found["zb-h1"]
-    code, output = run("--file", str(mine), "--compare", "--memory", "1")
+    code, output = run("compare", str(mine), "--memory", "1")
     assert code == 2 and "rank 0 may hold 1 activations" in output
-    code, output = run("--file", str(mine), "--compare", "--pipe", "4")
+    code, output = run("compare", str(mine), "--pipe", "4")
     assert code == 2 and "has pipe=2. Leave it out." in output
-    code, output = run("--file", str(mine), "--chunks", "2")
+    code, output = run(str(mine), "--chunks", "2")
     assert code == 2 and "mine.csv has chunks=1" in output
     mine.write_text("0F0,0F1,0B1,0B0\n1F0,1B0\n")
-    code, output = run("--file", str(mine))
+    code, output = run(str(mine))
     assert code == 2 and "rank 1 never runs 1F1" in output
 
 
@@ -506,7 +502,7 @@ def test_the_command_reads_your_own_schedule(tmp_path) -> None:  # type: ignore[
 def test_the_command_says_that_an_option_does_nothing(words: list[str], kind: str, message: str) -> None:
     larger = ["dualpipe-v", "--pairs", "--collectives", "0.5"] if kind == "&" else words
     for given, nothing in ([*words, "--pipe", "2"], True), ([*larger, "--pipe", "4", "--microbatches", "8"], False):
-        result = CliRunner().invoke(app, [*given, "--json"])
+        result = CliRunner().invoke(app, ["schedule", *given, "--json"])
         schedule = Schedule.from_json(json.loads(result.stdout))
         found = schedule.pairs or [op for order in schedule.orders for op in order if op.kind == kind]
         assert (not found) is (message in result.stderr) is nothing
@@ -515,17 +511,26 @@ def test_the_command_says_that_an_option_does_nothing(words: list[str], kind: st
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "Give a schedule's name, or --file, or --compare, or --file with"),
-        (["zb-v", "--compare"], "zb-v and --compare exclude each other: leave out --compare"),
-        (["zb-v", "--file", "x.csv"], "zb-v and --file exclude each other: leave out --file"),
+        (["--pipe", "4"], "Missing argument"),
+        (["--compare", "--pipe", "2"], "--compare is a verb now: type triax schedule compare"),
+        (["zb-v", "--compare"], "--compare is a verb now: type triax schedule compare"),
+        (["zb-v", "--file", "x.csv"], "--file is a verb now: type triax schedule FILE"),
+        (["comapre", "--pipe", "4"], "did you mean 'compare'?"),
+        (["compare", "zb-v"], "the schedule zb-v cannot be read"),
+        (["1f1b", "--pipe", "x"], "--pipe = 'x': give a whole number"),
+        (["1f1b", "--pipe", "0"], "--pipe = 0: give 1 or more"),
+        (["1f1b", "--pipes", "2"], "triax schedule show has no --pipes; did you mean --pipe?"),
         (["zbv", "--pipe", "4", "--microbatches", "8"], "did you mean 'zb-v'?"),
         (["1f1b", "--pipe", "2", "--microbatches", "2", "--costs", "1,2"], "F,I,W"),
         (["1f1b", "--pipe", "4", "--microbatches", "8", "--memory", "3"], "rank 0 may hold 3 activations"),
         (["zb-v", "--pipe", "4", "--microbatches", "8", "--chunks", "3"], "chunks=2"),
         (["1f1b", "--pipe", "2", "--microbatches", "2", "--plot", "x.gif"], ".png"),
         (["1f1b", "--pipe", "1000000", "--microbatches", "4"], "at most 1,048,576 are simulated"),
-        (["--compare", "--pipe", "4", "--microbatches", "1000000000"], "at most 1,048,576 are simulated"),
-        (["1f1b", "--pipe", "2", "--microbatches", "2", "--costs", "1e308,1e308,1"], "from 0 to 1e100"),
+        (["compare", "--pipe", "4", "--microbatches", "1000000000"], "at most 1,048,576 are simulated"),
+        (
+            ["1f1b", "--pipe", "2", "--microbatches", "2", "--costs", "1e308,1e308,1"],
+            "give a number of 3.4e+38 or less",
+        ),
     ],
 )
 def test_the_command_says_what_to_type(words: list[str], message: str) -> None:
@@ -535,5 +540,5 @@ def test_the_command_says_what_to_type(words: list[str], message: str) -> None:
 
 def test_a_deeply_nested_file_is_no_schedule(tmp_path: Path) -> None:
     (tmp_path / "deep.json").write_text("[" * 100_000 + "]" * 100_000)
-    code, output = run("--file", str(tmp_path / "deep.json"))
+    code, output = run(str(tmp_path / "deep.json"))
     assert code == 2 and "nested too deeply" in output

@@ -12,15 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import run_triax
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
 import triax
 from triax import Costs, Grid, LayerSpec, PipelineModule, Schedule, make_schedule, simulate, verify
 from triax.base.option_error import OptionError
-from triax.cli.main import app
 from triax.grid.randomness.random import Dropout
 from triax.models.attention import SelfAttention
 from triax.models.config import DecoderConfig, DeepseekConfig, MixtralConfig
@@ -232,8 +231,7 @@ def test_verify_accepts_what_runs_and_no_more(seeds: range) -> None:
 
 def test_command_line_of_slices() -> None:
     def shown(*arguments: str) -> tuple[int, str]:
-        result = CliRunner().invoke(app, ["schedule", *arguments], env={"COLUMNS": "200"})
-        return result.exit_code, result.output
+        return run_triax("schedule", *arguments, columns=200)
 
     code, text = shown("1f1b", "--slices", "4", "--pipe", "2", "--microbatches", "2", "--attention", "0.5")
     assert code == 0 and "slices 4" in text and "1.25 1" in text and "--slices 0.366,0.252,0.205,0.177" in text
@@ -242,10 +240,10 @@ def test_command_line_of_slices() -> None:
     for arguments, words in (
         (("zb-v", "--slices", "2"), "zb-v runs whole microbatches, not 2 slices of each: use gpipe, 1f1b"),
         (("auto", "--slices", "2"), "name a schedule, such as 1f1b"),
-        (("1f1b", "--slices", "x"), "give the number of slices"),
+        (("1f1b", "--slices", "x"), "--slices = 'x': give a whole number or a list of numbers"),
         (("1f1b", "--attention", "0.5"), "give --slices too"),
         (("interleaved", "--pipe", "4", "--microbatches", "3", "--slices", "3"), "the nearest is slices=4"),
-        (("--compare", "--slices", "2"), "leave out --compare"),
+        (("compare", "--slices", "2"), "triax schedule compare has no --slices"),
     ):
         code, text = shown(*arguments)
         assert code == 2 and words in " ".join(text.split()), text

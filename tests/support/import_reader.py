@@ -11,7 +11,8 @@ ASIDE = ("tests", "examples", "benchmarks")
 # Rooms by level, the lowest first: a file imports from its own room and from lower levels, for types too.
 LEVELS = (
     ("base",),
-    ("options", "grid"),
+    ("options",),
+    ("grid",),
     ("pipe", "tensor_parallel", "context", "zero", "checkpoint", "data"),
     ("moe",),
     ("models",),

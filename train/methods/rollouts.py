@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...base.checks import check_count, check_seed
 from ...context.order import gather
+from ...data.chat import apply_template
 from ...grid.randomness.random import derive
 from ...inference.text import follow
 from .policy import ADVANTAGES, OLD, TOKEN_REFERENCE
@@ -202,7 +203,7 @@ class Rollouts:
             raise ValueError(f"the prompt {prompt!r:.60} is text: give init_inference a tokenizer, or prompts of ids")
         if isinstance(prompt, str):
             return tokenizer.encode(prompt)
-        return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
+        return apply_template(tokenizer, prompt, add_generation_prompt=True, return_dict=False)
 
     def _answer(self, prompt: RolloutPrompt, done: Completion) -> Any:
         """Return an answer as reward functions get it: ids, a text, or a conversation of one message."""

@@ -1,4 +1,4 @@
-"""``triax plan --fit``, the B200's figures and errors, and the intervals of predictions."""
+"""``triax plan fit``, the B200's figures and errors, and the intervals of predictions."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def test_the_command_prints_errors_and_writes_a_machine(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     text = (BENCHMARKS / "published" / "b200.csv").read_text().splitlines()
     Path("rows.csv").write_text("\n".join([*text[:2], *text[2:6]]) + "\n")
-    said = CliRunner().invoke(app, ["plan", "--fit", "rows.csv", "--machine", "b200", "--write", "mine.json"])
+    said = CliRunner().invoke(app, ["plan", "fit", "rows.csv", "--machine", "b200", "--write", "mine.json"])
     assert said.exit_code == 0, said.output
     assert "left out one by one:" in said.output and "wrote mine.json" in said.output
-    found = json.loads(CliRunner().invoke(app, ["plan", "--fit", "rows.csv", "--machine", "b200", "--json"]).stdout)
+    found = json.loads(CliRunner().invoke(app, ["plan", "fit", "rows.csv", "--machine", "b200", "--json"]).stdout)
     mine = machine("mine.json")
     assert figures(mine) == pytest.approx(found["figures"]) and mine.fitted_error == found["error"] > 0
     assert len(found["rows"]) == 4 and mine.sources["product_efficiency"].startswith("fitted to 4 runs of rows.csv")
@@ -91,7 +91,7 @@ def test_measured_machines_and_wrong_files_are_not_fitted(tmp_path: Path) -> Non
 
     with pytest.raises(ValueError, match="which a fit would not change"):
         fit(HERE, RUNS[:1])
-    done = CliRunner().invoke(app, ["plan", "--fit", str(BENCHMARKS / "published/b200.csv"), "--write", "mine.yaml"])
+    done = CliRunner().invoke(app, ["plan", "fit", str(BENCHMARKS / "published/b200.csv"), "--write", "mine.yaml"])
     assert isinstance(done.exception, ConfigError) and "must end in .json" in str(done.exception)
 
 

@@ -52,7 +52,7 @@ COMMANDS = [command for _, command in commands(TEXT)]
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(each, marks=pytest.mark.exhaustive) if "512" in each or "--measure" in each else each
+        pytest.param(each, marks=pytest.mark.exhaustive) if "512" in each or "plan measure" in each else each
         for each in COMMANDS
     ],
 )
@@ -60,7 +60,7 @@ def test_the_commands_of_the_docs(command: str, tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     words = shlex.split(command)
     assert words[:2] == ["triax", "plan"]
-    if "--measure" not in words:
+    if "measure" not in words:
         Path("here.json").write_text(json.dumps(HERE.to_dict()))
         (rows,) = [block.text for block in blocks(TEXT) if block.text.startswith("model,fields")]
         Path("rows.csv").write_text(rows)
@@ -135,13 +135,13 @@ def test_a_file_of_fields_is_a_gpt_or_a_llama(
     assert config.parameter_count / 1e9 == pytest.approx(billions, abs=0.1)
 
 
-def test_why_lists_the_difference_of_each_term() -> None:
-    pair = ("--why", "tensor=8,zero=1,context=1", "tensor=2,zero=1,context=1")
+def test_compare_lists_the_difference_of_each_term() -> None:
+    pair = ("compare", "tensor=8,zero=1,context=1", "tensor=2,zero=1,context=1")
     base = ("--model", "llama3-8b", "--gpus", "8", "--batch", "16", "--sequence", "4096")
-    found = ask(*base, *pair)
+    found = ask(*pair, *base)
     a, b = found["layouts"]
     assert a["tensor"] == 8 and found["difference"]["time_s"]["tensor"] == a["time_s"]["tensor"] - b["time_s"]["tensor"]
-    text = run(*base, *pair)
+    text = run(*pair, *base)
     assert "A - B" in text and figure(a["step_s"]) in text
 
 
@@ -194,6 +194,11 @@ def test_the_training_file_of_a_folder_trains_its_weights(tmp_path: Path) -> Non
         (["--gpus", "8", "--batch", "8", "--layout", "tensor=3"], "does not divide 8 GPUs"),
         (["--gpus", "8", "--batch", "8", "--machine", "h100"], "Give one of a100-80g"),
         (["--gpus", "1", "--batch", "8", "--memory", "4"], "GiB short"),
+        (["--gpus", "8", "--batch", "8", "--memory", "80,x"], "--memory = '80,x': give a number or a list of numbers"),
+        (["--gpus", "8", "--batch", "8", "--speeds", "1,0"], "--speeds = .*: give a number above 0"),
+        (["--gpus", "8", "--batch", "8", "--precision", "bf8"], "--precision = 'bf8': give 'bf16' or 'fp16'"),
+        (["--why", "tensor=2", "tensor=4"], "--why is a verb now: type triax plan compare LAYOUT LAYOUT"),
+        (["--measure", "here.json"], r"--measure is a verb now: type triax plan measure FILE\.json"),
     ],
 )
 def test_a_wrong_argument_is_refused_with_what_to_type(arguments: list[str], message: str) -> None:
@@ -255,9 +260,9 @@ def test_each_prediction_says_how_far_it_can_be_trusted(tmp_path: Path) -> None:
     assert line in (tmp_path / "page.html").read_text().replace("&#39;", "'")
     assert (tmp_path / "run.yaml").read_text().startswith(f"# written by triax plan\n# {line}")
     assert read_training_file(tmp_path / "run.yaml")[0].grid.tensor == 2
-    pair = ("--why", "tensor=8,zero=1", "tensor=2,zero=3")
-    why = ask(*sizes, *pair, "--machine", "b200")
-    assert next(iter(why)) == "trust" and run(*sizes, *pair, "--machine", "b200").startswith("90 % of published runs")
+    pair = ("compare", "tensor=8,zero=1", "tensor=2,zero=3")
+    why = ask(*pair, *sizes, "--machine", "b200")
+    assert next(iter(why)) == "trust" and run(*pair, *sizes, "--machine", "b200").startswith("90 % of published runs")
 
     def known(machine: str, *others: str) -> str:
         return str(ask(*sizes, *given, "--machine", machine, *others)["trust"]["class"])
@@ -307,7 +312,7 @@ def test_a_written_plan_dry_runs_and_has_a_slurm_script(tmp_path: Path, monkeypa
     )
     done = CliRunner().invoke(app, ["train", "run.yaml", "--dry", "--processes", "16"])
     assert done.exit_code == 0, done.output
-    with pytest.raises(ConfigError, match=r"Give --write run\.yaml too"):
+    with pytest.raises(ConfigError, match="--sbatch does nothing without --write: give it"):
         run(*sizes, "--sbatch", "job.sbatch")
     with pytest.raises(ConfigError, match="which triax train cannot run"):
         run("--model", "llama3-8b", "--gpus", "8", "--batch", "8", "--products", "fp8", "--write", "run.yaml")

@@ -1,0 +1,92 @@
+"""Files of a layout that ``triax plan`` has found: a training file, and a Slurm script that runs it."""
+
+from __future__ import annotations
+
+import copy
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .plan_inputs import TRAINING_FILES
+
+if TYPE_CHECKING:
+    from ..plugins.plan.cost import Work
+    from ..plugins.plan.parallel_layout import ParallelLayout
+    from ..train.file import ReadFile
+
+_WRITTEN = "# written by triax plan"  # first line of its training files, which it may write again
+TO_SET = (
+    "set training.steps, training.learning_rate and data.training in it. Its data.document_mask is false; if you set "
+    "it to true, triax plan --model {} counts the mask's bytes"
+)
+
+
+def write_training_file(
+    path: Path, model: str, source: ReadFile | None, work: Work, layout: ParallelLayout, note: str
+) -> None:
+    """Write a training file of a layout; other keys are those of the training file that was given."""
+    import yaml
+
+    from ..plugins.plan.cost import CostModel
+    from ..plugins.plan.parallel_layout import RECOMPUTATION
+
+    if path.suffix not in TRAINING_FILES[:2]:
+        raise ValueError(f"--write is {path}, but it must end in .yaml.")
+    if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(_WRITTEN):
+        raise ValueError(f"--write is {path}, which exists and is not a file of triax plan. Give another name.")
+    if layout.recompute not in RECOMPUTATION or work.products:
+        raise ValueError(
+            f"The plan has recompute={layout.recompute} and --products {work.products}, which triax train cannot run. "
+            "Leave them out with --write."
+        )
+    content: dict[str, Any] = {} if source is None else copy.deepcopy(source.values)
+    if source is None:
+        shape: dict[str, Any] = {"preset": model}
+        if Path(model).is_dir():  # of a folder without weights only the shape can be trained
+            shape = {"folder": model, "weights": any(Path(model).glob("*.safetensors"))}
+        if model.endswith(".json"):
+            raise ValueError("--write needs a model that triax train can build. Give a preset or a folder.")
+        data = {"training": "tokens", "document_mask": work.document_mask}
+        content = {"model": shape, "data": data, "training": {"steps": 1000}}
+    sizes = ("pipe", "data", "context", "tensor", "expert")
+    content["grid"] = {name: getattr(layout, name) for name in sizes}
+    content["grid"]["sequence_parallel"] = bool(layout.sequence_parallel)
+    costs = CostModel(work)
+    section = costs.schedule_options(layout).plain(given=True)
+    content["schedule"] = {"name": layout.schedule, "chunks": layout.chunks, **section}
+    if work.speeds:  # a cut that no run makes by itself
+        content["schedule"]["partition"] = costs.memory.cuts(layout.pipe)
+    zero: Any = layout.zero
+    if layout.offload:
+        zero = {"stage": layout.zero, "offload_optimizer": {"device": "cpu"}}
+    content |= {
+        "training": {**content.get("training", {}), "sequence": work.sequence},
+        "batch": {"size": work.batch, "microbatch": layout.microbatch},
+        "precision": work.precision,
+        "recompute": layout.recompute,
+        "zero": zero,
+    }
+    path.write_text(f"{_WRITTEN}\n# {note}\n" + yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+
+
+def write_sbatch(path: Path, training: Path, gpus: int, node: int = 8) -> int:
+    """Write a Slurm script that runs a training file, and return its number of nodes."""
+    each = min(gpus, node)
+    if gpus % each:
+        raise ValueError(f"--sbatch uses nodes of {node} GPUs, but {gpus} GPUs are not a whole number of nodes.")
+    lines = [
+        "#!/bin/bash",
+        f"#SBATCH --job-name={training.stem}",
+        f"#SBATCH --nodes={gpus // each}",
+        f"#SBATCH --ntasks-per-node={each}",
+        f"#SBATCH --gpus-per-node={each}",
+        "#SBATCH --time=24:00:00",
+        "#SBATCH --signal=USR1@300",
+        "#SBATCH --requeue",
+        "#SBATCH --output=%x-%j.log",
+        "",
+        "# SIGUSR1 comes 300 s before the time limit: the run saves a checkpoint and puts the job back into the queue.",
+        f"srun --cpu-bind=cores triax train {shlex.quote(str(training))}",
+    ]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return gpus // each

@@ -1,0 +1,57 @@
+"""Commands with verbs, of which one may be left out: ``triax schedule 1f1b`` is ``triax schedule show 1f1b``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.core import TyperGroup
+
+from ..base.errors import ConfigError, no_such
+
+
+class CommandGroup(TyperGroup):
+    """A command with further commands, that says in one line which one does not exist."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that the first word names.
+
+        Raises:
+            ConfigError: there is no such command.
+        """
+        if args[0] not in self.commands and not ctx.resilient_parsing:
+            raise ConfigError(no_such(path_of(ctx), args[0], self.commands))
+        return super().resolve_command(ctx, args)
+
+
+class VerbGroup(CommandGroup):
+    """A command whose first verb may be left out."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the arguments; flags, and a word that is no verb, are those of the first verb."""
+        takes_words = any(each.param_type_name == "argument" for each in self.first.params)
+        if args and args[0] not in (*self.commands, "--help") and (args[0].startswith("-") or takes_words):
+            args = [str(self.first.name), *args]
+        return super().parse_args(ctx, args)
+
+    @property
+    def first(self) -> Any:
+        """The first verb."""
+        return next(iter(self.commands.values()))
+
+
+def path_of(ctx: Any) -> str:
+    """Return the command of a context as it is typed."""
+    return "triax" if ctx.parent is None else f"{path_of(ctx.parent)} {ctx.info_name}"
+
+
+# Flag that a command had before it had verbs -> what to type.
+OLDER = {
+    ("schedule", "--file"): "triax schedule FILE",
+    ("schedule", "--compare"): "triax schedule compare, or with a schedule's file: triax schedule compare FILE",
+    ("schedule", "--explain"): "triax schedule explain NAME OP",
+    ("schedule", "--layers"): "triax schedule cuts COSTS.json",
+    ("schedule", "--limit"): "triax schedule cuts COSTS.json --limit GB",
+    ("plan", "--measure"): "triax plan measure FILE.json",
+    ("plan", "--fit"): "triax plan fit ROWS.csv",
+    ("plan", "--why"): "triax plan compare LAYOUT LAYOUT",
+}
