@@ -2,6 +2,7 @@
 
 base.py               Engine: from a model and options to its parts; weights by name; the base class of both kinds
 engines.py            Engine with both of its kinds
+tune.py               ``triax.tune``: options with the sizes that fit in memory
 keywords.py           types of the keywords of ``triax.Engine``
 kinds.py              protocols of the two kinds of engines, for what watches them
 pipeline_engine.py    PipelineEngine: ``train_batch`` and ``eval_batch`` of a ``PipelineModule``

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...base.checks import check_path
 from ...base.errors import AgreedError, ConfigError
+from ...base.foreign_tables import answers
 from ...checkpoint.rendezvous import rendezvous
 from ...data.dataloader import RepeatingLoader
 from ...engine.base import Engine
@@ -31,68 +32,18 @@ from .assignments import EngineType, check_assignment, reason
 from .config.table import table
 from .from_config import ConfiguredEngine, ConfiguredModuleEngine, ConfiguredPipelineEngine
 from .grids import ParallelGrid
+from .ledger import TABLES
 from .module_calls import ModuleCalls
 from .offload_states import OffloadedStates, OffloadStateTypeEnum
 from .timers import ThroughputTimer, WallClockTimers
 
-# Properties of DeepSpeed's engines: name -> the place of the value in the engine.
-_PROPERTIES = {
-    "global_rank": "grid.rank",
-    "world_size": "grid.size",
-    "dp_world_size": "grid.data.size",
-    "mp_world_size": "grid.tensor.size",
-    "data_parallel_group": "grid.data",
-    "seq_parallel_group": "grid.context",
-    "seq_data_parallel_group": "grid.data_context",
-}
-_PIPELINE_PROPERTIES = {
-    "stage_id": "grid.pipe.rank",
-    "num_stages": "grid.pipe.size",
-    "micro_batch_size": "batch.micro",
-}
-# Methods that return a value: name -> its place.
-_METHODS = {
-    "get_data_parallel_rank": "grid.data.rank",
-    "get_tensor_parallel_rank": "grid.tensor.rank",
-    "get_model_parallel_rank": "grid.tensor.rank",
-    "get_sequence_parallel_group": "seq_parallel_group",
-    "fp16_auto_cast": "config.fp16.enabled",
-    "amp_enabled": "config.amp.enabled",
-    "optimizer_name": "config.optimizer.type",
-    "optimizer_params": "config.optimizer.params",
-    "scheduler_name": "config.scheduler.type",
-    "scheduler_params": "config.scheduler.params",
-    "sparse_gradients_enabled": "config.sparse_gradients",
-    "torch_autocast_enabled": "config.torch_autocast.enabled",
-    "flops_profiler_enabled": "config.flops_profiler.enabled",
-}
-_METHODS |= {
-    key: f"config.{key}"
-    for key in (
-        *("communication_data_type", "dataloader_drop_last", "dump_state", "gradient_predivide_factor", "log_level"),
-        *("managed_gradient_accumulation", "memory_breakdown", "steps_per_print"),
-    )
-}
 # A key of the section zero_optimization has a method without "stage3_" and with "zero_" in front.
-_METHODS |= {
+METHODS = TABLES["methods"] | {
     f"zero_{key.removeprefix('stage3_').removeprefix('zero_')}": f"config.zero_optimization.{key}"
     for key in table().sections["zero_optimization"].names
 }
-_PIPELINE_METHODS = {
-    "is_first_stage": "module.is_first",
-    "is_last_stage": "module.is_last",
-    "get_pipeline_parallel_rank": "grid.pipe.rank",
-}
 # Methods that need states which ``offload_states`` may have moved: name -> kinds of state; (): all.
-_NEEDS: dict[str, tuple[str, ...]] = {
-    "forward": ("lp_params",),
-    "backward": ("lp_params", "lp_grads", "contiguous_grad_buffer"),
-    "eval_batch": ("lp_params",),
-    "module_state_dict": ("lp_params", "hp_params"),
-    **dict.fromkeys(("step", "train_batch", "gather", "save_checkpoint", "load_checkpoint", "save_16bit_model"), ()),
-}
-# Methods that do nothing here: ``backward`` does all that belongs to it, and reduces gradients.
-_IDLE = ("_backward_prologue", "_backward_epilogue", "allreduce_gradients")
+NEEDS = {name: tuple(kinds.split()) for name, kinds in answers(TABLES["moved_states"]).items()}
 
 
 def _value(engine: Engine, path: str) -> Any:
@@ -120,12 +71,12 @@ def _require_states(cls: Any) -> None:
         def call(self: DeepSpeedMembers, *args: Any, **kwargs: Any) -> Any:
             if self.offloaded_states.kinds:
                 with deepspeed_errors():
-                    self.offloaded_states.require_here(f"engine.{name}", *_NEEDS[name])
+                    self.offloaded_states.require_here(f"engine.{name}", *NEEDS[name])
             return method(self, *args, **kwargs)
 
         return call
 
-    for name in _NEEDS:
+    for name in NEEDS:
         if hasattr(cls, name):
             type.__setattr__(cls, name, guarded(name, getattr(cls, name)))
 
@@ -421,8 +372,8 @@ class DeepSpeedMembers(ConfiguredEngine, metaclass=EngineType):
         )
 
 
-_add_members(DeepSpeedMembers, _PROPERTIES, _METHODS)
-for _name in _IDLE:
+_add_members(DeepSpeedMembers, TABLES["properties"], METHODS)
+for _name in answers(TABLES["idle_methods"]):
     type.__setattr__(DeepSpeedMembers, _name, lambda *args, **kwargs: None)
 
 
@@ -613,5 +564,5 @@ class DeepSpeedPipelineEngine(DeepSpeedMembers, ConfiguredPipelineEngine):
         return source if source is None or self._batch_fn is None else map(self._batch_fn, source)
 
 
-_add_members(DeepSpeedPipelineEngine, _PIPELINE_PROPERTIES, _PIPELINE_METHODS)
+_add_members(DeepSpeedPipelineEngine, TABLES["pipeline_properties"], TABLES["pipeline_methods"])
 _require_states(DeepSpeedPipelineEngine)

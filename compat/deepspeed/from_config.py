@@ -21,15 +21,18 @@ from ...engine.module_engine import ModuleEngine
 from ...engine.optim import optimizers, schedulers
 from ...engine.pipeline_engine import PipelineEngine
 from ...engine.setup import arguments
-from ...engine.setup.check import check_names
+from ...engine.setup.check import try_names
+from ...engine.setup.rank_consistency import require_same_settings
+from ...engine.setup.tuning import is_searched, search_sizes, write_results
 from ...grid import Grid
 from ...options.batch import BatchSizes
+from ...options.engine import EngineOptions
 from ...pipe.module import PipelineModule
 from ...pipe.program.schedule import Schedule
 from ...pipe.schedules.choose import require_schedule
 from .config.document import resolved
 from .config.optimizer_names import native_optimizer
-from .config.read import Section
+from .config.read import Section, checked_section
 from .config.table import key_of, keys
 from .config.to_options import notes_of, options_of, parse_config
 from .parameter_marks import mark_parameters
@@ -37,6 +40,8 @@ from .parameter_marks import mark_parameters
 
 def read_config(source: Section | Mapping[str, Any] | str | Path) -> Section:
     """Return a checked configuration from a dict, or from the path of a JSON file (with comments, if it has any).
+
+    An optimizer and a schedule by name take a few steps over one number.
 
     Raises:
         ConfigError: a key that does not exist (the nearest that does is named), a value that cannot be, or what
@@ -46,7 +51,7 @@ def read_config(source: Section | Mapping[str, Any] | str | Path) -> Section:
         return source
     config = parse_config(source)
     try:
-        check_names(options_of(config))
+        try_names(options_of(config))
     except OptionError as error:
         raise ConfigError(error.spelled(key_of)) from error
     return config
@@ -91,10 +96,8 @@ class ConfiguredEngine(Engine):
         **arguments: Any,
     ) -> None:
         self._given = config
-        options = options_of(config, None if grid is None else grid.replicas)
         given = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "schedule": schedule}
-        options = options.changed(**{name: value for name, value in given.items() if value is not None})
-        self._make(model, options, grid=grid, **arguments)
+        self._make(model, _options(config, grid, given), grid=grid, **arguments)
 
     @property
     def config(self) -> Section:
@@ -128,11 +131,6 @@ class ConfiguredEngine(Engine):
         if given:
             return self._given.plain(given=True)
         return resolve_config(self.config, self.batch)
-
-    def tuned_settings(self) -> tuple[str, dict[str, Any]]:
-        """Return the name and the values of the file with the configuration that ``autotuning`` found."""
-        found = self.config.plain(given=True)
-        return "ds_config_optimal.json", found | {"autotuning": {"enabled": False}}
 
     def train_batch_size(self) -> int:
         """Return the samples per step, over all replicas."""
@@ -389,26 +387,57 @@ def make_engine(
     arguments.check_arguments(
         "initialize", optimizer=optimizer, model_parameters=model_parameters, collate_fn=collate_fn, grid=grid
     )
-    checked = read_config(config)
+    checked = parse_config(config)
     if schedule is not None:
         checked = with_schedule(checked, schedule, model)
     kind: Any = kinds[0] if isinstance(model, PipelineModule) else kinds[1]
     try:
         grid = choose_grid(model, grid, mpu, checked)
         check_grid(grid, checked)
-        return kind(
-            model,
-            checked,
-            grid=grid,
-            optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
-            schedule=schedule if isinstance(schedule, Schedule) else None,
-            parameters=model_parameters,
-            training_data=training_data,
-            collate_fn=collate_fn,
-        )
+        given = {
+            "optimizer": optimizer,
+            "lr_scheduler": lr_scheduler,
+            "schedule": schedule if isinstance(schedule, Schedule) else None,
+        }
+        parameters = None if model_parameters is None else list(model_parameters)
+        data = {"parameters": parameters, "training_data": training_data, "collate_fn": collate_fn}
+        checked = _tuned(model, checked, grid, given, data)
+        return kind(model, checked, grid=grid, **given, **data)
     except OptionError as error:
         raise ConfigError(error.spelled(key_of)) from error
+
+
+def _options(config: Section, grid: Grid | None, given: Mapping[str, Any]) -> EngineOptions:
+    """Return the options of a configuration, with those that are given in place of its own."""
+    options = options_of(config, None if grid is None else grid.replicas)
+    return options.changed(**{name: value for name, value in given.items() if value is not None})
+
+
+def _tuned(model: Any, config: Section, grid: Grid, given: Mapping[str, Any], data: Mapping[str, Any]) -> Section:
+    """Return a configuration with the sizes that "auto" and ``autotuning`` ask for. Collective.
+
+    Args:
+        model, config, grid: the model, its configuration and its grid.
+        given: options in place of the configuration's.
+        data: arguments of ``search_sizes``.
+    """
+    options = _options(config, grid, given)
+    if not is_searched(model, options, data["training_data"]):
+        return config
+    require_same_settings(grid, config.plain(), options.schedule.value)
+    section = config.autotuning
+    tuning = None if options.tuning is None else options.tuning.changed(results=None)
+    found, results = search_sizes(PipelineEngine, model, options.changed(tuning=tuning), **data)
+    made = config.changed(
+        train_batch_size=found.batch.size,
+        train_micro_batch_size_per_gpu=found.batch.microbatch,
+        gradient_accumulation_steps=found.batch.microbatches,
+        zero_optimization=config.zero_optimization.changed(stage=found.zero.stage),
+        autotuning=checked_section(section.table, {"enabled": False}),
+    )
+    if section.enabled and section.results_dir is not None and grid.rank == 0:
+        write_results(Path(section.results_dir), "ds_config_optimal.json", made.plain(given=True), results)
+    return made
 
 
 def config_source(args: Any, config: Any, config_params: Any) -> Any:

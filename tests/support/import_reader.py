@@ -41,6 +41,7 @@ BARE = (
         "base/checks.py",
         "base/entry_points.py",
         "base/errors.py",
+        "base/foreign_tables.py",
         "base/formulas.py",
         "base/files.py",
         "base/json_comments.py",
