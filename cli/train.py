@@ -81,7 +81,7 @@ def _dry_run(job: Job) -> NoReturn:
     from ..plugins.dry_run.dry_run import dry_run  # imported only where it is used: it needs torch
     from ..plugins.dry_run.rank import Settings
     from ..plugins.dry_run.report import report
-    from ..plugins.dry_run.training_file import JobSteps
+    from .dry_run import JobSteps
 
     found = dry_run(JobSteps(job), Settings(job.topology.world_size), partial(typer.echo, err=True))
     typer.echo(report(found))
