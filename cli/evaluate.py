@@ -12,7 +12,6 @@ from ..base.files import read_object
 from ..base.option_error import refusal
 from ..base.tables import table, terminal
 from ..grid.environment import read_environment
-from ..grid.launcher.launch import user_error
 from ..options.base import REQUIRED, Options, option
 from .flags import with_flags
 from .model_folder import ModelFolder, family, find_model, on_ranks, read_model
@@ -73,6 +72,7 @@ def evaluate_on_rank(job: tuple[Path, EvaluateFlags]) -> None:
     """Evaluate on one rank of the grid; rank 0 prints."""
     from ..engine.pipeline_engine import PipelineEngine
     from ..grid.grid import Grid
+    from ..grid.launcher.launch import user_error
     from ..options.batch import Batch
     from ..options.engine import EngineOptions
 

@@ -42,6 +42,7 @@ plan = typer.Typer(
     cls=VerbGroup,
     help="Find the fastest layouts of a run on a cluster. triax plan --model ... is triax plan search --model ....",
     no_args_is_help=True,
+    add_completion=False,
 )
 
 

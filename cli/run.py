@@ -8,29 +8,19 @@ import os
 import sys
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from ..base.errors import ConfigError
-from ..engine.monitor.trace.merge import recorded
-from ..grid.launcher.launch import print_outcome
-from ..grid.launcher.placement import is_elastic, number_of_hosts, placed
-from ..grid.launcher.program import LaunchedProgram, program_of
-from ..grid.launcher.remote import outcome_line
-from ..grid.launcher.run import run_as_replicas, run_driven, run_here
-from ..grid.launcher.worker import Executable, Module
 from ..options.base import Options, option
 from ..options.launch import LaunchOptions, ReplicaOptions
 from ..options.words import flag
 from .flags import with_flags
 
-# The script's own options follow it. --node_rank, as other launchers write it, is --node-rank.
-CONTEXT = {
-    "allow_interspersed_args": False,
-    "allow_extra_args": True,
-    "token_normalize_func": lambda option: option.replace("_", "-"),
-}
+# All else is imported where it is used: `triax --help` needs none of it.
+if TYPE_CHECKING:
+    from ..grid.launcher.program import LaunchedProgram
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +49,12 @@ def run(
 ) -> None:
     """Run a script on many processes, on this host or on several, and report the cause of a failure last."""
     from ..compat.launcher_options import STARTERS
+    from ..engine.monitor.trace.merge import recorded
+    from ..grid.launcher.launch import print_outcome
+    from ..grid.launcher.placement import is_elastic, number_of_hosts, placed
+    from ..grid.launcher.program import program_of
+    from ..grid.launcher.remote import outcome_line
+    from ..grid.launcher.run import run_as_replicas, run_driven, run_here
 
     program = program_of(script, called.args, options)
     if dry.dry is not None:
@@ -94,6 +90,8 @@ def _say_idle(options: LaunchOptions) -> None:
 
 def _dry_run(program: LaunchedProgram, ranks: int, stand_in: float, nproc: str | None) -> NoReturn:
     """Run a script as ranks of a cluster without the cluster, print what was found, and exit: 1 if it would fail."""
+    from ..grid.launcher.worker import Executable, Module
+
     target = program.target
     if isinstance(target, Executable):
         raise ConfigError("--dry runs only Python, because it replaces torch's functions. Leave out --no-python.")
