@@ -30,12 +30,12 @@ from ..base.accelerators import functions_of, is_accelerator
 from ..base.checks import check_kind, check_positive
 from ..base.html import html_table
 from ..base.ports import is_loopback, resolve
-from .agreement.agreement import same
 from .agreement.call_order import CallOrder
 from .agreement.hang_watch import GONE, Activity, HangWatch, LimitedCalls, lost_peer, timed_out, with_timeout
 from .agreement.mailbox import Mailbox
 from .agreement.store_barrier import store_barrier
 from .comm.axis import Axis
+from .comm.equality import same
 from .comm.host_transport import HostTransport
 from .comm.observer import Observer
 from .comm.simulated import is_simulated

@@ -34,7 +34,7 @@ from ...checkpoint.protocol import WEIGHTS, Snapshot
 _LATEST, _SHARD = "latest_checkpointed_iteration.txt", "model_optim_rng.pt"
 Tensors = Mapping[str, Callable[[], Tensor]]  # Megatron-core's name, with the layer's number in the model -> its reader
 
-_TABLES = read_table(__file__, "megatron.toml")
+_TABLES = read_table(__file__, "arguments.toml")
 _GPT, _LLAMA = _TABLES["gpt"], _TABLES["llama"]
 _NO_WEIGHT = re.compile(r"_extra_state|rotary_pos_emb|inv_freq|^word_embeddings_for_head")
 _BY_ROWS = re.compile(r"(linear_qkv|linear_fc1|output_layer)\.(weight|bias)$|word_embeddings\.weight$")

@@ -1,4 +1,4 @@
-"""``triax.tune``: what plugins/plan/tuning.py asks of a run, with steps of an engine of a copy of the model."""
+"""``triax.tune``: what ``plugins/plan/tuning.py`` asks of a run, with steps of an engine of a copy of the model."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def write_results(folder: Path, name: str, options: Mapping[str, Any], results: 
 
 
 class _TriedRun:
-    """Run whose sizes are searched: ``RunToTune`` of plugins/plan/tuning.py.
+    """Run whose sizes are searched: ``RunToTune`` of ``plugins/plan/tuning.py``.
 
     Attributes:
         tried: options of the engine with which steps are measured.
@@ -173,7 +173,7 @@ class _TriedRun:
         return self._make(model, options, parameters=groups)
 
     def measure(self, size: int, expected: float) -> Any:
-        """Return the bytes of this rank in a step (``Measured``); None if there is too little memory on any rank."""
+        """Return the bytes of this rank in a step, ``Measured`` of plugins/plan/tuning.py; None without memory."""
         engine = self.engine
         held = sum(filter(None, engine.memory_report()["held"].values()))
         if self.agree([not has_room(engine.device, expected - held)])[0]:

@@ -17,7 +17,7 @@ from triax.compat.deepspeed.config.optimizer_names import native_optimizer
 from triax.compat.deepspeed.engine import METHODS, NEEDS
 from triax.compat.deepspeed.ledger import TABLES
 from triax.compat.huggingface import pipeline
-from triax.compat.megatron import checkpoint as megatron
+from triax.compat.megatron import checkpoint as from_megatron
 from triax.options.foreign_names import counterpart
 from triax.train.older_keys import MOVED
 
@@ -83,8 +83,8 @@ DOORS: dict[str, Mapping[str, Any]] = {
     "grid group": TABLES["grid_groups"],
     "operation": OTHER_NAMES,
     "optimizer": Asked(function=optimizer),
-    "Megatron argument": read_table(megatron.__file__, "megatron.toml")["needs"],
-    "Megatron name": read_table(megatron.__file__, "megatron.toml")["names"],
+    "Megatron argument": read_table(from_megatron.__file__, "arguments.toml")["needs"],
+    "Megatron name": read_table(from_megatron.__file__, "arguments.toml")["names"],
 }
 
 
