@@ -21,12 +21,12 @@ from import_reader import library  # found by the line above
 
 BUDGET = {
     "plugins": 8809,
-    "engine": 8419,
+    "engine": 8416,
     "models": 7681,
     "pipe": 7516,
     "compat": 6817,
     "zero": 5314,
-    "grid": 4639,
+    "grid": 4640,
     "train": 4205,
     "cli": 3933,
     "checkpoint": 2196,
@@ -37,7 +37,7 @@ BUDGET = {
     "testing": 1452,
     "context": 1382,
     "base": 1291,
-    "moe": 1045,
+    "moe": 1041,
 }
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 SLACK = 40  # lines of a room that may be saved before the number must be lowered
