@@ -24,7 +24,7 @@ BUDGET = {
     "engine": 8416,
     "models": 7681,
     "pipe": 7516,
-    "compat": 6817,
+    "compat": 6809,
     "zero": 5314,
     "grid": 4640,
     "train": 4205,
