@@ -21,14 +21,14 @@ from import_reader import library  # found by the line above
 
 BUDGET = {
     "plugins": 9276,
-    "engine": 8515,
+    "engine": 8512,
     "models": 7681,
     "pipe": 7516,
-    "compat": 6817,
+    "compat": 6809,
     "zero": 5314,
     "grid": 4640,
     "train": 4205,
-    "cli": 3466,
+    "cli": 3449,
     "checkpoint": 2196,
     "tensor_parallel": 2148,
     "data": 2147,
@@ -37,7 +37,7 @@ BUDGET = {
     "testing": 1452,
     "context": 1382,
     "base": 1291,
-    "moe": 949,
+    "moe": 945,
 }
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 SLACK = 40  # lines of a room that may be saved before the number must be lowered
