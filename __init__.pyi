@@ -25,6 +25,7 @@ from .engine.setup.lora import merge_lora as merge_lora
 from .engine.setup.lora import use_lora as use_lora
 from .engine.setup.measured_layers import measure_layers as measure_layers
 from .engine.snapshot.load_weights import load_weights as load_weights
+from .engine.tune import tune as tune
 from .grid.grid import Grid as Grid
 from .grid.launcher.launch import launch as launch
 from .grid.layout import Layout as Layout

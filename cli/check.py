@@ -13,7 +13,7 @@ import typer
 from ..base.errors import ConfigError, escaped
 from ..base.tables import table, terminal
 from ..options.base import Options, option
-from .dry import dry_run
+from .dry_report import dry_run
 from .flags import one_line_errors, with_flags
 
 

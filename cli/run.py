@@ -15,7 +15,7 @@ from ..base.errors import ConfigError
 from ..options.base import Options, option
 from ..options.launch import LaunchOptions, ReplicaOptions
 from ..options.words import flag
-from .dry import dry_run
+from .dry_report import dry_run
 from .flags import with_flags
 
 # All else is imported where it is used: `triax --help` needs none of it.

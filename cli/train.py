@@ -12,7 +12,7 @@ import typer
 from ..base.errors import ConfigError
 from ..base.option_error import OptionError
 from ..options.base import Options, option
-from .dry import dry_run
+from .dry_report import dry_run
 from .flags import with_flags
 
 
@@ -69,7 +69,7 @@ def train(
             typer.echo(json.dumps(found, indent=2) if flags.json else text(found))
             return
         if flags.dry:
-            from ..plugins.dry_run.training_file import JobSteps
+            from .dry_run import JobSteps
 
             job = resolve(run, flags.processes)
             dry_run(JobSteps(job), job.topology.world_size)

@@ -1,7 +1,7 @@
 """Adapters over the engine in another library's API.
 
 deepspeed/: DeepSpeed: ``initialize``, ``add_config_arguments``, ``init_distributed``, ``comm.log_summary``.
-launcher_options.py: names of options of ``torchrun``, ``deepspeed`` and ``horovodrun``, for ``triax run``.
+launcher_options.py, launchers.toml: options of ``torchrun``, ``deepspeed`` and ``horovodrun``, for ``triax run``.
 megatron/: Megatron-LM: grids of ``mpu``, layouts of its layers.
 horovod/: Horovod: ``hvd.init``, collectives, ``DistributedOptimizer``.
 huggingface/: transformers: ``Trainer`` and ``TrainingArguments``.

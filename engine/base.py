@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -31,7 +32,6 @@ from ..grid import Grid
 from ..grid.agreement.agreement import agreed, begin_call, totals
 from ..grid.assemble import Shard, assemble
 from ..grid.comm.traffic import Sent
-from ..moe.auxiliary_steps import AuxiliarySteps
 from ..options.compilation import Compile
 from ..options.engine import EngineOptions
 from ..pipe.module import PipelineModule
@@ -41,6 +41,7 @@ from ..zero.gathered_parameters import gathered
 from ..zero.optimizer import OptimizerFactory
 from .accounting.memory import MemoryAccounts
 from .accounting.traffic import traffic_formulas
+from .auxiliary_steps import AuxiliarySteps
 from .instrument import instrument
 from .keywords import EngineKeywords
 from .monitor.monitor import Monitor
@@ -68,7 +69,7 @@ from .setup.lora import add_lora, require_adapters
 from .setup.optimizer import choose_optimizer, choose_scheduler, optimizer_groups
 from .setup.precision import make_loss_scaler
 from .setup.rank_consistency import require_same_model, require_same_settings
-from .setup.tuning import find_sizes
+from .setup.tuning import is_searched, search_sizes
 from .setup.zero import one_replica_note, unsharded_note, zero_options
 from .snapshot.capture import ReplicaState
 from .snapshot.checkpointer import Checkpointer, check_state
@@ -78,6 +79,7 @@ if TYPE_CHECKING:
     from .module_engine import ModuleEngine
     from .pipeline_engine import PipelineEngine
 
+SEARCH_ENDS = "0.3"  # version of triax in which an engine searches for sizes no more
 NO_OPTIMIZER = (
     "there is no optimizer, so the engine cannot train: pass optimizer=..., such as "
     "functools.partial(torch.optim.AdamW, lr=1e-3), or triax.Optimizer('AdamW', lr=1e-3)"
@@ -222,12 +224,13 @@ class Engine:
     ) -> None:
         self.options: EngineOptions = given_options(options, keywords)
         self._agree(model, grid, parameters, collate_fn)
-        tuned = find_sizes(model, self.options, training_data, collate_fn)
-        self.options = self.options if tuned is None else tuned.tuner.options
+        if is_searched(model, self.options, training_data):
+            parameters = None if parameters is None else list(parameters)
+            self.options = self._search(model, parameters, training_data, collate_fn)
         self.batch = self.options.batch_sizes(self.grid.replicas)
-        schedule, parts = self._prepare(model, parameters, None if tuned else training_data, collate_fn)
+        schedule, parts = self._prepare(model, parameters, training_data, collate_fn)
         self._assemble(model, schedule, parts)
-        self._start(tuned)
+        self._start()
 
     def _agree(self, model: Any, grid: Grid | None, parameters: Any, collate_fn: Any) -> None:
         """Check what was given, before anything is made, and that all ranks were given the same. Collective."""
@@ -242,6 +245,16 @@ class Engine:
         require_same_settings(self.grid, self.settings(), options.schedule.value)
         if isinstance(model, PipelineModule):
             model.take_loss()
+
+    def _search(self, model: Any, parameters: Any, data: Any, collate_fn: Any) -> EngineOptions:
+        """Return the options with the sizes that ``triax.tune`` finds, with a warning. Collective."""
+        text = (
+            f"Engine searches for microbatch size and ZeRO stage until triax {SEARCH_ENDS}: write options = "
+            "triax.tune(model, options, training_data=...), and make the engine with these"
+        )
+        warnings.warn(text, DeprecationWarning, stacklevel=4)  # of the line that makes the engine
+        data = {"parameters": parameters, "training_data": data, "collate_fn": collate_fn}
+        return search_sizes(Engine, model, self.options, **data).options
 
     def _prepare(
         self, model: Any, parameters: Any, data: Any, collate_fn: Any
@@ -290,12 +303,10 @@ class Engine:
         require_fitting(named_compressor(options), self.optimizer)
         self._built()
 
-    def _start(self, tuned: Any) -> None:
+    def _start(self) -> None:
         """Watch the steps as the options ask, and resume. Before it, the engine could take a step."""
         options, grid = self.options, self.grid
         kind: Any = self  # of one of the two kinds
-        if tuned is not None:
-            self._warn(tuned.finish(kind))
         if options.monitor.state and grid.rank == 0:
             print(json.dumps(self.settings(), indent=2), flush=True)
         instrument(kind)
@@ -335,10 +346,6 @@ class Engine:
             given: leave out options that have their default.
         """
         return self.options.plain(given)
-
-    def tuned_settings(self) -> tuple[str, dict[str, Any]]:
-        """Return the name and the values of the file with the options that ``tuning`` found."""
-        return "options.json", self.options.changed(tuning=None).plain(given=True)
 
     def _warn(self, *notes: Note | None) -> None:
         """Log notes as warnings, on rank 0."""

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from types import NoneType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,12 +30,12 @@ from ..base.accelerators import functions_of, is_accelerator
 from ..base.checks import check_kind, check_positive
 from ..base.html import html_table
 from ..base.ports import is_loopback, resolve
-from .agreement.agreement import same
 from .agreement.call_order import CallOrder
 from .agreement.hang_watch import GONE, Activity, HangWatch, LimitedCalls, lost_peer, timed_out, with_timeout
 from .agreement.mailbox import Mailbox
 from .agreement.store_barrier import store_barrier
 from .comm.axis import Axis
+from .comm.equality import same
 from .comm.host_transport import HostTransport
 from .comm.observer import Observer
 from .comm.simulated import is_simulated
@@ -569,6 +569,10 @@ class Grid:
         """
         if is_accelerator(self.device) and axis.size > 1:
             axis.all_reduce(torch.zeros(1, device=self.device))
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Return the grid itself, whose process groups copies of a model share."""
+        return self
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.topology.sizes.items())

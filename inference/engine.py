@@ -15,8 +15,8 @@ from ..base.checks import check_seed
 from ..engine.pipeline_engine import PipelineEngine
 from ..engine.snapshot.load_weights import load_weights
 from ..grid import layout_of
-from ..grid.agreement.agreement import same
 from ..grid.agreement.failure import all_or_none
+from ..grid.comm.equality import same
 from ..pipe.module import PipelineModule
 from .batching import Batcher, Request, Token
 from .beam_search import Beams, BeamSearch

@@ -7,7 +7,6 @@ intercepts ``F.linear``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
 from typing import Any, Protocol
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..base.autograd import cast, product_dtype
+from ..pipe.backward import Deferred
 
 _ALIGNED = 16  # bytes: torch's grouped kernels need row lengths that are multiples of it
 
@@ -78,22 +78,6 @@ class Kind(Protocol):
         """Return the same again, and the gradient of y. It may overwrite ``gradient``."""
 
 
-class WeightQueue(Protocol):
-    """Protocol: queue of deferred weight gradients. ``pipe.backward.Deferred`` is one.
-
-    Attributes:
-        collects: True while a backward pass runs that defers weight gradients.
-    """
-
-    collects: bool
-
-    def takes(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        """Return True if the weight gradient of this product may be deferred."""
-
-    def add(self, parameter: Tensor, accumulate: Callable[[Tensor], object]) -> None:
-        """Queue a contribution to a parameter's gradient: ``accumulate(into)`` adds it to ``into``."""
-
-
 class _GroupedLinear:
     __name__ = "grouped_linear"
 
@@ -115,14 +99,14 @@ class _GroupedLinear:
             return y
         return self._product(x, weight, groups, None)
 
-    def deferred(self, later: WeightQueue, x: Tensor, weight: Tensor, groups: Groups) -> Tensor | None:
+    def deferred(self, later: Deferred, x: Tensor, weight: Tensor, groups: Groups) -> Tensor | None:
         """Compute the product as ``__call__`` does, but queue the weight gradient in ``later``.
 
         Returns None, without a computation, if the weight gradient may not be deferred.
         """
         return self._product(x, weight, groups, later) if later.takes(x, weight, None) else None
 
-    def _product(self, x: Tensor, weight: Tensor, groups: Groups, later: WeightQueue | None) -> Tensor:
+    def _product(self, x: Tensor, weight: Tensor, groups: Groups, later: Deferred | None) -> Tensor:
         dtype = product_dtype(x)
         y: Tensor = _GroupedProduct.apply(cast(x, dtype), weight, groups, later, dtype)
         return y
@@ -136,7 +120,7 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, groups: Groups, later: WeightQueue | None, dtype: torch.dtype | None
+        ctx: Any, x: Tensor, weight: Tensor, groups: Groups, later: Deferred | None, dtype: torch.dtype | None
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
@@ -190,7 +174,7 @@ class _GroupedMLP:
         return self._mlp(x, first, last, groups, kind, None)
 
     def deferred(
-        self, later: WeightQueue, x: Tensor, first: Tensor, last: Tensor, groups: Groups, kind: Kind
+        self, later: Deferred, x: Tensor, first: Tensor, last: Tensor, groups: Groups, kind: Kind
     ) -> Tensor | None:
         """Compute the MLP as ``__call__`` does, but queue the weight gradients in ``later``.
 
@@ -203,7 +187,7 @@ class _GroupedMLP:
         return self._mlp(x, first, last, groups, kind, later) if takes else None
 
     def _mlp(
-        self, x: Tensor, first: Tensor, last: Tensor, groups: Groups, kind: Kind, later: WeightQueue | None
+        self, x: Tensor, first: Tensor, last: Tensor, groups: Groups, kind: Kind, later: Deferred | None
     ) -> Tensor:
         dtype = product_dtype(x)
         y: Tensor = _GroupedMLPs.apply(cast(x, dtype), first, last, groups, kind, later, dtype)
@@ -224,7 +208,7 @@ class _GroupedMLPs(torch.autograd.Function):
         last: Tensor,
         groups: Groups,
         kind: Kind,
-        later: WeightQueue | None,
+        later: Deferred | None,
         dtype: torch.dtype | None,
     ) -> Tensor:
         ctx.set_materialize_grads(False)

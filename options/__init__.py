@@ -21,6 +21,6 @@ lora.py: low-rank adapters.
 sparse_attention.py: block masks of attention.
 dialect.py: languages of other libraries, found by entry points.
 table.py: tables of options for the documentation.
-foreign_names.py: other libraries' names of options, and the counterparts here.
+foreign_names.py, foreign_names.toml: other libraries' names of options, and the counterparts here.
 tuning.py: search for the microbatch size and the ZeRO stage.
 """

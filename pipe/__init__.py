@@ -3,6 +3,7 @@
 Describing the model:
     spec.py                 LayerSpec, TiedLayerSpec: layers that are built later, on the rank that runs them
     module.py               PipelineModule: the list of layers; builds and runs this rank's stages
+    rebuild.py              a PipelineModule built again, on another grid or as a copy
     partition.py            cuts the list into stages: uniform, balanced by parameters, by class, or given
     cuts.py                 find_cut: the cut, and the schedule, for the costs of the layers; without torch
     ties.py                 finds tied layers and weights (an embedding and its head) in the list

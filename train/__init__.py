@@ -4,7 +4,7 @@ schema.py: every key of the file: the engine's options, and what only a run has.
 engine_sections.py: sections of the engine's options with what a run adds, and its defaults.
 numbers.py: numbers of tokens and times, as 1.5B and 90m.
 file.py: reading a file and ``key=value`` changes, with errors that name file, line and key.
-older_keys.py: older names of keys, which are read until they end.
+older_keys.py, older_keys.toml: older names of keys, which are read until they end.
 upgrade.py: rewriting a file under today's names, with its comments.
 learning_rate.py: the learning rate of each step, as a share of the peak.
 job.py: the resolved run: model configuration, topology, schedule, engine configuration, steps. No torch.

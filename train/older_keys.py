@@ -1,4 +1,4 @@
-"""Older names of a training file's keys, which are read until the version in which they end."""
+"""Older names of a training file's keys (older_keys.toml), which are read until the version in which they end."""
 
 from __future__ import annotations
 
@@ -8,57 +8,17 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from ..base.errors import ConfigError
+from ..base.foreign_tables import read_table
 
 ENDS = "0.3"  # version of triax that reads them no more
 
 Values = TypeVar("Values", bound=dict[str, Any])
 Moved = Callable[[dict[str, Any], str, dict[str, Any], str], None]
 
-_ZERO = {
-    "reduce_bucket_size": "bucket_size",
-    "ignore_unused_parameters": "allow_unused",
-    "stage3_keep_gathered": "keep_gathered",
-    "stage3_prefetch_bucket_size": "prefetch_bucket_size",
-    "stage3_param_persistence_threshold": "persistence_threshold",
-    "stage3_max_live_parameters": "max_live_parameters",
-    "stage3_max_reuse_distance": "max_reuse_distance",
-    "leaf_module": "leaf_modules",
-    "offload_optimizer.nvme_path": "offload_optimizer.path",
-    "offload_param": "offload_parameters",
-    "offload_parameters.nvme_path": "offload_parameters.path",
-    "zero_quantized_weights": "quantized_weights",
-    "zero_quantized_nontrainable_weights": "quantized_frozen_weights",
-    "zero_quantized_gradients": "quantized_gradients",
-    "zero_hpz_partition_size": "hpz_partition_size",
-}
-_RECOMPUTE = {
-    "number_checkpoints": "groups",
-    "checkpointable_layers": "layers",
-    "contiguous_memory_optimization": "contiguous",
-    "synchronize_checkpoint_boundary": "synchronize",
-}
-_LORA = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets", "use_rslora": "rslora"}
-
-# Older name -> name, of keys and of whole sections; an older name within a section stands after the section's.
-MOVED = {
-    "training.batch": "batch.size",
-    "training.batch_tokens": "batch.tokens",
-    "training.microbatch": "batch.microbatch",
-    "training.optimizer": "optimizer",
-    "training.zero": "zero",
-    "training.precision": "precision",
-    "training.clip": "clip",
-    "training.recompute": "recompute",
-    "training.compile": "compile",
-    "model.lora": "lora",
-    "monitor.log_every": "monitor.print_every",
-    "checkpoint.async": "checkpoint.background",
-    **{f"zero.{older}": f"zero.{name}" for older, name in _ZERO.items()},
-    **{f"recompute.{older}": f"recompute.{name}" for older, name in _RECOMPUTE.items()},
-    **{f"lora.{older}": f"lora.{name}" for older, name in _LORA.items()},
-}
+_TABLE = read_table(__file__, "older_keys.toml")
+MOVED: Mapping[str, str] = _TABLE["moved"]  # older name -> name
 # Keys that 0 switched off, and what does so now.
-_OFF = {"clip": None, "monitor.trace": False, "monitor.histograms": False}
+_OFF = {key: None if off == "null" else off for key, off in _TABLE["off"].items()}
 
 
 def new_name(key: str) -> str:

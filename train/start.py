@@ -10,7 +10,7 @@ from ..base.hub import local_folder
 from ..base.option_error import OptionError
 from ..checkpoint.format.remote import folder_at
 from ..data.tokenizer import open_tokenizer
-from ..engine.setup.check import check_names
+from ..engine.setup.check import try_names
 from ..grid.devices import accelerators
 from ..grid.environment import read_environment
 from ..grid.launcher.launch import launch
@@ -41,7 +41,7 @@ def make_job(file: TrainingFile, processes: int | None = None) -> Job:
     processes = processes if environment is None else environment.world_size
     job = resolve(file, processes, accelerators() or 1)
     try:
-        check_names(job.options)
+        try_names(job.options)
     except OptionError as error:
         raise ConfigError(error.spelled(job.options.names)) from error
     if environment is None and job.topology.world_size > _MOST:

@@ -385,12 +385,14 @@ class OptimizerFactory:
     Attributes:
         make: makes the optimizer from parameter groups.
         stepper: ``RangeStepper`` or a subclass.
+        kind: class of the optimizer; None if a function of the user chooses it.
     """
 
     make: MakeOptimizer
     stepper: type[RangeStepper] = RangeStepper
+    kind: type[torch.optim.Optimizer] | None = None
 
 
 def with_own_stepper(kind: type[torch.optim.Optimizer], make: MakeOptimizer) -> OptimizerFactory:
     """Return the factory of an optimizer class, which may name its stepper in a class attribute ``stepper``."""
-    return OptimizerFactory(make, getattr(kind, "stepper", RangeStepper))
+    return OptimizerFactory(make, getattr(kind, "stepper", RangeStepper), kind)

@@ -79,7 +79,7 @@ def choose_stepper(
         ConfigError: on every rank, if the optimizer needs more of the parameters than a rank has, or if a checkpoint
             could not hold its state.
     """
-    if factory.stepper is not RangeStepper:
+    if factory.stepper is not RangeStepper or (factory.kind is not None and is_known(factory.kind)):
         return factory.stepper
     dtypes = [options.accumulation_dtype, *(member.parameter.dtype for member in members), torch.get_default_dtype()]
     device = torch.device("cpu") if grid.device.type == "meta" else grid.device
@@ -126,11 +126,10 @@ def _require_whole(kind: OptimizerKind, members: Sequence[ManagedParameter], gri
             )
 
 
-def is_known(optimizer: torch.optim.Optimizer) -> bool:
+def is_known(kind: type[torch.optim.Optimizer]) -> bool:
     """Return True for an optimizer of torch that works element by element, and for triax's."""
-    name, place = type(optimizer).__name__, type(optimizer).__module__
-    torchs = place.startswith("torch.optim.") and name in ELEMENTWISE
-    return torchs or place.startswith(f"{_PACKAGE}.optim.") or getattr(optimizer, "layerwise", False)
+    torchs = kind.__module__.startswith("torch.optim.") and kind.__name__ in ELEMENTWISE
+    return torchs or kind.__module__.startswith(f"{_PACKAGE}.optim.") or getattr(kind, "layerwise", False)
 
 
 def kind_of(
@@ -148,8 +147,9 @@ def kind_of(
     """
     made = partial(_Trial, make, groups, dtype, device)
     plain = made(_PLAIN)
-    name = type(plain.optimizers[0]).__name__
-    if is_known(plain.optimizers[0]):
+    kind = type(plain.optimizers[0])
+    name = kind.__name__
+    if is_known(kind):
         return OptimizerKind(name, None)
 
     def problem(words: str, *cuts: Cut) -> str | None:

@@ -5,7 +5,7 @@
 __main__.py: ``python -m triax.compat.deepspeed script.py``: a script that imports deepspeed, as it is.
 modules.py: modules under DeepSpeed's names; ``install``, which puts this package under the name ``deepspeed``.
 ledger.py: every public name of DeepSpeed, and its place in triax or the reason why triax does not have it.
-names.toml: these names.
+names.toml: these names, the members of engines and grids, and the classes of sections.
 from_config.py: ``triax.initialize``: from a configuration in DeepSpeed's JSON to an engine.
 config/: the configuration: its sections, and the options that they set.
 context.py: ``initialize``: triax's own, which registers the engine for functions that take none; the grid of experts.
@@ -15,7 +15,6 @@ assignments.py: assignments to the engines' members act, or raise an error.
 autotp.py: the section ``tensor_parallel``, which shards a module by the configuration alone.
 offload_states.py: ``engine.offload_states``: states wait in host memory.
 pipeline_arguments.py, process_topology.py: ``PipelineModule`` with DeepSpeed's arguments; its topologies.
-on_grid.py: a model that was built without a grid.
 module_calls.py: calls of the engine's module itself, which the engine must see.
 parameter_values.py: one parameter's master weights, gradient or optimizer state, whole or this rank's part.
 optimizer_classes.py: FusedAdam, DeepSpeedCPUAdam: torch's fused kernels with DeepSpeed's arguments.

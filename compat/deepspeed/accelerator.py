@@ -10,21 +10,12 @@ from torch import Tensor
 from ...grid.devices import CPUFunctions
 from ...grid.environment import host_memory
 from .context import CONTEXT
+from .ledger import TABLES
 from .modules import rest_of
 
-# torch's functions of a device that have DeepSpeed's names.
-_OF_TORCH = {
-    *("Stream", "Event", "stream", "current_stream", "default_stream", "empty_cache", "memory_allocated"),
-    *("max_memory_allocated", "reset_max_memory_allocated", "memory_reserved", "max_memory_reserved", "memory_stats"),
-    *("reset_peak_memory_stats", "set_rng_state", "get_rng_state", "manual_seed", "manual_seed_all", "initial_seed"),
-    *("current_device", "device_count", "device", "is_available"),
-}
+# DeepSpeed's names of torch's functions of a device -> torch's.
+_OF_TORCH = {name.partition("=")[0]: name.rpartition("=")[2] for name in TABLES["accelerator"]["names"].split()}
 _TENSORS = {f"{name}Tensor" for name in ("BFloat16", "Byte", "Double", "Float", "Half", "Int", "Long")}
-_OLD_NAMES = {
-    "memory_cached": "memory_reserved",
-    "max_memory_cached": "max_memory_reserved",
-    "reset_max_memory_cached": "reset_peak_memory_stats",
-}
 # Methods that return the same on every device.
 _CONSTANTS: dict[str, Any] = {
     "random": torch.random,
@@ -54,11 +45,10 @@ class DeepSpeedAccelerator:
     def __getattr__(self, name: str) -> Any:
         if name in _CONSTANTS:
             return lambda *args: _CONSTANTS[name]
-        own = _OLD_NAMES.get(name, name)
-        if own in _OF_TORCH:
-            return getattr(CPUFunctions() if self._name == "cpu" else self._torch, own)
-        if own in _TENSORS:
-            return getattr(torch if self._name == "cpu" else self._torch, own)
+        if name in _OF_TORCH:
+            return getattr(CPUFunctions() if self._name == "cpu" else self._torch, _OF_TORCH[name])
+        if name in _TENSORS:
+            return getattr(torch if self._name == "cpu" else self._torch, name)
         raise AttributeError(f"the accelerator has no {name!r}: call torch's functions of {self._name} themselves")
 
     def device_name(self, device_index: int | None = None) -> str:

@@ -11,10 +11,11 @@ import inspect
 from functools import partialmethod
 from typing import Any
 
+from ...base.foreign_tables import answers
 from .ledger import MEMBERS, SENTENCES
 
 # Member of DeepSpeed's engines that triax's do not call or read -> what to do instead.
-_LINES = {name: line for line, names in MEMBERS.items() for name in names.split()}
+_LINES = answers(MEMBERS)
 
 
 class EngineType(type):

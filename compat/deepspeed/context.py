@@ -15,15 +15,15 @@ from ...grid import Grid
 from ...grid.randomness.random_states import RandomStates
 from ...moe.module_experts import ModuleMoE
 from ...pipe.module import PipelineModule
+from ...pipe.rebuild import rebuilt
 from ...pipe.recompute.calls import RecomputeCalls
 from ..megatron.layouts import lay_out_megatron
 from ..megatron.mpu import grid_of_mpu
 from .autotp import asked_size, is_sharded, shard
 from .config.read import Section
 from .configuration import read_deepspeed_config, tensor_section
-from .engine import DeepSpeedConfigError, DeepSpeedEngine, DeepSpeedPipelineEngine, deepspeed_errors
+from .engine import DeepSpeedConfigError, deepspeed_errors
 from .from_config import check_grid, config_source, make_engine
-from .on_grid import on_grid
 
 PERSISTENCE_THRESHOLD = 100_000  # DeepSpeed's default; triax's own is 0
 
@@ -177,9 +177,8 @@ def initialize(
             shard(model, grid, tensor)
         stages = checked.pipeline.stages or 1
         if stages > 1 and isinstance(model, PipelineModule) and model.grid_is_default:
-            model, model_parameters = on_grid(model, Grid(pipe=stages), model_parameters)
+            model, model_parameters = rebuilt(model, Grid(pipe=stages), model_parameters)
         engine = make_engine(
-            (DeepSpeedPipelineEngine, DeepSpeedEngine),
             model,
             checked,
             optimizer=optimizer,

@@ -15,84 +15,44 @@ from typing import Any
 from weakref import proxy
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 
-from ...base.checks import check_path
+from ...base.checks import check_count, check_flag, check_path
 from ...base.errors import AgreedError, ConfigError
+from ...base.foreign_tables import answers
+from ...base.option_error import Note
+from ...checkpoint.format.folder import local_folder
 from ...checkpoint.rendezvous import rendezvous
-from ...data.dataloader import RepeatingLoader
+from ...data.dataloader import Loader, RepeatingLoader, TokenLoader
 from ...engine.base import Engine
+from ...engine.module_engine import ModuleEngine
 from ...engine.optim.loss_scale import LossScaler
-from ...grid import Axis
+from ...engine.pipeline_engine import PipelineEngine
+from ...grid import Axis, Grid
 from ...options.precision import LossScale
+from ...pipe.program.schedule import Schedule
 from ...zero.gathered_parameters import gathered, whole_state_dict
 from ...zero.state_dict_guard import allow_empty_entries
 from .assignments import EngineType, check_assignment, reason
+from .config.read import Section
 from .config.table import table
-from .from_config import ConfiguredEngine, ConfiguredModuleEngine, ConfiguredPipelineEngine
+from .config.to_options import notes_of
+from .configuration import engine_options, resolve_config
 from .grids import ParallelGrid
+from .ledger import TABLES
 from .module_calls import ModuleCalls
 from .offload_states import OffloadedStates, OffloadStateTypeEnum
+from .parameter_marks import mark_parameters
 from .timers import ThroughputTimer, WallClockTimers
 
-# Properties of DeepSpeed's engines: name -> the place of the value in the engine.
-_PROPERTIES = {
-    "global_rank": "grid.rank",
-    "world_size": "grid.size",
-    "dp_world_size": "grid.data.size",
-    "mp_world_size": "grid.tensor.size",
-    "data_parallel_group": "grid.data",
-    "seq_parallel_group": "grid.context",
-    "seq_data_parallel_group": "grid.data_context",
-}
-_PIPELINE_PROPERTIES = {
-    "stage_id": "grid.pipe.rank",
-    "num_stages": "grid.pipe.size",
-    "micro_batch_size": "batch.micro",
-}
-# Methods that return a value: name -> its place.
-_METHODS = {
-    "get_data_parallel_rank": "grid.data.rank",
-    "get_tensor_parallel_rank": "grid.tensor.rank",
-    "get_model_parallel_rank": "grid.tensor.rank",
-    "get_sequence_parallel_group": "seq_parallel_group",
-    "fp16_auto_cast": "config.fp16.enabled",
-    "amp_enabled": "config.amp.enabled",
-    "optimizer_name": "config.optimizer.type",
-    "optimizer_params": "config.optimizer.params",
-    "scheduler_name": "config.scheduler.type",
-    "scheduler_params": "config.scheduler.params",
-    "sparse_gradients_enabled": "config.sparse_gradients",
-    "torch_autocast_enabled": "config.torch_autocast.enabled",
-    "flops_profiler_enabled": "config.flops_profiler.enabled",
-}
-_METHODS |= {
-    key: f"config.{key}"
-    for key in (
-        *("communication_data_type", "dataloader_drop_last", "dump_state", "gradient_predivide_factor", "log_level"),
-        *("managed_gradient_accumulation", "memory_breakdown", "steps_per_print"),
-    )
-}
 # A key of the section zero_optimization has a method without "stage3_" and with "zero_" in front.
-_METHODS |= {
+METHODS = TABLES["methods"] | {
     f"zero_{key.removeprefix('stage3_').removeprefix('zero_')}": f"config.zero_optimization.{key}"
     for key in table().sections["zero_optimization"].names
 }
-_PIPELINE_METHODS = {
-    "is_first_stage": "module.is_first",
-    "is_last_stage": "module.is_last",
-    "get_pipeline_parallel_rank": "grid.pipe.rank",
-}
 # Methods that need states which ``offload_states`` may have moved: name -> kinds of state; (): all.
-_NEEDS: dict[str, tuple[str, ...]] = {
-    "forward": ("lp_params",),
-    "backward": ("lp_params", "lp_grads", "contiguous_grad_buffer"),
-    "eval_batch": ("lp_params",),
-    "module_state_dict": ("lp_params", "hp_params"),
-    **dict.fromkeys(("step", "train_batch", "gather", "save_checkpoint", "load_checkpoint", "save_16bit_model"), ()),
-}
-# Methods that do nothing here: ``backward`` does all that belongs to it, and reduces gradients.
-_IDLE = ("_backward_prologue", "_backward_epilogue", "allreduce_gradients")
+NEEDS = {name: tuple(kinds.split()) for name, kinds in answers(TABLES["moved_states"]).items()}
 
 
 def _value(engine: Engine, path: str) -> Any:
@@ -120,12 +80,12 @@ def _require_states(cls: Any) -> None:
         def call(self: DeepSpeedMembers, *args: Any, **kwargs: Any) -> Any:
             if self.offloaded_states.kinds:
                 with deepspeed_errors():
-                    self.offloaded_states.require_here(f"engine.{name}", *_NEEDS[name])
+                    self.offloaded_states.require_here(f"engine.{name}", *NEEDS[name])
             return method(self, *args, **kwargs)
 
         return call
 
-    for name in _NEEDS:
+    for name in NEEDS:
         if hasattr(cls, name):
             type.__setattr__(cls, name, guarded(name, getattr(cls, name)))
 
@@ -151,6 +111,33 @@ def deepspeed_errors() -> Iterator[None]:
         raise
 
 
+def save_safetensors(
+    engine: Engine,
+    save_dir: str | Path,
+    save_filename: str = "model.safetensors",
+    exclude_frozen_parameters: bool = False,
+) -> bool:
+    """Write an engine's unsharded weights and buffers to one safetensors file, in fp16 or bf16. Collective.
+
+    The dtype is that of the engine's weights under ``fp16`` and ``bf16``, else bfloat16. Nothing is gathered: every
+    rank writes its boxes into the file.
+
+    Args:
+        engine: the engine.
+        save_dir: a folder that every rank sees.
+        save_filename: name of the file. Its ending becomes ``.safetensors``, because nothing is pickled.
+        exclude_frozen_parameters: leave out parameters that are not trained.
+
+    Raises:
+        CheckpointError: on every rank, if a rank could not write.
+        ConfigError: on every rank, if folder or file is no path.
+    """
+    with engine.all_or_none("save_16bit_model"):
+        engine.data_axis.enter("calls save_16bit_model")
+        engine.checkpointer.export(save_dir, save_filename, exclude_frozen_parameters)
+        return True
+
+
 class ScalerMembers:
     """Loss scaler with DeepSpeed's members, which scripts find in ``optimizer.loss_scaler``.
 
@@ -174,8 +161,15 @@ class ScalerMembers:
         return getattr(self._scaler, name)
 
 
-class DeepSpeedMembers(ConfiguredEngine, metaclass=EngineType):
-    """Members of DeepSpeed's engine that both engines have.
+class DeepSpeedMembers(Engine, metaclass=EngineType):
+    """Members of DeepSpeed's engine that both engines have, and their configuration in DeepSpeed's JSON.
+
+    Args:
+        model: the model.
+        config: the checked configuration.
+        grid: the grid.
+        optimizer, lr_scheduler, schedule: those given in place of the configuration's.
+        arguments: further arguments of ``Engine``.
 
     Attributes:
         tput_timer: samples per second.
@@ -191,12 +185,46 @@ class DeepSpeedMembers(ConfiguredEngine, metaclass=EngineType):
 
     offloaded_states: OffloadedStates
 
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Section,
+        *,
+        grid: Grid | None,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        schedule: Schedule | None = None,
+        **arguments: Any,
+    ) -> None:
+        self._given = config
+        given = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "schedule": schedule}
+        self._make(model, engine_options(config, grid, given), grid=grid, **arguments)
+
     def __setattr__(self, name: str, value: Any) -> None:
         check_assignment(self, name, value)
         super().__setattr__(name, value)
 
+    @property
+    def config(self) -> Section:
+        """The configuration, with the batch sizes and the ZeRO stage of the engine."""
+        batch, options, zero = self.batch, self.options, self._given.zero_optimization
+        if options.zero.stage != zero.stage:
+            zero = zero.changed(stage=options.zero.stage)
+        sizes = {
+            "train_batch_size": batch.train,
+            "train_micro_batch_size_per_gpu": batch.micro,
+            "gradient_accumulation_steps": batch.accumulation,
+        }
+        return self._given.changed(**sizes, zero_optimization=zero)
+
+    @config.setter
+    def config(self, value: Section) -> None:
+        self._given = value
+
     def _built(self) -> None:
         super()._built()
+        if self.zero_optimization_stage() == 3:
+            mark_parameters(self.module.parameters(), self.data_axis)
         self.offloaded_states = OffloadedStates()
         self.tput_timer = ThroughputTimer(self.batch.train)
         self.timers = WallClockTimers(self.grid.synchronize)
@@ -226,6 +254,70 @@ class DeepSpeedMembers(ConfiguredEngine, metaclass=EngineType):
         self._publish_scale(overflow=self.skipped_steps > skipped)
         self.tput_timer.batch_size = self.batch.train
         self.tput_timer.stop(global_step=self.global_steps > steps)
+
+    def _notes(self) -> list[Note]:
+        return [Note("", note) for note in notes_of(self._given)]
+
+    def settings(self, given: bool = False) -> dict[str, Any]:
+        """Return the configuration, as JSON has it."""
+        if not hasattr(self, "optimizer"):  # it is compared over the ranks before the engine is made
+            return self._given.plain()
+        if given:
+            return self._given.plain(given=True)
+        return resolve_config(self.config, self.batch)
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Return samples per step, samples per microbatch, and microbatches per step and replica."""
+        return self.batch.train, self.batch.micro, self.batch.accumulation
+
+    def set_train_batch_size(self, train_batch_size: int, micro: int | None = None) -> None:
+        """Set the samples per step from the next step on, as ``Engine.set_batch_size``."""
+        check_count("set_train_batch_size", train_batch_size=train_batch_size)
+        if micro is not None:
+            check_count("set_train_batch_size", micro=micro)
+        self.set_batch_size(train_batch_size, micro)
+
+    def deepspeed_io(
+        self,
+        dataset: Dataset[Any],
+        pin_memory: bool = True,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> Loader | TokenLoader:
+        """Return a loader of this replica's microbatches, in an order that depends on the configuration's seed alone.
+
+        Args:
+            dataset: a dataset with a length, or an ``IterableDataset``, which has its own order.
+            pin_memory: copy microbatches to pinned memory, as torch's loader does. Ignored without a GPU.
+            collate_fn: function that makes a microbatch of a list of samples.
+            num_local_io_workers: number of processes that read ahead. None or 0: this process reads.
+        """
+        return self.make_loader(dataset, collate_fn, num_local_io_workers or 0, pin_memory)
+
+    def get_mom(self) -> list[Any]:
+        """Return the betas, or the momentum, of each parameter group; 0 for a group that has neither."""
+        groups = self.optimizer.param_groups if self.optimizer else []
+        return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
+
+    def gradient_clipping(self) -> float:
+        """Return the limit of the global gradient norm; 0: no limit."""
+        return self.options.clip or 0.0
+
+    def zero_optimization(self) -> bool:
+        """Return True if ZeRO's stage is above 0."""
+        return self.options.zero.stage != 0
+
+    def fp16_enabled(self) -> bool:
+        """Return True if weights are float16."""
+        return self.options.precision.weights == "fp16"
+
+    def bfloat16_enabled(self) -> bool:
+        """Return True if weights are bfloat16."""
+        return self.options.precision.weights == "bf16"
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Return True if this microbatch is the last one of a step."""
+        return self.is_last_microbatch()
 
     def dynamic_loss_scale(self) -> bool:
         """Return True if fp16 adapts its loss scale."""
@@ -391,9 +483,14 @@ class DeepSpeedMembers(ConfiguredEngine, metaclass=EngineType):
             True.
         """
         if str(save_filename).endswith(".safetensors"):
-            return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
+            return save_safetensors(self, save_dir, save_filename, exclude_frozen_parameters)
         with self.all_or_none("save_16bit_model"):
-            check = partial(check_path, "save_16bit_model", save_dir=save_dir, save_filename=save_filename)
+
+            def check() -> None:
+                check_path("save_16bit_model", save_dir=save_dir, save_filename=save_filename)
+                check_flag("save_16bit_model", exclude_frozen_parameters=exclude_frozen_parameters)
+                local_folder(save_dir)
+
             rendezvous(self.grid, self.options.checkpoint.patience, "save_16bit_model", "", check=check)
             state = self.whole_state_dict(exclude_frozen_parameters)
             if state is not None:
@@ -421,12 +518,12 @@ class DeepSpeedMembers(ConfiguredEngine, metaclass=EngineType):
         )
 
 
-_add_members(DeepSpeedMembers, _PROPERTIES, _METHODS)
-for _name in _IDLE:
+_add_members(DeepSpeedMembers, TABLES["properties"], METHODS)
+for _name in answers(TABLES["idle_methods"]):
     type.__setattr__(DeepSpeedMembers, _name, lambda *args, **kwargs: None)
 
 
-class DeepSpeedEngine(DeepSpeedMembers, ConfiguredModuleEngine):
+class DeepSpeedEngine(DeepSpeedMembers, ModuleEngine):
     """DeepSpeed's engine of any module: ``ModuleEngine`` with DeepSpeed's members."""
 
     def _built(self) -> None:
@@ -445,6 +542,10 @@ class DeepSpeedEngine(DeepSpeedMembers, ConfiguredModuleEngine):
         """Context in which backward passes do not reduce gradients, as ``ModuleEngine.no_sync``."""
         with deepspeed_errors(), super().no_sync():
             yield
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Set whether this microbatch is the last one of a step, as ``ModuleEngine.set_last_microbatch``."""
+        self.set_last_microbatch(is_boundary)
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
         """Return a context without effect: gradients of several backward passes add up in any case."""
@@ -511,7 +612,7 @@ class DeepSpeedEngine(DeepSpeedMembers, ConfiguredModuleEngine):
 _require_states(DeepSpeedEngine)
 
 
-class DeepSpeedPipelineEngine(DeepSpeedMembers, ConfiguredPipelineEngine):
+class DeepSpeedPipelineEngine(DeepSpeedMembers, PipelineEngine):
     """DeepSpeed's engine of a ``PipelineModule``: ``PipelineEngine`` with DeepSpeed's members."""
 
     _data: Iterator[Any] | None = None
@@ -613,5 +714,5 @@ class DeepSpeedPipelineEngine(DeepSpeedMembers, ConfiguredPipelineEngine):
         return source if source is None or self._batch_fn is None else map(self._batch_fn, source)
 
 
-_add_members(DeepSpeedPipelineEngine, _PIPELINE_PROPERTIES, _PIPELINE_METHODS)
+_add_members(DeepSpeedPipelineEngine, TABLES["pipeline_properties"], TABLES["pipeline_methods"])
 _require_states(DeepSpeedPipelineEngine)

@@ -8,42 +8,10 @@ from math import prod
 from typing import Any
 
 from ...grid import Grid
+from .ledger import TABLES
 
-# Attributes, each with a method get_NAME too: name -> its place in the grid.
-_ATTRIBUTES = {
-    "stage_id": "pipe.rank",
-    "is_first_stage": "pipe.is_first",
-    "is_last_stage": "pipe.is_last",
-    "data_parallel_id": "data.rank",
-    "data_parallel_size": "data.size",
-    "pipe_parallel_size": "pipe.size",
-    "model_parallel_size": "tensor.size",
-    "slice_parallel_size": "tensor.size",
-    "global_rank": "rank",
-    "world_size": "size",
-}
-# Axes, for which there are get_NAME_rank, get_NAME_world_size, get_NAME_group and get_NAME_group_ranks.
-_AXES = {
-    "pipe_parallel": ("pipe",),
-    "pipeline_model_parallel": ("pipe",),
-    "data_parallel": ("data",),
-    "slice_parallel": ("tensor",),
-    "tensor_model_parallel": ("tensor",),
-    "model_parallel": ("pipe", "tensor"),
-    "sequence_parallel": ("context",),
-    "sequence_data_parallel": ("data_context",),
-    "expert_parallel": ("expert",),
-    "expert_data_parallel": ("expert_data",),
-}
-# Other names of them: name -> axis, and what of it.
-_GROUPS = {
-    "pp_group": ("pipe_parallel", "group_ranks"),
-    "pp_proc_group": ("pipe_parallel", "group"),
-    "dp_group": ("data_parallel", "group_ranks"),
-    "dp_proc_group": ("data_parallel", "group"),
-    "slice_group": ("slice_parallel", "group_ranks"),
-    "slice_proc_group": ("slice_parallel", "group"),
-}
+_ATTRIBUTES, _GROUPS = TABLES["grid_attributes"], TABLES["grid_groups"]
+_AXES = {theirs: tuple(axes.split()) for theirs, axes in TABLES["grid_axes"].items()}
 
 
 class ParallelGrid(Grid):
@@ -61,7 +29,7 @@ class ParallelGrid(Grid):
         if name in _ATTRIBUTES:
             return operator.attrgetter(_ATTRIBUTES[name])(self)
         if name in _GROUPS:
-            theirs, what = _GROUPS[name]
+            theirs, what = _GROUPS[name].split()
             return self._ask(_AXES[theirs], what)
         wanted = name.removeprefix("get_")
         if wanted != name and wanted in _ATTRIBUTES:

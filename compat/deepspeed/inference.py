@@ -5,13 +5,10 @@ A key of the configuration acts, is refused, or is without effect here and says 
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
-import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,11 +26,10 @@ from ...pipe.module import PipelineModule
 from ...tensor_parallel.plans import Style, plan_of_outputs
 from ..megatron.mpu import grid_of_mpu
 from .config.read import Section
-from .config.table import Table, table_of
 from .context import CONTEXT
 from .engine import DeepSpeedConfigError, DeepSpeedError, deepspeed_errors
 from .modules import rest_of
-from .section_classes import SectionClass
+from .section_classes import BaseQuantConfig, DeepSpeedTPConfig, QuantizationConfig, SectionClass, inference_table
 
 __getattr__, __path__ = rest_of(__name__)
 
@@ -46,60 +42,13 @@ _DTYPES = {
 }
 
 
-@functools.cache
-def inference_table() -> Table:
-    """Return the table of the configuration's keys."""
-    rows = tomllib.loads((Path(__file__).parent / "inference.toml").read_text(encoding="utf-8"))
-    return table_of(rows, "its configuration")
-
-
-class InferenceSection(SectionClass):
-    """Section of the configuration. The keys stand in inference.toml, with DeepSpeed's second names."""
-
-    TABLE = inference_table
-
-
-class DeepSpeedTPConfig(InferenceSection):
-    """``tensor_parallel``."""
-
-    PATH = "tensor_parallel"
-
-
-class DeepSpeedMoEConfig(InferenceSection):
-    """``moe``."""
-
-    PATH = "moe"
-
-
-class QuantizationConfig(InferenceSection):
-    """``quant``."""
-
-    PATH = "quant"
-
-
-class BaseQuantConfig(InferenceSection):
-    """``quant.activation`` and ``quant.weight``."""
-
-    PATH = "quant.weight"
-
-
-class QKVQuantConfig(InferenceSection):
-    """``quant.qkv``."""
-
-    PATH = "quant.qkv"
-
-
-class InferenceCheckpointConfig(InferenceSection):
-    """``checkpoint_config``."""
-
-    PATH = "checkpoint_config"
-
-
-class DeepSpeedInferenceConfig(InferenceSection):
+class DeepSpeedInferenceConfig(SectionClass):
     """Configuration of ``init_inference``.
 
     ``dtype`` is DeepSpeed's default, float16, on a GPU; elsewhere the model's own unless it is given.
     """
+
+    ROWS = inference_table()
 
     def __init__(self, **values: Any) -> None:
         if (given := values.get("dtype")) is not None:
@@ -174,9 +123,9 @@ def default_inference_config() -> dict[str, Any]:
     return DeepSpeedInferenceConfig().plain()
 
 
-def _place(kind: type[InferenceSection]) -> str:
+def _place(kind: type[SectionClass]) -> str:
     """Return the argument that gives a section, such as ``tensor_parallel=DeepSpeedTPConfig(...)``."""
-    outer, _, name = kind.PATH.rpartition(".")
+    outer, _, name = kind.ROWS.path.rpartition(".")
     given = f"{name}={kind.__name__}(...)"
     return f"{outer}={QuantizationConfig.__name__}({given})" if outer else given
 
@@ -198,7 +147,7 @@ def init_inference(model: Any, config: str | Mapping[str, Any] | None = None, **
     given: dict[str, Any]
     if isinstance(config, DeepSpeedInferenceConfig):
         given = {key: config.values[key] for key in config.given}
-    elif isinstance(config, InferenceSection):
+    elif isinstance(config, SectionClass):
         kind = type(config)
         raise DeepSpeedConfigError(
             f"config is a {kind.__name__}, which is a section of the configuration: write "

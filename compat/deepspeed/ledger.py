@@ -6,17 +6,17 @@ returns.
 
 from __future__ import annotations
 
-import tomllib
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
+
+from ...base.foreign_tables import read_table
 
 VERSION = "0.19.8"  # of DeepSpeed, whose names these are
 MAJOR, MINOR, PATCH = map(int, VERSION.split("."))
 SOURCE = "[none]"  # what DeepSpeed says of its commit where it was built without git, so that scripts can log it
 
-_TABLES = tomllib.loads((Path(__file__).parent / "names.toml").read_text(encoding="utf-8"))
-SENTENCES: dict[str, str] = _TABLES["sentences"]
+TABLES = read_table(__file__, "names.toml")
+SENTENCES: dict[str, str] = TABLES["sentences"]
 
 
 def _by_sentence(names: dict[str, str]) -> dict[str, str]:
@@ -24,11 +24,11 @@ def _by_sentence(names: dict[str, str]) -> dict[str, str]:
     return {SENTENCES.get(sentence, sentence): found for sentence, found in names.items()}
 
 
-ALIASES: dict[str, str] = _TABLES["aliases"]
-PRESENT: dict[str, dict[str, str]] = _TABLES["present"]
-ABSENT = {module: _by_sentence(names) for module, names in _TABLES["absent"].items()}
-ABSENT_MODULES = {module: SENTENCES.get(found, found) for module, found in _TABLES["absent_modules"].items()}
-MEMBERS = _by_sentence(_TABLES["members"])
+ALIASES: dict[str, str] = TABLES["aliases"]
+PRESENT: dict[str, dict[str, str]] = TABLES["present"]
+ABSENT = {module: _by_sentence(names) for module, names in TABLES["absent"].items()}
+ABSENT_MODULES = {module: SENTENCES.get(found, found) for module, found in TABLES["absent_modules"].items()}
+MEMBERS = _by_sentence(TABLES["members"])
 
 
 class Place(NamedTuple):

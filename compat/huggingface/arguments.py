@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import ConfigError, describe
+from ...base.foreign_tables import answers, read_table
 from ...base.json_comments import parse
 from ...grid import Grid
 from .auto_values import AutoValues, missing_extra
@@ -24,21 +25,8 @@ from .pipeline import check_arguments, in_stages
 
 _AXES = ("pipe", "data", "tensor", "context")
 
-_COMPILE = 'the engine compiles layers: leave it out, and write "compile": true in the configuration'
 # Arguments without effect on a triax engine, and what to do instead.
-_REFUSED = {
-    "fsdp": "weights are sharded by ZeRO: leave it out, and set zero_optimization.stage to 3",
-    "parallelism_config": "the configuration sets the number of tensor ranks: leave it out, and set "
-    "tensor_parallel.autotp_size",
-    "torch_compile": _COMPILE,
-    "torch_compile_backend": f"it turns torch_compile on: {_COMPILE}",
-    "torch_compile_mode": f"it turns torch_compile on: {_COMPILE}",
-    "save_on_each_node": "rank 0 alone writes the full weights, and checkpoints are one folder shared by all nodes: "
-    "leave it out",
-    "auto_find_batch_size": "an engine's batch size is fixed: leave it out, and set per_device_train_batch_size",
-    "fp16_full_eval": "evaluation uses the dtype of training: leave it out, and pass fp16=True",
-    "bf16_full_eval": "evaluation uses the dtype of training: leave it out, and pass bf16=True",
-}
+_REFUSED = answers(read_table(__file__, "arguments.toml")["refused"])
 
 
 @dataclass

@@ -14,16 +14,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from ...base.errors import ConfigError, describe, to_install
+from ...base.foreign_tables import answers, read_table
 from ...base.json_comments import parse, read
 
 # Keys of the section checkpoint, and the Trainer's arguments that replace them.
-_TRAINER_ARGUMENTS = {
-    "dir": "output_dir",
-    "every": "save_steps",
-    "keep": "save_total_limit",
-    "resume": "train(resume_from_checkpoint=True)",
-    "async": "synchronous checkpoints",
-}
+_TRAINER_ARGUMENTS = answers(read_table(__file__, "arguments.toml")["checkpoint"])
 
 # Keys whose "auto" has no value without a Trainer.
 _TRAINERS_ALONE = (

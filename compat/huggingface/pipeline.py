@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...base.errors import ConfigError
+from ...base.foreign_tables import answers, read_table
 from ...context.dropout import dropout
 from ...context.order import shard
 from ...engine.pipeline_engine import PipelineEngine
@@ -39,12 +40,7 @@ _COLUMNS = ("input_ids", "labels", "attention_mask")  # of a batch
 _METHODS = ("compute_loss", "prediction_step", "training_step")  # they run the whole model
 _ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop", "attn_dropout")
 # Modules of trainers of TRL -> what to use over stages in their place.
-_INSTEAD = {
-    "dpo_trainer": "use method: dpo of a training file, or triax.methods.preference_loss (docs/guides/preferences.md)",
-    "kto_trainer": "use method: kto of a training file, or triax.methods.kto_loss (docs/guides/preferences.md)",
-    "reward_trainer": "use method: reward of a training file, or triax.methods.reward_loss (docs/guides/reward.md)",
-    "grpo_trainer": "use triax.methods.grpo_loss and triax.methods.Rollouts (docs/guides/grpo.md)",
-}
+_INSTEAD = answers(read_table(__file__, "arguments.toml")["trainers"])
 # Modules of classes whose methods the pipeline replaces: they compute the loss of a causal language model.
 _REPLACED_IN = ("transformers.trainer", f"{__name__.rpartition('.')[0]}.trainer", "trl.trainer.sft_trainer")
 
@@ -72,27 +68,18 @@ def check_arguments(args: Any, where: str) -> None:
     tunes = hasattr(args, "packing")  # SFTConfig; other classes of TRL have losses of their own
     packed = tunes and args.packing and args.packing_strategy != "wrapped"
     loss = getattr(args, "loss_type", "nll") if tunes else "nll"
-    refused = {
-        "neftune_noise_alpha": (args.neftune_noise_alpha is not None, "its hook is on the unsplit model's embedding"),
-        "label_smoothing_factor": (args.label_smoothing_factor, "the last stage computes the loss without smoothing"),
-        "use_liger_kernel": (args.use_liger_kernel, "its loss needs the hidden states and the head on one rank"),
-        "debug": (args.debug, "its hooks are on the unsplit model"),
-        "activation_checkpointing_kwargs": (
-            # The first name is that of transformers 5.23 and newer.
-            getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs,
-            "the section activation_checkpointing of the configuration says how stages recompute",
-        ),
-        "average_tokens_across_devices=False": (
-            not args.average_tokens_across_devices,
-            "the loss is divided by the labels of all replicas",
-        ),
-        "packing": (packed, "packed rows have positions of several documents, and a stage numbers a row's tokens"),
-        "padding_free": (getattr(args, "padding_free", False), "rows of several documents are not supported"),
-        "activation_offloading": (getattr(args, "activation_offloading", False), "a stage keeps its activations"),
-        "loss_type": (loss not in ("nll", "chunked_nll"), "the loss is cross-entropy"),
+    rows = answers(read_table(__file__, "arguments.toml")["in_stages"])
+    given = {name: getattr(args, name, None) for name in rows} | {
+        "neftune_noise_alpha": args.neftune_noise_alpha is not None,
+        # The first name is that of transformers 5.23 and newer.
+        "activation_checkpointing_kwargs": getattr(args, "activation_checkpointing_kwargs", None)
+        or args.gradient_checkpointing_kwargs,
+        "average_tokens_across_devices=False": not args.average_tokens_across_devices,
+        "packing": packed,
+        "loss_type": loss not in ("nll", "chunked_nll"),
     }
-    for name, (given, reason) in refused.items():
-        if given:
+    for name, reason in rows.items():
+        if given[name]:
             raise ConfigError(
                 f"{name} is not supported with {where}, because {reason}: leave it out, or use a grid with "
                 f"{_one(where)}"

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ...base.files import read_object
+from ...base.foreign_tables import read_table
 from ...checkpoint.convert.dcp_folder import DcpFolder
 from ...checkpoint.convert.inert import Inert, read_torch_file
 from ...checkpoint.convert.whole_tensors import write_whole
@@ -33,43 +34,11 @@ from ...checkpoint.protocol import WEIGHTS, Snapshot
 _LATEST, _SHARD = "latest_checkpointed_iteration.txt", "model_optim_rng.pt"
 Tensors = Mapping[str, Callable[[], Tensor]]  # Megatron-core's name, with the layer's number in the model -> its reader
 
-# Names of the layers before Megatron-core, and of Transformer Engine's layers with a norm in them.
-_RENAMES = (
-    (r"^(module\.)*", ""),
-    (r"^language_model\.(encoder|transformer)\.(?=layers\.)", "decoder."),
-    (r"^language_model\.(encoder|transformer)\.final_(layernorm|norm)\.", "decoder.final_layernorm."),
-    (r"^language_model\.", ""),
-    (r"\.(self_)?attention\.query_key_value\.", ".self_attention.linear_qkv."),
-    (r"\.(self_)?attention\.dense\.", ".self_attention.linear_proj."),
-    (r"\.input_norm\.|\.self_attention\.linear_qkv\.layer_norm_", ".input_layernorm."),
-    (r"\.post_attention_(layernorm|norm)\.|\.mlp\.linear_fc1\.layer_norm_", ".pre_mlp_layernorm."),
-    (r"\.mlp\.dense_h_to_4h\.", ".mlp.linear_fc1."),
-    (r"\.mlp\.dense_4h_to_h\.", ".mlp.linear_fc2."),
-)
+_TABLES = read_table(__file__, "arguments.toml")
+_GPT, _LLAMA = _TABLES["gpt"], _TABLES["llama"]
 _NO_WEIGHT = re.compile(r"_extra_state|rotary_pos_emb|inv_freq|^word_embeddings_for_head")
 _BY_ROWS = re.compile(r"(linear_qkv|linear_fc1|output_layer)\.(weight|bias)$|word_embeddings\.weight$")
 _BY_COLUMNS = re.compile(r"(linear_proj|linear_fc2)\.weight$")
-
-# Arguments of Megatron that change the model -> the values that triax's models have; the first is the default.
-_NEEDS: dict[str, tuple[Any, ...]] = {
-    "num_experts": (None,),
-    "multi_latent_attention": (False, None),
-    "rotary_interleaved": (False, None),
-    "rotary_percent": (1.0, None),
-    "rotary_seq_len_interpolation_factor": (None, 1),
-    "squared_relu": (False, None),
-    "window_size": (None,),
-    "apply_residual_connection_post_layernorm": (False, None),
-    "mtp_num_layers": (None, 0),
-    "heterogeneous_layers_config_path": (None,),
-}
-_GPT = {
-    "normalization": "LayerNorm",
-    "position_embedding_type": "learned_absolute",
-    "swiglu": False,
-    "add_bias_linear": True,
-}
-_LLAMA = {"normalization": "RMSNorm", "position_embedding_type": "rope", "swiglu": True, "add_bias_linear": False}
 
 
 def find_megatron(source: Path) -> Path | None:
@@ -208,7 +177,7 @@ def _flat(model: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
 
 
 def _renamed(name: str) -> str:
-    for pattern, new in _RENAMES:
+    for pattern, new in _TABLES["names"].items():
         name = re.sub(pattern, new, name)
     return name
 
@@ -228,8 +197,8 @@ def _model(args: Inert, tensors: Tensors, vocab_size: int | None) -> tuple[dict[
     Raises:
         ValueError: Megatron's arguments describe another model.
     """
-    for key, allowed in _NEEDS.items():
-        if args.get(key) not in (*allowed, None):
+    for key, allowed in _TABLES["needs"].items():
+        if args.get(key) not in (allowed, None):
             raise ValueError(f"the model has {key}={args.get(key)!r}, which triax's models do not have")
     given = {
         "normalization": args.get("normalization") or "LayerNorm",

@@ -13,7 +13,7 @@ from ...base.errors import describe, nearest
 from ...base.option_error import refusal
 from .elementwise import Lion, UncorrectedAdam
 from .layerwise import Lamb, Muon
-from .signature import check_arguments, defaults_of
+from .signature import check_arguments, defaults_of, trial
 
 # Classes that torch lacks, or has for whole tensors only.
 _OWN: dict[str, type[torch.optim.Optimizer]] = {each.__name__: each for each in (Lion, Lamb, Muon, UncorrectedAdam)}
@@ -72,9 +72,25 @@ def resolve(kind: str, params: Mapping[str, Any]) -> tuple[type[torch.optim.Opti
         cls = offered(_OTHERS)[name].load()
     given = dict(params)
     check_arguments("optimizer", name, cls, given, ("self", "params"))
+    if given.get("differentiable"):
+        raise refusal("<optimizer.differentiable> is true, but steps change weights in place: leave it out")
     if "betas" in given:
         given["betas"] = tuple(given["betas"])
     return cls, given
+
+
+def make(kind: str, params: Mapping[str, Any], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Make an optimizer by name over parameter groups.
+
+    Raises:
+        ConfigError: as ``resolve``, or a value that the class refuses; the message names the argument.
+    """
+
+    def made(given: Mapping[str, Any]) -> torch.optim.Optimizer:
+        cls, arguments = resolve(kind, given)
+        return cls(fused(cls, groups, arguments), **arguments)
+
+    return trial("optimizer", params, made)
 
 
 def resolved(kind: str, params: Mapping[str, Any]) -> dict[str, Any]:

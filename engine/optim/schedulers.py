@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ...base.errors import AgreedError, describe, nearest
 from ...base.option_error import refusal
 from .lr_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
-from .signature import check_arguments, defaults_of
+from .signature import check_arguments, defaults_of, trial
 
 MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
 
@@ -50,8 +50,9 @@ def make_scheduler(kind: str, params: Mapping[str, Any], key: str = "lr_schedule
     given = {name: value for name, value in params.items() if value != "auto" or not _has_default(key, cls, name)}
     parts = given.pop("schedulers", None) if cls.__name__ in ("SequentialLR", "ChainedScheduler") else None
     check_arguments(key, cls.__name__, cls, given, ("self", "optimizer", *(() if parts is None else ("schedulers",))))
-    if "step_size" in given and given["step_size"] < 1:  # torch's StepLR takes it, and never steps or divides by 0
-        raise refusal(f"<{key}.step_size> = {given['step_size']}: give a whole number of at least 1")
+    for name in ("step_size", "T_max"):  # torch takes them, and never steps or divides by 0
+        if name in given and given[name] < 1:
+            raise refusal(f"<{key}.{name}> = {given[name]}: give a whole number of at least 1")
     if parts is None:
         return lambda optimizer: cls(optimizer, **given)
     if not isinstance(parts, list) or not all(isinstance(each, Mapping) and "type" in each for each in parts):
@@ -66,6 +67,15 @@ def make_scheduler(kind: str, params: Mapping[str, Any], key: str = "lr_schedule
         return cls(made, **given) if cls.__name__ == "ChainedScheduler" else cls(optimizer, made, **given)
 
     return make
+
+
+def make(kind: str, params: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """Make a schedule by name over an optimizer.
+
+    Raises:
+        ConfigError: as ``make_scheduler``, or a value that the class refuses; the message names the parameter.
+    """
+    return trial("lr_scheduler", params, lambda given: make_scheduler(kind, given)(optimizer))
 
 
 def resolved(kind: str, params: Mapping[str, Any]) -> dict[str, Any]:

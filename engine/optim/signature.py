@@ -70,8 +70,9 @@ def trial(where: str, given: Mapping[str, Any], make: Callable[[Mapping[str, Any
     except (ConfigError, ImportError, OSError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever a class of torch's raises for its arguments
-        guilty = _to_blame(given, make, error)
-        if _is_made(make, given) or (guilty is None and not isinstance(error, (TypeError, ValueError))):
+        # The second try comes before those without an argument, which may leave traces: a schedule sets initial_lr.
+        guilty = None if (by_chance := _is_made(make, given)) else _to_blame(given, make, error)
+        if by_chance or (guilty is None and not isinstance(error, (TypeError, ValueError))):
             raise  # no argument causes it
         place = (
             f"<{where}.{guilty}> = {describe(given[guilty])}"

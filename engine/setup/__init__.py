@@ -1,7 +1,7 @@
 """Setup of an engine: from options to the objects that an engine is made of.
 
 arguments.py: arguments of ``triax.Engine``: options, grid, parameter groups.
-check.py: ``read_config``, a configuration with all checks, a trial step of its optimizer and schedule included.
+check.py: names of schedules, optimizers and compressors, and their arguments.
 rank_consistency.py: every rank has the same configuration, code and model.
 precision.py: dtypes of weights and autocast, the loss scaler.
 zero.py: ZeRO's options, offload and ZeRO++ included.
@@ -13,6 +13,6 @@ extensions.py: parts that packages beside the core offer, found by entry points.
 compression.py: dtype and compressor of the sum of gradients.
 optimizer.py: the optimizer over ZeRO's flat ranges, 1-bit optimizers included, and the learning-rate schedule.
 recomputation.py: activation checkpointing of a ``PipelineModule``.
-tuning.py: ``"auto"`` and ``autotuning``: steps that are measured to find the microbatch size.
+tuning.py: steps of a copy of the model, measured to find the microbatch size for ``triax.tune``.
 lora.py: ``add_lora``, adapters on the layers that the options name.
 """

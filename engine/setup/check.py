@@ -8,13 +8,13 @@ from ...options.check import fp16_of_means
 from ...options.engine import EngineOptions
 from ...options.named import LRSchedule, Optimizer
 from ...pipe.schedules.choose import require_schedule
-from ..optim import dry_run, optimizers
+from ..optim import dry_run, optimizers, schedulers
 from .compression import named_compressor, require_fitting
 from .optimizer import require_elementwise, require_whole_tensors
 
 
 def check_names(options: EngineOptions) -> None:
-    """Check that what the options name exists and takes its arguments; take a few steps with it over one number.
+    """Check that what the options name exists and takes its arguments. Nothing is made.
 
     Raises:
         ConfigError: a name or an argument that does not exist, or one that another option does not allow.
@@ -26,18 +26,33 @@ def check_names(options: EngineOptions) -> None:
         raise refusal(str(error)) from error
     optimizer, schedule = options.optimizer, options.lr_scheduler
     if isinstance(optimizer, Optimizer):
-        _try_optimizer(options, optimizer)
+        _check_optimizer(options, optimizer)
+    named_compressor(options)
     if isinstance(schedule, LRSchedule):
         if options.local_updates is not None and schedule.type == "ReduceLROnPlateau":
             raise refusal(
                 "<local_updates> does not work with ReduceLROnPlateau, because each replica has its own loss, "
                 "so that their learning rates would differ: use a schedule that follows steps",
             )
-        over = (optimizer.type, optimizer.arguments) if isinstance(optimizer, Optimizer) else None
-        dry_run.try_scheduler(schedule.type, schedule.arguments, over)
+        schedulers.make_scheduler(schedule.type, schedule.arguments)
 
 
-def _try_optimizer(options: EngineOptions, optimizer: Optimizer) -> None:
+def try_names(options: EngineOptions) -> None:
+    """Check what a file names where no engine is made, by ``check_names`` and a few steps with it over one number.
+
+    Raises:
+        ConfigError: as ``check_names``, or a value that the optimizer or the schedule refuses.
+    """
+    check_names(options)
+    optimizer, schedule, named = options.optimizer, options.lr_scheduler, None
+    if isinstance(optimizer, Optimizer):
+        named = optimizer.type, optimizer.arguments
+        require_fitting(named_compressor(options), dry_run.try_optimizer(*named))
+    if isinstance(schedule, LRSchedule):
+        dry_run.try_scheduler(schedule.type, schedule.arguments, named)
+
+
+def _check_optimizer(options: EngineOptions, optimizer: Optimizer) -> None:
     cls, _ = optimizers.resolve(optimizer.type, optimizer.arguments)
     name = cls.__name__
     if hasattr(cls, "stepper"):
@@ -51,5 +66,3 @@ def _try_optimizer(options: EngineOptions, optimizer: Optimizer) -> None:
     require_whole_tensors(cls, options.zero)
     if name not in optimizers.WHOLE_TENSOR:
         require_elementwise(cls)
-    made = dry_run.try_optimizer(optimizer.type, optimizer.arguments)
-    require_fitting(named_compressor(options), made)

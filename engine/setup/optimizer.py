@@ -60,7 +60,9 @@ def choose_optimizer(
     require_whole_tensors(cls, options.zero, grid.tensor.size)
     optimizers.require_steps_on(grid.device.type, params)
     _require_fitting(cls, groups)
-    return _with_stepper(cls, lambda groups: cls(optimizers.fused(cls, groups, params), **params))
+    if not isinstance(optimizer, Optimizer):
+        return _with_stepper(cls, lambda groups: cls(optimizers.fused(cls, groups, params), **params))
+    return _with_stepper(cls, lambda groups: optimizers.make(optimizer.type, optimizer.arguments, groups))
 
 
 def state_tensors(optimizer: Any) -> int:
@@ -94,7 +96,7 @@ def choose_scheduler(options: EngineOptions) -> MakeScheduler | None:
         raise refusal(
             "<lr_scheduler> has no optimizer to set the learning rate of: set <optimizer>, or leave it out",
         )
-    return schedulers.make_scheduler(given.type, given.arguments)
+    return partial(schedulers.make, given.type, given.arguments)
 
 
 def _class_of(make: MakeOptimizer) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:

@@ -1,42 +1,61 @@
-"""``batch.microbatch`` auto and ``tuning``: what plugins/plan/tuning.py asks of a run. Its steps change nothing."""
+"""``triax.tune``: what ``plugins/plan/tuning.py`` asks of a run, with steps of an engine of a copy of the model."""
 
 from __future__ import annotations
 
+import gc
 import json
+import logging
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from ...base.dtypes import dtype_of, short_name
-from ...base.errors import AgreedError
-from ...base.option_error import Note, OptionError, refusal
+from ...base.option_error import OptionError, refusal
 from ...checkpoint.random_states import unchanged_random_states
 from ...data.dataloader import make_loader
+from ...data.token_data import TokenData
 from ...grid.agreement.agreement import largest
 from ...grid.devices import has_room, usable_memory
+from ...options.checkpoints import Checkpoints
 from ...options.engine import EngineOptions
+from ...options.monitoring import Monitoring
 from ...pipe.module import PipelineModule
+from ...pipe.rebuild import rebuilt
 from ...pipe.schema import flatten
-from ..optimizer_step import OptimizerStep
+from ..optim.optimizers import sharded_form
 from .extensions import tuner
 from .optimizer import state_tensors
 from .schedule import training_schedule
 
-Tuner = Measured = PipelineEngine = Any  # of plugins/plan/tuning.py, which is found by name
+Data = Dataset[Any] | TokenData | None
+Collate = Callable[[list[Any]], Any] | None
 
 
-def find_sizes(model: nn.Module, options: EngineOptions, data: Any, collate: Any) -> TunedRun | None:
-    """Return the run whose sizes must be found, from an engine's arguments; None if the options give the sizes."""
+class Tuned(NamedTuple):
+    """Options with the sizes that were found, and what was measured."""
+
+    options: EngineOptions
+    results: Mapping[str, Any]
+
+
+def is_searched(model: nn.Module, options: EngineOptions, data: Data) -> bool:
+    """Return True if sizes must be found; False if the options give them, or the batch does.
+
+    Raises:
+        OptionError: they cannot be found for this model.
+    """
     tunes, enabled = options.tunes_microbatch, options.tuning is not None
     if isinstance(model, PipelineModule) and (tunes or options.zero.stage == "auto"):
         if not tunes or data is not None or tuner().model_of(model.layer_specs) is not None:
-            return TunedRun(model, options, data, collate)
+            return True
         if enabled:
             raise refusal("<tuning> measures steps, but there are no samples: pass training_data=...")
     elif enabled and not isinstance(model, PipelineModule):
@@ -46,31 +65,78 @@ def find_sizes(model: nn.Module, options: EngineOptions, data: Any, collate: Any
         )
     if options.zero.stage == "auto":
         raise OptionError("zero.stage", "auto", "auto works only for a PipelineModule: give a stage from 0 to 3")
-    return None
+    return False
 
 
-class TunedRun:
-    """Run whose batch sizes are searched: ``RunToTune`` of ``plugins/plan/tuning.py``, and the ``Tuner`` that searches.
+def search_sizes(
+    make: Callable[..., Any],
+    model: PipelineModule,
+    options: EngineOptions,
+    *,
+    parameters: Iterable[Any] | None = None,
+    training_data: Data = None,
+    collate_fn: Collate = None,
+) -> Tuned:
+    """Find the sizes of a run, for which ``is_searched`` is true; log them on rank 0. Collective.
 
     Args:
-        model, options, data, collate: arguments of the engine.
+        make: the class of engines.
+        model, options, parameters, training_data, collate_fn: arguments of the engine.
+
+    Raises:
+        OptionError: no size fits.
+    """
+    with unchanged_random_states(model.grid):
+        run = _TriedRun(make, model, options, parameters, training_data, collate_fn)
+        search = tuner().Tuner(options, run)
+        run.tried = search.options
+        with _set_aside(model):
+            found = search.finish()
+            vars(run).pop("engine", None)
+            gc.collect()  # engines and their hooks refer to one another
+    batch = search.options.batch.changed(microbatch=found.size, microbatches=run.samples // found.size)
+    tuned = Tuned(search.options.changed(batch=batch, tuning=None), found.results)
+    if model.grid.rank == 0:
+        logging.getLogger("triax").warning("%s", found.note.spelled(options.names))
+        if options.tuning is not None and options.tuning.results is not None:
+            write_results(Path(options.tuning.results), "options.json", tuned.options.plain(given=True), found.results)
+    return tuned
+
+
+def write_results(folder: Path, name: str, options: Mapping[str, Any], results: Mapping[str, Any]) -> None:
+    """Write the options that were found, under a name, and what was measured."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, content in ((name, options), ("results.json", results)):
+        (folder / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+class _TriedRun:
+    """Run whose sizes are searched: ``RunToTune`` of ``plugins/plan/tuning.py``.
 
     Attributes:
-        tuner: the search.
-        agree: returns the largest of each number on all ranks.
-        schedule: returns the schedule of a step, by its number of microbatches.
+        tried: options of the engine with which steps are measured.
     """
 
-    def __init__(self, model: PipelineModule, options: EngineOptions, data: Any, collate: Any) -> None:
+    tried: EngineOptions
+
+    def __init__(
+        self,
+        make: Callable[..., Any],
+        model: PipelineModule,
+        options: EngineOptions,
+        parameters: Iterable[Any] | None,
+        data: Data,
+        collate: Collate,
+    ) -> None:
         if options.tunes_microbatch and model.costs is not None:
             raise refusal(
                 f"triax is to find <batch.microbatch>, but partition={model.partition!r} uses the costs of layers for "
                 "one microbatch size: give <batch.microbatch>, or boundaries"
             )
         grid = self._grid = model.grid
+        self._make, self._model, self._parameters = make, model, parameters
         self._options, self._data, self._collate = options, data, collate
-        planning = tuner()
-        self._known = planning.model_of(model.layer_specs)
+        self._known = tuner().model_of(model.layer_specs)
         batch, self.stages = options.batch_sizes(grid.replicas), allowed_stages(options)
         self.samples, self.size = batch.train // grid.replicas, batch.micro
         self.agree: Callable[[Sequence[float]], list[float]] = partial(largest, grid)
@@ -92,31 +158,30 @@ class TunedRun:
         if data is not None and options.tunes_microbatch:
             tensors, _ = flatten(self._microbatches(1, 1)[0][0])
             self.sequence = tensors[0].shape[1] if tensors and tensors[0].dim() > 1 else None
-        self.tuner: Tuner = planning.Tuner(options, self)
 
-    def finish(self, engine: PipelineEngine) -> Note:
-        """Find the size, let the engine have it, and return a note on it. Collective."""
-        self._engine = engine
-        found = self.tuner.finish()
-        engine.set_batch_size(engine.batch.train, found.size)
-        if self._data is not None:
-            engine.training_dataloader = engine.make_loader(self._data, self._collate)
-        tuning = self._options.tuning
-        if tuning is not None and tuning.results is not None and self.rank == 0:
-            folder = Path(tuning.results)
-            folder.mkdir(parents=True, exist_ok=True)
-            for name, content in (engine.tuned_settings(), ("results.json", found.results)):
-                (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        return found.note
+    @cached_property
+    def engine(self) -> Any:
+        """Engine of a copy of the model, which writes nothing. Collective at the first use."""
+        optimizer, parameters = self.tried.optimizer, self._parameters
+        if isinstance(optimizer, torch.optim.Optimizer):  # it is over the parameters of the model
+            parameters, (cls, defaults) = optimizer.param_groups, sharded_form(type(optimizer), optimizer.defaults)
+            optimizer = partial(cls, **defaults)
+        model, groups = rebuilt(self._model, self._grid, parameters, apart=True)
+        options = self.tried.changed(
+            optimizer=optimizer, lr_scheduler=None, checkpoint=Checkpoints(), monitor=Monitoring(), tuning=None
+        )
+        return self._make(model, options, parameters=groups)
 
-    def measure(self, size: int, expected: float) -> Measured | None:
-        """Return the bytes of this rank in a step; None if there is too little memory on any rank."""
-        engine = self._engine
+    def measure(self, size: int, expected: float) -> Any:
+        """Return the bytes of this rank in a step, ``Measured`` of plugins/plan/tuning.py; None without memory."""
+        engine = self.engine
         held = sum(filter(None, engine.memory_report()["held"].values()))
         if self.agree([not has_room(engine.device, expected - held)])[0]:
             return None
         engine.record_memory = True
         try:
+            if not engine.global_steps:
+                self._step(size)  # makes the optimizer's state
             self._step(size)
         except RuntimeError as error:
             # With several ranks, this rank has left the process group, so the run cannot go on.
@@ -125,11 +190,8 @@ class TunedRun:
             return None
         finally:
             engine.record_memory = False
-        report = engine.memory_report()
-        kinds = {kind: size or 0 for kind, size in report["held"].items()}
+        kinds = {kind: size or 0 for kind, size in engine.memory_report()["held"].items()}
         activations, working = kinds.pop("activations"), kinds.pop("working")
-        if engine.options.zero.offload_optimizer.device == "none":  # the first update makes it
-            kinds["optimizer"] = max(kinds["optimizer"], report["formula"]["optimizer"])
         return tuner().Measured(sum(kinds.values()), activations, working)
 
     def time(self, size: int, first: int, last: int) -> float:
@@ -138,23 +200,13 @@ class TunedRun:
         return sum(seconds[first:]) / (last - first)
 
     def _step(self, size: int) -> float:
-        """Take a step without its end, and return its seconds. Nothing of the engine, or of the user's, changes."""
-        engine = self._engine
+        """Take a step, and return its seconds."""
+        engine = self.engine
         engine.set_batch_size(engine.batch.train, size)
         microbatches = iter(self._microbatches(size, engine.batch.accumulation))
-        ended, buffers = engine.optimizer_step, [(buffer, buffer.clone()) for buffer in engine.module.buffers()]
-        engine.optimizer_step = _TrialStep(engine.options, engine.data_axis, engine.loss_scaler)
         start = time.perf_counter()
-        try:
-            with unchanged_random_states(self._grid):
-                engine.train_batch(microbatches)
-        except _TrialEndError:
-            return time.perf_counter() - start
-        finally:
-            engine.optimizer_step = ended
-            for buffer, before in buffers:
-                buffer.data.copy_(before)
-        raise AssertionError("the trial step had no end")
+        engine.train_batch(microbatches)
+        return time.perf_counter() - start
 
     def _microbatches(self, size: int, count: int) -> list[Any]:
         """Return microbatches of the training data, from its start, or of random tokens."""
@@ -170,6 +222,21 @@ class TunedRun:
         return [(tokens, tokens)] * count
 
 
+@contextmanager
+def _set_aside(model: PipelineModule) -> Iterator[None]:
+    """Context in which a model's tensors wait in host memory, and leave the device to the copy."""
+    device = model.grid.device
+    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+    moved = [each for each in tensors if each.device == device and device.type not in ("cpu", "meta")]
+    for tensor in moved:
+        tensor.data = tensor.data.cpu()
+    try:
+        yield
+    finally:
+        for tensor in moved:
+            tensor.data = tensor.data.to(device)
+
+
 def allowed_stages(options: EngineOptions) -> list[int]:
     """Return the ZeRO stages that the other options allow."""
     found = []
@@ -180,12 +247,3 @@ def allowed_stages(options: EngineOptions) -> list[int]:
             continue
         found.append(stage)
     return found
-
-
-class _TrialEndError(AgreedError):
-    """End of a trial step, which every rank raises in place of the update. The next step drops the gradients."""
-
-
-class _TrialStep(OptimizerStep):
-    def decide(self, *_: Any, **__: Any) -> bool:
-        raise _TrialEndError

@@ -133,7 +133,7 @@ def capture(engine: Checkpointed, tag: str, client_state: Mapping[str, Any], exc
         snapshot.add(f"{RANDOM}/{name}/{engine.grid.rank:05}", state)
     if engine.grid.data.is_first and engine.grid.context.is_first and engine.grid.tensor.is_first:
         snapshot.numbers = optimizer_numbers(shards)
-        if engine.optimizer is not None and not is_known(shards.stepper.optimizer):
+        if engine.optimizer is not None and not is_known(type(shards.stepper.optimizer)):
             # The first rank writes the header, but may have no parameters of a group, and may have counted no steps.
             groups = enumerate(zip(engine.optimizer.param_groups, header["run"]["param_groups"], strict=True))
             snapshot.numbers |= {f"{GROUPS}/{number}": own for number, (group, own) in groups if group["params"]}

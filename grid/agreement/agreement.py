@@ -7,13 +7,14 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from ...base.errors import CheckpointError, ConfigError, CorruptError, DamagedError
 from ..comm.axis import Axis
+from ..comm.equality import same
 from .failure import all_or_none
 
 if TYPE_CHECKING:
@@ -91,18 +92,6 @@ def mean(grid: AgreeingGrid, total: float, weight: float) -> Tensor:
         total, weight: sums over all ranks, as ``totals`` returns them, e.g. of losses and of their weights.
     """
     return _on_device(total / weight if weight else math.nan, grid.device)
-
-
-def same(axis: Axis, facts: Any, device: torch.device) -> bool:
-    """Return True if every rank of an axis has equal facts. Collective: 16 bytes, which no report counts.
-
-    The ranks compare hashes x of ``repr(facts)``: the maximum of (x, -x) is (x, -x) on every rank if all x are equal.
-    """
-    digest = int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7], "big")
-    both = torch.tensor([digest, -digest], device=device)
-    with axis.traffic.uncounted():
-        axis.all_reduce(both, op="max")
-    return bool(both[0] == -both[1])
 
 
 def enter_call(grid: Grid, call: str, ends: CallOrder | None = None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch.distributed as dist
 from torch import Tensor
@@ -206,6 +206,10 @@ class Axis(ObservedAxis):
             self.transport.barrier()
             if observed is not None:
                 observed.follow(Done())
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """Return the axis itself, whose process group copies of a model share."""
+        return self
 
     def __repr__(self) -> str:
         return f"Axis({self.name}: rank {self.rank} of {self.size}, ranks {list(self.ranks)})"

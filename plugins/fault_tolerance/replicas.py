@@ -850,11 +850,11 @@ def _check(engine: Engine) -> None:
             f"<fault_tolerance> sends the state of optimizers that work element by element, not of "
             f"{type(engine.data_axis.optimizer).__name__}: use AdamW or SGD"
         )
-    tolerance, optimizer = engine.options.fault_tolerance, engine.data_axis.stepper.optimizer
-    if tolerance is not None and tolerance.zero and (getattr(optimizer, "layerwise", False) or not is_known(optimizer)):
+    tolerance, kind = engine.options.fault_tolerance, type(engine.data_axis.stepper.optimizer)
+    if tolerance is not None and tolerance.zero and (getattr(kind, "layerwise", False) or not is_known(kind)):
         raise refusal(
             f"<fault_tolerance.zero> steps parts of a layer, on several replicas and one after the other, and "
-            f"{type(optimizer).__name__} may need whole layers, or count its steps: use AdamW, or leave it out"
+            f"{kind.__name__} may need whole layers, or count its steps: use AdamW, or leave it out"
         )
     for name, module in engine.module.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:

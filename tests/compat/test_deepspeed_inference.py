@@ -13,9 +13,9 @@ from torch import nn
 
 import triax
 import triax.compat.deepspeed as deepspeed
-from triax.compat.deepspeed.inference import (
+from triax.compat.deepspeed.inference import DeepSpeedInferenceConfig
+from triax.compat.deepspeed.section_classes import (
     BaseQuantConfig,
-    DeepSpeedInferenceConfig,
     DeepSpeedMoEConfig,
     DeepSpeedTPConfig,
     InferenceCheckpointConfig,

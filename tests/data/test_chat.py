@@ -14,7 +14,7 @@ import torch
 
 import triax
 from triax.base.errors import ConfigError
-from triax.cli.generate import TokenizerText
+from triax.cli.model_text import TokenizerText
 from triax.data import TokenData, TokenFolder, train_tokenizer
 from triax.data.chat import ChatTemplate
 from triax.data.sources import BadDocument, Reading, find_sources

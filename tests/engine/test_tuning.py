@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,37 @@ def test_the_largest_size_that_fits_by_counted_bytes(model: Any, data: Any) -> N
     assert found["batch"] == (32, 16, 2) and found["bytes"] <= limit < by_hand[32]["bytes"]
     require_equal(found, by_hand[16])
     require_equal(train(model, data, {AUTO: "auto"}), by_hand[32])  # the host has memory for all
+
+
+def test_tune_returns_options_and_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    """Its layers are modules, one of which is listed twice, and its optimizer is over their parameters."""
+    torch.manual_seed(5)
+    shared = nn.Linear(8, 8)
+    model = PipelineModule([shared, Noisy(), nn.LayerNorm(8), shared], loss_fn=mean_loss, partition="uniform")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    options = triax.EngineOptions(
+        batch=triax.Batch(size=32, microbatch="auto"), tuning=triax.Tuning(sizes=2, results=str(tmp_path))
+    )
+    options = triax.tune(model, options, optimizer=optimizer, zero="auto", training_data=numbers())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(random, torch.get_rng_state()) and not optimizer.state
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert options.batch.microbatch == int(min(results["seconds"], key=results["seconds"].get))
+    assert options.tuning is None and options.zero.stage == 0 and options.batch.microbatches is not None
+    written = json.loads((tmp_path / "options.json").read_text())
+    assert written["batch"] == options.batch.plain(given=True) and "tuning" not in written
+    engine = triax.Engine(model, options, training_data=numbers())
+    assert engine.batch.micro == options.batch.microbatch and engine.train_batch().isfinite()
+
+
+def test_an_engine_searches_until_a_version() -> None:
+    batch, model = triax.Batch(size=32, microbatch="auto"), gpt(Grid())
+    with pytest.warns(DeprecationWarning, match=r"write options = triax\.tune\(model, options") as warned:
+        engine = triax.Engine(model, optimizer=partial(torch.optim.AdamW, lr=1e-2), batch=batch, training_data=tokens())
+    assert engine.batch.micro == triax.tune(gpt(Grid()), engine.options.changed(batch=batch)).batch.microbatch == 32
+    assert [each.filename for each in warned if "triax.tune" in str(each.message)] == [__file__]
 
 
 def on_ranks(tuned: dict[str, Any], by_hand: dict[str, Any], *grid: int) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.base.errors import ConfigError
-from triax.grid.agreement.agreement import same
 from triax.grid.agreement.hang_watch import timed_out, with_timeout
+from triax.grid.comm.equality import same
 from triax.grid.launcher.launch import Outcome, outcome_of
 
 from paths import ROOT

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from triax.base.errors import ConfigError, close, nearest
+from triax.base.foreign_tables import read_table
 from triax.compat.deepspeed.config.table import keys
 from triax.compat.deepspeed.config.to_options import parse_config
-from triax.options.foreign_names import ROWS
+from triax.options import foreign_names
 from triax.options.table import rows
 from triax.plugins.plan.machine import machine
 from triax.train.file import read_training_file
@@ -34,12 +35,13 @@ def _exists(key: str, known: list[str]) -> bool:
 
 
 def test_every_counterpart_is_a_key() -> None:
-    names = [name for row in ROWS for name in row[0].split()]
+    found = read_table(foreign_names.__file__, "foreign_names.toml")["rows"]
+    names = [name for row in found for name in row["names"].split()]
     assert len(names) == len(set(names)) > 100
     in_file, in_config = [path for path, *_ in rows(TrainingFile)], [key for key, _ in keys()]
-    for _, training, configuration in ROWS:
-        assert all(_exists(key, in_file) for key in _named(training)), training
-        assert all(_exists(key, in_config) for key in _named(configuration)), configuration
+    for row in found:
+        assert all(_exists(key, in_file) for key in _named(row["file"])), row
+        assert all(_exists(key, in_config) for key in _named(row["configuration"])), row
 
 
 @pytest.mark.parametrize(

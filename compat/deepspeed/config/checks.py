@@ -5,26 +5,18 @@ What the options of triax check too is left to them: ``options/check.py``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ....base.errors import ConfigError, no_such
+from ....base.foreign_tables import read_table
 from ....options.monitoring import OPERATIONS
 from .elasticity import check as elasticity
 
 __all__ = ["amp", "bf16", "check_sections", "comms_logger", "elasticity", "local_updates", "nothing"]
 
 # DeepSpeed's and torch's names of operations -> triax's.
-OTHER_NAMES = {
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_base": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_base": "reduce_scatter",
-    "all_gather_object": "all_gather_json",
-    "all_to_all_single": "all_to_all",
-    "isend": "send",
-    "recv": "receive",
-    "irecv": "receive",
-}
+OTHER_NAMES: Mapping[str, str] = read_table(__file__, "keys.toml")["names of operations"]
 
 
 def nothing(section: Any) -> None:

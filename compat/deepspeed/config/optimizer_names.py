@@ -8,38 +8,17 @@ CPU if the optimizer state is offloaded.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from ....base.errors import describe
+from ....base.foreign_tables import answers, read_table
 from ....base.option_error import refusal
 from ....options.named import Optimizer
 
-_ADAM = ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam")
-_OTHER_NAMES = {
-    "DeepSpeedCPUAdagrad": "Adagrad",
-    "DeepSpeedCPULion": "Lion",
-    "FusedLion": "Lion",
-    "FusedLamb": "Lamb",
-}
-NAMES = (*_ADAM, *_OTHER_NAMES)
-# Optimizers that triax does not have: (reason, what to use instead).
-_REFUSED = {
-    "MuAdam": ("its rates depend on the width of each layer", "Adam, with parameter groups of their own rates"),
-    "MuAdamW": ("its rates depend on the width of each layer", "AdamW, with parameter groups of their own rates"),
-    "MuSGD": ("its rates depend on the width of each layer", "SGD, with parameter groups of their own rates"),
-}
-_ONE_BIT = ("onebitadam", "zerooneadam", "onebitlamb", "onebitsgd")
-# Arguments of the 1-bit optimizers that have no effect here, with their types.
-_IDLE = {"cuda_aware": bool, "comm_backend_name": str}
-_FROZEN = "the variance is frozen after the warmup, so that it has no maximum to follow"
-# Arguments that must be off, with the reason.
-_EPS = "eps is added to the root of the variance, as in the paper"
-_OFF: dict[str, Mapping[str, str]] = {
-    "lamb": {"amsgrad": "LAMB has no maximum of the variance", "eps_inside_sqrt": _EPS},
-    "muon": {"per_head_muon": "a matrix is made orthogonal as a whole, not head by head"},
-    **dict.fromkeys(_ONE_BIT, MappingProxyType({"eps_inside_sqrt": _EPS, "amsgrad": _FROZEN})),
-}
+_TABLE = read_table(__file__, "optimizers.toml")
+NAMES: Mapping[str, str] = _TABLE["names"]
+_REFUSED, _ONE_BIT = answers(_TABLE["refused"]), _TABLE["one_bit"]
+_KINDS = {"true or false": bool, "a text in quotes": str}
 
 
 def native_optimizer(kind: str, params: Mapping[str, Any]) -> Optimizer:
@@ -49,22 +28,20 @@ def native_optimizer(kind: str, params: Mapping[str, Any]) -> Optimizer:
         OptionError: an optimizer that triax does not have, or an argument that triax's class cannot follow.
     """
     lower, given = kind.lower(), dict(params)
-    for name, (reason, instead) in _REFUSED.items():
+    for name, reason in _REFUSED.items():
         if name.lower() == lower:
-            raise refusal(f"<optimizer.type> = {kind!r}: {reason}: use {instead}")
+            raise refusal(f"<optimizer.type> = {kind!r}: {reason}")
     if "max_grad_norm" in given:
         raise refusal("<optimizer.max_grad_norm>: write <clip>, outside of <optimizer>, instead")
-    name = {each.lower(): each for each in NAMES}.get(lower, kind)
-    if name in _ADAM:
+    name = {each.lower(): ours for each, ours in NAMES.items()}.get(lower, kind)
+    if name in ("Adam", "AdamW"):
         name = _adam(name, given)
-    name = _OTHER_NAMES.get(name, name)
-    for key, reason in _OFF.get(name.lower(), {}).items():
+    one_bit = lower in _ONE_BIT["names"].split()
+    for key, reason in (_ONE_BIT["off"] if one_bit else _TABLE["off"].get(name.lower(), {})).items():
         if _drop(given, key):
             raise refusal(f"<optimizer.{key}> is true, but {reason}: leave it out")
-    for key, form in _IDLE.items() if lower in _ONE_BIT else ():
-        value = given.pop(key, form())
-        if not isinstance(value, form):
-            wanted = "true or false" if form is bool else "a text in quotes"
+    for key, wanted in _ONE_BIT["idle"].items() if one_bit else ():
+        if key in given and not isinstance(value := given.pop(key), _KINDS[wanted]):
             raise refusal(f"<optimizer.{key}>: give {wanted}, not {describe(value)}")
     if lower == "muon":
         _drop(given, "torch_adam")  # always torch's formula
@@ -86,7 +63,7 @@ def native_optimizer(kind: str, params: Mapping[str, Any]) -> Optimizer:
 
 
 def _adam(name: str, params: dict[str, Any]) -> str:
-    """Return the class's name for one of Adam's names; remove DeepSpeed's switches from the arguments, in place."""
+    """Return the class's name for Adam or AdamW; remove DeepSpeed's switches from the arguments, in place."""
     _drop(params, "torch_adam")  # always torch's
     modes = {key: value for key in ("adam_w_mode", "adamw_mode") if (value := _drop(params, key)) is not None}
     if len(set(modes.values())) > 1:

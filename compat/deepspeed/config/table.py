@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+from ....base.foreign_tables import read_table
 from ....options.base import Options, declared, hints_of, sections_in
 from ....options.engine import EngineOptions
 from ....options.table import in_words_of_a_file
@@ -113,9 +112,7 @@ class Table:
 @functools.cache
 def table() -> Table:
     """Return the table of the whole configuration."""
-    rows = dict(_file())
-    del rows["names of options"]
-    return table_of(rows, TITLE)
+    return table_of({name: row for name, row in _file().items() if not name.startswith("names of ")}, TITLE)
 
 
 def keys(within: Table | None = None) -> Iterator[tuple[str, Key]]:
@@ -136,9 +133,8 @@ def key_of(path: str) -> str:
     return f"{key_of(section)}.{last}" if section else path
 
 
-@functools.cache
-def _file() -> dict[str, Any]:
-    return tomllib.loads((Path(__file__).parent / "keys.toml").read_text(encoding="utf-8"))
+def _file() -> Mapping[str, Any]:
+    return read_table(__file__, "keys.toml")
 
 
 @functools.cache

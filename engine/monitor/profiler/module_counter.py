@@ -8,23 +8,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ....pipe.module import PipelineModule
 from .flop_counter import FlopCounter
 from .tree_report import ModuleNode
-
-
-@runtime_checkable
-class LayerRunner(Protocol):
-    """Protocol of a model that runs its layers by ``run_hook(stage, layer, call, x)`` if this attribute is set.
-
-    ``PipelineModule`` has it. The hook receives the layer as the function ``call`` and its input ``x``.
-    """
-
-    run_hook: Any
 
 
 class ModuleCounter:
@@ -82,10 +73,9 @@ class ModuleCounter:
                     module.register_forward_hook(partial(self._leave, name, skip), always_call=True),
                 ):
                     stack.callback(handle.remove)
-            runner: object = self.model
-            if isinstance(runner, LayerRunner):
-                stack.callback(setattr, runner, "run_hook", runner.run_hook)
-                runner.run_hook = partial(self._around, runner.run_hook)
+            if isinstance(self.model, PipelineModule):
+                stack.callback(setattr, self.model, "run_hook", self.model.run_hook)
+                self.model.run_hook = partial(self._around, self.model.run_hook)
             yield
 
     def _around(self, inner: Any, stage: int, layer: int, call: Callable[[Any], Any], x: Any) -> Any:

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import triax
 from triax.base.errors import ConfigError
-from triax.compat.deepspeed.from_config import read_config
+from triax.compat.deepspeed.configuration import read_config
 from triax.engine.optim.signature import trial
 
 GIVEN = {"lr": 1.0, "eps": 2.0}
@@ -68,3 +70,52 @@ def test_the_configuration_passes_it_on(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.optim.SGD, "step", fails)
     with pytest.raises(ImportError, match=r"torch\._something"):
         read_config({"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+
+
+def _engine(optimizer: dict[str, Any], schedule: dict[str, Any] | None = None) -> Any:
+    """Return an engine by DeepSpeed's JSON."""
+    config: dict[str, Any] = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": optimizer}}
+    if schedule is not None:
+        config["scheduler"] = {"type": "StepLR", "params": schedule}
+    return triax.initialize(model=nn.Linear(2, 2), config=config)[0]
+
+
+def test_an_engine_makes_its_optimizer_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each engine also made one over one number, one below a schedule, both for the file too, and one over small
+    tensors to learn its class.
+    """
+    made: list[torch.optim.Optimizer] = []
+    init = torch.optim.Optimizer.__init__
+
+    def counted(self: Any, *given: Any) -> None:
+        made.append(self)
+        init(self, *given)
+
+    monkeypatch.setattr(torch.optim.Optimizer, "__init__", counted)
+    grid = triax.Grid()
+    model = triax.PipelineModule([triax.LayerSpec(nn.Linear, 2, 2)], grid, loss_fn=nn.functional.mse_loss)
+    config = {
+        "train_batch_size": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "scheduler": {"type": "StepLR", "params": {"step_size": 2}},
+    }
+    triax.initialize(model=model, config=config)
+    assert [type(each).__name__ for each in made] == ["SGD"]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "schedule", "words"),
+    [
+        ({"lr": -0.1}, None, "optimizer.params.lr = -0.1: Invalid learning rate: -0.1"),
+        ({"lr": 0.1, "nesterov": True}, None, "optimizer.params.nesterov = true: Nesterov momentum requires a"),
+        ({"lr": 0.1, "differentiable": True}, None, "optimizer.params.differentiable is true, but steps change"),
+        ({"lr": 0.1}, {"step_size": 0}, "scheduler.params.step_size = 0: give a whole number of at least 1"),
+        ({"lr": 0.1}, {"step_size": 2, "last_epoch": 3}, "scheduler.params.last_epoch = 3: "),
+    ],
+)
+def test_the_optimizer_itself_names_a_wrong_argument(
+    optimizer: dict[str, Any], schedule: dict[str, Any] | None, words: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _engine(optimizer, schedule)
+    assert str(caught.value).startswith(words)

@@ -25,29 +25,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..engine.pipeline_engine import PipelineEngine
-from ..grid import Grid
-from ..grid.comm.axis import Axis
-from ..grid.devices import accelerators, default_accelerator, gpu_sizes, wait_for
-from ..grid.environment import given_threads
-from ..grid.launcher.launch import cores as own_cores
-from ..grid.launcher.launch import launch
-from ..grid.randomness.random import Dropout
-from ..models.config import GPTConfig, LlamaConfig, MixtralConfig, TransformerConfig
-from ..models.gpt import gpt_layers
-from ..models.layers import NextTokenLoss
-from ..models.llama import llama_layers
-from ..models.mixtral import mixtral_layers
-from ..models.rope import Rope
-from ..options.batch import Batch
-from ..options.zero import Zero
-from ..pipe.module import PipelineModule
-from ..plugins.plan.cost import CostModel, StepTime, Work
-from ..plugins.plan.machine import Machine, NetworkLink
-from ..plugins.plan.measured import MeasuredTimes, Row, Table
-from ..plugins.plan.parallel_layout import ParallelLayout
-from ..tensor_parallel.norm import LayerNorm, RMSNorm
-from ..zero.norm import square
+from ...engine.pipeline_engine import PipelineEngine
+from ...grid import Grid
+from ...grid.comm.axis import Axis
+from ...grid.devices import accelerators, default_accelerator, gpu_sizes, wait_for
+from ...grid.environment import given_threads
+from ...grid.launcher.launch import cores as own_cores
+from ...grid.launcher.launch import launch
+from ...grid.randomness.random import Dropout
+from ...models.config import GPTConfig, LlamaConfig, MixtralConfig, TransformerConfig
+from ...models.gpt import gpt_layers
+from ...models.layers import NextTokenLoss
+from ...models.llama import llama_layers
+from ...models.mixtral import mixtral_layers
+from ...models.rope import Rope
+from ...options.batch import Batch
+from ...options.zero import Zero
+from ...pipe.module import PipelineModule
+from ...tensor_parallel.norm import LayerNorm, RMSNorm
+from ...zero.norm import square
+from .cost import CostModel, StepTime, Work
+from .machine import Machine, NetworkLink
+from .measured import MeasuredTimes, Row, Table
+from .parallel_layout import ParallelLayout
 
 Say = Callable[[str], None]
 Timed = tuple[Callable[[], Any], tuple[Tensor, ...]]  # a function, and its inputs
