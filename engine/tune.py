@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Unpack
 
 from torch import nn
 
 from ..options.engine import EngineOptions
 from ..pipe.module import PipelineModule
-from .keywords import EngineKeywords
+from .keywords import Collate, EngineKeywords, Samples, Trained
 from .pipeline_engine import PipelineEngine
 from .setup.arguments import check_arguments, choose_grid, given_options
 from .setup.check import check_names
 from .setup.rank_consistency import require_same_settings
-from .setup.tuning import Collate, Data, is_searched, search_sizes
+from .setup.tuning import is_searched, search_sizes
 
 
 def tune(
     model: nn.Module,
     options: EngineOptions | None = None,
     *,
-    parameters: Iterable[Any] | None = None,
-    training_data: Data = None,
-    collate_fn: Collate = None,
+    parameters: Trained | None = None,
+    training_data: Samples | None = None,
+    collate_fn: Collate | None = None,
     **keywords: Unpack[EngineKeywords],
 ) -> EngineOptions:
     """Return options with numbers in place of ``batch.microbatch="auto"`` and ``zero="auto"``. Collective.

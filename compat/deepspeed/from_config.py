@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import reduce
 from pathlib import Path
 from typing import Any, overload
@@ -10,11 +10,12 @@ from typing import Any, overload
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from ...base.errors import ConfigError
 from ...base.option_error import OptionError
 from ...data.dataloader import Loader, TokenLoader
+from ...engine.keywords import Collate, Samples, Trained
 from ...engine.pipeline_engine import PipelineEngine
 from ...engine.setup import arguments
 from ...engine.setup.rank_consistency import require_same_settings
@@ -36,10 +37,10 @@ def initialize(  # type: ignore[overload-overlap]  # a PipelineModule is an nn.M
     *,
     model: PipelineModule,
     optimizer: Any = ...,
-    model_parameters: Iterable[Any] | None = ...,
+    model_parameters: Trained | None = ...,
     training_data: Any = ...,
     lr_scheduler: Any = ...,
-    collate_fn: Callable[[list[Any]], Any] | None = ...,
+    collate_fn: Collate | None = ...,
     config: Any = ...,
     config_params: Any = ...,
     grid: Grid | None = ...,
@@ -57,10 +58,10 @@ def initialize(
     args: Any = ...,
     model: nn.Module | None = ...,
     optimizer: Any = ...,
-    model_parameters: Iterable[Any] | None = ...,
+    model_parameters: Trained | None = ...,
     training_data: Any = ...,
     lr_scheduler: Any = ...,
-    collate_fn: Callable[[list[Any]], Any] | None = ...,
+    collate_fn: Collate | None = ...,
     config: Any = ...,
     config_params: Any = ...,
     *,
@@ -75,10 +76,10 @@ def initialize(
     args: Any = None,
     model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
-    model_parameters: Iterable[Any] | None = None,
-    training_data: Dataset[Any] | None = None,
+    model_parameters: Trained | None = None,
+    training_data: Samples | None = None,
     lr_scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
+    collate_fn: Collate | None = None,
     config: Section | Mapping[str, Any] | str | Path | None = None,
     config_params: Section | Mapping[str, Any] | str | Path | None = None,
     *,
@@ -148,10 +149,10 @@ def make_engine(
     config: Any,
     *,
     optimizer: Any,
-    model_parameters: Iterable[Any] | None,
-    training_data: Dataset[Any] | None,
+    model_parameters: Trained | None,
+    training_data: Samples | None,
     lr_scheduler: Any,
-    collate_fn: Callable[[list[Any]], Any] | None,
+    collate_fn: Collate | None,
     grid: Grid | None,
     schedule: str | Schedule | None = None,
     mpu: Any = None,
