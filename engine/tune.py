@@ -7,7 +7,6 @@ from typing import Any, Unpack
 from torch import nn
 
 from ..options.engine import EngineOptions
-from ..pipe.module import PipelineModule
 from .keywords import Collate, EngineKeywords, Samples, Trained
 from .pipeline_engine import PipelineEngine
 from .setup.arguments import check_arguments, choose_grid, given_options
@@ -52,5 +51,4 @@ def tune(
         return given
     require_same_settings(choose_grid(model, None, given), given.plain(), given.schedule.value)
     data: Any = {"parameters": parameters, "training_data": training_data, "collate_fn": collate_fn}
-    assert isinstance(model, PipelineModule)
     return search_sizes(PipelineEngine, model, given, **data).options

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ class Tuned(NamedTuple):
     results: Mapping[str, Any]
 
 
-def is_searched(model: nn.Module, options: EngineOptions, data: Samples | None) -> bool:
+def is_searched(model: nn.Module, options: EngineOptions, data: Samples | None) -> TypeGuard[PipelineModule]:
     """Return True if sizes must be found; False if the options give them, or the batch does.
 
     Raises:
