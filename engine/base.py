@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, Unpack, overload
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset
 
 from ..base.accelerators import is_accelerator
 from ..base.checks import check_count, check_kind, check_path
@@ -27,7 +26,6 @@ from ..checkpoint.auto import AutoSaver
 from ..checkpoint.protocol import Snapshot
 from ..context.sparse_layers import set_sparse_attention
 from ..data.dataloader import Loader, TokenLoader, make_loader
-from ..data.token_data import TokenData
 from ..grid import Grid
 from ..grid.agreement.agreement import agreed, begin_call, totals
 from ..grid.assemble import Shard, assemble
@@ -43,7 +41,7 @@ from .accounting.memory import MemoryAccounts
 from .accounting.traffic import traffic_formulas
 from .auxiliary_steps import AuxiliarySteps
 from .instrument import instrument
-from .keywords import EngineKeywords
+from .keywords import Collate, EngineKeywords, Samples, Trained
 from .monitor.monitor import Monitor
 from .monitor.trace import comms_logger as comms
 from .named_losses import NamedLossSteps
@@ -98,9 +96,9 @@ class TrainingParts(NamedTuple):
 
     optimizer: OptimizerFactory | None
     groups: Groups
-    training_data: Dataset[Any] | TokenData | None = None
+    training_data: Samples | None = None
     make_scheduler: Callable[[torch.optim.Optimizer], LRScheduler] | None = None
-    collate_fn: Callable[[list[Any]], Any] | None = None
+    collate_fn: Collate | None = None
 
 
 class Engine:
@@ -174,9 +172,9 @@ class Engine:
             model: PipelineModule,
             options: EngineOptions | None = None,
             *,
-            parameters: Iterable[Any] | None = None,
-            training_data: Dataset[Any] | TokenData | None = None,
-            collate_fn: Callable[[list[Any]], Any] | None = None,
+            parameters: Trained | None = None,
+            training_data: Samples | None = None,
+            collate_fn: Collate | None = None,
             **keywords: Unpack[EngineKeywords],
         ) -> PipelineEngine: ...
         @overload
@@ -186,9 +184,9 @@ class Engine:
             options: EngineOptions | None = None,
             *,
             grid: Grid | None = None,
-            parameters: Iterable[Any] | None = None,
-            training_data: Dataset[Any] | TokenData | None = None,
-            collate_fn: Callable[[list[Any]], Any] | None = None,
+            parameters: Trained | None = None,
+            training_data: Samples | None = None,
+            collate_fn: Collate | None = None,
             **keywords: Unpack[EngineKeywords],
         ) -> ModuleEngine: ...
         def __new__(cls, *args: Any, **kwargs: Any) -> Any: ...
@@ -217,9 +215,9 @@ class Engine:
         options: EngineOptions | None = None,
         *,
         grid: Grid | None = None,
-        parameters: Iterable[Any] | None = None,
-        training_data: Dataset[Any] | TokenData | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        parameters: Trained | None = None,
+        training_data: Samples | None = None,
+        collate_fn: Collate | None = None,
         **keywords: Unpack[EngineKeywords],
     ) -> None:
         self.options: EngineOptions = given_options(options, keywords)
@@ -619,8 +617,8 @@ class Engine:
 
     def make_loader(
         self,
-        dataset: Dataset[Any] | TokenData,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        dataset: Samples,
+        collate_fn: Collate | None = None,
         workers: int = 0,
         pin_memory: bool = True,
     ) -> Loader | TokenLoader:

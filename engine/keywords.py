@@ -1,10 +1,13 @@
-"""Types of the keywords of ``triax.Engine``, for checkers of types."""
+"""Types of the arguments and keywords of ``triax.Engine``, for checkers of types."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypedDict
 
+from torch.utils.data import Dataset
+
+from ..data.token_data import TokenData
 from ..options.batch import Batch
 from ..options.checkpoints import Checkpoints
 from ..options.compilation import Compile
@@ -21,6 +24,9 @@ from ..options.tuning import Tuning
 from ..options.zero import Zero
 from ..pipe.program.schedule import Schedule
 
+Samples = Dataset[Any] | TokenData  # training data
+Collate = Callable[[list[Any]], Any]  # makes a batch of samples
+Trained = Iterable[Any]  # parameters to train, or groups of them
 _Section = Mapping[str, Any]
 
 

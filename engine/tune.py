@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Unpack
 
 from torch import nn
 
 from ..options.engine import EngineOptions
-from ..pipe.module import PipelineModule
-from .keywords import EngineKeywords
+from .keywords import Collate, EngineKeywords, Samples, Trained
 from .pipeline_engine import PipelineEngine
 from .setup.arguments import check_arguments, choose_grid, given_options
 from .setup.check import check_names
 from .setup.rank_consistency import require_same_settings
-from .setup.tuning import Collate, Data, is_searched, search_sizes
+from .setup.tuning import is_searched, search_sizes
 
 
 def tune(
     model: nn.Module,
     options: EngineOptions | None = None,
     *,
-    parameters: Iterable[Any] | None = None,
-    training_data: Data = None,
-    collate_fn: Collate = None,
+    parameters: Trained | None = None,
+    training_data: Samples | None = None,
+    collate_fn: Collate | None = None,
     **keywords: Unpack[EngineKeywords],
 ) -> EngineOptions:
     """Return options with numbers in place of ``batch.microbatch="auto"`` and ``zero="auto"``. Collective.
@@ -53,5 +51,4 @@ def tune(
         return given
     require_same_settings(choose_grid(model, None, given), given.plain(), given.schedule.value)
     data: Any = {"parameters": parameters, "training_data": training_data, "collate_fn": collate_fn}
-    assert isinstance(model, PipelineModule)
     return search_sizes(PipelineEngine, model, given, **data).options

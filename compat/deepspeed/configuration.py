@@ -15,9 +15,7 @@ from ...base.json_comments import read
 from ...base.option_error import OptionError
 from ...engine.optim import optimizers, schedulers
 from ...engine.setup.check import try_names
-from ...grid import Grid
 from ...options.batch import BatchSizes
-from ...options.engine import EngineOptions
 from .config.document import resolved
 from .config.optimizer_names import native_optimizer
 from .config.read import Section, unknown_keys
@@ -65,12 +63,6 @@ def resolve_config(config: Section, batch: BatchSizes) -> dict[str, Any]:
     if config.scheduler is not None:
         values["scheduler"] = schedulers.resolved(config.scheduler.type, config.scheduler.params)
     return values
-
-
-def engine_options(config: Section, grid: Grid | None, given: Mapping[str, Any]) -> EngineOptions:
-    """Return the options of a configuration, with those that are given in place of its own."""
-    options = options_of(config, None if grid is None else grid.replicas)
-    return options.changed(**{name: value for name, value in given.items() if value is not None})
 
 
 def tensor_section(source: Any) -> tuple[Any, dict[str, Any]]:

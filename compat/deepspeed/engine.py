@@ -29,16 +29,16 @@ from ...engine.base import Engine
 from ...engine.module_engine import ModuleEngine
 from ...engine.optim.loss_scale import LossScaler
 from ...engine.pipeline_engine import PipelineEngine
-from ...grid import Axis, Grid
+from ...grid import Axis
+from ...options.engine import EngineOptions
 from ...options.precision import LossScale
-from ...pipe.program.schedule import Schedule
 from ...zero.gathered_parameters import gathered, whole_state_dict
 from ...zero.state_dict_guard import allow_empty_entries
 from .assignments import EngineType, check_assignment, reason
 from .config.read import Section
 from .config.table import table
 from .config.to_options import notes_of
-from .configuration import engine_options, resolve_config
+from .configuration import resolve_config
 from .grids import ParallelGrid
 from .ledger import TABLES
 from .module_calls import ModuleCalls
@@ -167,8 +167,7 @@ class DeepSpeedMembers(Engine, metaclass=EngineType):
     Args:
         model: the model.
         config: the checked configuration.
-        grid: the grid.
-        optimizer, lr_scheduler, schedule: those given in place of the configuration's.
+        options: its options, and those given in place of its own.
         arguments: further arguments of ``Engine``.
 
     Attributes:
@@ -185,20 +184,9 @@ class DeepSpeedMembers(Engine, metaclass=EngineType):
 
     offloaded_states: OffloadedStates
 
-    def __init__(
-        self,
-        model: nn.Module,
-        config: Section,
-        *,
-        grid: Grid | None,
-        optimizer: Any = None,
-        lr_scheduler: Any = None,
-        schedule: Schedule | None = None,
-        **arguments: Any,
-    ) -> None:
+    def __init__(self, model: nn.Module, config: Section, options: EngineOptions, **arguments: Any) -> None:
         self._given = config
-        given = {"optimizer": optimizer, "lr_scheduler": lr_scheduler, "schedule": schedule}
-        self._make(model, engine_options(config, grid, given), grid=grid, **arguments)
+        self._make(model, options, **arguments)
 
     def __setattr__(self, name: str, value: Any) -> None:
         check_assignment(self, name, value)
@@ -206,16 +194,13 @@ class DeepSpeedMembers(Engine, metaclass=EngineType):
 
     @property
     def config(self) -> Section:
-        """The configuration, with the batch sizes and the ZeRO stage of the engine."""
-        batch, options, zero = self.batch, self.options, self._given.zero_optimization
-        if options.zero.stage != zero.stage:
-            zero = zero.changed(stage=options.zero.stage)
-        sizes = {
-            "train_batch_size": batch.train,
-            "train_micro_batch_size_per_gpu": batch.micro,
-            "gradient_accumulation_steps": batch.accumulation,
-        }
-        return self._given.changed(**sizes, zero_optimization=zero)
+        """The configuration, with the batch sizes of the engine."""
+        batch = self.batch
+        return self._given.changed(
+            train_batch_size=batch.train,
+            train_micro_batch_size_per_gpu=batch.micro,
+            gradient_accumulation_steps=batch.accumulation,
+        )
 
     @config.setter
     def config(self, value: Section) -> None:

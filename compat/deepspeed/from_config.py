@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import reduce
 from pathlib import Path
 from typing import Any, overload
@@ -10,23 +10,24 @@ from typing import Any, overload
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from ...base.errors import ConfigError
 from ...base.option_error import OptionError
 from ...data.dataloader import Loader, TokenLoader
+from ...engine.keywords import Collate, Samples, Trained
 from ...engine.pipeline_engine import PipelineEngine
 from ...engine.setup import arguments
 from ...engine.setup.rank_consistency import require_same_settings
 from ...engine.setup.tuning import is_searched, search_sizes, write_results
 from ...grid import Grid
+from ...options.engine import EngineOptions
 from ...pipe.module import PipelineModule
 from ...pipe.program.schedule import Schedule
 from ...pipe.schedules.choose import require_schedule
 from .config.read import Section, checked_section
 from .config.table import key_of, keys
 from .config.to_options import options_of, parse_config
-from .configuration import engine_options
 from .engine import DeepSpeedEngine, DeepSpeedPipelineEngine
 
 
@@ -36,10 +37,10 @@ def initialize(  # type: ignore[overload-overlap]  # a PipelineModule is an nn.M
     *,
     model: PipelineModule,
     optimizer: Any = ...,
-    model_parameters: Iterable[Any] | None = ...,
+    model_parameters: Trained | None = ...,
     training_data: Any = ...,
     lr_scheduler: Any = ...,
-    collate_fn: Callable[[list[Any]], Any] | None = ...,
+    collate_fn: Collate | None = ...,
     config: Any = ...,
     config_params: Any = ...,
     grid: Grid | None = ...,
@@ -57,10 +58,10 @@ def initialize(
     args: Any = ...,
     model: nn.Module | None = ...,
     optimizer: Any = ...,
-    model_parameters: Iterable[Any] | None = ...,
+    model_parameters: Trained | None = ...,
     training_data: Any = ...,
     lr_scheduler: Any = ...,
-    collate_fn: Callable[[list[Any]], Any] | None = ...,
+    collate_fn: Collate | None = ...,
     config: Any = ...,
     config_params: Any = ...,
     *,
@@ -75,10 +76,10 @@ def initialize(
     args: Any = None,
     model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
-    model_parameters: Iterable[Any] | None = None,
-    training_data: Dataset[Any] | None = None,
+    model_parameters: Trained | None = None,
+    training_data: Samples | None = None,
     lr_scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
+    collate_fn: Collate | None = None,
     config: Section | Mapping[str, Any] | str | Path | None = None,
     config_params: Section | Mapping[str, Any] | str | Path | None = None,
     *,
@@ -148,10 +149,10 @@ def make_engine(
     config: Any,
     *,
     optimizer: Any,
-    model_parameters: Iterable[Any] | None,
-    training_data: Dataset[Any] | None,
+    model_parameters: Trained | None,
+    training_data: Samples | None,
     lr_scheduler: Any,
-    collate_fn: Callable[[list[Any]], Any] | None,
+    collate_fn: Collate | None,
     grid: Grid | None,
     schedule: str | Schedule | None = None,
     mpu: Any = None,
@@ -174,26 +175,27 @@ def make_engine(
             "lr_scheduler": lr_scheduler,
             "schedule": schedule if isinstance(schedule, Schedule) else None,
         }
+        options = options_of(checked, grid.replicas)
+        options = options.changed(**{name: value for name, value in given.items() if value is not None})
         parameters = None if model_parameters is None else list(model_parameters)
-        data = {"parameters": parameters, "training_data": training_data, "collate_fn": collate_fn}
-        checked = _tuned(model, checked, grid, given, data)
-        return kind(model, checked, grid=grid, **given, **data)
+        data: Any = {"parameters": parameters, "training_data": training_data, "collate_fn": collate_fn}
+        if is_searched(model, options, training_data):
+            checked, options = _tuned(model, checked, options, data)
+        return kind(model, checked, options, grid=grid, **data)
     except OptionError as error:
         raise ConfigError(error.spelled(key_of)) from error
 
 
-def _tuned(model: Any, config: Section, grid: Grid, given: Mapping[str, Any], data: Mapping[str, Any]) -> Section:
-    """Return a configuration with the sizes that "auto" and ``autotuning`` ask for. Collective.
+def _tuned(
+    model: PipelineModule, config: Section, options: EngineOptions, data: Mapping[str, Any]
+) -> tuple[Section, EngineOptions]:
+    """Return a configuration and its options with the sizes that "auto" and ``autotuning`` ask for. Collective.
 
     Args:
-        model, config, grid: the model, its configuration and its grid.
-        given: options in place of the configuration's.
-        data: arguments of ``search_sizes``.
+        model, config, options: the model, its configuration and options.
+        data: further arguments of ``search_sizes``.
     """
-    options = engine_options(config, grid, given)
-    if not is_searched(model, options, data["training_data"]):
-        return config
-    require_same_settings(grid, config.plain(), options.schedule.value)
+    require_same_settings(model.grid, config.plain(), options.schedule.value)
     section = config.autotuning
     tuning = None if options.tuning is None else options.tuning.changed(results=None)
     found, results = search_sizes(PipelineEngine, model, options.changed(tuning=tuning), **data)
@@ -204,9 +206,9 @@ def _tuned(model: Any, config: Section, grid: Grid, given: Mapping[str, Any], da
         zero_optimization=config.zero_optimization.changed(stage=found.zero.stage),
         autotuning=checked_section(section.table, {"enabled": False}),
     )
-    if section.enabled and section.results_dir is not None and grid.rank == 0:
+    if section.enabled and section.results_dir is not None and model.grid.rank == 0:
         write_results(Path(section.results_dir), "ds_config_optimal.json", made.plain(given=True), results)
-    return made
+    return made, found
 
 
 def config_source(args: Any, config: Any, config_params: Any) -> Any:

@@ -6,22 +6,20 @@ import gc
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from ...base.dtypes import dtype_of, short_name
 from ...base.option_error import OptionError, refusal
 from ...checkpoint.random_states import unchanged_random_states
 from ...data.dataloader import make_loader
-from ...data.token_data import TokenData
 from ...grid.agreement.agreement import largest
 from ...grid.devices import has_room, usable_memory
 from ...options.checkpoints import Checkpoints
@@ -30,13 +28,11 @@ from ...options.monitoring import Monitoring
 from ...pipe.module import PipelineModule
 from ...pipe.rebuild import rebuilt
 from ...pipe.schema import flatten
+from ..keywords import Collate, Samples, Trained
 from ..optim.optimizers import sharded_form
 from .extensions import tuner
 from .optimizer import state_tensors
 from .schedule import training_schedule
-
-Data = Dataset[Any] | TokenData | None
-Collate = Callable[[list[Any]], Any] | None
 
 
 class Tuned(NamedTuple):
@@ -46,7 +42,7 @@ class Tuned(NamedTuple):
     results: Mapping[str, Any]
 
 
-def is_searched(model: nn.Module, options: EngineOptions, data: Data) -> bool:
+def is_searched(model: nn.Module, options: EngineOptions, data: Samples | None) -> TypeGuard[PipelineModule]:
     """Return True if sizes must be found; False if the options give them, or the batch does.
 
     Raises:
@@ -73,9 +69,9 @@ def search_sizes(
     model: PipelineModule,
     options: EngineOptions,
     *,
-    parameters: Iterable[Any] | None = None,
-    training_data: Data = None,
-    collate_fn: Collate = None,
+    parameters: Trained | None = None,
+    training_data: Samples | None = None,
+    collate_fn: Collate | None = None,
 ) -> Tuned:
     """Find the sizes of a run, for which ``is_searched`` is true; log them on rank 0. Collective.
 
@@ -124,9 +120,9 @@ class _TriedRun:
         make: Callable[..., Any],
         model: PipelineModule,
         options: EngineOptions,
-        parameters: Iterable[Any] | None,
-        data: Data,
-        collate: Collate,
+        parameters: Trained | None,
+        data: Samples | None,
+        collate: Collate | None,
     ) -> None:
         if options.tunes_microbatch and model.costs is not None:
             raise refusal(
