@@ -178,7 +178,8 @@ def test_the_host_waits_once_a_step(ranks: Any, stage: int) -> None:
 
 Combination = tuple[Feature, ...]
 SINGLE = [(feature,) for feature in FEATURES]
-EVERY = [*SINGLE, *pairs()]
+# Under autocast the simulated device casts no operation, so that other options meet two dtypes.
+EVERY = [*SINGLE, *(pair for pair in pairs() if not any("autocast" in each.name for each in pair))]
 TWICE = ("compression", "OneBitAdam")
 
 
@@ -216,7 +217,7 @@ def waits_of_options(combinations: Sequence[Combination]) -> list[Counter[str] |
     "some",
     [
         pytest.param([each for each in SINGLE if "offload" in each[0].name], id="offload"),
-        *(pytest.param(EVERY[n::8], id=f"all {n}", marks=pytest.mark.exhaustive) for n in range(8)),
+        *(pytest.param(EVERY[n::16], id=f"all {n}", marks=pytest.mark.exhaustive) for n in range(16)),
     ],
 )
 def test_the_host_waits_where_the_page_says(ranks: Any, some: list[Combination]) -> None:
