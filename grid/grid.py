@@ -534,6 +534,10 @@ class Grid:
         # later does not apply to sends and receives.
         limit, mine = timedelta(seconds=self.timeout), []
         for name in self.topology.names:
+            if self.topology.sizes[name] == 1 and getattr(dist.group.WORLD, "bound_device_id", None) is None:
+                # Alone, without the others: at 16 stages and 64 replicas it would be a call on 1,024 ranks for each.
+                mine.append(dist.new_group([self.rank], timeout=limit, use_local_synchronization=True))
+                continue
             made = {ranks: _group(ranks, limit) for ranks in map(tuple, self.topology.groups(name))}
             mine += [group for ranks, group in made.items() if self.rank in ranks]
         ranks = torch.arange(self.size).view(self.topology.shape)

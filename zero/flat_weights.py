@@ -174,7 +174,9 @@ class FlatWeights:
         """
         assert self.master is not None
         if self.master_is_copy:
-            self.shard[start:stop].copy_(self.master.detach()[start:stop], non_blocking=True)
+            # The host may read a shard in its memory at once.
+            waits = self.shard.device.type == "cpu"
+            self.shard[start:stop].copy_(self.master.detach()[start:stop], non_blocking=not waits)
 
     def publish(self) -> Pending | None:
         """Start sending the owned weights to all ranks that hold the unsharded weights, after ``update``. Collective.

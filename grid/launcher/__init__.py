@@ -2,6 +2,7 @@
 
 - ``launch.py``: ``launch``: starts the ranks of this host, reports which rank failed first and how
 - ``worker.py``: one rank: runs its script or function, prints to its log file, writes down its failure
+- ``signals.py``: signals to the launcher, and to ranks that start
 - ``agent.py``: torchrun's agent, with restarts that all hosts count alike
 - ``rendezvous.py``: rendezvous of one host; rendezvous and heartbeats of a fixed list of hosts
 - ``elastic.py``: torch's rendezvous of hosts that join and leave, without its pickles

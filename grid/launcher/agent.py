@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 from .rendezvous import HostRendezvous, LocalRendezvous
+from .signals import LauncherSignals
 from .worker import LaunchJob, attempt_file, mark, run_rank
 
 Exits = dict[int, int]  # rank -> exit code
@@ -41,6 +42,8 @@ class Agent(LocalElasticAgent):
             on this host, or another host's message.
         logs: torch's specification, which redirects nothing: ranks redirect their own output.
         limits: seconds in which ranks must end after another rank failed, and after this process received a signal.
+        local_address: this host's address.
+        signals: the signals of this process.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Agent(LocalElasticAgent):
         logs: LogsSpecs,
         limits: tuple[int, float],
         local_address: str | None,
+        signals: LauncherSignals,
     ) -> None:
         spec = WorkerSpec(
             role="default",
@@ -68,7 +72,7 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, logs_specs=logs, start_method="forkserver")
         self._job, self._again, self._handler = job, again, handler
         self._hosts = handler if isinstance(handler, HostRendezvous) else None
-        self._restarts, self._stop_limit = restarts, stop
+        self._restarts, self._stop_limit, self._signals = restarts, stop, signals
         self._ended: RunResult | None = None
         self._cleared: set[int] = set()  # processes of ranks whose groups were killed
 
@@ -98,6 +102,11 @@ class Agent(LocalElasticAgent):
             # With torch's own rendezvous, one host counts a restart where another counts a change of members.
             attempt = self._handler._state_holder.state.round  # type: ignore[attr-defined]
         attempt_file(self._job.folder).write_text(str(attempt))
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        with self._signals.held():
+            found: dict[int, Any] = super()._start_workers(worker_group)
+        return found
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
         # ``timeout`` is torch's (from 2.12 on). The launcher has two limits of its own, which count here.

@@ -25,7 +25,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +38,7 @@ from ...options.launch import LaunchOptions
 from ..environment import loopback_interface, loopback_variables, read_environment
 from ..topology import Topology
 from .log_tail import LogTail
+from .signals import LauncherSignals, blocked_in_children
 from .worker import Ends, Executable, Failure, LaunchJob, Module, read_ends, read_failures
 
 if TYPE_CHECKING:
@@ -56,8 +56,6 @@ CAUSE_TIME = 4.0  # seconds in which another host may report that it has the cau
 
 _STOPPED = "; the other ranks were stopped"
 _NO_DEEPSPEED = "ModuleNotFoundError: No module named 'deepspeed'"
-_SAVING = (signal.SIGTERM, signal.SIGUSR1)  # ranks may write a checkpoint; Slurm sends them to all processes of a job
-_SIGNALS = (*_SAVING, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 @dataclass(frozen=True)
@@ -155,13 +153,17 @@ def outcome_of(
         defaults["GLOO_SOCKET_IFNAME"] = interface
     defaults = {name: value for name, value in defaults.items() if name not in os.environ}
     lock_process_folder()
-    with _environment({**defaults, **(environment or {})}), temporary_folder("launch") as temp:
+    with (
+        _environment({**defaults, **(environment or {})}),
+        temporary_folder("launch") as temp,
+        LauncherSignals() as signals,
+    ):
         # The server imports its modules while this process imports its own, below. A running server is used unchanged.
         multiprocessing.forkserver.set_forkserver_preload([*PRELOAD, *preload])
-        with _ignored_by_children():
-            # It would warn of the semaphores of killed processes, after the launcher's last line.
-            with _environment({"PYTHONWARNINGS": "ignore:resource_tracker"}):
-                multiprocessing.resource_tracker.ensure_running()
+        # It would warn of the semaphores of killed processes, after the launcher's last line.
+        with blocked_in_children(), _environment({"PYTHONWARNINGS": "ignore:resource_tracker"}):
+            multiprocessing.resource_tracker.ensure_running()  # unblocks them, after its start
+        with blocked_in_children():
             multiprocessing.forkserver.ensure_running()
         if logs is not None:
             logs.mkdir(parents=True, exist_ok=True)
@@ -170,8 +172,7 @@ def outcome_of(
                 put_aside(logs)
         told = {**defaults, **(environment or {})} if hosts is not None or environment else {}
         folder = str(logs) if logs else None
-        # torch's own list, and the signal by which Slurm announces the time limit.
-        os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", ",".join(number.name for number in _SIGNALS))
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # torch's handlers would raise while it starts ranks
         if rendezvous is not None:
             # In torch 2.13 a host that joins later waits forever for the address of the store that the agents share.
             os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -182,7 +183,7 @@ def outcome_of(
             # Hides c10d's messages, with stacks, about each attempt to reach a lost host.
             os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
         with tail:
-            return _run(job, ranks, topology, restarts, hosts, rendezvous, grace)
+            return _run(job, ranks, topology, restarts, hosts, rendezvous, grace, signals)
 
 
 def put_aside(logs: Path) -> None:
@@ -233,6 +234,7 @@ def _run(
     hosts: Hosts | None,
     rendezvous: Mapping[str, Any] | None,
     grace: float,
+    signals: LauncherSignals,
 ) -> Outcome:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 
@@ -251,8 +253,9 @@ def _run(
     agent: Agent | None = None
     name = partial(_name, job.folder, topology)
     why: str | None = None
-    with _quiet("torch.distributed", "torch.multiprocessing"), _signals_restored():
+    with _quiet("torch.distributed", "torch.multiprocessing"):
         try:
+            signals.watch(lambda number: SignalException(f"got {number.name}", sigval=number))
             handler: RendezvousHandler = LocalRendezvous()
             if hosts is not None:
                 handler = HostRendezvous(hosts, restarts)
@@ -260,7 +263,7 @@ def _run(
                 handler = elastic_rendezvous(rendezvous)
             limits, here = (STOP, grace), _address(hosts, rendezvous)
             logs = DefaultLogsSpecs(str(Path(job.folder) / "torch"))  # empty: ranks redirect their own output
-            agent = Agent(job, ranks, handler, restarts, again, logs, limits, here)
+            agent = Agent(job, ranks, handler, restarts, again, logs, limits, here, signals)
             agent.launch()
             return Outcome(0)
         except SignalException as stop:
@@ -395,33 +398,6 @@ def _quiet(*prefixes: str) -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def _ignored_by_children() -> Iterator[None]:
-    """Start processes that ignore the signals on which ranks save: without the fork server ranks would count as ended.
-
-    ``run_rank`` lets them act again.
-    """
-    main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in _SAVING if main}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-@contextlib.contextmanager
-def _signals_restored() -> Iterator[None]:
-    """Restore signal handlers at the end of this context: torch does not remove those that it installs."""
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ValueError):  # outside the main thread torch installs none
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def _address(hosts: Hosts | None, rendezvous: Mapping[str, Any] | None) -> str | None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from ..agreement.hang_watch import lost_peer, timed_out
+from .signals import unblock_in_rank
 
 EVERY = -1  # stands for all ranks
 LOCAL_RANK = "{local-rank}"  # in an argument of a script: stands for each rank's number on its host
@@ -112,9 +113,8 @@ def log_file(folder: str | Path, rank: int) -> Path:
 
 def run_rank(job: LaunchJob) -> None:
     """Run one rank: the entry point of its process, which has torchrun's environment variables."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the fork server ignores them
-        signal.signal(number, signal.SIG_DFL)
     os.setsid()  # the processes that a rank starts are a group, which ends with it
+    unblock_in_rank()
     multiprocessing.set_start_method(None, force=True)  # a script starts processes as without a launcher
     _leave_with_launcher()
     os.environ.update(job.environment)

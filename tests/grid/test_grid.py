@@ -478,3 +478,27 @@ def collectives_of_a_graph(count: int, size: int) -> list[bool]:
 def test_collectives_pass_no_gradients(ranks: Any, count: int, size: int) -> None:
     """Sums of a few elements raised; a gather had the graph of this rank's part alone, on one rank that of all."""
     assert not any(graph for found in ranks(count, collectives_of_a_graph, count, size) for graph in found)
+
+
+def calls_on_all_ranks(sizes: dict[str, Any]) -> int:
+    """Make a grid, and return how many groups were made by a call on every rank."""
+    calls, make = [], dist.new_group
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append(not options.get("use_local_synchronization"))
+        return make(*args, **options)
+
+    with patch.object(dist, "new_group", counted):
+        grid = Grid(timeout=20, **sizes)
+    x = torch.ones(1)
+    grid.data.all_reduce(x)
+    own = grid.group(grid.tensor)
+    assert x.item() == grid.data.size and own is not None and own.size() == grid.tensor.size
+    return sum(calls)
+
+
+def test_a_rank_makes_its_groups_of_one_rank_alone(ranks: Any) -> None:
+    """Each was a call on all ranks: 1,024 of them for ``tensor=1`` at 16 stages and 64 replicas."""
+    cases: list[tuple[dict[str, Any], int]] = [({"pipe": 2, "data": 2}, 4), ({}, 1), ({"data": 2, "tensor": 2}, 4)]
+    for sizes, calls in cases:
+        assert ranks(4, calls_on_all_ranks, sizes) == [calls] * 4

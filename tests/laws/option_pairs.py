@@ -218,11 +218,15 @@ def pairs() -> Iterator[tuple[Feature, Feature]]:
     yield from (pair for pair in combinations(FEATURES, 2) if joined(pair) is not None)
 
 
+def stage_of(features: tuple[Feature, ...]) -> int:
+    """Return a stage of ZeRO in which all features act."""
+    common = [stage for stage in features[0].stages if all(stage in each.stages for each in features)]
+    return 1 if 1 in common else common[-1] if common else max(each.stage for each in features)
+
+
 def together(pair: tuple[Feature, Feature]) -> str:
     """Return the cell of two options, on two replicas, in a stage of ZeRO in which both act."""
-    both = [stage for stage in pair[0].stages if stage in pair[1].stages]
-    stage = 1 if 1 in both else both[-1] if both else max(each.stage for each in pair)
-    return cell(pair, {"data": 2}, "1f1b", stage)
+    return cell(pair, {"data": 2}, "1f1b", stage_of(pair))
 
 
 INTRODUCTION = f"""# What works with what: the options of an engine

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
 import pytest
 import torch
+from option_pairs import FEATURES, Feature, batches, build, joined, pairs, stage_of
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -18,6 +21,7 @@ from triax.models.layers import NextTokenLoss
 
 from five_axes import VOCABULARY, Cell, Found, Job, Place, differences, layers, run
 from module_training import net
+from paths import ROOT
 from training import microbatches, text_batches, tiny_gpt
 
 
@@ -168,3 +172,61 @@ def test_the_host_waits_once_a_step(ranks: Any, stage: int) -> None:
             # compression also before the exchange, which must not take an overflow into its residuals.
             twice = kind == "experts" or kind in COMPRESSIONS
             assert files.count("grid/agreement/agreement.py") == 1 + twice, (kind, waits)
+
+
+# -------------------------------------------------------------------------- the options of docs/option-pairs.md
+
+Combination = tuple[Feature, ...]
+SINGLE = [(feature,) for feature in FEATURES]
+# Under autocast the simulated device casts no operation, so that other options meet two dtypes.
+EVERY = [*SINGLE, *(pair for pair in pairs() if not any("autocast" in each.name for each in pair))]
+TWICE = ("compression", "OneBitAdam")
+
+
+def waits_of_options(combinations: Sequence[Combination]) -> list[Counter[str] | str]:
+    """Return how often the host waits for the device in which file, in the third step; or the error."""
+    from simulated_device import simulated
+
+    found: list[Counter[str] | str] = []
+    with simulated() as device:
+        for features in combinations:
+            options = joined(features)
+            assert options is not None
+            if "compile" in options:  # torch compiles a function 8 times in a process, and then runs it plainly
+                torch.compiler.reset()
+            grid = triax.Grid(data=2, timeout=60)
+            given: dict[str, Any] = {
+                "optimizer": partial(torch.optim.SGD, lr=0.1),
+                "batch": triax.Batch(size=8, microbatch=2),
+            }
+            given |= options | {"zero": triax.Zero.of({**options["zero"], "stage": stage_of(features)})}
+            try:
+                engine = triax.Engine(build(torch.float32, False, grid), **given)
+            except (ValueError, TypeError, NotImplementedError) as error:
+                found.append(str(error))
+                continue
+            rows = [(x.to(grid.device), y.to(grid.device)) for x, y in batches()[0]]
+            for _ in range(3):
+                device.waits.clear()
+                engine.train_batch(iter(rows[2 * grid.data.rank :][:2]))
+            found.append(Counter(wait.rpartition(" at ")[2].partition(":")[0] for wait in device.waits))
+    return found
+
+
+@pytest.mark.parametrize(
+    "some",
+    [
+        pytest.param([each for each in SINGLE if "offload" in each[0].name], id="offload"),
+        *(pytest.param(EVERY[n::16], id=f"all {n}", marks=pytest.mark.exhaustive) for n in range(16)),
+    ],
+)
+def test_the_host_waits_where_the_page_says(ranks: Any, some: list[Combination]) -> None:
+    _, _, section = (ROOT / "docs" / "device.md").read_text().partition("## Where the host waits")
+    files = set(re.findall(r"`([\w/]+\.py)`", section.partition("\n## ")[0]))
+    files.add("pipe/recompute/kept_matmuls.py")  # its dispatch mode runs the operations of others, as a gather's copy
+    for found in ranks(2, waits_of_options, some, init_group=False, new_processes=True, timeout=230):
+        for features, waits in zip(some, found, strict=True):
+            name = " with ".join(each.name for each in features)
+            if isinstance(waits, Counter):
+                assert waits.keys() <= files, (name, waits)
+                assert waits["grid/agreement/agreement.py"] == 1 + any(word in name for word in TWICE), (name, waits)

@@ -118,6 +118,10 @@ FEATURES: dict[str, Callable[..., Found]] = {
     "optimizer state in host memory, stage 2": partial(_offloaded, stage=2),
     "weights and optimizer state in host memory": partial(_offloaded, stage=3, parameters=True),
     "weights in host memory under a pipeline": partial(_offloaded, stage=3, parameters=True, pipe=2),
+    "weights alone in host memory": partial(
+        _trained,
+        zero=triax.Zero(stage=3, offload_parameters=Offload(device="cpu", pin_memory=True)),
+    ),
     "LoRA": partial(_trained, lora=triax.Lora(rank=2, targets=("c_attn", "c_fc")), zero=triax.Zero(stage=3)),
     "labels that are sent": partial(
         _trained, pipe=2, batch=triax.Batch(size=8, microbatch=2, labels="sent"), zero=triax.Zero(stage=3)

@@ -597,6 +597,7 @@ def _register() -> tuple[torch.library.Library, ...]:
     backend_registration._setup_privateuseone_for_python_backend(NAME, _Functions(), _Hook())
     every, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     every.fallback(_run, "PrivateUse1")
+    every.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")  # of ops that autocast does not cast
     aten.impl("_copy_from", _copy, "PrivateUse1")
     aten.impl("_to_copy", _to, "PrivateUse1")
     aten.impl("_local_scalar_dense", _item, "PrivateUse1")

@@ -290,6 +290,28 @@ def test_a_signal_stops_all_ranks(number: signal.Signals, tmp_path: Path) -> Non
         end_of(theirs)
 
 
+@pytest.mark.parametrize("begun", [1, 4])
+def test_a_signal_to_every_process_while_ranks_start(begun: int, tmp_path: Path) -> None:
+    """Ranks that the launcher did not know yet printed tracebacks of the fork server, or took no notice of it."""
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import multiprocessing, os, signal, sys, threading, time\n"
+        "from triax.grid.launcher.launch import launch\n"
+        "def stop():\n"
+        f"    while len(multiprocessing.active_children()) < {begun}:\n"
+        "        time.sleep(0.0001)\n"
+        "    os.killpg(0, signal.SIGTERM)\n"
+        "if __name__ == '__main__':\n"
+        "    threading.Thread(target=stop, daemon=True).start()\n"
+        "    sys.exit(launch(time.sleep, 600, ranks=4))\n"
+    )
+    with started(sys.executable, script) as program:
+        assert program.stdout is not None and program.stderr is not None
+        assert program.wait(20 * slowdown()) == 128 + signal.SIGTERM
+        # Until the last process of the group has ended.
+        assert (program.stdout.read(), program.stderr.read()) == ("", "stopped by SIGTERM; all 4 ranks have ended\n")
+
+
 @pytest.mark.exhaustive
 def test_the_second_ctrl_c_ends_ranks_that_save(tmp_path: Path) -> None:
     """The launcher waits for ranks that save after the first one."""
