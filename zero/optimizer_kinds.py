@@ -129,7 +129,7 @@ def _require_whole(kind: OptimizerKind, members: Sequence[ManagedParameter], gri
 def is_known(kind: type[torch.optim.Optimizer]) -> bool:
     """Return True for an optimizer of torch that works element by element, and for triax's."""
     torchs = kind.__module__.startswith("torch.optim.") and kind.__name__ in ELEMENTWISE
-    return torchs or kind.__module__.startswith(f"{_PACKAGE}.optim.") or getattr(kind, "layerwise", False)
+    return torchs or kind.__module__.startswith(f"{_PACKAGE}.engine.optim.") or getattr(kind, "layerwise", False)
 
 
 def kind_of(

@@ -19,7 +19,14 @@ _ROOT = Slices.__module__.partition(".")[0]
 _KNOWN = tuple(
     f"{_ROOT}.{name}"
     for name in (
-        *("tensor_parallel", "randomness", "context.dropout", "models.attention", "models.decoder", "models.deepseek"),
+        *(
+            "tensor_parallel",
+            "grid.randomness",
+            "context.dropout",
+            "models.attention",
+            "models.decoder",
+            "models.deepseek",
+        ),
         *("models.layers", "models.mlp", "models.positions", "models.recurrent", "models.replicated_linear"),
         *("models.gpt", "models.llama", "moe"),
     )

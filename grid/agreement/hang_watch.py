@@ -43,7 +43,7 @@ _HANG, _LOST = "hang", "lost"  # questions: which rank hangs, and which is gone
 _ANSWER = 3.0  # seconds in which the other ranks must answer
 _LEAVE = 8.0  # seconds after the report in which this rank's own code may still raise an error
 _STORE = 3.0  # seconds in which the store must answer
-_PACKAGE = Path(__file__).resolve().parent.parent
+_PACKAGE = Path(__file__).resolve().parents[2]
 # All folders of triax but models/, whose layers a user writes or changes.
 _OURS = tuple(f"{file.parent}{os.sep}" for file in _PACKAGE.glob("*/__init__.py") if file.parent.name != "models")
 _LIBRARY = str(Path(os.__file__).parent)
