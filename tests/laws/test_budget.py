@@ -24,7 +24,7 @@ BUDGET = {
     "engine": 8413,
     "models": 7681,
     "pipe": 7516,
-    "compat": 6793,
+    "compat": 6807,
     "zero": 5314,
     "grid": 4640,
     "train": 4205,
