@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-_TRIAX = str(Path(__file__).parents[1])  # not resolved, as in the names of code
+_TRIAX = str(Path(__file__).parents[2])  # not resolved, as in the names of code
 _ASIDE = tuple(str(Path(_TRIAX, name)) + "/" for name in ("tests", "examples", "benchmarks", ".venv"))
 _PYTHON = (f"{Path(torch.__file__).parents[1]}/", str(Path(str(sys.modules["os"].__file__)).parent), "<frozen")
 _HERE = str(Path(__file__).parent)

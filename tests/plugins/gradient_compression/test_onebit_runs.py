@@ -347,7 +347,7 @@ def test_refused_on_every_rank(ranks: Any) -> None:
             "the grid's tensor axis of 2 shards tensors: make a grid of tensor 1, or use OneBitAdam",
             "a function made a OneBitAdam",
             "pass stage=0, not 1",
-            "exp_avg_mask, an option of DeepSpeed",
+            "exp_avg_mask marks elements that never have a gradient",
             "freeze_step must be equal in all parameter groups",
             "needs shards of equal size on all 2 tensor ranks",
         ]
