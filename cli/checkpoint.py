@@ -25,6 +25,7 @@ checkpoint = typer.Typer(
     cls=CommandGroup,
     help="Show, verify, convert, compare and prune checkpoints.",
     no_args_is_help=True,
+    add_completion=False,
 )
 
 Where = Annotated[

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..base.errors import ConfigError, CorruptError
-from ..grid.launcher.launch import cores
 from .foreign_options import Command
 from .output import echo, printable
 from .verbs import CommandGroup
@@ -25,6 +24,7 @@ data = typer.Typer(
     cls=CommandGroup,
     help="Tokenize text, and show and verify tokens.",
     no_args_is_help=True,
+    add_completion=False,
 )
 
 Sources = Annotated[
@@ -67,6 +67,7 @@ def tokenize(
     """Tokenize text into a folder. After an interruption, the same command continues."""
     from ..data.sources import find_sources
     from ..data.tokenization import tokenize as run
+    from ..grid.launcher.launch import cores
 
     _, left = find_sources(sources, format)
     begin = last = time.perf_counter()

@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import ConfigError
-from ..base.files import read_object
 from ..base.option_error import refusal
 from ..base.tables import table, terminal
 from ..grid.environment import read_environment
-from ..grid.launcher.launch import user_error
 from ..options.base import REQUIRED, Options, option
 from .flags import with_flags
 from .model_folder import ModelFolder, family, find_model, on_ranks, read_model
+from .model_text import has_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +71,7 @@ def evaluate_on_rank(job: tuple[Path, EvaluateFlags]) -> None:
     """Evaluate on one rank of the grid; rank 0 prints."""
     from ..engine.pipeline_engine import PipelineEngine
     from ..grid.grid import Grid
+    from ..grid.launcher.launch import user_error
     from ..options.batch import Batch
     from ..options.engine import EngineOptions
 
@@ -84,8 +83,8 @@ def evaluate_on_rank(job: tuple[Path, EvaluateFlags]) -> None:
         module = read_model(folder, grid, options.dtype)
         sizes: Any = {"size": options.batch * grid.replicas, "microbatch": options.batch}
         engine = PipelineEngine(module, EngineOptions(batch=Batch(**sizes)))
-        unsafe = options.confirm_run_unsafe_code
-        found = LmEvalTasks(engine, _tokenizer(folder), options.names, options.samples, runs_code=unsafe)
+        unsafe, tokenizer = options.confirm_run_unsafe_code, "bytes" if has_bytes(folder) else str(folder)
+        found = LmEvalTasks(engine, tokenizer, options.names, options.samples, runs_code=unsafe)
         metrics = found.metrics()
     except (ValueError, FileNotFoundError) as error:
         user_error(error)
@@ -98,12 +97,3 @@ def evaluate_on_rank(job: tuple[Path, EvaluateFlags]) -> None:
             ]
             terminal().print(table(("metric", "value", "better"), rows))
     grid.close()
-
-
-def _tokenizer(folder: Path) -> str:
-    """Return the name of the tokenizer in a model's folder: the folder, or ``bytes`` for a vocabulary of 256."""
-    if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
-        return str(folder)
-    if read_object(folder / "config.json").get("vocab_size") == 256:
-        return "bytes"
-    raise ConfigError(f"{folder} has no tokenizer.json. Copy the model's tokenizer files there.")

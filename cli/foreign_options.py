@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 from typer.core import TyperCommand
 
@@ -52,6 +52,13 @@ class Command(TyperCommand):
 
 class RunCommand(Command):
     """The command ``triax run``, which takes other launchers' options, or says why one has no effect or is refused."""
+
+    # The script's own options follow it. --node_rank, as other launchers write it, is --node-rank.
+    SETTINGS: ClassVar[dict[str, Any]] = {
+        "allow_interspersed_args": False,
+        "allow_extra_args": True,
+        "token_normalize_func": lambda option: option.replace("_", "-"),
+    }
 
     def make_parser(self, ctx: Any) -> Any:
         """Return the parser of the arguments, which knows other launchers' names too; ``--help`` shows triax's."""

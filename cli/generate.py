@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from ..base.errors import ConfigError
 from ..base.option_error import refusal
 from ..grid.environment import read_environment
-from ..grid.launcher.launch import user_error
 from ..options.base import Options, option
 from .flags import with_flags
 from .model_folder import ModelFolder, family, find_model, on_ranks, read_model
@@ -86,6 +85,7 @@ def generate(run: ModelFolder, options: GenerateFlags) -> None:
 def generate_on_rank(job: tuple[Path, GenerateFlags]) -> None:
     """Generate from a model's folder on one rank of the grid; rank 0 prints."""
     from ..grid.grid import Grid
+    from ..grid.launcher.launch import user_error
     from ..inference.engine import init_inference
 
     folder, options = job

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import typer
 
 from ..base.errors import ConfigError, to_install
 from ..base.tables import table, terminal
 from ..grid.topology import Topology
+from ..options.base import Options, option
 from ..pipe.partition import uniform
+from .flags import one_line_errors, with_flags
 
 LISTED = 64  # ranks that a table lists and a picture shows
 STATES = ("weights", "gradients", "optimizer state")
@@ -39,24 +42,29 @@ class GridRank(NamedTuple):
     replica: int
 
 
-def grid(
-    pipe: Annotated[int, typer.Option(min=1, help="Size of the pipe axis: the number of stages.")] = 1,
-    data: Annotated[int, typer.Option(min=1, help="Size of the data axis: the number of replicas.")] = 1,
-    tensor: Annotated[int, typer.Option(min=1, help="Size of the tensor axis: the shards of a layer.")] = 1,
-    context: Annotated[int, typer.Option(min=1, help="Size of the context axis: the parts of a sequence.")] = 1,
-    expert: Annotated[int, typer.Option(min=1, help="Size of the expert axis: the shards of a layer's experts.")] = 1,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 8,
-    zero: Annotated[int, typer.Option(min=0, max=3, help="ZeRO stage.")] = 0,
-    plot: Annotated[Path | None, typer.Option(help="Draw to this .png, .svg or .pdf file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class GridFlags(Options):
+    """Flags of ``triax grid``."""
+
+    pipe: int = option(1, "Size of the pipe axis: the number of stages.", least=1)
+    data: int = option(1, "Size of the data axis: the number of replicas.", least=1)
+    tensor: int = option(1, "Size of the tensor axis: the shards of a layer.", least=1)
+    context: int = option(1, "Size of the context axis: the parts of a sequence.", least=1)
+    expert: int = option(1, "Size of the expert axis: the shards of a layer's experts.", least=1)
+    layers: int = option(8, "Layers of the model.", least=1)
+    zero: int = option(0, "ZeRO stage.", least=0, most=3)
+    plot: Path | None = option(None, "Draw to this .png, .svg or .pdf file.")
+    json: bool = option(False, "Print one JSON object.")
+
+
+@with_flags
+@one_line_errors
+def grid(flags: GridFlags) -> None:
     """Print the place of each rank on a grid, its layers and its shards."""
-    sizes = {"pipe": pipe, "data": data, **({"context": context} if context > 1 else {}), "tensor": tensor}
-    try:
-        topology = Topology(expert=expert, **sizes)
-        cuts = uniform(layers, pipe)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
+    sizes = {name: getattr(flags, name) for name in ("pipe", "data", "context", "tensor")}
+    if flags.context == 1:  # an axis only where it is asked for
+        del sizes["context"]
+    topology, cuts, plot = Topology(expert=flags.expert, **sizes), uniform(flags.layers, flags.pipe), flags.plot
     ranks = [_held(topology, rank, cuts) for rank in range(topology.world_size)]
     if plot is not None:
         if len(ranks) > LISTED:
@@ -64,13 +72,13 @@ def grid(
         if plot.suffix not in (".png", ".svg", ".pdf"):
             raise ConfigError(f"--plot is {plot}, but it must end in .png, .svg or .pdf.")
         try:
-            _draw(topology, ranks, cuts, zero, plot)
+            _draw(topology, ranks, cuts, flags.zero, plot)
         except ImportError as error:
             raise ConfigError(f"Pictures need matplotlib. Type {to_install('plot')}") from error
-    if as_json:
+    if flags.json:
         typer.echo(json.dumps({"sizes": topology.sizes, "ranks": [each._asdict() for each in ranks]}))
     else:
-        _print(topology, ranks, zero)
+        _print(topology, ranks, flags.zero)
 
 
 def _held(topology: Topology, rank: int, cuts: list[int]) -> GridRank:

@@ -1,39 +1,64 @@
-"""The command ``triax``."""
+"""The command ``triax``. The module of a command is imported when the command is typed, or its help is asked for."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ..base import VERSION
 from ..base.errors import ConfigError
 from ..base.tables import terminal
-from .check import check
-from .checkpoint import checkpoint
-from .config import config
-from .coordinator import coordinator, drain
-from .data import data
-from .demo import demo
-from .env import env
-from .evaluate import evaluate
 from .foreign_options import Command, RunCommand
-from .generate import generate
-from .grid import grid
-from .memory import memory
-from .new import new
-from .plan import plan
-from .recipe import recipe
-from .report import report
-from .run import CONTEXT, run
-from .schedule import schedule
-from .train import train
 from .verbs import CommandGroup
+
+# Command -> the file that it stands in, under its own name.
+COMMANDS = {name: name for name in ("demo", "new", "recipe", "memory", "config", "grid", "schedule", "train")}
+COMMANDS |= {name: name for name in ("generate", "evaluate", "plan", "report", "check", "run")}
+COMMANDS |= {"coordinator": "coordinator", "drain": "coordinator", "env": "env"}
+COMMANDS |= {"checkpoint": "checkpoint", "data": "data"}
+
+
+class _Commands(Mapping[str, Any]):
+    """Commands by name, each made when it is asked for."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._made:
+            found = getattr(import_module(f".{COMMANDS[name]}", __package__), name)
+            if not isinstance(found, typer.Typer):
+                function, found = found, typer.Typer(add_completion=False)
+                kind = RunCommand if name == "run" else Command
+                found.command(cls=kind, context_settings=getattr(kind, "SETTINGS", None))(function)
+            self._made[name] = typer.main.get_command(found)
+        return self._made[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in COMMANDS
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
+class _Triax(CommandGroup):
+    """The command ``triax``."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.commands = _Commands()  # type: ignore[assignment]
+
 
 app = typer.Typer(
     name="triax",
-    cls=CommandGroup,
+    cls=_Triax,
     help="Train models in three dimensions: pipe, tensor and data. Begin with triax demo.",
     epilog=f"Pages such as docs/launch.md, which help texts and messages name, are in {Path(__file__).parents[1]}.",
     no_args_is_help=True,
@@ -54,27 +79,6 @@ def _options(
     ] = False,
 ) -> None:
     pass
-
-
-app.command(cls=Command)(demo)
-app.command(cls=Command)(new)
-app.command(cls=Command)(recipe)
-app.command(cls=Command)(memory)
-app.command(cls=Command)(config)
-app.command(cls=Command)(grid)
-app.add_typer(schedule)
-app.command(cls=Command)(train)
-app.command(cls=Command)(generate)
-app.command(cls=Command)(evaluate)
-app.add_typer(plan)
-app.command(cls=Command)(report)
-app.command(cls=Command)(check)
-app.command(cls=RunCommand, context_settings=CONTEXT)(run)
-app.command(cls=Command)(coordinator)
-app.command(cls=Command)(drain)
-app.command(cls=Command)(env)
-app.add_typer(checkpoint)
-app.add_typer(data)
 
 
 def main() -> None:

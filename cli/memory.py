@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 from rich.text import Text
 
 from ..base.errors import ConfigError
 from ..base.formulas import BYTES, STATES, ModelStates, model_states
+from ..base.option_error import OptionError
 from ..base.tables import table, terminal
+from ..options.base import Options, option
+from .flags import one_line_errors, with_flags
 from .output import bar
 from .plan_inputs import TRAINING_FILES, model_of, parse_layout
 
@@ -32,87 +36,79 @@ class _Counted(NamedTuple):
     schedule: Any = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class MemoryFlags(Options):
+    """Flags of ``triax memory``."""
+
+    named: str | None = option(None, "The model, as triax plan takes it.", flags=("--model",))
+    layout: str | None = option(
+        None, "Grid and options, such as pipe=8,data=4,tensor=8,microbatch=1,zero=1,recompute=full."
+    )
+    batch: int | None = option(None, "Sequences of a step. Default: 4 microbatches for each pipe rank.", least=1)
+    sequence: int | None = option(None, "Tokens of a sequence. Default: the model's maximum.", least=1)
+    machine: str | None = option(
+        None, "Compare with the memory of a machine: a100-80g, h100-80g, h200, b200, or a machine file."
+    )
+    parameters: float | None = option(
+        None, "Without a model: parameters of one rank's stages and tensor shards, such as 7.5e9.", above=0
+    )
+    processes: int | None = option(None, "With a training file: number of processes, for grid.data: auto.", least=1)
+    data: int = option(1, "With --parameters: the number of replicas.", least=1)
+    precision: Literal["bf16", "fp16", "fp32", "fp64"] | None = option(
+        None, "Dtype of the weights. Default: bf16; with --parameters fp32."
+    )
+    optimizer: str | None = option(None, f"Optimizer: {', '.join(STATES)}. Default: adamw.")
+    json: bool = option(False, "With a model: print one JSON object, with bytes.")
+
+    def refuse(self, names: Sequence[str], why: str) -> None:
+        """Raise an error if one of these flags was typed.
+
+        Raises:
+            OptionError: with the flag's name, and why it has no effect.
+        """
+        for name in sorted(self.given & {*names}):
+            raise OptionError(name, getattr(self, name), why)
+
+
+@with_flags
+@one_line_errors
 def memory(
+    flags: MemoryFlags,
     model: Annotated[
         str | None,
         typer.Argument(
             help="A preset such as llama3-70b, a Hugging Face folder or id, a JSON file of fields, or a training file."
         ),
     ] = None,
-    named: Annotated[str | None, typer.Option("--model", help="The model, as triax plan takes it.")] = None,
-    layout: Annotated[
-        str | None,
-        typer.Option(help="Grid and options, such as pipe=8,data=4,tensor=8,microbatch=1,zero=1,recompute=full."),
-    ] = None,
-    batch: Annotated[
-        int | None, typer.Option(min=1, help="Sequences of a step. Default: 4 microbatches for each pipe rank.")
-    ] = None,
-    sequence: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a sequence. Default: the model's maximum.")
-    ] = None,
-    machine: Annotated[
-        str | None,
-        typer.Option(help="Compare with the memory of a machine: a100-80g, h100-80g, h200, b200, or a machine file."),
-    ] = None,
-    parameters: Annotated[
-        float | None,
-        typer.Option(help="Without a model: parameters of one rank's stages and tensor shards, such as 7.5e9."),
-    ] = None,
-    processes: Annotated[
-        int | None,
-        typer.Option(min=1, help="With a training file: number of processes, for grid.data: auto."),
-    ] = None,
-    data: Annotated[int, typer.Option(min=1, help="With --parameters: the number of replicas.")] = 1,
-    precision: Annotated[
-        str | None,
-        typer.Option(help=f"Dtype of the weights: {', '.join(BYTES)}. Default: bf16; with --parameters fp32."),
-    ] = None,
-    optimizer: Annotated[str | None, typer.Option(help=f"Optimizer: {', '.join(STATES)}. Default: adamw.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="With a model: print one JSON object, with bytes.")] = False,
 ) -> None:
     """Print the memory of each pipe rank of a model on a grid, with activations; or of a number of parameters."""
     from ..compat.deepspeed.config.optimizer_names import native_optimizer
     from ..plugins.plan.machine import machine as machine_of
 
-    if [model, named, parameters].count(None) != 2:
+    if [model, flags.named, flags.parameters].count(None) != 2:
         raise ConfigError("Give one of a MODEL (or --model), such as llama3-8b, and --parameters, such as 7.5e9.")
-    model = model or named
-    try:
-        if optimizer is not None:
-            optimizer = native_optimizer(optimizer, {}).type  # FusedAdam is AdamW
-        if parameters is not None:
-            if layout or batch or sequence or machine or processes or as_json:
-                raise ValueError(
-                    "--layout, --batch, --sequence, --machine, --processes and --json are only for a MODEL. Name one."
-                )
-            _states(parameters, data, precision or "fp32", optimizer or "adamw")
-            return
-        assert model is not None
-        if data > 1:
-            raise ValueError(f"--data is only for --parameters. Write --layout data={data}.")
-        run = _run(model, layout or "", batch, sequence, precision, optimizer, processes)
-        run.memory.check(run.layout, run.sequence)
-        ranks = run.memory.ranks(run.layout, run.batch, run.sequence, run.schedule)
-        limit = None if machine is None else machine_of(machine).memory
-    except (ValueError, OSError) as error:
-        raise ConfigError(str(error)) from error
-    if as_json:
+    if flags.optimizer is not None:
+        flags = flags.changed(optimizer=native_optimizer(flags.optimizer, {}).type)  # FusedAdam is AdamW
+    if flags.parameters is not None:
+        only = ("layout", "batch", "sequence", "machine", "processes", "json")
+        flags.refuse(only, "it is only for a MODEL. Name one in place of <parameters>")
+        _states(flags.parameters, flags.data, flags.precision or "fp32", flags.optimizer or "adamw")
+        return
+    flags.refuse(("data",), f"it is only for <parameters>. Write <layout> data={flags.data}")
+    name = str(model or flags.named)
+    run = _run(name, flags)
+    run.memory.check(run.layout, run.sequence)
+    ranks = run.memory.ranks(run.layout, run.batch, run.sequence, run.schedule)
+    limit = None if flags.machine is None else machine_of(flags.machine).memory
+    if flags.json:
         rows = [{"pipe": pipe, **each._asdict(), "total": each.total} for pipe, each in enumerate(ranks)]
         shown = {"layout": str(run.layout), "batch": run.batch, "sequence": run.sequence, "ranks": rows, "limit": limit}
         typer.echo(json.dumps(shown))
     else:
-        _print(model, run, ranks, limit)
+        _print(name, run, ranks, limit)
 
 
-def _run(
-    model: str,
-    text: str,
-    batch: int | None,
-    sequence: int | None,
-    precision: str | None,
-    optimizer: str | None,
-    processes: int | None,
-) -> _Counted:
+def _run(model: str, flags: MemoryFlags) -> _Counted:
     """Return what is to be counted, from a training file or from a model and the options."""
     from ..plugins.plan.memory import ModelMemory, StateOptions
     from ..plugins.plan.parallel_layout import ParallelLayout
@@ -120,24 +116,20 @@ def _run(
     from ..train.job import resolve
     from .explain import layout_of_job, memory_of_job
 
-    given = {key: values[0] for key, values in parse_layout(text).items()}
     if model.endswith(TRAINING_FILES):
-        if batch or sequence or precision or optimizer or given:
-            raise ValueError(
-                f"{model} says grid, batch and training. Leave out --layout, --batch, --sequence, --precision and "
-                "--optimizer, and change the file."
-            )
-        job = resolve(read_training_file(model)[0], processes)
-        return _Counted(memory_of_job(job), layout_of_job(job), job.batch.train * job.rows, job.sequence, job.schedule)
-    if processes is not None:
-        raise ValueError(
-            f"--processes is only for a training file, but {model} is not one. Write the grid as --layout."
+        flags.refuse(
+            ("layout", "batch", "sequence", "precision", "optimizer"),
+            f"{model} says grid, batch and training. Leave it out, and change the file",
         )
+        job = resolve(read_training_file(model)[0], flags.processes)
+        return _Counted(memory_of_job(job), layout_of_job(job), job.batch.train * job.rows, job.sequence, job.schedule)
+    flags.refuse(("processes",), f"it is only for a training file, but {model} is not one. Write the grid as <layout>")
     config, *_ = model_of(model)
-    layout = ParallelLayout(**given)
-    options = StateOptions(precision=precision or "bf16", optimizer=optimizer or "adamw")
-    count = batch or layout.data * layout.microbatch * (_FILL * layout.pipe if layout.pipe > 1 else 1)
-    return _Counted(ModelMemory(config, options=options), layout, count, sequence or config.max_position_embeddings)
+    layout = ParallelLayout(**{key: values[0] for key, values in parse_layout(flags.layout or "").items()})
+    options = StateOptions(precision=flags.precision or "bf16", optimizer=flags.optimizer or "adamw")
+    count = flags.batch or layout.data * layout.microbatch * (_FILL * layout.pipe if layout.pipe > 1 else 1)
+    sequence = flags.sequence or config.max_position_embeddings
+    return _Counted(ModelMemory(config, options=options), layout, count, sequence)
 
 
 def _print(model: str, run: _Counted, ranks: Sequence[RankMemory], limit: float | None) -> None:

@@ -17,7 +17,6 @@ from ..base.errors import ConfigError
 from ..base.files import read_object
 from ..base.hub import local_folder
 from ..grid.environment import read_environment
-from ..grid.launcher.launch import launch
 from ..grid.topology import Topology
 
 if TYPE_CHECKING:
@@ -43,6 +42,8 @@ def on_ranks(function: Callable[[Any], None], job: Any, **sizes: int) -> None:
     if read_environment() is not None or topology.world_size == 1:
         function(job)
         return
+    from ..grid.launcher.launch import launch
+
     ranks, preload = topology.world_size, ("triax.inference.engine",)
     raise SystemExit(launch(function, job, ranks=ranks, topology=topology, preload=preload))
 

@@ -111,13 +111,23 @@ def open_text(folder: Path) -> Text:
     if not isinstance(ends, list) or not all(type(token) is int for token in ends):
         file = further if further.is_file() else folder / "config.json"
         raise ConfigError(f"{file}: eos_token_id is {eos!r:.60}, but must be a whole number or a list of them.")
+    return ByteText(ends) if has_bytes(folder) else TokenizerText(folder, ends)
+
+
+def has_bytes(folder: Path) -> bool:
+    """Return True if the tokens of a model's folder are plain bytes, False if it has a tokenizer.
+
+    Raises:
+        ValueError: there is no tokenizer, and the vocabulary does not have 256 entries.
+    """
     if ByteTokenizer().is_in(folder):
-        return ByteText(ends)
+        return True
     if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
-        return TokenizerText(folder, ends)
-    if config.get("vocab_size") == 256:
-        return ByteText(ends)
+        return False
+    size = read_object(folder / "config.json").get("vocab_size")
+    if size == 256:
+        return True
     raise ValueError(
-        f"{folder} has no tokenizer.json, and its vocabulary has {config.get('vocab_size')} entries. Only a vocabulary "
-        "of the 256 bytes needs no tokenizer. Copy the model's tokenizer files there."
+        f"{folder} has no tokenizer.json, and its vocabulary has {size} entries. Only a vocabulary of the 256 bytes "
+        "needs no tokenizer. Copy the model's tokenizer files there."
     )

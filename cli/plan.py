@@ -42,6 +42,7 @@ plan = typer.Typer(
     cls=VerbGroup,
     help="Find the fastest layouts of a run on a cluster. triax plan --model ... is triax plan search --model ....",
     no_args_is_help=True,
+    add_completion=False,
 )
 
 
@@ -191,7 +192,7 @@ def measure(file: Annotated[Path, typer.Argument(help="File to write (.json), fo
     """Time this machine for a minute, and write its description."""
     if file.suffix != ".json":
         raise ValueError(f"triax plan measure writes {file}, but it must end in .json.")
-    from .measure import measure as timed  # imports torch
+    from ..plugins.plan.measure_machine import measure as timed  # imports torch
 
     found = timed(file.stem, say=lambda line: typer.echo(line, err=True))
     file.write_text(json.dumps(found.to_dict(), indent=1) + "\n", encoding="utf-8")

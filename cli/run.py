@@ -7,30 +7,20 @@ import logging
 import os
 import sys
 from dataclasses import dataclass
-from functools import partial
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from ..base.errors import ConfigError
-from ..engine.monitor.trace.merge import recorded
-from ..grid.launcher.launch import print_outcome
-from ..grid.launcher.placement import is_elastic, number_of_hosts, placed
-from ..grid.launcher.program import LaunchedProgram, program_of
-from ..grid.launcher.remote import outcome_line
-from ..grid.launcher.run import run_as_replicas, run_driven, run_here
-from ..grid.launcher.worker import Executable, Module
 from ..options.base import Options, option
 from ..options.launch import LaunchOptions, ReplicaOptions
 from ..options.words import flag
+from .dry_report import dry_run
 from .flags import with_flags
 
-# The script's own options follow it. --node_rank, as other launchers write it, is --node-rank.
-CONTEXT = {
-    "allow_interspersed_args": False,
-    "allow_extra_args": True,
-    "token_normalize_func": lambda option: option.replace("_", "-"),
-}
+# All else is imported where it is used: `triax --help` needs none of it.
+if TYPE_CHECKING:
+    from ..grid.launcher.program import LaunchedProgram
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +49,16 @@ def run(
 ) -> None:
     """Run a script on many processes, on this host or on several, and report the cause of a failure last."""
     from ..compat.launcher_options import STARTERS
+    from ..engine.monitor.trace.merge import recorded
+    from ..grid.launcher.launch import print_outcome
+    from ..grid.launcher.placement import is_elastic, number_of_hosts, placed
+    from ..grid.launcher.program import program_of
+    from ..grid.launcher.remote import outcome_line
+    from ..grid.launcher.run import run_as_replicas, run_driven, run_here
 
     program = program_of(script, called.args, options)
     if dry.dry is not None:
-        _dry_run(program, dry.dry, dry.dry_value, options.nproc)
+        _dry_run(program, dry, options.nproc)
     if replicas.replicas:
         _say_idle(options)
         raise SystemExit(run_as_replicas(options, replicas, program))
@@ -92,21 +88,18 @@ def _say_idle(options: LaunchOptions) -> None:
             logging.getLogger("triax").warning(text, flag(name))
 
 
-def _dry_run(program: LaunchedProgram, ranks: int, stand_in: float, nproc: str | None) -> NoReturn:
+def _dry_run(program: LaunchedProgram, flags: DryFlags, nproc: str | None) -> NoReturn:
     """Run a script as ranks of a cluster without the cluster, print what was found, and exit: 1 if it would fail."""
+    from ..grid.launcher.worker import Executable, Module
+    from ..plugins.dry_run.rank import Script
+
     target = program.target
     if isinstance(target, Executable):
         raise ConfigError("--dry runs only Python, because it replaces torch's functions. Leave out --no-python.")
-    from ..plugins.dry_run.dry_run import dry_run  # imported only where it is used: it needs torch
-    from ..plugins.dry_run.rank import Script, Settings
-    from ..plugins.dry_run.report import report
-
-    per_host = int(nproc) if nproc is not None and nproc.isdecimal() else Settings._field_defaults["per_host"]
     is_module = isinstance(target, Module)
     script = Script(target.name if isinstance(target, Module) else str(target), [*program.arguments], is_module)
-    found = dry_run(script.run, Settings(ranks, per_host, stand_in=stand_in), partial(typer.echo, err=True))
-    print(report(found), flush=True)
-    raise SystemExit(1 if found.problems else 0)
+    per_host: dict[str, Any] = {"per_host": int(nproc)} if nproc is not None and nproc.isdecimal() else {}
+    dry_run(script.run, flags.dry or 0, stand_in=flags.dry_value, **per_host)
 
 
 def _exit(code: int) -> NoReturn:

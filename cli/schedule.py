@@ -35,6 +35,7 @@ schedule = typer.Typer(
     cls=VerbGroup,
     help="Show, explain and compare pipeline schedules. triax schedule 1f1b is triax schedule show 1f1b.",
     no_args_is_help=True,
+    add_completion=False,
 )
 
 Shown = Annotated[

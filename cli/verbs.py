@@ -33,6 +33,10 @@ class VerbGroup(CommandGroup):
             args = [str(self.first.name), *args]
         return super().parse_args(ctx, args)
 
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Return the verbs and the flags that a word may become, those of the first verb too."""
+        return [*super().shell_complete(ctx, incomplete), *self.first.shell_complete(ctx, incomplete)]
+
     @property
     def first(self) -> Any:
         """The first verb."""

@@ -12,6 +12,7 @@ optimizer_step.py     OptimizerStep: sums loss and squares over ranks, the norm 
 replica_strategy.py   SynchronousReplicas: whose grid takes a step; plugins bring others (local SGD, fault tolerance)
 replica_buffers.py    ReplicaBuffers: batch norm's statistics and other buffers, equal on all replicas
 replica_rows.py       ReplicaRows: warning of replicas that train on the same rows
+auxiliary_steps.py    sums of auxiliary losses and experts' loads over a step
 named_losses.py       terms and metrics of a ``loss_fn`` that names its losses: weights before a batch, values after it
 named_parameters.py   parameters with their whole-model names
 step_observer.py      StepObserver: base class of observers of steps, which may leave a step out

@@ -30,7 +30,6 @@ from ..grid import Grid
 from ..grid.agreement.agreement import agreed, begin_call, totals
 from ..grid.assemble import Shard, assemble
 from ..grid.comm.traffic import Sent
-from ..moe.auxiliary_steps import AuxiliarySteps
 from ..options.compilation import Compile
 from ..options.engine import EngineOptions
 from ..pipe.module import PipelineModule
@@ -40,6 +39,7 @@ from ..zero.gathered_parameters import gathered
 from ..zero.optimizer import OptimizerFactory
 from .accounting.memory import MemoryAccounts
 from .accounting.traffic import traffic_formulas
+from .auxiliary_steps import AuxiliarySteps
 from .instrument import instrument
 from .keywords import Collate, EngineKeywords, Samples, Trained
 from .monitor.monitor import Monitor

@@ -34,7 +34,6 @@ from ..grid.comm.traffic import Sent
 from ..grid.layout import require_plain
 from ..grid.loss_terms import Loss, NamedLosses, described_form, is_named
 from ..grid.randomness.random import DropoutState, bind_dropout, set_dropout_samples
-from ..moe.auxiliary_steps import AuxiliarySteps, bind_auxiliary
 from ..options.engine import EngineOptions
 from ..options.schedule import ScheduleOptions
 from ..pipe.microbatches import require_equal_shapes
@@ -45,6 +44,7 @@ from ..zero.modules.leaf_modules import set_listed_leaf_modules
 from ..zero.modules.module_optimizer import ModuleOptimizer
 from ..zero.norm import clip_factor, global_norm
 from .accounting.memory import MemoryAccounts
+from .auxiliary_steps import AuxiliarySteps, bind_auxiliary
 from .base import NO_OPTIMIZER, Engine, TrainingParts
 from .named_losses import NamedLossSteps
 from .named_parameters import named_parameters

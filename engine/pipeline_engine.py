@@ -24,7 +24,6 @@ from ..grid import Grid, layout_of
 from ..grid.agreement.agreement import mean, totals
 from ..grid.agreement.failure import all_or_none
 from ..grid.assemble import assemble
-from ..moe.auxiliary_steps import AuxiliarySteps
 from ..options.engine import EngineOptions
 from ..pipe.executor import Executor, Result
 from ..pipe.microbatches import Microbatch, MicrobatchFeed
@@ -45,6 +44,7 @@ from ..zero.offload import OffloadTarget, memory_at
 from ..zero.optimizer_modes import with_modes
 from ..zero.state_dict_guard import guard_state_dict
 from .accounting.memory import MemoryAccounts
+from .auxiliary_steps import AuxiliarySteps
 from .base import NO_OPTIMIZER, Engine, TrainingParts
 from .named_losses import NamedLossSteps
 from .observer import PipelineObserver

@@ -8,7 +8,6 @@ grouped.py: grouped product, the rows of each expert times its matrix.
 experts.py: the experts' weights and MLPs, and the shared experts.
 module_experts.py: ``ModuleMoE``, a mixture of copies of any module, which returns its load-balancing loss.
 balance.py: auxiliary losses and the bias that balance the experts' loads.
-auxiliary_steps.py: sums of auxiliary losses and loads over an engine's steps.
 """
 
 from ..base.lazy import attach

@@ -10,5 +10,4 @@ places.py       file and line of a call in the user's code
 exchange.py     small values between ranks that run at the same time, and hangs
 match.py        differences between the ranks' collectives and messages
 report.py       the text that is printed
-training_file.py  dry run of a training file: `triax train FILE --dry`
 """

@@ -7,6 +7,7 @@ parallel_layout.py  ParallelLayout: degrees, microbatch, schedule, ZeRO stage, r
 machine.py          Machine: speed of products, memory and links, with sources; MACHINES
 measured.py         MeasuredTimes: times of kernels, collectives and Python by size, of ``triax plan measure``
 collectives.py      seconds of rings, trees, all-to-alls and messages on the levels of a network
+measure_machine.py  measure: these times, taken on this machine (this file alone needs torch)
 cost.py             CostModel: seconds of a step on a layout, term by term
 cores.py            seconds of a schedule whose ranks share the cores of one machine
 fit.py              MeasuredRun, fit: a machine's figures from measured runs, and leave-one-out errors

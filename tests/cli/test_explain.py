@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import run_triax
 
 import triax
 from triax import Grid, PipelineModule
-from triax.base.errors import ConfigError
 from triax.cli.explain import explain, memory_of_job, text
 from triax.grid import Axis, layout_of
 from triax.models.huggingface.load import LAYERS
@@ -179,12 +179,8 @@ def test_automatic_replicas_and_notes() -> None:
 
 
 def test_options_of_explain_are_refused_without_it() -> None:
-    from triax.cli.train import train
-
-    with pytest.raises(ConfigError, match=r"--json belongs to --explain: add it\."):
-        train(LARGE, [], as_json=True)
-    with pytest.raises(ConfigError, match="--processes 64 belongs to --explain or --dry"):
-        train(LARGE, [], processes=64)
+    assert "--json does nothing without --explain: give it" in run_triax("train", LARGE, "--json")[1]
+    assert "--processes = 64: it belongs to --explain or --dry" in run_triax("train", LARGE, "--processes", 64)[1]
 
 
 def test_no_figure_is_broken_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,15 +20,15 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 from import_reader import library  # found by the line above
 
 BUDGET = {
-    "plugins": 8809,
-    "engine": 8413,
+    "plugins": 9252,
+    "engine": 8509,
     "models": 7681,
     "pipe": 7516,
     "compat": 6807,
     "zero": 5314,
     "grid": 4640,
     "train": 4205,
-    "cli": 3933,
+    "cli": 3440,
     "checkpoint": 2196,
     "tensor_parallel": 2148,
     "data": 2147,
@@ -37,7 +37,7 @@ BUDGET = {
     "testing": 1452,
     "context": 1382,
     "base": 1291,
-    "moe": 1041,
+    "moe": 945,
 }
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 SLACK = 40  # lines of a room that may be saved before the number must be lowered

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from triax.context import gather_keys, ring
 from triax.engine import optimizer_step
+from triax.engine.auxiliary_steps import AuxiliarySteps
 from triax.engine.optimizer_step import OptimizerStep
 from triax.grid.auxiliary import AuxiliaryLosses
 from triax.grid.comm.pending import All, Done
@@ -29,7 +30,6 @@ from triax.models import attention, layers
 from triax.models.layers import NextTokenLoss
 from triax.moe import layer as moe_layer
 from triax.moe import router
-from triax.moe.auxiliary_steps import AuxiliarySteps
 from triax.moe.dispatch import Dispatch, _RowExchange
 from triax.moe.layer import MoE
 from triax.zero.bucket import Bucket

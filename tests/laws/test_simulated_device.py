@@ -75,7 +75,7 @@ MODULE = {"zero/data_axis.py": "replicas of a plain module compare which paramet
 EXPERTS = {
     "moe/dispatch.py": "the host must know how many rows each rank sends",
     "moe/grouped.py": "off CUDA, the products of the experts are cut on the host",
-    "moe/auxiliary_steps.py": "auxiliary losses and loads of all layers are read once a step, all together",
+    "engine/auxiliary_steps.py": "auxiliary losses and loads of all layers are read once a step, all together",
 }
 
 

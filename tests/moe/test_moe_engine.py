@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import triax
+from triax.engine.auxiliary_steps import AuxiliarySteps
 from triax.engine.monitor.report.write import write_report
 from triax.grid import Grid
 from triax.grid.auxiliary import AuxiliaryLosses
@@ -20,7 +21,6 @@ from triax.grid.layout import Layout
 from triax.grid.randomness.random import Normal, sharded_parameter
 from triax.grid.ranges import split
 from triax.moe import GEGLU, GELU, Activation, MoE, ReLU, SwiGLU
-from triax.moe.auxiliary_steps import AuxiliarySteps
 from triax.moe.grouped import Groups, grouped_linear, grouped_mlp
 from triax.pipe.backward import Deferred, SplitBackward
 from triax.pipe.spec import LayerSpec

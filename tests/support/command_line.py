@@ -15,4 +15,4 @@ def run_triax(*words: object, columns: int = 80) -> tuple[int, str]:
         return 2, f"{done.output}triax: {done.exception}"
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
-    return done.exit_code, done.output
+    return done.exit_code, done.stdout or done.output  # progress goes to stderr

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from command_line import run_triax
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -259,8 +260,7 @@ def batches():
 def typed(folder: Path, *words: str, line: str = "", dtype: str = "float64") -> tuple[int, str]:
     file = folder / f"model_{len([*folder.iterdir()])}.py"  # a rank imports a file of one name once
     file.write_text(SCRIPT.format(line=line, dtype=dtype))
-    run = CliRunner().invoke(app, ["check", f"{file}:build", *words])
-    return run.exit_code, run.stdout or run.output  # progress goes to stderr
+    return run_triax("check", f"{file}:build", *words, columns=200)
 
 
 def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:
@@ -298,8 +298,8 @@ def test_the_command_prints_a_table_and_json(tmp_path: Path) -> None:
     ):
         code, text = typed(tmp_path, *words)
         assert code == 2 and says in text
-    run = CliRunner().invoke(app, ["check", "model.py"])
-    assert run.exit_code == 2 and "model.py is neither FILE.py:FUNCTION" in run.output
+    code, text = run_triax("check", "model.py")
+    assert code == 2 and "model.py is neither FILE.py:FUNCTION" in text
 
 
 OWN_LAYER = """
@@ -341,14 +341,14 @@ def test_a_file_without_batches_gets_a_random_one(tmp_path: Path) -> None:
     ):
         file = tmp_path / f"alone_{loss}.py"
         file.write_text(script.replace("mse_loss", loss))
-        run = CliRunner().invoke(app, ["check", f"{file}:build", "--axes", "data", "--ranks", "2"])
-        assert run.exit_code == code and says in run.output, run.output
+        found, text = run_triax("check", f"{file}:build", "--axes", "data", "--ranks", "2")
+        assert found == code and says in text, text
     file = tmp_path / "without_grid.py"
     file.write_text("def layers():\n    return []\n")
-    run = CliRunner().invoke(app, ["check", f"{file}:layers"])
-    assert run.exit_code == 2 and "layers(grid) raised TypeError" in run.output, run.output
-    run = CliRunner().invoke(app, ["check", f"{file}:layers", "--dry", "data=2"])
-    assert run.exit_code == 2 and "has no function 'batches', which --dry needs" in run.output
+    code, text = run_triax("check", f"{file}:layers")
+    assert code == 2 and "layers(grid) raised TypeError" in text, text
+    code, text = run_triax("check", f"{file}:layers", "--dry", "data=2")
+    assert code == 2 and "has no function 'batches', which --dry needs" in text
 
 
 def test_a_dry_check_says_whether_a_grid_is_possible(tmp_path: Path) -> None:
@@ -370,8 +370,7 @@ def test_training_files_and_hugging_face_folders_are_targets(tmp_path: Path) -> 
     file.write_text("model: {preset: bytes-small}\ndata: {training: text}\nbatch: 4\ntraining: {tokens: 1000}\n")
 
     def run(*words: str) -> tuple[int, str]:
-        found = CliRunner().invoke(app, ["check", *map(str, words), "--axes", "tensor", "--json"])
-        return found.exit_code, found.output
+        return run_triax("check", *words, "--axes", "tensor", "--json")
 
     for target, key in ((tmp_path / "llama", ""), (file, "model.overrides.")):
         code, text = run(str(target), f"{key}num_hidden_layers=1")

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from command_line import run_triax
 from typer.testing import CliRunner
 
 import triax
@@ -426,8 +427,11 @@ def test_a_page_is_served_to_this_machine_while_the_run_goes_on(
             thread.join()
     assert "Traceback" not in capfd.readouterr().err
     assert "fetch(" not in write_report(folder).read_text()
-    for words, said in ((["--port", "9"], "belongs to --serve"), (["--serve", "--output", "x"], "without --serve")):
-        assert said in str(CliRunner().invoke(app, ["report", str(folder), *words]).exception)
+    for words, said in (
+        (["--port", "9"], "nothing without --serve"),
+        (["--serve", "--output", "x"], "without --serve"),
+    ):
+        assert said in run_triax("report", folder, *words)[1]
 
 
 def test_the_page_and_the_picture_show_one_step_and_one_simulation(tmp_path: Path) -> None:

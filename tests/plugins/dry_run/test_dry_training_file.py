@@ -17,11 +17,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from triax.cli.dry_run import JobSteps
 from triax.cli.explain import layout_of_job, memory_of_job
 from triax.cli.main import app
 from triax.plugins.dry_run.dry_run import dry_run
 from triax.plugins.dry_run.rank import Settings
-from triax.plugins.dry_run.training_file import JobSteps
 from triax.train.file import read_training_file
 from triax.train.job import resolve
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from triax.cli.measure import _Alone, op_seconds, small_engine
 from triax.models.config import GPTConfig
 from triax.pipe.program.simulate import Costs, simulate
 from triax.pipe.schedules.registry import named_schedule
@@ -17,6 +16,7 @@ from triax.plugins.plan.collectives import RankGroup, all_gather, all_reduce, me
 from triax.plugins.plan.cores import StageWork, makespan
 from triax.plugins.plan.cost import CostModel, Work
 from triax.plugins.plan.machine import machine
+from triax.plugins.plan.measure_machine import _Alone, op_seconds, small_engine
 from triax.plugins.plan.measured import interpolated
 from triax.plugins.plan.parallel_layout import ParallelLayout
 from triax.plugins.plan.search import Searcher, Space

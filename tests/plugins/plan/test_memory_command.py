@@ -99,9 +99,12 @@ def test_the_docs_print_what_the_command_does() -> None:
     [
         ([], "Give one of a MODEL"),
         (["llama3-8b", "--parameters", "1e9"], "Give one of a MODEL"),
-        (["llama3-8b", "--data", "4"], "Write --layout data=4"),
-        (["llama3-8b", "--processes", "8"], "Write the grid as --layout"),
-        (["--parameters", "1e9", "--machine", "h200"], "are only for a MODEL"),
+        (["llama3-8b", "--data", "4"], "--data = 4: it is only for --parameters. Write --layout data=4"),
+        (
+            ["llama3-8b", "--processes", "8"],
+            "--processes = 8: it is only for a training file, but llama3-8b is not one. Write the grid as --layout",
+        ),
+        (["--parameters", "1e9", "--machine", "h200"], "--machine = 'h200': it is only for a MODEL"),
         ([str(RECIPE), "--layout", "pipe=2"], "says grid, batch and training"),
         (["llama3-8b", "--layout", "pipes=2"], "pipe"),
         (["llama3-8b", "--layout", "pipe=64"], "64"),

@@ -25,32 +25,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..engine.pipeline_engine import PipelineEngine
-from ..grid import Grid
-from ..grid.comm.axis import Axis
-from ..grid.devices import accelerators, default_accelerator, gpu_sizes, wait_for
-from ..grid.environment import given_threads
-from ..grid.launcher.launch import cores as own_cores
-from ..grid.launcher.launch import launch
-from ..grid.randomness.random import Dropout
-from ..models.config import GPTConfig, LlamaConfig, MixtralConfig, TransformerConfig
-from ..models.gpt import gpt_layers
-from ..models.layers import NextTokenLoss
-from ..models.llama import llama_layers
-from ..models.mixtral import mixtral_layers
-from ..models.rope import Rope
-from ..options.batch import Batch
-from ..options.zero import Zero
-from ..pipe.module import PipelineModule
-from ..plugins.plan.cost import CostModel, StepTime, Work
-from ..plugins.plan.machine import Machine, NetworkLink
-from ..plugins.plan.measured import MeasuredTimes, Row, Table
-from ..plugins.plan.parallel_layout import ParallelLayout
-from ..tensor_parallel.norm import LayerNorm, RMSNorm
-from ..zero.norm import square
+from ...engine.pipeline_engine import PipelineEngine
+from ...grid import Grid
+from ...grid.comm.axis import Axis
+from ...grid.devices import accelerators, default_accelerator, gpu_sizes, wait_for
+from ...grid.environment import given_threads
+from ...grid.launcher.launch import cores as own_cores
+from ...grid.launcher.launch import launch
+from ...grid.randomness.random import Dropout
+from ...models.config import GPTConfig, LlamaConfig, MixtralConfig, TransformerConfig
+from ...models.gpt import gpt_layers
+from ...models.layers import NextTokenLoss
+from ...models.llama import llama_layers
+from ...models.mixtral import mixtral_layers
+from ...models.rope import Rope
+from ...options.batch import Batch
+from ...options.zero import Zero
+from ...pipe.module import PipelineModule
+from ...tensor_parallel.norm import LayerNorm, RMSNorm
+from ...zero.norm import square
+from .cost import CostModel, StepTime, Work
+from .machine import Machine, NetworkLink
+from .measured import MeasuredTimes, Row, Table
+from .parallel_layout import ParallelLayout
 
 Say = Callable[[str], None]
-Kernel = Callable[[int], tuple[Callable[[], Any], tuple[Tensor, ...]]]  # elements -> a function, and its inputs
+Timed = tuple[Callable[[], Any], tuple[Tensor, ...]]  # a function, and its inputs
+Kernel = Callable[[int], Timed]  # of a number of elements
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 _RANKS = 8  # the most that are started on one machine
@@ -283,85 +284,53 @@ class _Alone:
         """Return the kernels: number of elements -> a function, and the tensors of which it gives gradients."""
         grid, width = Grid(), 64
 
+        def random(*shape: int) -> Tensor:
+            return self._random(*shape, dtype=dtype).requires_grad_()
+
         def rows(elements: int, last: int = width) -> Tensor:
-            return self._random(elements // last, last, dtype=dtype).requires_grad_()
+            return random(elements // last, last)
 
-        def norm(kind: Any) -> Kernel:
-            def make(elements: int) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
-                last = min(256, elements)
-                module = kind(last, grid=grid).to(self.device, dtype)
-                x = rows(elements, last)
-                return lambda: module(x), (x, *module.parameters())
+        def trained(function: Callable[..., Any], *inputs: Tensor) -> Timed:
+            return partial(function, *inputs), inputs
 
-            return make
+        def forward(function: Callable[..., Any], x: Tensor) -> Timed:
+            return partial(function, x.detach()), ()
 
-        def gelu(elements: int) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
-            x = rows(elements)
-            return lambda: F.gelu(x, approximate="tanh"), (x,)
+        def norm(kind: Any, elements: int) -> Timed:
+            last = min(256, elements)
+            module, x = kind(last, grid=grid).to(self.device, dtype), rows(elements, last)
+            return partial(module, x), (x, *module.parameters())
 
-        def gated(elements: int) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
-            x = rows(2 * elements, 2 * width)
+        def gated(x: Tensor) -> Tensor:
+            gate, up = x.chunk(2, -1)
+            return F.silu(gate) * up
 
-            def run() -> Tensor:
-                gate, up = x.chunk(2, -1)
-                return F.silu(gate) * up
-
-            return run, (x,)
-
-        def add(elements: int) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
-            x, y = rows(elements), rows(elements)
-            return lambda: x + y, (x,)
-
-        def accumulate(elements: int) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
+        def accumulate(elements: int) -> Timed:
             x = rows(elements).detach().view(-1)
             return cycled([partial(torch.Tensor.add_, y, x) for y in self._cold(dtype, elements, written=True)]), ()
 
-        def squared(elements: int) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
-            x = rows(elements).detach().view(-1)
-            return lambda: square(x), ()
-
-        def bias(elements: int) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
-            x = rows(elements).detach()
-            return lambda: x.sum(0), ()
-
-        def by_heads(elements: int) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
-            x = self._random(1, max(1, elements // 256), 4, 64, dtype=dtype).requires_grad_()
-            return lambda: x.transpose(1, 2).contiguous(), (x,)
-
-        def rotated(elements: int) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
-            q, k = (self._random(1, 4, max(1, elements // 512), 64, dtype=dtype).requires_grad_() for _ in range(2))
-            rope = Rope(64)
-            return lambda: rope(q, k), (q, k)
-
-        def dropped(elements: int) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
-            x = self._random(1, elements // width, width, dtype=dtype).requires_grad_()
-            module = Dropout(0.1)
-            return lambda: module(x), (x,)
-
-        def loss(elements: int) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
+        def loss(elements: int) -> Timed:
             vocabulary = min(1024, elements)
-            x = rows(elements, vocabulary)
+            x, function = rows(elements, vocabulary), NextTokenLoss(grid, vocabulary)
             labels = torch.randint(vocabulary, (x.shape[0],), device=self.device)
-            function = NextTokenLoss(grid, vocabulary)
             return lambda: function(x[None], labels[None]), (x,)
 
-        def embedding(elements: int) -> tuple[Callable[[], Any], tuple[Tensor, ...]]:
-            table = self._random(1024, 256, dtype=dtype).requires_grad_()
-            ids = torch.randint(1024, (max(1, elements // 256),), device=self.device)
-            return lambda: F.embedding(ids, table), (table,)
+        def embedding(elements: int) -> Timed:
+            table, count = random(1024, 256), max(1, elements // 256)
+            return partial(F.embedding, torch.randint(1024, (count,), device=self.device), table), (table,)
 
         return {
-            "layer_norm": norm(LayerNorm),
-            "rms_norm": norm(RMSNorm),
-            "gelu": gelu,
-            "gated": gated,
-            "add": add,
+            "layer_norm": partial(norm, LayerNorm),
+            "rms_norm": partial(norm, RMSNorm),
+            "gelu": lambda n: trained(partial(F.gelu, approximate="tanh"), rows(n)),
+            "gated": lambda n: trained(gated, rows(2 * n, 2 * width)),
+            "add": lambda n: trained(partial(torch.add, rows(n)), rows(n)),
             "accumulate": accumulate,
-            "square": squared,
-            "bias": bias,
-            "by_heads": by_heads,
-            "rotated": rotated,
-            "dropout": dropped,
+            "square": lambda n: forward(square, rows(n).view(-1)),
+            "bias": lambda n: forward(partial(torch.sum, dim=0), rows(n)),
+            "by_heads": lambda n: trained(lambda x: x.transpose(1, 2).contiguous(), random(1, max(1, n // 256), 4, 64)),
+            "rotated": lambda n: trained(Rope(64), *(random(1, 4, max(1, n // 512), 64) for _ in range(2))),
+            "dropout": lambda n: trained(Dropout(0.1), random(1, n // width, width)),
             "loss": loss,
             "embedding": embedding,
         }

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from ...engine.pipeline_engine import PipelineEngine
-from ...grid import Grid
-from ...options.checkpoints import Checkpoints
-from ...options.monitoring import Monitoring
-from ...train.job import Job
-from ...train.model import blank_microbatch, build_module, parameter_groups
+from ..engine.pipeline_engine import PipelineEngine
+from ..grid import Grid
+from ..options.checkpoints import Checkpoints
+from ..options.monitoring import Monitoring
+from ..train.job import Job
+from ..train.model import blank_microbatch, build_module, parameter_groups
 
 
 class JobSteps:
