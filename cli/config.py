@@ -51,7 +51,7 @@ def _check(file: Path, data: int) -> None:
     from ..base.json_comments import read
     from ..compat.deepspeed.config.elasticity import described
     from ..compat.deepspeed.config.to_options import batch_sizes, notes_of, options_of
-    from ..compat.deepspeed.configuration import read_config, resolve_config  # needs torch
+    from ..compat.deepspeed.from_config import read_config, resolve_config  # needs torch
     from ..compat.huggingface.auto_values import trainer_values
 
     source = read(file)

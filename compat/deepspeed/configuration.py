@@ -10,17 +10,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...base.errors import ConfigError
 from ...base.json_comments import read
-from ...base.option_error import OptionError
-from ...engine.optim import optimizers, schedulers
-from ...engine.setup.check import try_names
-from ...options.batch import BatchSizes
-from .config.document import resolved
-from .config.optimizer_names import native_optimizer
 from .config.read import Section, unknown_keys
-from .config.table import key_of
-from .config.to_options import batch_sizes, options_of, parse_config
+from .config.to_options import batch_sizes
+from .from_config import read_config
 
 OWN_KEYS = ("partition_config", "preset_model")  # keys of tensor_parallel that autotp.py reads
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
@@ -33,36 +26,6 @@ class OffloadDeviceEnum(StrEnum):
     none = "none"
     cpu = "cpu"
     nvme = "nvme"
-
-
-def read_config(source: Section | Mapping[str, Any] | str | Path) -> Section:
-    """Return a checked configuration from a dict, or from the path of a JSON file (with comments, if it has any).
-
-    An optimizer and a schedule by name take a few steps over one number.
-
-    Raises:
-        ConfigError: a key that does not exist (the nearest that does is named), a value that cannot be, or what
-            triax does not support; the message says what to write instead.
-    """
-    if isinstance(source, Section):
-        return source
-    config = parse_config(source)
-    try:
-        try_names(options_of(config))
-    except OptionError as error:
-        raise ConfigError(error.spelled(key_of)) from error
-    return config
-
-
-def resolve_config(config: Section, batch: BatchSizes) -> dict[str, Any]:
-    """Return the configuration with every default filled in, those of its optimizer and scheduler too."""
-    values = resolved(config, batch)
-    if config.optimizer is not None:
-        named = native_optimizer(config.optimizer.type, config.optimizer.params)
-        values["optimizer"] = optimizers.resolved(named.type, named.arguments)
-    if config.scheduler is not None:
-        values["scheduler"] = schedulers.resolved(config.scheduler.type, config.scheduler.params)
-    return values
 
 
 def tensor_section(source: Any) -> tuple[Any, dict[str, Any]]:

@@ -22,7 +22,7 @@ from ..megatron.mpu import grid_of_mpu
 from .autotp import asked_size, is_sharded, shard
 from .config.read import Section
 from .configuration import read_deepspeed_config, tensor_section
-from .engine import DeepSpeedConfigError, deepspeed_errors
+from .engine import DeepSpeedConfigError, DeepSpeedEngine, DeepSpeedPipelineEngine, deepspeed_errors
 from .from_config import check_grid, config_source, make_engine
 
 PERSISTENCE_THRESHOLD = 100_000  # DeepSpeed's default; triax's own is 0
@@ -179,6 +179,7 @@ def initialize(
         if stages > 1 and isinstance(model, PipelineModule) and model.grid_is_default:
             model, model_parameters = rebuilt(model, Grid(pipe=stages), model_parameters)
         engine = make_engine(
+            (DeepSpeedPipelineEngine, DeepSpeedEngine),
             model,
             checked,
             optimizer=optimizer,

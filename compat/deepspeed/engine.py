@@ -15,35 +15,27 @@ from typing import Any
 from weakref import proxy
 
 import torch
-from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch import Tensor
 
-from ...base.checks import check_count, check_flag, check_path
+from ...base.checks import check_flag, check_path
 from ...base.errors import AgreedError, ConfigError
 from ...base.foreign_tables import answers
-from ...base.option_error import Note
 from ...checkpoint.format.folder import local_folder
 from ...checkpoint.rendezvous import rendezvous
-from ...data.dataloader import Loader, RepeatingLoader, TokenLoader
+from ...data.dataloader import RepeatingLoader
 from ...engine.base import Engine
-from ...engine.module_engine import ModuleEngine
 from ...engine.optim.loss_scale import LossScaler
-from ...engine.pipeline_engine import PipelineEngine
 from ...grid import Axis
-from ...options.engine import EngineOptions
 from ...options.precision import LossScale
 from ...zero.gathered_parameters import gathered, whole_state_dict
 from ...zero.state_dict_guard import allow_empty_entries
 from .assignments import EngineType, check_assignment, reason
-from .config.read import Section
 from .config.table import table
-from .config.to_options import notes_of
-from .configuration import resolve_config
+from .from_config import ConfiguredEngine, ConfiguredModuleEngine, ConfiguredPipelineEngine
 from .grids import ParallelGrid
 from .ledger import TABLES
 from .module_calls import ModuleCalls
 from .offload_states import OffloadedStates, OffloadStateTypeEnum
-from .parameter_marks import mark_parameters
 from .timers import ThroughputTimer, WallClockTimers
 
 # A key of the section zero_optimization has a method without "stage3_" and with "zero_" in front.
@@ -111,33 +103,6 @@ def deepspeed_errors() -> Iterator[None]:
         raise
 
 
-def save_safetensors(
-    engine: Engine,
-    save_dir: str | Path,
-    save_filename: str = "model.safetensors",
-    exclude_frozen_parameters: bool = False,
-) -> bool:
-    """Write an engine's unsharded weights and buffers to one safetensors file, in fp16 or bf16. Collective.
-
-    The dtype is that of the engine's weights under ``fp16`` and ``bf16``, else bfloat16. Nothing is gathered: every
-    rank writes its boxes into the file.
-
-    Args:
-        engine: the engine.
-        save_dir: a folder that every rank sees.
-        save_filename: name of the file. Its ending becomes ``.safetensors``, because nothing is pickled.
-        exclude_frozen_parameters: leave out parameters that are not trained.
-
-    Raises:
-        CheckpointError: on every rank, if a rank could not write.
-        ConfigError: on every rank, if folder or file is no path.
-    """
-    with engine.all_or_none("save_16bit_model"):
-        engine.data_axis.enter("calls save_16bit_model")
-        engine.checkpointer.export(save_dir, save_filename, exclude_frozen_parameters)
-        return True
-
-
 class ScalerMembers:
     """Loss scaler with DeepSpeed's members, which scripts find in ``optimizer.loss_scaler``.
 
@@ -161,14 +126,8 @@ class ScalerMembers:
         return getattr(self._scaler, name)
 
 
-class DeepSpeedMembers(Engine, metaclass=EngineType):
-    """Members of DeepSpeed's engine that both engines have, and their configuration in DeepSpeed's JSON.
-
-    Args:
-        model: the model.
-        config: the checked configuration.
-        options: its options, and those given in place of its own.
-        arguments: further arguments of ``Engine``.
+class DeepSpeedMembers(ConfiguredEngine, metaclass=EngineType):
+    """Members of DeepSpeed's engine that both engines have.
 
     Attributes:
         tput_timer: samples per second.
@@ -184,32 +143,12 @@ class DeepSpeedMembers(Engine, metaclass=EngineType):
 
     offloaded_states: OffloadedStates
 
-    def __init__(self, model: nn.Module, config: Section, options: EngineOptions, **arguments: Any) -> None:
-        self._given = config
-        self._make(model, options, **arguments)
-
     def __setattr__(self, name: str, value: Any) -> None:
         check_assignment(self, name, value)
         super().__setattr__(name, value)
 
-    @property
-    def config(self) -> Section:
-        """The configuration, with the batch sizes of the engine."""
-        batch = self.batch
-        return self._given.changed(
-            train_batch_size=batch.train,
-            train_micro_batch_size_per_gpu=batch.micro,
-            gradient_accumulation_steps=batch.accumulation,
-        )
-
-    @config.setter
-    def config(self, value: Section) -> None:
-        self._given = value
-
     def _built(self) -> None:
         super()._built()
-        if self.zero_optimization_stage() == 3:
-            mark_parameters(self.module.parameters(), self.data_axis)
         self.offloaded_states = OffloadedStates()
         self.tput_timer = ThroughputTimer(self.batch.train)
         self.timers = WallClockTimers(self.grid.synchronize)
@@ -239,70 +178,6 @@ class DeepSpeedMembers(Engine, metaclass=EngineType):
         self._publish_scale(overflow=self.skipped_steps > skipped)
         self.tput_timer.batch_size = self.batch.train
         self.tput_timer.stop(global_step=self.global_steps > steps)
-
-    def _notes(self) -> list[Note]:
-        return [Note("", note) for note in notes_of(self._given)]
-
-    def settings(self, given: bool = False) -> dict[str, Any]:
-        """Return the configuration, as JSON has it."""
-        if not hasattr(self, "optimizer"):  # it is compared over the ranks before the engine is made
-            return self._given.plain()
-        if given:
-            return self._given.plain(given=True)
-        return resolve_config(self.config, self.batch)
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """Return samples per step, samples per microbatch, and microbatches per step and replica."""
-        return self.batch.train, self.batch.micro, self.batch.accumulation
-
-    def set_train_batch_size(self, train_batch_size: int, micro: int | None = None) -> None:
-        """Set the samples per step from the next step on, as ``Engine.set_batch_size``."""
-        check_count("set_train_batch_size", train_batch_size=train_batch_size)
-        if micro is not None:
-            check_count("set_train_batch_size", micro=micro)
-        self.set_batch_size(train_batch_size, micro)
-
-    def deepspeed_io(
-        self,
-        dataset: Dataset[Any],
-        pin_memory: bool = True,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_local_io_workers: int | None = None,
-    ) -> Loader | TokenLoader:
-        """Return a loader of this replica's microbatches, in an order that depends on the configuration's seed alone.
-
-        Args:
-            dataset: a dataset with a length, or an ``IterableDataset``, which has its own order.
-            pin_memory: copy microbatches to pinned memory, as torch's loader does. Ignored without a GPU.
-            collate_fn: function that makes a microbatch of a list of samples.
-            num_local_io_workers: number of processes that read ahead. None or 0: this process reads.
-        """
-        return self.make_loader(dataset, collate_fn, num_local_io_workers or 0, pin_memory)
-
-    def get_mom(self) -> list[Any]:
-        """Return the betas, or the momentum, of each parameter group; 0 for a group that has neither."""
-        groups = self.optimizer.param_groups if self.optimizer else []
-        return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
-
-    def gradient_clipping(self) -> float:
-        """Return the limit of the global gradient norm; 0: no limit."""
-        return self.options.clip or 0.0
-
-    def zero_optimization(self) -> bool:
-        """Return True if ZeRO's stage is above 0."""
-        return self.options.zero.stage != 0
-
-    def fp16_enabled(self) -> bool:
-        """Return True if weights are float16."""
-        return self.options.precision.weights == "fp16"
-
-    def bfloat16_enabled(self) -> bool:
-        """Return True if weights are bfloat16."""
-        return self.options.precision.weights == "bf16"
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Return True if this microbatch is the last one of a step."""
-        return self.is_last_microbatch()
 
     def dynamic_loss_scale(self) -> bool:
         """Return True if fp16 adapts its loss scale."""
@@ -468,7 +343,7 @@ class DeepSpeedMembers(Engine, metaclass=EngineType):
             True.
         """
         if str(save_filename).endswith(".safetensors"):
-            return save_safetensors(self, save_dir, save_filename, exclude_frozen_parameters)
+            return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
         with self.all_or_none("save_16bit_model"):
 
             def check() -> None:
@@ -508,7 +383,7 @@ for _name in answers(TABLES["idle_methods"]):
     type.__setattr__(DeepSpeedMembers, _name, lambda *args, **kwargs: None)
 
 
-class DeepSpeedEngine(DeepSpeedMembers, ModuleEngine):
+class DeepSpeedEngine(DeepSpeedMembers, ConfiguredModuleEngine):
     """DeepSpeed's engine of any module: ``ModuleEngine`` with DeepSpeed's members."""
 
     def _built(self) -> None:
@@ -527,10 +402,6 @@ class DeepSpeedEngine(DeepSpeedMembers, ModuleEngine):
         """Context in which backward passes do not reduce gradients, as ``ModuleEngine.no_sync``."""
         with deepspeed_errors(), super().no_sync():
             yield
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set whether this microbatch is the last one of a step, as ``ModuleEngine.set_last_microbatch``."""
-        self.set_last_microbatch(is_boundary)
 
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
         """Return a context without effect: gradients of several backward passes add up in any case."""
@@ -597,7 +468,7 @@ class DeepSpeedEngine(DeepSpeedMembers, ModuleEngine):
 _require_states(DeepSpeedEngine)
 
 
-class DeepSpeedPipelineEngine(DeepSpeedMembers, PipelineEngine):
+class DeepSpeedPipelineEngine(DeepSpeedMembers, ConfiguredPipelineEngine):
     """DeepSpeed's engine of a ``PipelineModule``: ``PipelineEngine`` with DeepSpeed's members."""
 
     _data: Iterator[Any] | None = None

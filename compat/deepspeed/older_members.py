@@ -8,7 +8,7 @@ from typing import Any
 
 from ...engine.engines import Engine
 from ...engine.pipeline_engine import PipelineEngine
-from .engine import DeepSpeedEngine, DeepSpeedMembers, save_safetensors
+from .from_config import ConfiguredEngine, ConfiguredModuleEngine
 from .ledger import TABLES
 
 ENDS = "0.3"  # version of triax in which engines made by triax.Engine have them no more
@@ -20,9 +20,7 @@ def _member(name: str, engine: Engine) -> Any:
     """Return a member of an engine. Python shows the warning once for each line that uses the name."""
     text = f"engine.{name} is DeepSpeed's name, which engines have until triax {ENDS}: write {NEW[name]}"
     warnings.warn(text, DeprecationWarning, stacklevel=3 if isinstance(engine, PipelineEngine) else 4)
-    if name == "save_16bit_model":  # of an engine that has not DeepSpeed's members
-        return partial(save_safetensors, engine)
-    kind = next(each for each in (DeepSpeedMembers, DeepSpeedEngine) if name in vars(each))
+    kind = next(each for each in (ConfiguredModuleEngine, ConfiguredEngine) if name in vars(each))
     return vars(kind)[name].__get__(engine)
 
 

@@ -32,8 +32,7 @@ from ...grid.loss_terms import is_named
 from ...models.huggingface.parallelize import parallelize, plan_of
 from ...tensor_parallel.outside import ReadOutside
 from ..deepspeed.config.read import Section
-from ..deepspeed.configuration import read_config
-from ..deepspeed.from_config import initialize
+from ..deepspeed.from_config import initialize, read_config
 from .adapters import add_section, check_section, save_adapters
 from .auto_values import hidden_size, missing_extra
 from .batches import EvenBatches, last_share, weighted, without_labels

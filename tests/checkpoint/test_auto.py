@@ -24,7 +24,7 @@ import triax
 from triax.base.errors import ConfigError
 from triax.checkpoint.auto import AutoSaver
 from triax.checkpoint.format.folder import tags
-from triax.compat.deepspeed.configuration import read_config
+from triax.compat.deepspeed.from_config import read_config
 from triax.testing.pool import RankFailure
 
 from checkpoint_jobs import Cell, Job, losses, make, tensors

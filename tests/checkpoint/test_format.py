@@ -280,7 +280,7 @@ def test_the_example_of_the_format_is_read_by_the_formats_library(saved: Path) -
 def in_one_file(folder: str, cell: Cell) -> dict[str, torch.Tensor]:
     engine = make(cell, Job(half="bf16", tied=False))
     engine.train_batch()
-    assert engine.save_checkpoint(folder, "bf16") and engine.save_16bit_model(folder, "pytorch_model.safetensors")
+    assert engine.save_checkpoint(folder, "bf16") and engine.save_16bit_model(folder, "pytorch_model.bin")
     weights = engine.gather()
     return weights if engine.grid.rank == 0 else {}
 

@@ -20,7 +20,7 @@ from triax.cli.main import app
 from triax.compat.deepspeed.config.document import markdown
 from triax.compat.deepspeed.config.table import keys
 from triax.compat.deepspeed.config.to_options import batch_sizes, notes_of, options_of
-from triax.compat.deepspeed.configuration import read_config, resolve_config
+from triax.compat.deepspeed.from_config import read_config, resolve_config
 from triax.engine.setup.precision import make_loss_scaler
 
 from configuration_files import TUTORIAL, WIDTH, data, engine

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.base.errors import ConfigError
-from triax.compat.deepspeed.configuration import resolve_config
+from triax.compat.deepspeed.from_config import resolve_config
 
 from configuration_files import WIDTH, data, engine
 from toys import mean_loss

@@ -18,7 +18,7 @@ from triax.cli.main import app
 from triax.compat.deepspeed.config.document import json_schema
 from triax.compat.deepspeed.config.table import keys, table
 from triax.compat.deepspeed.config.to_options import batch_sizes
-from triax.compat.deepspeed.configuration import read_config, resolve_config
+from triax.compat.deepspeed.from_config import read_config, resolve_config
 
 from configuration_files import TUTORIAL, engine
 

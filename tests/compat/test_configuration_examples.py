@@ -11,7 +11,7 @@ import pytest
 
 from triax.base.errors import ConfigError
 from triax.compat.deepspeed.config.to_options import notes_of
-from triax.compat.deepspeed.configuration import read_config
+from triax.compat.deepspeed.from_config import read_config
 
 SIZE = {"train_batch_size": 8}
 

@@ -16,7 +16,7 @@ from triax.compat.deepspeed.config.document import resolved
 from triax.compat.deepspeed.config.read import section
 from triax.compat.deepspeed.config.table import keys
 from triax.compat.deepspeed.config.to_options import batch_sizes, folder, parse_config
-from triax.compat.deepspeed.configuration import read_config
+from triax.compat.deepspeed.from_config import read_config
 from triax.data.dataloader import make_loader
 from triax.engine.optim.nonfinite import MOST_IN_A_ROW
 from triax.options.base import hints_of, walk

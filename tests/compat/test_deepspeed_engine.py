@@ -339,3 +339,14 @@ def test_adamw_decays_as_deepspeeds(ranks: Any) -> None:
 
 def test_small_parameters_stay_whole_in_stage_3(ranks: Any) -> None:
     assert ranks(2, small) == [([True, False], [True, False])] * 2
+
+
+def test_a_file_of_weights_is_checked_before_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A URI made the folder ``memory:`` here, and any value was taken for the flag."""
+    monkeypatch.chdir(tmp_path)
+    engine = deepspeed.initialize(model=nn.Linear(2, 2), config={"train_batch_size": 1})[0]
+    with pytest.raises(ConfigError, match="is a URI, but this is written to a local folder"):
+        engine.save_16bit_model("memory://run")
+    with pytest.raises(ConfigError, match="exclude_frozen_parameters"):
+        engine.save_16bit_model(tmp_path, exclude_frozen_parameters=3)
+    assert not list(tmp_path.iterdir())

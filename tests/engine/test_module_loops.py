@@ -175,9 +175,8 @@ def test_the_wrong_call_says_which_is_right() -> None:
     for wrong, said in ((3.0, "a float"), (torch.ones(()), "without a graph"), (engine(microbatch(0, 0, 0)[0]), "6")):
         with pytest.raises(RuntimeError, match=f"backward takes a loss.*{said}"):
             engine.backward(wrong)
-    native = triax.Engine(net(), optimizer=triax.Optimizer("SGD", lr=0.1), batch=triax.Batch(microbatch=MICRO))
-    native.backward(loss_of(native))
-    loss = (native.module(microbatch(0, 0, 0)[0]) - 1.0).square().mean()  # the engine does not see this pass begin
+    engine.backward(loss_of(engine))
+    loss = (engine.module(microbatch(0, 0, 0)[0]) - 1.0).square().mean()  # the engine does not see this pass begin
     with pytest.raises(RuntimeError, match=r"call the model as engine\(\.\.\.\).*add the losses and call backward"):
         loss.backward()
     engine.zero_grad()
@@ -188,7 +187,7 @@ def test_the_wrong_call_says_which_is_right() -> None:
         one(config(stage=2)).no_sync(),
     ):
         pytest.fail("not reached")
-    with pytest.raises(AttributeError, match="neither DeepSpeedEngine nor its Net has 'wieghts'"):
+    with pytest.raises(AttributeError, match="neither ConfiguredModuleEngine nor its Net has 'wieghts'"):
         engine.wieghts  # noqa: B018
     untrained = one({"train_batch_size": 4})
     with pytest.raises(RuntimeError, match="there is no optimizer"):

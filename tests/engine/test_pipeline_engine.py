@@ -16,7 +16,7 @@ import triax
 from triax import Grid, PipelineModule
 from triax.base.errors import ConfigError
 from triax.compat.deepspeed.config.to_options import batch_sizes
-from triax.compat.deepspeed.configuration import read_config
+from triax.compat.deepspeed.from_config import read_config
 from triax.data.dataloader import BatchOrder
 
 from pipeline_jobs import BASE, engine, layers, microbatches, samples

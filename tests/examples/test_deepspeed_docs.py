@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 from triax.base.errors import ConfigError
 from triax.cli.main import app
 from triax.compat.deepspeed.config.table import key_of, keys
-from triax.compat.deepspeed.configuration import read_config, read_deepspeed_config
+from triax.compat.deepspeed.configuration import read_deepspeed_config
+from triax.compat.deepspeed.from_config import read_config
 from triax.compat.deepspeed.ledger import markdown
 
 from paths import DOCS

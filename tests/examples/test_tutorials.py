@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import triax
 from triax import Topology
 from triax.compat.deepspeed import PipelineModule
-from triax.compat.deepspeed.configuration import read_config
+from triax.compat.deepspeed.from_config import read_config
 from triax.data.dataloader import make_loader
 from triax.engine.optim.lr_schedules import WarmupLR
 from triax.grid import Grid

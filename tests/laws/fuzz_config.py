@@ -43,7 +43,7 @@ from triax.base.errors import AgreedError, ConfigError
 from triax.compat.deepspeed.config.optimizer_names import NAMES as OPTIMIZER_NAMES
 from triax.compat.deepspeed.config.table import keys
 from triax.compat.deepspeed.config.to_options import batch_sizes, notes_of
-from triax.compat.deepspeed.configuration import read_config, resolve_config
+from triax.compat.deepspeed.from_config import read_config, resolve_config
 from triax.engine.optim import optimizers, schedulers
 from triax.pipe.schedules.choose import NAMES
 from triax.testing.pool import slowdown

@@ -24,7 +24,7 @@ BUDGET = {
     "engine": 8516,
     "models": 7681,
     "pipe": 7516,
-    "compat": 6793,
+    "compat": 6807,
     "zero": 5315,
     "grid": 4694,
     "train": 4205,

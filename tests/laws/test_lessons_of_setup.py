@@ -15,7 +15,7 @@ import torch
 
 from triax import Grid
 from triax.base.errors import ConfigError
-from triax.compat.deepspeed.configuration import read_config
+from triax.compat.deepspeed.from_config import read_config
 
 from paths import ROOT
 

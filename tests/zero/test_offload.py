@@ -20,7 +20,7 @@ import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.base.errors import ConfigError
 from triax.compat.deepspeed.config.to_options import notes_of
-from triax.compat.deepspeed.configuration import read_config
+from triax.compat.deepspeed.from_config import read_config
 from triax.options.zero import OffloadOptimizer
 from triax.zero import gathered
 from triax.zero.sub_groups import sub_groups

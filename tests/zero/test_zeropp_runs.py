@@ -14,7 +14,7 @@ import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.base.errors import ConfigError
 from triax.compat.deepspeed.config.to_options import notes_of
-from triax.compat.deepspeed.configuration import read_config
+from triax.compat.deepspeed.from_config import read_config
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.zero import ShardedOptimizer, gathered
 from triax.zero.zeropp.options import ZeroPlusPlus

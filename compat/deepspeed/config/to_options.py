@@ -23,7 +23,7 @@ _NOT_SET: Any = object()
 def parse_config(config: Section | Mapping[str, Any] | str | Path) -> Section:
     """Return a configuration from a dict, or from the path of a JSON file, with its keys, values and options checked.
 
-    ``configuration.read_config`` checks the names of schedules and optimizers too.
+    ``from_config.read_config`` checks the names of schedules and optimizers too.
 
     Raises:
         ConfigError: a key that does not exist (the message names the nearest key), a value that is not allowed, or a

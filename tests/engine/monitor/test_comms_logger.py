@@ -16,7 +16,7 @@ import triax
 import triax.compat.deepspeed as deepspeed
 from triax import Grid, LayerSpec, PipelineModule
 from triax.base.errors import ConfigError
-from triax.compat.deepspeed.configuration import read_config
+from triax.compat.deepspeed.from_config import read_config
 from triax.engine.monitor.trace.comms_logger import bandwidths, late_rank, stragglers, table
 from triax.grid.comm.comms_log import CommsLog, LoggedCall
 from triax.grid.comm.step_recorder import StepRecorder

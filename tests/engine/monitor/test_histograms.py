@@ -15,7 +15,7 @@ import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.compat.deepspeed.config.read import Section
 from triax.compat.deepspeed.config.to_options import notes_of
-from triax.compat.deepspeed.configuration import read_config
+from triax.compat.deepspeed.from_config import read_config
 from triax.engine.monitor.protocol import Histogram
 from triax.engine.monitor.report.run_folder import read_run
 from triax.engine.monitor.report.write import write_report

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule
-from triax.compat.deepspeed.configuration import resolve_config
+from triax.compat.deepspeed.from_config import resolve_config
 
 WIDTH, LAYERS, MICRO, COUNT = 64, 2, 4, 2
 WEIGHTS = LAYERS * WIDTH * WIDTH

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import triax
 from triax import Grid, PipelineModule
 from triax.base.errors import ConfigError
-from triax.compat.deepspeed.configuration import read_config
+from triax.compat.deepspeed.from_config import read_config
 from triax.engine.monitor import format as units
 from triax.engine.monitor.profiler.tree_report import ModuleNode, merged, tree
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.base.errors import ConfigError
-from triax.compat.deepspeed.configuration import read_config
+from triax.compat.deepspeed.from_config import read_config
 from triax.engine.optim.layerwise import Lamb, Muon, muon_groups, newton_schulz, split_for_muon
 from triax.moe import ModuleMoE
 from triax.plugins.gradient_compression.onebit.lamb import OneBitLamb

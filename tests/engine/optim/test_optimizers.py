@@ -16,7 +16,7 @@ from triax import Grid, LayerSpec, PipelineModule
 from triax.base.errors import ConfigError
 from triax.compat.deepspeed.config.optimizer_names import NAMES, native_optimizer
 from triax.compat.deepspeed.config.to_options import batch_sizes
-from triax.compat.deepspeed.configuration import read_config, resolve_config
+from triax.compat.deepspeed.from_config import read_config, resolve_config
 from triax.engine.optim.elementwise import Lion, UncorrectedAdam
 from triax.engine.optim.optimizers import names
 from triax.plugins.gradient_compression import OneBitAdam

@@ -11,7 +11,7 @@ from torch import nn
 
 import triax
 from triax.base.errors import ConfigError
-from triax.compat.deepspeed.configuration import read_config
+from triax.compat.deepspeed.from_config import read_config
 from triax.engine.optim.signature import trial
 
 GIVEN = {"lr": 1.0, "eps": 2.0}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import triax
 from triax import Grid
 from triax.base.errors import ConfigError
-from triax.compat.deepspeed.configuration import read_config
+from triax.compat.deepspeed.from_config import read_config
 from triax.plugins.gradient_compression import OneBitSGD
 
 from toys import mean_loss

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import triax
 from triax import Grid, initialize
 from triax.base.errors import ConfigError
-from triax.compat.deepspeed.configuration import read_config
+from triax.compat.deepspeed.from_config import read_config
 from triax.data.dataloader import make_loader
 from triax.models.gpt import GPTConfig
 
