@@ -7,8 +7,8 @@ keywords.py           types of the keywords of ``triax.Engine``
 kinds.py              protocols of the two kinds of engines, for what watches them
 pipeline_engine.py    PipelineEngine: ``train_batch`` and ``eval_batch`` of a ``PipelineModule``
 module_engine.py      ModuleEngine: forward, ``backward`` and ``step`` of any ``nn.Module``
-optimizer_step.py     OptimizerStep: sums loss and squares over ranks, the norm (zero/norm.py), computes the one divisor
-                      of the gradients, by which zero/optimizer.py divides them in its step
+optimizer_step.py     OptimizerStep: sums loss and squares over ranks, the norm (zero/norm.py), the division of the
+                      loss: the one divisor of the gradients, by which zero/optimizer.py divides them in its step
 replica_strategy.py   SynchronousReplicas: whose grid takes a step; plugins bring others (local SGD, fault tolerance)
 replica_buffers.py    ReplicaBuffers: batch norm's statistics and other buffers, equal on all replicas
 replica_rows.py       ReplicaRows: warning of replicas that train on the same rows

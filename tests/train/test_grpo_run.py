@@ -1,6 +1,6 @@
 """Training files with ``method: grpo``: the functions of ``triax.methods`` on one process, on grids and after a resume.
 
-That these functions have TRL's numbers, tests/train/methods/test_policy.py shows.
+That these functions have TRL's numbers, tests/train/methods/test_grpo.py shows.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ reference.py: ``with_reference``, ``with_baseline``, ``row_log_probs``: log-prob
 distillation.py: ``distill_loss``: a student learns a teacher's distribution of the next token.
 teacher.py: ``with_teacher``: a teacher's distributions, by a second model on the same grid.
 remote_teacher.py: ``RemoteTeacher`` and ``serve_teacher``: a teacher in other processes, on a grid of its own.
-policy.py: ``grpo_loss``: GRPO, DAPO, Dr. GRPO and GSPO for drawn answers with advantages.
+grpo.py: ``grpo_loss``: GRPO, DAPO, Dr. GRPO and GSPO for drawn answers with advantages.
 rewards.py: users' reward functions, called once for the job, and advantages.
 rollouts.py: ``Rollouts``: answers drawn on the training grid, with rewards, as microbatches.
 rowwise.py: ``exact_rows``: each token computed alone, so that recorded log-probabilities have the trainer's bits.

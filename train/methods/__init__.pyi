@@ -1,7 +1,7 @@
 from ...models.reward import reward_layers as reward_layers
 from .distillation import distill_loss as distill_loss
+from .grpo import grpo_loss as grpo_loss
 from .kto import kto_loss as kto_loss
-from .policy import grpo_loss as grpo_loss
 from .preferences import preference_loss as preference_loss
 from .reference import row_log_probs as row_log_probs
 from .reference import with_baseline as with_baseline

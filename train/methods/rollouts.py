@@ -13,7 +13,7 @@ from ...context.order import gather
 from ...data.chat import apply_template
 from ...grid.randomness.random import derive
 from ...inference.text import follow
-from .policy import ADVANTAGES, OLD, TOKEN_REFERENCE
+from .grpo import ADVANTAGES, OLD, TOKEN_REFERENCE
 from .rewards import RewardFunction, Rewards, Scale, advantages, std
 
 if TYPE_CHECKING:
