@@ -86,11 +86,16 @@ def test_the_docs_machine_file_and_programs(tmp_path: Path) -> None:
 
 
 def asked(source: str) -> EngineOptions:
-    """The options of the engine that a program makes."""
-    made = SimpleNamespace(Engine=lambda model, options, **given: options.changed(**given), Batch=Batch, Tuning=Tuning)
-    space: dict[str, Any] = {"triax": made, "model": None, "options": EngineOptions()}
+    """The options that a program gives to ``triax.tune``."""
+    given = SimpleNamespace(
+        tune=lambda model, options, **given: options.changed(**given),
+        Engine=lambda model, options: options,
+        Batch=Batch,
+        Tuning=Tuning,
+    )
+    space: dict[str, Any] = {"triax": given, "model": None, "options": EngineOptions()}
     exec(compile(source, "docs/plan.md", "exec"), space)
-    return space["engine"]
+    return space["options"]
 
 
 def test_the_issues_layout_from_a_file_of_fields(tmp_path: Path) -> None:
