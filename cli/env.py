@@ -17,7 +17,7 @@ _OPTIONAL = {
     "tensorboard": ("the section tensorboard of a configuration", to_install("tensorboard")),
     "wandb": ("the section wandb of a configuration", to_install("wandb")),
     "transformers": ("Hugging Face's models and triax.Trainer", to_install("hf")),
-    "accelerate": ("triax.Trainer, and Hugging Face's Accelerate after compat.deepspeed.install()", to_install("hf")),
+    "accelerate": ("triax.Trainer, and scripts of Hugging Face's Accelerate", to_install("hf")),
     "lm_eval": ("triax evaluate, and evaluate.tasks of training files", to_install("eval")),
     "datasets": ("Hugging Face's data sets", "pip install datasets"),
     "matplotlib": ("triax schedule --plot", to_install("plot")),

@@ -1,4 +1,4 @@
-"""Keys of PyTorch, DeepSpeed, Hugging Face and torchtitan, and the keys here that mean the same: foreign_names.toml."""
+"""Keys of other libraries, and the keys here that mean the same: foreign_names.toml."""
 
 from __future__ import annotations
 

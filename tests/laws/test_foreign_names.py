@@ -23,7 +23,6 @@ COMMANDS = "a command that takes that library's files, options or scripts"
 MEASURED = "published measurements of that library"
 ALLOWED = {
     "models/huggingface/adapters.py": "keys of PEFT's settings that name another library",
-    "options/foreign_names.py": "other libraries' names of options, for the messages that say triax's",
     "train/job.py": "the section deepspeed: of the training file",
     "train/schema.py": "the section deepspeed: of the training file",
     "cli/checkpoint.py": COMMANDS,
