@@ -105,6 +105,9 @@ class PipelineEngine(Engine):
             if model.partition == "auto":  # a step of another size has this schedule too
                 own = options.schedule.changed(name=schedule.name, chunks=schedule.chunks)
                 self.options = options = options.changed(schedule=own)
+        if schedule.forward_only and options.optimizer is not None:
+            why = "has no backward passes, and the engine has an optimizer: give one for training, such as 1f1b"
+            raise OptionError("schedule.name", schedule.name, why)
         model.require_untouched()
         try:
             model.move(schedule.placement, None if cut is None else cut.boundaries)

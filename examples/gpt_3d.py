@@ -3,11 +3,11 @@
     python examples/gpt_3d.py                                                      # one process
     python examples/gpt_3d.py --pipe 2 --data 2 --tensor 2                         # starts eight
     torchrun --nproc-per-node 8 examples/gpt_3d.py --pipe 2 --data 2 --tensor 2    # the same
-    python examples/gpt_3d.py --pipe 2 --resume --steps 1000                       # continues, on another grid
+    python examples/gpt_3d.py --pipe 2 --resume                # continues a run that was stopped, on another grid
 
 It learns to add. 58+67=521 stands for 58 + 67 = 125: the last digit comes first, as carries go. The losses are equal on
-every grid, with every --schedule ("triax schedule" names them) and every --zero stage (0 to 3), and in gpt_plain.py,
-which is the same in plain PyTorch.
+every grid, with every --schedule ("triax schedule" names them) and every --zero stage (0 to 3), and, from the same
+weights, in gpt_plain.py, which is the same in plain PyTorch.
 Comments: B rows, T tokens of a row, D width, H heads, d width of a head, V vocabulary, t tensor ranks.
 """
 
@@ -105,8 +105,8 @@ def main(o: argparse.Namespace) -> None:  # on each rank
         lr_scheduler=partial(LambdaLR, lr_lambda=lambda step: min(1, (step + 1) / 50, 2 - 2 * step / o.steps)),
         monitor=triax.Monitoring(json=o.folder, trace=triax.Trace(step=min(20, o.steps))),
     )
-    if o.resume:
-        engine.load_checkpoint(o.folder)  # of any grid
+    if o.resume and engine.load_checkpoint(o.folder)[0] is None:  # of any grid
+        raise SystemExit(f"{o.folder} has no checkpoint to resume from")
     learned, held_out = sums()
     begin, late = time.monotonic(), torch.zeros(1, device=grid.device)
     while engine.global_steps < o.steps and not late:

@@ -155,6 +155,6 @@ def _check(layers: int, parts: int) -> None:
         raise ValueError(f"a model cannot be cut into {parts} stages: give at least 1")
     if layers < parts:
         raise ValueError(
-            f"{layers} layers cannot fill {parts} stages (each needs at least one): use a pipe axis of {layers} or "
-            "less, fewer chunks, or more layers"
+            f"{layers} layers cannot fill {parts} stages (each needs at least one): use at most {layers} stages, by a "
+            "smaller pipe axis or fewer chunks, or more layers"
         )

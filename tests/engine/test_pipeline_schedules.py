@@ -125,6 +125,13 @@ def test_chunks_follow_from_the_schedule_with_a_message(caplog: pytest.LogCaptur
     assert given("auto", placement="v").module.chunks in (1, 2)
 
 
+def test_a_schedule_without_backward_passes_does_not_train() -> None:
+    """It ran, and left every weight as it was."""
+    model = triax.PipelineModule([nn.Linear(2, 2)], loss_fn=nn.functional.mse_loss)
+    with pytest.raises(ConfigError, match=r"schedule.name = 'forward': has no backward passes, and the engine has an"):
+        triax.Engine(model, optimizer=triax.Optimizer("SGD", lr=0.1), batch=1, schedule="forward")
+
+
 def test_schedules_given_to_initialize_are_checked() -> None:
     with pytest.raises(ConfigError, match=r"schedule: there is no 'zbv'; did you mean 'zb-v'\?"):
         given("zbv")
