@@ -33,7 +33,9 @@ PICTURES = (".png", ".svg", ".pdf")
 schedule = typer.Typer(
     name="schedule",
     cls=VerbGroup,
-    help="Show, explain and compare pipeline schedules. triax schedule 1f1b is triax schedule show 1f1b.",
+    help="Show, explain and compare pipeline schedules. triax schedule 1f1b is triax schedule show 1f1b. "
+    f"The names are {', '.join(NAMES)}.",
+    short_help="Show, explain and compare pipeline schedules.",
     no_args_is_help=True,
     add_completion=False,
 )

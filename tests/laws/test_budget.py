@@ -28,7 +28,7 @@ BUDGET = {
     "zero": 5315,
     "grid": 4694,
     "train": 4205,
-    "cli": 3440,
+    "cli": 3442,
     "checkpoint": 2196,
     "tensor_parallel": 2148,
     "data": 2147,
