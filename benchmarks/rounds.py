@@ -1,4 +1,4 @@
-"""What the benchmarks share: arguments, ranks, contenders that take turns, peers that may be missing, and tables."""
+"""Parts of all benchmarks: arguments, ranks, contenders that take turns, peers that may be missing, and tables."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ main.py: the command itself, and how errors are printed.
 demo.py: ``triax demo``, a small model on two stages, and its measured timeline.
 new.py: ``triax new``, a project to begin with; recipe.py: ``triax recipe``, training files to begin with.
 flags.py: flags of a command from classes of options.
-verbs.py: commands with verbs, of which the first may be left out, and the flags that became verbs.
+verbs.py: commands with verbs, and the flags that became verbs. The user may leave out the first verb.
 output.py: printed lines that quote files, without their control characters.
 memory.py: ``triax memory``, bytes of each pipe rank by kind, on paper.
 plan.py: ``triax plan``, the fastest layouts that fit on a cluster, and the reasons; plan_text.py: what it prints;

@@ -1,4 +1,4 @@
-"""What ``triax plan`` prints about the layouts of a search, and its JSON object."""
+"""Text and JSON object of ``triax plan`` about the layouts of a search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands with verbs, of which one may be left out: ``triax schedule 1f1b`` is ``triax schedule show 1f1b``."""
+"""Commands with verbs. The first verb may be left out: ``triax schedule 1f1b`` is ``triax schedule show 1f1b``."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def _applied(tokenizer: Any, messages: Any, **options: Any) -> Any:
 
 
 def _within_limits(name: str, function: Callable[[], T]) -> T:
-    """Return the result of a function that runs a chat template, which is a program of somebody else's.
+    """Return the result of a function that runs a chat template, which is a program from elsewhere.
 
     Raises:
         BadDocument: the template refuses the messages, fails with any error, or makes a text that is too long.

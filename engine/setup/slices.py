@@ -19,16 +19,9 @@ _ROOT = Slices.__module__.partition(".")[0]
 _KNOWN = tuple(
     f"{_ROOT}.{name}"
     for name in (
-        *(
-            "tensor_parallel",
-            "grid.randomness",
-            "context.dropout",
-            "models.attention",
-            "models.decoder",
-            "models.deepseek",
-        ),
-        *("models.layers", "models.mlp", "models.positions", "models.recurrent", "models.replicated_linear"),
-        *("models.gpt", "models.llama", "moe"),
+        *("tensor_parallel", "grid.randomness", "context.dropout", "models.attention", "models.decoder"),
+        *("models.deepseek", "models.layers", "models.mlp", "models.positions", "models.recurrent"),
+        *("models.replicated_linear", "models.gpt", "models.llama", "moe"),
     )
 )
 _TOKEN_WISE = (

@@ -1,4 +1,4 @@
-"""What a schedule decides, as a value: its orders of ops, with the facts that follow from them."""
+"""Orders of ops, the value that a schedule is, with the facts that follow from them."""
 
 from __future__ import annotations
 
