@@ -158,7 +158,7 @@ class ShardedOptimizer(ZeroModuleOptimizer):
         """Reduce all gradients and divide them by the number of replicas, as ``step`` does. Collective."""
         if self.backward_passes.reduced:
             return
-        self.backward_passes.reduce()
+        self.backward_passes.end_reductions()
         if self._data_axis.exchange is not None:
             if self._finite():
                 self._data_axis.exchange_gradients(1.0 / self._grid.data.size if self._mean else 1.0)
