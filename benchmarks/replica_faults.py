@@ -533,7 +533,7 @@ def samples_counted(run: Run, steps: int) -> int:
     Raises:
         AssertionError: a sample is missing, or was summed twice.
     """
-    history = History.read(run.folder / f"{run.names[-1]}.jsonl")
+    history = History.from_file(run.folder / f"{run.names[-1]}.jsonl")
     counted: Counter[int] = Counter()
     for name in run.names:
         reads: dict[int, list[int]] = {}

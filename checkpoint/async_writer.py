@@ -46,7 +46,7 @@ class AsyncWriter:
         self.copies: dict[tuple[str, Spans], Tensor] = {}
         self.work: BackgroundCall[str | None] | None = None
 
-    def write(
+    def start(
         self,
         snapshot: Snapshot,
         folder: Folder,

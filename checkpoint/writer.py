@@ -174,8 +174,8 @@ def merged(folder: Path, size: int, head: dict[str, Any], save: str = "") -> Ind
     numbers: dict[str, Any] = {}
     for rank in range(size):
         piece = read_index(folder, piece_name(rank, save), whole=False)
-        if piece.head["save"] != whole.save:
-            raise ValueError(f"{piece_name(rank)} is of the save {piece.head['save']}, and not of {whole.save}")
+        if piece.head["save"] != whole.save_name:
+            raise ValueError(f"{piece_name(rank)} is of the save {piece.head['save']}, and not of {whole.save_name}")
         numbers.update(piece.head["numbers"])
         whole.files.update(piece.files)
         for name, entry in piece.tensors.items():

@@ -782,7 +782,9 @@ class Engine:
         """
         with self.all_or_none("save_checkpoint"):
             self.data_axis.enter("calls save_checkpoint")
-            return self.checkpointer.save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+            return self.checkpointer.write_checkpoint(
+                save_dir, tag, client_state, save_latest, exclude_frozen_parameters
+            )
 
     def wait_for_checkpoint(self) -> str | None:
         """Wait until no checkpoint is being written.

@@ -119,7 +119,7 @@ def _distributed(source: Path) -> tuple[Tensors, Inert, int]:
                 numbered = name.replace("decoder.layers.", f"decoder.layers.{layer}.", 1)
                 found[numbered] = partial(dcp.read_row, stored, layer)
         else:
-            found[name] = partial(dcp.read, stored)
+            found[name] = partial(dcp.read_tensor, stored)
     for name in [name for name in found if name.endswith("_w")]:  # gate and up apart
         gate, up = found.pop(name), found.pop(f"{name[:-1]}v")
         found[name[:-2]] = partial(lambda gate, up: torch.cat([gate(), up()]), gate, up)

@@ -94,7 +94,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
             "127.0.0.1:29510",
         )
         _check(engine)
-        self.history = None if options.replay is None else History.read(Path(options.replay))
+        self.history = None if options.replay is None else History.from_file(Path(options.replay))
         self.ledger = Ledger()
         self.left = self.leaving = False
         self.recoveries: list[float] = []

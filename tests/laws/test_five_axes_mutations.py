@@ -270,7 +270,7 @@ MUTATIONS = {
         replaced(Bucket, "sum", not_summed), ROUTED, REPLICAS
     ),
     "expert gradients are divided by another weight": Mutation(
-        replaced(Bucket, "reduce", of_another_weight), ROUTED, EXPERT
+        replaced(Bucket, "start_reduction", of_another_weight), ROUTED, EXPERT
     ),
     "expert gradients of parts of a sequence are not summed over tensor": Mutation(
         replaced(moe_layer, "Experts", not_partial), ROUTED, SEQUENCE
