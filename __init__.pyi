@@ -12,8 +12,8 @@ from .base.errors import CheckpointError as CheckpointError
 from .base.errors import ConfigError as ConfigError
 from .base.option_error import OptionError as OptionError
 from .compat.deepspeed.from_config import initialize as initialize
-from .compat.huggingface.arguments import TrainingArguments as TrainingArguments  # needs accelerate
 from .compat.huggingface.trainer import Trainer as Trainer  # needs accelerate
+from .compat.huggingface.training_arguments import TrainingArguments as TrainingArguments  # needs accelerate
 from .data.dataloader import RepeatingLoader as RepeatingLoader
 from .engine.engines import Engine as Engine
 from .engine.module_engine import ModuleEngine as ModuleEngine

@@ -55,7 +55,7 @@ import torch
 from torch import nn
 
 import triax
-from triax.grid.launcher.replicas import drain
+from triax.grid.launcher.replica_jobs import drain
 from triax.plugins.fault_tolerance.membership import History
 
 SHARE, SAMPLES = 8, 2**16  # samples of a share and of the data set

@@ -17,7 +17,7 @@ from .format import folder as folders
 from .format.index import NAME, Index, StoredBox, StoredFile, StoredTensor, box_name, checksum, read_index, save_name
 from .format.remote import Folder
 from .lineage import Lineage
-from .protocol import Snapshot
+from .snapshot import Snapshot
 
 AllGather = Callable[[str], Sequence[str | None]]  # from this rank's text to those of all ranks; None: a rank is absent
 _SEEN = 10.0  # seconds within which a folder that rank 0 made must be visible on every rank

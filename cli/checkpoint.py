@@ -15,8 +15,8 @@ from .output import echo
 from .verbs import CommandGroup
 
 if TYPE_CHECKING:
-    from ..checkpoint.protocol import Snapshot
     from ..checkpoint.reader import Reader
+    from ..checkpoint.snapshot import Snapshot
 
 CHECKPOINTS = "checkpoints"  # folder of the checkpoints in the folder of a run of triax train
 

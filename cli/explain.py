@@ -16,7 +16,7 @@ from ..base.errors import ConfigError
 from ..base.formulas import STATES, optimizer_states
 from ..base.tables import as_text, table
 from ..pipe.program.simulate import Costs, simulate
-from ..plugins.plan.layers import LayerShape
+from ..plugins.plan.layer_shapes import LayerShape
 from ..plugins.plan.memory import ModelMemory, RankMemory, StateOptions
 from ..plugins.plan.parallel_layout import ParallelLayout
 from ..train.job import Job

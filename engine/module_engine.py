@@ -38,19 +38,19 @@ from ..options.engine import EngineOptions
 from ..options.schedule import ScheduleOptions
 from ..pipe.microbatches import require_equal_shapes
 from ..pipe.module import PipelineModule
+from ..zero.gradient_norm import clip_factor, global_norm
 from ..zero.modules.backward_passes import BackwardPasses
 from ..zero.modules.broadcast import broadcast_weights
 from ..zero.modules.leaf_modules import set_listed_leaf_modules
 from ..zero.modules.module_optimizer import ModuleOptimizer
-from ..zero.norm import clip_factor, global_norm
 from .accounting.memory import MemoryAccounts
 from .auxiliary_steps import AuxiliarySteps, bind_auxiliary
 from .base import NO_OPTIMIZER, Engine, TrainingParts
 from .named_losses import NamedLossSteps
 from .named_parameters import named_parameters
-from .observer import ModuleObserver
 from .optim.loss_scale import process_scales, rescaled
 from .optim.schedulers import advance_schedule
+from .recording_observer import ModuleObserver
 from .replica_buffers import ReplicaBuffers
 from .setup.arguments import to_device
 from .setup.compilation import Compilation, compile_module

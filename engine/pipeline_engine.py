@@ -47,8 +47,8 @@ from .accounting.memory import MemoryAccounts
 from .auxiliary_steps import AuxiliarySteps
 from .base import NO_OPTIMIZER, Engine, TrainingParts
 from .named_losses import NamedLossSteps
-from .observer import PipelineObserver
 from .optim.schedulers import advance_schedule
+from .recording_observer import PipelineObserver
 from .replica_buffers import ReplicaBuffers
 from .setup.compilation import Compilation, compile_pipeline
 from .setup.recomputation import configure_recomputation, log_profile

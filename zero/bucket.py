@@ -19,8 +19,8 @@ from .axis_options import ZeroOptions
 from .flat import PARTIAL, RUNS, SHARDED, FlatBucket
 from .flat_weights import FlatWeights
 from .gradient_access import GradientAccess, GuardedGradient, HiddenGradient, guard
+from .gradient_norm import square
 from .managed import BucketKey, ManagedParameter
-from .norm import square
 from .offload import OffloadMemory
 from .protocols import ReduceScatter
 

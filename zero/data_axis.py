@@ -21,13 +21,13 @@ from .axis_options import ZeroOptions
 from .bucket import Bucket
 from .bucketing import make_buckets
 from .gradient_access import GradientAccess
+from .gradient_norm import square
 from .gradients import GradientReducer, all_reduce_gradients, with_gradients
 from .layer_gather import ParameterGatherer, gather_axes
 from .managed import ManagedParameter, is_released, set_released
-from .norm import square
 from .offload import OffloadMemory, placed_on_all_ranks
-from .optimizer import OptimizerFactory, publish
 from .optimizer_kinds import choose_stepper
+from .range_stepper import OptimizerFactory, publish
 from .released_parameter import pickle_error
 
 _ATTRIBUTE = "triax_data_axis"
@@ -100,8 +100,7 @@ class ZeroDataAxis:
         self._bucket_of = {member.parameter: bucket for bucket in self.buckets for member in bucket.members}
         self.reducer = reducer = GradientReducer(self.buckets, grid, tie_axes, options)
         self.backward, self.target, self.accumulated = reducer.backward, reducer.target, reducer.accumulated
-        self.take_first_gradients = reducer.take_first_gradients
-        self.reduce_gradients = reducer.reduce_gradients
+        self.take_first_gradients, self.reduce_gradients = reducer.take_first_gradients, reducer.reduce_gradients
         self.reduce_tied_gradients = reducer.reduce_tied_gradients
         self.exchange = None if options.exchange is None else options.exchange(grid, self._trained)
         self.access = GradientAccess(self._trained, grid, reducer.settle, self.exchange is not None)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...base.json_values import encode
 from ...checkpoint.convert.whole_tensors import renamed, write_whole
-from ...checkpoint.protocol import BUFFERS, OPTIMIZER, WEIGHTS, Snapshot
+from ...checkpoint.snapshot import BUFFERS, OPTIMIZER, WEIGHTS, Snapshot
 
 STATES = "model_states.pt"
 _REASON = "not read, because it holds objects, whose reading could run code"

@@ -29,7 +29,7 @@ from ...base.foreign_tables import read_table
 from ...checkpoint.convert.dcp_folder import DcpFolder
 from ...checkpoint.convert.inert import Inert, read_torch_file
 from ...checkpoint.convert.whole_tensors import write_whole
-from ...checkpoint.protocol import WEIGHTS, Snapshot
+from ...checkpoint.snapshot import WEIGHTS, Snapshot
 
 _LATEST, _SHARD = "latest_checkpointed_iteration.txt", "model_optim_rng.pt"
 Tensors = Mapping[str, Callable[[], Tensor]]  # Megatron-core's name, with the layer's number in the model -> its reader

@@ -22,10 +22,10 @@ from ...checkpoint.auto import AutoSaver, load_newest
 from ...checkpoint.convert.export import write_model
 from ...checkpoint.format import folder as folders
 from ...checkpoint.lineage import Lineage
-from ...checkpoint.protocol import Snapshot
 from ...checkpoint.reader import LoadOptions, open_checkpoint
 from ...checkpoint.remote_writer import make_writer
 from ...checkpoint.rendezvous import agreed_tag, rendezvous
+from ...checkpoint.snapshot import Snapshot
 from ...grid.agreement.agreement import agreed
 from .capture import Checkpointed, capture, capture_weights
 from .restore import apply

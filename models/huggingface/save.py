@@ -23,7 +23,7 @@ from .config import as_reward, to_hf
 from .config import entries as expanded
 from .folder_settings import settings_of, write_settings
 from .folder_writer import FolderWriter, TensorSink
-from .merge import Merge, is_factor, merges
+from .merge_adapters import Merge, is_factor, merges
 from .names import Entry, Names, swapped
 
 

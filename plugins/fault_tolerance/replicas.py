@@ -40,8 +40,8 @@ from ...grid.environment import coordinator_address, replica_name, run_secret
 from ...grid.launcher.launch import own_address
 from ...options.fault_tolerance import FaultTolerance, is_replica_name
 from ...pipe.module import PipelineModule
-from ...zero.optimizer import RangeStepper
 from ...zero.optimizer_kinds import is_known
+from ...zero.range_stepper import RangeStepper
 from .coordinator_client import CoordinatorClient
 from .identity import identity
 from .meeting import Decision, Report, Round, decide

@@ -31,8 +31,8 @@ from triax.base.json_values import decode, encode
 from triax.checkpoint.convert.export import runs
 from triax.checkpoint.format import folder as folders
 from triax.checkpoint.format.index import read_index
-from triax.checkpoint.protocol import pieces
 from triax.checkpoint.reader import Reader
+from triax.checkpoint.snapshot import pieces
 from triax.engine.optim.schedulers import known
 from triax.grid import Layout
 from triax.grid.layout import FlatRange

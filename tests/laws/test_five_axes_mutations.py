@@ -34,7 +34,7 @@ from triax.moe.dispatch import Dispatch, _RowExchange
 from triax.moe.layer import MoE
 from triax.zero.bucket import Bucket
 from triax.zero.data_axis import ZeroDataAxis
-from triax.zero.norm import clip_factor
+from triax.zero.gradient_norm import clip_factor
 
 from five_axes import CLIP, Found, Job, Place, differences, run
 

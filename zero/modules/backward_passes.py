@@ -21,10 +21,10 @@ from ..bucketing import cast
 from ..data_axis import ZeroDataAxis
 from ..managed import ManagedParameter
 from ..module_tree import ModuleTree
-from ..optimizer import OptimizerFactory
+from ..range_stepper import OptimizerFactory
 from ..sharded_init import gather_all, sharded_parameter
 from ..state_dict_guard import guard_state_dict
-from .arguments import broadcast_parameters, managed_parameters, parameter_names
+from .optimizer_arguments import broadcast_parameters, managed_parameters, parameter_names
 from .units import Units, find_units, unit_names, users
 
 

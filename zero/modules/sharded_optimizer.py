@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from ...base.checks import SMALLEST
 from ...grid import Grid
 from ..axis_options import ZeroOptions
-from ..norm import clip_coefficient
-from ..optimizer import with_own_stepper
+from ..gradient_norm import clip_coefficient
 from ..protocols import Compressing, MakeExchange
+from ..range_stepper import with_own_stepper
 from ..zeropp.options import ZeroPlusPlus
-from .arguments import check_arguments, communication
 from .module_optimizer import ZeroModuleOptimizer
+from .optimizer_arguments import check_arguments, communication
 
 
 class ShardedOptimizer(ZeroModuleOptimizer):
