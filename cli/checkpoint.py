@@ -228,13 +228,12 @@ def import_(
         )
     from ..checkpoint.convert.from_dcp import import_dcp
     from ..compat.deepspeed.universal_checkpoint import import_universal
-    from ..engine.optim.schedulers import OWN
 
     try:
         if is_dcp:
             left = import_dcp(source, folder, tag, weights, optimizer, buffers or [], renames)
         else:
-            left = import_universal(source, folder, tag, buffers or [], renames, schedules=OWN)
+            left = import_universal(source, folder, tag, buffers or [], renames)
     except (ValueError, RuntimeError) as error:
         raise ConfigError(str(error)) from error
     _written(folder / tag, left)

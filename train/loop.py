@@ -20,7 +20,7 @@ from ..data.token_data import TokenData
 from ..data.tokenizer import BYTES, open_tokenizer
 from ..engine.monitor.files import TERMS
 from ..engine.monitor.format import numbers_in_words
-from ..engine.optim.lr_schedules import ClosedFormSchedule
+from ..engine.optim.closed_form import ClosedFormSchedule
 from ..engine.pipeline_engine import PipelineEngine
 from ..engine.step_observer import StepObserver
 from ..grid import Grid

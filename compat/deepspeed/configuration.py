@@ -17,7 +17,6 @@ from .from_config import read_config
 
 OWN_KEYS = ("partition_config", "preset_model")  # keys of tensor_parallel that autotp.py reads
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
-VALID_LR_SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
 
 class OffloadDeviceEnum(StrEnum):

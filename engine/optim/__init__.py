@@ -4,7 +4,7 @@ optimizers.py: ``resolve``, from a type and its arguments to a class and its own
 elementwise.py: Lion, and Adam without bias correction.
 layerwise.py: LAMB and Muon, whose update of an element depends on its whole tensor.
 schedulers.py: ``make_scheduler``, from a type and its parameters to a torch scheduler.
-lr_schedules.py: schedules that torch lacks: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest.
+closed_form.py: ``ClosedFormSchedule``, whose rates depend on the number of steps alone.
 signature.py: arguments checked against a class's signature.
 trial_step.py: a trial step of an optimizer and a schedule, so that wrong arguments fail at once.
 loss_scale.py: fp16's loss scaler; loss scales where backward passes run through several engines.

@@ -21,7 +21,7 @@ from ...grid.agreement.agreement import agreed
 from ...zero.optimizer_entries import NOT_SAVED, load_own_entries
 from ...zero.state_shards import StateShards
 from ...zero.sub_groups import copied
-from ..optim.lr_schedules import ClosedFormSchedule
+from ..optim.closed_form import ClosedFormSchedule
 from ..optim.schedulers import follow
 from . import residuals
 from .adapted import require_same_base

@@ -30,7 +30,6 @@ ALLOWED = {
     "grid/launcher/launch.py": "the advice when a script imports deepspeed, which is not installed",
     "plugins/plan/machine.py": MEASURED,
     "engine/monitor/trace/merge_timelines.py": SOURCES,
-    "engine/optim/lr_schedules.py": SOURCES,
     "grid/randomness/random_states.py": SOURCES,
 }
 
