@@ -31,6 +31,7 @@ from .grid.launcher.launch import launch as launch
 from .grid.layout import Layout as Layout
 from .grid.loss_terms import Loss as Loss
 from .grid.loss_terms import WithLoss as WithLoss
+from .grid.randomness.random import Dropout as Dropout
 from .grid.topology import Topology as Topology
 from .inference.engine import InferenceEngine as InferenceEngine
 from .inference.engine import init_inference as init_inference
