@@ -12,8 +12,8 @@ from .base.errors import CheckpointError as CheckpointError
 from .base.errors import ConfigError as ConfigError
 from .base.option_error import OptionError as OptionError
 from .compat.deepspeed.from_config import initialize as initialize
-from .compat.huggingface.arguments import TrainingArguments as TrainingArguments  # needs accelerate
 from .compat.huggingface.trainer import Trainer as Trainer  # needs accelerate
+from .compat.huggingface.training_arguments import TrainingArguments as TrainingArguments  # needs accelerate
 from .data.dataloader import RepeatingLoader as RepeatingLoader
 from .engine.engines import Engine as Engine
 from .engine.module_engine import ModuleEngine as ModuleEngine
@@ -31,6 +31,7 @@ from .grid.launcher.launch import launch as launch
 from .grid.layout import Layout as Layout
 from .grid.loss_terms import Loss as Loss
 from .grid.loss_terms import WithLoss as WithLoss
+from .grid.randomness.random import Dropout as Dropout
 from .grid.topology import Topology as Topology
 from .inference.engine import InferenceEngine as InferenceEngine
 from .inference.engine import init_inference as init_inference

@@ -90,7 +90,7 @@ class ScheduleFlags(SizeFlags):
             raise refusal(f"<pipe> {self.pipe} <microbatches> {count} {at_most}: give smaller sizes")
         return count
 
-    def read(self, file: Path) -> Schedule:
+    def load(self, file: Path) -> Schedule:
         """Return the schedule of a file, which says its sizes.
 
         Raises:
@@ -138,7 +138,7 @@ class ChangeFlags(ScheduleFlags):
         Raises:
             ValueError: it does not exist in this size, the file has another one, or it would hang or hold too much.
         """
-        chosen = self.read(Path(name)) if name.endswith(FILES) else self._named(name)
+        chosen = self.load(Path(name)) if name.endswith(FILES) else self._named(name)
         if self.attention and len(chosen.slices) == 1:
             raise OptionError(
                 "attention", self.attention, "it is for slices of sequences: give <slices> too, such as 4"

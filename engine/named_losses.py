@@ -141,7 +141,7 @@ class NamedLossSteps:
         if losses is None:
             self.values = {}
             return sums, None
-        loss, self.values = losses.read(found, training)
+        loss, self.values = losses.divide(found, training)
         return sums, loss
 
     def _agree(self, grid: Grid, named: Sequence[NamedLosses]) -> Any:

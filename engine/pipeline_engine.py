@@ -47,8 +47,8 @@ from .accounting.memory import MemoryAccounts
 from .auxiliary_steps import AuxiliarySteps
 from .base import NO_OPTIMIZER, Engine, TrainingParts
 from .named_losses import NamedLossSteps
-from .observer import PipelineObserver
 from .optim.schedulers import advance_schedule
+from .recording_observer import PipelineObserver
 from .replica_buffers import ReplicaBuffers
 from .setup.compilation import Compilation, compile_pipeline
 from .setup.recomputation import configure_recomputation, log_profile
@@ -71,7 +71,7 @@ class PipelineEngine(Engine):
         timeline: times of the ops of the last measured batch, on all pipe ranks.
         feed: reads this rank's microbatches.
         program: the lowered schedule of a training step.
-        auxiliary_sums: loads and auxiliary losses of the step, as ``AuxiliarySteps.collect`` returns them.
+        auxiliary_sums: loads and auxiliary losses of the step, as ``AuxiliarySteps.local_sums`` returns them.
         executor: runs programs.
     """
 
@@ -342,7 +342,7 @@ class PipelineEngine(Engine):
         with self.parts("reduce"):
             self.data_axis.finish()
         if self.auxiliary:
-            self.auxiliary_sums = self.auxiliary.collect(grid.device)
+            self.auxiliary_sums = self.auxiliary.local_sums(grid.device)
         unreached = sum(not each for each in result.reached.values())
         mine = [*_own_sums(grid, result), self.data_axis.unused() + unreached]
         return result, mine + ([float(self.replica_buffers.strayed())] if self.replica_buffers else [])

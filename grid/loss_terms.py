@@ -241,7 +241,7 @@ class LossSums:
             found += [sum((counts * _number(metric.weight) for metric in metrics), 0.0)]
         return found
 
-    def read(self, sums: Sequence[float], training: bool) -> tuple[float, dict[str, float | list[float]]]:
+    def divide(self, sums: Sequence[float], training: bool) -> tuple[float, dict[str, float | list[float]]]:
         """Return the loss of the batch, and the value of each term and metric.
 
         A term or metric of weight 0 is NaN, and such a term adds nothing to the loss.

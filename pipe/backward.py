@@ -36,23 +36,23 @@ class Deferred:
     """Queue of the weight gradients of one backward pass, by parameter.
 
     Attributes:
-        collects: True while that backward pass runs. At other times a layer calls autograd itself (a gradient
+        active: True while that backward pass runs. At other times a layer calls autograd itself (a gradient
             penalty, a force), and its nodes return whole gradients.
     """
 
     def __init__(self) -> None:
         self._queue: dict[Tensor, list[Accumulate]] = {}
-        self.collects = False
+        self.active = False
 
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Return the context of the stage's backward pass. Layers that it recomputes are split as in the forward."""
-        self.collects = True
+        self.active = True
         try:
             with SplitBackward(self):
                 yield
         finally:
-            self.collects = False
+            self.active = False
 
     def takes(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         """Return True if the gradients of ``weight`` and ``bias`` may be computed later than the gradient of ``x``.
@@ -219,7 +219,7 @@ class _SplitLinear(torch.autograd.Function):
             return (None,) * 5
         x, weight = ctx.saved_tensors
         dx = dy @ cast(weight, ctx.dtype) if ctx.needs_input_grad[1] else None
-        if not ctx.deferred.collects:
+        if not ctx.deferred.active:
             gradients = _rows(dy)
             dweight = gradients.T @ _rows(x) if ctx.needs_input_grad[2] else None
             return None, dx, dweight, gradients.sum(0) if ctx.needs_input_grad[3] else None, None
@@ -244,7 +244,7 @@ class _SplitEmbedding(torch.autograd.Function):
             return (None,) * 4
         ids, weight = ctx.saved_tensors
         padding_idx = ctx.padding_idx
-        if not ctx.deferred.collects:
+        if not ctx.deferred.active:
             padding = -1 if padding_idx is None else padding_idx
             dweight = torch.ops.aten.embedding_dense_backward(dy, ids, weight.shape[0], padding, False)
             return None, None, dweight, None
@@ -288,7 +288,7 @@ class _SplitConvolution(torch.autograd.Function):
         bias, geometry, weight = ctx.bias, ctx.geometry, cast(weight, ctx.dtype)
         sizes = None if bias is None else list(bias.shape)
         halves = torch.ops.aten.convolution_backward
-        if not ctx.deferred.collects:
+        if not ctx.deferred.active:
             return None, *halves(dy, x, weight, sizes, *geometry, list(ctx.needs_input_grad[1:4])), None, None
 
         x = x.detach()

@@ -66,19 +66,19 @@ class DataAxis(Protocol):
     def accumulated(self, parameter: Tensor) -> None:
         """Signal that a deferred weight gradient of a microbatch is complete, because autograd calls no hook then."""
 
-    def collect(self, stage: int) -> None:
+    def take_first_gradients(self, stage: int) -> None:
         """Take the gradients that are not deferred, after an input gradient of the stage."""
 
-    def reduce(self, stage: int, microbatch: int) -> None:
+    def reduce_gradients(self, stage: int, microbatch: int) -> None:
         """REDUCE: reduce the stage's gradients after one microbatch or, if ``microbatch`` is -1, after the last."""
 
-    def tied(self, tie: int) -> None:
+    def reduce_tied_gradients(self, tie: int) -> None:
         """TIED: sum the gradients of a tie over the stages that hold it."""
 
-    def gather(self, stage: int) -> None:
+    def gather_parameters(self, stage: int) -> None:
         """GATHER: gather the stage's parameters."""
 
-    def release(self, stage: int) -> None:
+    def release_parameters(self, stage: int) -> None:
         """RELEASE: free the gathered parameters; this rank keeps its shard."""
 
     @property
@@ -232,10 +232,10 @@ class Executor:
             "RECV_F": self._receive_forward,
             "SEND_B": self._send_backward,
             "RECV_B": self._receive_backward,
-            "REDUCE": lambda op: data.reduce(op.stage, op.microbatch),
-            "TIED": lambda op: data.tied(op.microbatch),
-            "GATHER": lambda op: data.gather(op.stage),
-            "RELEASE": lambda op: data.release(op.stage),
+            "REDUCE": lambda op: data.reduce_gradients(op.stage, op.microbatch),
+            "TIED": lambda op: data.reduce_tied_gradients(op.microbatch),
+            "GATHER": lambda op: data.gather_parameters(op.stage),
+            "RELEASE": lambda op: data.release_parameters(op.stage),
         }
         # of the passes of a pair
         self._lanes = Lanes(module.grid.device, partial(_pass_state, module), partial(_restore, module))
@@ -500,7 +500,7 @@ class Executor:
     def _input_gradient(self, op: Op) -> None:
         """Run the backward for the input gradient, and queue the weight gradients of the layers that can defer them."""
         self._differentiate(op)
-        self._data.collect(op.stage)
+        self._data.take_first_gradients(op.stage)
         held = self.held[op.stage, op.microbatch]
         self.held[op.stage, op.microbatch] = _SavedForBackward(None, [], [], held.deferred)
 

@@ -33,7 +33,7 @@ from ..pipe.program.schedule import Schedule
 from ..pipe.program.slices import require_slices, slice_lengths
 from ..pipe.schedules.choose import require_schedule, schedule_of, with_passes
 from .learning_rate import LearningRate
-from .schema import ModelSection, TrainingFile
+from .sections import ModelSection, TrainingFile
 
 _MOST_OPS = 10**6  # passes of a step
 

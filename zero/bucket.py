@@ -19,8 +19,8 @@ from .axis_options import ZeroOptions
 from .flat import PARTIAL, RUNS, SHARDED, FlatBucket
 from .flat_weights import FlatWeights
 from .gradient_access import GradientAccess, GuardedGradient, HiddenGradient, guard
+from .gradient_norm import square
 from .managed import BucketKey, ManagedParameter
-from .norm import square
 from .offload import OffloadMemory
 from .protocols import ReduceScatter
 
@@ -147,7 +147,7 @@ class Bucket(FlatWeights):
 
     def target(self, parameter: Tensor, show: bool = True) -> Tensor:
         """Return the view of ``gradients`` in which a parameter's gradient accumulates; ``show`` it in ``.grad``."""
-        self.collect(parameter)
+        self.take_gradient(parameter)
         target = self._target(parameter)
         if parameter in self._unwritten:
             self._unwritten.discard(parameter)
@@ -156,7 +156,7 @@ class Bucket(FlatWeights):
                 self._show(parameter)
         return target
 
-    def collect(self, parameter: Tensor) -> bool:
+    def take_gradient(self, parameter: Tensor) -> bool:
         """Move the gradient that autograd left in ``.grad`` to ``gradients``. Return True if there was one."""
         gradient = parameter.grad
         if self._absorbed and id(parameter) in self._absorbed:
@@ -266,10 +266,10 @@ class Bucket(FlatWeights):
                 yield bool(gradient.any())  # no guard has seen a zero_()
 
     def close(self, everything: bool) -> None:
-        """Collect gradients without a hook, after a backward pass: dropped before it, or ``everything``."""
+        """Take gradients without a hook, after a backward pass: dropped before it, or ``everything``."""
         parameters = [m.parameter for m in self.members] if everything else list(self.dropped)
         for parameter in parameters:
-            self.collect(parameter)
+            self.take_gradient(parameter)
 
     def lift(self, parameter: nn.Parameter) -> None:
         """Put back what ``.grad`` was before user code has replaced it, so that reductions can begin."""
@@ -391,7 +391,7 @@ class Bucket(FlatWeights):
         None if no parameter has a gradient and no other rank waits for one: on a single replica, without a tie.
         """
         for member in self.members:
-            self.collect(member.parameter)
+            self.take_gradient(member.parameter)
         if self.gradients is None:
             if self.axis.size == 1 and self.tie is None:
                 return None
@@ -401,7 +401,7 @@ class Bucket(FlatWeights):
             self._filled.add(parameter)
         return self.gradients
 
-    def reduce(self, tensor_axis: Axis) -> Pending:
+    def start_reduction(self, tensor_axis: Axis) -> Pending:
         """Start summing over the data axis the gradients that one backward pass, or all passes of a step, added up.
 
         Partial gradients (of norms on sequence shards) are summed over ``tensor_axis`` first. Collective over both

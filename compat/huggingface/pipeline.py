@@ -24,7 +24,7 @@ from ...engine.pipeline_engine import PipelineEngine
 from ...grid import Grid, layout_of
 from ...grid.layout import rename
 from ...models.huggingface.config import layer_count
-from ...models.huggingface.merge import is_factor, layer_of
+from ...models.huggingface.merge_adapters import is_factor, layer_of
 from ...models.huggingface.names import expand
 from ...models.huggingface.pipeline_layers import CausalLMLoss, HFBlock, HFModel, hf_layers
 from ...models.huggingface.save import linear_names

@@ -1,7 +1,7 @@
 """Setup of an engine: from options to the objects that an engine is made of.
 
 arguments.py: arguments of ``triax.Engine``: options, grid, parameter groups.
-check.py: names of schedules, optimizers and compressors, and their arguments.
+check_names.py: names of schedules, optimizers and compressors, and their arguments.
 rank_consistency.py: every rank has the same configuration, code and model.
 precision.py: dtypes of weights and autocast, the loss scaler.
 zero.py: ZeRO's options, offload and ZeRO++ included.

@@ -238,6 +238,9 @@ class Dropout(SampleRandom):
 
     ``nn.Dropout`` draws from the process's generator, so that its masks depend on the grid.
 
+    >>> triax.Dropout(0.5)(torch.ones(1, 6))  # the same elements in each process
+    tensor([[2., 2., 2., 0., 2., 2.]])
+
     Args:
         p: the probability that an element is set to 0; the others are scaled by 1 / (1 - p).
         axis: the axis that shards dim 1 of the input evenly (sequence parallelism): the mask is then this rank's part

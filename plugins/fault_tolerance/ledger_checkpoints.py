@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...base.errors import AgreedError
 from ...checkpoint.matching import Shape
-from ...checkpoint.protocol import OUTER, WEIGHTS, Snapshot
 from ...checkpoint.reader import LoadOptions
+from ...checkpoint.snapshot import OUTER, WEIGHTS, Snapshot
 from ...engine.snapshot.capture import all_parameters
 from ...zero.state_shards import StateShards
 from .membership import Ledger

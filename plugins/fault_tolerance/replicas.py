@@ -40,8 +40,8 @@ from ...grid.environment import coordinator_address, replica_name, run_secret
 from ...grid.launcher.launch import own_address
 from ...options.fault_tolerance import FaultTolerance, is_replica_name
 from ...pipe.module import PipelineModule
-from ...zero.optimizer import RangeStepper
 from ...zero.optimizer_kinds import is_known
+from ...zero.range_stepper import RangeStepper
 from .coordinator_client import CoordinatorClient
 from .identity import identity
 from .meeting import Decision, Report, Round, decide
@@ -94,7 +94,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
             "127.0.0.1:29510",
         )
         _check(engine)
-        self.history = None if options.replay is None else History.read(Path(options.replay))
+        self.history = None if options.replay is None else History.from_file(Path(options.replay))
         self.ledger = Ledger()
         self.left = self.leaving = False
         self.recoveries: list[float] = []

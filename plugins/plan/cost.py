@@ -59,7 +59,7 @@ from ...pipe.schedules.choose import with_passes
 from ...pipe.schedules.registry import RECIPES, named_schedule
 from .collectives import RankGroup, all_gather, all_reduce, all_to_all, message, reduce_scatter
 from .cores import StageWork, makespan
-from .layers import Attention, Feedforward, LayerShape, MatrixProduct, layers_of
+from .layer_shapes import Attention, Feedforward, LayerShape, MatrixProduct, layers_of
 from .machine import Machine
 from .measured import MeasuredTimes, interpolated
 from .memory import ModelMemory

@@ -34,7 +34,7 @@ from ...pipe.schedules.registry import RECIPES, named_schedule
 from ...zero.flat import LARGE, REPLICATED, Item
 from ...zero.flat import plan as plan_buckets
 from .activations import block_activations
-from .layers import Attention, LayerShape, Weight, layers_of
+from .layer_shapes import Attention, LayerShape, Weight, layers_of
 from .parallel_layout import UNCHANGED, ParallelLayout
 
 # Share of activations and temporaries that the caching allocator loses to fragments.

@@ -28,7 +28,7 @@ from ...pipe.program.activations import counts_in_flight
 from ...pipe.program.schedule import Schedule
 from ...pipe.schedules.registry import RECIPES
 from .cost import CostModel, Work
-from .layers import layers_of
+from .layer_shapes import layers_of
 from .machine import MACHINES
 from .memory import ModelMemory, StateOptions
 from .parallel_layout import ParallelLayout

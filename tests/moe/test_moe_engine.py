@@ -401,7 +401,7 @@ def test_an_expert_that_starves_is_named_once(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.WARNING, "triax"):
         for _ in range(120):
             layer.loads = torch.tensor([60, 30, 28, 2])
-            steps.end(grid, steps.collect(grid.device), 1.0, skipped=False, report=True)
+            steps.end(grid, steps.local_sums(grid.device), 1.0, skipped=False, report=True)
     (line,) = caplog.messages
     assert line.startswith(
         "expert 3 of layers.1.moe starves: in each of the last 100 steps it was given less than 10 %"

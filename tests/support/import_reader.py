@@ -77,7 +77,7 @@ TORCH_FREE = (
     *("compat/__init__.py", "compat/deepspeed/__init__.py", "compat/deepspeed/config"),
     *("compat/deepspeed/ledger.py", "compat/deepspeed/modules.py"),
     "train/__init__.py",
-    "train/schema.py",
+    "train/sections.py",
     "train/file.py",
     "train/job.py",
     "train/learning_rate.py",

@@ -6,6 +6,6 @@ backward_passes.py: gradient hooks: backward passes of a step, and the reduction
 units.py: stage 3: the module's units, whose weights are gathered around their forward and backward
 tiled_linear.py: ``TiledLinear``: a linear layer whose tiles are units of their own
 leaf_modules.py: ``set_leaf_modules``: modules that are not cut into units
-arguments.py: checks of arguments, names of parameters, broadcast from the first replica
+optimizer_arguments.py: checks of arguments, names of parameters, broadcast from the first replica
 broadcast.py: equal weights on all replicas and tensor ranks at the start, for the engine of a module
 """

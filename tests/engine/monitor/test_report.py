@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import triax
 from triax.base.errors import ConfigError
 from triax.cli.main import app
-from triax.engine.monitor.protocol import Slice, StepRecord
+from triax.engine.monitor.records import Slice, StepRecord
 from triax.engine.monitor.report.page import _wait_bars, chart
 from triax.engine.monitor.report.run_folder import read_run, read_trace
 from triax.engine.monitor.report.serve import report_server

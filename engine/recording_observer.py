@@ -23,12 +23,12 @@ from ..pipe.executor import Executor
 from ..pipe.program.ops import COMPUTE, Op
 from ..pipe.program.timeline import CollectiveSpan, OpMarks, Span, Timeline
 from ..zero.histograms import parameter_histograms
-from .accounting.run_record import run_record
+from .accounting.run_description import run_record
 from .monitor.files import RUN, TIMELINE
 from .monitor.mfu import MfuMeter, slowest_peak, tokens_in
 from .monitor.monitor import Monitor
-from .monitor.protocol import StepMetrics, StepRecord
-from .monitor.run_record import write_run
+from .monitor.records import StepMetrics, StepRecord
+from .monitor.run_json import write_run
 from .monitor.step_record import time_parts
 from .monitor.step_timer import StepTimer
 from .monitor.trace.trace import trace_step
