@@ -39,10 +39,10 @@ class Later(Protocol):
     """Protocol: queue of deferred weight gradients, for zero-bubble schedules. ``pipe.backward.Deferred`` is one.
 
     Attributes:
-        collects: True while a backward pass runs that defers weight gradients.
+        active: True while a backward pass runs that defers weight gradients.
     """
 
-    collects: bool
+    active: bool
 
     def takes(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         """True if the weight gradient of this product may be deferred."""
@@ -159,7 +159,7 @@ class _Products(torch.autograd.Function):
         x = x.detach()
         again = cache(lambda: begin(enter, x, axis, 1)())  # once for all layers that defer their gradient
         for i, later in enumerate(ctx.laters):
-            if later is not None and later.collects:
+            if later is not None and later.active:
                 later.add_linear(*ctx.pairs[i], dys[i], again)
                 needs[2 * i : 2 * i + 2] = False, False
         whole_x = begin(enter, x, axis, 1) if any(needs[::2]) else None
