@@ -89,11 +89,11 @@ from .pipe.cuts import StageCut as StageCut
 from .pipe.cuts import compare_cuts as compare_cuts
 from .pipe.cuts import find_cut as find_cut
 from .pipe.module import PipelineModule as PipelineModule
+from .pipe.program.costs import Costs as Costs
 from .pipe.program.deadlock import ScheduleError as ScheduleError
 from .pipe.program.layer_costs import LayerCost as LayerCost
 from .pipe.program.layer_costs import LayerCosts as LayerCosts
 from .pipe.program.schedule import Schedule as Schedule
-from .pipe.program.simulate import Costs as Costs
 from .pipe.program.simulate import simulate as simulate
 from .pipe.program.verify import verify as verify
 from .pipe.schedules.choose import make_schedule as make_schedule

@@ -9,11 +9,11 @@ from ..base.errors import escaped, no_such
 from ..base.option_error import OptionError, refusal
 from ..base.tables import terminal
 from ..options.base import Options, option
+from ..pipe.program.costs import Costs
 from ..pipe.program.offload import offload_pass
 from ..pipe.program.pairs import pair_pass
 from ..pipe.program.recompute_pass import recompute_pass
 from ..pipe.program.schedule import Schedule
-from ..pipe.program.simulate import Costs
 from ..pipe.program.slices import slice_lengths
 from ..pipe.program.verify import verify
 from ..pipe.schedules.choose import FILES, NAMES, make_schedule, read_schedule, schedule_names

@@ -462,15 +462,12 @@ class Bucket(FlatWeights):
         Args:
             part: (owned_numel,), the owned range of the sum.
         """
-        part = part.to(self.owned_gradient.device)
         if not self._accumulated and self._keeps_sum:
             part = part.to(self._accumulation_dtype)
             alone = part.untyped_storage().nbytes() == part.numel() * part.element_size()
             self._set_owned_gradient(part if alone else part.clone())
-        elif not self._accumulated:
-            self.owned_gradient.copy_(part)
         else:
-            self.owned_gradient.add_(part)
+            self.memory.states.accumulate(self.owned_gradient, part, first=not self._accumulated)
         self._accumulated = True
         self.memory.evict(self.owned_gradient)
 
@@ -487,7 +484,7 @@ class Bucket(FlatWeights):
         found = []
         for a, b, factor in self._counted:
             for piece in self.owned_gradient[a:b].split(_PIECE if self.memory.states.kind == "nvme" else b - a):
-                found.append((square(piece) * factor).to(self._device))
+                found.append((square(piece) * factor).to(self._device, non_blocking=True))
                 self.memory.evict(piece)
         return found
 

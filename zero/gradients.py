@@ -136,9 +136,11 @@ class GradientReducer:
         self._set_stages_left()
 
     def settle(self) -> None:
-        """Wait for the reductions that have begun."""
+        """Wait for the reductions that have begun, and for the copies of their sums to host memory."""
         while self._pending:
             wait_for(self._pending.popleft(), self._grid, "reduces gradients")
+        for bucket in self._buckets[:1]:  # all buckets have one memory
+            bucket.memory.states.settle()
 
     @property
     def discarded(self) -> bool:

@@ -30,7 +30,7 @@ from ...models.huggingface.pipeline_layers import CausalLMLoss, HFBlock, HFModel
 from ...models.huggingface.save import linear_names
 from ...pipe.chunked_loss import LastLayer
 from ...pipe.module import PipelineModule
-from ...pipe.program.simulate import Costs
+from ...pipe.program.costs import Costs
 from ...pipe.schedules.choose import make_schedule
 from ...tensor_parallel.lora import add_adapters
 from ..deepspeed.config.read import Section

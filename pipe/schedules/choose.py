@@ -16,11 +16,11 @@ from ...base.entry_points import offered
 from ...base.errors import ConfigError, nearest, no_such
 from ...base.files import read_text
 from ...base.option_error import Note, OptionError, refusal
+from ..program.costs import Costs
 from ..program.offload import offload_pass
 from ..program.pairs import pair_pass
 from ..program.recompute_pass import recompute_pass
 from ..program.schedule import Schedule
-from ..program.simulate import Costs
 from ..program.slices import slice_lengths
 from ..program.zero_bubble_log import from_zero_bubble, to_zero_bubble
 from .fitting import find_fitting

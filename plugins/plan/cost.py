@@ -49,9 +49,10 @@ from typing import Any, NamedTuple
 from ...base.formulas import BYTES, model_states
 from ...models.config import TransformerConfig
 from ...options.schedule import OffloadActivations, ScheduleOptions
+from ...pipe.program.costs import Costs
 from ...pipe.program.layer_costs import LayerCost, LayerCosts
 from ...pipe.program.schedule import Schedule
-from ...pipe.program.simulate import Costs, timeline_of
+from ...pipe.program.simulate import timeline_of
 from ...pipe.program.slices import equal_cost_slices
 from ...pipe.program.timeline import Timeline
 from ...pipe.schedules.choose import with_passes

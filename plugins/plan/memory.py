@@ -27,8 +27,8 @@ from ...base.formulas import BYTES, CHUNK_TOKENS, STATES
 from ...models.config import TransformerConfig
 from ...options.engine import EngineOptions
 from ...pipe.partition import boundaries, by_speed
+from ...pipe.program.activations import counts_in_flight, largest_counts
 from ...pipe.program.schedule import Schedule
-from ...pipe.program.simulate import counts_in_flight, largest_counts
 from ...pipe.program.slices import require_slices
 from ...pipe.schedules.registry import RECIPES, named_schedule
 from ...zero.flat import LARGE, REPLICATED, Item

@@ -32,8 +32,9 @@ from triax.engine.monitor.trace.clock_offsets import Offset
 from triax.engine.monitor.trace.trace import chrome_trace
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.pipe.program.colors import COLORS
+from triax.pipe.program.costs import Costs
 from triax.pipe.program.measured_costs import costs_of, simulated
-from triax.pipe.program.simulate import Costs, simulate
+from triax.pipe.program.simulate import simulate
 from triax.pipe.schedules.choose import make_schedule
 
 
