@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ..base.deferred import Deferred
 from ..base.errors import AgreedError
 from ..base.nest import map_tensors
 from ..base.parts import Parts
@@ -24,7 +25,7 @@ from ..grid.comm.lanes import Lanes
 from ..grid.loss_pair import is_pair, sum_and_weight
 from ..grid.loss_terms import NamedLosses, Term, combined, described_form, is_named, named_losses
 from .activation_offload import HostMemory, KeptActivations, OffloadLane
-from .backward import Deferred, SplitBackward
+from .backward import SplitBackward, deferring
 from .module import PipelineModule
 from .p2p import Receive, channels, receive_gradients, receive_value, received_gradients, send_gradients
 from .program.ops import COMPUTE, Op
@@ -524,7 +525,7 @@ class Executor:
         edges = [edge for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
         gradients = [gradient for gradient in gradients if gradient is not None]
         if edges or losses:
-            with self._running(op), deferred.backward() if deferred is not None else nullcontext():
+            with self._running(op), deferring(deferred) if deferred is not None else nullcontext():
                 torch.autograd.backward([*edges, *losses], [*gradients, *[None] * len(losses)])
         if self._sliced > 1 and not index % self._sliced:
             assert self._slices is not None

@@ -39,12 +39,8 @@ from triax.options.base import hints_of
 from triax.options.table import rows
 from triax.train.file import read_training_file, short_forms
 from triax.train.loop import train
-<<<<<<< HEAD
 from triax.train.older_keys import new_name
-from triax.train.schema import TrainingFile
-=======
 from triax.train.sections import TrainingFile
->>>>>>> s61h2
 from triax.train.start import make_job
 
 from fuzz_config import LIMIT, LONGEST, STRANGE, Verdict, limit, put, quiet, raw, right_value
