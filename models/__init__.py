@@ -10,6 +10,7 @@ layers.py: layers that all models share: token embedding and head, residual bloc
 log_probs.py: ``LogProbsLoss``, losses of the labels' log-probabilities.
 reward.py: ``reward_layers``, a score of each token in place of logits.
 attention.py: causal self-attention with heads over the tensor axis, grouped queries, KV cache.
+attention_options.py: its options; head_groups.py: heads that share keys and values; qk_norm.py: norms of both.
 recurrent/: linear attention and state spaces: Mamba2, Gated DeltaNet.
 mlp.py: MLP, gated MLP, mixture of experts.
 positions.py: learned positions; rope.py: rotary positions; alibi.py: biases that grow with the position.

@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...models.attention import CausalAttention
+
 if TYPE_CHECKING:
     from ...inference.engine import InferenceEngine
 
@@ -52,7 +54,10 @@ def exact_rows(sampler: InferenceEngine) -> Iterator[None]:
         f"the device {grid.device}": grid.device.type != "cpu",
         "layers with experts": has("experts"),
     }
-    found |= {f"layers with a {name}": has(name) for name in ("window", "sparsity", "softcap")}
+    attentions = [module.options for module in modules if isinstance(module, CausalAttention)]
+    for name in ("window", "sparsity", "softcap"):
+        of_attention = any(getattr(options, name) is not None for options in attentions)
+        found[f"layers with a {name}"] = has(name) or of_attention
     if refused := [what for what, is_so in found.items() if is_so]:
         raise ValueError(f"exact_rows does not cover {'; '.join(refused)}. Leave the context out.")
     with _QueryByQuery(sampler.max_length), _RowProducts():
