@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..base.errors import ConfigError, nearest
-from ..grid.randomness.random import derive
+from ..base.seeds import derive
 from .chat import ChatTemplate
 from .packing import IGNORED
 from .sources import UNITS, BadDocument, find_sources, records

@@ -13,7 +13,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from ..base.errors import ConfigError
-from ..grid.randomness.random import derive
+from ..base.seeds import derive
 from .answers import at_place, kind_of
 from .chat import ChatTemplate
 from .sources import UNITS, BadDocument, find_sources, records

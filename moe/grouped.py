@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..base.autograd import cast, product_dtype
-from ..pipe.backward import Deferred
+from ..base.deferred import Deferred
 
 _ALIGNED = 16  # bytes: torch's grouped kernels need row lengths that are multiples of it
 

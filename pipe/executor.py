@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ..base.deferred import Deferred
 from ..base.nest import map_tensors
 from ..base.parts import Parts
 from ..grid.comm.clock import Clock, Mark
 from ..grid.comm.lanes import Lanes
 from ..grid.loss_terms import NamedLosses
 from .activation_offload import HostMemory, KeptActivations, OffloadLane
-from .backward import Deferred, SplitBackward
+from .backward import SplitBackward, deferring
 from .losses import Forms, LossWeights, Result, RunLosses
 from .microbatch import Microbatch, cut
 from .module import PipelineModule
@@ -488,7 +489,7 @@ class Executor:
         edges = [edge for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
         gradients = [gradient for gradient in gradients if gradient is not None]
         if edges or losses:
-            with self._running(run, op), deferred.backward() if deferred is not None else nullcontext():
+            with self._running(run, op), deferring(deferred) if deferred is not None else nullcontext():
                 torch.autograd.backward([*edges, *losses], [*gradients, *[None] * len(losses)])
         if run.slices > 1 and not index % run.slices:
             assert self._slices is not None

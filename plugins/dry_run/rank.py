@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
+from ...base.seeds import derive
 from ...engine.module_engine import ModuleEngine
 from ...engine.pipeline_engine import PipelineEngine
 from ...engine.snapshot.capture import capture
 from ...grid import layout_of
 from ...grid.devices import ignore_device_choice
 from ...grid.launcher.worker import LOCAL_RANK
-from ...grid.randomness.random import derive
 from ...options.batch import BatchSizes
 from ...options.engine import EngineOptions
 from ...pipe.schedules.registry import RECIPES
