@@ -33,6 +33,8 @@ from torch import Tensor
 from torch.utils import _device, backend_registration
 from torch.utils._pytree import tree_leaves
 
+from triax.base.uncompiled import uncompiled
+
 from simulated_order import Clock, Order, Uses
 
 NAME = "sim"
@@ -632,12 +634,15 @@ def _pin(tensor: Tensor) -> Tensor:
 def _register() -> tuple[torch.library.Library, ...]:
     backend_registration._setup_privateuseone_for_python_backend(NAME, _Functions(), _Hook())
     every, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
-    every.fallback(_run, "PrivateUse1")
+    every.fallback(uncompiled(_run), "PrivateUse1")
     every.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")  # of ops that autocast does not cast
-    aten.impl("_copy_from", _copy, "PrivateUse1")
-    aten.impl("_to_copy", _to, "PrivateUse1")
-    aten.impl("_local_scalar_dense", _item, "PrivateUse1")
-    aten.impl("record_stream", _record_stream, "PrivateUse1")
+    for name, function in {
+        "_copy_from": _copy,
+        "_to_copy": _to,
+        "_local_scalar_dense": _item,
+        "record_stream": _record_stream,
+    }.items():
+        aten.impl(name, uncompiled(function), "PrivateUse1")
     # Before they are replaced, torch must list the functions that `with torch.device(...)` redirects.
     _device._device_constructors()
     # torch asks a C++ allocator for pinned memory, which a backend in Python cannot give.
