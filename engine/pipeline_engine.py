@@ -25,7 +25,8 @@ from ..grid.agreement.agreement import mean, totals
 from ..grid.agreement.failure import all_or_none
 from ..grid.assemble import assemble
 from ..options.engine import EngineOptions
-from ..pipe.executor import Executor, Result
+from ..pipe.executor import Executor
+from ..pipe.losses import Result
 from ..pipe.microbatches import Microbatch, MicrobatchFeed
 from ..pipe.module import PipelineModule
 from ..pipe.program.forward_only import forward_only
@@ -273,7 +274,7 @@ class PipelineEngine(Engine):
             self.module.train()
         self.module.dropout_state.step = self.global_steps
         self.executor.clock = self.observer.program_clock(self.record_timeline)
-        self.executor.loss_scale = self.optimizer_step.scale
+        self.executor.weights.scale = self.optimizer_step.scale
         self._running = grid, microbatches
         result, mine = self._compute(grid, microbatches)
         if self.record_timeline:
@@ -326,7 +327,7 @@ class PipelineEngine(Engine):
             gradient, and 1 if a buffer has changed, where the model has buffers.
         """
         self.data_axis.begin()
-        self.named_losses.weigh(grid, self.module, self.executor, microbatches, self.replicas.share)
+        self.named_losses.weigh(grid, self.module, self.executor.weights, microbatches, self.replicas.share)
         if self.auxiliary:
             labels = [microbatch.labels for microbatch in microbatches]
             samples = sum(len(microbatch.samples or ()) for microbatch in microbatches)

@@ -266,14 +266,14 @@ class PipelineObserver(RecordingObserver):
 
     def measure_timeline(self, grid: Grid) -> Timeline:
         """Return the timeline of the program that just ran on the pipe ranks of a grid. Collective over them."""
-        recorder, executor = self._timer.recorder, self._executor
+        recorder, run = self._timer.recorder, self._executor.last_run
         recorder.clock.settle()
-        origin = recorder.clock.at(executor.origin)
+        origin = recorder.clock.at(run.origin)
 
         def at(mark: Mark) -> float:
             return recorder.clock.at(mark) - origin
 
-        ops = tuple(Span(op, at(begin), at(end)) for op, _, begin, end in executor.marks if op.kind in COMPUTE)
+        ops = tuple(Span(op, at(begin), at(end)) for op, _, begin, end in run.marks if op.kind in COMPUTE)
         collectives = tuple(
             CollectiveSpan(c.collective, at(c.start), at(c.waited), at(c.end))
             for c in recorder.collectives
@@ -286,7 +286,7 @@ class PipelineObserver(RecordingObserver):
         )
 
     def _ops(self) -> list[OpMarks]:
-        return self._executor.marks
+        return self._executor.last_run.marks
 
     def _bubble(self, record: StepRecord, clock: Clock) -> float | None:
         """Return ``Timeline.bubble`` of this replica's pipe ranks: idle share of the busiest. Collective over pipe.
@@ -295,7 +295,7 @@ class PipelineObserver(RecordingObserver):
         maximum busy time over the ranks is divided by the time from the first start to the last end.
         """
         spans = [s for s in record.slices if s.kind in COMPUTE]
-        origin = clock.at(self._executor.origin)
+        origin = clock.at(self._executor.last_run.origin)
         times = dict.fromkeys((s.start, s.end) for s in spans)  # the passes of a pair have the same, which counts once
         mine = [sum(end - start for start, end in times), spans[-1].end - origin, origin - spans[0].start]
         most = torch.tensor(mine, dtype=torch.float64, device=self._grid.device)

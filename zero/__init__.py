@@ -9,9 +9,14 @@ Layout of the parameters:
 
 Buckets:
     flat_weights.py: weights of a bucket: whole or sharded buffer, master weights, release and restore in stage 3
-    gradient_access.py: ``p.grad`` between two backward passes: guarded tensors, and what user code does with them
+    gradient_buffer.py: unsharded gradients of a bucket, in one flat tensor
     bucket.py: gradients of a bucket: accumulation, all-reduce (stages 0, 1), reduce-scatter (stages 2, 3)
     offload.py: offload of shards, masters, gradients and optimizer state to host memory or disk
+
+``p.grad`` between two backward passes:
+    shown_gradients.py: ``p.grad`` of a bucket's parameters, and the state of each gradient
+    guarded_gradient.py: tensors in ``p.grad`` that ask before user code reads or changes a gradient
+    gradient_access.py: what user code reads and changes, on all buckets: when it may, and what the step takes of it
 
 A step:
     axis_options.py: options of the data axis, which engine/setup/zero.py makes from ``triax.Zero`` (options/zero.py)

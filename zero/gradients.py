@@ -18,6 +18,7 @@ from .axis_options import ZeroOptions
 from .bucket import Bucket
 from .managed import ManagedParameter
 from .protocols import GradientBucket
+from .shown_gradients import ASSIGNED, DROPPED
 
 # Reductions in flight at once: one is sent while the next bucket fills. More would hold memory without a gain.
 _IN_FLIGHT = 2
@@ -145,7 +146,7 @@ class GradientReducer:
     @property
     def discarded(self) -> bool:
         """True if user code has discarded all gradients since the last backward pass, by ``module.zero_grad()``."""
-        kept = (each for bucket in self._buckets for each in bucket.kept())
+        kept = (each for bucket in self._buckets for each in bucket.shown.kept())
         return not next(kept, True) and not any(kept)
 
     def open(self, first: Tensor | None) -> None:
@@ -156,8 +157,7 @@ class GradientReducer:
     def close(self, everything: bool) -> None:
         """Take gradients without a hook, after a backward pass: dropped before it, or ``everything``."""
         for bucket in self._buckets:
-            if everything or bucket.dropped:
-                bucket.close(everything)
+            bucket.close(everything)
 
     def backward(self, stage: int, last: bool) -> AbstractContextManager[None]:
         """Reduce each bucket as soon as it is complete, in a backward pass of the stage that runs within.
@@ -275,7 +275,7 @@ class GradientReducer:
         of = self._bucket_of
         found: set[Tensor] = {m.parameter for key, m in self._unused.items() if key in of and of[key].tie is None}
         for bucket in self._buckets:
-            found = (found - bucket.assigned) | bucket.dropped
+            found = (found - bucket.shown.having(ASSIGNED)) | bucket.shown.having(DROPPED)
         return found
 
     def leave_out(self, stages: Collection[int]) -> None:

@@ -280,7 +280,7 @@ def _engine_record(engine: Any, recorder: Recorder) -> dict[str, Any]:
         record["offloaded"] = report["offloaded"]
         record["layers"] = [[module.boundaries[s], module.boundaries[s + 1]] for s in module.stages]
         record["ops"] = len(engine.program.ops[grid.pipe.rank])
-        record["in_flight"] = engine.executor.peak
+        record["in_flight"] = engine.executor.last_run.peak
         record["sent"] = {
             axis: sum(each["bytes"] for each in kinds.values())
             for axis, kinds in engine.traffic_report()["sent"].items()

@@ -203,8 +203,8 @@ def waits_of_options(combinations: Sequence[Combination]) -> list[tuple[Counter[
                 "optimizer": partial(torch.optim.SGD, lr=0.1),
                 "batch": triax.Batch(size=8, microbatch=2),
             }
-            given |= options | {"zero": triax.Zero.of({**options["zero"], "stage": stage_of(features)})}
             try:
+                given |= options | {"zero": triax.Zero.of({**options["zero"], "stage": stage_of(features)})}
                 engine = triax.Engine(build(torch.float32, False, grid), **given)
             except (ValueError, TypeError, NotImplementedError) as error:
                 found.append(str(error))

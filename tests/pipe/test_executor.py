@@ -242,7 +242,7 @@ def pipelined(name: str, pipe: int, schedule: str, ragged: bool, stage: int, **k
     for _ in range(2):
         loss = engine.train_batch(pairs).item()
         found.append((loss, engine.gather("gradients"), engine.get_global_grad_norm()))
-    return found, engine.gather(), engine.executor.peak
+    return found, engine.gather(), engine.executor.last_run.peak
 
 
 def plain(name: str, ragged: bool) -> Any:

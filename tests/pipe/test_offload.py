@@ -443,7 +443,7 @@ def test_no_more_bytes_are_held_than_simulated() -> None:
         @contextmanager
         def counted(op: Op, held: list[int] = held, alive: list[Any] = alive) -> Iterator[None]:
             yield
-            kept = engine.executor.held[op.stage, op.microbatch].kept  # noqa: B023
+            kept = engine.executor.last_run.held[op.stage, op.microbatch].kept  # noqa: B023
             if kept is not None:
                 alive.extend(weakref.ref(piece.data) for piece in kept._pieces.values() if piece.data is not None)
             held.append(sum(data.numel() for ref in alive if (data := ref()) is not None))

@@ -33,6 +33,8 @@ from torch import Tensor
 from torch.utils import _device, backend_registration
 from torch.utils._pytree import tree_leaves
 
+from triax.base.uncompiled import uncompiled
+
 from simulated_order import Clock, Order, Uses
 
 NAME = "sim"
@@ -54,14 +56,14 @@ _LIBRARY = str(__import__("triax").__path__[0])
 
 
 class Copy(NamedTuple):
-    """A non-blocking copy of a stream, its operation of number ``count``.
+    """A non-blocking copy of a stream, its operation of this number.
 
     ``finish`` is called when the host has waited for it. A copy to the host then writes ``target``; a copy from pinned
     memory has none, and checks that this memory has not changed.
     """
 
     stream: int
-    count: int
+    number: int
     finish: Callable[[], None]
     target: Tensor | None
 
@@ -96,7 +98,7 @@ class SimulatedDevice:
         order.host |= order.clocks[order.current] if until is None else until
         copies, self._copies = self._copies, []
         for copy in copies:
-            if copy.count <= order.host[copy.stream]:
+            if copy.number <= order.host[copy.stream]:
                 copy.finish()
             else:
                 self._copies.append(copy)
@@ -632,12 +634,12 @@ def _pin(tensor: Tensor) -> Tensor:
 def _register() -> tuple[torch.library.Library, ...]:
     backend_registration._setup_privateuseone_for_python_backend(NAME, _Functions(), _Hook())
     every, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
-    every.fallback(_run, "PrivateUse1")
+    every.fallback(uncompiled(_run), "PrivateUse1")
     every.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")  # of ops that autocast does not cast
-    aten.impl("_copy_from", _copy, "PrivateUse1")
-    aten.impl("_to_copy", _to, "PrivateUse1")
-    aten.impl("_local_scalar_dense", _item, "PrivateUse1")
-    aten.impl("record_stream", _record_stream, "PrivateUse1")
+    aten.impl("_copy_from", uncompiled(_copy), "PrivateUse1")
+    aten.impl("_to_copy", uncompiled(_to), "PrivateUse1")
+    aten.impl("_local_scalar_dense", uncompiled(_item), "PrivateUse1")
+    aten.impl("record_stream", uncompiled(_record_stream), "PrivateUse1")
     # Before they are replaced, torch must list the functions that `with torch.device(...)` redirects.
     _device._device_constructors()
     # torch asks a C++ allocator for pinned memory, which a backend in Python cannot give.
