@@ -35,7 +35,6 @@ from ..pipe.program.program import Program
 from ..pipe.program.schedule import Schedule
 from ..pipe.program.timeline import Timeline
 from ..pipe.program.verify import verify
-from ..pipe.schedules.choose import with_passes
 from ..pipe.schema import Schema, flatten, unflatten
 from ..zero.bucketing import cast
 from ..zero.data_axis import ZeroDataAxis
@@ -51,6 +50,7 @@ from .named_losses import NamedLossSteps
 from .optim.schedulers import advance_schedule
 from .recording_observer import PipelineObserver
 from .replica_buffers import ReplicaBuffers
+from .setup.asked_schedule import with_passes
 from .setup.compilation import Compilation, compile_pipeline
 from .setup.recomputation import configure_recomputation, log_profile
 from .setup.schedule import searched_cut, training_schedule

@@ -68,6 +68,7 @@ BARE = (
         "models/rope_scaling.py",
         "plugins/plan",
     ),
+    *("engine/__init__.py", "engine/setup/__init__.py", "engine/setup/asked_schedule.py"),
 )
 MEASURES = "plugins/plan/measure_machine.py"  # times kernels, so it needs torch
 # Files that run without torch, though not without other packages.
