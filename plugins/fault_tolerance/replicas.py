@@ -573,8 +573,8 @@ class FaultTolerantReplicas(SynchronousReplicas):
             seconds=seconds,
         )
         if round_ is not None:
-            places = {"members": round_.members, "contributors": self._contributors(round_)}
-            report = replace(report, **places, owners=round_.owners, keepers=round_.keepers)
+            report = replace(report, members=round_.members, contributors=self._contributors(round_))
+            report = replace(report, owners=round_.owners, keepers=round_.keepers)
         if round_ is None or stateless:
             return report
         # A round of the next step is entered before the engine has counted the last one.

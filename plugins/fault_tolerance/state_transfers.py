@@ -27,7 +27,7 @@ class StateTransfers:
         self._sent: list[BackgroundCall[None]] = []
         self._received: BackgroundCall[State] | None = None
 
-    def send(self, header: Tensor, tensors: Sequence[Tensor], group: ReplicaGroup, ranks: Sequence[int]) -> None:
+    def send(self, header: Tensor, tensors: list[Tensor], group: ReplicaGroup, ranks: Sequence[int]) -> None:
         """Begin to send a state to ranks of the group, one after the other."""
 
         def send() -> None:
