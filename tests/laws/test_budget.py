@@ -25,7 +25,7 @@ BUDGET = {
     "models": 7779,
     "pipe": 7499,
     "compat": 7009,
-    "zero": 5380,
+    "zero": 5398,
     "grid": 4696,
     "train": 4203,
     "cli": 3441,
