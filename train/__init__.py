@@ -7,6 +7,7 @@ file.py: reading a file and ``key=value`` changes, with errors that name file, l
 older_keys.py, older_keys.toml: older names of keys, which are read until they end.
 upgrade.py: rewriting a file under today's names, with its comments.
 learning_rate.py: the learning rate of each step, as a share of the peak.
+file_schedule.py: the scheduler that sets these rates.
 job.py: the resolved run: model configuration, topology, schedule, engine configuration, steps. No torch.
 data.py: training and held-out rows, with the checks of tokenizer and vocabulary.
 evaluation.py: the loss on held-out rows.
@@ -20,6 +21,7 @@ clock.py: the time of the steps, and the time limit.
 spikes.py: spikes of loss and gradient norm: warn, skip, rewind.
 requeue.py: Slurm's signal before the time limit.
 progress.py: progress line, report page and pictures.
+run_text.py: what a run prints before its first step and after its last one.
 loop.py: one rank of a run: build, train, evaluate, save, export; ``Watch``, for what looks at each step.
 start.py: from a training file to ranks: its own, or those of torchrun, ``triax run`` or srun.
 """
