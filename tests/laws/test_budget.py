@@ -27,7 +27,7 @@ BUDGET = {
     "compat": 7009,
     "zero": 5398,
     "grid": 4696,
-    "train": 4203,
+    "train": 4238,
     "cli": 3441,
     "checkpoint": 2196,
     "data": 2147,
