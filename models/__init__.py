@@ -1,6 +1,7 @@
 """GPT, Llama and mixtures of experts as lists of layers: from a configuration to ``list[LayerSpec]``.
 
-config.py: configurations: sizes, settings, number of parameters; without torch.
+config.py: configurations; config_base.py: what all have; config_groups.py: their fields by group; without torch.
+shapes.py: the layers of a configuration on the meta device; number of parameters.
 presets.py: the sizes of published models; rope_scaling.py: scalings of rotary positions; without torch.
 decoder.py: ``decoder_layers``, the one block and list of layers of all decoders but DeepSeek's.
 gpt.py, llama.py, mixtral.py: GPT, Llama and mixtures of experts, which are ``decoder.py`` with other defaults.

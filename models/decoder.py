@@ -25,7 +25,7 @@ from ..tensor_parallel.norm import LayerNorm, OffsetLayerNorm, OffsetRMSNorm, RM
 from .alibi import Alibi
 from .attention import SelfAttention
 from .attention_options import AttentionOptions
-from .config import DecoderConfig
+from .config import AnyDecoderConfig, DecoderConfig
 from .layers import (
     FinalLayerNorm,
     FinalOffsetLayerNorm,
@@ -57,7 +57,7 @@ _NORMS: dict[str, tuple[Callable[..., nn.Module], Callable[..., nn.Module], dict
 
 
 def decoder_layers(
-    config: DecoderConfig, sequence_parallel: bool = False, attention: str = "ring", **moe: Any
+    config: AnyDecoderConfig, sequence_parallel: bool = False, attention: str = "ring", **moe: Any
 ) -> list[LayerSpec]:
     """List the specs of a decoder's layers in order, for a ``PipelineModule``: ids (B, T) -> logits (B, T, V / t).
 
@@ -120,7 +120,7 @@ def decoder_layers(
 class EmbeddingNorm(nn.Module):
     """Norm behind the token embeddings, of the model's kind: (B, T, D) -> (B, T, D)."""
 
-    def __init__(self, config: DecoderConfig, *, grid: Grid, sequence_parallel: bool = False) -> None:
+    def __init__(self, config: AnyDecoderConfig, *, grid: Grid, sequence_parallel: bool = False) -> None:
         super().__init__()
         make, _, how = _NORMS[config.norm]
         common: dict[str, Any] = {"grid": grid, "sequence_parallel": sequence_parallel}
@@ -136,7 +136,7 @@ class Projection(nn.Module):
     """Projection between the width of the token embeddings and that of the model: (B, T, K) -> (B, T, N)."""
 
     def __init__(
-        self, config: DecoderConfig, inputs: int, outputs: int, *, grid: Grid, sequence_parallel: bool = False
+        self, config: AnyDecoderConfig, inputs: int, outputs: int, *, grid: Grid, sequence_parallel: bool = False
     ) -> None:
         super().__init__()
         init = Normal(config.initializer_range)
@@ -161,7 +161,7 @@ class DecoderBlock(ResidualBlock):
 
     def __init__(
         self,
-        config: DecoderConfig,
+        config: AnyDecoderConfig,
         layer: int = 0,
         *,
         grid: Grid,
@@ -202,13 +202,13 @@ class DecoderBlock(ResidualBlock):
             self.max_position_embeddings = config.generated_positions  # the most that generation asks for
 
 
-def attention_options(config: DecoderConfig, layer: int, grid: Grid) -> AttentionOptions:
+def attention_options(config: AnyDecoderConfig, layer: int, grid: Grid) -> AttentionOptions:
     """Return the options of the attention of a block, counted from 0, on a rank of a grid."""
     rotated, scalar, eps = config.has_rope(layer), config.query_pre_attn_scalar, config.norm_epsilon
     heads, keys = config.num_attention_heads, config.num_key_value_heads
     scale = config.attention_multiplier if scalar is None else scalar**-0.5
     rope: Rope | Alibi | None = None
-    if rotated:
+    if rotated and isinstance(config, DecoderConfig):
         turned = config.rope_interleave, True, config.rope_reversed
         rope = Rope(config.rotary_dim, *config.rope_of(layer), *turned)
     elif config.alibi:
@@ -216,13 +216,12 @@ def attention_options(config: DecoderConfig, layer: int, grid: Grid) -> Attentio
         scale, held = scale or config.head_dim**-0.5, split(heads, grid.tensor.size, grid.tensor.rank)
         rope = Alibi(heads, keys, held, scale, rounded=config.alibi == "rounded")
     norm, _, how = _NORMS[config.norm]
-    normed = config.qk_norm or config.qk_norm_all_heads or config.qk_norm_per_head
     return AttentionOptions(
         head_dim=config.head_dim,
         kv_heads=None if config.fused_qkv else keys,
         bias=config.qkv_bias,
         out_bias=config.out_bias,
-        qk_norm=eps if normed else None,
+        qk_norm=eps if config.has_qk_norm else None,
         norm_all_heads=config.qk_norm_all_heads,
         norm_per_head=config.qk_norm_per_head,
         norm_after=config.qk_norm_after,

@@ -17,7 +17,7 @@ from ..grid.randomness.random import Constant, Normal
 from ..moe.experts import clamped_swiglu
 from ..moe.layer import MoE
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from .config import DecoderConfig, DeepseekConfig
+from .config import AnyDecoderConfig, DeepseekConfig
 from .layers import ACTIVATIONS
 
 _ZERO = Constant(0.0)
@@ -42,7 +42,7 @@ class MLP(nn.Module):
 
     def __init__(
         self,
-        config: DecoderConfig,
+        config: AnyDecoderConfig,
         *,
         grid: Grid,
         sequence_parallel: bool = False,
@@ -86,7 +86,7 @@ class GatedMLP(nn.Module):
 
     def __init__(
         self,
-        config: DecoderConfig | DeepseekConfig,
+        config: AnyDecoderConfig | DeepseekConfig,
         *,
         grid: Grid,
         sequence_parallel: bool = False,

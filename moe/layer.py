@@ -148,7 +148,7 @@ class MoE(AuxiliaryLayer):
         place: dict[str, Any] = {
             "grid": grid,
             "activation": kind,
-            "shard_tensor": self.shard_tensor,
+            "shard_tensor": shard_tensor,  # on one rank too, where it makes no difference but in the layouts
             "partial": partial and not self.shard_tensor,
         }
         self.routed = Experts(hidden, width, experts, bias=bias, **place, **weights)

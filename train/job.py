@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
-from ..base.errors import ConfigError, describe, nearest, no_such
+from ..base.errors import ConfigError, nearest, no_such
 from ..base.hub import local_folder, pinned
 from ..base.named_function import named_function
 from ..base.option_error import OptionError
@@ -19,7 +19,7 @@ from ..grid.environment import replica_name
 from ..grid.topology import Topology
 from ..models.config import CONFIGS, DeepseekConfig, TransformerConfig, config_from_fields
 from ..models.huggingface.config import as_reward, from_hf, is_reward, read_config, to_hf
-from ..options.base import Options, as_kind, converted, declared
+from ..options.base import Options, as_kind, declared
 from ..options.batch import Batch, BatchSizes
 from ..options.checkpoints import Checkpoints
 from ..options.dialect import GivenOptions, find_dialect
@@ -430,23 +430,18 @@ def layer_count(section: ModelSection, model: TransformerConfig) -> int:
 
 def _with_overrides(section: ModelSection, found: TransformerConfig, where: str) -> TransformerConfig:
     """Return a configuration with the fields that ``model.overrides`` changes."""
-    hints = get_type_hints(type(found))
     changes = dict(section.overrides)
-    for key, value in changes.items():
+    for key in changes:
         if key not in found.settings():
             raise ConfigError(no_such("model.overrides", key, found.settings()))
-        values: tuple[Any, ...] = get_args(hints[key]) or (hints[key],)
-        try:
-            if all(kind in (int, float, str, bool, type(None)) for kind in values):
-                converted(value, hints[key])
-        except ValueError as error:
-            raise ConfigError(f"model.overrides.{key} = {describe(value)}: {error}") from error
     try:
         if any(isinstance(value, (Mapping, list)) for value in changes.values()):
             return config_from_fields(type(found).__name__, {**_plain(found), **changes})
         # A preset is made again, because other fields may follow from those that change.
         return replace(found, **changes) if section.preset is None else type(found).preset(section.preset, **changes)
-    except (ValueError, TypeError, ZeroDivisionError, AttributeError) as error:
+    except OptionError as error:
+        raise error.within("model.overrides") from error
+    except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"model.overrides of {where}: {error}") from error
 
 

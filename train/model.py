@@ -17,7 +17,7 @@ from ..engine.pipeline_engine import PipelineEngine
 from ..engine.setup.measured_layers import measure_layers
 from ..grid import Grid
 from ..models.config import TransformerConfig
-from ..models.huggingface.load import LAYERS, load_hf
+from ..models.huggingface.load import load_hf
 from ..models.layers import NextTokenLoss
 from ..models.log_probs import LogProbsLoss
 from ..models.mtp import MTPLoss
@@ -96,8 +96,8 @@ def layers_of_job(job: Job) -> list[Any]:
     section = job.file.model
     if section.layers is not None:
         return list(layers_function(section)(job.model))
-    experts = section.experts.arguments
-    return LAYERS[type(job.model)](job.model, job.file.grid.sequence_parallel, section.attention, **experts)
+    options = {"sequence_parallel": job.file.grid.sequence_parallel, "attention": section.attention}
+    return job.model.layers(**options, **section.experts.arguments)
 
 
 def blank_microbatch(job: Job, length: int) -> tuple[Tensor, Any]:

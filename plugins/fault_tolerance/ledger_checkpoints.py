@@ -67,7 +67,7 @@ class LedgerCheckpoints:
     def restore(self, snapshot: Snapshot, options: LoadOptions, usable: Mapping[str, Shape]) -> list[str]:
         """Load the ledger. Returns no notes."""
         if not options.weights_only:
-            self._replicas.ledger = Ledger.of(snapshot.header["run"]["membership"])
+            self._replicas.record.ledger = Ledger.of(snapshot.header["run"]["membership"])
         if self._replicas.sharded is not None:
             self._replicas.sharded.take_whole()
         return []

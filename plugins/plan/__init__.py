@@ -1,4 +1,4 @@
-"""Formulas for planning a run, without torch and without processes.
+"""Formulas for planning a run, without a device and without processes.
 
 layer_shapes.py      layers_of: parameters, products and attention sizes of each layer of a model
 activations.py       bytes of a block's activations, by formula

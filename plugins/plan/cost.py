@@ -314,7 +314,7 @@ class CostModel:
             return self.slowdown * forward, self.slowdown * backward
 
         for weight in shape.weights:  # gradients are added to those of earlier microbatches
-            own = weight.numel / (t if weight.sharded(t) else 1)
+            own = weight.numel / (t if weight.shards_over(t) else 1)
             backward += time("accumulate", own)[0]
             if shape.kind == "block" and weight.name.endswith(".bias") and "norm" not in weight.name:
                 backward += time("bias", tokens * own)[0]
@@ -832,7 +832,7 @@ class CostModel:
         if found is None:
             shared = own = 0.0
             for weight in self.types[kind].weights:
-                count = weight.numel / (tensor if weight.sharded(tensor) else 1)
+                count = weight.numel / (tensor if weight.shards_over(tensor) else 1)
                 if weight.expert_dim is None:
                     shared += count
                 else:

@@ -1,7 +1,7 @@
-"""Shapes of a model's layers: parameters, matrix products and attention of each, from its configuration. No torch.
+"""Shapes of a model's layers: parameters, matrix products and attention of each, read from the layers themselves.
 
-``layers_of`` lists the layers of the functions that make a model (``decoder_layers``, ``deepseek_layers``), in their
-order. The formulas for memory, time and traffic read these shapes only.
+``layers_of`` builds the layers of a configuration on the meta device, without memory and processes, and reads them. The
+formulas for memory, time and traffic read these shapes only.
 
 >>> from triax.models.config import LlamaConfig
 >>> layers = layers_of(LlamaConfig.preset("llama3-8b"))
@@ -14,34 +14,34 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from ...grid.ranges import shard_shape
-from ...models.config import CONFIGS, DecoderConfig, DeepseekConfig, TransformerConfig
+from torch import nn
+
+from ...grid.layout import Layout, layout_of
+from ...models.alibi import Alibi
+from ...models.attention import CausalAttention, SelfAttention
+from ...models.config import CONFIGS, AnyDecoderConfig, DeepseekConfig, TransformerConfig
+from ...models.decoder import Projection
+from ...models.deepseek import LatentOptions
+from ...models.layers import ResidualBlock, WithoutNorm
+from ...models.mlp import MLP, GatedMLP
+from ...models.positions import PositionEmbedding
+from ...models.rope import Rope
+from ...models.shapes import built_on_meta
+from ...pipe.spec import LayerSpec, TiedLayerSpec
 
 
 @dataclass(frozen=True)
-class Weight:
-    """One parameter of a layer. Its fields are those of ``grid.layout.Layout``, which needs torch.
+class Weight(Layout):
+    """One parameter of a layer, by its layout, with its name within the layer, such as ``attention.out.weight``.
 
-    Attributes:
-        name: name within the layer, such as ``attention.out.weight``.
-        shape: the unsharded shape.
-        shard_dim: the dim that the tensor axis shards; None: each rank holds the whole tensor, and under sequence
-            parallelism its gradient is summed over the tensor axis.
-        parts: lengths of fused parts along ``shard_dim``, each sharded on its own; None: one part.
-        unit: rows along ``shard_dim`` that stay together.
-        expert_dim: the dim that the expert axis shards, or None.
+    Attributes, beside those of ``Layout``:
         heads: if given, the tensor axis shards the weight only if its size divides this number, and otherwise each rank
             holds the whole weight (keys and values of grouped queries).
     """
 
-    name: str
-    shape: tuple[int, ...]
-    shard_dim: int | None = None
-    parts: tuple[int, ...] | None = None
-    unit: int = 1
-    expert_dim: int | None = None
     heads: int | None = None
 
     @property
@@ -49,19 +49,15 @@ class Weight:
         """Number of elements of the unsharded tensor."""
         return math.prod(self.shape)
 
-    def sharded(self, tensor: int) -> bool:
+    def shards_over(self, tensor: int) -> bool:
         """Return True if a tensor axis of this size shards the weight."""
-        return self.shard_dim is not None and (self.heads is None or self.heads % tensor == 0)
+        return self.sharded and (self.heads is None or self.heads % tensor == 0)
 
-    def local_shape(self, rank: int, tensor: int, expert: tuple[int, int] = (0, 1)) -> tuple[int, ...]:
-        """Return the shape of a rank's shard.
-
-        Args:
-            rank, tensor: rank on, and size of, the tensor axis.
-            expert: rank on, and size of, the expert axis.
-        """
-        dim = self.shard_dim if self.sharded(tensor) else None
-        return shard_shape(self.shape, rank, tensor, dim, self.parts, self.unit, expert, self.expert_dim)
+    def local_shape(self, rank: int, size: int, expert: tuple[int, int] = (0, 1)) -> tuple[int, ...]:
+        """Return the shape of the shard of a rank, as for ``Layout``."""
+        if self.sharded and not self.shards_over(size):
+            return self.shape
+        return super().local_shape(rank, size, expert)
 
 
 @dataclass(frozen=True)
@@ -166,7 +162,8 @@ class LayerShape:
         return sum(weight.numel for weight in self.weights)
 
 
-def layers_of(config: TransformerConfig, shard_tensor: bool = False) -> list[LayerShape]:
+@cache
+def layers_of(config: TransformerConfig, shard_tensor: bool = False) -> tuple[LayerShape, ...]:
     """List the layers of a model.
 
     Args:
@@ -175,47 +172,105 @@ def layers_of(config: TransformerConfig, shard_tensor: bool = False) -> list[Lay
 
     Raises:
         TypeError: the configuration's class is not one of ``models/config.CONFIGS``.
-        ValueError: the model has modules that predict further tokens.
+        ValueError: the model has recurrent layers, blocks with one branch, a gate of the attention's output, or modules
+            that predict further tokens.
     """
-    if isinstance(config, DecoderConfig):
-        if config.linear_attention is not None or config.one_branch or config.attn_output_gate:
-            raise ValueError(
-                f"triax plan does not count blocks of 'linear_attention', of which layer_types has "
-                f"{config.layer_types.count('linear_attention')}, one_branch={config.one_branch} and "
-                f"attn_output_gate={config.attn_output_gate}. Give a configuration without them."
-            )
-        return _decoder(config, shard_tensor)
+    if not isinstance(config, (AnyDecoderConfig, DeepseekConfig)):
+        known = ", ".join(sorted(CONFIGS))
+        raise TypeError(f"the layers of a {type(config).__name__} are unknown. Give one of {known}.")
     if isinstance(config, DeepseekConfig):
         if config.num_nextn_predict_layers:
             raise ValueError(
                 f"num_nextn_predict_layers is {config.num_nextn_predict_layers}, and modules that predict further "
                 "tokens are not counted. Plan with 0, and leave memory for as many more blocks."
             )
-        return _deepseek(config, shard_tensor)
-    raise TypeError(f"the layers of a {type(config).__name__} are unknown. Give one of {', '.join(sorted(CONFIGS))}.")
+    elif config.linear_attention is not None or config.one_branch or config.attn_output_gate:
+        raise ValueError(
+            f"triax plan does not count blocks of 'linear_attention', of which layer_types has "
+            f"{config.layer_types.count('linear_attention')}, one_branch={config.one_branch} and "
+            f"attn_output_gate={config.attn_output_gate}. Give a configuration without them."
+        )
+    options = {"shard_tensor": True} if shard_tensor and config.moe_layers else {}
+    built = built_on_meta(config, **options)
+    return tuple(_shape(config, spec, module, spec is built[-1][0]) for spec, module in built)
 
 
-# ------------------------------------------------------------------------------------------------ parts of layers
+def _shape(config: AnyDecoderConfig | DeepseekConfig, spec: LayerSpec, module: nn.Module, last: bool) -> LayerShape:
+    """Return the shape of a layer, which is the last one of the model or not."""
+    weights, hidden = _weights(module), config.hidden_size
+    tie = spec.key if isinstance(spec, TiedLayerSpec) else None
+    norm = config.norm if isinstance(config, AnyDecoderConfig) else "rms"
+    if isinstance(module, ResidualBlock):
+        return _block(spec.typename, module, weights, norm, config)
+    if isinstance(module, PositionEmbedding):
+        return LayerShape("positions", spec.typename, hidden, weights, dropout=config.dropout > 0)
+    if isinstance(module, Projection):
+        return LayerShape("projection", spec.typename, weights[0].shape[0], weights, _products(weights))
+    if last or tie or spec.typename == "TokenEmbedding":
+        kind, width = "head" if last else "embedding", weights[0].shape[1]
+        return LayerShape(kind, spec.typename, width, weights, _products(weights) if last else (), tie=tie)
+    if isinstance(module, WithoutNorm):
+        return LayerShape("norm", spec.typename, hidden, weights)
+    return LayerShape("norm", spec.typename, hidden, weights, norms=1, norm=norm)
 
 
-def _linear(name: str, outputs: int, inputs: int, bias: bool, sharding: str, **how: Any) -> tuple[Weight, ...]:
-    """Return weight and bias of a column-parallel or a row-parallel linear layer."""
-    dim = {"column": 0, "row": 1, "none": None}[sharding]
-    weights = [Weight(f"{name}.weight", (outputs, inputs), dim, **how)]
-    if bias:
-        column = {"shard_dim": 0, **how} if sharding == "column" else {}
-        weights.append(Weight(f"{name}.bias", (outputs,), **column))
-    return tuple(weights)
+def _block(
+    name: str,
+    block: ResidualBlock,
+    weights: tuple[Weight, ...],
+    norm: str,
+    config: AnyDecoderConfig | DeepseekConfig,
+) -> LayerShape:
+    norms = sum(each is not None for each in (block.norm1, block.norm2, block.post_norm1, block.post_norm2))
+    mlp = block.mlp
+    if isinstance(mlp, (MLP, GatedMLP)):
+        feedforward = Feedforward(mlp.down.weight.shape[1], isinstance(mlp, GatedMLP))
+    else:
+        moe = config.moe_arguments()
+        shared = moe["shared_width"] if "shared_width" in moe else moe["shared_experts"] * moe["width"]
+        feedforward = Feedforward(moe["width"], True, moe["experts"], moe["top_k"], shared)
+    return LayerShape(
+        *("block", name, config.hidden_size, weights, _products(weights, feedforward.per_token)),
+        attention=_attention(block.attention),
+        feedforward=feedforward,
+        norms=norms,
+        inputs=1 if block.parallel else norms,
+        branches=1 if block.parallel and block.norm2 is None else 2,
+        norm=norm,
+        dropout=config.dropout > 0,
+        buffers=sum(buffer.nbytes for buffer in block.buffers()),
+    )
 
 
-def _norm(name: str, width: int, kind: str) -> tuple[Weight, ...]:
-    """Return the weights of a norm; ``name`` ends with a dot, or is empty."""
-    endings = () if kind.endswith("plain") else ("weight", "bias")[: 2 if kind in ("layer", "layer_offset") else 1]
-    return tuple(Weight(f"{name}{ending}", (width,)) for ending in endings)
+def _attention(layer: Any) -> Attention:
+    """Return the sizes of a block's attention."""
+    assert isinstance(layer, CausalAttention)
+    options, heads, keys = layer.options, layer.heads, layer.kv_heads
+    rotated = options.rope.head_dim if isinstance(options.rope, Rope) else 0
+    if isinstance(options, LatentOptions):
+        latent = (options.q_rank or 0) + options.kv_rank + rotated
+        return Attention(heads, heads, options.nope_dim + rotated, options.value_dim, rotated=rotated, latent=latent)
+    assert isinstance(layer, SelfAttention)
+    dim, biases = layer.head_dim, options.rope.group if isinstance(options.rope, Alibi) else 0
+    return Attention(heads, keys, dim + biases, dim, options.window, rotated, layer.options.qk_norm is not None)
+
+
+def _weights(module: nn.Module) -> tuple[Weight, ...]:
+    """Return the parameters of a layer, in the module's order."""
+    attention: Any = getattr(module, "attention", None)
+    heads: dict[str, int] = {}  # of weights that the tensor axis shards by the heads of the keys
+    if isinstance(attention, SelfAttention) and attention.options.kv_heads is not None:
+        heads["attention.kv"] = attention.kv_heads
+        if attention.options.norm_per_head:
+            heads["attention.k_norm"] = attention.kv_heads
+    return tuple(
+        Weight(**vars(layout_of(parameter)) | {"name": name, "heads": heads.get(name.rpartition(".")[0])})
+        for name, parameter in module.named_parameters()
+    )
 
 
 def _products(weights: Sequence[Weight], times: int = 1) -> tuple[MatrixProduct, ...]:
-    """Return the products with the matrices among the weights."""
+    """Return the products with the matrices among the weights; experts have ``times`` products of a token."""
     found = []
     for weight in weights:
         if len(weight.shape) < 2 or weight.name.endswith(("_norm.weight", "bias")):
@@ -226,204 +281,3 @@ def _products(weights: Sequence[Weight], times: int = 1) -> tuple[MatrixProduct,
         repeated = times if weight.expert_dim is not None else 1
         found.append(MatrixProduct(weight.name, inputs, outputs, sharding, repeated, weight.heads))
     return tuple(found)
-
-
-def _mlp(width: int, hidden: int, gated: bool, bias: bool) -> tuple[Weight, ...]:
-    if gated:
-        first = _linear("mlp.gate_up", 2 * hidden, width, bias, "column", parts=(hidden, hidden))
-    else:
-        first = _linear("mlp.up", hidden, width, bias, "column")
-    return (*first, *_linear("mlp.down", width, hidden, bias, "row"))
-
-
-def _experts(
-    width: int, sizes: Feedforward, shard_tensor: bool, gate: bool = False, bias: bool = False, by_turns: bool = False
-) -> tuple[Weight, ...]:
-    """Return the weights of a mixture of gated experts.
-
-    Args:
-        width: width of the residual stream.
-        sizes: the experts.
-        shard_tensor: the tensor axis shards their hidden width.
-        gate: the shared experts have a gate.
-        bias: router and experts have biases.
-        by_turns: the rows of gate and up lie by turns.
-    """
-    shards = shard_tensor
-    weights = [Weight("mlp.shared_gate", (1, width))] if gate and sizes.shared else []
-    weights += [Weight("mlp.router.weight", (sizes.experts, width))]
-    weights += [Weight("mlp.router.bias", (sizes.experts,))] if bias else []
-    for name, each, count in (("routed", sizes.width, sizes.experts), ("shared", sizes.shared, 0)):
-        if not each:
-            continue
-        lead, at = ((count,), 1) if count else ((), 0)
-        expert: dict[str, Any] = {"expert_dim": 0} if count else {}
-        parts: dict[str, Any] = {"parts": (2 * each,), "unit": 2} if by_turns else {"parts": (each, each)}
-        first: dict[str, Any] = {"shard_dim": at, **parts} if shards else {}
-        last: dict[str, Any] = {"shard_dim": at + 1} if shards else {}
-        weights.append(Weight(f"mlp.{name}.gate_up", (*lead, 2 * each, width), **first, **expert))
-        weights.append(Weight(f"mlp.{name}.down", (*lead, width, each), **last, **expert))
-        if bias and count:
-            weights.append(Weight(f"mlp.{name}.gate_up_bias", (count, 2 * each), **first, **expert))
-            weights.append(Weight(f"mlp.{name}.down_bias", (count, width), **expert))
-    return tuple(weights)
-
-
-def _projection(inputs: int, outputs: int) -> LayerShape:
-    """Return a projection between the width of the token embeddings and that of the model."""
-    weights = _linear("linear", outputs, inputs, False, "none")
-    return LayerShape("projection", "Projection", outputs, weights, _products(weights))
-
-
-def _ends(
-    config: TransformerConfig, softcap: bool = False, bias: bool = False, narrow: int = 0
-) -> tuple[LayerShape, LayerShape]:
-    """Return the token embedding and the head; ``narrow`` is their width if it is not the model's."""
-    vocabulary, width = config.vocab_size, narrow or config.hidden_size
-    rows = Weight("weight", (vocabulary, width), 0)
-    tie = "embed" if config.tie_word_embeddings else None
-    embedding = LayerShape("embedding", "TokenEmbedding", width, (rows,), tie=tie)
-    weights = (rows, Weight("bias", (vocabulary,), 0)) if bias else (rows,)
-    name = "TokenEmbedding" if tie else "CappedHead" if softcap else "VocabParallelHead"
-    return embedding, LayerShape("head", name, width, weights, _products(weights), tie=tie)
-
-
-def _positions(config: TransformerConfig, offset: int = 0) -> LayerShape:
-    weight = Weight("weight", (offset + config.max_position_embeddings, config.hidden_size))
-    return LayerShape("positions", "PositionEmbedding", config.hidden_size, (weight,), dropout=config.dropout > 0)
-
-
-def _final_norm(width: int, kind: str) -> LayerShape:
-    offset, base = "Offset" * kind.endswith("offset"), "LayerNorm" if kind.startswith("layer") else "RMSNorm"
-    return LayerShape("norm", f"Final{offset}{base}", width, _norm("", width, kind), norms=1, norm=kind)
-
-
-# ------------------------------------------------------------------------------------------------------ families
-
-
-def _decoder(config: DecoderConfig, shard_tensor: bool) -> list[LayerShape]:
-    d, hidden, kind = config.hidden_size, config.intermediate_size, config.norm
-    attention, mlp = _attention(config), _mlp(d, hidden, config.gated, config.mlp_bias)
-    dense, sparse = Feedforward(hidden, config.gated), set(config.moe_layers)
-    shared = config.shared_expert_intermediate_size
-    experts = Feedforward(config.moe_intermediate_size, True, config.num_experts, config.num_experts_per_tok, shared)
-    clamped, biased = config.swiglu_limit is not None, config.selection_bias or config.scoring_func == "sigmoid"
-    mixture = _experts(d, experts, shard_tensor, config.shared_expert_gate, config.moe_bias, clamped) if sparse else ()
-    before, behind = config.norm_place in ("before", "both"), config.norm_place != "before"
-    norms = 1 if config.shared_norm else 4 if before and behind else 2
-    blocks = []
-    for layer in range(config.num_hidden_layers):
-        branch, sizes = (mixture, experts) if layer in sparse else (mlp, dense)
-        weights = (
-            *(_norm("norm1.", d, kind) if before else ()),
-            *attention,
-            *(_norm("norm2.", d, kind) if before and not config.shared_norm else ()),
-            *branch,
-            *((*_norm("post_norm1.", d, kind), *_norm("post_norm2.", d, kind)) if behind else ()),
-        )
-        blocks.append(
-            LayerShape(
-                *("block", config.BLOCK, d, weights, (*_products(attention), *_products(branch, sizes.per_token))),
-                attention=_attention_sizes(config, layer),
-                feedforward=sizes,
-                norms=norms,
-                inputs=1 if config.parallel_residual else norms,
-                branches=1 if config.shared_norm else 2,
-                norm=kind,
-                dropout=config.dropout > 0,
-                buffers=4 * config.num_experts if layer in sparse and biased else 0,  # the router's bias, fp32
-            )
-        )
-    capped = config.final_logit_softcapping is not None or config.logit_scale != 1.0
-    first, head = _ends(config, capped, config.head_bias, config.embedding_size)
-    learned = [_positions(config, config.position_offset)] * config.learned_positions
-    if config.embedding_norm:
-        learned.insert(0, LayerShape("norm", "EmbeddingNorm", d, _norm("norm.", d, kind), norms=1, norm=kind))
-    last = LayerShape("norm", "WithoutNorm", d, ()) if config.norm_place == "sum" else _final_norm(d, kind)
-    widened, narrowed = [], []
-    if narrow := config.embedding_size:
-        widened, narrowed = [_projection(narrow, d)], [_projection(d, narrow)]
-    return [first, *widened, *learned, *blocks, last, *narrowed, head]
-
-
-def _attention(config: DecoderConfig) -> tuple[Weight, ...]:
-    """Return the weights of the attention of a block."""
-    d, heads, keys, dim = config.hidden_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    queries, pair = heads * dim, {"parts": (keys * dim, keys * dim), "unit": dim, "heads": keys}
-    weights = [Weight("attention.sinks", (heads,), 0)] if config.attention_sinks else []
-    if config.fused_qkv:
-        weights += _linear("attention.qkv", 3 * queries, d, config.qkv_bias, "column", parts=(queries,) * 3, unit=dim)
-    else:
-        weights += _linear("attention.q", queries, d, config.qkv_bias, "column", unit=dim)
-        weights += _linear("attention.kv", 2 * keys * dim, d, config.qkv_bias, "column", **pair)
-    if config.qk_norm_all_heads:
-        weights += [
-            Weight(f"attention.{name}_norm.weight", (count * dim,), 0, unit=dim)
-            for name, count in (("q", heads), ("k", keys))
-        ]
-    elif config.qk_norm_per_head:
-        weights += [Weight("attention.q_norm.weight", (heads, dim), 0)]
-        weights += [Weight("attention.k_norm.weight", (keys, dim), 0, heads=keys)]
-    elif config.qk_norm and config.norm != "rms_plain":
-        weights += [Weight(f"attention.{name}_norm.weight", (dim,)) for name in "qk"]
-    return (*weights, *_linear("attention.out", d, queries, config.out_bias, "row", unit=dim))
-
-
-def _attention_sizes(config: DecoderConfig, layer: int) -> Attention:
-    normed = config.qk_norm or config.qk_norm_all_heads or config.qk_norm_per_head
-    heads, keys, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    rotated = config.rotary_dim if config.has_rope(layer) else 0
-    wide = dim + (heads // keys if config.alibi else 0)
-    return Attention(heads, keys, wide, dim, config.window_of(layer), rotated, normed)
-
-
-def _deepseek(config: DeepseekConfig, shard_tensor: bool) -> list[LayerShape]:
-    d, heads, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
-    nope, rope, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
-    query, pair = nope + rope, nope + value
-    if config.q_lora_rank is None:
-        queries = _linear("attention.q", heads * query, d, False, "column", unit=query)
-    else:
-        queries = (
-            *_linear("attention.q_a", config.q_lora_rank, d, False, "none"),
-            *_norm("attention.q_a_norm.", config.q_lora_rank, "rms"),
-            *_linear("attention.q_b", heads * query, config.q_lora_rank, False, "column", unit=query),
-        )
-    attention = (
-        *queries,
-        *_linear("attention.kv_a", rank + rope, d, False, "none"),
-        *_norm("attention.kv_a_norm.", rank, "rms"),
-        *_linear("attention.kv_b", heads * pair, rank, False, "column", unit=pair),
-        *_linear("attention.out", d, heads * value, False, "row", unit=value),
-    )
-    latent = (config.q_lora_rank or 0) + rank + rope
-    shared = config.n_shared_experts * config.moe_intermediate_size
-    experts = Feedforward(
-        *(config.moe_intermediate_size, True, config.n_routed_experts, config.num_experts_per_tok, shared)
-    )
-    dense, sparse = Feedforward(config.intermediate_size, gated=True), set(config.moe_layers)
-    blocks = []
-    for layer in range(config.num_hidden_layers):
-        sizes = experts if layer in sparse else dense
-        mlp = _experts(d, sizes, shard_tensor) if layer in sparse else _mlp(d, sizes.width, True, False)
-        biased = layer in sparse and config.scoring_func == "sigmoid"
-        blocks.append(
-            LayerShape(
-                *(
-                    "block",
-                    "DeepseekBlock",
-                    d,
-                    (*_norm("norm1.", d, "rms"), *attention, *_norm("norm2.", d, "rms"), *mlp),
-                ),
-                products=(*_products(attention), *_products(mlp, sizes.per_token)),
-                attention=Attention(heads, heads, query, value, rotated=rope, latent=latent),
-                feedforward=sizes,
-                norms=2,
-                inputs=2,
-                branches=2,
-                dropout=config.dropout > 0,
-                buffers=4 * config.n_routed_experts if biased else 0,  # the router's bias, fp32
-            )
-        )
-    first, head = _ends(config)
-    return [first, *blocks, _final_norm(d, "rms"), head]

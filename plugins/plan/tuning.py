@@ -1,4 +1,4 @@
-"""Microbatch size and ZeRO stage of a run on its own grid: by formulas, confirmed by measured steps. No torch.
+"""Microbatch size and ZeRO stage of a run on its own grid: by formulas, confirmed by measured steps.
 
 RunToTune   what is asked of a run: its sizes, and steps that are measured
 Tuner       the search: for the stage before there is an engine, then for the size

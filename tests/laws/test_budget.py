@@ -19,7 +19,26 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from import_reader import library  # found by the line above
 
-BUDGET = {}
+BUDGET = {
+    "plugins": 9230,
+    "engine": 8375,
+    "models": 7779,
+    "pipe": 7499,
+    "compat": 7009,
+    "zero": 5398,
+    "grid": 4696,
+    "train": 4203,
+    "cli": 3441,
+    "checkpoint": 2196,
+    "data": 2147,
+    "tensor_parallel": 2145,
+    "options": 1542,
+    "inference": 1483,
+    "testing": 1450,
+    "context": 1383,
+    "base": 1340,
+    "moe": 945,
+}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 SLACK = 40  # lines of a room that may be saved before the number must be lowered
 

@@ -47,17 +47,15 @@ def exact_rows(sampler: InferenceEngine) -> Iterator[None]:
             ranks, layers with a sliding window, sparse attention or capped scores, or experts.
     """
     grid, modules = sampler.grid, list(sampler.module.modules())
-    has = lambda name: any(getattr(module, name, None) is not None for module in modules)  # noqa: E731
+    holders = [*modules, *(module.options for module in modules if isinstance(module, CausalAttention))]
+    has = lambda name: any(getattr(holder, name, None) is not None for holder in holders)  # noqa: E731
     found = {
         f"context={grid.context.size}, whose ranks add in another order": grid.context.size > 1,
         f"tensor={grid.tensor.size}, of which the order of sums depends on their size": grid.tensor.size > 2,
         f"the device {grid.device}": grid.device.type != "cpu",
         "layers with experts": has("experts"),
     }
-    attentions = [module.options for module in modules if isinstance(module, CausalAttention)]
-    for name in ("window", "sparsity", "softcap"):
-        of_attention = any(getattr(options, name) is not None for options in attentions)
-        found[f"layers with a {name}"] = has(name) or of_attention
+    found |= {f"layers with a {name}": has(name) for name in ("window", "sparsity", "softcap")}
     if refused := [what for what, is_so in found.items() if is_so]:
         raise ValueError(f"exact_rows does not cover {'; '.join(refused)}. Leave the context out.")
     with _QueryByQuery(sampler.max_length), _RowProducts():

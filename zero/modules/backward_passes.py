@@ -25,7 +25,8 @@ from ..range_stepper import OptimizerFactory
 from ..sharded_init import gather_all, sharded_parameter
 from ..state_dict_guard import guard_state_dict
 from .optimizer_arguments import broadcast_parameters, managed_parameters, parameter_names
-from .units import Units, find_units, unit_names, users
+from .unit_passes import Units
+from .units import find_units, unit_names, users
 
 
 class BackwardPasses:

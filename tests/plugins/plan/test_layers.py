@@ -130,7 +130,7 @@ def test_parameters_are_the_modules(name: str, tensor: int) -> None:
                 told = [(each.name, each.local_shape(rank, tensor, at)) for each in layer.weights]
                 assert told == [(name, shape) for name, shape, _ in found], layer.name
                 for each, (_, _, layout) in zip(layer.weights, found, strict=True):
-                    assert each.shape == layout.shape and each.sharded(tensor) == layout.sharded, each
+                    assert each.shape == layout.shape and each.shards_over(tensor) == layout.sharded, each
                     assert each.expert_dim == layout.expert_dim and (each.expert_dim is None or moe)
                 assert layer.buffers == sum(buffer.nbytes for buffer in module.buffers())
 
