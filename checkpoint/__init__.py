@@ -7,7 +7,7 @@ lineage.py: a run's identity in its checkpoints, their order, and the lock of a 
 async_writer.py: a thread that writes a copy in host memory while training goes on (checkpoint.background)
 reader.py: opening a checkpoint on any grid, with its checksums verified; what to load (LoadOptions)
 matching.py: names and shapes of a checkpoint compared with those of a model
-auto.py: saving every N steps and on SIGTERM, and finding the newest undamaged checkpoint to resume from
+auto.py: saving every N steps, on SIGTERM and on Ctrl-C, and finding the newest undamaged checkpoint to resume from
 rendezvous.py: every rank makes the same call, or the error names those that did not
 generator_states.py: states of the random generators of torch, Python and numpy
 format/: the files of a checkpoint: index, commit, values in JSON

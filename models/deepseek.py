@@ -17,12 +17,12 @@ from einops import rearrange
 from torch import Tensor
 
 from ..grid import Grid
+from ..grid.comm.regions import copy_all_reduce, gather_reduce_scatter
 from ..grid.randomness.random import Distribution
 from ..options.base import REQUIRED, option
 from ..pipe.spec import LayerSpec
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from ..tensor_parallel.norm import RMSNorm
-from ..tensor_parallel.regions import copy_all_reduce, gather_reduce_scatter
 from .attention import CausalAttention
 from .attention_options import ScoreOptions
 from .config import DeepseekConfig

@@ -14,15 +14,15 @@ from ..base.uncompiled import uncompiled
 from ..grid import Grid
 from ..grid.auxiliary import AuxiliaryLayer
 from ..grid.comm.axis import Axis
-from ..grid.layout import Layout
-from ..grid.randomness.random import Distribution, Uniform, sharded_parameter
-from ..tensor_parallel.regions import (
+from ..grid.comm.regions import (
     all_reduce_copy,
     begin,
     copy_all_reduce,
     gather_reduce_scatter,
     reduce_scatter_gather,
 )
+from ..grid.layout import Layout
+from ..grid.randomness.random import Distribution, Uniform, sharded_parameter
 from .balance import Statistics, balance_loss, fractions, z_loss
 from .capacity import within_capacity
 from .dispatch import Dispatch

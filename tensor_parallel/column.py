@@ -31,7 +31,7 @@ from ..base.autograd import cast, product_dtype
 from ..base.deferred import Deferred
 from ..base.uncompiled import uncompiled
 from ..grid.comm.axis import Axis
-from .regions import begin, border
+from ..grid.comm.regions import begin, border
 
 Weights = Sequence[tuple[Tensor, Tensor | None]]  # (n, K) and (n,) of each layer, this rank's
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from ..grid import Grid
 from ..grid.comm.axis import Axis
+from ..grid.comm.regions import gather_split
 from ..grid.layout import Layout
 from ..grid.randomness.random import Distribution, Normal, sharded_parameter
 from ..grid.ranges import check_units, split
 from .column import column_linear
 from .linear import ColumnParallelLinear, reduced
 from .outside import ReadOutside
-from .regions import gather_split
 
 
 class VocabSharded(ReadOutside):

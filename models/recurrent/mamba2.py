@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...grid.comm.regions import all_reduce_copy, copy_all_reduce
 from ...grid.layout import Layout
 from ...grid.randomness.random import Constant, sharded_parameter
 from ...grid.ranges import split
-from ...tensor_parallel.regions import all_reduce_copy, copy_all_reduce
 from .initial import LogUniform, StepBias
 from .mixer import MixerSizes, RecurrentMixer
 from .sizes import Mamba2Sizes

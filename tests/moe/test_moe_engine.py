@@ -18,6 +18,7 @@ from triax.engine.auxiliary_steps import AuxiliarySteps
 from triax.engine.monitor.report.write import write_report
 from triax.grid import Grid
 from triax.grid.auxiliary import AuxiliaryLosses
+from triax.grid.comm.regions import gather_split
 from triax.grid.layout import Layout
 from triax.grid.randomness.random import Normal, sharded_parameter
 from triax.grid.ranges import split
@@ -25,7 +26,6 @@ from triax.moe import GEGLU, GELU, Activation, MoE, ReLU, SwiGLU
 from triax.moe.grouped import Groups, grouped_linear, grouped_mlp
 from triax.pipe.backward import SplitBackward, deferring
 from triax.pipe.spec import LayerSpec
-from triax.tensor_parallel.regions import gather_split
 
 from moe_reference import reference
 
