@@ -223,7 +223,7 @@ def _block(
 ) -> LayerShape:
     norms = sum(each is not None for each in (block.norm1, block.norm2, block.post_norm1, block.post_norm2))
     mlp = block.mlp
-    if isinstance(mlp, (MLP, GatedMLP)):
+    if isinstance(mlp, MLP):
         feedforward = Feedforward(mlp.down.weight.shape[1], isinstance(mlp, GatedMLP))
     else:
         moe = config.moe_arguments()
