@@ -13,14 +13,14 @@ from typing import Any, ClassVar, Literal
 from ..grid.ranges import check_units
 from ..options.base import option
 from .config_base import TransformerConfig, check_experts, whole_experts
-from .config_groups import Act, AttentionGroup, EndGroup, ExpertGroup, Norm, PositionGroup
+from .config_groups import Act, AttentionFields, EndFields, ExpertFields, Norm, PositionFields
 from .presets import DEEPSEEK_PRESETS, GPT_PRESETS, LLAMA_PRESETS, MIXTRAL_PRESETS, Presets
 from .recurrent.sizes import sizes_from_fields
 from .rope_scaling import DynamicScaling, LinearScaling, LongRopeScaling, RopeScaling, Scaling, YarnScaling
 
 
 @dataclass(frozen=True, repr=False)
-class AnyDecoderConfig(ExpertGroup, AttentionGroup, EndGroup):
+class AnyDecoderConfig(ExpertFields, AttentionFields, EndFields):
     """Configuration of a model that ``decoder_layers`` makes: a ``GPTConfig``, or a ``DecoderConfig``.
 
     The properties are a GPT's rules. ``DecoderConfig`` has fields in their place.
@@ -135,7 +135,7 @@ class AnyDecoderConfig(ExpertGroup, AttentionGroup, EndGroup):
 
 
 @dataclass(frozen=True, repr=False)
-class DecoderConfig(PositionGroup, AnyDecoderConfig):
+class DecoderConfig(PositionFields, AnyDecoderConfig):
     """Configuration of a decoder-only transformer, with the settings in which the families differ.
 
     With the defaults it is a Llama: rotary positions, pre-RMSNorm, SwiGLU and grouped queries. ``LlamaConfig`` and
@@ -238,6 +238,7 @@ class GPTConfig(AnyDecoderConfig):
     num_attention_heads: int = 12
     mlp_ratio: int = option(4, "Ratio of the MLP's width, intermediate_size, to hidden_size.", least=1)
     layer_norm_epsilon: float = option(1e-5, "Epsilon of each LayerNorm.")
+    _: KW_ONLY
     qkv_bias: bool = True
     out_bias: bool = True
     mlp_bias: bool = True
@@ -280,6 +281,7 @@ class MixtralConfig(DecoderConfig):
     PRESETS: ClassVar[Presets] = MIXTRAL_PRESETS
     BLOCK: ClassVar[str] = "MixtralBlock"
 
+    _: KW_ONLY
     num_experts: int = 8
 
     def __post_init__(self) -> None:

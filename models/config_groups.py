@@ -21,7 +21,7 @@ Act = Literal["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_bloom", "re
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class BlockGroup(TransformerConfig):
+class BlockFields(TransformerConfig):
     """Branches of the blocks, and their norms."""
 
     layer_types: tuple[str, ...] = option(
@@ -108,7 +108,7 @@ class BlockGroup(TransformerConfig):
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class AttentionGroup(TransformerConfig):
+class AttentionFields(TransformerConfig):
     """Attention: biases, norms of queries and keys, scores."""
 
     qkv_bias: bool = option(False, "Add biases to queries, keys and values, with initial value 0.")
@@ -154,7 +154,7 @@ class AttentionGroup(TransformerConfig):
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class MLPGroup(TransformerConfig):
+class MLPFields(TransformerConfig):
     """MLP of a block without experts."""
 
     hidden_act: Act = option(
@@ -167,7 +167,7 @@ class MLPGroup(TransformerConfig):
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class ExpertGroup(BlockGroup, MLPGroup):
+class ExpertFields(BlockFields, MLPFields):
     """Mixtures of experts in place of MLPs."""
 
     num_experts: int = option(0, "Number of experts of a block, which the expert axis divides; 0: no experts.", least=0)
@@ -269,7 +269,7 @@ class ExpertGroup(BlockGroup, MLPGroup):
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class EndGroup(TransformerConfig):
+class EndFields(TransformerConfig):
     """Token embeddings and head."""
 
     embedding_norm: bool = option(False, "A norm behind the token embeddings (Bloom).")
@@ -287,7 +287,7 @@ class EndGroup(TransformerConfig):
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class PositionGroup(BlockGroup):
+class PositionFields(BlockFields):
     """Positions: rotary, learned, or biases of the scores."""
 
     learned_positions: bool = option(

@@ -76,7 +76,7 @@ def test_what_follows_from_other_fields_follows_their_changes() -> None:
 def test_the_layers_of_a_configuration() -> None:
     for kind in CONFIGS.values():
         small = next((name for name in kind.presets() if "tiny" in name), None)
-        config = kind.preset(small) if small else kind(8, 8, 8, 2, 2)  # type: ignore[call-arg]
+        config = kind.preset(small) if small else kind(8, 8, 8, 2, 2)
         module = triax.PipelineModule(config.layers(), grid=Grid(), device="meta")
         assert len(config.layers()) == config.layer_count
         assert sum(parameter.numel() for parameter in module.parameters()) == config.parameter_count
