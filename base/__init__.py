@@ -6,6 +6,7 @@ checks.py: checks of numbers, seeds, names of folders, and kinds of arguments.
 lazy.py: lazy public names of packages.
 moved.py: modules and names at their older places.
 entry_points.py: entry points of installed packages.
+seeds.py: ``derive``, a seed from numbers and names.
 nest.py: walks over nests of tensors.
 json_values.py: plain Python values in JSON and back, for checkpoints and between ranks, without pickle.
 json_comments.py: JSON with comments and trailing commas.
@@ -14,6 +15,7 @@ safetensors_header.py: header of safetensors files, made and read.
 safetensors.py: writer of safetensors files, tensor by tensor.
 source_hashes.py: hashes of the files of Python modules.
 autograd.py: marks in the graph, weak hooks, the casts of autocast.
+deferred.py: queue of weight gradients that are computed later (the split backward of zero bubble).
 evaluating.py: evaluation mode of a module for a while.
 uncompiled.py: functions that torch.compile leaves out of its graphs.
 steady_time.py: time of the day that does not jump when the clock is set.

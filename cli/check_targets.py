@@ -26,7 +26,7 @@ from ..testing.pool import RankFailure, run_ranks
 from ..train.file import read_training_file
 from ..train.job import model_config
 from ..train.model import loss_for
-from ..train.schema import ModelSection
+from ..train.sections import ModelSection
 
 FILES = (".yaml", ".yml", ".toml", ".json")
 MICROBATCHES, LENGTH = 4, 16  # of random tokens

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ..models.config import TransformerConfig
     from ..plugins.plan.cost import Work
     from ..train.file import ReadFile
-    from ..train.schema import TrainingFile
+    from ..train.sections import TrainingFile
 
 plan = typer.Typer(
     name="plan",
@@ -109,7 +109,7 @@ def search(flags: SearchFlags) -> None:
     from ..plugins.plan.page import page
     from ..plugins.plan.picture import picture
     from ..plugins.plan.search import Searcher, Space
-    from ..train.schema import count, seconds
+    from ..train.sections import count, seconds
 
     run_seconds, run_tokens = seconds(flags.time), count(flags.tokens)
     run, given = _run(flags), parse_layout(flags.layout or "")

@@ -35,7 +35,7 @@ from .agreement.hang_watch import GONE, Activity, HangWatch, LimitedCalls, lost_
 from .agreement.mailbox import Mailbox
 from .agreement.store_barrier import store_barrier
 from .comm.axis import Axis
-from .comm.equality import same
+from .comm.equal_facts import same
 from .comm.host_transport import HostTransport
 from .comm.observer import Observer
 from .comm.simulated import is_simulated

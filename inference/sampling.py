@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..base.seeds import derive
 from ..grid import Axis
-from ..grid.randomness.random import derive, uniform
+from ..grid.randomness.random import uniform
 from ..grid.ranges import split
 from ..tensor_parallel.regions import gather_split
 

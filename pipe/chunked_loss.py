@@ -24,12 +24,13 @@ import torch
 from torch import Tensor, nn
 
 from ..base.checks import check_count
+from ..base.deferred import Deferred
 from ..base.formulas import CHUNK_TOKENS
 from ..base.nest import map_tensors, tensors_of
 from ..grid import Axis
 from ..grid.loss_pair import is_pair, sum_and_weight
 from ..grid.loss_terms import Loss, Metric, NamedLosses, Term, WithLoss, is_named, named_losses
-from .backward import Deferred, SplitBackward, unsplit
+from .backward import SplitBackward, deferring, unsplit
 
 LossFunction = Callable[[Any, Any], Any]
 
@@ -356,7 +357,7 @@ class _Chunks:
                 gradients: list[Tensor | None] = [None] * len(wanted)
                 if roots and wanted:
                     terms, scales = [n for n, _ in roots], [f.to(n.dtype) for n, f in roots]
-                    with queue.backward():  # it frees the logits
+                    with deferring(queue):  # it frees the logits
                         gradients = [*torch.autograd.grad(terms, wanted, scales, allow_unused=True)]
                 for total, each in zip(numbers, found, strict=True):
                     total += each.detach()

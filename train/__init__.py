@@ -1,6 +1,6 @@
 """A training run from one file: ``triax train FILE [key=value ...]``, and ``triax.train`` for programs.
 
-schema.py: every key of the file: the engine's options, and what only a run has.
+sections.py: every key of the file: the engine's options, and what only a run has.
 engine_sections.py: sections of the engine's options with what a run adds, and its defaults.
 numbers.py: numbers of tokens and times, as 1.5B and 90m.
 file.py: reading a file and ``key=value`` changes, with errors that name file, line and key.

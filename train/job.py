@@ -14,6 +14,7 @@ from ..base.errors import ConfigError, nearest, no_such
 from ..base.hub import local_folder, pinned
 from ..base.named_function import named_function
 from ..base.option_error import OptionError
+from ..engine.setup.asked_schedule import schedule_of, with_passes
 from ..grid.environment import replica_name
 from ..grid.topology import Topology
 from ..models.config import CONFIGS, DeepseekConfig, TransformerConfig, config_from_fields
@@ -31,9 +32,9 @@ from ..pipe.partition import boundaries
 from ..pipe.program.layer_costs import LayerCosts
 from ..pipe.program.schedule import Schedule
 from ..pipe.program.slices import require_slices, slice_lengths
-from ..pipe.schedules.choose import require_schedule, schedule_of, with_passes
+from ..pipe.schedules.choose import require_schedule
 from .learning_rate import LearningRate
-from .schema import ModelSection, TrainingFile
+from .sections import ModelSection, TrainingFile
 
 _MOST_OPS = 10**6  # passes of a step
 

@@ -20,7 +20,7 @@ from ..data.token_data import TokenData
 from ..data.tokenizer import BYTES, open_tokenizer
 from ..engine.monitor.files import TERMS
 from ..engine.monitor.format import numbers_in_words
-from ..engine.optim.lr_schedules import ClosedFormSchedule
+from ..engine.optim.closed_form import ClosedFormSchedule
 from ..engine.pipeline_engine import PipelineEngine
 from ..engine.step_observer import StepObserver
 from ..grid import Grid
@@ -328,7 +328,7 @@ class TrainingRun:
         drawn = {} if self.method is None else self.method.metrics
         return {name: drawn[name] for name in _OF_A_DRAW if name in drawn} | self.engine.metrics
 
-    def save(self) -> str | None:
+    def save_and_wait(self) -> str | None:
         """Write a checkpoint now, and wait until it is written. Return why it was not written. Collective."""
         folder, every = self.job.checkpoints, self.job.options.checkpoint.every
         if folder is None:
@@ -381,7 +381,7 @@ class TrainingRun:
     def _finish(self, validation: float | None) -> None:
         """Save, write the model, and say how the run ended."""
         job, report = self.job, self.report
-        unsaved = self.save()
+        unsaved = self.save_and_wait()
         text = self.sample()
         problem = None if job.export is None else self._export(job.export)
         limit = minutes(job.file.training.time_limit or 0)

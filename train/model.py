@@ -27,13 +27,13 @@ from ..options.engine import EngineOptions
 from ..pipe.module import PipelineModule
 from ..tensor_parallel.embedding import VocabParallelEmbedding
 from .job import Job, cut_by, layers_function, model_config
-from .methods.answers import BASELINE, REFERENCE
+from .methods.answer_losses import BASELINE, REFERENCE
 from .methods.distillation import IDS, TEACHER, distill_loss
 from .methods.grpo import ADVANTAGES, OLD, TOKEN_REFERENCE, grpo_loss
 from .methods.kto import kto_loss
 from .methods.preferences import preference_loss
 from .methods.reward import reward_loss
-from .schema import MethodSection, ModelSection
+from .sections import MethodSection, ModelSection
 
 _EMBEDDINGS = (VocabParallelEmbedding, PositionEmbedding, nn.Embedding)
 

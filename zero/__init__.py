@@ -9,9 +9,14 @@ Layout of the parameters:
 
 Buckets:
     flat_weights.py: weights of a bucket: whole or sharded buffer, master weights, release and restore in stage 3
-    gradient_access.py: ``p.grad`` between two backward passes: guarded tensors, and what user code does with them
+    gradient_buffer.py: unsharded gradients of a bucket, in one flat tensor
     bucket.py: gradients of a bucket: accumulation, all-reduce (stages 0, 1), reduce-scatter (stages 2, 3)
     offload.py: offload of shards, masters, gradients and optimizer state to host memory or disk
+
+``p.grad`` between two backward passes:
+    shown_gradients.py: ``p.grad`` of a bucket's parameters, and the state of each gradient
+    guarded_gradient.py: tensors in ``p.grad`` that ask before user code reads or changes a gradient
+    gradient_access.py: what user code reads and changes, on all buckets: when it may, and what the step takes of it
 
 A step:
     axis_options.py: options of the data axis, which engine/setup/zero.py makes from ``triax.Zero`` (options/zero.py)
@@ -19,16 +24,16 @@ A step:
     gradients.py: when buckets are reduced: during the backward pass or at the end of a step, and if each reduction is
         waited for at once (``overlap_comm``)
     layer_gather.py: stage 3's all-gather of a layer's weights before it runs, prefetch (``overlap_comm``), release
-    norm.py: the norm of all gradients, and the factor by which they are clipped
-    optimizer.py: gradients times 1 / divisor and clip factor, the optimizer's step on the ranges that a rank owns, and
-        the all-gather of the new weights
+    gradient_norm.py: the norm of all gradients, and the factor by which they are clipped
+    range_stepper.py: gradients times 1 / divisor and clip factor, the optimizer's step on the ranges that a rank owns,
+        and the all-gather of the new weights
     optimizer_kinds.py: trial of an optimizer of another library: if ZeRO may cut what it steps
     optimizer_modes.py: train and eval modes of schedule-free optimizers
     sub_groups.py: the step in sub-groups, for offloaded state
     late_parameters.py: step counts of parameters that some steps left out
     whole_tensors.py: the step of optimizers that need whole tensors (Adafactor), in stage 0
     optimizer_entries.py: what an optimizer counts in its groups and in itself, for checkpoints
-    layerwise.py: norms and matrices over the shards of each layer, for LAMB and Muon
+    sharded_layers.py: norms and matrices over the shards of each layer, for LAMB and Muon
 
 Around it:
     held_bytes.py: bytes that a rank holds between two steps, by kind

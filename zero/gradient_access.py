@@ -1,4 +1,4 @@
-"""Access to ``p.grad``: guarded tensors through which user code reads and changes the reduced gradients of a step.
+"""Access to ``p.grad``: user code reads and changes the reduced gradients of a step through guards.
 
 between two backward passes    ``p.grad`` is a guard: each operation on it first calls ``GradientAccess``
 an operation on a guard        stages 0, 1: the reductions end; then every ``p.grad`` is the whole batch's gradient
@@ -8,142 +8,20 @@ the optimizer's step           takes what user code left in ``p.grad``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
-from weakref import WeakMethod, ref
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
 
 from ..base.autograd import backward_task
-from ..base.nest import map_tensors
 from ..grid import Axis, Grid
+from .bucket import Bucket
 from .managed import ManagedParameter
 
-# Properties and methods that a guard answers by itself, because they need no values.
-_WITHOUT_VALUES = {
-    *("shape", "dtype", "device", "layout", "ndim", "names", "requires_grad", "grad_fn", "is_leaf", "is_sparse"),
-    *("is_cuda", "is_cpu", "is_meta", "is_quantized", "is_mkldnn", "is_xla", "itemsize", "nbytes", "output_nr"),
-    *("is_sparse_csr", "is_nested", "size", "dim", "numel", "nelement", "element_size", "stride", "is_contiguous"),
-    *("is_floating_point", "is_complex", "__len__", "__hash__", "untyped_storage"),
-    "_has_compatible_shallow_copy_type",
-}
-# Methods that do nothing to a guarded gradient: torch's ``zero_grad`` calls them first.
-_IDLE = {"detach_", "requires_grad_"}
-# Moves of a whole module move its gradients too, even gradients that a step has used already.
-_MOVES = {"to", "cpu", "cuda", "half", "bfloat16", "float", "double"}
 # Gradients of replicas differ if one was changed; rounding may differ between processors.
 _TOLERANCE = 1e-6
-
-
-class GuardedGradient(Tensor):
-    """``.grad`` in the memory in which autograd accumulates: torch's C++ code adds to it without calling Python."""
-
-    _access: ref[GradientAccess]
-    _parameter: ref[nn.Parameter]
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name in ("__get__", "__set__"):  # of a property, such as Tensor.data
-            name = func.__self__.__name__ + ("=" if name == "__set__" else "")
-        with torch._C.DisableTorchFunctionSubclass():
-            return _call(func, name, args, kwargs)
-
-
-class HiddenGradient(GuardedGradient):
-    """``.grad`` without memory, which C++ code cannot read either: the gradient is being reduced, or lies elsewhere."""
-
-    absorb: Callable[[Tensor], None]
-
-    @staticmethod
-    def __new__(cls, parameter: Tensor) -> HiddenGradient:
-        made: HiddenGradient = torch.Tensor._make_wrapper_subclass(
-            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
-        )
-        return made
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        first = args[0] if args else None
-        adds = func is torch.ops.aten.add_.Tensor and backward_task() != -1
-        if adds and isinstance(first, HiddenGradient):  # autograd accumulates in .grad
-            first.absorb(args[1])
-            return first
-        return func(*map_tensors(_value, args), **map_tensors(_value, kwargs))
-
-
-def guard(made: GuardedGradient, access: GradientAccess, parameter: nn.Parameter) -> GuardedGradient:
-    """Connect a new guard with its access and its parameter, and return it."""
-    made._access, made._parameter = ref(access), ref(parameter)
-    return made
-
-
-def _call(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Call a function of torch that was given guards."""
-    first: Any = args[0] if args else None
-    if func in (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor) and backward_task() != -1:
-        return func(*args, **kwargs)  # autograd accumulates in .grad, under a mode that sees its operations
-    if name in _WITHOUT_VALUES or (name == "data_ptr" and type(first) is GuardedGradient):
-        return func(*args, **kwargs)
-    if name in _IDLE:
-        return first
-    if name in ("zero_", "_foreach_zero_"):
-        for each in first if name == "_foreach_zero_" else (first,):
-            _access_of(each).zero(each._parameter()) if isinstance(each, GuardedGradient) else each.zero_()
-        return first
-    if isinstance(first, GuardedGradient):
-        if name in _MOVES and _access_of(first).is_gone(first._parameter()):
-            return first
-        if name == "data=":
-            return None if args[1] is first else _value(first).copy_(_value(args[1]))
-    return func(*map_tensors(_value, args), **map_tensors(_value, kwargs))
-
-
-def _access_of(gradient: GuardedGradient) -> GradientAccess:
-    access = gradient._access()
-    if access is None or gradient._parameter() is None:
-        raise RuntimeError(
-            "p.grad belongs to an engine or optimizer that is gone: call module.zero_grad() before you train the "
-            "module without it"
-        )
-    return access
-
-
-def _value(tensor: Tensor) -> Tensor:
-    """Return the gradient behind a guard; any other tensor as it is."""
-    return _access_of(tensor).value(tensor._parameter()) if isinstance(tensor, GuardedGradient) else tensor
-
-
-class GuardedBucket(Protocol):
-    """Protocol: the gradients of a bucket, as ``GradientAccess`` reads and changes them; see ``Bucket``."""
-
-    members: list[ManagedParameter]
-    axis: Axis
-    transient: bool
-
-    @property
-    def sharded(self) -> bool: ...
-    @property
-    def access(self) -> GradientAccess | None: ...
-    @access.setter
-    def access(self, access: GradientAccess) -> None: ...
-    def hide(self, access: GradientAccess) -> None: ...
-    def replaced(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]: ...
-    def lift(self, parameter: nn.Parameter) -> None: ...
-    def drop(self, parameter: Tensor) -> None: ...
-    def zero(self, parameter: Tensor) -> None: ...
-    def gradient_of(self, parameter: nn.Parameter) -> Tensor: ...
-    def reduced_gradient(self, exposed: bool) -> Tensor: ...
-    def assign_gradient(self, parameter: nn.Parameter, gradient: Tensor, divisor: float, exposed: bool) -> None: ...
-    def expose(self, factor: float) -> None: ...
-    def conceal(self, factor: float) -> None: ...
-    def fingerprint(self, exposed: bool) -> list[float]: ...
 
 
 class GradientAccess:
@@ -161,16 +39,14 @@ class GradientAccess:
         stepped: True if the optimizer has stepped with the gradients.
     """
 
-    def __init__(
-        self, buckets: Sequence[GuardedBucket], grid: Grid, settle: Callable[[], None], exchanged: bool
-    ) -> None:
+    def __init__(self, buckets: Sequence[Bucket], grid: Grid, settle: Callable[[], None], exchanged: bool) -> None:
         self._buckets, self._grid, self._exchanged = list(buckets), grid, exchanged
         self._settle = WeakMethod(settle)
         self._bucket_of = {id(m.parameter): (bucket, m) for bucket in self._buckets for m in bucket.members}
         self._divisor: WeakMethod[Callable[[], float]] | None = None
         self._context: WeakMethod[Callable[[str], AbstractContextManager[None]]] | None = None
         self._remedy = ""
-        self._lifted: list[tuple[GuardedBucket, nn.Parameter, Tensor | None]] = []  # what user code has assigned
+        self._lifted: list[tuple[Bucket, nn.Parameter, Tensor | None]] = []  # what user code has assigned
         self.plain = self.stepped = self._exposed = self._touched = False
         self.applied = 1.0
 
@@ -192,12 +68,12 @@ class GradientAccess:
         self._divisor, self._remedy = None if divisor is None else WeakMethod(divisor), remedy
         if divisor is not None:
             for bucket in self._buckets:
-                bucket.access = self
+                bucket.shown.access = self
 
     def hide(self) -> None:
         """Hide all gradients behind ``.grad``."""
         for bucket in self._buckets:
-            bucket.hide(self)
+            bucket.shown.hide(self)
 
     def begin(self) -> None:
         """Begin a step."""
@@ -205,7 +81,7 @@ class GradientAccess:
         self.stepped = self._exposed = self._touched = False
         self.applied = 1.0
 
-    def value(self, parameter: nn.Parameter | None) -> Tensor:
+    def value(self, parameter: Tensor | None) -> Tensor:
         """Return the reduced gradient of a parameter: a view of its bucket. In stage 1 collective, the first time.
 
         Raises:
@@ -220,7 +96,7 @@ class GradientAccess:
                 self.expose()
         return bucket.gradient_of(member.parameter)
 
-    def zero(self, parameter: nn.Parameter | None) -> None:
+    def zero(self, parameter: Tensor | None) -> None:
         """Set a gradient to zero, in any stage."""
         bucket, member = self._bucket_of[id(parameter)]
         if backward_task() != -1:
@@ -231,7 +107,7 @@ class GradientAccess:
                 settle()
             bucket.zero(member.parameter)
 
-    def is_gone(self, parameter: nn.Parameter | None) -> bool:
+    def is_gone(self, parameter: Tensor | None) -> bool:
         """Return True if the optimizer has stepped and this rank no longer has the whole gradient of the parameter."""
         bucket, _ = self._bucket_of[id(parameter)]
         return self._divisor is None or (self.stepped and (bucket.sharded or bucket.transient))
@@ -327,7 +203,7 @@ class GradientAccess:
         assert method is not None  # else ``_obstacle`` has refused
         return method()
 
-    def _obstacle(self, bucket: GuardedBucket, member: ManagedParameter) -> str | None:
+    def _obstacle(self, bucket: Bucket, member: ManagedParameter) -> str | None:
         """Return the reason for which a gradient can neither be read nor changed on this rank; None if it can."""
         grid = self._grid
         if self._divisor is None:

@@ -13,12 +13,12 @@ import shutil
 import tempfile
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from ..base.accelerators import is_accelerator
+from ..base.accelerators import functions_of, is_accelerator
 from ..grid import Grid
 from ..grid.agreement.agreement import agreed
 
@@ -87,6 +87,7 @@ class Memory:
         self.kind, self.device = kind, device
         self._pin, self._dry = pin, dry
         self._made: set[int] = set()  # storages
+        self._copied: Any = None  # event after the last copy of ``accumulate``
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a flat tensor of zeros.
@@ -101,6 +102,27 @@ class Memory:
     def holds(self, tensor: Tensor) -> bool:
         """Return True if a tensor was allocated here."""
         return tensor.untyped_storage()._cdata in self._made
+
+    def accumulate(self, total: Tensor, value: Tensor, first: bool) -> None:
+        """Add a value to a total that was allocated here, or replace it by the ``first`` one.
+
+        Pinned memory gets the sum later: the host must ``settle`` before it reads or writes the total.
+        """
+        if not (self._pin and is_accelerator(value.device)):
+            value = value.to(total.device)
+            total.copy_(value) if first else total.add_(value)
+            return
+        # Added on the device, so that the host need not wait for each value.
+        value = value if first else total.to(value.device, non_blocking=True).add_(value)
+        total.copy_(value, non_blocking=True)
+        self._copied = functions_of(value.device).Event()
+        self._copied.record()
+
+    def settle(self) -> None:
+        """Wait until pinned memory has all sums of ``accumulate``."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
 
     def prefetch(self, tensor: Tensor) -> None:
         """Prefetch a tensor that is needed soon. No effect in RAM."""

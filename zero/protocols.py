@@ -53,11 +53,13 @@ class GradientBucket(Protocol):
     tie: int | None
     counted: bool
     weights: Tensor
-    gradients: Tensor | None
     owned: tuple[int, int]
     owned_gradient: Tensor
     communication_dtype: torch.dtype
     reduction: ReduceScatter
+
+    @property
+    def gradients(self) -> Tensor | None: ...
 
     @property
     def trained(self) -> bool:

@@ -5,7 +5,7 @@
 - ``host_transport.py``: ``HostTransport``, for ranks that share a GPU: by way of host memory
 - ``pending.py``: handles of asynchronous operations: ``Pending``, ``Done``, ``All``, ``Then``
 - ``lanes.py``: ``Lanes``: two passes that take turns, so that one computes while the other waits for its collective
-- ``equality.py``: ``same``: whether all ranks of an axis have equal facts
+- ``equal_facts.py``: ``same``: whether all ranks of an axis have equal facts
 - ``traffic.py``: counters of the bytes sent, by axis and collective
 - ``observer.py``: ``Observer``, which an axis calls when an operation begins and ends
 - ``comms_log.py``: observer: durations of collectives and messages, for ``monitor.communication``

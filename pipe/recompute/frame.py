@@ -151,12 +151,12 @@ class Frame:
             yield
             return
         deferred = self._split.deferred
-        collected, deferred.collects = deferred.collects, False
+        active, deferred.active = deferred.active, False
         try:
             with self._split:
                 yield
         finally:
-            deferred.collects = collected
+            deferred.active = active
 
     def _pack(self, tensor: Tensor) -> SavedValue:
         value = SavedValue(self)

@@ -22,7 +22,7 @@ from ...base.dtypes import SHORT_NAMES
 from ...base.errors import require_at_least
 from ...grid.comm.axis import Axis
 from ...grid.grid import Grid
-from ...zero.norm import clip_coefficient, counted_squares
+from ...zero.gradient_norm import clip_coefficient, counted_squares
 from ...zero.protocols import GradientBucket
 from .compressor import Compressor, message_bytes, zeros_like_buckets
 from .uncompressed_sum import MessageKind, concatenate, copy_back, count_elements, parameter_slices

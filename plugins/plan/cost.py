@@ -47,18 +47,19 @@ from operator import mul
 from typing import Any, NamedTuple
 
 from ...base.formulas import BYTES, model_states
+from ...engine.setup.asked_schedule import with_passes
 from ...models.config import TransformerConfig
 from ...options.schedule import OffloadActivations, ScheduleOptions
+from ...pipe.program.costs import Costs
 from ...pipe.program.layer_costs import LayerCost, LayerCosts
 from ...pipe.program.schedule import Schedule
-from ...pipe.program.simulate import Costs, timeline_of
+from ...pipe.program.simulate import timeline_of
 from ...pipe.program.slices import equal_cost_slices
 from ...pipe.program.timeline import Timeline
-from ...pipe.schedules.choose import with_passes
 from ...pipe.schedules.registry import RECIPES, named_schedule
 from .collectives import RankGroup, all_gather, all_reduce, all_to_all, message, reduce_scatter
 from .cores import StageWork, makespan
-from .layers import Attention, Feedforward, LayerShape, MatrixProduct, layers_of
+from .layer_shapes import Attention, Feedforward, LayerShape, MatrixProduct, layers_of
 from .machine import Machine
 from .measured import MeasuredTimes, interpolated
 from .memory import ModelMemory

@@ -29,14 +29,14 @@ from ...models.config import TransformerConfig
 from ...models.head_groups import HeadGroups
 from ...options.engine import EngineOptions
 from ...pipe.partition import boundaries, by_speed
+from ...pipe.program.activations import counts_in_flight, largest_counts
 from ...pipe.program.schedule import Schedule
-from ...pipe.program.simulate import counts_in_flight, largest_counts
 from ...pipe.program.slices import require_slices
 from ...pipe.schedules.registry import RECIPES, named_schedule
 from ...zero.flat import REPLICATED, Item, rules_of_size
 from ...zero.flat import plan as plan_buckets
 from .activations import block_activations
-from .layers import Attention, LayerShape, Weight, layers_of
+from .layer_shapes import Attention, LayerShape, Weight, layers_of
 from .parallel_layout import UNCHANGED, ParallelLayout
 
 # Share of activations and temporaries that the caching allocator loses to fragments.

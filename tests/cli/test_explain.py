@@ -20,7 +20,7 @@ from triax.options.monitoring import Monitoring
 from triax.plugins.plan.memory import ModelMemory
 from triax.train.file import read_training_file
 from triax.train.job import Job, resolve
-from triax.train.schema import TrainingFile
+from triax.train.sections import TrainingFile
 
 from paths import ROOT
 

@@ -15,7 +15,7 @@ from triax import Grid, PipelineModule
 from triax.models import DecoderConfig, decoder_layers
 from triax.models.config import CONFIGS, AnyDecoderConfig, GPTConfig, LlamaConfig, config_from_fields
 from triax.models.layers import NextTokenLoss
-from triax.plugins.plan.layers import layers_of
+from triax.plugins.plan.layer_shapes import layers_of
 
 from training import Step, assert_steps_equal, microbatches, text_batches, train
 

@@ -17,7 +17,7 @@ from triax.models.config import DecoderConfig, config_from_fields
 from triax.models.decoder import decoder_layers
 from triax.models.layers import NextTokenLoss
 from triax.models.recurrent.sizes import DeltaNetSizes, Mamba2Sizes
-from triax.plugins.plan.layers import layers_of
+from triax.plugins.plan.layer_shapes import layers_of
 
 VOCABULARY, ROWS = 37, 4
 _COMMON: dict[str, Any] = {

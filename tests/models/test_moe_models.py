@@ -98,7 +98,7 @@ def run(cells: list[Cell], folder: str) -> list[dict[str, Any]]:
 def train(cell: Cell, folder: str, out: str) -> dict[str, Any]:
     """Load, count what was read, run, save, and train a step."""
     read = 0
-    plain = reader._Folder.read
+    plain = reader._Folder.read_slice
 
     def counted(self: Any, name: str, part: tuple[slice, ...]) -> Tensor:
         nonlocal read
@@ -113,7 +113,7 @@ def train(cell: Cell, folder: str, out: str) -> dict[str, Any]:
     def logits_of(x: Tensor) -> Tensor:
         return gather(gather_logits(x, grid=grid, vocab_size=VOCABULARY), grid.context, LENGTH)
 
-    reader._Folder.read = counted  # type: ignore[method-assign]
+    reader._Folder.read_slice = counted  # type: ignore[method-assign]
     try:
         model = triax.PipelineModule(
             load_hf(folder, layers),
@@ -133,7 +133,7 @@ def train(cell: Cell, folder: str, out: str) -> dict[str, Any]:
         }
         engine, *_ = triax.initialize(model=model, config=settings)
     finally:
-        reader._Folder.read = plain  # type: ignore[method-assign]
+        reader._Folder.read_slice = plain  # type: ignore[method-assign]
     ids, labels = batch()
     each = ROWS // cell.data
     mine = slice(grid.data.rank * each, (grid.data.rank + 1) * each)

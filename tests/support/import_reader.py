@@ -69,6 +69,7 @@ BARE = (
         "models/recurrent/sizes.py",
         "models/rope_scaling.py",
     ),
+    *("engine/__init__.py", "engine/setup/__init__.py", "engine/setup/asked_schedule.py"),
     # The other files of the folder read the layers of a model, or time kernels.
     *(f"plugins/plan/{name}.py" for name in ("__init__", "activations", "collectives", "cores", "machine", "measured")),
     *(f"plugins/plan/{name}.py" for name in ("page", "parallel_layout", "picture")),
@@ -80,7 +81,7 @@ TORCH_FREE = (
     *("compat/__init__.py", "compat/deepspeed/__init__.py", "compat/deepspeed/config"),
     *("compat/deepspeed/ledger.py", "compat/deepspeed/modules.py"),
     "train/__init__.py",
-    "train/schema.py",
+    "train/sections.py",
     "train/file.py",
     "train/job.py",
     "train/learning_rate.py",

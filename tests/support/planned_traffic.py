@@ -20,7 +20,7 @@ from itertools import pairwise
 from triax.base.formulas import zero_traffic
 from triax.models.config import TransformerConfig
 from triax.pipe.schedules.registry import RECIPES, named_schedule
-from triax.plugins.plan.layers import LayerShape
+from triax.plugins.plan.layer_shapes import LayerShape
 from triax.plugins.plan.memory import ModelMemory, StateOptions
 from triax.plugins.plan.parallel_layout import ParallelLayout
 

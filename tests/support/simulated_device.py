@@ -26,12 +26,14 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils import _device, backend_registration
 from torch.utils._pytree import tree_leaves
+
+from triax.base.uncompiled import uncompiled
 
 from simulated_order import Clock, Order, Uses
 
@@ -53,6 +55,19 @@ _WAITS = {
 _LIBRARY = str(__import__("triax").__path__[0])
 
 
+class Copy(NamedTuple):
+    """A non-blocking copy of a stream, its operation of this number.
+
+    ``finish`` is called when the host has waited for it. A copy to the host then writes ``target``; a copy from pinned
+    memory has none, and checks that this memory has not changed.
+    """
+
+    stream: int
+    number: int
+    finish: Callable[[], None]
+    target: Tensor | None
+
+
 class SimulatedDevice:
     """State of the device of this process.
 
@@ -70,7 +85,7 @@ class SimulatedDevice:
         self.allocated = self.peak = 0
         self.is_there = False
         self.order = Order()
-        self._copies: list[tuple[int, int, Callable[[], None]]] = []
+        self._copies: list[Copy] = []
 
     def wait(self, what: str = "", until: Clock | None = None) -> None:
         """Let the host wait for the current stream, or until a clock, and end the copies that are then done.
@@ -82,16 +97,38 @@ class SimulatedDevice:
         order = self.order
         order.host |= order.clocks[order.current] if until is None else until
         copies, self._copies = self._copies, []
-        for stream, count, finish in copies:
-            if count <= order.host[stream]:
-                finish()
+        for copy in copies:
+            if copy.number <= order.host[copy.stream]:
+                copy.finish()
             else:
-                self._copies.append((stream, count, finish))
+                self._copies.append(copy)
 
-    def later(self, finish: Callable[[], None]) -> None:
-        """Call a function when the host has waited for the last operation of the current stream."""
+    def later(self, finish: Callable[[], None], target: Tensor | None = None) -> None:
+        """Call a function, which may write a ``target`` of the host, when the host has waited for the current stream.
+
+        If it writes one, the current stream has read by now what its earlier copies read.
+        """
         stream = self.order.current
-        self._copies.append((stream, self.order.clocks[stream][stream], finish))
+        if target is not None:
+            with self.in_order():
+                checks = [copy for copy in self._copies if copy.stream == stream and copy.target is None]
+                for copy in checks:
+                    copy.finish()
+                    self._copies.remove(copy)
+            poison(target)
+        self._copies.append(Copy(stream, self.order.clocks[stream][stream], finish, target))
+
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
+        """Context in which memory of the host has what the current stream has copied to it, as this stream sees it."""
+        targets: list[Tensor] = []
+        for copy in self._copies:
+            if copy.stream == self.order.current and copy.target is not None:
+                copy.finish()
+                targets.append(copy.target)
+        yield
+        for target in targets:
+            poison(target)
 
     def access(self, tensor: Tensor, write: bool) -> None:
         """Let the current stream read or write a tensor of the device."""
@@ -349,11 +386,13 @@ def _copied(source: Tensor, target: Tensor, non_blocking: bool) -> Tensor:
     if of == to:
         on_cpu(target).copy_(on_cpu(source))
     elif to == NAME:
-        on_cpu(target).copy_(source)
+        with DEVICE.in_order():
+            on_cpu(target).copy_(source)
+            before = source.detach().clone()
         if not non_blocking:
             DEVICE.wait("a blocking copy to the device")
         elif _is_pinned(source):
-            before, where = source.detach().clone(), place()
+            where = place()
 
             def check() -> None:
                 if not _equal(before, source):
@@ -362,8 +401,7 @@ def _copied(source: Tensor, target: Tensor, non_blocking: bool) -> Tensor:
             DEVICE.later(check)
     elif non_blocking:
         value = on_cpu(source).to(target.dtype, copy=True)
-        poison(target)
-        DEVICE.later(lambda: (target.copy_(value), None)[1])
+        DEVICE.later(lambda: (target.copy_(value), None)[1], target)
     else:
         DEVICE.wait("a blocking copy to the host")
         target.copy_(on_cpu(source))
@@ -596,12 +634,12 @@ def _pin(tensor: Tensor) -> Tensor:
 def _register() -> tuple[torch.library.Library, ...]:
     backend_registration._setup_privateuseone_for_python_backend(NAME, _Functions(), _Hook())
     every, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
-    every.fallback(_run, "PrivateUse1")
+    every.fallback(uncompiled(_run), "PrivateUse1")
     every.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")  # of ops that autocast does not cast
-    aten.impl("_copy_from", _copy, "PrivateUse1")
-    aten.impl("_to_copy", _to, "PrivateUse1")
-    aten.impl("_local_scalar_dense", _item, "PrivateUse1")
-    aten.impl("record_stream", _record_stream, "PrivateUse1")
+    aten.impl("_copy_from", uncompiled(_copy), "PrivateUse1")
+    aten.impl("_to_copy", uncompiled(_to), "PrivateUse1")
+    aten.impl("_local_scalar_dense", uncompiled(_item), "PrivateUse1")
+    aten.impl("record_stream", uncompiled(_record_stream), "PrivateUse1")
     # Before they are replaced, torch must list the functions that `with torch.device(...)` redirects.
     _device._device_constructors()
     # torch asks a C++ allocator for pinned memory, which a backend in Python cannot give.

@@ -16,7 +16,7 @@ from triax.options.local_updates import DiLoCo
 from triax.options.named import LRSchedule, Optimizer
 from triax.train.job import Job, resolve
 from triax.train.learning_rate import LearningRate
-from triax.train.schema import TrainingFile
+from triax.train.sections import TrainingFile
 from triax.train.start import make_job
 
 

@@ -16,7 +16,7 @@ from triax.models.deepseek import deepseek_layers
 from triax.models.gpt import gpt_layers
 from triax.models.llama import llama_layers
 from triax.models.mixtral import mixtral_layers
-from triax.plugins.plan.layers import layers_of
+from triax.plugins.plan.layer_shapes import layers_of
 
 _LLAMA = LlamaConfig.preset("llama-tiny")
 _SIZES: dict[str, Any] = {

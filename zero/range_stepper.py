@@ -18,9 +18,9 @@ from ..grid.layout import FlatRange
 from .axis_options import ZeroOptions
 from .bucket import Bucket
 from .late_parameters import LateParameters
-from .layerwise import ShardedLayers
 from .protocols import Exchange, MakeOptimizer
 from .shard_ranges import DtypeOf, KeyedRanges, ShardRanges
+from .sharded_layers import ShardedLayers
 from .sub_groups import SubGroups, is_elementwise, is_number
 
 _PACKAGE = __name__.partition(".")[0]
