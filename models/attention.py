@@ -141,6 +141,7 @@ class CausalAttention(nn.Module):
 
     def _way(self, q: Tensor, documents: Tensor | None) -> _Way:
         options, length = self.options, q.shape[2]
+        positions: Tensor | None
         if self.slices is not None and self.slices.active:
             positions = self.slices.positions(documents, q.device)
             return _Way(positions, self.slices.length, self._attend_slice, (documents,))

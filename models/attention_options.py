@@ -19,29 +19,22 @@ class ScoreOptions(Declared):
     """Options of what follows the projections to queries, keys and values: positions, mask, scores."""
 
     rope: Rope | Alibi | None = option(
-        None,
-        "Rotary embedding of queries and keys; or Alibi, which needs scale; None: positions are already added to the "
-        "input.",
+        None, "Rotary embedding of queries and keys, or Alibi, which needs scale; None: no positions."
     )
     window: int | None = option(
-        None,
-        "A token attends to itself and to the window - 1 tokens before it (sliding window); None: to all tokens before "
-        "it.",
+        None, "Tokens that a token attends to, itself included (sliding window); None: all before it."
     )
-    chunk: int | None = option(
-        None, "A token attends only to the tokens before it in its chunk of this many tokens; None: no chunks."
-    )
+    chunk: int | None = option(None, "A token attends within its chunk of this many tokens only; None: no chunks.")
     sparsity: Sparsity | None = option(None, "Block mask of sparse attention; None: no mask.")
     scale: float | None = option(None, "Factor of the scores; None: dim ** -0.5, of the width of a query.")
     softcap: float | None = option(
         None, "Cap c of the scores, which become c tanh(scores / c), without a context axis or sparsity; None: no cap."
     )
     sinks: bool = option(
-        False,
-        "Have in each head one more score, which takes a part of the softmax and adds nothing to the output (gpt-oss).",
+        False, "Each head has one more score, which takes a part of the softmax and adds nothing (gpt-oss)."
     )
     l2_norm: float | None = option(
-        None, "Epsilon of an RMSNorm without a weight over each head of q and k, behind rope; None: no norm."
+        None, "Epsilon of an RMSNorm without a weight over each head of q and k, behind rope; None: none."
     )
     temperature: tuple[float, int] | None = option(
         None,
@@ -55,9 +48,7 @@ class AttentionOptions(ScoreOptions):
 
     head_dim: int = option(0, "Width of each head; 0: width / heads.")
     kv_heads: int | None = option(
-        None,
-        "Number of key/value heads, a divisor of the number of query heads; None: as many, and q, k and v are one "
-        "fused weight.",
+        None, "Key/value heads, a divisor of the heads; None: as many, and q, k and v are one weight."
     )
     bias: bool = option(False, "Add biases to q, k and v, with initial value 0.")
     out_bias: bool = option(False, "Add a bias to the output projection.")
@@ -67,8 +58,6 @@ class AttentionOptions(ScoreOptions):
     norm_after: bool = option(False, "This norm is behind rope, not before it.")
     norm: Callable[..., nn.Module] = option(RMSNorm, "Maker of this norm over each head.")
     clip: float | None = option(
-        None, "Largest absolute value of q, k and v, to which they are clipped before rope; None: no limit."
+        None, "q, k and v are clipped to plus and minus this number, before rope; None: no limit."
     )
-    output_gate: bool = option(
-        False, "Multiply the result of attention by the sigmoid of a projection of the input (Qwen3-Next)."
-    )
+    output_gate: bool = option(False, "Multiply the result by the sigmoid of a projection of the input (Qwen3-Next).")

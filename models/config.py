@@ -7,20 +7,20 @@ Fields that Hugging Face's configurations also have are named as there. ``config
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Literal
 
 from ..grid.ranges import check_units
 from ..options.base import option
 from .config_base import TransformerConfig, check_experts, whole_experts
-from .config_groups import Act, AttentionGroup, EndGroup, ExpertGroup, Norm, PositionGroup
+from .config_groups import Act, AttentionFields, EndFields, ExpertFields, Norm, PositionFields
 from .presets import DEEPSEEK_PRESETS, GPT_PRESETS, LLAMA_PRESETS, MIXTRAL_PRESETS, Presets
 from .recurrent.sizes import sizes_from_fields
 from .rope_scaling import DynamicScaling, LinearScaling, LongRopeScaling, RopeScaling, Scaling, YarnScaling
 
 
 @dataclass(frozen=True, repr=False)
-class AnyDecoderConfig(ExpertGroup, AttentionGroup, EndGroup):
+class AnyDecoderConfig(ExpertFields, AttentionFields, EndFields):
     """Configuration of a model that ``decoder_layers`` makes: a ``GPTConfig``, or a ``DecoderConfig``.
 
     The properties are a GPT's rules. ``DecoderConfig`` has fields in their place.
@@ -29,19 +29,36 @@ class AnyDecoderConfig(ExpertGroup, AttentionGroup, EndGroup):
     SHARDED: ClassVar[tuple[str, ...]] = (*TransformerConfig.SHARDED, "intermediate_size")
     LAYERS: ClassVar[str] = "decoder:decoder_layers"
     BLOCK: ClassVar[str] = "DecoderBlock"  # name of the class of the blocks
+    # Pairs of settings of which a model has at most one, and the reason.
+    EXCLUSIVE: ClassVar[tuple[tuple[str, str, str], ...]] = (
+        ("sliding_window", "attention_chunk_size", "both limit what a token attends to"),
+        ("qk_norm", "qk_norm_all_heads", "both are norms of queries and keys"),
+        ("qk_norm", "qk_norm_per_head", "both are norms of queries and keys"),
+        ("qk_norm_all_heads", "qk_norm_per_head", "both are norms of queries and keys"),
+        ("query_pre_attn_scalar", "attention_multiplier", "both are factors of the scores"),
+        ("alibi", "attn_logit_softcapping", "the cap would act on the biases too"),
+        ("alibi", "qk_norm_after", "there is no rotation"),
+        ("head_bias", "tie_word_embeddings", "the token embedding has no bias"),
+        ("num_experts", "one_branch", "a block with experts has two branches"),
+        ("swiglu_limit", "shared_expert_intermediate_size", "an expert that every token goes to has no limit"),
+        ("moe_bias", "shared_expert_intermediate_size", "an expert that every token goes to has no bias"),
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_blocks()
-        self._check_attention()
-        self._check_ends()
-        if self.qk_norm_after and (not self.has_qk_norm or self.alibi):
-            raise ValueError("qk_norm_after is True, which needs qk_norm=True and rotary positions. Give False.")
-        if self.alibi and self.attn_logit_softcapping is not None:
+        for one, other, why in self.EXCLUSIVE:
+            if getattr(self, one) and getattr(self, other):
+                raise ValueError(
+                    f"{one} is {getattr(self, one)!r} and {other} is {getattr(self, other)!r}, but {why}. Give one of "
+                    "them."
+                )
+        if self.qk_norm_after and not self.has_qk_norm:
+            raise ValueError("qk_norm_after is True, which needs qk_norm=True. Give both, or neither.")
+        if self.head_bias and self.logit_scale != 1.0:
             raise ValueError(
-                f"alibi is {self.alibi!r} and attn_logit_softcapping is {self.attn_logit_softcapping}, but the cap "
-                "would act on the biases too. Give one of them."
+                f"logit_scale is {self.logit_scale}, which a head with a bias lacks. Give head_bias=False."
             )
+        self._check_blocks()
         if self.num_experts and not self.moe_intermediate_size:
             self._set(moe_intermediate_size=self.intermediate_size)
         self._check_mixture()
@@ -118,7 +135,7 @@ class AnyDecoderConfig(ExpertGroup, AttentionGroup, EndGroup):
 
 
 @dataclass(frozen=True, repr=False)
-class DecoderConfig(PositionGroup, AnyDecoderConfig):
+class DecoderConfig(PositionFields, AnyDecoderConfig):
     """Configuration of a decoder-only transformer, with the settings in which the families differ.
 
     With the defaults it is a Llama: rotary positions, pre-RMSNorm, SwiGLU and grouped queries. ``LlamaConfig`` and
@@ -142,14 +159,12 @@ class DecoderConfig(PositionGroup, AnyDecoderConfig):
         "heads that its queries use.",
     )
     intermediate_size: int = option(11008, "Width of the MLP.", least=1)
-    head_dim: int = option(
-        0, "Width of one head, an even number with rotary positions; 0: hidden_size / num_attention_heads."
-    )
-    rms_norm_eps: float = option(1e-5, "Epsilon of each norm.", kw_only=True)
+    head_dim: int = option(0, "Width of a head, even if it is rotated; 0: hidden_size / num_attention_heads.")
+    _: KW_ONLY
+    rms_norm_eps: float = option(1e-5, "Epsilon of each norm.")
     fused_qkv: bool = option(
         False,
-        "Queries, keys and values are one weight, as in GPT-2. There are as many heads of keys as of queries.",
-        kw_only=True,
+        "Queries, keys and values are one weight, as in GPT-2, of as many heads each.",
     )
 
     def _check_heads(self) -> None:
@@ -223,6 +238,7 @@ class GPTConfig(AnyDecoderConfig):
     num_attention_heads: int = 12
     mlp_ratio: int = option(4, "Ratio of the MLP's width, intermediate_size, to hidden_size.", least=1)
     layer_norm_epsilon: float = option(1e-5, "Epsilon of each LayerNorm.")
+    _: KW_ONLY
     qkv_bias: bool = True
     out_bias: bool = True
     mlp_bias: bool = True
@@ -265,6 +281,7 @@ class MixtralConfig(DecoderConfig):
     PRESETS: ClassVar[Presets] = MIXTRAL_PRESETS
     BLOCK: ClassVar[str] = "MixtralBlock"
 
+    _: KW_ONLY
     num_experts: int = 8
 
     def __post_init__(self) -> None:
@@ -294,27 +311,20 @@ class DeepseekConfig(TransformerConfig):
     intermediate_size: int = option(10944, "Width of the MLPs of the first blocks, which have no experts.", least=1)
     moe_intermediate_size: int = option(1408, "Width of an expert.", least=1)
     n_routed_experts: int = option(64, "Number of experts of a block. The expert axis must divide it.", least=1)
-    n_shared_experts: int = option(
-        2, "Number of experts that every token goes to, beside those chosen for it.", least=1
-    )
+    n_shared_experts: int = option(2, "Number of experts that every token goes to.", least=1)
     num_experts_per_tok: int = option(6, "Number of experts that are chosen for each token.", least=1)
     first_k_dense_replace: int = option(1, "Number of the first blocks, without experts.", least=0)
     q_lora_rank: int | None = option(
-        None,
-        "Width of the latent vector of the queries; None: queries are projected from the residual stream.",
-        least=1,
+        None, "Width of the latent vector of the queries; None: they are projected from the input.", least=1
     )
     kv_lora_rank: int = option(512, "Width of the latent vector of keys and values.", least=1)
-    qk_nope_head_dim: int = option(128, "Channels of a head of queries and keys without rotary positions.", least=1)
+    qk_nope_head_dim: int = option(128, "Channels of a head of queries and keys that are not rotated.", least=1)
     qk_rope_head_dim: int = option(
-        64,
-        "Channels of a head of queries and keys with rotary positions, an even number. Those of the keys are the same "
-        "for all heads.",
-        least=1,
+        64, "Rotated channels, an even number; those of the keys are the same for all heads.", least=1
     )
     v_head_dim: int = option(128, "Width of a head of the values.", least=1)
     scoring_func: Literal["softmax", "sigmoid"] = option(
-        "softmax", "Scores of the experts: softmax (V2), or sigmoid with a bias for the selection (V3)."
+        "softmax", "Scores of experts: softmax (V2), or sigmoid with a bias for the selection (V3)."
     )
     norm_topk_prob: bool = option(False, "Divide the weights of a token's experts by their sum.")
     routed_scaling_factor: float = option(1.0, "Factor of these weights.")
@@ -326,10 +336,8 @@ class DeepseekConfig(TransformerConfig):
     rope_interleave: bool = option(
         True, "Neighboring channels are rotated as a pair; False: channels of the two halves."
     )
-    rms_norm_eps: float = option(1e-6, "Epsilon of each RMSNorm but those of the latent vectors, where it is 1e-6.")
-    num_nextn_predict_layers: int = option(
-        0, "Number of modules that predict further tokens in training (mtp.py).", least=0
-    )
+    rms_norm_eps: float = option(1e-6, "Epsilon of each RMSNorm; of the latent vectors it is 1e-6.")
+    num_nextn_predict_layers: int = option(0, "Modules that predict further tokens in training (mtp.py).", least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()

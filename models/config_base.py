@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -33,30 +33,22 @@ class TransformerConfig(Declared):
     max_position_embeddings: int = option(REQUIRED, "Length of the longest sequence, in tokens.", least=1)
     hidden_size: int = option(REQUIRED, "Width of the residual stream.", least=1)
     num_hidden_layers: int = option(REQUIRED, "Number of blocks.", least=1)
-    num_attention_heads: int = option(
-        REQUIRED, "Number of query heads. The tensor axis has at most as many ranks.", least=1
-    )
+    num_attention_heads: int = option(REQUIRED, "Number of query heads, at least as many as tensor ranks.", least=1)
+    _: KW_ONLY
     dropout: float = option(
         0.0,
-        "Dropout probability for the embeddings and for the output of each residual branch.",
+        "Dropout probability of the embeddings and of each residual branch's output.",
         least=0.0,
         below=1.0,
-        kw_only=True,
     )
-    tie_word_embeddings: bool = option(
-        False, "Share one weight between the output layer and the token embedding.", kw_only=True
-    )
+    tie_word_embeddings: bool = option(False, "Output layer and token embedding share one weight.")
     initializer_range: float = option(
         0.02,
         "Standard deviation of the initial weights. The last weight of a residual branch has initializer_range / "
         "sqrt(2 num_hidden_layers) (Radford et al. 2019, section 2.3). Biases start at 0.",
-        kw_only=True,
     )
     sliding_window: int | None = option(
-        None,
-        "Number of tokens that a token attends to, itself included; None: all tokens before it.",
-        least=1,
-        kw_only=True,
+        None, "Tokens that a token attends to, itself included; None: all before it.", least=1
     )
 
     def __post_init__(self) -> None:

@@ -1,8 +1,7 @@
 """Options of a decoder by group: attention, positions, the branches of a block, MLP, experts, and both ends.
 
 Each group is a frozen dataclass, and ``DecoderConfig`` (``config.py``) is made of all of them: a field is declared
-once, here, with its meaning, default and limits, and users give it by keyword. A group refuses settings that contradict
-each other within it. Without torch.
+once, here, with its meaning, default and limits, and users give it by keyword. Without torch.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Act = Literal["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_bloom", "re
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class BlockGroup(TransformerConfig):
+class BlockFields(TransformerConfig):
     """Branches of the blocks, and their norms."""
 
     layer_types: tuple[str, ...] = option(
@@ -32,17 +31,13 @@ class BlockGroup(TransformerConfig):
         "(): all blocks have attention, with the window or the chunks if there are any.",
     )
     attention_chunk_size: int | None = option(
-        None,
-        "A token attends to the tokens before it within its chunk of this many tokens only (Llama 4); None: no chunks.",
-        least=1,
+        None, "A token attends within its chunk of this many tokens only (Llama 4); None: no chunks.", least=1
     )
     linear_attention: RecurrentSizes | None = option(
         None, "Sizes of the recurrent layers: Mamba2Sizes or DeltaNetSizes."
     )
     one_branch: bool = option(
-        False,
-        "Each block has one branch, attention, a recurrent layer or an MLP, as layer_types says (Nemotron-H); False: "
-        "each has an MLP behind the other branch.",
+        False, "A block has one branch, attention, a recurrent layer or an MLP, as in Nemotron-H; False: also an MLP."
     )
     norm: Norm = option(
         "rms",
@@ -59,7 +54,7 @@ class BlockGroup(TransformerConfig):
     parallel_residual: bool = option(False, "Attention and MLP both take the block's input, and both are added to it.")
     shared_norm: bool = option(False, "One norm for attention and MLP, with parallel_residual.")
     residual_multiplier: float = option(
-        1.0, "Factor of the output of attention and of MLP before it is added (Granite)."
+        1.0, "Factor of the outputs of attention and MLP, before they are added (Granite)."
     )
 
     def _check_blocks(self) -> None:
@@ -68,11 +63,6 @@ class BlockGroup(TransformerConfig):
             raise ValueError(
                 f"layer_types has {len(self.layer_types)} entries, but num_hidden_layers is {depth}. Give one for each "
                 "block."
-            )
-        if self.attention_chunk_size is not None and self.sliding_window is not None:
-            raise ValueError(
-                f"sliding_window is {self.sliding_window} and attention_chunk_size is {self.attention_chunk_size}. "
-                "Give one of them."
             )
         known = ["sliding_attention", "chunked_attention", "full_attention", "linear_attention"]
         known += ["mlp"] * self.one_branch
@@ -118,35 +108,25 @@ class BlockGroup(TransformerConfig):
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class AttentionGroup(TransformerConfig):
+class AttentionFields(TransformerConfig):
     """Attention: biases, norms of queries and keys, scores."""
 
     qkv_bias: bool = option(False, "Add biases to queries, keys and values, with initial value 0.")
     out_bias: bool = option(False, "Add a bias to the output of attention.")
-    qk_norm: bool = option(False, "Apply an RMSNorm to each head of the queries and of the keys, before the rotation.")
+    qk_norm: bool = option(False, "RMSNorm of each head of queries and keys, before the rotation.")
     qk_norm_all_heads: bool = option(
-        False,
-        "Apply an RMSNorm to all heads of the queries together, and to those of the keys (OLMoE, OLMo-2).",
+        False, "RMSNorm of all heads of the queries together, and of those of the keys (OLMoE)."
     )
     qk_norm_per_head: bool = option(
-        False,
-        "Apply a LayerNorm without a bias to each head of the queries and of the keys, with a weight for each head "
-        "(Command R+, StableLM).",
+        False, "LayerNorm of each head, with a weight for each head and no bias (Command R+, StableLM)."
     )
-    qk_norm_after: bool = option(False, "The norms of qk_norm are behind the rotation, not before it.")
-    qk_l2_norm: bool = option(
-        False,
-        "Divide each head of queries and keys by the root mean square of its channels, after the rotation, in blocks "
-        "with rotary positions (Llama 4).",
-    )
+    qk_norm_after: bool = option(False, "These norms are behind the rotation, not before it.")
+    qk_l2_norm: bool = option(False, "RMSNorm without a weight, behind the rotation, in blocks that rotate (Llama 4).")
     clip_qkv: float | None = option(
-        None,
-        "Largest absolute value of queries, keys and values, to which they are clipped before the rotation (OLMoE); "
-        "None: they are not clipped.",
-        above=0.0,
+        None, "Queries, keys and values are clipped to plus and minus this number (OLMoE); None: no limit.", above=0.0
     )
     query_pre_attn_scalar: float | None = option(
-        None, "The scores are divided by the square root of this number; None: of head_dim.", above=0.0
+        None, "The scores are divided by its square root; None: that of head_dim.", above=0.0
     )
     attention_multiplier: float | None = option(
         None, "Factor of the scores, in place of query_pre_attn_scalar; None: that."
@@ -161,36 +141,20 @@ class AttentionGroup(TransformerConfig):
     )
     floor_scale: int = option(8192, "Number of positions in this factor.", least=1)
     attention_sinks: bool = option(
-        False,
-        "Have in each head a score of its own beside those of the tokens, which takes a part of the softmax and adds "
-        "nothing to the output (gpt-oss).",
+        False, "Each head has one more score, which takes a part of the softmax and adds nothing (gpt-oss)."
     )
     attn_output_gate: bool = option(
-        False, "The output of attention is multiplied by the sigmoid of a projection of its input (Qwen3-Next)."
+        False, "The output is multiplied by the sigmoid of a projection of the input (Qwen3-Next)."
     )
-
-    def _check_attention(self) -> None:
-        if len(norms := self._qk_norms) > 1:
-            raise ValueError(f"{norms[0]} and {norms[1]} are both True. Give one of them.")
-        if self.query_pre_attn_scalar is not None and self.attention_multiplier is not None:
-            raise ValueError(
-                f"query_pre_attn_scalar is {self.query_pre_attn_scalar} and attention_multiplier is "
-                f"{self.attention_multiplier}, but both are factors of the scores. Give one of them."
-            )
-
-    @property
-    def _qk_norms(self) -> list[str]:
-        """Names of the norms of queries and keys that are on."""
-        return [name for name in ("qk_norm", "qk_norm_all_heads", "qk_norm_per_head") if getattr(self, name)]
 
     @property
     def has_qk_norm(self) -> bool:
         """True if queries and keys have a norm of any kind."""
-        return bool(self._qk_norms)
+        return self.qk_norm or self.qk_norm_all_heads or self.qk_norm_per_head
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class MLPGroup(TransformerConfig):
+class MLPFields(TransformerConfig):
     """MLP of a block without experts."""
 
     hidden_act: Act = option(
@@ -203,10 +167,10 @@ class MLPGroup(TransformerConfig):
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class ExpertGroup(BlockGroup, MLPGroup):
+class ExpertFields(BlockFields, MLPFields):
     """Mixtures of experts in place of MLPs."""
 
-    num_experts: int = option(0, "Number of experts of a block. The expert axis must divide it.", least=0)
+    num_experts: int = option(0, "Number of experts of a block, which the expert axis divides; 0: no experts.", least=0)
     num_experts_per_tok: int = option(2, "Number of experts that each token goes to.", least=1)
     moe_intermediate_size: int = option(0, "Width of an expert; 0: intermediate_size.", least=0)
     norm_topk_prob: bool = option(True, "Divide the weights of a token's experts by their sum.")
@@ -218,19 +182,12 @@ class ExpertGroup(BlockGroup, MLPGroup):
     )
     mlp_only_layers: tuple[int, ...] = option((), "Further blocks without experts, counted from 0.")
     router_aux_loss_coef: float = option(
-        0.001,
-        "Factor of the load-balancing loss, as transformers defines it: a loss of all blocks together, in which an "
-        "expert's fractions of the tokens add up to num_experts_per_tok.",
-        least=0.0,
+        0.001, "Factor of the load-balancing loss of all blocks together, as transformers defines it.", least=0.0
     )
     shared_expert_intermediate_size: int = option(
-        0,
-        "Width of the expert that every token goes to, beside those chosen for it; 0: there is none.",
-        least=0,
+        0, "Width of the expert that every token goes to; 0: there is none.", least=0
     )
-    shared_expert_gate: bool = option(
-        False, "Multiply the output of this expert by the sigmoid of a linear function of the token."
-    )
+    shared_expert_gate: bool = option(False, "Multiply its output by the sigmoid of a linear function of the token.")
     moe_bias: bool = option(False, "Add biases to the router and to the linear layers of the experts.")
     swiglu_limit: float | None = option(
         None,
@@ -241,16 +198,14 @@ class ExpertGroup(BlockGroup, MLPGroup):
     )
     swiglu_alpha: float = option(1.702, "Factor in this sigmoid.")
     scoring_func: Literal["softmax", "sigmoid"] = option(
-        "softmax", "Scores of the experts: softmax over all of them, or sigmoid of each."
+        "softmax", "Scores of experts: softmax over all, or sigmoid of each."
     )
     selection_bias: bool = option(
-        False,
-        "Add to the scores, for the selection of experts only, a bias that training moves towards equal loads "
-        "(DeepSeek-V3).",
+        False, "Select experts by the scores and a bias that training moves towards equal loads."
     )
     routed_scaling_factor: float = option(1.0, "Factor of the weights of a token's experts.")
     weigh_expert_inputs: bool = option(
-        False, "These weights are factors of the experts' inputs, not of their outputs (Llama 4)."
+        False, "These weights are factors of the inputs of experts, not of their outputs (Llama 4)."
     )
     n_group: int = option(1, "A token's experts are chosen from topk_group of n_group groups.", least=1)
     topk_group: int = option(1, "Number of these groups.", least=1)
@@ -260,19 +215,11 @@ class ExpertGroup(BlockGroup, MLPGroup):
             return
         groups = self.n_group, self.topk_group
         check_experts("num_experts", self.num_experts, self.num_experts_per_tok, *groups)
-        if self.one_branch:
-            raise ValueError(f"num_experts is {self.num_experts}, which one_branch=True cannot have. Give 0.")
         if (self.gated, self.hidden_act) != (True, "silu"):
             raise ValueError(
                 f"num_experts is {self.num_experts}, but gated={self.gated} with hidden_act={self.hidden_act!r} is not "
                 "what experts compute. Give gated=True and hidden_act='silu'."
             )
-        for name in ("swiglu_limit", "moe_bias"):
-            if getattr(self, name) and self.shared_expert_intermediate_size:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}, which experts chosen by a router have, but "
-                    f"shared_expert_intermediate_size is {self.shared_expert_intermediate_size}. Give one of them."
-                )
         if wrong := [layer for layer in self.mlp_only_layers if not 0 <= layer < self.num_hidden_layers]:
             raise ValueError(
                 f"mlp_only_layers has {wrong[0]}, but the blocks are 0 to {self.num_hidden_layers - 1}. Leave it out."
@@ -322,41 +269,29 @@ class ExpertGroup(BlockGroup, MLPGroup):
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class EndGroup(TransformerConfig):
+class EndFields(TransformerConfig):
     """Token embeddings and head."""
 
     embedding_norm: bool = option(False, "A norm behind the token embeddings (Bloom).")
     embedding_size: int = option(
-        0,
-        "Width of the token embeddings and of the head's input, if they are projected to hidden_size and back "
-        "(OPT-350m); 0: hidden_size.",
-        least=0,
+        0, "Width of the token embeddings and of the head's input (OPT-350m); 0: hidden_size.", least=0
     )
     scale_embedding: bool = option(False, "Multiply the token embeddings by the square root of hidden_size.")
     embedding_multiplier: float = option(1.0, "Factor of the token embeddings (Granite).")
     position_offset: int = option(
-        0, "Number of rows before the first position in the table of learned positions (2 in OPT).", least=0
+        0, "Rows before the first position in the table of learned positions (2 in OPT).", least=0
     )
     logit_scale: float = option(1.0, "Factor of the logits, of a head without a bias.")
     final_logit_softcapping: float | None = option(None, "Cap c of the logits, x -> c tanh(x / c); None: no cap.")
     head_bias: bool = option(False, "Add a bias to an output layer that is not tied.")
 
-    def _check_ends(self) -> None:
-        if self.head_bias and self.logit_scale != 1.0:
-            raise ValueError(
-                f"logit_scale is {self.logit_scale}, which a head with a bias lacks. Give head_bias=False."
-            )
-        if self.head_bias and self.tie_word_embeddings:
-            raise ValueError("head_bias and tie_word_embeddings are both True. Give one of them.")
-
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class PositionGroup(BlockGroup):
+class PositionFields(BlockFields):
     """Positions: rotary, learned, or biases of the scores."""
 
     learned_positions: bool = option(
-        False,
-        "Learned positions, max_position_embeddings in number, are added to the embeddings, in place of rotary ones.",
+        False, "max_position_embeddings learned positions are added, in place of rotary ones."
     )
     alibi: Literal["", "added", "rounded"] = option(
         "",
@@ -364,24 +299,16 @@ class PositionGroup(BlockGroup):
         "or rounded to bfloat16 and multiplied by the factor of the scores (Falcon); empty: none.",
     )
     rope_theta: float = option(1e4, "Base of the rotary wavelengths (Su et al. 2021, arXiv:2104.09864).")
-    rope_scaling: Scaling | None = option(None, "Scaling of the rotary frequencies: one of rope_scaling.py, or None.")
+    rope_scaling: Scaling | None = option(None, "Scaling of the rotary frequencies, of rope_scaling.py; None: none.")
     rope_local_base_freq: float | None = option(
-        None,
-        "Base of the rotary wavelengths of blocks with a sliding window, which are then not scaled; None: rope_theta.",
+        None, "This base, unscaled, in blocks with a sliding window; None: rope_theta."
     )
     partial_rotary_factor: float = option(1.0, "Fraction of each head's channels, the first ones, that are rotated.")
-    no_rope_layers: tuple[int, ...] = option(
-        (), "For each block 1 if it has rotary positions, 0 if it has none; (): all have them."
-    )
+    no_rope_layers: tuple[int, ...] = option((), "For each block 1 if it rotates, 0 if not; (): all do.")
     rope_interleave: bool = option(
-        False,
-        "Neighboring channels of a head are rotated as a pair; False: channel i of the first half and of the second "
-        "half of the rotated ones.",
+        False, "Neighboring channels are a pair; False: channel i of the first half and of the second."
     )
-    rope_reversed: bool = option(
-        False,
-        "Rotate the other way round, which is the same model with the halves of each head exchanged.",
-    )
+    rope_reversed: bool = option(False, "Rotate the other way round: the halves of each head are exchanged.")
 
     def _check_positions(self) -> None:
         if self.no_rope_layers and len(self.no_rope_layers) != self.num_hidden_layers:

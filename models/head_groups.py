@@ -8,7 +8,8 @@ size divides the number of groups, it shards the groups too. Otherwise each rank
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -22,7 +23,8 @@ from ..tensor_parallel.column import column_linears
 from ..tensor_parallel.linear import ColumnParallelLinear, updated
 
 
-class HeadGroups(NamedTuple):
+@dataclass(frozen=True)
+class HeadGroups:
     """Groups of heads, and those of them that one rank of the tensor axis computes.
 
     Attributes:

@@ -39,7 +39,6 @@ def option(
     below: float | None = None,
     needs: str | None = None,
     flags: tuple[str, ...] = (),
-    kw_only: bool | None = None,
 ) -> Any:
     """Declare an option.
 
@@ -51,7 +50,6 @@ def option(
         above, below: numbers that the value must be above or below.
         needs: option of the same section without which this one has no effect.
         flags: names on the command line, if not that of the option.
-        kw_only: the field is given by keyword alone; None: as the dataclass says.
     """
     limits = {"least": least, "above": above, "most": most, "below": below}
     metadata = {
@@ -63,8 +61,7 @@ def option(
     }
     if default is dict:
         return field(default_factory=dict, metadata=metadata)
-    only: dict[str, Any] = {} if kw_only is None else {"kw_only": kw_only}
-    return field(default=default, metadata=metadata, **only)
+    return field(default=default, metadata=metadata)
 
 
 class Declared:

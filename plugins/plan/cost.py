@@ -130,7 +130,7 @@ class Work:
     document_mask: bool = False
 
     @cached_property
-    def layers(self) -> list[LayerShape]:
+    def layers(self) -> tuple[LayerShape, ...]:
         """Shapes of the model's layers."""
         return layers_of(self.config)
 

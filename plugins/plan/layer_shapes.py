@@ -190,7 +190,7 @@ def layers_of(config: TransformerConfig, shard_tensor: bool = False) -> tuple[La
             f"{config.layer_types.count('linear_attention')}, one_branch={config.one_branch} and "
             f"attn_output_gate={config.attn_output_gate}. Give a configuration without them."
         )
-    options = {"shard_tensor": True} if shard_tensor and config.moe_layers else {}
+    options: dict[str, Any] = {"shard_tensor": True} if shard_tensor and config.moe_layers else {}
     built = built_on_meta(config, **options)
     return tuple(_shape(config, spec, module, spec is built[-1][0]) for spec, module in built)
 
@@ -223,7 +223,7 @@ def _block(
 ) -> LayerShape:
     norms = sum(each is not None for each in (block.norm1, block.norm2, block.post_norm1, block.post_norm2))
     mlp = block.mlp
-    if isinstance(mlp, (MLP, GatedMLP)):
+    if isinstance(mlp, MLP):
         feedforward = Feedforward(mlp.down.weight.shape[1], isinstance(mlp, GatedMLP))
     else:
         moe = config.moe_arguments()

@@ -446,7 +446,7 @@ def of(case: str, **keys: Any) -> Any:
         (lambda: replace(DEEPSEEK, topk_group=5), "topk_group=5 of n_group=4"),
         (lambda: replace(DEEPSEEK, first_k_dense_replace=2), "first_k_dense_replace is 2, but there are 2"),
         (lambda: replace(DEEPSEEK, qk_rope_head_dim=3), "qk_rope_head_dim is 3"),
-        (lambda: replace(DEEPSEEK, scoring_func="max"), "scoring_func = 'max'"),
+        (lambda: replace(DEEPSEEK, scoring_func="max"), "scoring_func = 'max'"),  # type: ignore[arg-type]
         (lambda: replace(DEEPSEEK, q_lora_rank=0), "q_lora_rank = 0"),
         (lambda: replace(DEEPSEEK, sliding_window=4), "sliding_window is 4"),
         (lambda: YarnScaling(factor=0.5), "factor is 0.5"),
@@ -458,10 +458,10 @@ def of(case: str, **keys: Any) -> Any:
         (lambda: to_hf(replace(CONFIG, qk_norm_all_heads=True, sliding_window=4)), "Olmoe has no sliding_window"),
         (lambda: to_hf(replace(DEEPSEEK, scoring_func="softmax")), "DeepseekV2 has no norm_topk_prob=True"),
         (lambda: replace(CONFIG, n_group=3), "num_experts=4 cannot be chosen from topk_group=1 of n_group=3"),
-        (lambda: replace(CONFIG, scoring_func="max"), "scoring_func = 'max'"),
+        (lambda: replace(CONFIG, scoring_func="max"), "scoring_func = 'max'"),  # type: ignore[arg-type]
         (lambda: replace(CONFIG, swiglu_limit=-1.0), "swiglu_limit = -1.0"),
-        (lambda: replace(CONFIG, swiglu_limit=7.0, shared_expert_intermediate_size=8), "swiglu_limit is 7.0, which"),
-        (lambda: replace(CONFIG, moe_bias=True, shared_expert_intermediate_size=8), "moe_bias is True, which experts"),
+        (lambda: replace(CONFIG, swiglu_limit=7.0, shared_expert_intermediate_size=8), "swiglu_limit is 7.0 and"),
+        (lambda: replace(CONFIG, moe_bias=True, shared_expert_intermediate_size=8), "moe_bias is True and"),
         (lambda: replace(CONFIG, shared_expert_intermediate_size=-8), "shared_expert_intermediate_size = -8"),
         (lambda: replace(CONFIG, attention_chunk_size=0), "attention_chunk_size = 0"),
         (lambda: replace(CONFIG, attention_chunk_size=8, sliding_window=4), "sliding_window is 4 and attention_chunk"),
