@@ -24,8 +24,8 @@ from ..pipe.module import PipelineModule
 from ..testing.equality import rows_of
 from ..testing.pool import RankFailure, run_ranks
 from ..train.file import read_training_file
-from ..train.job import model_config
 from ..train.model import loss_for
+from ..train.model_choice import model_config
 from ..train.sections import ModelSection
 
 FILES = (".yaml", ".yml", ".toml", ".json")

@@ -225,7 +225,7 @@ def _run(flags: RunFlags) -> _PlannedRun:
 
 def _needs_sequences(file: TrainingFile, config: TransformerConfig, given: dict[str, list[Any]]) -> bool:
     """Return True if the run of a training file cannot cut sequences into slices."""
-    from ..train.job import needs_sequences
+    from ..train.model_choice import needs_sequences
 
     reason = needs_sequences(file) or config.refuses_slices(file.model.experts.arguments)
     if reason is not None and given.get("slices", [1]) != [1]:

@@ -22,7 +22,7 @@ TRAINING_FILES = (".yaml", ".yml", ".toml")
 def model_of(name: str) -> tuple[TransformerConfig, TrainingFile | None, ReadFile | None]:
     """Return a model's configuration, and the training file that it comes from, checked and as it was read."""
     from ..train.file import read_training_file
-    from ..train.job import model_config
+    from ..train.model_choice import model_config
     from ..train.sections import ModelSection
 
     path = Path(name)

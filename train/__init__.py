@@ -8,6 +8,9 @@ older_keys.py, older_keys.toml: older names of keys, which are read until they e
 upgrade.py: rewriting a file under today's names, with its comments.
 learning_rate.py: the learning rate of each step, as a share of the peak.
 file_schedule.py: the scheduler that sets these rates.
+model_choice.py: the model: a preset, a folder or a function of layers, with overrides, and what must fit it. No torch.
+method_checks.py: checks of the method against the other keys. No torch.
+engine_options.py: the engine's options, from the file's sections, and those in another library's keys. No torch.
 job.py: the resolved run: model configuration, topology, schedule, engine configuration, steps. No torch.
 data.py: training and held-out rows, with the checks of tokenizer and vocabulary.
 evaluation.py: the loss on held-out rows.

@@ -26,13 +26,14 @@ from ..models.reward import reward_layers
 from ..options.engine import EngineOptions
 from ..pipe.module import PipelineModule
 from ..tensor_parallel.embedding import VocabParallelEmbedding
-from .job import Job, cut_by, layers_function, model_config
+from .job import Job, cut_by
 from .methods.answer_losses import BASELINE, REFERENCE
 from .methods.distillation import IDS, TEACHER, distill_loss
 from .methods.grpo import ADVANTAGES, OLD, TOKEN_REFERENCE, grpo_loss
 from .methods.kto import kto_loss
 from .methods.preferences import preference_loss
 from .methods.reward import reward_loss
+from .model_choice import layers_function, model_config
 from .sections import MethodSection, ModelSection
 
 _EMBEDDINGS = (VocabParallelEmbedding, PositionEmbedding, nn.Embedding)

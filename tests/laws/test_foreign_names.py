@@ -23,7 +23,7 @@ COMMANDS = "a command that takes that library's files, options or scripts"
 MEASURED = "published measurements of that library"
 ALLOWED = {
     "models/huggingface/adapters.py": "keys of PEFT's settings that name another library",
-    "train/job.py": "the section deepspeed: of the training file",
+    "train/engine_options.py": "the section deepspeed: of the training file",
     "train/sections.py": "the section deepspeed: of the training file",
     "cli/checkpoint.py": COMMANDS,
     "cli/config.py": COMMANDS,

@@ -83,6 +83,9 @@ TORCH_FREE = (
     "train/sections.py",
     "train/file.py",
     "train/job.py",
+    "train/model_choice.py",
+    "train/method_checks.py",
+    "train/engine_options.py",
     "train/learning_rate.py",
     "train/older_keys.py",
 )
