@@ -27,7 +27,7 @@ BUDGET = {
     "compat": 7009,
     "zero": 5398,
     "grid": 4832,
-    "train": 4238,
+    "train": 4286,
     "cli": 3441,
     "checkpoint": 2196,
     "data": 2147,
