@@ -381,19 +381,11 @@ _GLM4_MOE = like(
     read=_glm4_moe_read(1, 1, 1408),
     write=lambda config: {**_glm4_moe_write(config), "num_nextn_predict_layers": 0},
 )
-_DEEPSEEK_KEYS: dict[str, Key] = {"q_lora_rank": 1536} | {
-    name: name
-    for name in (
-        *(
-            "moe_intermediate_size",
-            "n_routed_experts",
-            "n_shared_experts",
-            "num_experts_per_tok",
-            "routed_scaling_factor",
-        ),
-        *("first_k_dense_replace", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-    )
-}
+_DEEPSEEK_SIZES = (
+    *("moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "routed_scaling_factor"),
+    *("first_k_dense_replace", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+)
+_DEEPSEEK_KEYS: dict[str, Key] = {"q_lora_rank": 1536, **{name: name for name in _DEEPSEEK_SIZES}}
 _DEEPSEEK = Family(
     "DeepseekV2",
     None,
