@@ -435,7 +435,7 @@ class ModuleEngine(Engine):
         # Tensor ranks hold the same loss: the first one counts. On a GPU the sum is a tensor, so that nothing waits.
         mine = functools.reduce(operator.add, losses, 0.0) * float(grid.tensor.is_first)
         values = [
-            self.data_axis.unused(),
+            self.data_axis.used.unused(),
             mine,
             *([float(self.replica_buffers.strayed())] if self.replica_buffers else []),
         ]

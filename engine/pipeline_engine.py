@@ -345,7 +345,7 @@ class PipelineEngine(Engine):
         if self.auxiliary:
             self.auxiliary_sums = self.auxiliary.local_sums(grid.device)
         unreached = sum(not each for each in result.reached.values())
-        mine = [*_own_sums(grid, result), self.data_axis.unused() + unreached]
+        mine = [*_own_sums(grid, result), self.data_axis.used.unused() + unreached]
         return result, mine + ([float(self.replica_buffers.strayed())] if self.replica_buffers else [])
 
     def shift_samples(self, samples: int) -> None:

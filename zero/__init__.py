@@ -20,6 +20,8 @@ Buckets:
 
 A step:
     axis_options.py: options of the data axis, which engine/setup/zero.py makes from ``triax.Zero`` (options/zero.py)
+    written_weights.py: weights that user code writes in place between two steps
+    used_parameters.py: parameters that have a gradient in a step, which the replicas agree on
     data_axis.py: all of ZeRO on one rank, behind the ops GATHER, RELEASE, REDUCE and TIED of a program
     gradients.py: when buckets are reduced: during the backward pass or at the end of a step, and if each reduction is
         waited for at once (``overlap_comm``)

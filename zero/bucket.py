@@ -19,6 +19,7 @@ from .flat import PARTIAL, RUNS, SHARDED, FlatBucket
 from .flat_weights import FlatWeights
 from .gradient_buffer import GradientBuffer
 from .gradient_norm import square
+from .guarded_gradient import GuardedGradient
 from .managed import BucketKey, ManagedParameter
 from .offload import OffloadMemory
 from .protocols import ReduceScatter
@@ -36,6 +37,18 @@ class Bucket(FlatWeights):
     ``gradients``, and later gradients add up in place. If one parameter fills the bucket, its first ``.grad`` becomes
     ``gradients`` without a copy.
 
+    A step calls, in time:
+
+    begin          no parameter has a gradient
+    begin_pass     a backward pass begins
+    collect        autograd has left a gradient in ``.grad``: it is moved
+    reduce         after a pass, or after the step's last one: zeros replace missing gradients, and the sum starts
+    accumulate     the sum has ended (stages 2, 3): its owned range is added to ``owned_gradient``
+    complete       all sums have ended
+
+    Between two passes, and after the last one, ``GradientAccess`` calls ``drop``, ``zero``, ``put_back``,
+    ``assign_gradient``, ``expose`` and ``conceal`` for user code.
+
     Takes the arguments of ``FlatWeights``.
 
     Attributes:
@@ -45,6 +58,7 @@ class Bucket(FlatWeights):
         transient: True if unsharded gradients are freed after they are reduced (stages 2 and 3).
         reduces_every_backward: True if gradients are reduced after every backward pass, False if once a step.
         direct: True if ``.grad`` is a view of ``gradients``.
+        is_copied: True if gradients that autograd makes are copied into the bucket, and do not become its own.
         communication_dtype: dtype in which gradients are summed over the replicas.
         reduction: the reduce-scatter of gradients: ``axis``, or one that sends fewer bytes.
         shown: the ``.grad`` of the parameters, and what user code has done to them.
@@ -71,7 +85,7 @@ class Bucket(FlatWeights):
         self._keeps_sum = self.transient and not options.reduce_every_backward and not memory.offload.portions
         self._prescale, self._reduce_scatter = options.prescale, options.reduce_scatter
         self._sums_here = self.axis.size > 1 and options.exchange is None  # else a compressor does, or nothing is sent
-        self._one_parameter = len(self.members) == 1 and self.trained
+        self.is_copied = len(self.members) > 1 or not self.trained
         self._accumulated = True  # False from a step's begin to its first sum, if gradients are transient
         self._buffer: GradientBuffer | None = None  # of ``gradients``
         self.shown = ShownGradients(self.members, flat.slots, self.direct)
@@ -89,11 +103,6 @@ class Bucket(FlatWeights):
             self._set_owned_gradient(self.owned_gradient)
 
     @property
-    def is_copied(self) -> bool:
-        """True if gradients that autograd makes are copied into the bucket, and do not become its own."""
-        return not self._one_parameter
-
-    @property
     def gradients(self) -> Tensor | None:
         """Unsharded gradients, (numel,), if there are any at present."""
         return None if self._buffer is None else self._buffer.flat
@@ -106,7 +115,7 @@ class Bucket(FlatWeights):
         self._accumulated = not self.transient
         if self._keeps_sum:
             self._set_owned_gradient(self.owned_gradient.new_empty(0))  # until the sum takes its place
-        if self._one_parameter or self.transient:
+        if self.transient or not self.is_copied:
             self._buffer = None
             if not self.transient:
                 self._set_owned_gradient(self.owned_gradient.new_empty(0))
@@ -127,6 +136,8 @@ class Bucket(FlatWeights):
 
     def take_gradient(self, parameter: Tensor) -> bool:
         """Move the gradient that autograd left in ``.grad`` to ``gradients``. Return True if there was one."""
+        if type(parameter.grad) is GuardedGradient:  # the bucket's own memory, to which autograd adds
+            return False
         gradient = self.shown.take(parameter, self._buffer)
         if gradient is None:
             if self.direct and self._buffer is not None and self.shown.is_unset(parameter):
@@ -134,7 +145,7 @@ class Bucket(FlatWeights):
             return False
         if gradient.layout != torch.strided:  # of an embedding with sparse=True: the bucket is dense
             gradient = gradient.to_dense()
-        if self._one_parameter and self._buffer is None and self._fits(gradient):
+        if self._buffer is None and not self.is_copied and self._fits(gradient):
             buffer = self._set_gradients(gradient.detach().view(-1), [gradient] if self.direct else None)
             self.shown.show(parameter, buffer)
             return True
@@ -150,16 +161,16 @@ class Bucket(FlatWeights):
         self.shown.show(parameter, buffer)
         return True
 
-    def open(self, settle: Callable[[], None], first: Tensor | None) -> None:
+    def begin_pass(self, settle: Callable[[], None], first: Tensor | None) -> None:
         """Let autograd add to ``.grad`` again: a backward pass begins. ``settle`` waits for the reductions begun.
 
-        Takes ``first`` as ``ShownGradients.open`` does, and raises its errors.
+        Takes ``first`` as ``ShownGradients.begin_pass`` does, and raises its errors.
         """
-        for parameter in self.shown.open(self._buffer, first):
+        for parameter in self.shown.begin_pass(self._buffer, first):
             settle()
             self.drop(parameter)
 
-    def close(self, everything: bool) -> None:
+    def end_pass(self, everything: bool) -> None:
         """Take gradients without a hook, after a backward pass: dropped before it, or ``everything``."""
         for parameter in [m.parameter for m in self.members] if everything else self.shown.having(DROPPED):
             self.take_gradient(parameter)
@@ -168,7 +179,7 @@ class Bucket(FlatWeights):
         """Yield parameters whose ``.grad`` user code has replaced after the last backward pass, and what it is now."""
         return self.shown.replaced(self._buffer)
 
-    def lift(self, parameter: nn.Parameter) -> None:
+    def put_back(self, parameter: nn.Parameter) -> None:
         """Put back what ``.grad`` was before user code has replaced it, so that reductions can begin."""
         if self._buffer is not None:
             self._buffer.views[parameter] = self.gradient_of(parameter)  # user code may have exchanged its memory
@@ -214,7 +225,7 @@ class Bucket(FlatWeights):
         if self.direct and exposed:
             parameter.grad = own
         else:
-            self.lift(parameter)
+            self.put_back(parameter)
 
     def expose(self, factor: float) -> None:
         """Multiply the reduced gradients by a factor, and make them whole, and ``.grad``. Collective if sharded."""

@@ -22,13 +22,15 @@ from .bucket import Bucket
 from .bucketing import make_buckets
 from .gradient_access import GradientAccess
 from .gradient_norm import square
-from .gradients import GradientReducer, all_reduce_gradients, with_gradients
+from .gradients import GradientReducer, all_reduce_gradients
 from .layer_gather import ParameterGatherer, gather_axes
 from .managed import ManagedParameter, is_released, set_released
 from .offload import OffloadMemory, placed_on_all_ranks
 from .optimizer_kinds import choose_stepper
 from .range_stepper import OptimizerFactory, publish
 from .released_parameter import pickle_error
+from .used_parameters import UsedParameters
+from .written_weights import WrittenWeights
 
 _ATTRIBUTE = "triax_data_axis"
 
@@ -60,6 +62,8 @@ class ZeroDataAxis:
         gatherer: gathers weights in stage 3; None if weights are always whole.
         axis, device: the axis of all replicas (data x context), and the device of this rank.
         access: access of user code to the gradients, through ``.grad``.
+        written: weights that user code has written in place.
+        used: which parameters have a gradient in the step.
         exchange: combines gradients in place of a plain sum; None means a plain sum.
         extra_axis: a second axis over which a step's gradients are summed, if there are several grids that each hold
             the whole model; else None.
@@ -96,7 +100,6 @@ class ZeroDataAxis:
             self.stepper = stepper(steps.make, self.buckets, groups, in_flight)
         self.optimizer = None if factory is None else self.stepper.optimizer
         self._trained = [bucket for bucket in self.buckets if bucket.trained]
-        self.used_elsewhere: set[Tensor] = set()  # parameters with a gradient on replicas outside of the grid
         self._bucket_of = {member.parameter: bucket for bucket in self.buckets for member in bucket.members}
         self.reducer = reducer = GradientReducer(self.buckets, grid, tie_axes, options)
         self.backward, self.target, self.accumulated = reducer.backward, reducer.target, reducer.accumulated
@@ -105,10 +108,10 @@ class ZeroDataAxis:
         self.exchange = None if options.exchange is None else options.exchange(grid, self._trained)
         self.access = GradientAccess(self._trained, grid, reducer.settle, self.exchange is not None)
         self.stepper.connect(self.exchange, grid)
-        self._whole = [b for b in self._trained if not b.partitioned] if self.stepper.equal_weights else []
-        self._weights = [member.parameter for bucket in self._whole for member in bucket.members]
-        self._versions = [parameter._version for parameter in self._weights]
-        self._steps = 0
+        equal = [b for b in self._trained if not b.partitioned] if self.stepper.equal_weights else []
+        self.written = WrittenWeights(equal)
+        compressed = self.exchange is not None
+        self.used = UsedParameters(self._trained, grid, reducer, self.access, self.written, compressed)
         self.gatherer: ParameterGatherer | None = None
         partitioned = [bucket for bucket in self.buckets if bucket.partitioned]
         if partitioned:
@@ -292,92 +295,12 @@ class ZeroDataAxis:
                 bucket.gradients.fill_(torch.nan)
         self._exchanged = True
 
-    def unused(self) -> int:
-        """Return the number of parameters without a gradient on this rank in this step.
-
-        It is larger if user code has read or changed gradients, or written to weights: ``without_gradient`` must then
-        be called.
-        """
-        return len(self.reducer.unused()) + self.by_hand
-
-    @property
-    def by_hand(self) -> int:
-        """Number of the kinds of values, gradients and weights, that user code has changed in this step."""
-        return int(self.access.touched) + int(self.written)
-
-    def used(self) -> Tensor:
-        """Return 1 for each parameter that has a gradient on this rank in this step, else 0, float64 in host memory."""
-        unused = self.reducer.unused()
-        members = [m.parameter for bucket in self._trained for m in bucket.members]
-        return torch.tensor([float(p not in unused) for p in members], dtype=torch.float64)
-
-    def use_elsewhere(self, counts: Tensor) -> None:
-        """Set for how many replicas, this one included, ``used`` was 1, for ``without_gradient``."""
-        members = (m.parameter for bucket in self._trained for m in bucket.members)
-        self.used_elsewhere = {p for p, count in zip(members, counts.tolist(), strict=True) if count}
-
-    @property
-    def written(self) -> bool:
-        """True if user code has written to weights in place since the last step: ``p.clamp_()``, ``max_norm``."""
-        return [parameter._version for parameter in self._weights] != self._versions
-
-    def take_writes(self) -> None:
-        """Copy weights that user code has written in place to their masters, which are saved and stepped."""
-        for bucket in self._whole if self.written else ():
-            if bucket.master_is_copy:
-                bucket.take_written([(0, bucket.flat.numel)])
-
-    def _require_equal_weights(self) -> None:
-        """Check that all replicas have made the same writes to weights. Collective over the data axes.
-
-        Raises:
-            RuntimeError: on every replica, if they differ.
-        """
-        for axis in dict.fromkeys(bucket.axis for bucket in self._whole):
-            members = [member for bucket in self._whole if bucket.axis is axis for member in bucket.members]
-            sums = torch.stack([_bits(member.parameter) for member in members])
-            most = torch.cat([sums, -sums])
-            axis.all_reduce(most, op="max")
-            differs = most.view(2, -1).sum(dim=0).nonzero().flatten().tolist()
-            if differs:
-                names = [members[index].layout.name for index in differs]
-                raise RuntimeError(
-                    f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''} was written in place, and differently "
-                    "on different replicas: max_norm of an nn.Embedding, for example, writes the rows that a rank's "
-                    "own batch reads. Write the same on every rank between two steps, under torch.no_grad() "
-                    "(weight.renorm_(2, 0, max_norm) for all rows), or compute another tensor from the weight in the "
-                    "forward pass"
-                )
-
     def without_gradient(self) -> set[Tensor]:
-        """Return the parameters without a gradient on any replica.
+        """Return the parameters without a gradient on any replica, after checks of what user code has changed by hand.
 
-        Collective over the data axis (or ``extra_axis``) and the tensor axis. It also makes what user code has written
-        to weights part of the masters.
-
-        Raises:
-            RuntimeError: user code has changed gradients or weights differently on different replicas.
+        Collective over the data axis (or ``extra_axis``) and the tensor axis. See ``UsedParameters.agree``.
         """
-        members = [m.parameter for bucket in self._trained for m in bucket.members]
-        unused = self.reducer.unused() - self.used_elsewhere
-        if self.exchange is not None:  # a residual of earlier steps may be all of a gradient
-            unused = unused - with_gradients(self._trained)
-        touched, written = 2 * int(self.access.touched), 4 * int(self.written)
-        while True:
-            codes = [(p not in unused) + touched + written for p in members]
-            used = torch.tensor(codes, dtype=torch.uint8, device=self.device)
-            for axis in (self.extra_axis or self.axis, self._tensor_axis):
-                axis.all_reduce(used, op="max")
-            flags = used.tolist()
-            if not flags or flags[0] < 2:
-                return {parameter for parameter, flag in zip(members, flags, strict=True) if not flag}
-            if flags[0] < 4:
-                self.access.require_equal(self.axis)
-                touched = 0
-                continue
-            self._require_equal_weights()
-            self.take_writes()
-            self._versions, written = [parameter._version for parameter in self._weights], 0
+        return self.used.agree((self.extra_axis or self.axis, self._tensor_axis))
 
     def step(self, scale: float, without: Collection[Tensor] = ()) -> None:
         """Scale the gradients, step the optimizer, and send the new weights to every replica. Collective.
@@ -387,14 +310,7 @@ class ZeroDataAxis:
         Raises:
             RuntimeError: a weight that has a master was written through ``.data``; looked for in the steps 1, 2, 4, ...
         """
-        self._steps += 1
-        for bucket in self._whole if not self._steps & (self._steps - 1) else ():
-            if (name := bucket.differs_from_master()) is not None:
-                raise RuntimeError(
-                    f"{name} was written through .data, which nothing can see, so that the next step would undo it: "
-                    "the step is taken by a master copy in another dtype. Write the parameter itself: with "
-                    "torch.no_grad(): parameter.clamp_(...)"
-                )
+        self.written.require_seen()
         self.stepper.step(scale / self.access.applied, without)
         self.access.applied, self.access.stepped = 1.0, True
         if self.gatherer is not None:
@@ -412,11 +328,11 @@ class ZeroDataAxis:
     def switch_mode(self, mode: str) -> None:
         """Call the optimizer's ``train()`` or ``eval()``, if it has modes, and send the weights. Collective."""
         if callable(switch := getattr(self.optimizer, mode, None)):
-            written = self.written
+            written = bool(self.written)
             switch()
             self.publish()
             if not written:  # by user code
-                self._versions = [parameter._version for parameter in self._weights]
+                self.written.forget()
 
     def gathered(self, buckets: Iterable[Bucket]) -> AbstractContextManager[None]:
         """Context in which the weights of buckets are gathered. Collective over the data axis."""
@@ -435,12 +351,6 @@ class ZeroDataAxis:
             self.memory.evict(bucket.owned_gradient)
             for slot, member in zip(bucket.flat.slots, bucket.members, strict=True):
                 yield member, whole[slot.start : slot.stop].view(member.parameter.shape)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's bits, read as integers: 0-dim int64."""
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
-    return tensor.detach().reshape(-1).view(words).sum(dtype=torch.int64)
 
 
 def _no_optimizer(groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:

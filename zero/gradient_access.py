@@ -37,6 +37,7 @@ class GradientAccess:
         plain: True if ``.grad`` is right without a guard: one process, one microbatch, no loss scale.
         applied: factor by which the gradients are multiplied already, because user code has read them.
         stepped: True if the optimizer has stepped with the gradients.
+        touched: True if user code has read or changed a gradient of this step.
     """
 
     def __init__(self, buckets: Sequence[Bucket], grid: Grid, settle: Callable[[], None], exchanged: bool) -> None:
@@ -46,8 +47,8 @@ class GradientAccess:
         self._divisor: WeakMethod[Callable[[], float]] | None = None
         self._context: WeakMethod[Callable[[str], AbstractContextManager[None]]] | None = None
         self._remedy = ""
-        self._lifted: list[tuple[Bucket, nn.Parameter, Tensor | None]] = []  # what user code has assigned
-        self.plain = self.stepped = self._exposed = self._touched = False
+        self._assigned: list[tuple[Bucket, nn.Parameter, Tensor | None]] = []  # what user code has assigned
+        self.plain = self.stepped = self._exposed = self.touched = False
         self.applied = 1.0
 
     def connect(
@@ -77,8 +78,8 @@ class GradientAccess:
 
     def begin(self) -> None:
         """Begin a step."""
-        self._lifted = []
-        self.stepped = self._exposed = self._touched = False
+        self._assigned = []
+        self.stepped = self._exposed = self.touched = False
         self.applied = 1.0
 
     def value(self, parameter: Tensor | None) -> Tensor:
@@ -102,7 +103,7 @@ class GradientAccess:
         if backward_task() != -1:
             self.value(parameter)  # refused
         if not self.is_gone(parameter):
-            self._touched = True
+            self.touched = True
             if (settle := self._settle()) is not None:
                 settle()
             bucket.zero(member.parameter)
@@ -118,7 +119,7 @@ class GradientAccess:
         divisor = self._own_divisor()
         for bucket in self._buckets:
             bucket.expose(1.0 / divisor)
-        self.applied, self._exposed, self._touched = 1.0 / divisor, True, True
+        self.applied, self._exposed, self.touched = 1.0 / divisor, True, True
         self.take_back(look=False)
 
     @torch.no_grad()
@@ -130,28 +131,28 @@ class GradientAccess:
                 bucket.conceal(1.0 / self.applied)
             self.applied, self._exposed = 1.0, False
 
-    def lift(self) -> None:
+    def set_aside(self) -> None:
         """Keep what user code has assigned to ``.grad``, before the reductions of a step end, for ``take_back``."""
         found = [(bucket, *each) for bucket in self._buckets for each in bucket.replaced()]
         for bucket, parameter, gradient in found:
-            self._lifted.append((bucket, parameter, None if gradient is None else gradient.detach()))
-            bucket.lift(parameter)
+            self._assigned.append((bucket, parameter, None if gradient is None else gradient.detach()))
+            bucket.put_back(parameter)
 
     @torch.no_grad()
     def take_back(self, look: bool = True) -> None:
         """Take what user code has assigned to ``.grad``, after all reductions, into the buckets.
 
         Args:
-            look: look for what was assigned since ``lift``.
+            look: look for what was assigned since ``set_aside``.
 
         Raises:
             RuntimeError: a gradient was assigned that this rank does not hold.
         """
         if look:
-            self.lift()
-        found, self._lifted = self._lifted, []
+            self.set_aside()
+        found, self._assigned = self._assigned, []
         for bucket, parameter, gradient in found:
-            self._touched = True
+            self.touched = True
             if gradient is None:
                 bucket.drop(parameter)
                 parameter.grad = None
@@ -166,11 +167,6 @@ class GradientAccess:
         """Multiply all reduced gradients by a factor."""
         if found := [bucket.reduced_gradient(self._exposed) for bucket in self._buckets]:
             torch._foreach_mul_(found, factor)
-
-    @property
-    def touched(self) -> bool:
-        """True if user code has read or changed a gradient of this step."""
-        return self._touched
 
     @torch.no_grad()
     def require_equal(self, axis: Axis) -> None:

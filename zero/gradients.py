@@ -149,15 +149,15 @@ class GradientReducer:
         kept = (each for bucket in self._buckets for each in bucket.shown.kept())
         return not next(kept, True) and not any(kept)
 
-    def open(self, first: Tensor | None) -> None:
+    def begin_pass(self, first: Tensor | None) -> None:
         """Let autograd accumulate in ``.grad``: a backward pass begins. It may have added to ``first.grad`` already."""
         for bucket in self._buckets:
-            bucket.open(self.settle, first)
+            bucket.begin_pass(self.settle, first)
 
-    def close(self, everything: bool) -> None:
+    def end_pass(self, everything: bool) -> None:
         """Take gradients without a hook, after a backward pass: dropped before it, or ``everything``."""
         for bucket in self._buckets:
-            bucket.close(everything)
+            bucket.end_pass(everything)
 
     def backward(self, stage: int, last: bool) -> AbstractContextManager[None]:
         """Reduce each bucket as soon as it is complete, in a backward pass of the stage that runs within.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from enum import Enum
+from enum import IntEnum
 from weakref import ref
 
 import torch
@@ -15,7 +15,7 @@ from .guarded_gradient import GradientReader, GuardedGradient, HiddenGradient, g
 from .managed import ManagedParameter
 
 
-class GradientState(Enum):
+class GradientState(IntEnum):
     """State of one parameter's gradient in one step, as user code can see and change it.
 
     state       ``.grad``                 gradient of this step
@@ -31,7 +31,7 @@ class GradientState(Enum):
     add         a backward pass has given a gradient     PRESENT   PRESENT   PRESENT   ASSIGNED  PRESENT
     fill        zeros are sent for a missing gradient    PRESENT   PRESENT   CLEARED   ASSIGNED  DROPPED
     vanish      other replicas have had none either      ABSENT    ABSENT    ABSENT    ASSIGNED  DROPPED
-    open        another backward pass begins             ABSENT    PRESENT   PRESENT   ASSIGNED  DROPPED
+    pass        another backward pass begins             ABSENT    PRESENT   PRESENT   ASSIGNED  DROPPED
     zero        user code sets the gradient to zero      ABSENT    CLEARED   CLEARED   ASSIGNED  DROPPED
     drop        user code sets ``.grad`` to None         DROPPED   DROPPED   DROPPED   DROPPED   DROPPED
     assign      user code sets ``.grad`` to a tensor     ASSIGNED  ASSIGNED  ASSIGNED  ASSIGNED  ASSIGNED
@@ -52,7 +52,7 @@ TRANSITIONS: dict[str, tuple[GradientState, ...]] = {
     "add": (PRESENT, PRESENT, PRESENT, ASSIGNED, PRESENT),
     "fill": (PRESENT, PRESENT, CLEARED, ASSIGNED, DROPPED),
     "vanish": (ABSENT, ABSENT, ABSENT, ASSIGNED, DROPPED),
-    "open": (ABSENT, PRESENT, PRESENT, ASSIGNED, DROPPED),
+    "pass": (ABSENT, PRESENT, PRESENT, ASSIGNED, DROPPED),
     "zero": (ABSENT, CLEARED, CLEARED, ASSIGNED, DROPPED),
     "drop": (DROPPED,) * 5,
     "assign": (ASSIGNED,) * 5,
@@ -87,7 +87,7 @@ class ShownGradients:
         # By id: the hash of a tensor is a call into Python, for each parameter and microbatch.
         self._states: dict[int, GradientState] = {}
         self._discarded: set[int] = set()  # parameters whose gradient user code has zeroed or dropped, so far
-        self._hidden: dict[Tensor, HiddenGradient] = {}  # made once for each parameter
+        self._hidden: dict[int, HiddenGradient] = {}  # made once for each parameter
         self._hides = False  # all gradients are hidden, from their reduction to the next backward pass
 
     @property
@@ -123,15 +123,21 @@ class ShownGradients:
         if isinstance(gradient, HiddenGradient):
             added, gradient.added = gradient.added, None
             return added
-        is_set = gradient is None or isinstance(gradient, GuardedGradient)
-        return None if is_set or (buffer is not None and gradient is buffer.views.get(parameter)) else gradient
+        if gradient is None or isinstance(gradient, GuardedGradient):
+            return None
+        is_view = self._direct and buffer is not None and gradient is buffer.views.get(parameter)
+        return None if is_view else gradient
 
     def show(self, parameter: Tensor, buffer: GradientBuffer, event: str = "add") -> None:
         """Set ``.grad`` of a gradient that is in the buffer, after the event ``add`` or ``fill``."""
         access = self.access
         if access is not None:
-            self.note(parameter, event)
-        self._set(parameter, buffer, access)
+            number = id(parameter)
+            self._states[number] = TRANSITIONS[event][self._states.get(number, ABSENT)]
+        if self._direct:
+            self._set(parameter, buffer, access)
+        else:
+            parameter.grad = None if access is None else self._hidden_of(parameter, access)
 
     def vanish(self, parameter: Tensor) -> None:
         """Show no gradient: what ``fill`` has shown is zero on all replicas."""
@@ -145,7 +151,7 @@ class ShownGradients:
         for member in self._members:
             member.parameter.grad = self._hidden_of(member.parameter, access)
 
-    def open(self, buffer: GradientBuffer | None, first: Tensor | None) -> list[Tensor]:
+    def begin_pass(self, buffer: GradientBuffer | None, first: Tensor | None) -> list[Tensor]:
         """Let autograd add to ``.grad`` again: a backward pass begins.
 
         Args:
@@ -179,8 +185,7 @@ class ShownGradients:
                     f"p.grad of {member.layout.name} was assigned between two backward passes of a step, but the "
                     "gradient that the step takes lies elsewhere: change it after the last one"
                 )
-            if self.state(parameter) is CLEARED:
-                self.note(parameter, "open")
+        self._states = {number: TRANSITIONS["pass"][state] for number, state in self._states.items()}
         return unset
 
     def is_unset(self, parameter: Tensor) -> bool:
@@ -188,10 +193,11 @@ class ShownGradients:
         return parameter.grad is None and self._is_shown(parameter)
 
     def note(self, parameter: Tensor, event: str) -> None:
-        """Change the state of a gradient after an event of ``TRANSITIONS``."""
+        """Change the state of a gradient after what user code has done: ``zero``, ``drop`` or ``assign``."""
+        number = id(parameter)
         if event in ("zero", "drop"):
-            self._discarded.add(id(parameter))
-        self._states[id(parameter)] = TRANSITIONS[event][self.state(parameter).value]
+            self._discarded.add(number)
+        self._states[number] = TRANSITIONS[event][self._states.get(number, ABSENT)]
 
     def put_back(self, parameter: Tensor, buffer: GradientBuffer | None) -> None:
         """Set ``.grad`` to what it was before user code has replaced it."""
@@ -199,7 +205,7 @@ class ShownGradients:
         assert access is not None
         if not self._is_shown(parameter):
             parameter.grad = None
-        elif self._hides or buffer is None:
+        elif self._hides or buffer is None or not self._direct:
             parameter.grad = self._hidden_of(parameter, access)
         else:
             self._set(parameter, buffer, access)
@@ -255,18 +261,18 @@ class ShownGradients:
         return self.state(parameter) not in (ABSENT, DROPPED)
 
     def _set(self, parameter: Tensor, buffer: GradientBuffer, access: GradientReader | None) -> None:
-        """Set ``.grad`` for a gradient that is in the buffer."""
-        if not self._direct:
-            parameter.grad = None if access is None else self._hidden_of(parameter, access)
-        elif access is None or access.plain:
+        """Set ``.grad`` to memory of the buffer, in which autograd accumulates."""
+        if access is None or access.plain:
             parameter.grad = buffer.views[parameter]
         else:
-            if parameter not in buffer.guards:
-                view = buffer.views[parameter].as_subclass(GuardedGradient)
-                buffer.guards[parameter] = guard(view, access, parameter)
-            parameter.grad = buffer.guards[parameter]
+            made = buffer.guards.get(parameter)
+            if made is None:
+                made = guard(buffer.views[parameter].as_subclass(GuardedGradient), access, parameter)
+                buffer.guards[parameter] = made
+            parameter.grad = made
 
     def _hidden_of(self, parameter: Tensor, access: GradientReader) -> HiddenGradient:
-        if parameter not in self._hidden:
-            self._hidden[parameter] = guard(HiddenGradient(parameter), access, parameter)
-        return self._hidden[parameter]
+        made = self._hidden.get(id(parameter))
+        if made is None:
+            made = self._hidden[id(parameter)] = guard(HiddenGradient(parameter), access, parameter)
+        return made

@@ -53,7 +53,7 @@ class StateShards:
             mine: yield only the values that this rank writes to a checkpoint; if False, all values that it steps.
         """
         if mine:
-            self.data_axis.take_writes()
+            self.data_axis.written.take()
         for bucket in self.data_axis.buckets:
             values, first = bucket.values()
             if mine and bucket.trained:

@@ -289,7 +289,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
         buckets = [bucket for bucket in engine.data_axis.buckets if bucket.trained]
 
         def tensors() -> list[Tensor]:
-            facts = [engine.data_axis.used(), *([engine.auxiliary_sums] if engine.auxiliary else [])]
+            facts = [engine.data_axis.used.flags(), *([engine.auxiliary_sums] if engine.auxiliary else [])]
             return [*(bucket.owned_gradient for bucket in buckets), *facts]
 
         def again() -> tuple[list[Tensor], list[Tensor | float]]:
@@ -299,7 +299,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
         found, sums = self.agree(tensors(), values, again)
         for bucket, gradient in zip(buckets, found, strict=False):
             bucket.owned_gradient.copy_(gradient)
-        engine.data_axis.use_elsewhere(found[len(buckets)])
+        engine.data_axis.used.use_elsewhere(found[len(buckets)])
         if engine.auxiliary:
             engine.auxiliary_sums.copy_(found[len(buckets) + 1])
         return sums
@@ -532,7 +532,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
             problem: the reason for which this rank has no sum; None if it has one.
             seconds: time from the begin of the step to the gradients.
         """
-        by_hand = self._engine.data_axis.by_hand
+        by_hand = self._engine.data_axis.used.by_hand
         told = self.grid.world.all_gather_json([problem, self.leaving, self.phase.weighs, by_hand])
         summed = all(each is None for each, *_ in told)
         self.leaving = any(leaving for _, leaving, *_ in told)

@@ -51,8 +51,8 @@ class OneGradient:
     def vanish(self) -> None:
         self.bucket.expose(1.0)
 
-    def open(self) -> None:
-        self.bucket.open(lambda: None, None)
+    def pass_(self) -> None:
+        self.bucket.begin_pass(lambda: None, None)
 
     def zero(self) -> None:
         if isinstance(gradient := self.parameter.grad, Tensor):
@@ -99,10 +99,10 @@ def walk() -> list[str]:
     for event, after in TRANSITIONS.items():
         for state in GradientState:
             gradient.reach(state, filled=event == "vanish")
-            getattr(gradient, event)()
+            getattr(gradient, "pass_" if event == "pass" else event)()
             is_set = gradient.parameter.grad is not None
             right = {"ABSENT": not is_set, "DROPPED": True}.get(gradient.state.name, is_set)
-            if gradient.state is not after[state.value] or not right:
+            if gradient.state is not after[state] or not right:
                 wrong.append(f"{state.name}, {event}: {gradient.state.name}, .grad {'set' if is_set else 'None'}")
     return wrong
 

@@ -183,7 +183,7 @@ class BackwardPasses:
         if self.reduced:
             return
         self._require_complete()
-        self.access.lift()
+        self.access.set_aside()
         if self._units is not None:
             self._units.gather_missed(
                 int(not self._last_began) if self._expected is None else self._expected - self.count
@@ -325,7 +325,7 @@ class BackwardPasses:
         if self._first is None:
             self._reopen()
         self._keeps_graph = torch.is_grad_enabled()
-        self.data_axis.reducer.open(self._first)
+        self.data_axis.reducer.begin_pass(self._first)
         if self._units is not None:
             self._units.begin_backward()
 
@@ -338,7 +338,7 @@ class BackwardPasses:
         running, self._running, self._had_gradient = self._running, None, False
         with torch.no_grad():
             running.__exit__(None, None, None)
-            self.data_axis.reducer.close(self._keeps_graph)
+            self.data_axis.reducer.end_pass(self._keeps_graph)
         if self._units is not None and self._last_began:
             self._units.release()
 
