@@ -25,7 +25,7 @@ BUDGET = {
     "models": 7623,
     "pipe": 7499,
     "compat": 7009,
-    "zero": 5398,
+    "zero": 5439,
     "grid": 4832,
     "train": 4286,
     "cli": 3441,
