@@ -26,6 +26,7 @@ threads.py: calls in threads, whose errors are raised where their ends are await
 temporary_folders.py: temporary folders, and their removal after their process was killed.
 named_function.py: functions of users by name, in files and modules.
 hub.py: repositories of the Hugging Face Hub, as folders in its cache.
+torch_private.py: torch's private names, each with the reason and what to do when torch drops it.
 torch_versions.py: differences between versions of torch.
 accelerators.py: torch's functions for each kind of accelerator.
 formulas.py: bytes of model states and of ZeRO's communication, by the papers.

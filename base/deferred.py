@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .autograd import sees_sums
+from .torch_private import has_hooks, in_transform
 
 Accumulate = Callable[[Tensor], object]  # adds one contribution to a gradient
 
@@ -34,10 +35,10 @@ class Deferred:
         Each must be a leaf without hooks of the user: then only its own ``.grad`` depends on its gradient. A transform
         of ``torch.func`` takes no function with a backward pass of its own.
         """
-        if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        if not torch.is_grad_enabled() or in_transform():
             return False
         parameters = [p for p in (weight, bias) if p is not None and p.requires_grad]
-        return bool(parameters) and all(p.is_leaf and not p._backward_hooks and not sees_sums(p) for p in parameters)
+        return bool(parameters) and all(p.is_leaf and not has_hooks(p) and not sees_sums(p) for p in parameters)
 
     def add(self, parameter: Tensor, accumulate: Accumulate) -> None:
         """Queue one contribution to a parameter's gradient.

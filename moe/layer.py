@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..base.autograd import backward_task
+from ..base.torch_private import backward_task
 from ..base.uncompiled import uncompiled
 from ..grid import Grid
 from ..grid.auxiliary import AuxiliaryLayer

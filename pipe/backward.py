@@ -25,10 +25,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+from torch.overrides import TorchFunctionMode
 
 from ..base.autograd import cast, product_dtype
 from ..base.deferred import Deferred, rows
+from ..base.torch_private import base_of, function_mode, without_function_mode
 
 
 class SplitBackward(TorchFunctionMode):
@@ -65,8 +66,8 @@ def deferring(deferred: Deferred) -> Iterator[None]:
 def unsplit() -> Iterator[None]:
     """Return a context in which no backward is split, for use within the contexts of ``SplitBackward``."""
     with ExitStack() as stack:
-        while isinstance(_get_current_function_mode(), SplitBackward):
-            stack.enter_context(_pop_mode_temporarily())
+        while isinstance(function_mode(), SplitBackward):
+            stack.enter_context(without_function_mode())
         yield
 
 
@@ -151,7 +152,7 @@ class _SplitLinear(torch.autograd.Function):
         ctx.deferred, ctx.parameter, ctx.bias, ctx.dtype = deferred, weight, bias, dtype
         y = F.linear(x, cast(weight, dtype), cast(bias, dtype))
         # With a bias it may be a view, and a function's views refuse in-place changes. ``data`` is none.
-        return y if y._base is None else y.data
+        return y if base_of(y) is None else y.data
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> Any:

@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ..base.deferred import Deferred
 from ..base.nest import map_tensors
 from ..base.parts import Parts
+from ..base.torch_private import storage_id
 from ..grid.comm.clock import Clock, Mark
 from ..grid.comm.lanes import Lanes
 from ..grid.loss_terms import NamedLosses
@@ -530,7 +531,7 @@ class Executor:
             nonlocal gathers, storages
             if gathers != self._data.gathers:
                 gathers = self._data.gathers
-                storages = {tensor.untyped_storage()._cdata for tensor in held}
+                storages = {storage_id(tensor.untyped_storage()) for tensor in held}
             return storages
 
         return KeptActivations(weights)

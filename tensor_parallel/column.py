@@ -29,6 +29,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ..base.autograd import cast, product_dtype
 from ..base.deferred import Deferred
+from ..base.torch_private import base_of, reshaped
 from ..base.uncompiled import uncompiled
 from ..grid.comm.axis import Axis
 from ..grid.comm.regions import begin, border
@@ -160,7 +161,8 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     returns.
     """
     y = F.linear(x, weight, bias)
-    whole: Tensor = y if y._base is None else torch.ops.aten._unsafe_view(y._base, y.shape)
+    base = base_of(y)
+    whole: Tensor = y if base is None else reshaped(base, y.shape)
     return whole
 
 

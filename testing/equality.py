@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from ..base.torch_private import tree_leaves, tree_map
 from ..engine.engines import Engine
 from ..engine.pipeline_engine import PipelineEngine
 from ..grid import Grid
@@ -262,7 +262,7 @@ def steps_of(
 
 def rows_of(inputs: Any) -> int:
     """Return the number of rows of a microbatch: the first dim of its first tensor."""
-    leaves = torch.utils._pytree.tree_leaves(inputs)
+    leaves = tree_leaves(inputs)
     found = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
     if found is None:
         raise ValueError(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from ..base.torch_private import storage_users
 from ..grid import Axis, Grid
 from ..grid.comm.pending import Done, Pending, Then
 from .axis_options import ZeroOptions
@@ -428,6 +429,6 @@ def _owns_memory(tensor: Tensor) -> bool:
     of other gradients too, which are still to be read.
     """
     storage = tensor.untyped_storage()
-    users = torch._C._storage_Use_Count(storage._cdata)
+    users = storage_users(storage)
     # Two users: the tensor itself, and the variable ``storage``.
     return users <= 2 and storage.nbytes() == tensor.numel() * tensor.element_size()

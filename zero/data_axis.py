@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.autograd import sees_sums
+from ..base.torch_private import multiply_all
 from ..grid import Axis
 from ..grid.grid import Grid
 from .axis_options import ZeroOptions
@@ -283,7 +284,7 @@ class ZeroDataAxis:
         assert self.exchange is not None
         own = [bucket.gradients for bucket in self._trained if bucket.gradients is not None]
         if own and scale != 1.0:
-            torch._foreach_mul_(own, scale)
+            multiply_all(own, scale)
         self.exchange.gradients(self._trained)
         self._exchanged = True
 

@@ -23,9 +23,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ...base.autograd import backward_task
 from ...base.nest import tensors_of
 from ...base.seeds import derive
+from ...base.torch_private import backward_task
 from ...base.uncompiled import uncompiled
 from ..comm.axis import Axis
 from ..layout import Layout, set_layout

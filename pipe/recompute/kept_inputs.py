@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...base.accelerators import is_accelerator
+from ...base.torch_private import tree_flatten, tree_unflatten
 from ...grid import Grid
 
 _ALIGNMENT = 64  # bytes

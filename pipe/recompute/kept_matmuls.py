@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from ...base.torch_private import TorchDispatchMode, tree_flatten, tree_leaves, tree_unflatten
 from .frame import Frame
 from .kept_inputs import save_for_backward
 

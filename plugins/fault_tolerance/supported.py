@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch import nn
-
 from ...base.option_error import refusal
+from ...base.torch_private import AnyBatchNorm
 from ...zero.optimizer_kinds import is_known
 from ...zero.range_stepper import RangeStepper
 
@@ -45,7 +44,7 @@ def require_supported(engine: Engine) -> None:
             f"{kind.__name__} may need whole layers, or count its steps: use AdamW, or leave it out"
         )
     for name, module in engine.module.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+        if isinstance(module, AnyBatchNorm) and module.track_running_stats:
             raise refusal(
                 f"{name} is a {type(module).__name__}, whose running statistics would differ between replicas, and "
                 "<fault_tolerance> does not average them: use LayerNorm or GroupNorm"

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...base.torch_private import TorchDispatchMode, backward_task
 from ...models.attention import CausalAttention
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class _RowProducts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch._C._current_graph_task_id() != -1:  # the backward pass
+        if backward_task() != -1:  # the backward pass
             return func(*args, **kwargs)
         if func is _aten.mm.default:
             return torch.cat([func(row.clone(), args[1]) for row in args[0].split(1)])

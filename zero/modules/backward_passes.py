@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ...base.autograd import OutermostBackward, WeakHook
 from ...base.nest import visit_tensors
+from ...base.torch_private import backward_task
 from ...grid import Grid, layout_of
 from ..axis_options import ZeroOptions
 from ..bucketing import cast
@@ -286,7 +287,7 @@ class BackwardPasses:
 
     def _unit_done(self, unit: int, runs: int) -> None:
         """Reduce the gradients that are complete after the backward of one run of a unit."""
-        if torch._C._current_graph_task_id() != -1:
+        if backward_task() != -1:
             self._outermost.enter()
         if self._running is not None:
             self.data_axis.reducer.layer_backward_done(unit, runs)

@@ -33,11 +33,11 @@ from torch import Tensor, nn
 
 from ...base.autograd import mark
 from ...base.nest import visit_tensors
+from ...base.torch_private import backward_task, in_transform, module_hooks, recorded_nodes
 from ..layer_gather import ParameterGatherer
 from ..managed import is_released
 from .units import unit_names
 
-_nodes = torch.autograd._get_sequence_nr
 _PATIENCE = 3.0  # seconds that a replica waits for the others at the end of a backward pass of another order than usual
 
 
@@ -135,9 +135,9 @@ class _ForwardPass(_Pass):
         self.watched: bool | None = None
 
     def enter_call(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if self._trains and self._module._forward_pre_hooks:
+        if self._trains and module_hooks(self._module, "forward_pre"):
             args, kwargs = mark((args, kwargs), self._end_before_hooks, exact=True)
-            self._nodes = _nodes()
+            self._nodes = recorded_nodes()
         return args, kwargs
 
     def enter_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -145,12 +145,12 @@ class _ForwardPass(_Pass):
             self._prefetch()
         if not self._trains:
             return args, kwargs
-        own = bool(self._module._backward_hooks or self._module._backward_pre_hooks)  # torch records a node for them
-        self._hooks_record = self._nodes is not None and _nodes() - self._nodes > own
+        own = module_hooks(self._module, "backward", "backward_pre")  # torch records a node for them
+        self._hooks_record = self._nodes is not None and recorded_nodes() - self._nodes > own
         return (args, kwargs) if self._hooks_record else mark((args, kwargs), self._end, exact=True)
 
     def leave_forward(self, outputs: Any) -> None:
-        if self._trains and not (self._called and self._module._forward_hooks):
+        if self._trains and not (self._called and module_hooks(self._module, "forward")):
             self.watched = self._watch(outputs)
 
     def leave_call(self, outputs: Any) -> None:
@@ -299,7 +299,7 @@ class Units:
         """
         if self._transformed:
             yield _Pass()
-        elif torch._C._current_graph_task_id() != -1:
+        elif backward_task() != -1:
             # Activation checkpointing runs it again. Its backward follows at once, so the weights stay gathered.
             self._enter_backward()
             self._gatherer.start_gather(unit)
@@ -327,7 +327,7 @@ class Units:
         if outermost:
             self._tape = UnitTape()
         tape, trains, began = self._tape, torch.is_grad_enabled(), len(self._tape.entered)
-        prefetch = self._begin(unit, tape, waits=called and bool(self._modules[unit]._forward_pre_hooks))
+        prefetch = self._begin(unit, tape, waits=called and module_hooks(self._modules[unit], "forward_pre"))
         end, watch = partial(self._end, tape, unit), partial(self._watch, tape, unit, began)
         pass_ = _ForwardPass(self._modules[unit], called, trains, prefetch, end, watch)
         self._running.append(unit)
@@ -350,7 +350,7 @@ class Units:
 
     def _transform(self, unit: int) -> str | None:
         """Return the function of ``torch.func`` under which a unit runs. Marks in the graph do not work there."""
-        if torch._C._are_functorch_transforms_active():
+        if in_transform():
             return "a transform of torch.func (grad, vmap, jacrev, ...) ran"
         if not self._running and any(owner.get(key) is not p for _, owner, key, p in self._places[unit]):
             return "torch.func.functional_call replaced parameters of"
