@@ -440,7 +440,7 @@ def of(case: str, **keys: Any) -> Any:
         (lambda: replace(CONFIG, num_experts_per_tok=5), "num_experts_per_tok is 5, but there are 4 experts"),
         (lambda: replace(CONFIG, decoder_sparse_step=3), "no block of 2 has experts"),
         (lambda: replace(CONFIG, mlp_only_layers=(2,)), "mlp_only_layers has 2, but the blocks are 0 to 1"),
-        (lambda: replace(CONFIG, qk_norm=True, qk_norm_all_heads=True), "qk_norm and qk_norm_all_heads"),
+        (lambda: replace(CONFIG, qk_norm=True, qk_norm_all_heads=True), "qk_norm is True and qk_norm_all_heads"),
         (lambda: replace(CONFIG, clip_qkv=0.0), "clip_qkv = 0.0"),
         (lambda: replace(CONFIG, router_aux_loss_coef=-1.0), "router_aux_loss_coef = -1.0"),
         (lambda: replace(DEEPSEEK, topk_group=5), "topk_group=5 of n_group=4"),
