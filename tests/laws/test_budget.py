@@ -25,7 +25,7 @@ BUDGET = {
     "models": 7681,
     "pipe": 7516,
     "compat": 6807,
-    "zero": 5315,
+    "zero": 5396,
     "grid": 4694,
     "train": 4205,
     "cli": 3442,
