@@ -8,6 +8,7 @@ stage       gradients
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +48,8 @@ class Bucket(FlatWeights):
     accumulate     the sum has ended (stages 2, 3): its owned range is added to ``owned_gradient``
     complete       all sums have ended
 
-    Between two passes, and after the last one, ``GradientAccess`` calls ``drop``, ``zero``, ``put_back``,
-    ``assign_gradient``, ``expose`` and ``conceal`` for user code.
+    Between two passes, and after the last one, ``GradientAccess`` calls ``discard``, ``put_back``, ``assign_gradient``,
+    ``expose`` and ``conceal`` for user code.
 
     Takes the arguments of ``FlatWeights``.
 
@@ -142,7 +143,7 @@ class Bucket(FlatWeights):
         gradient = self.shown.take(parameter, self._buffer)
         if gradient is None:
             if self.direct and self._buffer is not None and self.shown.is_unset(parameter):
-                self.drop(parameter)
+                self.discard(parameter, "drop")
             return False
         if gradient.layout != torch.strided:  # of an embedding with sparse=True: the bucket is dense
             gradient = gradient.to_dense()
@@ -169,7 +170,7 @@ class Bucket(FlatWeights):
         """
         for parameter in self.shown.begin_pass(self._buffer, first):
             settle()
-            self.drop(parameter)
+            self.discard(parameter, "drop")
 
     def end_pass(self, everything: bool) -> None:
         """Take gradients without a hook, after a backward pass: dropped before it, or ``everything``."""
@@ -186,21 +187,16 @@ class Bucket(FlatWeights):
             self._buffer.views[parameter] = self.gradient_of(parameter)  # user code may have exchanged its memory
         self.shown.put_back(parameter, self._buffer)
 
-    def drop(self, parameter: Tensor) -> None:
-        """Discard the gradient of a parameter, as if it had none: user code has set ``.grad`` to None."""
-        self._zero(parameter)
-        self.shown.note(parameter, "drop")
-        if self._buffer is not None:
-            self._buffer.empty.add(parameter)
+    def discard(self, parameter: Tensor, event: Literal["zero", "drop"]) -> None:
+        """Set the gradient of a parameter to zero, as user code has done; after ``drop``, it counts as missing.
 
-    def zero(self, parameter: Tensor) -> None:
-        """Set the gradient of a parameter to zero, as user code does. Its reduction must not be running."""
-        self._zero(parameter)
-        self.shown.note(parameter, "zero")
-
-    def _zero(self, parameter: Tensor) -> None:
+        Its reduction must not be running.
+        """
+        self.shown.note(parameter, event)
         if self._buffer is not None:
             self._buffer.views[parameter].zero_()
+            if event == "drop":
+                self._buffer.empty.add(parameter)
         if self.transient and self._accumulated:
             start, stop = (min(max(place, self.owned[0]), self.owned[1]) for place in self.span(parameter))  # type: ignore[arg-type]
             self.owned_gradient[start - self.owned[0] : stop - self.owned[0]].zero_()

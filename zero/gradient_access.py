@@ -106,7 +106,7 @@ class GradientAccess:
             self.touched = True
             if (settle := self._settle()) is not None:
                 settle()
-            bucket.zero(member.parameter)
+            bucket.discard(member.parameter, "zero")
 
     def is_gone(self, parameter: Tensor | None) -> bool:
         """Return True if the optimizer has stepped and this rank no longer has the whole gradient of the parameter."""
@@ -154,7 +154,7 @@ class GradientAccess:
         for bucket, parameter, gradient in found:
             self.touched = True
             if gradient is None:
-                bucket.drop(parameter)
+                bucket.discard(parameter, "drop")
                 parameter.grad = None
                 continue
             member = self._bucket_of[id(parameter)][1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -13,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from ..base.autograd import WeakHook
 from ..grid import Axis, Grid
 from ..grid.agreement.failure import wait_for
-from ..grid.comm.pending import Pending, Then
+from ..grid.comm.pending import Pending
 from .axis_options import ZeroOptions
 from .bucket import Bucket
 from .managed import ManagedParameter
@@ -26,32 +25,12 @@ _IN_FLIGHT = 2
 
 def all_reduce_gradients(axis: Axis, buckets: Sequence[GradientBucket]) -> None:
     """Sum unsharded gradients over an axis. Collective."""
-    in_flight: deque[Pending] = deque()
-    for bucket in buckets:
-        gradients = bucket.gradients
-        assert gradients is not None
-        sent = gradients.to(bucket.communication_dtype)
-        pending = axis.all_reduce(sent, async_op=True)
-        in_flight.append(pending if sent is gradients else Then(pending, partial(gradients.copy_, sent)))
-        if len(in_flight) > _IN_FLIGHT:
-            in_flight.popleft().wait()
-    for pending in in_flight:
-        pending.wait()
-
-
-def with_gradients(buckets: Sequence[GradientBucket]) -> set[Tensor]:
-    """Return the parameters whose unsharded gradient has an element that is not 0.
-
-    A parameter without a gradient in this step may be among them, because a compressor adds the residual of earlier
-    steps.
-    """
-    found: set[Tensor] = set()
     for bucket in buckets:
         assert bucket.gradients is not None
-        for slot, member in zip(bucket.flat.slots, bucket.members, strict=True):
-            if bool(bucket.gradients[slot.start : slot.stop].any()):
-                found.add(member.parameter)
-    return found
+        sent = bucket.gradients.to(bucket.communication_dtype)
+        axis.all_reduce(sent)
+        if sent is not bucket.gradients:
+            bucket.gradients.copy_(sent)
 
 
 class GradientReducer:

@@ -25,7 +25,7 @@ class GradientState(IntEnum):
     ASSIGNED    set by the bucket again   the tensor that user code had put into ``.grad``
     DROPPED     None, or hidden zeros     0: user code had set ``.grad`` to None. The optimizer leaves the parameter out
 
-    Each event can happen in each state. The next state, which ``TRANSITIONS`` has too:
+    Each event can happen in each state. The next state, as in ``TRANSITIONS``:
 
     event       what happens                             ABSENT    PRESENT   CLEARED   ASSIGNED  DROPPED
     add         a backward pass has given a gradient     PRESENT   PRESENT   PRESENT   ASSIGNED  PRESENT
@@ -36,7 +36,9 @@ class GradientState(IntEnum):
     drop        user code sets ``.grad`` to None         DROPPED   DROPPED   DROPPED   DROPPED   DROPPED
     assign      user code sets ``.grad`` to a tensor     ASSIGNED  ASSIGNED  ASSIGNED  ASSIGNED  ASSIGNED
 
-    A step begins with all gradients ABSENT.
+    A step begins with all gradients ABSENT. The events come from ``Bucket``: ``add`` from ``collect`` and ``target``,
+    ``fill`` from ``fill_in``, ``vanish`` from ``expose``, ``pass`` from ``begin_pass``, ``zero`` and ``drop`` from
+    ``discard``, and ``assign`` from ``assign_gradient``.
     """
 
     ABSENT = 0
@@ -85,8 +87,8 @@ class ShownGradients:
         self._members, self._slots, self._direct = members, slots, direct
         self._access: ref[GradientReader] | None = None
         # By id: the hash of a tensor is a call into Python, for each parameter and microbatch.
-        self._states: dict[int, GradientState] = {}
-        self._discarded: set[int] = set()  # parameters whose gradient user code has zeroed or dropped, so far
+        self._states: dict[int, GradientState] = {}  # without those that are ABSENT since the step began
+        self._discarded: set[int] = set()  # parameters whose gradient user code has zeroed or dropped in this step
         self._hidden: dict[int, HiddenGradient] = {}  # made once for each parameter
         self._hides = False  # all gradients are hidden, from their reduction to the next backward pass
 
@@ -193,7 +195,7 @@ class ShownGradients:
         return parameter.grad is None and self._is_shown(parameter)
 
     def note(self, parameter: Tensor, event: str) -> None:
-        """Change the state of a gradient after what user code has done: ``zero``, ``drop`` or ``assign``."""
+        """Change the state of a gradient after an event."""
         number = id(parameter)
         if event in ("zero", "drop"):
             self._discarded.add(number)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..grid import Axis, Grid
 from .bucket import Bucket
 from .gradient_access import GradientAccess
-from .gradients import GradientReducer, with_gradients
+from .gradients import GradientReducer
 from .written_weights import WrittenWeights
 
 
@@ -76,7 +76,8 @@ class UsedParameters:
         """
         unused = self._reducer.unused() - self._elsewhere
         if self._compressed:  # a residual of earlier steps may be all of a gradient
-            unused = unused - with_gradients(self._buckets)
+            pairs = [(bucket, member.parameter) for bucket in self._buckets for member in bucket.members]
+            unused = {p for bucket, p in pairs if p in unused and not bucket.gradient_of(p).any()}
         changed, written = self._access.touched, bool(self._written)
         while True:
             flags = [written, changed, *(parameter not in unused for parameter in self._parameters)]

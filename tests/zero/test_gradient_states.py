@@ -56,12 +56,12 @@ class OneGradient:
 
     def zero(self) -> None:
         if isinstance(gradient := self.parameter.grad, Tensor):
-            gradient.zero_()  # a guard, which calls ``Bucket.zero``
+            gradient.zero_()  # a guard, which calls ``Bucket.discard``
         else:
-            self.bucket.zero(self.parameter)
+            self.bucket.discard(self.parameter, "zero")
 
     def drop(self) -> None:
-        self.bucket.drop(self.parameter)
+        self.bucket.discard(self.parameter, "drop")
 
     def assign(self, value: float = 1.0) -> None:
         self.bucket.assign_gradient(self.parameter, torch.full_like(self.parameter, value), 1.0, exposed=False)
