@@ -25,7 +25,7 @@ BUDGET = {
     "models": 7622,
     "pipe": 7503,
     "compat": 7013,
-    "zero": 5446,
+    "zero": 5429,
     "grid": 4833,
     "train": 4287,
     "cli": 3441,
