@@ -43,8 +43,9 @@ class Bucket(FlatWeights):
 
     begin          no parameter has a gradient
     begin_pass     a backward pass begins
-    collect        autograd has left a gradient in ``.grad``: it is moved
-    reduce         after a pass, or after the step's last one: zeros replace missing gradients, and the sum starts
+    take_gradient  autograd has left a gradient in ``.grad``: it is moved
+    start_reduction
+                   after a pass, or after the step's last one: zeros replace missing gradients, and the sum starts
     accumulate     the sum has ended (stages 2, 3): its owned range is added to ``owned_gradient``
     complete       all sums have ended
 
