@@ -37,8 +37,8 @@ class GradientState(IntEnum):
     assign      user code sets ``.grad`` to a tensor     ASSIGNED  ASSIGNED  ASSIGNED  ASSIGNED  ASSIGNED
 
     A step begins with all gradients ABSENT. The events come from ``Bucket``: ``add`` from ``take_gradient`` and
-    ``target``, ``fill`` from ``fill_in``, ``vanish`` from ``expose``, ``pass`` from ``begin_pass``, ``zero`` and ``drop`` from
-    ``discard``, and ``assign`` from ``assign_gradient``.
+    ``target``, ``fill`` from ``fill_in``, ``vanish`` from ``expose``, ``pass`` from ``begin_pass``, ``zero`` and
+    ``drop`` from ``discard``, and ``assign`` from ``assign_gradient``.
     """
 
     ABSENT = 0
