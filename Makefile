@@ -28,7 +28,7 @@ CHECKED := __init__.pyi $(sort $(dir $(wildcard */*.py)))
 QUICK := $(addprefix tests/,laws/test_imports.py laws/test_names.py laws/test_bugs.py grid/test_layout.py \
 	grid/test_random.py grid/test_topology.py options grid/launcher/test_hosts.py engine/optim \
 	pipe/test_partition.py pipe/test_schedules.py pipe/test_simulate.py pipe/test_verify.py pipe/test_executor.py \
-	tensor_parallel/test_regions.py context/test_order.py context/test_sparsity.py engine/test_pipeline_engine.py)
+	grid/test_regions.py context/test_order.py context/test_sparsity.py engine/test_pipeline_engine.py)
 
 # Two processes of pytest, each with a pool of ranks: a rank that waits for others leaves its core to the other process's.
 # A debugger needs one process: make test ARGS="-n 0 --pdb". `make test-all` has one: its sweeps take the whole machine.

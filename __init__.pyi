@@ -12,8 +12,8 @@ from .base.errors import CheckpointError as CheckpointError
 from .base.errors import ConfigError as ConfigError
 from .base.option_error import OptionError as OptionError
 from .compat.deepspeed.from_config import initialize as initialize
-from .compat.huggingface.arguments import TrainingArguments as TrainingArguments  # needs accelerate
 from .compat.huggingface.trainer import Trainer as Trainer  # needs accelerate
+from .compat.huggingface.training_arguments import TrainingArguments as TrainingArguments  # needs accelerate
 from .data.dataloader import RepeatingLoader as RepeatingLoader
 from .engine.engines import Engine as Engine
 from .engine.module_engine import ModuleEngine as ModuleEngine
@@ -31,6 +31,7 @@ from .grid.launcher.launch import launch as launch
 from .grid.layout import Layout as Layout
 from .grid.loss_terms import Loss as Loss
 from .grid.loss_terms import WithLoss as WithLoss
+from .grid.randomness.random import Dropout as Dropout
 from .grid.topology import Topology as Topology
 from .inference.engine import InferenceEngine as InferenceEngine
 from .inference.engine import init_inference as init_inference
@@ -88,11 +89,11 @@ from .pipe.cuts import StageCut as StageCut
 from .pipe.cuts import compare_cuts as compare_cuts
 from .pipe.cuts import find_cut as find_cut
 from .pipe.module import PipelineModule as PipelineModule
+from .pipe.program.costs import Costs as Costs
 from .pipe.program.deadlock import ScheduleError as ScheduleError
 from .pipe.program.layer_costs import LayerCost as LayerCost
 from .pipe.program.layer_costs import LayerCosts as LayerCosts
 from .pipe.program.schedule import Schedule as Schedule
-from .pipe.program.simulate import Costs as Costs
 from .pipe.program.simulate import simulate as simulate
 from .pipe.program.verify import verify as verify
 from .pipe.schedules.choose import make_schedule as make_schedule

@@ -6,6 +6,7 @@ checks.py: checks of numbers, seeds, names of folders, and kinds of arguments.
 lazy.py: lazy public names of packages.
 moved.py: modules and names at their older places.
 entry_points.py: entry points of installed packages.
+seeds.py: ``derive``, a seed from numbers and names.
 nest.py: walks over nests of tensors.
 json_values.py: plain Python values in JSON and back, for checkpoints and between ranks, without pickle.
 json_comments.py: JSON with comments and trailing commas.
@@ -14,6 +15,7 @@ safetensors_header.py: header of safetensors files, made and read.
 safetensors.py: writer of safetensors files, tensor by tensor.
 source_hashes.py: hashes of the files of Python modules.
 autograd.py: marks in the graph, weak hooks, the casts of autocast.
+deferred.py: queue of weight gradients that are computed later (the split backward of zero bubble).
 evaluating.py: evaluation mode of a module for a while.
 uncompiled.py: functions that torch.compile leaves out of its graphs.
 steady_time.py: time of the day that does not jump when the clock is set.
@@ -24,6 +26,7 @@ threads.py: calls in threads, whose errors are raised where their ends are await
 temporary_folders.py: temporary folders, and their removal after their process was killed.
 named_function.py: functions of users by name, in files and modules.
 hub.py: repositories of the Hugging Face Hub, as folders in its cache.
+torch_private.py: torch's private names, each with the reason and what to do when torch drops it.
 torch_versions.py: differences between versions of torch.
 accelerators.py: torch's functions for each kind of accelerator.
 formulas.py: bytes of model states and of ZeRO's communication, by the papers.

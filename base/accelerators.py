@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from .torch_private import extension_device
+
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -31,7 +33,7 @@ def move_module(module: M, device: torch.device, dtype: torch.dtype | None = Non
     on devices of other packages than torch (NPU).
     """
     kept = [(parameter, dict(vars(parameter))) for parameter in module.parameters()]
-    swaps = device.type == torch._C._get_privateuse1_backend_name()
+    swaps = device.type == extension_device()
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(swaps or before)
     try:

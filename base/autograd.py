@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from .nest import map_tensors, tensors_of
+from .torch_private import call_after_backward, sum_hooks
 
 T = TypeVar("T", Tensor, Tensor | None)
 
@@ -66,7 +67,7 @@ class OutermostBackward:
         """Begin, if none runs, the backward pass from which this is called."""
         if self._callback is None or self._callback() is None:
             callback = _Callback(self._leave)
-            torch.autograd.Variable._execution_engine.queue_callback(callback)
+            call_after_backward(callback)
             self._callback = ref(callback)
             if (begin := self._begin()) is not None:
                 begin()
@@ -136,13 +137,7 @@ def saved_through(
 
 def sees_sums(parameter: Tensor) -> bool:
     """Return True if user code has a hook that reads ``.grad`` after autograd has added to it."""
-    hooks: Any = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return bool(hooks) and any(type(hook) is not WeakHook for hook in hooks.values())
-
-
-def backward_task() -> int:
-    """Return autograd's number of the backward pass that runs in this thread; -1 if none runs."""
-    return torch._C._current_graph_task_id()
+    return any(type(hook) is not WeakHook for hook in sum_hooks(parameter))
 
 
 def product_dtype(x: Tensor) -> torch.dtype | None:

@@ -139,7 +139,8 @@ def _snapshot(name: str, revision: str | None, kind: str | None, files: list[str
         ) from error
     except errors.LocalEntryNotFoundError as error:
         cause = error.__cause__ or error
-        why = f"the Hub cannot be reached: {' '.join(str(cause).split())[:100] or type(cause).__name__}"
+        reason = re.sub(r"\[Errno -?\d+\] ", "", " ".join(str(cause).split()))
+        why = f"the Hub cannot be reached: {reason[:100] or type(cause).__name__}"
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else why
         command = _command(name, revision, files if kind else ())
         raise ConfigError(

@@ -15,7 +15,7 @@ _TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/\*.*?\*/|/\*', re.DO
 _LAST_COMMA = re.compile(r'"(?:\\.|[^"\\\n])*"|,(?=\s*[}\]])')
 
 
-def read(path: str | Path) -> Any:
+def read_json(path: str | Path) -> Any:
     """Read and parse a JSON file.
 
     Raises:

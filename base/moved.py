@@ -11,7 +11,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 ENDS = "0.3"  # version of triax in which the older places are gone
-# Older module -> the module that it is now; both within triax, and its inner modules with it.
+# Older module -> the module that it is now; both within triax. Its inner modules have moved with it, but for those with
+# a row of their own.
 MODULES = {
     "agreement": "grid.agreement",
     "dry_run": "plugins.dry_run",
@@ -22,6 +23,7 @@ MODULES = {
     "methods": "train.methods",
     "monitor": "engine.monitor",
     "optim": "engine.optim",
+    "optim.lr_schedules": "compat.deepspeed.lr_schedules",
     "plan": "plugins.plan",
     "randomness": "grid.randomness",
 }
@@ -67,11 +69,11 @@ class MovedModules(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         package, _, name = fullname.partition(f"{self._package}.")
-        room, _, inside = name.partition(".")
-        if package or room not in MODULES:
+        older = name if name in MODULES else name.partition(".")[0]
+        if package or older not in MODULES:
             return None
-        now = f"{self._package}.{MODULES[room]}{inside and '.'}{inside}"
-        if not inside and room not in _PUBLIC:
+        now = f"{self._package}.{MODULES[older]}{name.removeprefix(older)}"
+        if name == older and older not in _PUBLIC:
             _warn(fullname, now, 2)
         return ModuleSpec(fullname, Renamed(now), is_package=True)
 

@@ -36,7 +36,7 @@ from savers import MICRO, Saver, batch, engine, savers, step
 import triax
 from triax.train.job import resolve
 from triax.train.model import build_module, parameter_groups
-from triax.train.schema import TrainingFile
+from triax.train.sections import TrainingFile
 
 
 def measure(options: Any, folder: str) -> dict[str, Any]:

@@ -91,7 +91,7 @@ class Triax:
     def activations(self) -> tuple[float, float]:
         """The most activations this rank held in the last step, and how many the simulation says it holds."""
         grid, module = self.engine.grid, self.engine.module
-        return self.engine.executor.peak / module.chunks, self._simulated[grid.pipe.rank]
+        return self.engine.executor.last_run.peak / module.chunks, self._simulated[grid.pipe.rank]
 
 
 class Torch:

@@ -33,7 +33,7 @@ from triax.grid.launcher.launch import launch
 from triax.plugins.gradient_compression import PowerSGD, TopK
 from triax.train.job import Job, resolve
 from triax.train.loop import TrainingRun
-from triax.train.schema import TrainingFile
+from triax.train.sections import TrainingFile
 
 BEGIN, END = "<!-- benchmarks/gradient_compression.py -->", "<!-- end -->"
 

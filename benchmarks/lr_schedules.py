@@ -16,7 +16,7 @@ import torch
 from deepspeed.runtime import lr_schedules as theirs
 from torch import nn
 
-from triax.engine.optim import lr_schedules as ours
+from triax.compat.deepspeed import lr_schedules as ours
 
 STEPS = 1000
 CYCLE = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-2}

@@ -55,7 +55,7 @@ import torch
 from torch import nn
 
 import triax
-from triax.grid.launcher.replicas import drain
+from triax.grid.launcher.replica_jobs import drain
 from triax.plugins.fault_tolerance.membership import History
 
 SHARE, SAMPLES = 8, 2**16  # samples of a share and of the data set
@@ -533,7 +533,7 @@ def samples_counted(run: Run, steps: int) -> int:
     Raises:
         AssertionError: a sample is missing, or was summed twice.
     """
-    history = History.read(run.folder / f"{run.names[-1]}.jsonl")
+    history = History.from_file(run.folder / f"{run.names[-1]}.jsonl")
     counted: Counter[int] = Counter()
     for name in run.names:
         reads: dict[int, list[int]] = {}

@@ -21,8 +21,8 @@ from ..grid import Grid
 from ..grid.ranges import Spans, shape_of
 from .format.remote import Folder
 from .lineage import Lineage
-from .protocol import Snapshot, TensorBox, WholeTensor
 from .remote_writer import make_writer
+from .snapshot import Snapshot, TensorBox, WholeTensor
 
 _NICE = 10  # of 19: where every core is busy, the thread gets a tenth of what the training gets
 
@@ -46,7 +46,7 @@ class AsyncWriter:
         self.copies: dict[tuple[str, Spans], Tensor] = {}
         self.work: BackgroundCall[str | None] | None = None
 
-    def write(
+    def start(
         self,
         snapshot: Snapshot,
         folder: Folder,

@@ -25,8 +25,8 @@ from .async_writer import report_failure
 from .format import folder as folders
 from .format.remote import Folder
 from .lineage import Lineage
-from .protocol import Snapshot
 from .reader import LoadOptions, open_checkpoint
+from .snapshot import Snapshot
 
 # Slurm sends the second before the time limit (--signal=USR1@120). If ranks receive several, the last of these counts.
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from ..base.errors import CheckpointError
 from ..grid import Grid
-from .protocol import BUFFERS, WEIGHTS, Snapshot
+from .snapshot import BUFFERS, WEIGHTS, Snapshot
 
 Shape = tuple[int, ...]
 

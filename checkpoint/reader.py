@@ -13,7 +13,7 @@ from ..grid.ranges import shape_of
 from .format import folder as folders
 from .format.index import NAME, Index, read_index
 from .format.remote import Folder
-from .protocol import BUFFERS, CLIENT, EXCHANGE, OPTIMIZER, OUTER, RANDOM, REPLICA, WEIGHTS, Snapshot, TensorBox
+from .snapshot import BUFFERS, CLIENT, EXCHANGE, OPTIMIZER, OUTER, RANDOM, REPLICA, WEIGHTS, Snapshot, TensorBox
 
 
 @dataclass(frozen=True)

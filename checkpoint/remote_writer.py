@@ -12,7 +12,7 @@ from .format.folder import LATEST, note_saved
 from .format.index import NAME, checksum
 from .format.remote import Folder, RemotePath
 from .lineage import Lineage
-from .protocol import Snapshot
+from .snapshot import Snapshot
 from .writer import AllGather, Writer, merged, piece_name, rank_name, write_rank
 
 

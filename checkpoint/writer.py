@@ -17,7 +17,7 @@ from .format import folder as folders
 from .format.index import NAME, Index, StoredBox, StoredFile, StoredTensor, box_name, checksum, read_index, save_name
 from .format.remote import Folder
 from .lineage import Lineage
-from .protocol import Snapshot
+from .snapshot import Snapshot
 
 AllGather = Callable[[str], Sequence[str | None]]  # from this rank's text to those of all ranks; None: a rank is absent
 _SEEN = 10.0  # seconds within which a folder that rank 0 made must be visible on every rank
@@ -174,8 +174,8 @@ def merged(folder: Path, size: int, head: dict[str, Any], save: str = "") -> Ind
     numbers: dict[str, Any] = {}
     for rank in range(size):
         piece = read_index(folder, piece_name(rank, save), whole=False)
-        if piece.head["save"] != whole.save:
-            raise ValueError(f"{piece_name(rank)} is of the save {piece.head['save']}, and not of {whole.save}")
+        if piece.head["save"] != whole.save_name:
+            raise ValueError(f"{piece_name(rank)} is of the save {piece.head['save']}, and not of {whole.save_name}")
         numbers.update(piece.head["numbers"])
         whole.files.update(piece.files)
         for name, entry in piece.tensors.items():

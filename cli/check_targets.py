@@ -19,15 +19,14 @@ from ..base.hub import local_folder
 from ..engine.engines import Engine
 from ..grid import Grid
 from ..models.config import TransformerConfig
-from ..models.huggingface.load import LAYERS
 from ..options.batch import Batch
 from ..pipe.module import PipelineModule
 from ..testing.equality import rows_of
 from ..testing.pool import RankFailure, run_ranks
 from ..train.file import read_training_file
-from ..train.job import model_config
 from ..train.model import loss_for
-from ..train.schema import ModelSection
+from ..train.model_choice import model_config
+from ..train.sections import ModelSection
 
 FILES = (".yaml", ".yml", ".toml", ".json")
 MICROBATCHES, LENGTH = 4, 16  # of random tokens
@@ -90,7 +89,8 @@ def train_without_values(build: Any, batches: Any, axes: Mapping[str, int]) -> N
 def _configured(target: str, changes: Sequence[str], grid: Grid) -> PipelineModule:
     """Build the model of a training file or a folder, in float64."""
     config, section, sequence_parallel = _read(target, changes)
-    layers = LAYERS[type(config)](config, sequence_parallel, section.attention, **section.experts.arguments)
+    options = {"sequence_parallel": sequence_parallel, "attention": section.attention}
+    layers = config.layers(**options, **section.experts.arguments)
     return PipelineModule(layers, grid=grid, loss_fn=loss_for(config, grid), dtype=torch.float64, seed=0)
 
 
@@ -115,9 +115,7 @@ def _change(text: str) -> tuple[str, Any]:
 
 def _require_memory(target: str, config: TransformerConfig) -> None:
     """Check that one process can hold the model in float64."""
-    layers = LAYERS[type(config)](config)
-    model = PipelineModule(layers, grid=Grid(device="cpu"), device="meta")
-    count = sum(parameter.numel() for parameter in model.parameters())
+    count = config.parameter_count
     needed, present = _COPIES * 8 * count, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > present:
         key = "num_hidden_layers" if Path(target).suffix not in FILES else "model.overrides.num_hidden_layers"

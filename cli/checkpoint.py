@@ -15,8 +15,8 @@ from .output import echo
 from .verbs import CommandGroup
 
 if TYPE_CHECKING:
-    from ..checkpoint.protocol import Snapshot
     from ..checkpoint.reader import Reader
+    from ..checkpoint.snapshot import Snapshot
 
 CHECKPOINTS = "checkpoints"  # folder of the checkpoints in the folder of a run of triax train
 
@@ -228,13 +228,12 @@ def import_(
         )
     from ..checkpoint.convert.from_dcp import import_dcp
     from ..compat.deepspeed.universal_checkpoint import import_universal
-    from ..engine.optim.schedulers import OWN
 
     try:
         if is_dcp:
             left = import_dcp(source, folder, tag, weights, optimizer, buffers or [], renames)
         else:
-            left = import_universal(source, folder, tag, buffers or [], renames, schedules=OWN)
+            left = import_universal(source, folder, tag, buffers or [], renames)
     except (ValueError, RuntimeError) as error:
         raise ConfigError(str(error)) from error
     _written(folder / tag, left)

@@ -48,13 +48,13 @@ def config(
 
 def _check(file: Path, data: int) -> None:
     """Check a file and print it resolved. What a Trainer fills in stays "auto", and is explained."""
-    from ..base.json_comments import read
+    from ..base.json_comments import read_json
     from ..compat.deepspeed.config.elasticity import described
     from ..compat.deepspeed.config.to_options import batch_sizes, notes_of, options_of
     from ..compat.deepspeed.from_config import read_config, resolve_config  # needs torch
     from ..compat.huggingface.auto_values import trainer_values
 
-    source = read(file)
+    source = read_json(file)
     given, origins = trainer_values(source) if isinstance(source, dict) else (source, {})
     checked = read_config(given)
     resolved = resolve_config(checked, batch_sizes(checked, data))

@@ -41,7 +41,7 @@ def drain(
     wait: Annotated[float, typer.Option(min=0.1, help="Seconds to wait until it has left.")] = 120.0,
 ) -> None:
     """Ask a replica of triax run --replicas to leave the run after its step; the others continue."""
-    from ..grid.launcher.replicas import drain as drain_replica
+    from ..grid.launcher.replica_jobs import drain as drain_replica
 
     drain_replica(name, Path(log_dir), wait)
     typer.echo(f"replica {name} has left")

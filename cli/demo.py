@@ -34,7 +34,7 @@ def demo(
     from ..grid.launcher.launch import cores, launch
     from ..pipe.program.draw import text
     from ..train.loop import train
-    from ..train.schema import TrainingFile
+    from ..train.sections import TrainingFile
     from ..train.start import PRELOAD, make_job
 
     if read_environment() is not None:

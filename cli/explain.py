@@ -15,8 +15,9 @@ from rich.box import SIMPLE_HEAD
 from ..base.errors import ConfigError
 from ..base.formulas import STATES, optimizer_states
 from ..base.tables import as_text, table
-from ..pipe.program.simulate import Costs, simulate
-from ..plugins.plan.layers import LayerShape
+from ..pipe.program.costs import Costs
+from ..pipe.program.simulate import simulate
+from ..plugins.plan.layer_shapes import LayerShape
 from ..plugins.plan.memory import ModelMemory, RankMemory, StateOptions
 from ..plugins.plan.parallel_layout import ParallelLayout
 from ..train.job import Job

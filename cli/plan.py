@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ..models.config import TransformerConfig
     from ..plugins.plan.cost import Work
     from ..train.file import ReadFile
-    from ..train.schema import TrainingFile
+    from ..train.sections import TrainingFile
 
 plan = typer.Typer(
     name="plan",
@@ -109,7 +109,7 @@ def search(flags: SearchFlags) -> None:
     from ..plugins.plan.page import page
     from ..plugins.plan.picture import picture
     from ..plugins.plan.search import Searcher, Space
-    from ..train.schema import count, seconds
+    from ..train.sections import count, seconds
 
     run_seconds, run_tokens = seconds(flags.time), count(flags.tokens)
     run, given = _run(flags), parse_layout(flags.layout or "")
@@ -225,7 +225,7 @@ def _run(flags: RunFlags) -> _PlannedRun:
 
 def _needs_sequences(file: TrainingFile, config: TransformerConfig, given: dict[str, list[Any]]) -> bool:
     """Return True if the run of a training file cannot cut sequences into slices."""
-    from ..train.job import needs_sequences
+    from ..train.model_choice import needs_sequences
 
     reason = needs_sequences(file) or config.refuses_slices(file.model.experts.arguments)
     if reason is not None and given.get("slices", [1]) != [1]:

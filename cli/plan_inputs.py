@@ -14,7 +14,7 @@ from ..base.hub import local_folder
 if TYPE_CHECKING:
     from ..models.config import TransformerConfig
     from ..train.file import ReadFile
-    from ..train.schema import TrainingFile
+    from ..train.sections import TrainingFile
 
 TRAINING_FILES = (".yaml", ".yml", ".toml")
 
@@ -22,8 +22,8 @@ TRAINING_FILES = (".yaml", ".yml", ".toml")
 def model_of(name: str) -> tuple[TransformerConfig, TrainingFile | None, ReadFile | None]:
     """Return a model's configuration, and the training file that it comes from, checked and as it was read."""
     from ..train.file import read_training_file
-    from ..train.job import model_config
-    from ..train.schema import ModelSection
+    from ..train.model_choice import model_config
+    from ..train.sections import ModelSection
 
     path = Path(name)
     if path.suffix in TRAINING_FILES:

@@ -49,7 +49,7 @@ def run(
 ) -> None:
     """Run a script on many processes, on this host or on several, and report the cause of a failure last."""
     from ..compat.launcher_options import STARTERS
-    from ..engine.monitor.trace.merge import recorded
+    from ..engine.monitor.trace.merge_timelines import recorded
     from ..grid.launcher.launch import print_outcome
     from ..grid.launcher.placement import is_elastic, number_of_hosts, placed
     from ..grid.launcher.program import program_of

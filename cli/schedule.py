@@ -133,7 +133,7 @@ def compare(
     """Print a table of all schedules of a size that fit, the fastest first."""
     costs, rows = sizes.times, []
     if file is not None:
-        own = sizes.read(file)
+        own = sizes.load(file)
         verify(own, sizes.memory)
         sizes = sizes.changed(pipe=own.pipe, microbatches=own.microbatches)
         rows.append((own, simulate(own, costs, sizes.keep_gathered)))

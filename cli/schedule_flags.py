@@ -9,11 +9,11 @@ from ..base.errors import escaped, no_such
 from ..base.option_error import OptionError, refusal
 from ..base.tables import terminal
 from ..options.base import Options, option
+from ..pipe.program.costs import Costs
 from ..pipe.program.offload import offload_pass
 from ..pipe.program.pairs import pair_pass
 from ..pipe.program.recompute_pass import recompute_pass
 from ..pipe.program.schedule import Schedule
-from ..pipe.program.simulate import Costs
 from ..pipe.program.slices import slice_lengths
 from ..pipe.program.verify import verify
 from ..pipe.schedules.choose import FILES, NAMES, make_schedule, read_schedule, schedule_names
@@ -90,7 +90,7 @@ class ScheduleFlags(SizeFlags):
             raise refusal(f"<pipe> {self.pipe} <microbatches> {count} {at_most}: give smaller sizes")
         return count
 
-    def read(self, file: Path) -> Schedule:
+    def load(self, file: Path) -> Schedule:
         """Return the schedule of a file, which says its sizes.
 
         Raises:
@@ -138,7 +138,7 @@ class ChangeFlags(ScheduleFlags):
         Raises:
             ValueError: it does not exist in this size, the file has another one, or it would hang or hold too much.
         """
-        chosen = self.read(Path(name)) if name.endswith(FILES) else self._named(name)
+        chosen = self.load(Path(name)) if name.endswith(FILES) else self._named(name)
         if self.attention and len(chosen.slices) == 1:
             raise OptionError(
                 "attention", self.attention, "it is for slices of sequences: give <slices> too, such as 4"

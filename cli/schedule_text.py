@@ -11,9 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ..base.tables import table
+from ..pipe.program.costs import Costs
 from ..pipe.program.draw import text
 from ..pipe.program.schedule import Schedule
-from ..pipe.program.simulate import Costs, Simulation
+from ..pipe.program.simulate import Simulation
 from ..pipe.program.slices import equal_cost_slices
 from ..pipe.schedules.search import Found
 

@@ -54,7 +54,7 @@ def train(
         if not flags.table or file is not None:
             raise ConfigError("Give a FILE to train, or --table.")
         from ..options.table import markdown
-        from ..train.schema import WHOLE, TrainingFile
+        from ..train.sections import WHOLE, TrainingFile
 
         typer.echo(markdown(TrainingFile, WHOLE))
         return

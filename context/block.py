@@ -21,11 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..base.torch_private import flash_cpu, flash_cpu_backward, flash_gpu, flash_gpu_backward
+
 _CHUNK = 2**24  # scores held at a time by the plain computation
-_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-_GPU = torch.ops.aten._scaled_dot_product_flash_attention
-_GPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -61,9 +59,9 @@ def forward(
         width = v.shape[-1]
         q, k, v = _same_width(q, k, v)
         if not q.is_cuda:
-            out, lse = _CPU(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+            out, lse = flash_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
         else:
-            out, lse = _GPU(q, k, v, 0.0, causal, False, scale=scale)[:2]
+            out, lse = flash_gpu(q, k, v, 0.0, causal, False, scale=scale)[:2]
         out = out[..., :width]
         if mask is not None:  # the kernel gives such queries the log-sum-exp 0
             lse = lse.masked_fill((mask == -torch.inf).all(-1), -torch.inf)
@@ -105,12 +103,12 @@ def backward(
         q, k, v, dout, out = _same_width(q, k, v, dout, out)
         dout, out, lse = dout.to(q.dtype), out.to(q.dtype), lse.contiguous()
         if not q.is_cuda:
-            dq, dk, dv = _CPU_BACKWARD(dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
+            dq, dk, dv = flash_cpu_backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale)
         else:
             # The kernel reads the state of the random generator for dropout only.
             state = torch.zeros(2, dtype=torch.uint64, device=q.device)
             sizes = (None, None, q.shape[2], k.shape[2])
-            dq, dk, dv = _GPU_BACKWARD(
+            dq, dk, dv = flash_gpu_backward(
                 dout, q, k, v, out, lse, *sizes, 0.0, causal, state, state.new_empty(()), scale=scale
             )
         return dq[..., :dim], dk[..., :dim], dv[..., :width]

@@ -28,7 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..grid.randomness.random import derive, uniform
+from ..base.seeds import derive
+from ..grid.randomness.random import uniform
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ..base.errors import ConfigError, nearest
-from ..grid.randomness.random import derive
+from ..base.seeds import derive
 from .chat import ChatTemplate
 from .packing import IGNORED
 from .sources import UNITS, BadDocument, find_sources, records
@@ -88,7 +88,7 @@ class Answers(Dataset[int]):
             for line, value in records(source):
                 places.append(f"{source.name}, {UNITS[source.format]} {line}")
                 with at_place(places[-1]):
-                    samples.append(reader.read(value))
+                    samples.append(reader.parse(value))
         self.form, self.width = form, 1 if form == "sft" else 2
         self.reference: Tensor | None = None
         made = []
@@ -203,7 +203,7 @@ class _SampleReader:
         self._text: TextTokenizer = open_tokenizer(tokenizer)
         self._chat: ChatTemplate | None = None
 
-    def read(self, value: Any) -> tuple[Any, ...]:
+    def parse(self, value: Any) -> tuple[Any, ...]:
         """Return (prompt, answers ..., label) of a sample; the prompt is None for a whole text or conversation.
 
         The label of ``scored`` is the margin, or None.

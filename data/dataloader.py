@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
 from ..base.checks import check_seed
-from ..grid.randomness.random import derive
+from ..base.seeds import derive
 from .token_data import TokenData
 from .token_loader import TokenLoader
 

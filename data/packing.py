@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..base.errors import CorruptError
-from ..grid.randomness.random import derive
+from ..base.seeds import derive
 from .token_file import Array
 from .token_folder import TokenFolder
 

@@ -13,7 +13,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from ..base.errors import ConfigError
-from ..grid.randomness.random import derive
+from ..base.seeds import derive
 from .answers import at_place, kind_of
 from .chat import ChatTemplate
 from .sources import UNITS, BadDocument, find_sources, records
@@ -75,7 +75,7 @@ class Prompts(Dataset[int]):
         for source in find_sources(given)[0]:
             for line, value in records(source):
                 with at_place(f"{source.name}, {UNITS[source.format]} {line}"):
-                    prompt, others = self._read(value)
+                    prompt, others = self._parse(value)
                     is_text = isinstance(prompt, str)
                     ids = encoder.encode(prompt) if is_text else encoder.apply_chat_template(prompt)
                 if 0 < len(ids) <= length:
@@ -119,7 +119,7 @@ class Prompts(Dataset[int]):
         part._numbers = [self._numbers[int(each)] for each in places]
         return part
 
-    def _read(self, value: Any) -> tuple[Any, dict[str, Any]]:
+    def _parse(self, value: Any) -> tuple[Any, dict[str, Any]]:
         """Return the prompt of a sample, and its other columns.
 
         Raises:

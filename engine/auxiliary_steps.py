@@ -106,7 +106,7 @@ class AuxiliarySteps:
         for layer in self._layers.values():
             layer.loads = None
 
-    def collect(self, device: torch.device) -> Tensor:
+    def local_sums(self, device: torch.device) -> Tensor:
         """Return this rank's loads and sums of losses in the step so far, in one tensor, float64, for ``end``."""
         sums = torch.zeros(self._size, dtype=torch.float64, device=device)
         place = 0
@@ -126,7 +126,7 @@ class AuxiliarySteps:
 
         Args:
             grid: the grid whose ranks took the step together.
-            sums: what ``collect`` returned, of all replicas outside of the grid too. It is overwritten.
+            sums: what ``local_sums`` returned, of all replicas outside of the grid too. It is overwritten.
             weight: weight of the batch, by which the losses are divided.
             skipped: the step was skipped: the layers then keep their biases and loads.
             report: this rank logs a warning if an expert starves.

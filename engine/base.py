@@ -23,7 +23,7 @@ from ..base.errors import ConfigError
 from ..base.option_error import Note
 from ..base.parts import Parts
 from ..checkpoint.auto import AutoSaver
-from ..checkpoint.protocol import Snapshot
+from ..checkpoint.snapshot import Snapshot
 from ..context.sparse_layers import set_sparse_attention
 from ..data.dataloader import Loader, TokenLoader, make_loader
 from ..grid import Grid
@@ -36,9 +36,9 @@ from ..pipe.module import PipelineModule
 from ..pipe.program.schedule import Schedule
 from ..zero.data_axis import ZeroDataAxis
 from ..zero.gathered_parameters import gathered
-from ..zero.optimizer import OptimizerFactory
+from ..zero.range_stepper import OptimizerFactory
 from .accounting.memory import MemoryAccounts
-from .accounting.traffic import traffic_formulas
+from .accounting.traffic_formulas import traffic_formulas
 from .auxiliary_steps import AuxiliarySteps
 from .instrument import instrument
 from .keywords import Collate, EngineKeywords, Samples, Trained
@@ -46,8 +46,8 @@ from .monitor.monitor import Monitor
 from .monitor.trace import comms_logger as comms
 from .named_losses import NamedLossSteps
 from .named_parameters import named_parameters
-from .observer import RecordingObserver
 from .optimizer_step import OptimizerStep
+from .recording_observer import RecordingObserver
 from .replica_buffers import ReplicaBuffers
 from .replica_rows import ReplicaRows
 from .replica_strategy import SynchronousReplicas
@@ -59,7 +59,7 @@ from .setup.arguments import (
     unless_all,
     untrained_in_loss,
 )
-from .setup.check import check_names
+from .setup.check_names import check_names
 from .setup.compilation import Compilation
 from .setup.compression import named_compressor, require_fitting
 from .setup.extensions import foreign_members, replica_strategy
@@ -782,7 +782,9 @@ class Engine:
         """
         with self.all_or_none("save_checkpoint"):
             self.data_axis.enter("calls save_checkpoint")
-            return self.checkpointer.save(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+            return self.checkpointer.write_checkpoint(
+                save_dir, tag, client_state, save_latest, exclude_frozen_parameters
+            )
 
     def wait_for_checkpoint(self) -> str | None:
         """Wait until no checkpoint is being written.

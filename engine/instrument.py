@@ -9,9 +9,10 @@ from contextlib import AbstractContextManager
 
 import torch
 
+from ..base.deferred import Deferred
 from ..base.dtypes import dtype_of
 from ..grid.comm.timeline_recorder import TimelineRecorder
-from ..pipe.backward import Deferred, SplitBackward
+from ..pipe.backward import SplitBackward
 from ..pipe.program.ops import COMPUTE
 from .accounting import memory_breakdown, step_profile
 from .accounting.dump_state import dump

@@ -38,19 +38,19 @@ from ..options.engine import EngineOptions
 from ..options.schedule import ScheduleOptions
 from ..pipe.microbatches import require_equal_shapes
 from ..pipe.module import PipelineModule
+from ..zero.gradient_norm import clip_factor, global_norm
 from ..zero.modules.backward_passes import BackwardPasses
 from ..zero.modules.broadcast import broadcast_weights
 from ..zero.modules.leaf_modules import set_listed_leaf_modules
 from ..zero.modules.module_optimizer import ModuleOptimizer
-from ..zero.norm import clip_factor, global_norm
 from .accounting.memory import MemoryAccounts
 from .auxiliary_steps import AuxiliarySteps, bind_auxiliary
 from .base import NO_OPTIMIZER, Engine, TrainingParts
 from .named_losses import NamedLossSteps
 from .named_parameters import named_parameters
-from .observer import ModuleObserver
 from .optim.loss_scale import process_scales, rescaled
 from .optim.schedulers import advance_schedule
+from .recording_observer import ModuleObserver
 from .replica_buffers import ReplicaBuffers
 from .setup.arguments import to_device
 from .setup.compilation import Compilation, compile_module
@@ -86,7 +86,7 @@ class ModuleEngine(Engine):
         recompute: recomputation of the module's blocks; None if none is asked for.
         microbatch: number of microbatches of this step that are done.
         backward_passes: backward passes of this step, and the reductions of their gradients.
-        auxiliary_sums: loads and auxiliary losses of the step, as ``AuxiliarySteps.collect`` returns them.
+        auxiliary_sums: loads and auxiliary losses of the step, as ``AuxiliarySteps.local_sums`` returns them.
         in_no_sync: True within ``no_sync``.
     """
 
@@ -419,7 +419,7 @@ class ModuleEngine(Engine):
             if problem is not None:
                 raise AgreedError(f"gradients were read or clipped, but {problem}")
         with self.parts("reduce"):
-            passes.reduce()
+            passes.end_reductions()
         weight = self._step_grid.data.size * self.batch.accumulation
         return weight * self._options.divisor * self.optimizer_step.scale
 
@@ -428,7 +428,7 @@ class ModuleEngine(Engine):
         self.replica_rows.compare()
         reduced = self.backward_passes.reduced
         with self.parts("reduce"):
-            self.backward_passes.reduce()
+            self.backward_passes.end_reductions()
         self.data_axis.access.take_back(look=reduced)
         losses, self._losses = self._losses, []
         named, self._named = self._named, []
@@ -440,7 +440,7 @@ class ModuleEngine(Engine):
             *([float(self.replica_buffers.strayed())] if self.replica_buffers else []),
         ]
         if self.auxiliary:
-            self.auxiliary_sums = self.auxiliary.collect(grid.device)
+            self.auxiliary_sums = self.auxiliary.local_sums(grid.device)
         sums, _ = self.named_losses.totals(grid, named, values, self.optimizer_step.totals, training=False)
         unused, total, *strayed = sums
         replicas = grid.data.size * self.replicas.contributing

@@ -16,7 +16,8 @@ from ..base.errors import AgreedError
 from ..grid import Grid
 from ..grid.agreement.agreement import totals
 from ..grid.loss_terms import LossSums, NamedLosses, described_form, require_other_names
-from ..pipe.executor import UNNAMED, Executor, Microbatch
+from ..pipe.losses import UNNAMED, LossWeights
+from ..pipe.microbatch import Microbatch
 from ..pipe.module import PipelineModule
 
 Totals = Callable[[Grid, Sequence[Tensor | float]], list[float]]
@@ -43,7 +44,7 @@ class NamedLossSteps:
         self,
         grid: Grid,
         module: PipelineModule,
-        executor: Executor,
+        weights: LossWeights,
         microbatches: Sequence[Microbatch],
         share: Callable[[Sequence[float]], list[float]],
     ) -> None:
@@ -51,14 +52,15 @@ class NamedLossSteps:
 
         Args:
             grid: the grid whose ranks take the step.
-            module, executor: the model, and what runs its program.
+            module: the model.
+            weights: weights of the batch, which are set.
             microbatches: the microbatches of this rank.
             share: sums numbers over replicas outside of the grid.
 
         Raises:
             ValueError: ``loss_fn.weight`` or ``loss_weight`` gives other names on another rank, or a name twice.
         """
-        executor.count, executor.term_weights, self._told = len(microbatches) * grid.data.size, {}, {}
+        weights.microbatches, weights.terms, self._told = len(microbatches) * grid.data.size, {}, {}
         form, sums = self._forms.get(True, "unknown"), dict[str, Any]()
         if form is None:  # (means are asked too: a replica that joins does not know the form yet)
             return
@@ -78,10 +80,9 @@ class NamedLossSteps:
                 f"loss_fn.weight, or loss_weight of a layer, gave the weights of {names} on different ranks: give the "
                 "same names"
             )
-        weights = [sum(each[name] for each in found) for name in self._told]
-        count, *weights = share([executor.count, *weights])
-        executor.count = int(count)
-        executor.term_weights = dict(zip(self._told, weights, strict=True))
+        count, *shared = share([weights.microbatches, *(sum(each[name] for each in found) for name in self._told)])
+        weights.microbatches = int(count)
+        weights.terms = dict(zip(self._told, shared, strict=True))
 
     def _weights(
         self, loss_fn: Any, layers: Sequence[tuple[Callable[..., Any], Sequence[str]]], microbatch: Microbatch
@@ -141,7 +142,7 @@ class NamedLossSteps:
         if losses is None:
             self.values = {}
             return sums, None
-        loss, self.values = losses.read(found, training)
+        loss, self.values = losses.divide(found, training)
         return sums, loss
 
     def _agree(self, grid: Grid, named: Sequence[NamedLosses]) -> Any:

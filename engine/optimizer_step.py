@@ -20,7 +20,7 @@ from ..grid import Grid
 from ..grid.agreement import agreement
 from ..options.engine import EngineOptions
 from ..zero.data_axis import ZeroDataAxis
-from ..zero.norm import clip_factor, global_norm
+from ..zero.gradient_norm import clip_factor, global_norm
 from .optim.loss_scale import LossScaler
 from .optim.nonfinite import MicrobatchLosses, NonFinitePolicy
 from .step_observer import StepObserver

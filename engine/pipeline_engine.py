@@ -25,7 +25,8 @@ from ..grid.agreement.agreement import mean, totals
 from ..grid.agreement.failure import all_or_none
 from ..grid.assemble import assemble
 from ..options.engine import EngineOptions
-from ..pipe.executor import Executor, Result
+from ..pipe.executor import Executor
+from ..pipe.losses import Result
 from ..pipe.microbatches import Microbatch, MicrobatchFeed
 from ..pipe.module import PipelineModule
 from ..pipe.program.forward_only import forward_only
@@ -34,7 +35,6 @@ from ..pipe.program.program import Program
 from ..pipe.program.schedule import Schedule
 from ..pipe.program.timeline import Timeline
 from ..pipe.program.verify import verify
-from ..pipe.schedules.choose import with_passes
 from ..pipe.schema import Schema, flatten, unflatten
 from ..zero.bucketing import cast
 from ..zero.data_axis import ZeroDataAxis
@@ -47,9 +47,10 @@ from .accounting.memory import MemoryAccounts
 from .auxiliary_steps import AuxiliarySteps
 from .base import NO_OPTIMIZER, Engine, TrainingParts
 from .named_losses import NamedLossSteps
-from .observer import PipelineObserver
 from .optim.schedulers import advance_schedule
+from .recording_observer import PipelineObserver
 from .replica_buffers import ReplicaBuffers
+from .setup.asked_schedule import with_passes
 from .setup.compilation import Compilation, compile_pipeline
 from .setup.recomputation import configure_recomputation, log_profile
 from .setup.schedule import searched_cut, training_schedule
@@ -71,7 +72,7 @@ class PipelineEngine(Engine):
         timeline: times of the ops of the last measured batch, on all pipe ranks.
         feed: reads this rank's microbatches.
         program: the lowered schedule of a training step.
-        auxiliary_sums: loads and auxiliary losses of the step, as ``AuxiliarySteps.collect`` returns them.
+        auxiliary_sums: loads and auxiliary losses of the step, as ``AuxiliarySteps.local_sums`` returns them.
         executor: runs programs.
     """
 
@@ -273,7 +274,7 @@ class PipelineEngine(Engine):
             self.module.train()
         self.module.dropout_state.step = self.global_steps
         self.executor.clock = self.observer.program_clock(self.record_timeline)
-        self.executor.loss_scale = self.optimizer_step.scale
+        self.executor.weights.scale = self.optimizer_step.scale
         self._running = grid, microbatches
         result, mine = self._compute(grid, microbatches)
         if self.record_timeline:
@@ -326,7 +327,7 @@ class PipelineEngine(Engine):
             gradient, and 1 if a buffer has changed, where the model has buffers.
         """
         self.data_axis.begin()
-        self.named_losses.weigh(grid, self.module, self.executor, microbatches, self.replicas.share)
+        self.named_losses.weigh(grid, self.module, self.executor.weights, microbatches, self.replicas.share)
         if self.auxiliary:
             labels = [microbatch.labels for microbatch in microbatches]
             samples = sum(len(microbatch.samples or ()) for microbatch in microbatches)
@@ -342,7 +343,7 @@ class PipelineEngine(Engine):
         with self.parts("reduce"):
             self.data_axis.finish()
         if self.auxiliary:
-            self.auxiliary_sums = self.auxiliary.collect(grid.device)
+            self.auxiliary_sums = self.auxiliary.local_sums(grid.device)
         unreached = sum(not each for each in result.reached.values())
         mine = [*_own_sums(grid, result), self.data_axis.used.unused() + unreached]
         return result, mine + ([float(self.replica_buffers.strayed())] if self.replica_buffers else [])

@@ -10,7 +10,7 @@ from ..options.engine import EngineOptions
 from .keywords import Collate, EngineKeywords, Samples, Trained
 from .pipeline_engine import PipelineEngine
 from .setup.arguments import check_arguments, choose_grid, given_options
-from .setup.check import check_names
+from .setup.check_names import check_names
 from .setup.rank_consistency import require_same_settings
 from .setup.tuning import is_searched, search_sizes
 

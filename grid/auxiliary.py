@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base.autograd import backward_task
+from ..base.torch_private import backward_task
 
 
 class AuxiliaryLosses:

@@ -30,12 +30,13 @@ from ..base.accelerators import functions_of, is_accelerator
 from ..base.checks import check_kind, check_positive
 from ..base.html import html_table
 from ..base.ports import is_loopback, resolve
+from ..base.torch_private import default_store
 from .agreement.call_order import CallOrder
 from .agreement.hang_watch import GONE, Activity, HangWatch, LimitedCalls, lost_peer, timed_out, with_timeout
 from .agreement.mailbox import Mailbox
 from .agreement.store_barrier import store_barrier
 from .comm.axis import Axis
-from .comm.equality import same
+from .comm.equal_facts import same
 from .comm.host_transport import HostTransport
 from .comm.observer import Observer
 from .comm.simulated import is_simulated
@@ -158,7 +159,7 @@ class Grid:
             elif is_simulated(outer):
                 outer.announce(self.topology)
             else:
-                self._store = dist.distributed_c10d._get_default_store()
+                self._store = default_store()
         if self._store is not None:
             self._calls = LimitedCalls()  # to the store, about failures: its thread is there before memory is short
             weakref.finalize(self, self._calls.end).atexit = False

@@ -141,6 +141,22 @@ def is_named(value: Any) -> bool:
     return isinstance(value, (Loss, Mapping, NamedLosses))
 
 
+def read_loss(value: Any, given: str, give: str) -> Term | NamedLosses:
+    """Return the value of a loss function in one form: a term without a name, of a mean or a pair, or named terms.
+
+    Args:
+        value: what a loss function returned.
+        given, give: for error messages, as of ``named_losses``.
+
+    Raises:
+        ValueError: the value is no loss.
+    """
+    if is_named(value):
+        return named_losses(value, given, give)
+    total, weight = sum_and_weight(value, given, give)
+    return Term(total, weight, 1.0, not is_pair(value))
+
+
 def named_losses(value: Any, given: str, give: str) -> NamedLosses:
     """Check a ``Loss`` or a dict of terms.
 
@@ -241,7 +257,7 @@ class LossSums:
             found += [sum((counts * _number(metric.weight) for metric in metrics), 0.0)]
         return found
 
-    def read(self, sums: Sequence[float], training: bool) -> tuple[float, dict[str, float | list[float]]]:
+    def divide(self, sums: Sequence[float], training: bool) -> tuple[float, dict[str, float | list[float]]]:
         """Return the loss of the batch, and the value of each term and metric.
 
         A term or metric of weight 0 is NaN, and such a term adds nothing to the loss.

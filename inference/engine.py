@@ -16,7 +16,7 @@ from ..engine.pipeline_engine import PipelineEngine
 from ..engine.snapshot.load_weights import load_weights
 from ..grid import layout_of
 from ..grid.agreement.failure import all_or_none
-from ..grid.comm.equality import same
+from ..grid.comm.equal_facts import same
 from ..pipe.module import PipelineModule
 from .batching import Batcher, Request, Token
 from .beam_search import Beams, BeamSearch

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..grid import Axis, Grid, layout_of
 from ..grid.layout import Layout
-from ..models.attention import WholeKV
+from ..models.head_groups import WholeKV
 from ..tensor_parallel.embedding import VocabParallelHead
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from ..tensor_parallel.sharded import ColumnSharded, FusedWhole, KeyValueWhole, RowSharded

@@ -195,7 +195,7 @@ class KVCache:
         if self._begins:  # the slots are empty: prefill
             y = module.attend(q, k, v)
             return y
-        window, chunk = getattr(module, "window", None), getattr(module, "chunk", None)
+        window, chunk = module.options.window, module.options.chunk
         kind = q.dtype, window, chunk
         if kind not in self._masks:
             held = torch.arange(self._longest, device=q.device)

@@ -19,10 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..base.seeds import derive
 from ..grid import Axis
-from ..grid.randomness.random import derive, uniform
+from ..grid.comm.regions import gather_split
+from ..grid.randomness.random import uniform
 from ..grid.ranges import split
-from ..tensor_parallel.regions import gather_split
 
 NOT_FINITE = -1  # in place of a token, if the logits have a nan or an infinity
 

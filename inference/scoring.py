@@ -17,7 +17,7 @@ from ..base.checks import check_count
 from ..context.order import gather
 from ..engine.pipeline_engine import PipelineEngine
 from ..grid.agreement.agreement import largest
-from ..grid.comm.equality import same
+from ..grid.comm.equal_facts import same
 from ..grid.loss_terms import Loss
 from ..models.layers import softcapped
 from ..models.log_probs import LogProbsLoss, label_log_probs

@@ -1,6 +1,7 @@
 """GPT, Llama and mixtures of experts as lists of layers: from a configuration to ``list[LayerSpec]``.
 
-config.py: configurations: sizes, settings, number of parameters; without torch.
+config.py: configurations; config_base.py: what all have; config_groups.py: their fields by group; without torch.
+shapes.py: the layers of a configuration on the meta device; number of parameters.
 presets.py: the sizes of published models; rope_scaling.py: scalings of rotary positions; without torch.
 decoder.py: ``decoder_layers``, the one block and list of layers of all decoders but DeepSeek's.
 gpt.py, llama.py, mixtral.py: GPT, Llama and mixtures of experts, which are ``decoder.py`` with other defaults.
@@ -10,6 +11,7 @@ layers.py: layers that all models share: token embedding and head, residual bloc
 log_probs.py: ``LogProbsLoss``, losses of the labels' log-probabilities.
 reward.py: ``reward_layers``, a score of each token in place of logits.
 attention.py: causal self-attention with heads over the tensor axis, grouped queries, KV cache.
+attention_options.py: its options; head_groups.py: heads that share keys and values; qk_norm.py: norms of both.
 recurrent/: linear attention and state spaces: Mamba2, Gated DeltaNet.
 mlp.py: MLP, gated MLP, mixture of experts.
 positions.py: learned positions; rope.py: rotary positions; alibi.py: biases that grow with the position.

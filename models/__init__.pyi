@@ -1,4 +1,5 @@
 from .attention import SelfAttention as SelfAttention
+from .config import AnyDecoderConfig as AnyDecoderConfig
 from .config import DecoderConfig as DecoderConfig
 from .config import DeepseekConfig as DeepseekConfig
 from .config import GPTConfig as GPTConfig

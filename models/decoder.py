@@ -23,7 +23,9 @@ from ..grid.ranges import split
 from ..pipe.spec import LayerSpec
 from ..tensor_parallel.norm import LayerNorm, OffsetLayerNorm, OffsetRMSNorm, RMSNorm
 from .alibi import Alibi
-from .config import DecoderConfig
+from .attention import SelfAttention
+from .attention_options import AttentionOptions
+from .config import AnyDecoderConfig, DecoderConfig
 from .layers import (
     FinalLayerNorm,
     FinalOffsetLayerNorm,
@@ -36,7 +38,9 @@ from .layers import (
 from .mlp import MLP, GatedMLP, check_moe_options, make_moe
 from .packed import attach, detach
 from .positions import PositionEmbedding
-from .recurrent.layers import make_recurrent
+from .recurrent.delta_net import GatedDeltaNet
+from .recurrent.mamba2 import Mamba2
+from .recurrent.sizes import Mamba2Sizes
 from .replicated_linear import ReplicatedLinear
 from .rope import Rope
 
@@ -53,7 +57,7 @@ _NORMS: dict[str, tuple[Callable[..., nn.Module], Callable[..., nn.Module], dict
 
 
 def decoder_layers(
-    config: DecoderConfig, sequence_parallel: bool = False, attention: str = "ring", **moe: Any
+    config: AnyDecoderConfig, sequence_parallel: bool = False, attention: str = "ring", **moe: Any
 ) -> list[LayerSpec]:
     """List the specs of a decoder's layers in order, for a ``PipelineModule``: ids (B, T) -> logits (B, T, V / t).
 
@@ -116,7 +120,7 @@ def decoder_layers(
 class EmbeddingNorm(nn.Module):
     """Norm behind the token embeddings, of the model's kind: (B, T, D) -> (B, T, D)."""
 
-    def __init__(self, config: DecoderConfig, *, grid: Grid, sequence_parallel: bool = False) -> None:
+    def __init__(self, config: AnyDecoderConfig, *, grid: Grid, sequence_parallel: bool = False) -> None:
         super().__init__()
         make, _, how = _NORMS[config.norm]
         common: dict[str, Any] = {"grid": grid, "sequence_parallel": sequence_parallel}
@@ -132,7 +136,7 @@ class Projection(nn.Module):
     """Projection between the width of the token embeddings and that of the model: (B, T, K) -> (B, T, N)."""
 
     def __init__(
-        self, config: DecoderConfig, inputs: int, outputs: int, *, grid: Grid, sequence_parallel: bool = False
+        self, config: AnyDecoderConfig, inputs: int, outputs: int, *, grid: Grid, sequence_parallel: bool = False
     ) -> None:
         super().__init__()
         init = Normal(config.initializer_range)
@@ -150,13 +154,14 @@ class DecoderBlock(ResidualBlock):
     Args:
         config: the model's configuration.
         layer: number of the block, counted from 0.
-        grid, sequence_parallel, attention: as for ``ResidualBlock``.
+        grid, sequence_parallel: as for ``ResidualBlock``.
+        attention: how the ranks of the context axis compute attention: ``ring``, ``ulysses`` or ``gather``.
         moe: further arguments of ``MoE``, of a block with experts.
     """
 
     def __init__(
         self,
-        config: DecoderConfig,
+        config: AnyDecoderConfig,
         layer: int = 0,
         *,
         grid: Grid,
@@ -164,42 +169,46 @@ class DecoderBlock(ResidualBlock):
         attention: str = "ring",
         **moe: Any,
     ) -> None:
-        mlp = partial(GatedMLP if config.gated else MLP, activation=config.hidden_act, bias=config.mlp_bias)
         norm, _, how = _NORMS[config.norm]
-        kind, place = config.type_of(layer), config.norm_place
+        kind, place, width = config.type_of(layer), config.norm_place, config.hidden_size
         if place == "after_attention":
             place = "after" if kind == "attention" else "before"
-        branches: dict[str, Any] = {"make_mlp": partial(make_moe, **moe) if layer in config.moe_layers else mlp}
-        if config.one_branch and kind != "mlp":
-            branches["make_mlp"] = None
-        if kind == "mlp":
-            branches["make_attention"] = None
-        elif config.linear_attention is not None and kind == "linear_attention":
-            branches["make_attention"] = partial(make_recurrent, config.linear_attention, config.norm_epsilon)
-        else:
-            branches |= _attention_arguments(config, layer, grid)
+        make_attention: Callable[..., nn.Module] | None = None
+        if kind == "linear_attention":
+            sizes = config.linear_attention
+            recurrent: Any = Mamba2 if isinstance(sizes, Mamba2Sizes) else GatedDeltaNet
+            make_attention = partial(recurrent, width, sizes, eps=config.norm_epsilon)
+        elif kind == "attention":
+            options = attention_options(config, layer, grid)
+            make_attention = partial(SelfAttention, width, config.num_attention_heads, options, kind=attention)
+        make_mlp: Callable[..., nn.Module] | None = None
+        if layer in config.moe_layers:
+            make_mlp = partial(make_moe, **moe)
+        elif kind == "mlp" or not config.one_branch:
+            make_mlp = partial(GatedMLP if config.gated else MLP, activation=config.hidden_act, bias=config.mlp_bias)
         super().__init__(
             config,
             grid=grid,
             sequence_parallel=sequence_parallel,
-            attention=attention,
             make_norm=partial(norm, **how),
+            make_attention=make_attention,
+            make_mlp=make_mlp,
             norm_place=place,
             parallel=config.parallel_residual,
             shared_norm=config.shared_norm,
             multiplier=config.residual_multiplier,
-            **branches,
         )
         if not config.learned_positions:  # else the layer of positions has it
             self.max_position_embeddings = config.generated_positions  # the most that generation asks for
 
 
-def _attention_arguments(config: DecoderConfig, layer: int, grid: Grid) -> dict[str, Any]:
-    """Return the arguments of ``SelfAttention`` of a block, beside those that ``ResidualBlock`` gives."""
-    heads, keys, scalar = config.num_attention_heads, config.num_key_value_heads, config.query_pre_attn_scalar
+def attention_options(config: AnyDecoderConfig, layer: int, grid: Grid) -> AttentionOptions:
+    """Return the options of the attention of a block, counted from 0, on a rank of a grid."""
+    rotated, scalar, eps = config.has_rope(layer), config.query_pre_attn_scalar, config.norm_epsilon
+    heads, keys = config.num_attention_heads, config.num_key_value_heads
     scale = config.attention_multiplier if scalar is None else scalar**-0.5
     rope: Rope | Alibi | None = None
-    if config.has_rope(layer):
+    if rotated and isinstance(config, DecoderConfig):
         turned = config.rope_interleave, True, config.rope_reversed
         rope = Rope(config.rotary_dim, *config.rope_of(layer), *turned)
     elif config.alibi:
@@ -207,29 +216,27 @@ def _attention_arguments(config: DecoderConfig, layer: int, grid: Grid) -> dict[
         scale, held = scale or config.head_dim**-0.5, split(heads, grid.tensor.size, grid.tensor.rank)
         rope = Alibi(heads, keys, held, scale, rounded=config.alibi == "rounded")
     norm, _, how = _NORMS[config.norm]
-    normed = config.qk_norm or config.qk_norm_all_heads or config.qk_norm_per_head
-    tuned = config.attn_scale and not config.has_rope(layer)
-    return {
-        "head_dim": config.head_dim,
-        "kv_heads": None if config.fused_qkv else keys,
-        "rope": rope,
-        "window": config.window_of(layer),
-        "chunk": config.chunk_of(layer),
-        "l2_norm": config.norm_epsilon if config.qk_l2_norm and config.has_rope(layer) else None,
-        "temperature": (config.attn_scale, config.floor_scale) if tuned else None,
-        "bias": config.qkv_bias,
-        "out_bias": config.out_bias,
-        "qk_norm": config.norm_epsilon if normed else None,
-        "norm_all_heads": config.qk_norm_all_heads,
-        "norm_per_head": config.qk_norm_per_head,
-        "norm_after": config.qk_norm_after,
-        "norm": partial(norm, **how) if config.norm.startswith("rms") else RMSNorm,
-        "clip": config.clip_qkv,
-        "scale": scale,
-        "softcap": config.attn_logit_softcapping,
-        "sinks": config.attention_sinks,
-        "output_gate": config.attn_output_gate,
-    }
+    return AttentionOptions(
+        head_dim=config.head_dim,
+        kv_heads=None if config.fused_qkv else keys,
+        bias=config.qkv_bias,
+        out_bias=config.out_bias,
+        qk_norm=eps if config.has_qk_norm else None,
+        norm_all_heads=config.qk_norm_all_heads,
+        norm_per_head=config.qk_norm_per_head,
+        norm_after=config.qk_norm_after,
+        norm=partial(norm, **how) if config.norm.startswith("rms") else RMSNorm,
+        clip=config.clip_qkv,
+        output_gate=config.attn_output_gate,
+        rope=rope,
+        window=config.window_of(layer),
+        chunk=config.chunk_of(layer),
+        scale=scale,
+        softcap=config.attn_logit_softcapping,
+        sinks=config.attention_sinks,
+        l2_norm=eps if config.qk_l2_norm and rotated else None,
+        temperature=(config.attn_scale, config.floor_scale) if config.attn_scale and not rotated else None,
+    )
 
 
 class GPTBlock(DecoderBlock):

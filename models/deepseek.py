@@ -8,6 +8,7 @@ Shapes: B sequences of T tokens, D the width, H the number of heads, V the vocab
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,12 +17,14 @@ from einops import rearrange
 from torch import Tensor
 
 from ..grid import Grid
+from ..grid.comm.regions import copy_all_reduce, gather_reduce_scatter
 from ..grid.randomness.random import Distribution
+from ..options.base import REQUIRED, option
 from ..pipe.spec import LayerSpec
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from ..tensor_parallel.norm import RMSNorm
-from ..tensor_parallel.regions import copy_all_reduce, gather_reduce_scatter
 from .attention import CausalAttention
+from .attention_options import ScoreOptions
 from .config import DeepseekConfig
 from .layers import FinalRMSNorm, ResidualBlock, first_and_last
 from .mlp import GatedMLP, check_moe_options, make_moe
@@ -67,6 +70,19 @@ def deepseek_layers(
     ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class LatentOptions(ScoreOptions):
+    """Options of ``LatentAttention``."""
+
+    rope: Rope = option(REQUIRED, "Rotary embedding, which gives the number of rotated channels.")
+    q_rank: int | None = option(
+        REQUIRED, "Width of the latent vector of the queries; None: queries are projected from the input."
+    )
+    kv_rank: int = option(REQUIRED, "Width of the latent vector of keys and values.")
+    nope_dim: int = option(REQUIRED, "Width of a head of the keys, without the rotated channels.")
+    value_dim: int = option(REQUIRED, "Width of a head of the values.")
+
+
 class LatentAttention(CausalAttention):
     """Multi-head latent attention: keys and values are projected from a vector of low rank (arXiv:2405.04434).
 
@@ -79,14 +95,9 @@ class LatentAttention(CausalAttention):
     Args:
         width: D, the width of the residual stream.
         heads: H, at least the number of tensor-parallel ranks.
-        grid: grid whose tensor axis shards the heads.
-        q_rank: width of the latent vector of the queries; None: queries are projected from x.
-        kv_rank: width of the latent vector of keys and values.
-        nope_dim, value_dim: width of a head of keys without the rotated channels, and of values.
-        rope: rotary embedding, which gives the number of rotated channels.
-        scale: factor of the scores.
+        options: the other sizes, positions and scores.
         init, out_init: distributions of the initial weights, and of those of the output projection.
-        sequence_parallel, kind, window: as for ``SelfAttention``.
+        grid, sequence_parallel, kind: as for ``CausalAttention``.
 
     Attributes:
         q: projection to queries, (H (nope_dim + rope_dim), D), sharded by heads; only without ``q_rank``.
@@ -99,47 +110,42 @@ class LatentAttention(CausalAttention):
         (B, T, D) -> (B, T, D), as for ``SelfAttention``.
     """
 
+    options: LatentOptions
+
     def __init__(
         self,
         width: int,
         heads: int,
+        options: LatentOptions,
         *,
         grid: Grid,
-        q_rank: int | None,
-        kv_rank: int,
-        nope_dim: int,
-        value_dim: int,
-        rope: Rope,
-        scale: float,
         init: Distribution,
         out_init: Distribution,
         sequence_parallel: bool = False,
         kind: str = "ring",
-        window: int | None = None,
     ) -> None:
         place: dict[str, Any] = {"grid": grid, "sequence_parallel": sequence_parallel}
-        super().__init__(heads, rope=rope, kind=kind, window=window, scale=scale, **place)
-        self.parts = (nope_dim, value_dim)
+        super().__init__(heads, options, kind=kind, **place)
         column: dict[str, Any] = {**place, "bias": False, "init": init}
-        query, pair = nope_dim + rope.head_dim, nope_dim + value_dim
+        q_rank, kv_rank, value_dim, rope_dim = options.q_rank, options.kv_rank, options.value_dim, options.rope.head_dim
+        query, pair = options.nope_dim + rope_dim, options.nope_dim + value_dim
         self.q = ColumnParallelLinear(width, heads * query, unit=query, **column) if q_rank is None else None
         if q_rank is not None:
             self.q_a = ReplicatedLinear(width, q_rank, init=init, **place)
             self.q_a_norm = RMSNorm(q_rank, _LATENT_EPSILON, **place)
             self.q_b = ColumnParallelLinear(q_rank, heads * query, unit=query, **column)
-        self.kv_a = ReplicatedLinear(width, kv_rank + rope.head_dim, init=init, **place)
+        self.kv_a = ReplicatedLinear(width, kv_rank + rope_dim, init=init, **place)
         self.kv_a_norm = RMSNorm(kv_rank, _LATENT_EPSILON, **place)
         self.kv_b = ColumnParallelLinear(kv_rank, heads * pair, unit=pair, **column)
         self.out = RowParallelLinear(heads * value_dim, width, bias=False, unit=value_dim, init=out_init, **place)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        nope, value = self.parts
-        assert isinstance(self.rope, Rope)
-        latent, rotated = self.kv_a(x).split([self.kv_a.weight.shape[0] - self.rope.head_dim, self.rope.head_dim], -1)
+        options = self.options
+        latent, rotated = self.kv_a(x).split([options.kv_rank, options.rope.head_dim], dim=-1)
         queries = self.q(x) if self.q is not None else self.q_b(self.q_a_norm(self.q_a(x)))
         q = rearrange(queries, "b t (heads dim) -> b heads t dim", heads=self.heads)
         pairs = rearrange(self.kv_b(self.kv_a_norm(latent)), "b t (heads dim) -> b heads t dim", heads=self.heads)
-        k, v = pairs.split([nope, value], dim=-1)
+        k, v = pairs.split([options.nope_dim, options.value_dim], dim=-1)
         if self.axis.size > 1:  # each rank's heads give a part of the gradient
             enter = partial(gather_reduce_scatter, dim=1) if self.sequence_parallel else copy_all_reduce
             rotated = enter(rotated, self.axis)
@@ -153,7 +159,7 @@ class DeepseekBlock(ResidualBlock):
     Args:
         config: the model's configuration.
         layer: number of the block, counted from 0.
-        grid, sequence_parallel, attention: as for ``ResidualBlock``.
+        grid, sequence_parallel, attention: as for ``DecoderBlock``.
         moe: further arguments of ``MoE``.
     """
 
@@ -170,20 +176,22 @@ class DeepseekBlock(ResidualBlock):
         scale = float(config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
         if isinstance(config.rope_scaling, YarnScaling):
             scale *= config.rope_scaling.score_factor()
-        super().__init__(
-            config,
-            grid=grid,
-            sequence_parallel=sequence_parallel,
-            attention=attention,
-            make_norm=RMSNorm,
-            make_attention=LatentAttention,
-            make_mlp=partial(make_moe, **moe) if layer in config.moe_layers else GatedMLP,
+        options = LatentOptions(
+            rope=Rope(config.qk_rope_head_dim, config.rope_theta, config.rope_scaling, config.rope_interleave),
+            scale=scale,
             q_rank=config.q_lora_rank,
             kv_rank=config.kv_lora_rank,
             nope_dim=config.qk_nope_head_dim,
             value_dim=config.v_head_dim,
-            rope=Rope(config.qk_rope_head_dim, config.rope_theta, config.rope_scaling, config.rope_interleave),
-            scale=scale,
+        )
+        latent = partial(LatentAttention, config.hidden_size, config.num_attention_heads, options, kind=attention)
+        super().__init__(
+            config,
+            grid=grid,
+            sequence_parallel=sequence_parallel,
+            make_norm=RMSNorm,
+            make_attention=latent,
+            make_mlp=partial(make_moe, **moe) if layer in config.moe_layers else GatedMLP,
         )
         self.max_position_embeddings = config.max_position_embeddings  # the most that generation asks for
 

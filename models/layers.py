@@ -27,7 +27,6 @@ from ..pipe.spec import LayerSpec, TiedLayerSpec
 from ..tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from ..tensor_parallel.embedding import VocabParallelEmbedding, VocabParallelHead
 from ..tensor_parallel.norm import LayerNorm, OffsetLayerNorm, OffsetRMSNorm, RMSNorm
-from .attention import SelfAttention
 from .config import TransformerConfig
 from .packed import attach, check_documents, detach, valid_and_positions
 
@@ -195,17 +194,15 @@ class ResidualBlock(nn.Module):
         config: the model's configuration.
         grid: grid whose tensor axis shards the heads and the MLP's width.
         sequence_parallel: input and output are this rank's shards of the sequence, (B, T / t, D).
-        attention: how the ranks of the context axis compute attention: ``ring``, ``ulysses`` or ``gather``.
         make_norm: the norms' maker, called as ``make_norm(width, epsilon, grid=..., sequence_parallel=...)``.
-        make_attention: maker of the attention, called with width, heads, these arguments and ``others``; None: the
-            block has none.
+        make_attention: maker of the attention, called as ``make_attention(grid=..., sequence_parallel=..., init=...,
+            out_init=...)``; None: the block has none.
         make_mlp: the MLP's maker, called as ``make_mlp(config, grid=..., sequence_parallel=...)``; None: the block has
             none.
         norm_place: the norms are ``before`` the branches, ``after`` them, ``both``, or behind the ``sum`` with x.
         parallel: attention and MLP both take the block's input, and both are added to it.
         shared_norm: one norm for attention and MLP, with ``parallel``.
         multiplier: factor of the output of attention and of MLP, before it is added.
-        others: further arguments of the attention.
 
     Attributes:
         norm1, norm2: norms before the branches, or None.
@@ -221,15 +218,13 @@ class ResidualBlock(nn.Module):
         *,
         grid: Grid,
         sequence_parallel: bool = False,
-        attention: str = "ring",
         make_norm: Callable[..., nn.Module],
-        make_attention: Callable[..., nn.Module] | None = SelfAttention,
+        make_attention: Callable[..., nn.Module] | None,
         make_mlp: Callable[..., nn.Module] | None,
         norm_place: str = "before",
         parallel: bool = False,
         shared_norm: bool = False,
         multiplier: float = 1.0,
-        **others: Any,
     ) -> None:
         super().__init__()
         config.check_tensor(grid.tensor.size)
@@ -240,9 +235,7 @@ class ResidualBlock(nn.Module):
         before, after = norm_place in ("before", "both"), norm_place != "before"
         self.norms_sums = norm_place == "sum"
         self.norm1 = norm() if before and make_attention is not None else None
-        arguments = {"kind": attention, "window": config.sliding_window, **common, **inits, **others}
-        heads = config.num_attention_heads
-        self.attention = None if make_attention is None else make_attention(config.hidden_size, heads, **arguments)
+        self.attention = None if make_attention is None else make_attention(**common, **inits)
         self.dropout1 = dropout(config.dropout, grid, sequence_parallel)
         self.norm2 = norm() if before and not shared_norm and make_mlp is not None else None
         self.mlp = None if make_mlp is None else make_mlp(config, **common)

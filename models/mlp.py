@@ -17,7 +17,7 @@ from ..grid.randomness.random import Constant, Normal
 from ..moe.experts import clamped_swiglu
 from ..moe.layer import MoE
 from ..tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from .config import DecoderConfig, DeepseekConfig
+from .config import AnyDecoderConfig, DeepseekConfig
 from .layers import ACTIVATIONS
 
 _ZERO = Constant(0.0)
@@ -26,7 +26,7 @@ MOE_OPTIONS = ("balance", "bias_rate", "z_loss", "capacity", "shard_tensor")
 
 
 class MLP(nn.Module):
-    """MLP ``down(gelu(up(x)))``, its hidden width sharded over the tensor axis: (B, T, D) -> (B, T, D).
+    """MLP ``down(act(up(x)))``, its hidden width sharded over the tensor axis: (B, T, D) -> (B, T, D).
 
     Args:
         config: the model's configuration.
@@ -42,51 +42,7 @@ class MLP(nn.Module):
 
     def __init__(
         self,
-        config: DecoderConfig,
-        *,
-        grid: Grid,
-        sequence_parallel: bool = False,
-        activation: str = "gelu_new",
-        bias: bool = True,
-    ) -> None:
-        super().__init__()
-        width, hidden, self.activation = config.hidden_size, config.intermediate_size, ACTIVATIONS[activation]
-        common: dict[str, Any] = {"grid": grid, "unit": 1, "sequence_parallel": sequence_parallel, "bias": bias}
-        common["bias_init"] = _ZERO
-        self.up = ColumnParallelLinear(width, hidden, init=Normal(config.initializer_range), **common)
-        self.down = RowParallelLinear(hidden, width, init=Normal(config.residual_std), **common)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Run the MLP: (B, T, D) -> (B, T, D)."""
-        y: Tensor = self._run(x) if self.in_tiles is None else self.in_tiles(self._run, x)
-        return y
-
-    def _run(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(self.activation(self.up(x)))
-        return y
-
-
-class GatedMLP(nn.Module):
-    """SwiGLU MLP ``down(silu(gate(x)) * up(x))``, sharded over the tensor axis: (B, T, D) -> (B, T, D).
-
-    Shazeer 2020, arXiv:2002.05202. ``gate_up`` is (2 hidden, D), the rows of gate followed by the rows of up. Gate and
-    up are sharded by the same channels, so that a rank multiplies only channels that it holds.
-
-    Args:
-        config: the model's configuration.
-        grid, sequence_parallel: as for ``ResidualBlock``.
-        activation: name in ``ACTIVATIONS`` of the function of the gate.
-        bias: add biases, with initial value 0.
-
-    Attributes:
-        in_tiles: if set, called as ``in_tiles(run, x)`` in place of ``run(x)``: the option ``recompute.mlp_tile``.
-    """
-
-    in_tiles: Any = None
-
-    def __init__(
-        self,
-        config: DecoderConfig | DeepseekConfig,
+        config: AnyDecoderConfig | DeepseekConfig,
         *,
         grid: Grid,
         sequence_parallel: bool = False,
@@ -95,12 +51,13 @@ class GatedMLP(nn.Module):
     ) -> None:
         super().__init__()
         width, hidden, self.activation = config.hidden_size, config.intermediate_size, ACTIVATIONS[activation]
-        common: dict[str, Any] = {"grid": grid, "bias": bias, "unit": 1, "sequence_parallel": sequence_parallel}
+        common: dict[str, Any] = {"grid": grid, "unit": 1, "sequence_parallel": sequence_parallel, "bias": bias}
         common["bias_init"] = _ZERO
-        self.gate_up = ColumnParallelLinear(
-            width, 2 * hidden, parts=(hidden, hidden), init=Normal(config.initializer_range), **common
-        )
+        self._make_first(width, hidden, init=Normal(config.initializer_range), **common)
         self.down = RowParallelLinear(hidden, width, init=Normal(config.residual_std), **common)
+
+    def _make_first(self, width: int, hidden: int, **how: Any) -> None:
+        self.up = ColumnParallelLinear(width, hidden, **how)
 
     def forward(self, x: Tensor) -> Tensor:
         """Run the MLP: (B, T, D) -> (B, T, D)."""
@@ -108,9 +65,27 @@ class GatedMLP(nn.Module):
         return y
 
     def _run(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)  # (B, T, hidden / t) each
-        y: Tensor = self.down(self.activation(gate) * up)
+        y: Tensor = self.down(self._hidden(x))
         return y
+
+    def _hidden(self, x: Tensor) -> Tensor:
+        """Return the input of ``down``: (B, T, hidden / t)."""
+        return self.activation(self.up(x))
+
+
+class GatedMLP(MLP):
+    """MLP ``down(act(gate(x)) * up(x))``, such as SwiGLU (Shazeer 2020, arXiv:2002.05202); otherwise as ``MLP``.
+
+    ``gate_up`` is (2 hidden, D), the rows of gate followed by the rows of up. Gate and up are sharded by the same
+    channels, so that a rank multiplies only channels that it holds.
+    """
+
+    def _make_first(self, width: int, hidden: int, **how: Any) -> None:
+        self.gate_up = ColumnParallelLinear(width, 2 * hidden, parts=(hidden, hidden), **how)
+
+    def _hidden(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)  # (B, T, hidden / t) each
+        return self.activation(gate) * up
 
 
 def make_moe(config: Any, *, grid: Grid, sequence_parallel: bool = False, **options: Any) -> nn.Module:

@@ -12,7 +12,7 @@ from ..context.slices import Slices
 from ..grid import Grid
 from ..grid.layout import Layout
 from ..grid.randomness.random import Normal, sharded_parameter
-from .config import DecoderConfig
+from .config import AnyDecoderConfig
 from .packed import attach, detach, positions_within, token_positions
 
 
@@ -38,7 +38,9 @@ class PositionEmbedding(nn.Module):
     cache: Any = None
     slices: Slices | None = None
 
-    def __init__(self, config: DecoderConfig, offset: int = 0, *, grid: Grid, sequence_parallel: bool = False) -> None:
+    def __init__(
+        self, config: AnyDecoderConfig, offset: int = 0, *, grid: Grid, sequence_parallel: bool = False
+    ) -> None:
         super().__init__()
         self.axis, self.context = grid.tensor, grid.context
         self.sequence_parallel, self.offset = sequence_parallel, offset

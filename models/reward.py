@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from ..grid import Grid
+from ..grid.comm.regions import gather_split
 from ..grid.randomness.random import Distribution, Normal
 from ..pipe.spec import LayerSpec, TiedLayerSpec
 from ..tensor_parallel.embedding import VocabParallelHead
-from ..tensor_parallel.regions import gather_split
 from .config import TransformerConfig
 from .layers import TokenEmbedding
 from .replicated_linear import ReplicatedLinear

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..base.autograd import cast, product_dtype
-from ..pipe.backward import Deferred
+from ..base.deferred import Deferred
 
 _ALIGNED = 16  # bytes: torch's grouped kernels need row lengths that are multiples of it
 
@@ -140,7 +140,7 @@ class _GroupedProduct(torch.autograd.Function):
         dx = _rows_times(dy, whole.mT, groups) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return dx, None, None, None, None
-        if later is not None and later.collects:
+        if later is not None and later.active:
             x = x.detach()
             later.add(ctx.parameter, lambda into: _add_outer(into, dy, x, groups))
             return dx, None, None, None, None
@@ -236,9 +236,9 @@ class _GroupedMLPs(torch.autograd.Function):
             found = iter(torch.autograd.grad(y, inputs, dout, create_graph=True))
             return *(next(found) if needed else None for needed in ctx.needs_input_grad[:3]), *nothing[3:]
         up, down = cast(first, ctx.dtype), cast(last, ctx.dtype)
-        collects = later is not None and later.collects
+        active = later is not None and later.active
         dx, dup, ddown = (
-            torch.empty_like(p) if needed and (p is x or not collects) else None
+            torch.empty_like(p) if needed and (p is x or not active) else None
             for p, needed in zip((x, up, down), ctx.needs_input_grad)
         )
         for (rows, experts, group), y in zip(_pieces(x, first, last, groups), held, strict=True):
@@ -248,7 +248,7 @@ class _GroupedMLPs(torch.autograd.Function):
                 _rows_times(dy, up[experts].mT, group, dx[rows])
             pairs = (dup, ctx.parameters[0], dy, x[rows].detach()), (ddown, ctx.parameters[1], dout[rows], h)
             for needed, (into, parameter, a, b) in zip(ctx.needs_input_grad[1:3], pairs, strict=True):
-                if needed and collects:
+                if needed and active:
                     later.add(parameter, partial(_add_outer_of, experts, a, b, group))
                 elif into is not None:
                     _outer(a, b, group, into[experts])

@@ -9,20 +9,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..base.autograd import backward_task
+from ..base.torch_private import backward_task
 from ..base.uncompiled import uncompiled
 from ..grid import Grid
 from ..grid.auxiliary import AuxiliaryLayer
 from ..grid.comm.axis import Axis
-from ..grid.layout import Layout
-from ..grid.randomness.random import Distribution, Uniform, sharded_parameter
-from ..tensor_parallel.regions import (
+from ..grid.comm.regions import (
     all_reduce_copy,
     begin,
     copy_all_reduce,
     gather_reduce_scatter,
     reduce_scatter_gather,
 )
+from ..grid.layout import Layout
+from ..grid.randomness.random import Distribution, Uniform, sharded_parameter
 from .balance import Statistics, balance_loss, fractions, z_loss
 from .capacity import within_capacity
 from .dispatch import Dispatch
@@ -148,7 +148,7 @@ class MoE(AuxiliaryLayer):
         place: dict[str, Any] = {
             "grid": grid,
             "activation": kind,
-            "shard_tensor": self.shard_tensor,
+            "shard_tensor": shard_tensor,  # on one rank too, where it makes no difference but in the layouts
             "partial": partial and not self.shard_tensor,
         }
         self.routed = Experts(hidden, width, experts, bias=bias, **place, **weights)

@@ -3,7 +3,7 @@
 sections.py: the fields of ``EngineOptions``, each a section or a single option: the keywords of ``triax.Engine``.
 engine.py: ``EngineOptions``, which checks the sections against one another.
 base.py: the declaration of an option, and of a section of options, which checks itself.
-check.py: checks of options of several sections.
+contradictions.py: checks of options of several sections.
 batch.py: samples of a step and of a microbatch.
 named.py: optimizer, learning-rate schedule and compression by name, where a file names them.
 schedule.py: pipeline schedule.

@@ -64,8 +64,33 @@ def option(
     return field(default=default, metadata=metadata)
 
 
+class Declared:
+    """Base class of frozen dataclasses whose fields are declared by ``option``.
+
+    A subclass may give an inherited field another default, as ``width: int = 8``: meaning and limits stay.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Write every option with its meaning into the docstring, which ``help(triax.Zero)`` and the site show."""
+        super().__init_subclass__(**kwargs)
+        found = dict[str, Field[Any]]()
+        for base in reversed(cls.__mro__[1:]):
+            found |= getattr(base, "__dataclass_fields__", {})
+        for name, value in list(vars(cls).items()):
+            if name in found and not isinstance(value, Field) and name in cls.__annotations__:
+                same: Any = {"kw_only": found[name].kw_only, "metadata": found[name].metadata}
+                setattr(cls, name, field(default=value, **same))
+        found |= {name: each for name, each in vars(cls).items() if isinstance(each, Field)}
+        text = inspect.cleandoc(cls.__doc__ or "")
+        lines = [] if "\nAttributes:\n" in text else ["", "Attributes:"]
+        for name, each in found.items():
+            if "doc" in each.metadata:
+                lines.append(_DOCUMENTED.fill(f"{name}: {each.metadata['doc']}"))
+        cls.__doc__ = "\n".join([text, *lines])
+
+
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Declared):
     """Base class of a section of options. Every value has the type of its annotation and lies within its limits.
 
     Other forms of a value are accepted too: a list for a tuple; a whole number for a number; for a section, a mapping
@@ -79,35 +104,8 @@ class Options:
     MAIN: ClassVar[str | None] = None  # the option for whose value the section may be left out
     SWITCHED: ClassVar[bool] = False  # False in place of the section sets its main option to None
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Write every option with its meaning into the docstring, which ``help(triax.Zero)`` and the site show."""
-        super().__init_subclass__(**kwargs)
-        found = dict[str, Field[Any]]()
-        for base in reversed(cls.__mro__[1:]):
-            found |= getattr(base, "__dataclass_fields__", {})
-        found |= {name: each for name, each in vars(cls).items() if isinstance(each, Field)}
-        text = inspect.cleandoc(cls.__doc__ or "")
-        lines = [] if "\nAttributes:\n" in text else ["", "Attributes:"]
-        for name, each in found.items():
-            if "doc" in each.metadata:
-                lines.append(_DOCUMENTED.fill(f"{name}: {each.metadata['doc']}"))
-        cls.__doc__ = "\n".join([text, *lines])
-
     def __post_init__(self) -> None:
-        hints, problems = hints_of(type(self)), list[OptionError]()
-        for each in declared(type(self)):
-            value = getattr(self, each.name)
-            try:
-                checked = converted(value, hints[each.name])
-                check_limits(checked, each.metadata["limits"])
-            except OptionError as error:
-                problems.append(error.within(each.name))
-            except ValueError as error:
-                problems.append(OptionError(each.name, value, str(error)))
-            else:
-                object.__setattr__(self, each.name, checked)
-        if problems:
-            raise together(problems)
+        check_options(self)
         self.check()
 
     def check(self) -> None:
@@ -213,12 +211,34 @@ class Options:
         return cls(**{cls.MAIN: main})
 
 
+def check_options(section: Any) -> None:
+    """Check each option of a frozen dataclass by its annotation and its limits, and store it in the form of the former.
+
+    Raises:
+        OptionError: a value of another type, or out of its limits.
+    """
+    hints, problems = hints_of(type(section)), list[OptionError]()
+    for each in declared(type(section)):
+        value = getattr(section, each.name)
+        try:
+            checked = converted(value, hints[each.name])
+            check_limits(checked, each.metadata["limits"])
+        except OptionError as error:
+            problems.append(error.within(each.name))
+        except ValueError as error:
+            problems.append(OptionError(each.name, value, str(error)))
+        else:
+            object.__setattr__(section, each.name, checked)
+    if problems:
+        raise together(problems)
+
+
 def as_kind(section: Options, kind: type[Section]) -> Section:
     """Return a section as one of the class that its own class extends."""
     return kind(**{each.name: getattr(section, each.name) for each in fields(kind)})
 
 
-def declared(section: type[Options]) -> list[Field[Any]]:
+def declared(section: type) -> list[Field[Any]]:
     """Return the fields of a section that are options."""
     return [each for each in fields(section) if "doc" in each.metadata]
 
@@ -245,7 +265,7 @@ def sections_in(hint: Any) -> list[type[Options]]:
     return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Options)]
 
 
-def hints_of(section: type[Options]) -> dict[str, Any]:
+def hints_of(section: type) -> dict[str, Any]:
     """Return the annotations of a section's options."""
     key: Any = section
     return _hints(key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..base.option_error import Names, Note
-from .check import check_agreement
+from .contradictions import check_agreement
 from .sections import EngineSections
 
 

@@ -14,8 +14,10 @@ Scheduling, without torch:
     program/                a schedule as a value; lowered to a program, verified, simulated, drawn
 
 Running a step:
+    microbatch.py           Microbatch: what one pass through the pipeline gets; its slices along the tokens
     microbatches.py         reads a batch's microbatches on the first and last stage; numbers their shapes
     fields.py               pairs and dicts of the data; sends labels and parts of the inputs to ranks that do not read
+    losses.py               RunLosses: the losses of one run, and the roots of its backward passes
     executor.py             one loop over a program's ops: F, B, I, W, sends and receives, and the data axis's ops
     activation_offload.py   O and R: copies what autograd keeps to the host and back, beside the compute ops
     p2p.py                  sends and receives between stages

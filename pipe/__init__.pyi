@@ -1,10 +1,10 @@
 from .module import PipelineModule as PipelineModule
+from .program.costs import Costs as Costs
 from .program.deadlock import ScheduleError as ScheduleError
 from .program.ops import Op as Op
 from .program.passes import lower as lower
 from .program.program import Program as Program
 from .program.schedule import Schedule as Schedule
-from .program.simulate import Costs as Costs
 from .program.simulate import Simulation as Simulation
 from .program.timeline import Timeline as Timeline
 from .schedules.choose import make_schedule as make_schedule

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..base.accelerators import is_accelerator
 from ..base.autograd import saved_through
+from ..base.torch_private import storage_id
 
 _CHANGED = (
     "a tensor of shape {} that the backward pass needs was changed in place after a layer had used it, so its "
@@ -101,12 +102,12 @@ class KeptActivations:
         if type(tensor) is not Tensor or tensor.layout != torch.strided or not tensor.numel():
             return tensor
         storage = tensor.untyped_storage()
-        piece = self._pieces.get(storage._cdata)  # no address: on the meta device there is none
+        piece = self._pieces.get(storage_id(storage))  # no address: on the meta device there is none
         if piece is None:
-            if storage._cdata in self._weights():
+            if storage_id(storage) in self._weights():
                 return tensor
             data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            self._pieces[storage._cdata] = piece = _OffloadedStorage(data.set_(storage, 0, (storage.nbytes(),)))  # type: ignore[call-overload]
+            self._pieces[storage_id(storage)] = piece = _OffloadedStorage(data.set_(storage, 0, (storage.nbytes(),)))  # type: ignore[call-overload]
         saved = _Saved(tensor, piece)
         self._saved.append(saved)
         return saved

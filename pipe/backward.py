@@ -25,81 +25,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+from torch.overrides import TorchFunctionMode
 
-from ..base.autograd import cast, product_dtype, sees_sums
-
-Accumulate = Callable[[Tensor], object]  # adds one contribution to a gradient
-
-
-class Deferred:
-    """Queue of the weight gradients of one backward pass, by parameter.
-
-    Attributes:
-        collects: True while that backward pass runs. At other times a layer calls autograd itself (a gradient
-            penalty, a force), and its nodes return whole gradients.
-    """
-
-    def __init__(self) -> None:
-        self._queue: dict[Tensor, list[Accumulate]] = {}
-        self.collects = False
-
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Return the context of the stage's backward pass. Layers that it recomputes are split as in the forward."""
-        self.collects = True
-        try:
-            with SplitBackward(self):
-                yield
-        finally:
-            self.collects = False
-
-    def takes(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        """Return True if the gradients of ``weight`` and ``bias`` may be computed later than the gradient of ``x``.
-
-        Each must be a leaf without hooks of the user: then only its own ``.grad`` depends on its gradient. A transform
-        of ``torch.func`` takes no function with a backward pass of its own.
-        """
-        if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
-            return False
-        parameters = [p for p in (weight, bias) if p is not None and p.requires_grad]
-        return bool(parameters) and all(p.is_leaf and not p._backward_hooks and not sees_sums(p) for p in parameters)
-
-    def add(self, parameter: Tensor, accumulate: Accumulate) -> None:
-        """Queue one contribution to a parameter's gradient.
-
-        ``accumulate`` is called later with the tensor in which the gradient accumulates, and adds the contribution to
-        it.
-        """
-        self._queue.setdefault(parameter, []).append(accumulate)
-
-    def add_linear(self, weight: Tensor, bias: Tensor | None, dy: Tensor, x: Callable[[], Tensor]) -> None:
-        """Queue a linear layer's dW = dyᵀ x and db = Σ dy; ``x()`` returns the input when they are computed."""
-        gradients = _rows(dy)
-        if weight.requires_grad:
-            self.add(weight, lambda into: _add_product(into, gradients.T, _rows(x())))
-        if bias is not None and bias.requires_grad:
-            self.add(bias, lambda into: into.add_(gradients.sum(0)))
-
-    @torch.no_grad()
-    def run(self, target: Callable[[Tensor], Tensor | None], done: Callable[[Tensor], None]) -> None:
-        """Compute the queued weight gradients.
-
-        Args:
-            target: function that returns the tensor in which a parameter's gradient accumulates, or None if it
-                accumulates in ``.grad``.
-            done: called with each parameter after its last contribution.
-        """
-        while self._queue:
-            parameter = next(iter(self._queue))
-            into = target(parameter)
-            if into is None:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                into = parameter.grad
-            for accumulate in self._queue.pop(parameter):
-                accumulate(into)
-            done(parameter)
+from ..base.autograd import cast, product_dtype
+from ..base.deferred import Deferred, rows
+from ..base.torch_private import base_of, function_mode, without_function_mode
 
 
 class SplitBackward(TorchFunctionMode):
@@ -122,11 +52,22 @@ class SplitBackward(TorchFunctionMode):
 
 
 @contextmanager
+def deferring(deferred: Deferred) -> Iterator[None]:
+    """Return the context of a stage's backward pass. Layers that it recomputes are split as in the forward."""
+    deferred.active = True
+    try:
+        with SplitBackward(deferred):
+            yield
+    finally:
+        deferred.active = False
+
+
+@contextmanager
 def unsplit() -> Iterator[None]:
     """Return a context in which no backward is split, for use within the contexts of ``SplitBackward``."""
     with ExitStack() as stack:
-        while isinstance(_get_current_function_mode(), SplitBackward):
-            stack.enter_context(_pop_mode_temporarily())
+        while isinstance(function_mode(), SplitBackward):
+            stack.enter_context(without_function_mode())
         yield
 
 
@@ -137,7 +78,7 @@ def _linear(deferred: Deferred, input: Tensor, weight: Tensor, bias: Tensor | No
     x = cast(input, dtype)
     if not x.is_contiguous() and x.dim() > 1:
         # As F.linear does: where rows cannot be viewed, it keeps its copy of them, and the caller may change the input.
-        x = _rows(x).unflatten(0, x.shape[:-1])
+        x = rows(x).unflatten(0, x.shape[:-1])
     return _SplitLinear.apply(deferred, x, weight, bias, dtype)
 
 
@@ -211,7 +152,7 @@ class _SplitLinear(torch.autograd.Function):
         ctx.deferred, ctx.parameter, ctx.bias, ctx.dtype = deferred, weight, bias, dtype
         y = F.linear(x, cast(weight, dtype), cast(bias, dtype))
         # With a bias it may be a view, and a function's views refuse in-place changes. ``data`` is none.
-        return y if y._base is None else y.data
+        return y if base_of(y) is None else y.data
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> Any:
@@ -219,9 +160,9 @@ class _SplitLinear(torch.autograd.Function):
             return (None,) * 5
         x, weight = ctx.saved_tensors
         dx = dy @ cast(weight, ctx.dtype) if ctx.needs_input_grad[1] else None
-        if not ctx.deferred.collects:
-            gradients = _rows(dy)
-            dweight = gradients.T @ _rows(x) if ctx.needs_input_grad[2] else None
+        if not ctx.deferred.active:
+            gradients = rows(dy)
+            dweight = gradients.T @ rows(x) if ctx.needs_input_grad[2] else None
             return None, dx, dweight, gradients.sum(0) if ctx.needs_input_grad[3] else None, None
         x = x.detach()
         ctx.deferred.add_linear(ctx.parameter, ctx.bias, dy, lambda: x)
@@ -244,16 +185,16 @@ class _SplitEmbedding(torch.autograd.Function):
             return (None,) * 4
         ids, weight = ctx.saved_tensors
         padding_idx = ctx.padding_idx
-        if not ctx.deferred.collects:
+        if not ctx.deferred.active:
             padding = -1 if padding_idx is None else padding_idx
             dweight = torch.ops.aten.embedding_dense_backward(dy, ids, weight.shape[0], padding, False)
             return None, None, dweight, None
 
         def accumulate(into: Tensor) -> None:
-            rows, gradients = ids.reshape(-1), _rows(dy)
+            tokens, gradients = ids.reshape(-1), rows(dy)
             if padding_idx is not None:
-                gradients = gradients.masked_fill((rows == padding_idx)[:, None], 0.0)
-            into.index_add_(0, rows, gradients.to(into.dtype))
+                gradients = gradients.masked_fill((tokens == padding_idx)[:, None], 0.0)
+            into.index_add_(0, tokens, gradients.to(into.dtype))
 
         ctx.deferred.add(ctx.parameter, accumulate)
         return None, None, None, None
@@ -288,7 +229,7 @@ class _SplitConvolution(torch.autograd.Function):
         bias, geometry, weight = ctx.bias, ctx.geometry, cast(weight, ctx.dtype)
         sizes = None if bias is None else list(bias.shape)
         halves = torch.ops.aten.convolution_backward
-        if not ctx.deferred.collects:
+        if not ctx.deferred.active:
             return None, *halves(dy, x, weight, sizes, *geometry, list(ctx.needs_input_grad[1:4])), None, None
 
         x = x.detach()
@@ -308,18 +249,6 @@ class _SplitConvolution(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             dx = halves(dy, x, weight, sizes, *geometry, [True, False, False])[0]
         return None, dx, None, None, None, None
-
-
-def _add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
-    """Compute ``into += a @ b``, in one kernel if the dtypes are equal."""
-    if into.dtype == a.dtype:
-        into.addmm_(a, b)
-    else:
-        into.add_(a @ b)
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
 
 
 def _each(value: Any, dims: int) -> list[int]:

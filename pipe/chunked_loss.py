@@ -24,12 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from ..base.checks import check_count
+from ..base.deferred import Deferred
 from ..base.formulas import CHUNK_TOKENS
 from ..base.nest import map_tensors, tensors_of
+from ..base.torch_private import has_hooks, module_hooks
 from ..grid import Axis
 from ..grid.loss_pair import is_pair, sum_and_weight
 from ..grid.loss_terms import Loss, Metric, NamedLosses, Term, WithLoss, is_named, named_losses
-from .backward import Deferred, SplitBackward, unsplit
+from .backward import SplitBackward, deferring, unsplit
 
 LossFunction = Callable[[Any, Any], Any]
 
@@ -192,8 +194,8 @@ def runs_otherwise(loss_fn: Any) -> bool:
 
 def is_watched(layer: nn.Module) -> bool:
     """Return True if a layer or a parameter of it has hooks, which expect one call with all tokens."""
-    hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
-    return bool(hooks) or any(parameter._backward_hooks for parameter in layer.parameters())
+    hooks = module_hooks(layer, "forward", "forward_pre", "backward", "backward_pre")
+    return hooks or any(has_hooks(parameter) for parameter in layer.parameters())
 
 
 def _parameters(head: LastLayer) -> list[Tensor]:
@@ -356,7 +358,7 @@ class _Chunks:
                 gradients: list[Tensor | None] = [None] * len(wanted)
                 if roots and wanted:
                     terms, scales = [n for n, _ in roots], [f.to(n.dtype) for n, f in roots]
-                    with queue.backward():  # it frees the logits
+                    with deferring(queue):  # it frees the logits
                         gradients = [*torch.autograd.grad(terms, wanted, scales, allow_unused=True)]
                 for total, each in zip(numbers, found, strict=True):
                     total += each.detach()

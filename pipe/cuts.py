@@ -26,9 +26,10 @@ import numpy as np
 
 from ..base.errors import ConfigError
 from .partition import SEARCHED, balanced, uniform
+from .program.activations import counts_in_flight, peak_activations
 from .program.layer_costs import LayerCosts
 from .program.schedule import Schedule
-from .program.simulate import counts_in_flight, peak_activations, simulate, timeline_of
+from .program.simulate import simulate, timeline_of
 from .schedules.registry import RECIPES, named_schedule
 
 # Schedules of "auto": of equal ones, the first.

@@ -13,8 +13,8 @@ from ..base.errors import AgreedError
 from ..base.nest import map_tensors
 from ..grid import Grid
 from ..grid.agreement.agreement import begin_call, difference
-from .executor import Microbatch
 from .fields import FieldMessages, Fields, MicrobatchItem, item_of
+from .microbatch import Microbatch
 from .module import PipelineModule
 from .schema import flatten
 

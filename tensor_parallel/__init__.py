@@ -1,6 +1,7 @@
 """Tensor parallelism: layers whose weights are sharded over the tensor axis (Shoeybi et al. 2019, arXiv:1909.08053).
 
-regions.py: pairs of forward and backward collectives (copy / all-reduce, gather / split, ...).
+The collectives at a layer's borders, forward and backward, are in ``grid/comm/regions.py``.
+
 linear.py: ``ColumnParallelLinear``, ``RowParallelLinear``.
 column.py: matrix product of column-parallel layers, with collectives that overlap the weight gradients.
 embedding.py: ``VocabParallelEmbedding``, ``VocabParallelHead``, ``gather_logits``.

@@ -1,3 +1,9 @@
+from ..grid.comm.regions import all_reduce_copy as all_reduce_copy
+from ..grid.comm.regions import copy_all_reduce as copy_all_reduce
+from ..grid.comm.regions import gather_reduce_scatter as gather_reduce_scatter
+from ..grid.comm.regions import gather_split as gather_split
+from ..grid.comm.regions import reduce_scatter_gather as reduce_scatter_gather
+from ..grid.comm.regions import split_gather as split_gather
 from .cross_entropy import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 from .embedding import VocabParallelEmbedding as VocabParallelEmbedding
 from .embedding import VocabParallelHead as VocabParallelHead
@@ -6,9 +12,3 @@ from .linear import ColumnParallelLinear as ColumnParallelLinear
 from .linear import RowParallelLinear as RowParallelLinear
 from .norm import LayerNorm as LayerNorm
 from .norm import RMSNorm as RMSNorm
-from .regions import all_reduce_copy as all_reduce_copy
-from .regions import copy_all_reduce as copy_all_reduce
-from .regions import gather_reduce_scatter as gather_reduce_scatter
-from .regions import gather_split as gather_split
-from .regions import reduce_scatter_gather as reduce_scatter_gather
-from .regions import split_gather as split_gather

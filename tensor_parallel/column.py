@@ -17,10 +17,10 @@ a common input (for example queries and key/values). It is then gathered once, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,27 +28,13 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..base.autograd import cast, product_dtype
+from ..base.deferred import Deferred
+from ..base.torch_private import base_of, reshaped
 from ..base.uncompiled import uncompiled
 from ..grid.comm.axis import Axis
-from .regions import begin, border
+from ..grid.comm.regions import begin, border
 
 Weights = Sequence[tuple[Tensor, Tensor | None]]  # (n, K) and (n,) of each layer, this rank's
-
-
-class Later(Protocol):
-    """Protocol: queue of deferred weight gradients, for zero-bubble schedules. ``pipe.backward.Deferred`` is one.
-
-    Attributes:
-        collects: True while a backward pass runs that defers weight gradients.
-    """
-
-    collects: bool
-
-    def takes(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-        """True if the weight gradient of this product may be deferred."""
-
-    def add_linear(self, weight: Tensor, bias: Tensor | None, dy: Tensor, x: Callable[[], Tensor]) -> None:
-        """Queue dW = dy^T x and db = sum dy. ``x()`` is called for the input when these gradients are computed."""
 
 
 class _ColumnLinears:
@@ -84,7 +70,7 @@ class _ColumnLinears:
         return _products(x, axis, sequence_parallel, [None] * len(weights), weights)
 
     def deferred(
-        self, later: Later, x: Tensor, weights: Weights, axis: Axis, sequence_parallel: bool
+        self, later: Deferred, x: Tensor, weights: Weights, axis: Axis, sequence_parallel: bool
     ) -> list[Tensor] | None:
         """Compute the outputs as ``__call__`` does, but queue the weight gradients in ``later``.
 
@@ -108,7 +94,7 @@ def column_linear(
 
 @uncompiled
 def _products(
-    x: Tensor, axis: Axis, sequence_parallel: bool, laters: Sequence[Later | None], weights: Weights
+    x: Tensor, axis: Axis, sequence_parallel: bool, laters: Sequence[Deferred | None], weights: Weights
 ) -> list[Tensor]:
     # Under autocast the input is cast before it travels: half the bytes, and its gradient's too.
     dtype = product_dtype(x)
@@ -127,7 +113,7 @@ class _Products(torch.autograd.Function):
         x: Tensor,
         axis: Axis,
         sequence_parallel: bool,
-        laters: Sequence[Later | None],
+        laters: Sequence[Deferred | None],
         dtype: torch.dtype | None,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
@@ -159,7 +145,7 @@ class _Products(torch.autograd.Function):
         x = x.detach()
         again = cache(lambda: begin(enter, x, axis, 1)())  # once for all layers that defer their gradient
         for i, later in enumerate(ctx.laters):
-            if later is not None and later.collects:
+            if later is not None and later.active:
                 later.add_linear(*ctx.pairs[i], dys[i], again)
                 needs[2 * i : 2 * i + 2] = False, False
         whole_x = begin(enter, x, axis, 1) if any(needs[::2]) else None
@@ -175,7 +161,8 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     returns.
     """
     y = F.linear(x, weight, bias)
-    whole: Tensor = y if y._base is None else torch.ops.aten._unsafe_view(y._base, y.shape)
+    base = base_of(y)
+    whole: Tensor = y if base is None else reshaped(base, y.shape)
     return whole
 
 

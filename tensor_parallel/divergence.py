@@ -27,10 +27,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..grid.comm.axis import Axis
+from ..grid.comm.regions import gather_split
 from ..grid.ranges import split
 from .cross_entropy import blocks
 from .embedding import check_ids
-from .regions import gather_split
 
 _LEAST_REST = 1e-7  # probability of a teacher's other words, at least: of rounded log-probabilities it may be below 0
 

@@ -12,15 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..base.torch_private import assert_later
 from ..grid import Grid
 from ..grid.comm.axis import Axis
+from ..grid.comm.regions import gather_split
 from ..grid.layout import Layout
 from ..grid.randomness.random import Distribution, Normal, sharded_parameter
 from ..grid.ranges import check_units, split
 from .column import column_linear
 from .linear import ColumnParallelLinear, reduced
 from .outside import ReadOutside
-from .regions import gather_split
 
 
 class VocabSharded(ReadOutside):
@@ -223,6 +224,6 @@ def check_ids(ids: Tensor, vocab_size: int, what: str) -> None:
     low, high = torch.aminmax(ids)
     message = f"a {what} lies outside the vocabulary of {vocab_size} (0 to {vocab_size - 1})"
     if ids.device.type != "cpu":
-        torch._assert_async((low >= 0) & (high < vocab_size), message)
+        assert_later((low >= 0) & (high < vocab_size), message)
     elif low < 0 or high >= vocab_size:
         raise IndexError(f"{message}: the ids run from {int(low)} to {int(high)}")

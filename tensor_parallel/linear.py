@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from ..grid import Grid
 from ..grid.comm.axis import Axis
+from ..grid.comm.regions import border, gather_split, reduce_scatter_gather, split_gather
 from ..grid.layout import Layout, layout_of
 from ..grid.randomness.random import Distribution, Uniform, sharded_parameter
 from ..grid.ranges import check_units
 from .column import column_linear
 from .outside import ReadOutside
-from .regions import border, gather_split, reduce_scatter_gather, split_gather
 
 
 class _ParallelLinear(ReadOutside):

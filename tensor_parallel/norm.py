@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..grid import Grid
 from ..grid.comm.axis import Axis
+from ..grid.comm.regions import all_reduce_copy, copy_all_reduce
 from ..grid.layout import layout_of, set_layout
-from .regions import all_reduce_copy, copy_all_reduce
 
 
 class LayerNorm(nn.LayerNorm):

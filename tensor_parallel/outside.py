@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..base.torch_private import without_subclasses
 from ..grid.comm.axis import Axis
 from ..grid.layout import Layout, layout_of
 
@@ -120,7 +121,7 @@ class ReadOutside(nn.Module):
 
 def _plain(weight: Tensor) -> Tensor:
     """Return a parameter as a plain tensor, whose gradient is the parameter's."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_subclasses():
         return weight.as_subclass(Tensor)
 
 
@@ -160,7 +161,7 @@ class _Shard(Tensor):
     ) -> Any:
         """Refuse an operation of other code that needs the whole weight, and run any other one."""
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclasses():
             shards = _shards(args, kwargs)
             if not shards or not _foreign(shards):
                 return func(*args, **kwargs)
@@ -177,7 +178,7 @@ class _Shard(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a plain tensor."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclasses():
             return self.detach().as_subclass(Tensor).__reduce_ex__(protocol)
 
 
@@ -192,7 +193,7 @@ class ShardedWeight(_Shard, nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Copy as a plain parameter is copied, with its layout."""
         if id(self) not in memo:
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_subclasses():
                 copied = nn.Parameter(self.detach().as_subclass(Tensor).clone(), self.requires_grad)
             vars(copied).update(vars(self))
             memo[id(self)] = copied
@@ -201,7 +202,7 @@ class ShardedWeight(_Shard, nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a plain parameter."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclasses():
             return nn.Parameter.__reduce_ex__(self, protocol)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..base.torch_private import cast_operator, make_wrapper, no_function
 from ..grid.comm.axis import Axis
 from ..grid.layout import Layout, layout_of, set_layout
 from . import nf4
@@ -142,7 +143,7 @@ class ComputedWeight(Tensor):
     A product reads it in the dtype of its other factor, anything else in its own dtype.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_function  # type: ignore[assignment]
     numbers: QuantizedNumbers
     flipped: bool
 
@@ -152,7 +153,7 @@ class ComputedWeight(Tensor):
     ) -> ComputedWeight:
         """Make the tensor (N, K), or (K, N) if ``flipped``."""
         shape = numbers.shape[::-1] if flipped else numbers.shape
-        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        made = make_wrapper(cls, shape, dtype=dtype, device=device)
         made.numbers, made.flipped = numbers, flipped
         return made
 
@@ -173,7 +174,7 @@ class ComputedWeight(Tensor):
                 return cls(first.numbers, first.dtype, first.device, first.flipped)
             if func in _TRANSPOSED:
                 return cls(first.numbers, first.dtype, first.device, not first.flipped)
-            if func is torch.ops.aten._to_copy.default and set(kwargs) <= {"dtype", "non_blocking"}:
+            if func is cast_operator and set(kwargs) <= {"dtype", "non_blocking"}:
                 return cls(first.numbers, kwargs.get("dtype") or first.dtype, first.device, first.flipped)
             if func._schema.is_mutable:
                 raise RuntimeError(

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ..grid.comm.axis import Axis
+from ..grid.comm.regions import all_reduce_copy, copy_all_reduce, gather_split
 from .column import column_linear, column_linears
 from .linear import updated
 from .norm import sharded_rms_norm
 from .outside import ReadOutside
-from .regions import all_reduce_copy, copy_all_reduce, gather_split
 
 
 class _Linear(ReadOutside):

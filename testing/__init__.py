@@ -4,7 +4,7 @@ plugin.py: the pytest plugin, which has the fixture ``ranks``.
 pool.py: the pool of gloo ranks, ``RankFailure`` and ``RankTimeout``; rank_process.py: the program of a rank.
 equality.py: ``assert_equals_one_process`` and ``assert_schedule``: numbers on grids and on one process.
 covering.py: covering arrays; grids.py: ``covering_grids``, few grids in which every two choices meet.
-traffic.py: ``count_bytes``, the bytes that a rank sends.
+sent_bytes.py: ``count_bytes``, the bytes that a rank sends.
 check.py: the runs of ``triax check``, and what makes a number differ.
 recording.py: the first module and op that differ; deferral.py: gradients that zero-bubble schedules cannot defer.
 kept_bytes.py: bytes that each layer keeps for the backward pass.

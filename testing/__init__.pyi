@@ -6,4 +6,4 @@ from .pool import RankFailure as RankFailure
 from .pool import RankReport as RankReport
 from .pool import RankTimeout as RankTimeout
 from .pool import run_ranks as run_ranks
-from .traffic import count_bytes as count_bytes
+from .sent_bytes import count_bytes as count_bytes

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from ..grid import Grid
 from ..grid.agreement.hang_watch import is_ours
-from ..options.monitoring import Monitoring, Profile
 from ..pipe.fields import item_of
 from ..pipe.module import PipelineModule
 from .deferral import not_deferred
@@ -149,7 +148,7 @@ def layer_costs(build: Build, data: Data, timeout: float = 120) -> tuple[str, di
 def _measured(build: Build, data: Data) -> tuple[str, dict[str, int]]:
     with TemporaryDirectory() as folder:
         file = Path(folder) / "profile.txt"
-        steps_of(build, data, Composition(), None, {"monitor": Monitoring(profile=Profile(step=0, file=str(file)))})
+        steps_of(build, data, Composition(), None, {"monitor": {"profile": {"step": 0, "file": str(file)}}})
         text = file.read_text()
     model, inputs, _, fields = _first_microbatch(build, data, Composition(), True)
     return text, kept_bytes(model, inputs, fields)

@@ -6,15 +6,16 @@ from typing import Any
 
 import torch
 
+from ..base.deferred import Deferred
 from ..base.nest import tensors_of
-from ..pipe.backward import Deferred
+from ..pipe.backward import deferring
 from ..pipe.module import PipelineModule
 
 
 def not_deferred(model: PipelineModule, inputs: Any, labels: Any, fields: dict[str, Any]) -> list[str]:
     """Run a microbatch on a model of one stage, and return the names of matrices whose gradient is not deferred."""
     deferred = Deferred()
-    with deferred.backward():
+    with deferring(deferred):
         loss = model.loss(model.run_stage(0, inputs, fields), labels)
         roots = [each.sum() for each in tensors_of(loss) if each.requires_grad]
         if roots:

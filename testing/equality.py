@@ -13,13 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from ..base.torch_private import tree_leaves, tree_map
 from ..engine.engines import Engine
 from ..engine.pipeline_engine import PipelineEngine
 from ..grid import Grid
-from ..options.batch import Batch
-from ..options.zero import Zero
 from ..pipe.module import PipelineModule
 from ..pipe.program.schedule import Schedule
 from ..pipe.program.verify import verify
@@ -242,9 +240,9 @@ def steps_of(
     rows = rows_of(batches[0][0][0])
     engine = Engine(
         module,
-        batch=Batch(size=rows * len(batches[0]), microbatch=rows),
+        batch={"size": rows * len(batches[0]), "microbatch": rows},
         schedule=at.schedule if schedule is None else Schedule.from_json(schedule),
-        zero=Zero(stage=at.stage),  # type: ignore[arg-type]
+        zero={"stage": at.stage},
         **{"optimizer": partial(torch.optim.SGD, lr=0.1), **(options or {})},
     )
     assert isinstance(engine, PipelineEngine)
@@ -264,7 +262,7 @@ def steps_of(
 
 def rows_of(inputs: Any) -> int:
     """Return the number of rows of a microbatch: the first dim of its first tensor."""
-    leaves = torch.utils._pytree.tree_leaves(inputs)
+    leaves = tree_leaves(inputs)
     found = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
     if found is None:
         raise ValueError(

@@ -38,6 +38,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ..base.torch_private import restart_group_count
+
 PRELOAD = (
     "torch._dynamo",  # which the first optimizer of a process imports, in 2 s
     "torch.distributed.device_mesh",
@@ -282,7 +284,7 @@ def _clean_room(rank: int, job: dict[str, Any]) -> Iterator[None]:
         _freeze_modules(len(sys.modules))
         # A rank that leaves at once makes the others fail while they still connect. Torch then counts a group that
         # never was, and in the next job this rank would look for the others under another name than they use.
-        dist.distributed_c10d._world.group_count = 0
+        restart_group_count()
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..base.nest import tensors_of
+from ..base.torch_private import TorchDispatchMode
 from ..pipe.module import PipelineModule
 
 

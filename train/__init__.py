@@ -1,12 +1,16 @@
 """A training run from one file: ``triax train FILE [key=value ...]``, and ``triax.train`` for programs.
 
-schema.py: every key of the file: the engine's options, and what only a run has.
+sections.py: every key of the file: the engine's options, and what only a run has.
 engine_sections.py: sections of the engine's options with what a run adds, and its defaults.
 numbers.py: numbers of tokens and times, as 1.5B and 90m.
 file.py: reading a file and ``key=value`` changes, with errors that name file, line and key.
 older_keys.py, older_keys.toml: older names of keys, which are read until they end.
 upgrade.py: rewriting a file under today's names, with its comments.
 learning_rate.py: the learning rate of each step, as a share of the peak.
+file_schedule.py: the scheduler that sets these rates.
+model_choice.py: the model: a preset, a folder or a function of layers, with overrides, and what must fit it. No torch.
+method_checks.py: checks of the method against the other keys. No torch.
+engine_options.py: the engine's options, from the file's sections, and those in another library's keys. No torch.
 job.py: the resolved run: model configuration, topology, schedule, engine configuration, steps. No torch.
 data.py: training and held-out rows, with the checks of tokenizer and vocabulary.
 evaluation.py: the loss on held-out rows.
@@ -20,6 +24,7 @@ clock.py: the time of the steps, and the time limit.
 spikes.py: spikes of loss and gradient norm: warn, skip, rewind.
 requeue.py: Slurm's signal before the time limit.
 progress.py: progress line, report page and pictures.
+run_text.py: what a run prints before its first step and after its last one.
 loop.py: one rank of a run: build, train, evaluate, save, export; ``Watch``, for what looks at each step.
 start.py: from a training file to ranks: its own, or those of torchrun, ``triax run`` or srun.
 """

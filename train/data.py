@@ -12,7 +12,7 @@ from ..data.mixture import Rows
 from ..data.prompts import Prompts
 from ..data.token_data import TokenData
 from ..data.tokenizer import BYTES, open_tokenizer
-from .schema import TrainingFile
+from .sections import TrainingFile
 
 
 def open_data(file: TrainingFile, sequence: int, part: str, **checks: Any) -> TokenData:

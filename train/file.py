@@ -18,7 +18,7 @@ from ..base.option_error import OptionError, OptionErrors
 from ..options.base import Options, declared, hints_of, sections_in
 from ..options.foreign_names import counterpart
 from .older_keys import new_name, renamed, warn_of_older
-from .schema import TrainingFile
+from .sections import TrainingFile
 
 _DEEPEST, _MOST = 50, 100_000  # levels of sections, and values, of a file
 _NO_SUCH = re.compile(r"([\w. -]+): there is no '([^']+)'")

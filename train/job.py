@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
 
-from ..base.errors import ConfigError, describe, nearest, no_such
+from ..base.errors import ConfigError
 from ..base.hub import local_folder, pinned
-from ..base.named_function import named_function
 from ..base.option_error import OptionError
-from ..grid.environment import replica_name
+from ..engine.setup.asked_schedule import schedule_of, with_passes
 from ..grid.topology import Topology
-from ..models.config import CONFIGS, DeepseekConfig, TransformerConfig, config_from_fields
-from ..models.huggingface.config import as_reward, from_hf, is_reward, read_config, to_hf
-from ..options.base import Options, as_kind, converted, declared
+from ..models.config import TransformerConfig
+from ..options.base import as_kind
 from ..options.batch import Batch, BatchSizes
-from ..options.checkpoints import Checkpoints
-from ..options.dialect import GivenOptions, find_dialect
+from ..options.dialect import GivenOptions
 from ..options.engine import EngineOptions
-from ..options.monitoring import Monitoring
-from ..options.named import Optimizer
 from ..options.schedule import ScheduleOptions
 from ..pipe.cuts import StageCut, find_cut
-from ..pipe.partition import boundaries
 from ..pipe.program.layer_costs import LayerCosts
 from ..pipe.program.schedule import Schedule
-from ..pipe.program.slices import require_slices, slice_lengths
-from ..pipe.schedules.choose import require_schedule, schedule_of, with_passes
+from ..pipe.program.slices import slice_lengths
+from ..pipe.schedules.choose import require_schedule
+from .engine_options import engine_options, foreign_options, name_of
 from .learning_rate import LearningRate
-from .schema import ModelSection, TrainingFile
+from .method_checks import Facts, require_method_fits
+from .model_choice import is_reward_model, layer_count, model_config, own_config, require_model_fits
+from .sections import TrainingFile
 
 _MOST_OPS = 10**6  # passes of a step
 
@@ -51,7 +45,7 @@ class Job:
         batch: sequences of a step, of a microbatch, and microbatches of a step and replica.
         sequence: tokens of a sequence.
         steps: optimizer steps of the run.
-        peak: the highest learning rate; None: ``deepspeed`` names a schedule of its own.
+        peak: the highest learning rate; None: the file names a schedule of its own.
         learning_rate: the schedule; None as ``peak``.
         tokenizer: name for ``open_tokenizer``; None: the data's tokenizer is not checked.
         cut: the cut by the layers' costs; None: another one, or the layers are not measured yet.
@@ -110,7 +104,7 @@ class Job:
     @property
     def starts_with_score(self) -> bool:
         """True if the model's folder is that of a reward model."""
-        return _has_score(self.file.model)
+        return is_reward_model(self.file.model)
 
     @property
     def document_mask(self) -> bool:
@@ -154,25 +148,20 @@ def resolve(file: TrainingFile, processes: int | None = None, places: int | None
     model = model_config(file.model) if file.model.layers is None else own_config(file)
     layers = layer_count(file.model, model)
     topology = _topology(file, processes, places)
-    given = _deepspeed(file)
+    given = foreign_options(file)
     sequence = file.training.sequence or model.max_position_embeddings
     names = partial(name_of, overridden=frozenset(given.fields))
     try:
-        options = _options(file, given, _batch(file, given, sequence))
+        options = engine_options(file, given, _batch(file, given, sequence))
         batch = options.batch_sizes(topology.size("data"))
     except OptionError as error:
         raise ConfigError(error.spelled(names)) from error
     schedule = _with_passes(_schedule(file, options.schedule, topology, batch, layers), options)
-    _check_model(file, model, topology, schedule, sequence, layers)
+    require_model_fits(file, model, topology, schedule, sequence, layers)
     steps = _steps(file, batch, sequence, model.vocab_size)
-    if file.method is not None and isinstance(model, DeepseekConfig) and model.num_nextn_predict_layers:
-        raise ConfigError(
-            f"method {file.method.name} does not train modules of multi-token prediction, and the model has "
-            f"{model.num_nextn_predict_layers}: give model.overrides {{num_nextn_predict_layers: 0}}"
-        )
     if file.method is not None:
-        _check_method(file, model, topology, batch, sequence)
-    if _has_score(file.model) and (file.method is None or file.method.name != "reward"):
+        require_method_fits(Facts(file, file.method, model, topology, batch, sequence))
+    if is_reward_model(file.model) and (file.method is None or file.method.name != "reward"):
         raise ConfigError(
             f"model.folder {file.model.folder} is a reward model, which has scores instead of logits: write method: "
             "reward, or give a language model"
@@ -196,104 +185,6 @@ def resolve(file: TrainingFile, processes: int | None = None, places: int | None
     )
     costs = file.schedule.layer_costs
     return job if costs is None else cut_by(LayerCosts.from_json(Path(costs)), job)
-
-
-def _has_score(section: ModelSection) -> bool:
-    return section.has_weights and is_reward(read_config(local_folder(str(section.folder))))
-
-
-def _check_method(
-    file: TrainingFile, model: TransformerConfig, topology: Topology, batch: BatchSizes, most: int
-) -> None:
-    """Check that the method goes with the rest of a file, whose rows have ``most`` tokens.
-
-    Raises:
-        ConfigError: it does not; the message names the keys.
-    """
-    method = file.method
-    assert method is not None
-    if method.name == "reward":
-        if file.sample is not None:
-            raise ConfigError("sample has no effect on a reward model, which writes no text: leave it out")
-        if file.export is not None:
-            try:
-                as_reward(to_hf(model))
-            except ValueError as error:
-                raise ConfigError(f"export cannot write this reward model: {error} Or write export: false") from error
-    if method.name == "distill" and not method.is_stored:
-        _check_second(f"method.teacher {method.teacher}", str(method.teacher), model, topology, most)
-        if method.top_k is not None and method.top_k >= model.vocab_size:
-            raise ConfigError(
-                f"method.top_k is {method.top_k}, but the model's vocabulary has {model.vocab_size} tokens: give "
-                "less, or leave it out"
-            )
-    if method.name == "distill" and method.is_stored and file.data.validation is not None:
-        raise ConfigError(
-            f"method.teacher {method.teacher} has only the tokens of data.training: give data.held_out instead of "
-            "data.validation"
-        )
-    if method.name != "grpo":
-        return
-    rows = batch.train * method.steps_per_rollout
-    if rows % method.group:
-        raise ConfigError(
-            f"batch.size {batch.train} x method.steps_per_rollout {method.steps_per_rollout} is {rows} answers, no "
-            f"multiple of method.group {method.group}: give {math.lcm(method.group, rows)} answers, or another group"
-        )
-    assert method.max_new_tokens is not None
-    if method.max_new_tokens >= most:
-        raise ConfigError(
-            f"method.max_new_tokens is {method.max_new_tokens}, which leaves no room for a prompt in training.sequence "
-            f"{most}: give less"
-        )
-    if topology.expert > 1:
-        raise ConfigError(
-            f"method grpo draws answers, for which all experts of a layer must lie on one rank, but grid.expert is "
-            f"{topology.expert}: write expert: 1"
-        )
-    if file.grid.sequence_parallel:
-        raise ConfigError(
-            "grid.sequence_parallel shares a row's tokens evenly, but the answers of method grpo have any length: "
-            "leave it out"
-        )
-    if file.training.spikes.action == "rewind":
-        raise ConfigError(
-            "training.spikes rewind leaves out the batches of a spike, but method grpo would draw the same ones: write "
-            "skip"
-        )
-    if method.reference is not None:
-        _check_second(f"method.reference {method.reference}", method.reference, model, topology, most)
-
-
-def _check_second(what: str, folder: str, model: TransformerConfig, topology: Topology, most: int) -> None:
-    """Check that a teacher or a reference has the vocabulary of a model, and runs on its grid."""
-    try:
-        section = ModelSection(folder=folder)
-        second = model_config(section)
-    except ConfigError as error:
-        raise ConfigError(f"{what}: {str(error).partition(': ')[2] or error}") from error
-    if _has_score(section):
-        raise ConfigError(f"{what} is a reward model, which has scores instead of logits: give a language model")
-    if second.vocab_size != model.vocab_size:
-        raise ConfigError(
-            f"{what} has a vocabulary of {second.vocab_size}, and the model of {model.vocab_size}: give one with the "
-            "same tokens"
-        )
-    if second.max_position_embeddings < most:
-        raise ConfigError(
-            f"{what} has {second.max_position_embeddings} positions, less than training.sequence {most}: give a "
-            "smaller sequence"
-        )
-    if isinstance(second, DeepseekConfig) and second.num_nextn_predict_layers:
-        raise ConfigError(f"{what} has modules of multi-token prediction, which no method takes: give another model")
-    if topology.size("pipe") > second.layer_count:
-        raise ConfigError(
-            f"{what} has {second.layer_count} layers for grid.pipe {topology.size('pipe')}: give fewer stages"
-        )
-    try:
-        second.check_tensor(topology.size("tensor"))
-    except ValueError as error:
-        raise ConfigError(f"grid.tensor: {what}: {error}") from error
 
 
 def cut_by(costs: LayerCosts, job: Job) -> Job:
@@ -338,176 +229,6 @@ def _pinned(file: TrainingFile) -> TrainingFile:
         second = {key.partition(".")[2]: found[key] for key in found if key.startswith("method.")}
         file = file.changed(method=file.method.changed(**second))
     return file.changed(model=file.model.changed(folder=found["model.folder"]), tokenizer=found["tokenizer"])
-
-
-# ---------------------------------------------------------------------------------------------------- the model
-
-
-def model_config(section: ModelSection) -> TransformerConfig:
-    """Return the model's configuration: a preset or a folder's, with the overrides.
-
-    Raises:
-        ConfigError: there is no such preset, folder or field, or the fields contradict one another.
-    """
-    if section.layers is not None:
-        raise ConfigError(
-            f"model.layers {section.layers} is a function of yours, and this command knows triax's own models alone: "
-            "give a preset or a folder"
-        )
-    if section.preset is not None:
-        kinds = [cls for cls in CONFIGS.values() if section.preset in cls.PRESETS]
-        if not kinds:
-            names = dict.fromkeys(name for cls in CONFIGS.values() for name in cls.PRESETS)
-            raise ConfigError(f"model.preset: there is no preset {section.preset!r}; {nearest(section.preset, names)}")
-        where, found = f"model.preset {section.preset}", kinds[0].preset(section.preset)
-    else:
-        assert section.folder is not None  # the schema requires one of the two
-        where = f"model.folder {section.folder}"
-        try:
-            folder = local_folder(section.folder)
-            found = from_hf(read_config(folder), folder / "config.json")
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"{where}: {error}") from error
-    return _with_overrides(section, found, where)
-
-
-def own_config(file: TrainingFile) -> TransformerConfig:
-    """Return the configuration that the function ``model.layers`` gets.
-
-    Raises:
-        ConfigError: there is no such function, its argument has no default, or the file asks for what the function's
-            layers cannot do.
-    """
-    section = file.model
-    if section.preset is not None:
-        found = model_config(section.changed(layers=None, overrides={}))
-    else:
-        argument = next(iter(inspect.signature(layers_function(section)).parameters.values()), None)
-        if argument is None or not isinstance(argument.default, TransformerConfig):
-            raise ConfigError(
-                f"model.layers {section.layers}: its first argument has no configuration as its default, such as "
-                "triax.GPTConfig(...): give it one, or give model.preset"
-            )
-        found = argument.default
-    asked = {
-        "export": "export" in file.given and file.export is not None,
-        "sample": file.sample is not None,
-        "evaluate.best": file.evaluate.best,
-        "evaluate.tasks": bool(file.evaluate.tasks),
-        "grid.sequence_parallel": file.grid.sequence_parallel,
-        "grid.context": file.grid.context > 1,
-        "method": file.method is not None and file.method.name != "sft",
-    }
-    for key, is_asked in asked.items():
-        if is_asked:
-            raise ConfigError(f"{key} works with triax's own models, and model.layers is a function: leave {key} out")
-    if file.method is None and "document_mask" not in file.data.given:
-        raise ConfigError(
-            "data.document_mask is true, for which the first layer of model.layers gets a pair of tokens and document "
-            "numbers: write false, or true if your layers take the pair"
-        )
-    return _with_overrides(section, found, f"model.layers {section.layers}")
-
-
-def layers_function(section: ModelSection) -> Callable[..., Any]:
-    """Return the function that ``model.layers`` names.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    assert section.layers is not None
-    try:
-        return named_function(section.layers)
-    except ValueError as error:
-        raise ConfigError(f"model.layers: {error}") from error
-
-
-def layer_count(section: ModelSection, model: TransformerConfig) -> int:
-    """Return the number of entries in the list of layers."""
-    return model.layer_count if section.layers is None else len(layers_function(section)(model))
-
-
-def _with_overrides(section: ModelSection, found: TransformerConfig, where: str) -> TransformerConfig:
-    """Return a configuration with the fields that ``model.overrides`` changes."""
-    hints = get_type_hints(type(found))
-    changes = dict(section.overrides)
-    for key, value in changes.items():
-        if key not in found.settings():
-            raise ConfigError(no_such("model.overrides", key, found.settings()))
-        values: tuple[Any, ...] = get_args(hints[key]) or (hints[key],)
-        try:
-            if all(kind in (int, float, str, bool, type(None)) for kind in values):
-                converted(value, hints[key])
-        except ValueError as error:
-            raise ConfigError(f"model.overrides.{key} = {describe(value)}: {error}") from error
-    try:
-        if any(isinstance(value, (Mapping, list)) for value in changes.values()):
-            return config_from_fields(type(found).__name__, {**_plain(found), **changes})
-        # A preset is made again, because other fields may follow from those that change.
-        return replace(found, **changes) if section.preset is None else type(found).preset(section.preset, **changes)
-    except (ValueError, TypeError, ZeroDivisionError, AttributeError) as error:
-        raise ConfigError(f"model.overrides of {where}: {error}") from error
-
-
-def _plain(model: TransformerConfig) -> dict[str, Any]:
-    """Return the fields that ``config_from_fields`` takes."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in asdict(model).items()}
-
-
-def needs_sequences(file: TrainingFile) -> str | None:
-    """Return the reason why a run cannot cut its sequences into slices, whatever its model; None if it can."""
-    if file.method is not None and file.method.name != "sft":
-        return f"method {file.method.name} has a loss of whole sequences"
-    return None if file.compile is None else "compile would compile each layer again for each slice"
-
-
-def _check_model(
-    file: TrainingFile, model: TransformerConfig, topology: Topology, schedule: Schedule, sequence: int, count: int
-) -> None:
-    """Check that the model can be cut as the grid asks, and has positions for the sequence."""
-    tensor, expert = topology.size("tensor"), topology.expert
-    if sequence > model.max_position_embeddings:
-        raise ConfigError(
-            f"training.sequence is {sequence}, but the model has {model.max_position_embeddings} positions: give at "
-            f"most {model.max_position_embeddings}, or a model with more max_position_embeddings"
-        )
-    try:
-        model.check_tensor(tensor)
-    except ValueError as error:
-        raise ConfigError(f"grid.tensor: {error}") from error
-    if file.grid.sequence_parallel and sequence % tensor:
-        near = sequence // tensor * tensor or tensor
-        raise ConfigError(
-            f"training.sequence {sequence} is not shared evenly by grid.tensor {tensor}, as sequence_parallel needs: "
-            f"give {near}"
-        )
-    try:
-        reason = model.refuses_slices(file.model.experts.arguments)
-        require_slices(schedule.slices, sequence, tensor, file.grid.context, reason)
-    except ValueError as error:
-        raise ConfigError(f"schedule.slices: {error}") from error
-    if len(schedule.slices) > 1 and (reason := needs_sequences(file)) is not None:
-        raise ConfigError(f"schedule.slices: {reason}: leave slices out, for whole sequences")
-    experts = next((getattr(model, n) for n in ("num_experts", "n_routed_experts") if hasattr(model, n)), 0)
-    if expert > 1 and not experts:
-        raise ConfigError(
-            f"grid.expert is {expert}, but a {type(model).__name__} has no experts: leave grid.expert out"
-        )
-    if experts % expert:
-        raise ConfigError(f"grid.expert is {expert}, but it does not divide the model's {experts} experts: change one")
-    if not experts and file.model.experts.given:
-        raise ConfigError(f"model.experts has no effect on a {type(model).__name__}, which has none: leave it out")
-    if "attention" in file.model.given and file.grid.context == 1:
-        raise ConfigError(
-            f"model.attention {file.model.attention} has no effect, because grid.context is 1: leave it out, or give "
-            "grid.context"
-        )
-    cut = file.schedule.partition
-    given = "uniform" if isinstance(cut, str) else cut  # the classes of the layers are not known here
-    try:
-        boundaries(given, len(schedule.placement), ["layer"] * count, lambda: [1.0] * count)
-    except ValueError as error:
-        raise ConfigError(f"grid.pipe x chunks is {len(schedule.placement)} stages, but {error}") from error
 
 
 # -------------------------------------------------------------------------------------- grid, schedule, batches
@@ -640,100 +361,3 @@ def _tokenizer(file: TrainingFile) -> str | None:
     folder = file.model.folder
     files = ("tokenizer.json", "tokenizer_config.json")
     return folder if folder is not None and any((local_folder(folder) / name).exists() for name in files) else None
-
-
-# ------------------------------------------------------------------------------------------------- engine options
-
-
-def name_of(path: str, overridden: frozenset[str] = frozenset()) -> str:
-    """Return the key of an option in the training file.
-
-    Args:
-        path: the option.
-        overridden: the options that the file's section ``deepspeed`` sets.
-    """
-    if path.partition(".")[0] in overridden:
-        return f"deepspeed.{find_dialect('deepspeed').key_of(path)}"
-    return path
-
-
-def _deepspeed(file: TrainingFile) -> GivenOptions:
-    """Return the options that the section ``deepspeed`` sets, without the keys that are "auto": the file has them."""
-    if file.deepspeed is None:
-        return GivenOptions({}, {})
-    dialect = find_dialect("deepspeed")
-    kept = dialect.given_keys(file.deepspeed)
-    for ours in _given_options(file):
-        key = dialect.key_of(ours).partition(".")[0]
-        if key in kept and key != "checkpoint":
-            raise ConfigError(f"{ours} and deepspeed.{key} say the same: give one of them")
-    if (key := dialect.key_of("monitor.json").partition(".")[0]) in kept:
-        raise ConfigError(
-            f"deepspeed.{key} has no effect here, because metrics.jsonl is written in the run's folder: leave it out, "
-            "and give name and runs"
-        )
-    for name in ("folder", "every", "keep", "resume"):
-        key = dialect.key_of(f"checkpoint.{name}")
-        section, _, last = key.partition(".")
-        if isinstance(kept.get(section), Mapping) and last in kept[section]:
-            raise ConfigError(f"deepspeed.{key} has no effect: leave it out, and give checkpoint.{name}")
-    try:
-        found = dialect.given_options(kept)
-    except OptionError as error:
-        raise ConfigError(error.spelled(lambda path: f"deepspeed.{dialect.key_of(path)}")) from error
-    except ConfigError as error:
-        text = str(error)
-        begins = text.startswith(dialect.TITLE)
-        raise ConfigError(text.replace(dialect.TITLE, "deepspeed", 1) if begins else f"deepspeed.{text}") from error
-    for ours in _given_options(file):  # keys of these options may have several sections, as fp16 and bf16
-        section, _, name = ours.partition(".")
-        if name in (fields if isinstance(fields := found.fields.get(section), dict) else ()):
-            raise ConfigError(f"{ours} and deepspeed.{dialect.key_of(ours)} say the same: give one of them")
-    optimizer = found.fields.get("optimizer")
-    if optimizer is not None and "lr" in optimizer.arguments and "peak" in file.training.learning_rate.given:
-        raise ConfigError("training.learning_rate and deepspeed.optimizer.params.lr say the same: give one of them")
-    if "lr_scheduler" in found.fields and "learning_rate" in file.training.given:
-        raise ConfigError(
-            f"training.learning_rate and deepspeed.{dialect.key_of('lr_scheduler')} say the same: give one of them"
-        )
-    return found
-
-
-def _options(file: TrainingFile, given: GivenOptions, batch: Batch) -> EngineOptions:
-    """Return the engine's options: those of the training file, and those that ``deepspeed`` sets in their place."""
-    folder, peak, faults = str(Path(file.runs) / file.name), file.training.learning_rate.peak, file.fault_tolerance
-    if "lr" in file.optimizer.arguments:
-        raise ConfigError("optimizer.lr is the learning rate: give it as training.learning_rate")
-    if faults is not None:
-        faults = faults.changed(
-            replica=faults.replica or replica_name(), folder=faults.folder or str(Path(folder) / "history")
-        )
-    named = given.fields.get("optimizer")
-    if named is not None and "lr_scheduler" not in given.fields:
-        given.fields["optimizer"] = Optimizer(named.type, **{"lr": peak, **named.arguments})
-    rate = {} if "lr_scheduler" in given.fields else {"lr": peak}
-    checkpoint = Checkpoints()
-    if file.checkpoint.every is not None:
-        place = file.checkpoint.folder or str(Path(folder) / "checkpoints")
-        checkpoint = as_kind(file.checkpoint.changed(folder=place), Checkpoints)
-    options = as_kind(file, EngineOptions).changed(
-        batch=batch,
-        optimizer=file.optimizer.at_rate(**rate),
-        schedule=as_kind(file.schedule, ScheduleOptions),
-        fault_tolerance=faults,
-        monitor=as_kind(file.monitor.changed(json=folder, print_every=None), Monitoring),
-        checkpoint=checkpoint,
-        names=partial(name_of, overridden=frozenset(given.fields)),
-    )
-    return given.over(options)
-
-
-def _given_options(file: TrainingFile) -> Iterator[str]:
-    """Yield the paths of the engine's options that a file gives: of the sections, and of their options."""
-    for each in declared(EngineOptions):
-        if each.name in file.given:
-            yield each.name
-            section = getattr(file, each.name)
-            yield from (f"{each.name}.{name}" for name in section.given) if isinstance(section, Options) else ()
-    if file.batch.tokens is not None:
-        yield "batch.size"  # it follows from them

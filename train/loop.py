@@ -20,7 +20,6 @@ from ..data.token_data import TokenData
 from ..data.tokenizer import BYTES, open_tokenizer
 from ..engine.monitor.files import TERMS
 from ..engine.monitor.format import numbers_in_words
-from ..engine.optim.lr_schedules import ClosedFormSchedule
 from ..engine.pipeline_engine import PipelineEngine
 from ..engine.step_observer import StepObserver
 from ..grid import Grid
@@ -33,19 +32,19 @@ from .data import check_data, described
 from .distilling import Distilling, numbered
 from .drawing import Drawing, RewardEvaluation
 from .evaluation import Evaluation
+from .file_schedule import FileSchedule
 from .job import Job
-from .learning_rate import LearningRate
 from .lowest import LowestLoss
 from .method import AnswerEvaluation, Method
 from .model import build_module, parameter_groups, with_cut
-from .progress import Reporter, minutes, step_figures
+from .progress import Reporter, step_figures
 from .requeue import requeued
+from .run_text import Criterion, introduction, last_evaluation, nothing_left, trained
 from .spikes import SpikeGuard
 from .tasks import task_evaluation
 
+Data = TokenData | Answers | Prompts
 _OF_A_DRAW = ("reward", "completions/mean_length")
-
-# Name of a simple model, and its loss on the evaluation's rows: what a run is compared with.
 
 
 class Watch(Protocol):
@@ -67,25 +66,6 @@ class _Joined(StepObserver):
     def joined(self, client_state: Mapping[str, Any]) -> None:
         self._spikes.load(client_state)
         self._lowest.load(client_state.get("lowest"))
-
-
-class FileSchedule(ClosedFormSchedule):
-    """Learning rates of a training file: the peak, which is the optimizer's own rate, times the share of the step.
-
-    Args:
-        optimizer: its parameter groups get the rates.
-        rate: the schedule of this run's file. The file of the run that it resumes may have had another one.
-    """
-
-    former = ("LambdaLR",)
-
-    def __init__(self, optimizer: torch.optim.Optimizer, rate: LearningRate) -> None:
-        self._rate = rate
-        super().__init__(optimizer)
-
-    def get_lr(self) -> list[float | Tensor]:
-        """Return the rates of the next step, one for each parameter group."""
-        return [base * self._rate.share(self.last_epoch) for base in self.base_lrs]
 
 
 class _Losses(StepObserver):
@@ -126,67 +106,73 @@ class TrainingRun:
         # Opened now: its file may be gone when a sample is due.
         sampled = job.file.sample is not None and self.tokenizer is not None
         self._text = open_tokenizer(str(self.tokenizer), "none") if sampled else None
-        form = "sft" if job.file.method is None else job.file.method.form
-        token = "byte" if self.tokenizer == "bytes" else "token"
-        units = {"pairs": "nats per pair", "scored": "nats per pair", "unpaired": "mean of answers"}
-        self.unit = units.get(form, "objective" if form == "prompts" else f"nats per {token}")
-        monitor = job.file.monitor
-        faults = job.options.fault_tolerance
+        self.unit = _unit_of_loss(job, self.tokenizer)
+        monitor, faults = job.file.monitor, job.options.fault_tolerance
         name = "" if faults is None else f"replica {faults.replica}: "
         self.report = Reporter(
             job.folder, self.grid.rank == 0, job.steps, monitor.print_every or job.steps, self.unit, name
         )
-        module = build_module(job, self.grid)
-        rate = job.learning_rate
-        options = job.options
-        if rate is not None:
-            options = options.changed(lr_scheduler=lambda optimizer: FileSchedule(optimizer, rate))
-        collate = None
-        if isinstance(training, Answers):
-            is_distilled = job.file.method is not None and job.file.method.name == "distill"
-            collate = partial(numbered, training) if is_distilled else training.collate
-        data = None if isinstance(training, Prompts) else training
-        self.engine = PipelineEngine(
-            module, options, parameters=parameter_groups(job, module), training_data=data, collate_fn=collate
-        )
-        if settings_of(module) is None and (end := _end_of(training)) is not None:
-            module.folder_settings = settings_with_end(end)  # type: ignore[assignment]
-        self.spikes = SpikeGuard(self.engine, job.file.training.spikes, job.checkpoints)
-        state = self.engine.resumed[1]
-        self.spikes.load(state)
-        self.tasks = task_evaluation(job.file.evaluate, self.engine, self.tokenizer, held_out is not None)
-        self.lowest = LowestLoss(
-            job.file.evaluate, self.tasks is not None and self.tasks.names.get(self._metric, False)
-        )
-        self.lowest.load((state or {}).get("lowest"))
-        self.best_problem: str | None = (state or {}).get("best_problem")  # why the best model is not in its folder
-        self.engine.observers.append(_Joined(self.spikes, self.lowest))
-        if monitor.print_losses:
-            self.engine.observers.append(_Losses(self.engine, self.report))
+        self.engine = self._make_engine(training)
+        self._make_guards(held_out)
         self._before = self.step  # steps of the run before it was resumed
-        self.evaluation: Evaluation | AnswerEvaluation | RewardEvaluation | None = None
-        self.method: Method | Drawing | None = None
-        if isinstance(training, Prompts):
-            assert self.tokenizer is not None and not isinstance(held_out, (Answers, TokenData))
-            self.method = Drawing(job, self.engine, training, self.tokenizer)
-            self.method.load((state or {}).get("method"))
-            if held_out is not None:
-                self.evaluation = RewardEvaluation(job, held_out, self.method)
-        elif isinstance(training, Answers):
-            assert held_out is None or isinstance(held_out, Answers)
-            kind = Distilling if job.file.method is not None and job.file.method.name == "distill" else Method
-            self.method = kind(job, self.engine, training, held_out)
-            if held_out is not None:
-                self.evaluation = AnswerEvaluation(job, held_out, self.engine, self.method)
-        elif held_out is not None:
-            assert isinstance(held_out, TokenData)
-            self.evaluation = Evaluation(job, held_out, self.engine)
+        self._make_method(training, held_out)
+        self._criterion = Criterion(job.file.evaluate.metric, isinstance(self.evaluation, RewardEvaluation))
         self._note_state()
         self.facts = described(training, job.file.seed)
         tokens = job.tokens_per_step
         if isinstance(training, Answers):
             tokens = job.batch.train * job.rows * training.length
         self.clock = RunClock(self.grid, tokens, job.file.training.time_limit)
+
+    def _make_engine(self, training: Data) -> PipelineEngine:
+        """Return the engine, which has loaded the checkpoint that the run resumes."""
+        job, rate, options = self.job, self.job.learning_rate, self.job.options
+        module = build_module(job, self.grid)
+        if rate is not None:
+            options = options.changed(lr_scheduler=lambda optimizer: FileSchedule(optimizer, rate))
+        collate = None
+        if isinstance(training, Answers):
+            collate = partial(numbered, training) if _is_distilled(job) else training.collate
+        data = None if isinstance(training, Prompts) else training
+        engine = PipelineEngine(
+            module, options, parameters=parameter_groups(job, module), training_data=data, collate_fn=collate
+        )
+        if settings_of(module) is None and (end := _end_of(training)) is not None:
+            module.folder_settings = settings_with_end(end)  # type: ignore[assignment]
+        return engine
+
+    def _make_guards(self, held_out: Data | None) -> None:
+        """Make what judges the run: spikes, tasks and the lowest loss, with their state of a resumed run."""
+        section, state = self.job.file.evaluate, self.engine.resumed[1] or {}
+        self.spikes = SpikeGuard(self.engine, self.job.file.training.spikes, self.job.checkpoints)
+        self.spikes.load(state)
+        self.tasks = task_evaluation(section, self.engine, self.tokenizer, held_out is not None)
+        self.lowest = LowestLoss(section, self.tasks is not None and self.tasks.names.get(section.metric, False))
+        self.lowest.load(state.get("lowest"))
+        self.best_problem: str | None = state.get("best_problem")  # why the best model is not in its folder
+        self.engine.observers.append(_Joined(self.spikes, self.lowest))
+        if self.job.file.monitor.print_losses:
+            self.engine.observers.append(_Losses(self.engine, self.report))
+
+    def _make_method(self, training: Data, held_out: Data | None) -> None:
+        """Make the method and the evaluation that fit the data."""
+        job, engine = self.job, self.engine
+        self.evaluation: Evaluation | AnswerEvaluation | RewardEvaluation | None = None
+        self.method: Method | Drawing | None = None
+        if isinstance(training, Prompts):
+            assert self.tokenizer is not None and not isinstance(held_out, (Answers, TokenData))
+            self.method = Drawing(job, engine, training, self.tokenizer)
+            self.method.load((engine.resumed[1] or {}).get("method"))
+            if held_out is not None:
+                self.evaluation = RewardEvaluation(job, held_out, self.method)
+        elif isinstance(training, Answers):
+            assert held_out is None or isinstance(held_out, Answers)
+            self.method = (Distilling if _is_distilled(job) else Method)(job, engine, training, held_out)
+            if held_out is not None:
+                self.evaluation = AnswerEvaluation(job, held_out, engine, self.method)
+        elif held_out is not None:
+            assert isinstance(held_out, TokenData)
+            self.evaluation = Evaluation(job, held_out, engine)
 
     @property
     def step(self) -> int:
@@ -199,64 +185,33 @@ class TrainingRun:
         Raises:
             AgreedError: on every rank, if every step was skipped, or 50 in a row.
         """
-        job, report, engine = self.job, self.report, self.engine
-        self._introduce()
-        section = job.file.evaluate
-        missed = self._before % section.every == 0 and self.lowest.evaluated < self._before
-        if missed and self._is_evaluated and (section.best or section.patience):
-            self._compared()  # the checkpoint was written before the evaluation of its step
-        if self.step >= job.steps or self.lowest.is_over:
-            more = "more steps" if self.step >= job.steps else "a larger evaluate.patience"
-            report.say(
-                f"the checkpoint in {job.checkpoints} is of step {self.step} of {job.steps}: give {more}, another "
-                "name, or checkpoint.resume=never"
-            )
-            if job.export is not None:  # a run that was killed at its very end has no model
-                problem = self._export(job.export)
-                if problem is not None:
-                    user_error(problem)
-                report.say(f"the model is in {job.export}")
+        for line in introduction(self.job, self.facts):
+            self.report.say(line)
+        self._compare_missed()
+        if self.step >= self.job.steps or self.lowest.is_over:
+            self._end_without_steps()
             return
         for watch in self._watches:
             watch.start(self)
-        engine.save_on_interrupt()
-        report.start()
+        self.engine.save_on_interrupt()
+        self.report.start()
         last, taken, loss, validation = False, 0, 0.0, None
         while not last:
-            step, taken = self.step + 1, taken + 1
-            last = step == job.steps or self.clock.is_up()
-            engine.record_timeline = last or step % 10 == 0
-            if last and taken < (job.options.monitor.trace.step or 0):
-                try:
-                    engine.record_trace(report.folder / "timeline.json")
-                except ConfigError as error:  # on every rank
-                    report.say(f"note    there is no trace of the last step. {error}")
-            batch = None if self.method is None else self.method.next_batch()
-            self._note_state()
-            loss = float(engine.train_batch(batch))
-            if self.step > step:  # this replica has joined others, which are further
-                step, last = self.step, self.step >= job.steps
-            if self.method is not None and self.method.metrics:
-                self._write(TERMS, self.method.metrics)
-            self.clock.tick(engine.replicas.contributing)
-            if engine.record_timeline:
-                report.pipeline(step, engine.timeline, job.schedule)
-                self.clock.skip()
-            if engine.replicas.leads:
-                figures = step_figures(engine.monitor.last, self.clock.speed)
-                report.step(step, loss, figures, self.clock.left(job.steps - step), self._shown())
+            taken, last = taken + 1, self.step + 1 == self.job.steps or self.clock.is_up()
+            loss = self._take_step(taken, last)
+            last = last or self.step >= self.job.steps  # a replica that has joined others is as far as they are
             if self.spikes.rewind():
                 last = False
                 continue
             for watch in self._watches:
                 watch.after_step(self, loss)
-            if last or self.step % job.file.evaluate.every == 0:
+            if last or self.step % self.job.file.evaluate.every == 0:
                 validation = self.evaluate()
                 last = last or self.lowest.is_over
                 if not last and (text := self.sample()) is not None:
-                    report.say(f"\n{text}\n")
+                    self.report.say(f"\n{text}\n")
                 self.clock.skip()
-        report.stop()
+        self.report.stop()
         # The last steps of a run that resumed may be spikes, each of them finite.
         none = self.engine.optimizer_step.nonfinite.in_a_row >= taken
         if none and not (self._before and math.isfinite(loss)):
@@ -265,8 +220,51 @@ class TrainingRun:
                 "before, and lower the learning rate, or look at the data and the model"
             )
         self._finish(validation)
-        if job.options.fault_tolerance is not None:
-            engine.leave()
+        if self.job.options.fault_tolerance is not None:
+            self.engine.leave()
+
+    def _compare_missed(self) -> None:
+        """Evaluate the step of the checkpoint, which was written before that evaluation."""
+        section = self.job.file.evaluate
+        missed = self._before % section.every == 0 and self.lowest.evaluated < self._before
+        if missed and self._is_evaluated and (section.best or section.patience):
+            self._compared()
+
+    def _end_without_steps(self) -> None:
+        """End a run that has no step left, with its model, which a run that was killed at its very end has not."""
+        self.report.say(nothing_left(self.job, self.step))
+        if self.job.export is not None:
+            if (problem := self._export(self.job.export)) is not None:
+                user_error(problem)
+            self.report.say(f"the model is in {self.job.export}")
+
+    def _take_step(self, taken: int, last: bool) -> float:
+        """Train one batch, show and record it, and return its loss. Collective.
+
+        Args:
+            taken: number of the step in this process, from 1.
+            last: it is the last one.
+        """
+        job, report, engine, step = self.job, self.report, self.engine, self.step + 1
+        engine.record_timeline = last or step % 10 == 0
+        if last and taken < (job.options.monitor.trace.step or 0):
+            try:
+                engine.record_trace(report.folder / "timeline.json")
+            except ConfigError as error:  # on every rank
+                report.say(f"note    there is no trace of the last step. {error}")
+        batch = None if self.method is None else self.method.next_batch()
+        self._note_state()
+        loss = float(engine.train_batch(batch))
+        if self.method is not None and self.method.metrics:
+            self._write(TERMS, self.method.metrics)
+        self.clock.tick(engine.replicas.contributing)
+        if engine.record_timeline:
+            report.pipeline(self.step, engine.timeline, job.schedule)
+            self.clock.skip()
+        if engine.replicas.leads:
+            figures = step_figures(engine.monitor.last, self.clock.speed)
+            report.step(self.step, loss, figures, self.clock.left(job.steps - self.step), self._shown())
+        return loss
 
     @property
     def _metric(self) -> str:
@@ -328,7 +326,7 @@ class TrainingRun:
         drawn = {} if self.method is None else self.method.metrics
         return {name: drawn[name] for name in _OF_A_DRAW if name in drawn} | self.engine.metrics
 
-    def save(self) -> str | None:
+    def save_and_wait(self) -> str | None:
         """Write a checkpoint now, and wait until it is written. Return why it was not written. Collective."""
         folder, every = self.job.checkpoints, self.job.options.checkpoint.every
         if folder is None:
@@ -355,63 +353,20 @@ class TrainingRun:
         (ids,) = inference.generate([prompt.tolist()], room, temperature=section.temperature, seed=self.job.file.seed)
         return tokenizer.decode(ids)
 
-    def _introduce(self) -> None:
-        job = self.job
-        axes = " x ".join(f"{size} {axis}" for axis, size in job.topology.axes.items())
-        expert = f", experts over {job.topology.expert}" if job.topology.expert > 1 else ""
-        self.report.say(f"data    {self.facts}")
-        if (own := job.file.model.layers) is not None:
-            self.report.say(f"model   {job.layers} layers of {own}")
-        else:
-            size = f"{job.parameter_count / 1e6:.2f} M parameters"
-            shape = f"{job.model.num_hidden_layers} blocks, width {job.model.hidden_size}"
-            self.report.say(f"model   {size}: {shape}")
-        self.report.say(
-            f"grid    {axes}{expert}; ZeRO {job.options.zero.stage}; {job.schedule.name} with "
-            f"{job.batch.accumulation} microbatches of {job.batch.micro}"
-        )
-        default = " (the default): precision=bf16 is faster on GPUs" if job.precision_is_default else ""
-        self.report.say(f"dtype   {job.precision}{default}")
-        if job.cut is not None:
-            self.report.say(f"cut     {job.cut}")
-        rate = job.learning_rate
-        if rate is not None and rate.warmup > job.steps:
-            self.report.say(f"note    the warmup of {rate.warmup} steps is longer than the run of {job.steps}")
-
     def _finish(self, validation: float | None) -> None:
         """Save, write the model, and say how the run ended."""
         job, report = self.job, self.report
-        unsaved = self.save()
-        text = self.sample()
+        unsaved, text = self.save_and_wait(), self.sample()
         problem = None if job.export is None else self._export(job.export)
-        limit = minutes(job.file.training.time_limit or 0)
-        early = self.step < job.steps
-        of, ended = (f" of {job.steps}", f": training.time_limit = {limit} min ended it") if early else ("", "")
-        if early and self.lowest.is_over:
-            what = "lower held-out loss"
-            if self._metric != "loss":
-                what = f"better {self._metric}"
-            elif isinstance(self.evaluation, RewardEvaluation):
-                what = "higher held-out reward"
-            ended = f": no {what} in {self.lowest.since} evaluations (evaluate.patience)"
-        taken = f"steps {self._before + 1} to {self.step}{of}" if self._before else f"{self.step}{of} steps"
-        report.say(f"trained {taken} in {minutes(self.clock.elapsed)} min{ended}")
+        report.say(trained(job, self._before, self.step, self.clock.elapsed, self.lowest, self._criterion))
         if validation is not None:
-            unseen = "documents" if self.method is None else "samples"
-            if isinstance(self.evaluation, RewardEvaluation):
-                report.say(f"reward  {-validation:.4f} in the mean over held-out prompts")
-            else:
-                report.say(f"loss    {validation:.4f} {self.unit} on held-out {unseen}")
-            if isinstance(self.evaluation, AnswerEvaluation) and self.evaluation.metrics:
-                report.say(f"        {'  '.join(numbers_in_words(self.evaluation.metrics))}")
+            rows = "documents" if self.method is None else "samples"
+            metrics = self.evaluation.metrics if isinstance(self.evaluation, AnswerEvaluation) else {}
+            for line in last_evaluation(validation, self._criterion, self.unit, rows, metrics):
+                report.say(line)
         if self._is_evaluated and job.file.evaluate.best:
-            best = f"lowest  {self.lowest.value:.4f}"
-            if self._metric != "loss":
-                best = f"best    {self._metric} {self.lowest.value:.4f}"
-            elif isinstance(self.evaluation, RewardEvaluation):
-                best = f"highest {-self.lowest.value:.4f}"
-            place = f"its model is in {job.folder / 'best'}" if self.best_problem is None else self.best_problem
-            report.say(f"{best} of step {self.lowest.step}: {place}")
+            place = self.best_problem or f"its model is in {job.folder / 'best'}"
+            report.say(f"{self._criterion.best(self.lowest.value)} of step {self.lowest.step}: {place}")
         if text is not None:
             report.say(f"\n{text}\n")
         if job.export is not None and problem is None:
@@ -436,6 +391,16 @@ class TrainingRun:
             )
             return f"the model was not written to {folder}: {error}. {advice}"
         return None
+
+
+def _unit_of_loss(job: Job, tokenizer: str | None) -> str:
+    form = "sft" if job.file.method is None else job.file.method.form
+    units = {"pairs": "nats per pair", "scored": "nats per pair", "unpaired": "mean of answers", "prompts": "objective"}
+    return units.get(form, f"nats per {'byte' if tokenizer == BYTES else 'token'}")
+
+
+def _is_distilled(job: Job) -> bool:
+    return job.file.method is not None and job.file.method.name == "distill"
 
 
 def _end_of(training: Any) -> int | None:

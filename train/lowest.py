@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from .schema import EvaluateSection
+from .sections import EvaluateSection
 
 
 class LowestLoss:

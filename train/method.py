@@ -16,7 +16,7 @@ from ..data.dataloader import RepeatingLoader
 from ..engine.pipeline_engine import PipelineEngine
 from ..grid.agreement.agreement import agreed
 from .job import Job
-from .methods.answers import AnswerLoss
+from .methods.answer_losses import AnswerLoss
 from .methods.reference import row_log_probs, with_baseline
 
 Microbatch = tuple[Tensor, Any]

@@ -17,7 +17,7 @@ from ..engine.pipeline_engine import PipelineEngine
 from ..engine.setup.measured_layers import measure_layers
 from ..grid import Grid
 from ..models.config import TransformerConfig
-from ..models.huggingface.load import LAYERS, load_hf
+from ..models.huggingface.load import load_hf
 from ..models.layers import NextTokenLoss
 from ..models.log_probs import LogProbsLoss
 from ..models.mtp import MTPLoss
@@ -26,14 +26,15 @@ from ..models.reward import reward_layers
 from ..options.engine import EngineOptions
 from ..pipe.module import PipelineModule
 from ..tensor_parallel.embedding import VocabParallelEmbedding
-from .job import Job, cut_by, layers_function, model_config
-from .methods.answers import BASELINE, REFERENCE
+from .job import Job, cut_by
+from .methods.answer_losses import BASELINE, REFERENCE
 from .methods.distillation import IDS, TEACHER, distill_loss
 from .methods.grpo import ADVANTAGES, OLD, TOKEN_REFERENCE, grpo_loss
 from .methods.kto import kto_loss
 from .methods.preferences import preference_loss
 from .methods.reward import reward_loss
-from .schema import MethodSection, ModelSection
+from .model_choice import layers_function, model_config
+from .sections import MethodSection, ModelSection
 
 _EMBEDDINGS = (VocabParallelEmbedding, PositionEmbedding, nn.Embedding)
 
@@ -96,8 +97,8 @@ def layers_of_job(job: Job) -> list[Any]:
     section = job.file.model
     if section.layers is not None:
         return list(layers_function(section)(job.model))
-    experts = section.experts.arguments
-    return LAYERS[type(job.model)](job.model, job.file.grid.sequence_parallel, section.attention, **experts)
+    options = {"sequence_parallel": job.file.grid.sequence_parallel, "attention": section.attention}
+    return job.model.layers(**options, **section.experts.arguments)
 
 
 def blank_microbatch(job: Job, length: int) -> tuple[Tensor, Any]:

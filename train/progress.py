@@ -14,7 +14,7 @@ from rich.text import Text
 from ..base.errors import ConfigError, to_install
 from ..base.records import Records
 from ..engine.monitor.format import numbers_in_words
-from ..engine.monitor.protocol import StepMetrics
+from ..engine.monitor.records import StepMetrics
 from ..engine.monitor.report.pictures import draw_losses, draw_schedule
 from ..engine.monitor.report.run_folder import read_run, read_trace
 from ..engine.monitor.report.write import write_report

@@ -23,7 +23,7 @@ from typing import Any
 from ..base.errors import AgreedError, ConfigError
 from ..checkpoint.format import folder as folders
 from ..engine.step_observer import StepObserver
-from .schema import SpikesSection
+from .sections import SpikesSection
 
 _LEAST = 20  # values of the window from which on a value is judged, or as many as it holds if that is less
 _FLOOR = 0.01  # least deviation of the losses, as a share of their median: losses that stand still have none

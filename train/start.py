@@ -10,7 +10,7 @@ from ..base.hub import local_folder
 from ..base.option_error import OptionError
 from ..checkpoint.format.remote import folder_at
 from ..data.tokenizer import open_tokenizer
-from ..engine.setup.check import try_names
+from ..engine.setup.check_names import try_names
 from ..grid.devices import accelerators
 from ..grid.environment import read_environment
 from ..grid.launcher.launch import launch
@@ -19,7 +19,7 @@ from .data import check_data
 from .drawing import reward_functions
 from .job import Job, resolve
 from .loop import train
-from .schema import TrainingFile
+from .sections import TrainingFile
 
 # Modules that the ranks import, once, in the server that they are forks of.
 PRELOAD = ("numpy", "rich.live", "triax.train.loop")

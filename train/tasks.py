@@ -7,7 +7,7 @@ from typing import Protocol
 from ..base.entry_points import offered
 from ..base.errors import ConfigError, nearest
 from ..engine.pipeline_engine import PipelineEngine
-from .schema import EvaluateSection
+from .sections import EvaluateSection
 
 _GROUP = "triax.task_evaluations"  # of entry points
 

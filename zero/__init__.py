@@ -26,16 +26,16 @@ A step:
     gradients.py: when buckets are reduced: during the backward pass or at the end of a step, and if each reduction is
         waited for at once (``overlap_comm``)
     layer_gather.py: stage 3's all-gather of a layer's weights before it runs, prefetch (``overlap_comm``), release
-    norm.py: the norm of all gradients, and the factor by which they are clipped
-    optimizer.py: gradients times 1 / divisor and clip factor, the optimizer's step on the ranges that a rank owns, and
-        the all-gather of the new weights
+    gradient_norm.py: the norm of all gradients, and the factor by which they are clipped
+    range_stepper.py: gradients times 1 / divisor and clip factor, the optimizer's step on the ranges that a rank owns,
+        and the all-gather of the new weights
     optimizer_kinds.py: trial of an optimizer of another library: if ZeRO may cut what it steps
     optimizer_modes.py: train and eval modes of schedule-free optimizers
     sub_groups.py: the step in sub-groups, for offloaded state
     late_parameters.py: step counts of parameters that some steps left out
     whole_tensors.py: the step of optimizers that need whole tensors (Adafactor), in stage 0
     optimizer_entries.py: what an optimizer counts in its groups and in itself, for checkpoints
-    layerwise.py: norms and matrices over the shards of each layer, for LAMB and Muon
+    sharded_layers.py: norms and matrices over the shards of each layer, for LAMB and Muon
 
 Around it:
     held_bytes.py: bytes that a rank holds between two steps, by kind

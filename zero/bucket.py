@@ -13,15 +13,16 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from ..base.torch_private import storage_users
 from ..grid import Axis, Grid
 from ..grid.comm.pending import Done, Pending, Then
 from .axis_options import ZeroOptions
 from .flat import PARTIAL, RUNS, SHARDED, FlatBucket
 from .flat_weights import FlatWeights
 from .gradient_buffer import GradientBuffer
+from .gradient_norm import square
 from .guarded_gradient import GuardedGradient
 from .managed import BucketKey, ManagedParameter
-from .norm import square
 from .offload import OffloadMemory
 from .protocols import ReduceScatter
 from .shown_gradients import ASSIGNED, DROPPED, ShownGradients
@@ -42,8 +43,9 @@ class Bucket(FlatWeights):
 
     begin          no parameter has a gradient
     begin_pass     a backward pass begins
-    collect        autograd has left a gradient in ``.grad``: it is moved
-    reduce         after a pass, or after the step's last one: zeros replace missing gradients, and the sum starts
+    take_gradient  autograd has left a gradient in ``.grad``: it is moved
+    start_reduction
+                   after a pass, or after the step's last one: zeros replace missing gradients, and the sum starts
     accumulate     the sum has ended (stages 2, 3): its owned range is added to ``owned_gradient``
     complete       all sums have ended
 
@@ -126,7 +128,7 @@ class Bucket(FlatWeights):
 
     def target(self, parameter: Tensor) -> Tensor:
         """Return the view of ``gradients`` to which the caller adds a gradient of this parameter."""
-        self.collect(parameter)
+        self.take_gradient(parameter)
         buffer = self._made_buffer()
         target = buffer.views[parameter]
         if parameter in buffer.empty:
@@ -135,7 +137,7 @@ class Bucket(FlatWeights):
             self.shown.show(parameter, buffer)
         return target
 
-    def collect(self, parameter: Tensor) -> bool:
+    def take_gradient(self, parameter: Tensor) -> bool:
         """Move the gradient that autograd left in ``.grad`` to ``gradients``. Return True if there was one."""
         if type(parameter.grad) is GuardedGradient:  # the bucket's own memory, to which autograd adds
             return False
@@ -172,9 +174,9 @@ class Bucket(FlatWeights):
             self.discard(parameter, "drop")
 
     def end_pass(self, everything: bool) -> None:
-        """Collect gradients without a hook, after a backward pass: dropped before it, or ``everything``."""
+        """Take gradients without a hook, after a backward pass: dropped before it, or ``everything``."""
         for parameter in [m.parameter for m in self.members] if everything else self.shown.having(DROPPED):
-            self.collect(parameter)
+            self.take_gradient(parameter)
 
     def replaced(self) -> Iterator[tuple[nn.Parameter, Tensor | None]]:
         """Yield parameters whose ``.grad`` user code has replaced after the last backward pass, and what it is now."""
@@ -264,7 +266,7 @@ class Bucket(FlatWeights):
         None if no parameter has a gradient and no other rank waits for one: on a single replica, without a tie.
         """
         for member in self.members:
-            self.collect(member.parameter)
+            self.take_gradient(member.parameter)
         if self._buffer is None and self.axis.size == 1 and self.tie is None:
             return None
         buffer = self._made_buffer()  # another rank may have had a gradient: take part, with zeros
@@ -273,7 +275,7 @@ class Bucket(FlatWeights):
                 self.shown.show(parameter, buffer, "fill")
         return buffer.flat
 
-    def reduce(self, tensor_axis: Axis) -> Pending:
+    def start_reduction(self, tensor_axis: Axis) -> Pending:
         """Start summing over the data axis the gradients that one backward pass, or all passes of a step, added up.
 
         Partial gradients (of norms on sequence shards) are summed over ``tensor_axis`` first. Collective over both
@@ -424,6 +426,6 @@ def _owns_memory(tensor: Tensor) -> bool:
     of other gradients too, which are still to be read.
     """
     storage = tensor.untyped_storage()
-    users = torch._C._storage_Use_Count(storage._cdata)
+    users = storage_users(storage)
     # Two users: the tensor itself, and the variable ``storage``.
     return users <= 2 and storage.nbytes() == tensor.numel() * tensor.element_size()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..grid import Grid
 from .axis_options import ZeroOptions
 from .bucket import Bucket
-from .flat import LARGE, PARTIAL, REPLICATED, SHARDED, Item, plan
+from .flat import PARTIAL, REPLICATED, SHARDED, Item, plan, rules_of_size
 from .managed import BucketKey, ManagedParameter
 from .offload import OffloadMemory
 
@@ -59,7 +59,12 @@ def make_buckets(
         # Partial gradients are summed over the tensor axis, bucket by bucket: its ranks must have the same layout.
         tensor, expert = grid.tensor.size, (grid.expert.rank, grid.expert.size)
         size = max(math.prod(layout.local_shape(rank, tensor, expert)) for rank in range(tensor))
-        nothing_sent = shards == 1 and not options.offload.portions
+        persistent, own_bucket = rules_of_size(
+            number,
+            size,
+            threshold=options.persistence_threshold if options.stage == 3 else 0,
+            nothing_sent=shards == 1 and not options.offload.portions,
+        )
         key = BucketKey(
             stages=member.stages,
             layers=layers,
@@ -67,9 +72,9 @@ def make_buckets(
             counted=member.counted,
             group=member.group,
             dtype=dtype,
-            persistent=options.stage == 3 and 0 < size <= options.persistence_threshold,
+            persistent=persistent,
             low_precision=low_precision is None or member.parameter in low_precision,
-            own_bucket=number if nothing_sent and size >= LARGE else None,
+            own_bucket=own_bucket,
             replicas=replicas,
         )
         items.append(Item(number, member.parameter.numel(), run, key, size, shards))

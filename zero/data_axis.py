@@ -15,19 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from ..base.autograd import sees_sums
+from ..base.torch_private import multiply_all
 from ..grid import Axis
 from ..grid.grid import Grid
 from .axis_options import ZeroOptions
 from .bucket import Bucket
 from .bucketing import make_buckets
 from .gradient_access import GradientAccess
+from .gradient_norm import square
 from .gradients import GradientReducer, all_reduce_gradients
 from .layer_gather import ParameterGatherer, gather_axes
 from .managed import ManagedParameter, is_released, set_released
-from .norm import square
 from .offload import OffloadMemory, placed_on_all_ranks
-from .optimizer import OptimizerFactory, publish
 from .optimizer_kinds import choose_stepper
+from .range_stepper import OptimizerFactory, publish
 from .released_parameter import pickle_error
 from .used_parameters import UsedParameters
 from .written_weights import WrittenWeights
@@ -56,7 +57,8 @@ class ZeroDataAxis:
         memory: allocates the tensors of this rank, offloaded or not.
         optimizer: torch's optimizer, over the ranges that this rank owns; None if no parameter is trained.
         stepper: steps the optimizer.
-        backward, target, accumulated, collect, reduce, tied: the methods of ``reducer``.
+        backward, target, accumulated, take_first_gradients, reduce_gradients, reduce_tied_gradients: the methods of
+            ``reducer``.
         reducer: sums gradients over the data axis.
         gatherer: gathers weights in stage 3; None if weights are always whole.
         axis, device: the axis of all replicas (data x context), and the device of this rank.
@@ -102,7 +104,8 @@ class ZeroDataAxis:
         self._bucket_of = {member.parameter: bucket for bucket in self.buckets for member in bucket.members}
         self.reducer = reducer = GradientReducer(self.buckets, grid, tie_axes, options)
         self.backward, self.target, self.accumulated = reducer.backward, reducer.target, reducer.accumulated
-        self.collect, self.reduce, self.tied = reducer.collect, reducer.reduce, reducer.tied
+        self.take_first_gradients, self.reduce_gradients = reducer.take_first_gradients, reducer.reduce_gradients
+        self.reduce_tied_gradients = reducer.reduce_tied_gradients
         self.exchange = None if options.exchange is None else options.exchange(grid, self._trained)
         self.access = GradientAccess(self._trained, grid, reducer.settle, self.exchange is not None)
         self.stepper.connect(self.exchange, grid)
@@ -158,10 +161,10 @@ class ZeroDataAxis:
         """True if the optimizer has already stepped with the present gradients, which are then scaled."""
         return self.access.stepped
 
-    def gather(self, stage: int) -> None:
+    def gather_parameters(self, stage: int) -> None:
         """GATHER: begin a run of the stage. This has no effect, because each layer gathers its weights when it runs."""
 
-    def release(self, stage: int) -> None:
+    def release_parameters(self, stage: int) -> None:
         """RELEASE: release the stage's gathered weights after a run of the stage, and keep only the shards."""
         if self.gatherer is not None:
             self.gatherer.release(stage)
@@ -281,7 +284,7 @@ class ZeroDataAxis:
         assert self.exchange is not None
         own = [bucket.gradients for bucket in self._trained if bucket.gradients is not None]
         if own and scale != 1.0:
-            torch._foreach_mul_(own, scale)
+            multiply_all(own, scale)
         self.exchange.gradients(self._trained)
         self._exchanged = True
 

@@ -39,6 +39,21 @@ class Item(NamedTuple):
     shards: int = 1  # number of replicas over which the bucket is sharded; parameters of a key have the same
 
 
+def rules_of_size(number: int, size: int, *, threshold: int, nothing_sent: bool) -> tuple[bool, int | None]:
+    """Return the two parts of a parameter's key that depend on its size.
+
+    Args:
+        number: its index in the list of parameters.
+        size: its elements, at most, on a rank of the tensor axis.
+        threshold: largest size of a parameter that stage 3 does not shard; 0 below stage 3.
+        nothing_sent: it has no replicas to exchange its gradient with.
+
+    Returns:
+        True if stage 3 does not shard it; and its number if it has a bucket of its own, else None.
+    """
+    return 0 < size <= threshold, number if nothing_sent and size >= LARGE else None
+
+
 class Slot(NamedTuple):
     """Position of a parameter in its bucket: elements ``start`` to ``stop``."""
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..base.torch_private import storage_id, storage_users
 from ..grid import Grid, Pending
 from ..grid.comm.pending import All, Done
 from .axis_options import ZeroOptions
@@ -122,7 +123,7 @@ class FlatWeights:
         """True if there is a master here and it is not the shard itself."""
         if self.master is None or self.master_is_away:
             return False
-        return self.master.untyped_storage()._cdata != self.shard.untyped_storage()._cdata
+        return storage_id(self.master.untyped_storage()) != storage_id(self.shard.untyped_storage())
 
     @property
     def master_is_away(self) -> bool:
@@ -306,7 +307,7 @@ class FlatWeights:
         """Return True if a tensor that is not this bucket's, such as one of a ``state_dict()``, views the weights."""
         storage = self.weights.untyped_storage()
         # Its own users: the variable ``storage``, ``weights`` and ``_views``.
-        return torch._C._storage_Use_Count(storage._cdata) > 2 + len(self._views)
+        return storage_users(storage) > 2 + len(self._views)
 
     def _views_of(self, flat: Tensor) -> list[Tensor]:
         return [

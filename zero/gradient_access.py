@@ -15,7 +15,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor, nn
 
-from ..base.autograd import backward_task
+from ..base.torch_private import backward_task, multiply_all
 from ..grid import Axis, Grid
 from .bucket import Bucket
 from .managed import ManagedParameter
@@ -166,7 +166,7 @@ class GradientAccess:
     def multiply(self, factor: Tensor | float) -> None:
         """Multiply all reduced gradients by a factor."""
         if found := [bucket.reduced_gradient(self._exposed) for bucket in self._buckets]:
-            torch._foreach_mul_(found, factor)
+            multiply_all(found, factor)
 
     @torch.no_grad()
     def require_equal(self, axis: Axis) -> None:

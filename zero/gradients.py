@@ -77,11 +77,11 @@ class GradientReducer:
         self._late: dict[int, list[tuple[Bucket, Tensor]]] = {
             stage: [(b, m.parameter) for b in late if stage in b.stages for m in b.members] for stage in stages
         }
-        self._waiting = dict(self._late)  # stage -> parameters whose gradients are not collected yet
+        self._waiting = dict(self._late)  # stage -> parameters whose gradients are not taken yet
         self._hook([bucket for bucket in self._buckets if not bucket.direct])
 
     def watch(self, before: Callable[[Tensor], None]) -> None:
-        """Call a hook with each parameter whose gradient autograd has accumulated, before it is collected.
+        """Call a hook with each parameter whose gradient autograd has accumulated, before it is taken.
 
         The hook may be the first sign of a backward pass: its caller then enters ``backward`` within the pass.
         """
@@ -134,30 +134,30 @@ class GradientReducer:
             bucket.begin_pass(self.settle, first)
 
     def end_pass(self, everything: bool) -> None:
-        """Collect gradients without a hook, after a backward pass: dropped before it, or ``everything``."""
+        """Take gradients without a hook, after a backward pass: dropped before it, or ``everything``."""
         for bucket in self._buckets:
             bucket.end_pass(everything)
 
     def backward(self, stage: int, last: bool) -> AbstractContextManager[None]:
         """Reduce each bucket as soon as it is complete, in a backward pass of the stage that runs within.
 
-        Buckets that another stage of this rank adds to, or whose tie must be summed first, are left to ``reduce``. A
-        bucket without a gradient by the end is reduced too: another replica may have had one.
+        Buckets that another stage of this rank adds to, or whose tie must be summed first, are left to
+        ``reduce_gradients``. A bucket without a gradient by the end is reduced too: another replica may have had one.
         """
         due = [bucket for bucket in self._overlapped if stage in bucket.stages and self._due(bucket, last)]
         if due:
             return self._reducing(stage, due)
-        return self._collecting(stage) if self._waiting.get(stage) else nullcontext()
+        return self._taking_first_gradients(stage) if self._waiting.get(stage) else nullcontext()
 
     def accumulated(self, parameter: Tensor) -> None:
         """Hook that a deferred computation calls when a parameter's gradient of this pass is complete."""
         self._unused.pop(id(parameter), None)
         self._complete(parameter)
 
-    def collect(self, stage: int) -> None:
-        """Collect the first gradients of a stage that a backward pass outside of ``backward`` has left in ``.grad``."""
+    def take_first_gradients(self, stage: int) -> None:
+        """Take the first gradients of a stage that a backward pass outside of ``backward`` has left in ``.grad``."""
         if waiting := self._waiting.get(stage):
-            self._waiting[stage] = self._collect(waiting)
+            self._waiting[stage] = self._take_first(waiting)
 
     def _visited(self, parameter: Tensor) -> None:
         """Autograd's hook: it is also called for a parameter on whose path no gradient arrived."""
@@ -168,7 +168,7 @@ class GradientReducer:
         self._complete(parameter)
 
     def _complete(self, parameter: Tensor) -> None:
-        """Collect the gradient of a parameter, and start the reductions that waited for it."""
+        """Take the gradient of a parameter, and start the reductions that waited for it."""
         bucket = self._bucket_of.get(id(parameter))
         if bucket is None:
             return
@@ -180,7 +180,7 @@ class GradientReducer:
                 "places, one of them in a reentrant checkpoint: use torch.utils.checkpoint with use_reentrant=False"
             )
         if armed or not bucket.reduces_every_backward:
-            bucket.collect(parameter)
+            bucket.take_gradient(parameter)
         if armed:
             self._missing[id(bucket)].discard(parameter)
             self._start_complete()
@@ -206,7 +206,7 @@ class GradientReducer:
         bucket = self._bucket_of.get(id(parameter))
         return None if bucket is None else bucket.target(parameter)
 
-    def reduce(self, stage: int, microbatch: int) -> None:
+    def reduce_gradients(self, stage: int, microbatch: int) -> None:
         """REDUCE: sum over the data axis those gradients of the stage that are complete and not reduced yet."""
         for bucket in self._buckets:
             left = self._stages_left.get(id(bucket), set())
@@ -215,13 +215,13 @@ class GradientReducer:
                 if not left:
                     self._start(bucket)
 
-    def tied(self, tie: int) -> None:
+    def reduce_tied_gradients(self, tie: int) -> None:
         """TIED: sum a tie's gradients over the stages that hold it, before any other reduction of them."""
         axis = self._tie_axes[tie]
         assert axis is not None  # a program gives TIED only to ranks that share the tie
         for bucket in self._buckets:
             if bucket.tie == tie:
-                self._collect_bucket(bucket)
+                self._take_gradients(bucket)
                 gradients = bucket.fill_in()
                 assert gradients is not None  # a tie's gradients are whole until here, on all its stages
                 axis.all_reduce(gradients)
@@ -280,25 +280,25 @@ class GradientReducer:
         for bucket in self._armed:
             self._start(bucket)
         self._armed, self._missing = [], {}
-        self.collect(stage)
+        self.take_first_gradients(stage)
 
-    def _collect(self, parameters: Iterable[tuple[Bucket, Tensor]]) -> list[tuple[Bucket, Tensor]]:
-        """Collect the first gradients of parameters, and return the parameters without one. Later ones add up."""
+    def _take_first(self, parameters: Iterable[tuple[Bucket, Tensor]]) -> list[tuple[Bucket, Tensor]]:
+        """Take the first gradients of parameters, and return the parameters without one. Later ones add up."""
         left = []
         for bucket, parameter in parameters:
-            if bucket.collect(parameter):
+            if bucket.take_gradient(parameter):
                 self._unused.pop(id(parameter), None)
             elif id(parameter) in self._unused:
                 left.append((bucket, parameter))
         return left
 
-    def _collect_bucket(self, bucket: Bucket) -> None:
-        """Collect all gradients of a bucket, before zeros take the place of missing gradients."""
-        self._collect((bucket, member.parameter) for member in bucket.members)
+    def _take_gradients(self, bucket: Bucket) -> None:
+        """Take all gradients of a bucket, before zeros take the place of missing gradients."""
+        self._take_first((bucket, member.parameter) for member in bucket.members)
 
     @contextmanager
-    def _collecting(self, stage: int) -> Iterator[None]:
-        """Collect the first gradients of a stage, in a backward pass that does not reduce them."""
+    def _taking_first_gradients(self, stage: int) -> Iterator[None]:
+        """Take the first gradients of a stage, in a backward pass that does not reduce them."""
         waiting, hook = self._waiting[stage], WeakHook(self._visited)
         copied = [p for bucket, p in waiting if bucket.is_copied and p.requires_grad] if self._before is None else []
         hooks = [parameter.register_post_accumulate_grad_hook(hook) for parameter in copied]
@@ -307,7 +307,7 @@ class GradientReducer:
         finally:
             for handle in hooks:
                 handle.remove()
-        self.collect(stage)
+        self.take_first_gradients(stage)
 
     def _set_stages_left(self) -> None:
         # Reduced by REDUCE at a stage's end: gradients that a tie or several stages add up.
@@ -325,7 +325,7 @@ class GradientReducer:
     def _start(self, bucket: Bucket) -> None:
         """Start the reduction of one bucket's gradients over the data axis."""
         self._stages_left.get(id(bucket), set()).clear()
-        self._collect_bucket(bucket)
-        self._pending.append(bucket.reduce(self._grid.tensor))
+        self._take_gradients(bucket)
+        self._pending.append(bucket.start_reduction(self._grid.tensor))
         while len(self._pending) > self._in_flight:
             wait_for(self._pending.popleft(), self._grid, "reduces gradients")

@@ -15,8 +15,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from ..base.autograd import backward_task
 from ..base.nest import map_tensors
+from ..base.torch_private import backward_task, make_wrapper, without_subclasses
 
 # Properties and methods that a guard answers by itself, because they need no values.
 _WITHOUT_VALUES = {
@@ -54,7 +54,7 @@ class GuardedGradient(Tensor):
         name = getattr(func, "__name__", "")
         if name in ("__get__", "__set__"):  # of a property, such as Tensor.data
             name = func.__self__.__name__ + ("=" if name == "__set__" else "")
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclasses():
             return _call(func, name, args, kwargs)
 
 
@@ -72,9 +72,7 @@ class HiddenGradient(GuardedGradient):
 
     @staticmethod
     def __new__(cls, parameter: Tensor) -> HiddenGradient:
-        made: HiddenGradient = torch.Tensor._make_wrapper_subclass(
-            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
-        )
+        made: HiddenGradient = make_wrapper(cls, parameter.shape, dtype=parameter.dtype, device=parameter.device)
         made.added = None
         return made
 

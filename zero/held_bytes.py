@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..base.torch_private import storage_id
 from .data_axis import ZeroDataAxis
 
 
@@ -25,7 +26,7 @@ def held_bytes(data_axis: ZeroDataAxis, module: torch.nn.Module) -> dict[str, in
     for bucket in data_axis.buckets:
         managed.update(member.parameter for member in bucket.members)
         whole = bucket.weights.untyped_storage().nbytes()
-        apart = bucket.shard.untyped_storage()._cdata != bucket.weights.untyped_storage()._cdata
+        apart = storage_id(bucket.shard.untyped_storage()) != storage_id(bucket.weights.untyped_storage())
         held["parameters"] += whole + (on_device(bucket.shard) if apart else 0)
         gradient = bucket.gradients if bucket.gradients is not None else bucket.owned_gradient
         held["gradients"] += on_device(gradient)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..base.autograd import mark
+from ..base.torch_private import backward_task
 from ..grid import Axis, Grid, Pending
 from ..grid.agreement.call_order import CallOrder, NewCall
 from ..grid.agreement.failure import wait_for
@@ -108,7 +109,7 @@ class ParameterGatherer:
 
     def run(self, stage: int, layer: int, call: Callable[[Any], Any], x: Any) -> Any:
         """Return ``call(x)``, one layer of a stage, with its weights gathered now and in its backward pass."""
-        if torch._C._current_graph_task_id() != -1:
+        if backward_task() != -1:
             # Recomputation in a backward pass. The layer's own backward follows: the weights stay for that.
             self.start_gather(layer)
             self.wait(layer)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..base.accelerators import functions_of, is_accelerator
+from ..base.torch_private import storage_id
 from ..grid import Grid
 from ..grid.agreement.agreement import agreed
 
@@ -96,12 +97,12 @@ class Memory:
             OffloadError: the disk is full.
         """
         tensor = torch.zeros(numel, dtype=dtype, device="meta" if self._dry else self.device, pin_memory=self._pin)
-        self._made.add(tensor.untyped_storage()._cdata)
+        self._made.add(storage_id(tensor.untyped_storage()))
         return tensor
 
     def holds(self, tensor: Tensor) -> bool:
         """Return True if a tensor was allocated here."""
-        return tensor.untyped_storage()._cdata in self._made
+        return storage_id(tensor.untyped_storage()) in self._made
 
     def accumulate(self, total: Tensor, value: Tensor, first: bool) -> None:
         """Add a value to a total that was allocated here, or replace it by the ``first`` one.

@@ -30,9 +30,9 @@ from ..grid import Grid
 from ..grid.agreement.agreement import agreed
 from .axis_options import ZeroOptions
 from .managed import ManagedParameter
-from .optimizer import ELEMENTWISE, OptimizerFactory, RangeStepper
 from .optimizer_entries import group_entries, load_own_entries, own_entries
 from .protocols import MakeOptimizer
+from .range_stepper import ELEMENTWISE, OptimizerFactory, RangeStepper
 from .sub_groups import in_training, is_elementwise, is_number
 from .whole_tensors import WholeStepper
 

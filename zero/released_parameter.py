@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..base.torch_private import without_subclasses
 from ..grid import layout_of
 
-_untouched = torch._C.DisableTorchFunctionSubclass
 _grad: Any = nn.Parameter.grad  # the properties of the class, not of a parameter
 _requires_grad: Any = nn.Parameter.requires_grad
 
@@ -42,7 +42,7 @@ class _Released(Tensor):
         if name == "__get__":  # of a property, such as shape or data
             name = getattr(func.__self__, "__name__", name)
         writes = (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
-        with _untouched():
+        with without_subclasses():
             if name in _READ or (writes and name not in _SET and name not in ("__init__", "__invert__", "__index__")):
                 raise _error(name, args, kwargs)
             result = func(*args, **(kwargs or {}))
@@ -63,24 +63,24 @@ class ReleasedParameter(_Released, nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         """The gradient. (A property of Python: it is read for each parameter and step.)"""
-        with _untouched():
+        with without_subclasses():
             found: Tensor | None = _grad.__get__(self)
             return found
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        with _untouched():
+        with without_subclasses():
             _grad.__set__(self, value)
 
     @property
     def requires_grad(self) -> bool:
         """True if the parameter is trained."""
-        with _untouched():
+        with without_subclasses():
             return bool(_requires_grad.__get__(self))
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        with _untouched():
+        with without_subclasses():
             _requires_grad.__set__(self, value)
 
     def __deepcopy__(self, memo: Any) -> Any:

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..base.seeds import derive
 from ..grid import Grid
 from ..grid.layout import FlatRange, Layout
-from ..grid.randomness.random import derive
 from .bucket import Bucket
 
 DtypeOf = Callable[[str, str], torch.dtype | None]  # dtype of a parameter's saved state: (name, key) -> dtype, or None

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..base.nest import visit_tensors
+from ..base.torch_private import without_functions
 from ..grid import Axis
 from .managed import SHARD, is_released, set_released
 from .state_dict_guard import guard_state_dict
@@ -149,7 +150,7 @@ def shown(records: Iterable[ShardedParameter], modifier_rank: int | None) -> Ite
         RuntimeError: on every rank, if one wrote without ``modifier_rank``.
     """
     records = list(records)
-    with torch._C.DisableTorchFunction():
+    with without_functions():
         for record in records:
             record.show()
             record.uses += 1
@@ -160,7 +161,7 @@ def shown(records: Iterable[ShardedParameter], modifier_rank: int | None) -> Ite
         for record in records:
             record.uses -= 1
     written = sum(r.parameter._version != version for r, version in zip(records, versions, strict=True))
-    with torch._C.DisableTorchFunction():
+    with without_functions():
         for record in records:
             if modifier_rank is not None:
                 record.keep(modifier_rank)
@@ -242,7 +243,7 @@ class ShardedInit:
     @torch.no_grad()
     def shard(self, module: nn.Module) -> None:
         """Shard the parameters of a module that is built. Collective."""
-        with torch._C.DisableTorchFunction():
+        with without_functions():
             for parameter in module.parameters():
                 drawn = parameter.dtype.is_floating_point or parameter.dtype.is_complex
                 if sharded_parameter(parameter) is None and is_placeholder(parameter):
@@ -302,7 +303,7 @@ class ShardedInit:
                 if outermost:
                     self._building.discard(id(module))
             if outermost:
-                with torch._C.DisableTorchFunction():
+                with without_functions():
                     self._settle(_RECENT)
                 self.shard(module)
                 if not self._building:
@@ -324,10 +325,10 @@ class _GatherUsed(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _METADATA:
             return func(*args, **kwargs)
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with without_functions(), torch.no_grad():
             used = self._context.use((args, kwargs))
         y = func(*args, **kwargs)
         if used:
-            with torch._C.DisableTorchFunction(), torch.no_grad():
+            with without_functions(), torch.no_grad():
                 self._context.settle(len(used))
         return y

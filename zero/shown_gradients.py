@@ -36,9 +36,9 @@ class GradientState(IntEnum):
     drop        user code sets ``.grad`` to None         DROPPED   DROPPED   DROPPED   DROPPED   DROPPED
     assign      user code sets ``.grad`` to a tensor     ASSIGNED  ASSIGNED  ASSIGNED  ASSIGNED  ASSIGNED
 
-    A step begins with all gradients ABSENT. The events come from ``Bucket``: ``add`` from ``collect`` and ``target``,
-    ``fill`` from ``fill_in``, ``vanish`` from ``expose``, ``pass`` from ``begin_pass``, ``zero`` and ``drop`` from
-    ``discard``, and ``assign`` from ``assign_gradient``.
+    A step begins with all gradients ABSENT. The events come from ``Bucket``: ``add`` from ``take_gradient`` and
+    ``target``, ``fill`` from ``fill_in``, ``vanish`` from ``expose``, ``pass`` from ``begin_pass``, ``zero`` and
+    ``drop`` from ``discard``, and ``assign`` from ``assign_gradient``.
     """
 
     ABSENT = 0
@@ -120,7 +120,7 @@ class ShownGradients:
             member.parameter.grad = None
 
     def take(self, parameter: Tensor, buffer: GradientBuffer | None) -> Tensor | None:
-        """Return what autograd, or user code, has left in ``.grad`` for the bucket to collect; None if nothing."""
+        """Return what autograd, or user code, has left in ``.grad`` for the bucket to take; None if nothing."""
         gradient = parameter.grad
         if isinstance(gradient, HiddenGradient):
             added, gradient.added = gradient.added, None

@@ -43,7 +43,7 @@ class DcpFolder:
             raise ValueError(f"{folder / '.metadata'} is not metadata of a DCP checkpoint: {error}") from error
         self.objects = [name for name in entries if name not in self.shapes]
 
-    def read(self, name: str) -> Tensor:
+    def read_tensor(self, name: str) -> Tensor:
         """Return a tensor, assembled from its parts."""
         return self._assemble(name, self._parts.get(name, ()), self.shapes[name])
 
@@ -51,14 +51,14 @@ class DcpFolder:
         """Return ``tensor[row]``. Only the parts that begin at this row are read, if each row has its own parts."""
         parts = [(begin, place) for begin, place in self._parts.get(name, ()) if begin]
         if {begin[0] for begin, _ in parts} != set(range(self.shapes[name][0])):
-            return self.read(name)[row]
+            return self.read_tensor(name)[row]
         here = [((0, *begin[1:]), place) for begin, place in parts if begin[0] == row]
         return self._assemble(name, here, (1, *self.shapes[name][1:]))[0]
 
     def _assemble(self, name: str, parts: Sequence[tuple[tuple[int, ...], Inert]], shape: tuple[int, ...]) -> Tensor:
         whole: Tensor | None = None
         for begin, place in parts:
-            part = self._read(place)
+            part = self._read_item(place)
             if whole is None:
                 whole = torch.empty(shape, dtype=part.dtype)
             spans = zip(begin or [0] * part.dim(), part.shape, strict=True)
@@ -70,9 +70,9 @@ class DcpFolder:
     def read_object(self, name: str) -> Any:
         """Return an object, with ``Inert`` in place of everything that is no tensor, number, text or collection."""
         ((_, place),) = self._parts[name]
-        return self._read(place)
+        return self._read_item(place)
 
-    def _read(self, place: Inert) -> Any:
+    def _read_item(self, place: Inert) -> Any:
         if place.get("transform_descriptors"):
             raise ValueError(f"{self._folder} is compressed ({place.get('transform_descriptors')}): write it without")
         file = self._folder / str(place.get("relative_path"))

@@ -20,7 +20,7 @@ from ...base.safetensors import TensorStream, header, raw
 from ...grid import Grid
 from ...grid.agreement.agreement import agreed
 from ...grid.ranges import Spans, shape_of
-from ..protocol import BUFFERS, WEIGHTS, Snapshot, WholeTensor
+from ..snapshot import BUFFERS, WEIGHTS, Snapshot, WholeTensor
 
 
 def export(snapshot: Snapshot, path: Path, dtype: torch.dtype | None = None) -> dict[str, tuple[int, ...]]:

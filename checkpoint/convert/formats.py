@@ -32,7 +32,7 @@ from torch import nn
 
 from ...base.entry_points import offered
 from ...base.errors import ConfigError
-from ..protocol import BUFFERS, WEIGHTS, Snapshot
+from ..snapshot import BUFFERS, WEIGHTS, Snapshot
 
 _EXPORTS = "triax.exports"  # the group of entry points
 

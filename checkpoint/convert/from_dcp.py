@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ...base.json_values import encode
-from ..protocol import BUFFERS, OPTIMIZER, WEIGHTS, Snapshot
+from ..snapshot import BUFFERS, OPTIMIZER, WEIGHTS, Snapshot
 from .whole_tensors import renamed, write_whole
 
 

@@ -11,7 +11,7 @@ import torch
 
 from ...grid import Grid
 from ..lineage import Lineage
-from ..protocol import Snapshot
+from ..snapshot import Snapshot
 from ..writer import Writer
 
 

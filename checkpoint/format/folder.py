@@ -177,7 +177,7 @@ def note_saved(folder: Folder, tag: str, save: str) -> None:
     known = {each: saves for each, saves in saved(folder).items() if each in there}
     before = []
     with contextlib.suppress(CorruptError, OSError):
-        before = [read_index(folder / tag).save]
+        before = [read_index(folder / tag).save_name]
     file, data = folder / SAVED, json.dumps({**known, tag: [save, *before]}, indent=0).encode()
     if isinstance(file, Path):
         write_atomically(file, data)
@@ -358,7 +358,7 @@ def check_place(path: Folder, index: Index, known: dict[str, list[str]] | None =
     name, step = str(path).rpartition("/")[2], index.head["step"]
     tag, identity = index.head.get("tag") or name, index.head.get("identity") or {}
     known = saved(path.parent) if known is None else known
-    exchanged = name in known and index.save not in known[name]
+    exchanged = name in known and index.save_name not in known[name]
     # Where the list is missing, as in a copy: no user chose this name for another checkpoint.
     exchanged = exchanged or (_AUTOMATIC.fullmatch(name) is not None and name not in (tag, f"global_step{step}"))
     if exchanged:

@@ -89,7 +89,7 @@ class Index:
         return int((self.head.get("identity") or {}).get("order", 0))
 
     @property
-    def save(self) -> str:
+    def save_name(self) -> str:
         """Name of the save, which each of its files has too; empty if an older version wrote it."""
         return save_name(self.head.get("identity"))
 
@@ -172,10 +172,10 @@ class Index:
             return
         found, wanted = folder.header(file, span), self._headers.get(file, {})
         save = (found.pop("__metadata__", None) or {}).get("save", "")
-        if save != self.save:
+        if save != self.save_name:
             raise CorruptError(
                 f"{folder.path / file} was written in the save {save or '(none)'}, but {NAME} in the save "
-                f"{self.save or '(none)'}: the files of two runs are mixed"
+                f"{self.save_name or '(none)'}: the files of two runs are mixed"
             )
         for key in dict.fromkeys([*found, *wanted]):
             if found.get(key) != wanted.get(key):

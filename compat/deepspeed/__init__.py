@@ -17,6 +17,7 @@ offload_states.py: ``engine.offload_states``: states wait in host memory.
 pipeline_arguments.py, process_topology.py: ``PipelineModule`` with DeepSpeed's arguments; its topologies.
 module_calls.py: calls of the engine's module itself, which the engine must see.
 parameter_values.py: one parameter's master weights, gradient or optimizer state, whole or this rank's part.
+lr_schedules.py: WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, which ``triax.LRSchedule`` names too.
 optimizer_classes.py: FusedAdam, DeepSpeedCPUAdam: torch's fused kernels with DeepSpeed's arguments.
 older_members.py: DeepSpeed's names of members on engines of ``triax.Engine``, with a warning.
 timers.py: timers that are started and stopped by hand, samples per second.

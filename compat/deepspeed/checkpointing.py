@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...base.json_comments import read
+from ...base.json_comments import read_json
 from ...grid import Grid
 from ...grid.randomness.random_states import TENSOR_STATE, RandomStates
 from ...pipe.recompute.calls import RecomputeCalls
@@ -47,7 +47,7 @@ def configure(
     Raises:
         AssertionError: contiguous_checkpointing without partition_activations, or without num_checkpoints.
     """
-    found: Any = read(deepspeed_config) if isinstance(deepspeed_config, (str, Path)) else deepspeed_config
+    found: Any = read_json(deepspeed_config) if isinstance(deepspeed_config, (str, Path)) else deepspeed_config
     section = found.get("activation_checkpointing") or {} if isinstance(found, Mapping) else {}
     given = {
         "partition_activations": (partition_activations, "partition_activations"),

@@ -10,14 +10,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...base.json_comments import read
+from ...base.json_comments import read_json
 from .config.read import Section, unknown_keys
 from .config.to_options import batch_sizes
 from .from_config import read_config
 
 OWN_KEYS = ("partition_config", "preset_model")  # keys of tensor_parallel that autotp.py reads
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
-VALID_LR_SCHEDULES = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 
 
 class OffloadDeviceEnum(StrEnum):
@@ -30,7 +29,7 @@ class OffloadDeviceEnum(StrEnum):
 
 def tensor_section(source: Any) -> tuple[Any, dict[str, Any]]:
     """Return a configuration without the keys of ``tensor_parallel`` that this adapter alone has, and that section."""
-    values = read(source) if isinstance(source, (str, Path)) else source
+    values = read_json(source) if isinstance(source, (str, Path)) else source
     section = values.get("tensor_parallel") if isinstance(values, Mapping) else None
     if not isinstance(section, Mapping):
         return values, {}
@@ -46,7 +45,7 @@ def read_deepspeed_config(source: Section | Mapping[str, Any] | str | Path) -> S
     Args:
         source: a configuration, a dict, or the path of a JSON file.
     """
-    values = read(source) if isinstance(source, (str, Path)) else source
+    values = read_json(source) if isinstance(source, (str, Path)) else source
     if not isinstance(values, Mapping):
         return read_config(values)
     unknown = unknown_keys(values)

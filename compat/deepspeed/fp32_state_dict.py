@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from ...base.safetensors import write_file
 from ...checkpoint.format.folder import last, readable_path
 from ...checkpoint.format.index import read_index
-from ...checkpoint.protocol import BUFFERS, WEIGHTS
 from ...checkpoint.reader import Reader
+from ...checkpoint.snapshot import BUFFERS, WEIGHTS
 
 
 def get_fp32_state_dict_from_zero_checkpoint(

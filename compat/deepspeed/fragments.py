@@ -128,7 +128,7 @@ def _divisor(param: nn.Parameter, require: bool = False) -> Any:
                 break
             if engine.backward_passes.count and engine.is_last_microbatch():
                 with engine.parts("reduce"):
-                    engine.backward_passes.reduce()
+                    engine.backward_passes.end_reductions()
                 weight = engine.grid.data.size * engine.batch.accumulation * engine.data_axis.access.applied
                 return weight * engine.data_axis.options.divisor * engine.optimizer_step.scale
     if require:

@@ -22,7 +22,7 @@ from ...engine.module_engine import ModuleEngine
 from ...engine.optim import optimizers, schedulers
 from ...engine.pipeline_engine import PipelineEngine
 from ...engine.setup import arguments
-from ...engine.setup.check import try_names
+from ...engine.setup.check_names import try_names
 from ...engine.setup.rank_consistency import require_same_settings
 from ...engine.setup.tuning import is_searched, search_sizes, write_results
 from ...grid import Grid

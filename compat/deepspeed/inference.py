@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...base.errors import ConfigError
-from ...base.json_comments import read
+from ...base.json_comments import read_json
 from ...engine.base import Engine
 from ...grid import Grid
 from ...inference.int8 import Int8
@@ -154,7 +154,7 @@ def init_inference(model: Any, config: str | Mapping[str, Any] | None = None, **
             f"init_inference(model, {_place(kind)})"
         )
     else:
-        given = dict(read(config) if isinstance(config, str) else config or {})
+        given = dict(read_json(config) if isinstance(config, str) else config or {})
     for key in given.keys() & kwargs.keys():
         if given[key] != kwargs[key]:
             raise DeepSpeedConfigError(

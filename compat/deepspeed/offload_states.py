@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...base.errors import AgreedError
+from ...base.torch_private import storage_id
 from ...engine.base import Engine
 from .configuration import OffloadDeviceEnum
 
@@ -99,12 +100,12 @@ class OffloadedStates:
         chosen = {kind for kind in KINDS if include is None or kind in include} | self.kinds
         staying = {_id(tensor) for kind in KINDS if kind not in chosen for tensor in tensors_of(engine, kind)}
         for storage in _storages(tensor for kind in KINDS if kind in chosen for tensor in tensors_of(engine, kind)):
-            if storage._cdata in staying or storage._cdata in self._held or storage.device.type not in moves:
+            if storage_id(storage) in staying or storage_id(storage) in self._held or storage.device.type not in moves:
                 continue
             values = _bytes(storage)
             kept = torch.empty_like(values, device="cpu", pin_memory=pin_memory and storage.device.type == "cuda")
             kept.copy_(values, non_blocking=non_blocking)
-            self._held[storage._cdata] = (storage, kept)
+            self._held[storage_id(storage)] = (storage, kept)
         if non_blocking and self._held:
             engine.grid.synchronize()  # before the memory is another tensor's
         for storage, _ in self._held.values():
@@ -138,7 +139,7 @@ class OffloadedStates:
 
 
 def _id(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return storage_id(tensor.untyped_storage())
 
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:

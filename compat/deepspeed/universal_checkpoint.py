@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ...base.json_values import encode
 from ...checkpoint.convert.whole_tensors import renamed, write_whole
-from ...checkpoint.protocol import BUFFERS, OPTIMIZER, WEIGHTS, Snapshot
+from ...checkpoint.snapshot import BUFFERS, OPTIMIZER, WEIGHTS, Snapshot
+from .lr_schedules import VALID_LR_SCHEDULES
 
 STATES = "model_states.pt"
 _REASON = "not read, because it holds objects, whose reading could run code"
@@ -33,7 +34,6 @@ def import_universal(
     tag: str,
     buffers: Sequence[str] = (),
     renames: Mapping[str, str] | None = None,
-    schedules: Collection[str] = (),
 ) -> list[str]:
     """Read a universal checkpoint on one process, and write it in triax's format.
 
@@ -44,7 +44,6 @@ def import_universal(
         buffers: patterns of the names of buffers, if the folder does not have them.
         renames: replacements of the beginnings of names: old -> new. A layer of DeepSpeed's ``PipelineModule``,
             "3.weight", always becomes "layers.3.weight".
-        schedules: names of the learning-rate schedules that both libraries have.
 
     Returns:
         The names that were left out, with the reason.
@@ -111,7 +110,7 @@ def import_universal(
     run = {"global_steps": int(step)}
     if "global_samples" in states:
         run["global_samples"] = int(states["global_samples"])
-    run |= _schedule(states, schedules)
+    run |= _schedule(states)
     write_whole(folder, tag, snapshot, run, f"DeepSpeed universal, {source}")
     return left
 
@@ -137,11 +136,11 @@ def _states(source: Path) -> tuple[dict[str, Any], list[str]]:
     return found, left
 
 
-def _schedule(states: Mapping[str, Any], schedules: Collection[str]) -> dict[str, Any]:
-    """Return the learning-rate schedule, if triax has it too: its state is one number, equal in both libraries."""
+def _schedule(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Return DeepSpeed's learning-rate schedule: its state is one number, equal in both libraries."""
     state, config = states.get("lr_scheduler"), states.get("ds_config")
     kind = (config.get("scheduler") or {}).get("type") if isinstance(config, dict) else None
-    if kind not in schedules or not isinstance(state, dict) or "last_batch_iteration" not in state:
+    if kind not in VALID_LR_SCHEDULES or not isinstance(state, dict) or "last_batch_iteration" not in state:
         return {}
     number = {"last_batch_iteration": int(state["last_batch_iteration"])}
     return {"lr_scheduler": {"type": kind, "state": number}}

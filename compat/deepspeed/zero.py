@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...base.json_comments import read
+from ...base.json_comments import read_json
 from ...grid.comm.axis import Axis
 from ...zero.gathered_parameters import gathered
 from ...zero.managed import may_be_released
@@ -120,7 +120,7 @@ _WITHOUT_EFFECT = {
 
 def _offload_param(config: Mapping[str, Any] | str | Path | None) -> str | None:
     """Return the device of ``zero_optimization.offload_param`` in a configuration; None without one."""
-    found: Any = read(config) if isinstance(config, (str, Path)) else config or {}
+    found: Any = read_json(config) if isinstance(config, (str, Path)) else config or {}
     place: str | None = ((found.get("zero_optimization") or {}).get("offload_param") or {}).get("device")
     return place
 

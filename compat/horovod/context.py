@@ -212,7 +212,7 @@ def stop_timeline() -> None:
     recorder = hvd.grid.observer(TimelineRecorder)
     if hvd.timeline is None or recorder is None:
         raise ValueError("no timeline is being recorded: call start_timeline(file) before")
-    from ...engine.monitor.trace.merge import merged
+    from ...engine.monitor.trace.merge_timelines import merged
     from ...pipe.program.chrome_trace import write_trace
 
     _barrier(hvd, "stop_timeline")

@@ -18,7 +18,7 @@ import torch
 from ...base.errors import AgreedError
 from ...grid import Axis, Grid
 from ...grid.agreement.failure import all_or_none
-from ...grid.comm.equality import same
+from ...grid.comm.equal_facts import same
 from ...grid.comm.observer import labeled
 
 _CLOSE_TIMEOUT = 5.0  # seconds that ``close`` waits for the operations that are still running

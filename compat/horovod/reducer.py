@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ...base.autograd import WeakHook
+from ...base.torch_private import storage_id
 from ...grid import Axis, Grid, Pending
 from ...grid.comm.observer import labeled
 from .compression import elementwise
@@ -114,7 +115,9 @@ def _flat_storage(gradients: Sequence[Tensor | None]) -> Tensor | None:
     first = gradients[0]
     assert first is not None
     storage = first.untyped_storage()
-    if any(gradient is not None and gradient.untyped_storage()._cdata != storage._cdata for gradient in gradients):
+    if any(
+        gradient is not None and storage_id(gradient.untyped_storage()) != storage_id(storage) for gradient in gradients
+    ):
         return None
     return first.new_empty(0).set_(storage, 0, (end,))  # type: ignore[call-overload]
 

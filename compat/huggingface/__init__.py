@@ -1,6 +1,6 @@
 """Hugging Face's Trainer over a triax engine: ``triax.Trainer`` and ``triax.TrainingArguments``.
 
-arguments.py: ``TrainingArguments``: transformers' own, with ``triax=`` (DeepSpeed's dialect) and ``grid=``.
+training_arguments.py: ``TrainingArguments``: transformers' own, with ``triax=`` (DeepSpeed's dialect) and ``grid=``.
 arguments.toml: the arguments that triax does not follow.
 auto_values.py: the configuration's "auto" values, filled in from the arguments and the model.
 trainer.py: ``Trainer``: transformers' loop; the engine runs forward, backward and step, and writes checkpoints.

@@ -19,7 +19,7 @@ from ...base.errors import ConfigError
 from ...context.dropout import dropout
 from ...grid import Grid
 from ...models.huggingface.adapters import peft_options, write_adapters
-from ...models.huggingface.merge import is_factor, layer_of
+from ...models.huggingface.merge_adapters import is_factor, layer_of
 from ...models.huggingface.save import linear_names, transposed_layers, written_config
 from ...tensor_parallel.lora import DEFAULT, LoraOptions, add_adapters
 from ..deepspeed.config.read import Section

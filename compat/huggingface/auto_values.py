@@ -15,7 +15,7 @@ from typing import Any
 
 from ...base.errors import ConfigError, describe, to_install
 from ...base.foreign_tables import answers, read_table
-from ...base.json_comments import parse, read
+from ...base.json_comments import parse, read_json
 
 # Keys of the section checkpoint, and the Trainer's arguments that replace them.
 _TRAINER_ARGUMENTS = answers(read_table(__file__, "arguments.toml")["checkpoint"])
@@ -63,7 +63,7 @@ class AutoValues:
     def __init__(self, source: Mapping[str, Any] | str | Path) -> None:
         if isinstance(source, (str, Path)):
             is_json = str(source).lstrip().startswith("{")  # JSON text, for a command line
-            source = parse(str(source), "given as JSON") if is_json else read(source)
+            source = parse(str(source), "given as JSON") if is_json else read_json(source)
         if not isinstance(source, Mapping):
             raise ConfigError(f"the configuration is a {type(source).__name__}: give a dict or the path of a JSON file")
         self._source: dict[str, Any] = copy.deepcopy(dict(source))

@@ -24,13 +24,13 @@ from ...engine.pipeline_engine import PipelineEngine
 from ...grid import Grid, layout_of
 from ...grid.layout import rename
 from ...models.huggingface.config import layer_count
-from ...models.huggingface.merge import is_factor, layer_of
+from ...models.huggingface.merge_adapters import is_factor, layer_of
 from ...models.huggingface.names import expand
 from ...models.huggingface.pipeline_layers import CausalLMLoss, HFBlock, HFModel, hf_layers
 from ...models.huggingface.save import linear_names
 from ...pipe.chunked_loss import LastLayer
 from ...pipe.module import PipelineModule
-from ...pipe.program.simulate import Costs
+from ...pipe.program.costs import Costs
 from ...pipe.schedules.choose import make_schedule
 from ...tensor_parallel.lora import add_adapters
 from ..deepspeed.config.read import Section

@@ -18,8 +18,8 @@ from ...base.errors import ConfigError, CorruptError
 from ...base.files import read_object
 from ...base.json_values import encode
 from ...checkpoint.format.folder import last, unreadable
-from ...checkpoint.protocol import BUFFERS, OPTIMIZER, WEIGHTS, Snapshot
 from ...checkpoint.reader import LoadOptions
+from ...checkpoint.snapshot import BUFFERS, OPTIMIZER, WEIGHTS, Snapshot
 from ...engine.module_engine import ModuleEngine
 from ...engine.pipeline_engine import PipelineEngine
 from ...engine.snapshot.restore import apply

@@ -46,8 +46,8 @@ try:
     from accelerate.utils import recursively_apply
     from accelerate.utils.memory import clear_device_cache
 
-    from .arguments import TrainingArguments
     from .pipeline import TrainerLoss, check_trainer, copy_weights, in_stages, optimizer_of, pairs, pipeline_module
+    from .training_arguments import TrainingArguments
 except ImportError as missing:
     raise missing_extra(missing) from missing
 

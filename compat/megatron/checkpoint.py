@@ -29,7 +29,7 @@ from ...base.foreign_tables import read_table
 from ...checkpoint.convert.dcp_folder import DcpFolder
 from ...checkpoint.convert.inert import Inert, read_torch_file
 from ...checkpoint.convert.whole_tensors import write_whole
-from ...checkpoint.protocol import WEIGHTS, Snapshot
+from ...checkpoint.snapshot import WEIGHTS, Snapshot
 
 _LATEST, _SHARD = "latest_checkpointed_iteration.txt", "model_optim_rng.pt"
 Tensors = Mapping[str, Callable[[], Tensor]]  # Megatron-core's name, with the layer's number in the model -> its reader
@@ -119,7 +119,7 @@ def _distributed(source: Path) -> tuple[Tensors, Inert, int]:
                 numbered = name.replace("decoder.layers.", f"decoder.layers.{layer}.", 1)
                 found[numbered] = partial(dcp.read_row, stored, layer)
         else:
-            found[name] = partial(dcp.read, stored)
+            found[name] = partial(dcp.read_tensor, stored)
     for name in [name for name in found if name.endswith("_w")]:  # gate and up apart
         gate, up = found.pop(name), found.pop(f"{name[:-1]}v")
         found[name[:-2]] = partial(lambda gate, up: torch.cat([gate(), up()]), gate, up)

@@ -3,9 +3,9 @@
 Formulas are in ``plugins/plan/``, output in ``engine/monitor/``.
 
 memory.py            bytes that a rank holds, by kind (``memory_report``)
-traffic.py           bytes sent in a step, beside plan/'s formulas (``traffic_report``)
+traffic_formulas.py  bytes sent in a step, beside plan/'s formulas (``traffic_report``)
 memory_breakdown.py  memory_breakdown: prints the bytes held around forward, backward and step
 step_profile.py      flops_profiler: counts and times one step
 dump_state.py        dump_state: prints what each rank holds at start-up
-run_record.py        record of a run for run.json
+run_description.py   record of a run for run.json
 """

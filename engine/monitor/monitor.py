@@ -12,7 +12,7 @@ from ...base.records import Records, show
 from ...grid.agreement.mailbox import Mailbox
 from .files import EXPERTS, TERMS
 from .format import numbers_in_words
-from .protocol import Histogram, StepMetrics
+from .records import Histogram, StepMetrics
 from .writers import Event, Write
 
 

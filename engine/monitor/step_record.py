@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from .protocol import Slice, StepRecord, UnderWay
+from .records import Slice, StepRecord, UnderWay
 
 if TYPE_CHECKING:
     from ...grid.comm.clock import Clock, Mark

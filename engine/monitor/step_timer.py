@@ -11,7 +11,7 @@ from ...grid import Grid
 from ...grid.comm.clock import Clock, Mark
 from ...grid.comm.step_recorder import StepRecorder
 from ...pipe.program.timeline import OpMarks
-from .protocol import StepRecord
+from .records import StepRecord
 from .step_record import step_record
 
 

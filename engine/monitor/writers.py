@@ -17,7 +17,7 @@ from ...base.records import append
 from ...base.steady_time import steady_time
 from ...options.monitoring import Monitoring
 from .files import HISTOGRAMS, METRICS
-from .protocol import Histogram
+from .records import Histogram
 
 # A name, a number (or the loads of a layer's experts, or a histogram), and the samples trained on so far.
 Event = tuple[str, float | list[int] | list[float] | Histogram, int]

@@ -1,8 +1,8 @@
 """LAMB and Muon: optimizers whose update of an element depends on the layer that it is part of.
 
 A layer is a parameter or, of experts that are stacked in one parameter (``Layout.expert_dim``), each expert. They run
-on whole tensors in a plain loop. Under ZeRO they step flat ranges, and ``zero/layerwise.py`` replaces their attribute
-``layers`` by one that combines the shards of each layer.
+on whole tensors in a plain loop. Under ZeRO they step flat ranges, and ``zero/sharded_layers.py`` replaces their
+attribute ``layers`` by one that combines the shards of each layer.
 """
 
 from __future__ import annotations

@@ -22,6 +22,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
+from ...base.torch_private import backward_task, has_hooks
+
 if TYPE_CHECKING:
     from ...options.precision import LossScale
 
@@ -87,7 +89,7 @@ class BackwardScales:
         return product
 
     def _note(self, scale: float) -> None:
-        task = torch._C._current_graph_task_id()
+        task = backward_task()
         if task not in self._scaled_by_user:
             self._scaled_by_user.clear()
         self._scaled_by_user.setdefault(task, set()).add(scale)
@@ -102,7 +104,7 @@ class BackwardScales:
             scaled_by_user: True if the user multiplied a loss by this scale through ``scaled``. If the loss of this
                 backward pass is not known to have another scale, it is taken to be that loss.
         """
-        scales = self._scaled_by_user.get(torch._C._current_graph_task_id(), set())
+        scales = self._scaled_by_user.get(backward_task(), set())
         if len(scales) == 1:
             return scale / self._running[-1] / next(iter(scales))
         known = len(self._running) > 1 and not scales
@@ -230,7 +232,7 @@ def _entry_of(value: Tensor) -> Any:
     node: Any = value.grad_fn
     if not isinstance(node, _Rescale._backward_cls) or node.source is None:  # type: ignore[attr-defined]
         return None
-    return None if value.retains_grad or value._backward_hooks else node
+    return None if value.retains_grad or has_hooks(value) else node
 
 
 class _Rescale(torch.autograd.Function):

@@ -11,27 +11,26 @@ from torch import Tensor
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from ...base.entry_points import offered
 from ...base.errors import AgreedError, describe, nearest
 from ...base.option_error import refusal
-from .lr_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from .signature import check_arguments, defaults_of, trial
 
 MakeScheduler = Callable[[torch.optim.Optimizer], LRScheduler]
 
-# Schedules that torch lacks.
-OWN: dict[str, type[LRScheduler]] = {
-    cls.__name__: cls for cls in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
-}
+_OTHERS = "triax.lr_schedules"  # the entry points of classes that torch lacks
 _WITHOUT_JSON = {  # their arguments cannot be written in JSON
     "LambdaLR": "it takes a function: pass lr_scheduler=lambda optimizer: LambdaLR(optimizer, ...)",
     "MultiplicativeLR": "it takes a function: pass lr_scheduler=lambda optimizer: MultiplicativeLR(...)",
 }
 
 
-def known() -> dict[str, type[LRScheduler]]:
-    """Return every schedule that a configuration can name: triax's and torch's."""
-    found = {name: getattr(lr_scheduler, name) for name in lr_scheduler.__all__ if name != "LRScheduler"}
-    return OWN | {name: cls for name, cls in found.items() if name not in _WITHOUT_JSON}
+_TORCH = tuple(name for name in lr_scheduler.__all__ if name != "LRScheduler" and name not in _WITHOUT_JSON)
+
+
+def names() -> list[str]:
+    """Return the names of all schedules that options can name: those that packages offer, and torch's."""
+    return [*sorted(offered(_OTHERS).names), *_TORCH]
 
 
 def make_scheduler(kind: str, params: Mapping[str, Any], key: str = "lr_scheduler") -> MakeScheduler:
@@ -46,7 +45,7 @@ def make_scheduler(kind: str, params: Mapping[str, Any], key: str = "lr_schedule
     Raises:
         ConfigError: a schedule or a parameter that does not exist, or a value of the wrong type.
     """
-    cls = _class(kind, key)
+    cls = class_of(kind, key)
     given = {name: value for name, value in params.items() if value != "auto" or not _has_default(key, cls, name)}
     parts = given.pop("schedulers", None) if cls.__name__ in ("SequentialLR", "ChainedScheduler") else None
     check_arguments(key, cls.__name__, cls, given, ("self", "optimizer", *(() if parts is None else ("schedulers",))))
@@ -83,21 +82,27 @@ def resolved(kind: str, params: Mapping[str, Any]) -> dict[str, Any]:
 
     Parameters that are left out get their defaults.
     """
-    cls = _class(kind, "lr_scheduler")
+    cls = class_of(kind)
     given = {name: value for name, value in params.items() if value != "auto"}
     return {"type": cls.__name__, "params": defaults_of(cls, "optimizer") | given}
 
 
-def _class(kind: str, key: str) -> type[LRScheduler]:
+def class_of(kind: str, key: str = "lr_scheduler") -> type[LRScheduler]:
+    """Return the class of a schedule by name, in any case of letters.
+
+    Raises:
+        ConfigError: there is no such schedule, or its arguments cannot be written in JSON.
+    """
     if kind in _WITHOUT_JSON:
         raise refusal(f"<{key.removesuffix('.params')}.type> = {kind!r}: {_WITHOUT_JSON[kind]}")
-    classes = {name.lower(): cls for name, cls in known().items()}
-    if kind.lower() not in classes:
+    name = {each.lower(): each for each in names()}.get(kind.lower(), "")
+    if not name:
         raise refusal(
             f"<{key.removesuffix('.params')}.type> = {describe(kind)}: there is no such schedule; "
-            f"{nearest(kind, known())}"
+            f"{nearest(kind, names())}"
         )
-    return classes[kind.lower()]
+    cls: type[LRScheduler] = getattr(lr_scheduler, name) if name in _TORCH else offered(_OTHERS)[name].load()
+    return cls
 
 
 def _has_default(key: str, cls: type[LRScheduler], name: str) -> bool:
@@ -106,8 +111,6 @@ def _has_default(key: str, cls: type[LRScheduler], name: str) -> bool:
     Raises:
         ConfigError: the parameter has no default, because its value depends on the length of the run.
     """
-    if name == "warmup_max_lr" and cls is WarmupLR:
-        return True  # None: the optimizer's rate
     parameter = inspect.signature(cls).parameters.get(name)
     if name in ("total_num_steps", "warmup_num_steps", "total_iters", "total_steps", "T_max") or (
         parameter is not None and parameter.default is inspect.Parameter.empty

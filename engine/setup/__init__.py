@@ -1,11 +1,11 @@
 """Setup of an engine: from options to the objects that an engine is made of.
 
 arguments.py: arguments of ``triax.Engine``: options, grid, parameter groups.
-check.py: names of schedules, optimizers and compressors, and their arguments.
+check_names.py: names of schedules, optimizers and compressors, and their arguments.
 rank_consistency.py: every rank has the same configuration, code and model.
 precision.py: dtypes of weights and autocast, the loss scaler.
 zero.py: ZeRO's options, offload and ZeRO++ included.
-schedule.py: the pipeline schedule.
+schedule.py, asked_schedule.py: the pipeline schedule.
 slices.py: slices of sequences: which models are exact with them.
 measured_layers.py: ``measure_layers``, seconds and bytes of each layer, for a cut by time or memory.
 compilation.py: torch.compile of a model's layers, each by itself.

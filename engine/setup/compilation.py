@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ...base.option_error import OptionError, refusal
+from ...base.torch_private import compiler_backend, cpp_compilers, dispatch_modes, inductor_options
 from ...grid import Grid
 from ...options.compilation import Compile
 from ...options.engine import EngineOptions
@@ -50,18 +51,14 @@ class Compilation:
         problem = next((each for each in grid.world.all_gather_json(_missing(given.backend, grid)) if each), None)
         if problem is not None:
             raise OptionError("compile", reason=problem)
-        import torch._dynamo  # takes seconds
-
         self.layers = [name for name, _ in layers]
         self.graphs = self.runs = 0
-        self._make = torch._dynamo.lookup_backend(given.backend)
+        self._make = compiler_backend(given.backend)
         self._options: dict[str, Any] = {}
         kwargs = {key: value for key, value in given.kwargs.items() if key not in ("mode", "options")}
         if "mode" in given.kwargs or "options" in given.kwargs:
-            import torch._inductor as inductor
-
             mode, options = given.kwargs.get("mode"), given.kwargs.get("options") or {}
-            modes = {} if mode is None else inductor.list_mode_options(mode, given.kwargs.get("dynamic"))
+            modes = inductor_options(mode, given.kwargs.get("dynamic"))
             self._options = {"config_patches": {**modes, **options}}
         for name, layer in layers:
             forward = layer.forward
@@ -105,7 +102,7 @@ class CompiledForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer."""
-        recorded = torch._C._len_torch_dispatch_stack() > 0  # by record_memory or a profiler: graphs hide operations
+        recorded = dispatch_modes() > 0  # by record_memory or a profiler: graphs hide operations
         if recorded or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return self.function(*args, **kwargs)
         before = self._owner.runs
@@ -187,10 +184,8 @@ def _require_whole_layers(options: EngineOptions) -> None:
 
 def _missing(backend: str, grid: Grid) -> str | None:
     """Return the reason for which this process cannot use a backend; None if it can."""
-    import torch._dynamo
-
-    if backend not in torch._dynamo.list_backends(exclude_tags=()):
-        usual = ", ".join(sorted({*torch._dynamo.list_backends(), "aot_eager", "eager"}))
+    if backend not in torch.compiler.list_backends(()):
+        usual = ", ".join(sorted({*torch.compiler.list_backends(), "aot_eager", "eager"}))
         return f"there is no backend {backend}: give one of {usual}, or another one of torch.compiler.list_backends(())"
     if backend != "inductor":
         return None
@@ -199,9 +194,7 @@ def _missing(backend: str, grid: Grid) -> str | None:
         if importlib.util.find_spec("triton") is None:
             return f"the backend inductor needs triton on {grid.device}, which is not installed: install it, {instead}"
         return None
-    import torch._inductor.config
-
-    compilers = [name for name in torch._inductor.config.cpp.cxx if name]
+    compilers = cpp_compilers()
     if not any(shutil.which(name) for name in compilers):
         return (
             f"the backend inductor needs a C++ compiler on a CPU, and {' or '.join(compilers)} is not in the PATH: "

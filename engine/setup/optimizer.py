@@ -17,8 +17,8 @@ from ...grid.layout import layout_of
 from ...options.engine import EngineOptions
 from ...options.named import LRSchedule, Optimizer
 from ...options.zero import Zero
-from ...zero.optimizer import ELEMENTWISE, OptimizerFactory, needs_whole_tensors, with_own_stepper
 from ...zero.protocols import MakeOptimizer
+from ...zero.range_stepper import ELEMENTWISE, OptimizerFactory, needs_whole_tensors, with_own_stepper
 from ...zero.whole_tensors import WholeStepper
 from ..optim import optimizers, schedulers
 from ..optim.layerwise import split_for_muon

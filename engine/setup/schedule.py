@@ -9,7 +9,8 @@ from ...pipe.cuts import StageCut, find_cut
 from ...pipe.module import PipelineModule
 from ...pipe.partition import SEARCHED
 from ...pipe.program.schedule import Schedule
-from ...pipe.schedules.choose import require_size, schedule_of
+from ...pipe.schedules.choose import require_size
+from .asked_schedule import schedule_of
 
 
 def training_schedule(

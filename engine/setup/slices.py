@@ -20,6 +20,7 @@ _KNOWN = tuple(
     f"{_ROOT}.{name}"
     for name in (
         *("tensor_parallel", "grid.randomness", "context.dropout", "models.attention", "models.decoder"),
+        *("models.head_groups", "models.qk_norm"),
         *("models.deepseek", "models.layers", "models.mlp", "models.positions", "models.recurrent"),
         *("models.replicated_linear", "models.gpt", "models.llama", "moe"),
     )

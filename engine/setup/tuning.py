@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...base.dtypes import dtype_of, short_name
 from ...base.option_error import OptionError, refusal
-from ...checkpoint.random_states import unchanged_random_states
+from ...checkpoint.generator_states import unchanged_random_states
 from ...data.dataloader import make_loader
 from ...grid.agreement.agreement import largest
 from ...grid.devices import has_room, usable_memory

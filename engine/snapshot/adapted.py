@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...checkpoint.protocol import WEIGHTS
+from ...checkpoint.snapshot import WEIGHTS
 
 
 def require_same_base(own: Mapping[str, torch.dtype], stored: Mapping[str, Any], source: object) -> None:

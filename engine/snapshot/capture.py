@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from ...base import VERSION
 from ...base.json_values import encode
 from ...checkpoint.convert.formats import describe
+from ...checkpoint.generator_states import random_states
 from ...checkpoint.matching import Shape
-from ...checkpoint.protocol import BUFFERS, OPTIMIZER, RANDOM, WEIGHTS, Snapshot
-from ...checkpoint.random_states import random_states
 from ...checkpoint.reader import LoadOptions
+from ...checkpoint.snapshot import BUFFERS, OPTIMIZER, RANDOM, WEIGHTS, Snapshot
 from ...grid import Grid, layout_of
 from ...grid.layout import FlatRange
 from ...options.engine import EngineOptions

@@ -22,10 +22,10 @@ from ...checkpoint.auto import AutoSaver, load_newest
 from ...checkpoint.convert.export import write_model
 from ...checkpoint.format import folder as folders
 from ...checkpoint.lineage import Lineage
-from ...checkpoint.protocol import Snapshot
 from ...checkpoint.reader import LoadOptions, open_checkpoint
 from ...checkpoint.remote_writer import make_writer
 from ...checkpoint.rendezvous import agreed_tag, rendezvous
+from ...checkpoint.snapshot import Snapshot
 from ...grid.agreement.agreement import agreed
 from .capture import Checkpointed, capture, capture_weights
 from .restore import apply
@@ -70,7 +70,7 @@ class Checkpointer:
         """Identity of the run, which rank 0 draws. Collective at its first use."""
         return Lineage(self._engine.grid.world.all_gather_json(secrets.token_hex(6))[0])
 
-    def save(
+    def write_checkpoint(
         self,
         save_dir: str | Path,
         tag: str | None,
@@ -201,7 +201,7 @@ class Checkpointer:
             return None
         folder = folders.folder_at(settings.folder).absolute()
 
-        def save(tag: str, done: Callable[[], None]) -> str | None:
+        def write(tag: str, done: Callable[[], None]) -> str | None:
             return self._write(folder, tag, self.client_state or {}, True, False, done)
 
         return AutoSaver(
@@ -211,7 +211,7 @@ class Checkpointer:
             keep=settings.keep,
             stop=settings.on_failure == "stop",
             step=engine.global_steps,
-            save=save,
+            save=write,
             wait=self.wait,
         )
 
@@ -292,7 +292,7 @@ class Checkpointer:
                 done()
 
         self.writer = self.writer or AsyncWriter(grid)
-        self.writer.write(snapshot, folder, tag, save_latest, self._lineage, written)
+        self.writer.start(snapshot, folder, tag, save_latest, self._lineage, written)
         return before if settings.on_failure == "stop" else None
 
     def _apply(self, snapshot: Snapshot, options: LoadOptions) -> tuple[str, dict[str, Any]]:

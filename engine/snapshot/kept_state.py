@@ -6,10 +6,10 @@ lost in the next checkpoint, and its training could not go on where it ended.
 
 from __future__ import annotations
 
+from ...base.seeds import derive
 from ...checkpoint.matching import listed
-from ...checkpoint.protocol import OPTIMIZER, Snapshot
+from ...checkpoint.snapshot import OPTIMIZER, Snapshot
 from ...grid import Grid
-from ...grid.randomness.random import derive
 from ...zero.state_shards import StateShards
 
 

@@ -13,8 +13,8 @@ from ...base.checks import check_path
 from ...checkpoint.format import folder as folders
 from ...checkpoint.format.index import NAME
 from ...checkpoint.matching import listed
-from ...checkpoint.protocol import BUFFERS, WEIGHTS
 from ...checkpoint.reader import LoadOptions, open_checkpoint
+from ...checkpoint.snapshot import BUFFERS, WEIGHTS
 from ...grid import Grid, Layout, layout_of
 from ...grid.agreement.agreement import agreed
 from ...pipe.module import PipelineModule

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...checkpoint.protocol import EXCHANGE, Snapshot
+from ...checkpoint.snapshot import EXCHANGE, Snapshot
 from ...grid import Axis, Grid
 from ...grid.layout import FlatRange
 from ...zero.data_axis import ZeroDataAxis

@@ -12,16 +12,16 @@ from torch import Tensor
 from ...base.errors import CorruptError
 from ...base.json_values import decode
 from ...checkpoint.convert.formats import shared_names
+from ...checkpoint.generator_states import set_random_states
 from ...checkpoint.matching import Shape, listed, match_model
-from ...checkpoint.protocol import BUFFERS, OPTIMIZER, RANDOM, WEIGHTS, Snapshot
-from ...checkpoint.random_states import set_random_states
 from ...checkpoint.reader import LoadOptions
+from ...checkpoint.snapshot import BUFFERS, OPTIMIZER, RANDOM, WEIGHTS, Snapshot
 from ...grid import Grid, layout_of
 from ...grid.agreement.agreement import agreed
 from ...zero.optimizer_entries import NOT_SAVED, load_own_entries
 from ...zero.state_shards import StateShards
 from ...zero.sub_groups import copied
-from ..optim.lr_schedules import ClosedFormSchedule
+from ..optim.closed_form import ClosedFormSchedule
 from ..optim.schedulers import follow
 from . import residuals
 from .adapted import require_same_base

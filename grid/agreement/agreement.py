@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...base.errors import CheckpointError, ConfigError, CorruptError, DamagedError
 from ..comm.axis import Axis
-from ..comm.equality import same
+from ..comm.equal_facts import same
 from .failure import all_or_none
 
 if TYPE_CHECKING:

@@ -1,11 +1,13 @@
 """Communication of the grid: one ``Axis`` with all collectives, its observers, and pending operations.
 
 - ``axis.py``: ``Axis``, the collectives and messages of the ranks along one axis of the grid
+- ``regions.py``: collectives whose backward pass is the transposed one: copy / all-reduce, gather / split; sequence
+  parallelism: gather / reduce-scatter
 - ``transport.py``: ``Transport``, by which an axis communicates: a process group directly
 - ``host_transport.py``: ``HostTransport``, for ranks that share a GPU: by way of host memory
 - ``pending.py``: handles of asynchronous operations: ``Pending``, ``Done``, ``All``, ``Then``
 - ``lanes.py``: ``Lanes``: two passes that take turns, so that one computes while the other waits for its collective
-- ``equality.py``: ``same``: whether all ranks of an axis have equal facts
+- ``equal_facts.py``: ``same``: whether all ranks of an axis have equal facts
 - ``traffic.py``: counters of the bytes sent, by axis and collective
 - ``observer.py``: ``Observer``, which an axis calls when an operation begins and ends
 - ``comms_log.py``: observer: durations of collectives and messages, for ``monitor.communication``

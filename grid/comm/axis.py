@@ -26,7 +26,7 @@ class Axis(ObservedAxis):
     """Process group of this rank along one axis, or along several joined axes.
 
     The other attributes are those of ``ObservedAxis``. No gradients pass through its collectives: differentiable ones
-    are in ``tensor_parallel/regions.py``.
+    are in ``grid/comm/regions.py``.
 
     Attributes:
         rank: this process's position in ``ranks``.

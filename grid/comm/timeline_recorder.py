@@ -1,7 +1,7 @@
 """Recorder of a rank's part of a timeline: every collective, message and span, written line by line while it happens.
 
 The file stays readable if the process is killed. A collective is written when it starts, so that the timeline also
-shows a collective that never ends. ``engine/monitor/trace/merge.py`` merges the files of all ranks.
+shows a collective that never ends. ``engine/monitor/trace/merge_timelines.py`` merges the files of all ranks.
 """
 
 from __future__ import annotations

@@ -11,6 +11,6 @@
 - ``placement.py``: hosts and processes that the options of ``triax run`` ask for
 - ``hosts.py``: parser of the hostfile, ``--include`` and ``--exclude``
 - ``remote.py``: starts a launcher on every host, by ssh or another command
-- ``replicas.py``: replicas as jobs of their own, each started again while the others train, and their coordinator
+- ``replica_jobs.py``: replicas as jobs of their own, each started again while the others train, and their coordinator
 - ``log_tail.py``: shows the log files of ranks while they grow
 """

@@ -22,7 +22,7 @@ from .launch import Outcome, outcome_of
 from .placement import fixed_hosts, is_elastic, processes, rendezvous
 from .program import LaunchedProgram
 from .remote import exported_variables, host_command, run_on_hosts, template_of
-from .replicas import run_replicas, start_coordinator
+from .replica_jobs import run_replicas, start_coordinator
 
 _PRELOAD = ("triax.compat.deepspeed.from_config", "triax.pipe", "triax.tensor_parallel")
 _TRIAX_RUN = (sys.executable, "-m", "triax.cli.main", "run")

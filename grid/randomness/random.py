@@ -14,7 +14,6 @@ rank draws only the blocks that its shard needs.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,20 +23,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ...base.autograd import backward_task
 from ...base.nest import tensors_of
+from ...base.seeds import derive
+from ...base.torch_private import backward_task
 from ...base.uncompiled import uncompiled
 from ..comm.axis import Axis
 from ..layout import Layout, set_layout
 
 # Weights are drawn in blocks of rows, whose size depends on the whole shape only, never on the shard.
 _BLOCK_ELEMENTS = 2**16
-
-
-def derive(*keys: int | str) -> int:
-    """Return a 63-bit seed, a hash of numbers and names, equal on every machine."""
-    digest = hashlib.blake2b(repr(keys).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 @contextmanager
@@ -237,6 +231,9 @@ class Dropout(SampleRandom):
     """Dropout that drops the same elements on every grid: keyed by (seed, step, sample, layer, element).
 
     ``nn.Dropout`` draws from the process's generator, so that its masks depend on the grid.
+
+    >>> triax.Dropout(0.5)(torch.ones(1, 6))  # the same elements in each process
+    tensor([[2., 2., 2., 0., 2., 2.]])
 
     Args:
         p: the probability that an element is set to 0; the others are scaled by 1 / (1 - p).

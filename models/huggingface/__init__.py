@@ -17,7 +17,7 @@ save.py: weights under Hugging Face's names, gathered one tensor at a time; ``sa
 transfer.py: the same weights to an inference engine, over a process group.
 folder_writer.py: a folder of safetensors files and its index, written one tensor at a time.
 adapters.py: PEFT's adapters: ``save_lora``, ``load_lora``, ``lora_config``.
-merge.py: weights merged with adapters.
+merge_adapters.py: weights merged with LoRA adapters.
 parallelize.py: ``triax.parallelize``, with the families' plans.
 export.py: a checkpoint as a folder for ``from_pretrained``.
 vision_layers.py: layers of a vision tower, in front of a language model's.

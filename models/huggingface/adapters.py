@@ -30,7 +30,7 @@ from ...grid import Grid, layout_of
 from ...grid.agreement.agreement import agreed, begin_call
 from ...options.lora import Lora
 from ...tensor_parallel.lora import DEFAULT, LoraOptions, add_adapters
-from .merge import is_factor, layer_of, set_of_factor
+from .merge_adapters import is_factor, layer_of, set_of_factor
 from .names import Names
 from .reader import open_weights
 from .save import (

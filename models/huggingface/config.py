@@ -254,12 +254,11 @@ def _from_hf(config: Config) -> TransformerConfig:
         config = {**config, "rope_parameters": family.default_rope}
     types = {each.name: each for each in fields(family.config)}
     found: dict[str, Any] = dict(family.flags)
-    for ours, place in family.keys.items():
-        name = place if isinstance(place, str) else place[0]
+    for ours, (name, default) in family.places.items():
         if name in _EXPERTS:  # Transformers 5 writes one key, 4 wrote others
             found[ours] = expert_count(config) or None
         else:
-            found[ours] = config.get(name, None if isinstance(place, str) else place[1])
+            found[ours] = config.get(name, default)
         if found[ours] is None and types[ours].default == 0:
             found[ours] = 0
         _check_type(config, name, found[ours], str(types[ours].type))
@@ -371,7 +370,7 @@ def to_hf(config: TransformerConfig, settings: Settings | None = None) -> dict[s
 
 def _written(config: TransformerConfig, name: str, family: Family) -> dict[str, Any]:
     """Return the content of ``config.json`` for a configuration as a model of a family."""
-    keys = {(key if isinstance(key, str) else key[0]): ours for ours, key in family.keys.items()}
+    keys = {key: ours for ours, (key, _) in family.places.items()}
     found = {"architectures": [family.architecture], "model_type": name}
     found |= {key: values[0] for key, values in family.only.items()}
     for key, ours in keys.items():
@@ -465,8 +464,8 @@ def _read_rope(config: Config, family: Family) -> dict[str, Any]:
 
 def _longest(config: Config, family: Family) -> Any:
     """Return the length of the longest sequence."""
-    place = family.keys["max_position_embeddings"]
-    return config[place] if isinstance(place, str) else config.get(*place)
+    key, default = family.places["max_position_embeddings"]
+    return config[key] if default is None else config.get(key, default)
 
 
 def _longrope_factor(longest: int, rope: Config) -> float:

@@ -19,7 +19,7 @@ from .config import as_reward, is_reward, to_hf
 from .config import entries as expanded
 from .folder_settings import settings_of, write_settings
 from .folder_writer import FolderWriter
-from .merge import is_factor, merges, set_of_factor
+from .merge_adapters import is_factor, merges, set_of_factor
 from .names import Entry
 from .save import Held, announced, linear_names, names_of_layers, parts_of, transposed_layers, write_parts
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from ...tensor_parallel.plans import Style
@@ -12,7 +13,7 @@ from .names import Names
 from .sharding_plans import llama_plan
 
 Config = Mapping[str, Any]  # content of a config.json
-Key = str | tuple[str, Any]
+Key = str | tuple[str, Any] | bool | int | float
 CLASSIFIER = "ForSequenceClassification"  # ending of the names of transformers' classes with a score
 
 
@@ -26,8 +27,9 @@ class Family:
             know the family. A pattern that matches no module of the model is left out.
         config: class of the configuration; None: only ``parallelize`` knows the family.
         names: triax's parameter names -> Hugging Face's, or a function that makes this table from a ``config.json``.
-        keys: field of the configuration -> key of ``config.json``, or (key, its default in transformers' configuration
-            class). A key without a default must be there. null stands for 0 where the field's own default is 0.
+        keys: field of the configuration -> key of ``config.json``; or (key, its default in transformers' configuration
+            class); or the default alone, of a key with the field's name. A key without a default must be there. null
+            stands for 0 where the field's own default is 0.
         inverse: fields whose value is 1 divided by the key's.
         flags: fields that have the same value in all models of the family.
         aliases: another name of a key -> the key. It counts if a file has both, as in transformers.
@@ -73,6 +75,12 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     default_rope: Mapping[str, Any] = field(default_factory=dict)
 
+    @cached_property
+    def places(self) -> dict[str, tuple[str, Any]]:
+        """Field of the configuration -> key of ``config.json`` and its default; None: the key must be there."""
+        pairs = {ours: (key, None) if isinstance(key, str) else key for ours, key in self.keys.items()}
+        return {ours: pair if isinstance(pair, tuple) else (ours, pair) for ours, pair in pairs.items()}
+
     @property
     def architecture(self) -> str:
         """Name of the family's class of language models, as ``config.json`` lists it under ``architectures``."""
@@ -86,16 +94,9 @@ class Family:
 
 SIZES = ("vocab_size", "max_position_embeddings", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _WIDTHS: dict[str, Key] = {name: name for name in (*SIZES, "intermediate_size")}
-COMMON: dict[str, Key] = _WIDTHS | {
-    "tie_word_embeddings": ("tie_word_embeddings", False),
-    "initializer_range": ("initializer_range", 0.02),
-}
-_LLAMA_KEYS: dict[str, Key] = COMMON | {
-    "num_key_value_heads": ("num_key_value_heads", 0),
-    "head_dim": ("head_dim", 0),
-    "rms_norm_eps": ("rms_norm_eps", 1e-6),
-}
-TIED: dict[str, Key] = {"tie_word_embeddings": ("tie_word_embeddings", True)}
+COMMON: dict[str, Key] = _WIDTHS | {"tie_word_embeddings": False, "initializer_range": 0.02}
+_LLAMA_KEYS: dict[str, Key] = COMMON | {"num_key_value_heads": 0, "head_dim": 0, "rms_norm_eps": 1e-6}
+TIED: dict[str, Key] = {"tie_word_embeddings": True}
 ATTENTION_BIAS: dict[str, Key] = dict.fromkeys(("qkv_bias", "out_bias"), ("attention_bias", False))
 NO_DROPOUT: dict[str, tuple[Any, ...]] = {"attention_dropout": (0.0, None)}
 SILU: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",), **NO_DROPOUT}
@@ -141,4 +142,4 @@ def like(family: Family, prefix: str, **changes: Any) -> Family:
     return Family(**{**kept, "prefix": prefix, **changes})
 
 
-BIASES = {"mlp_bias": ("mlp_bias", False), **ATTENTION_BIAS}
+BIASES = {"mlp_bias": False, **ATTENTION_BIAS}

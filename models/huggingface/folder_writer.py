@@ -29,7 +29,7 @@ class TensorSink:
         # A tensor that lacks some rows, and the number of rows that it lacks.
         self._partial: dict[str, tuple[Tensor, int]] = {}
 
-    def write(self, name: str, tensor: Tensor) -> None:
+    def write_tensor(self, name: str, tensor: Tensor) -> None:
         """Take the next tensor."""
         raise NotImplementedError
 
@@ -50,7 +50,7 @@ class TensorSink:
         if missing > len(rows):
             self._partial[name] = whole, missing - len(rows)
         else:
-            self.write(name, whole)
+            self.write_tensor(name, whole)
 
 
 class FolderWriter(TensorSink):
@@ -103,7 +103,7 @@ class FolderWriter(TensorSink):
         self._path = self.files.path
         self._config = config
 
-    def write(self, name: str, tensor: Tensor) -> None:
+    def write_tensor(self, name: str, tensor: Tensor) -> None:
         """Write the next tensor.
 
         Raises:

@@ -9,7 +9,7 @@ save_hf(engine, "path/to/mine")                         # transformers' from_pre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -20,9 +20,7 @@ from ...base.hub import local_folder
 from ...grid import Grid, layout_of
 from ...grid.agreement.agreement import agreed
 from ...pipe.spec import LayerSpec, TiedLayerSpec
-from ..config import CONFIGS, DeepseekConfig, TransformerConfig
-from ..decoder import decoder_layers
-from ..deepseek import deepseek_layers
+from ..config import TransformerConfig
 from ..reward import has_reward_head, reward_layers
 from .config import entries as expanded
 from .config import from_hf, is_reward, read_config, same_model, score_count, without_modules
@@ -32,12 +30,6 @@ from .reader import Source, check, check_all_used, fetch, find, open_source, sto
 from .save import config_of, entries_of, hugging_face, module_and_grid, named, named_buffers
 
 M = TypeVar("M")
-
-# The function that makes the layers of a configuration, by its class.
-LAYERS: dict[type[TransformerConfig], Callable[..., list[LayerSpec]]] = {
-    **dict.fromkeys(CONFIGS.values(), decoder_layers),
-    DeepseekConfig: deepseek_layers,
-}
 
 
 def config_from_hf(path_or_model: Any) -> TransformerConfig:
@@ -114,7 +106,7 @@ def load_hf(
     if into is None:
         source = open_source(path_or_model)
         config = from_hf(source.config, source.file)
-        specs = LAYERS[type(config)](config, sequence_parallel)
+        specs = config.layers(sequence_parallel=sequence_parallel)
         specs = reward_layers(specs) if is_reward(source.config) else specs
         return _self_loading(specs, source, names)
     if isinstance(into, Sequence):

@@ -349,27 +349,27 @@ MIXTRAL = like(
     keys={
         "num_experts": "num_local_experts",
         "num_experts_per_tok": "num_experts_per_tok",
-        "router_aux_loss_coef": ("router_aux_loss_coef", 0.001),
+        "router_aux_loss_coef": 0.001,
     },
     only={"router_jitter_noise": (0.0,), **_NO_BIASES},
     window="all",
 )
-_EXPERT_KEYS: dict[str, Key] = {"num_experts": "num_experts", "norm_topk_prob": ("norm_topk_prob", False)}
-QWEN_MOE_KEYS: dict[str, Key] = _EXPERT_KEYS | {"decoder_sparse_step": ("decoder_sparse_step", 1)}
+_EXPERT_KEYS: dict[str, Key] = {"num_experts": "num_experts", "norm_topk_prob": False}
+QWEN_MOE_KEYS: dict[str, Key] = _EXPERT_KEYS | {"decoder_sparse_step": 1}
 _GLM4_MOE = like(
     MIXTRAL,
     "Glm4Moe",
     names=_GLM4_MOE_NAMES,
     keys={
-        "num_key_value_heads": ("num_key_value_heads", 8),
-        "rms_norm_eps": ("rms_norm_eps", 1e-5),
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
         "num_experts": "n_routed_experts",
-        "num_experts_per_tok": ("num_experts_per_tok", 8),
-        "moe_intermediate_size": ("moe_intermediate_size", 1408),
-        "norm_topk_prob": ("norm_topk_prob", True),
-        "routed_scaling_factor": ("routed_scaling_factor", 1.0),
-        "n_group": ("n_group", 1),
-        "topk_group": ("topk_group", 1),
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1408,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
         "qkv_bias": ("attention_bias", False),
         "qk_norm": ("use_qk_norm", False),
         "router_aux_loss_coef": None,
@@ -381,25 +381,17 @@ _GLM4_MOE = like(
     read=_glm4_moe_read(1, 1, 1408),
     write=lambda config: {**_glm4_moe_write(config), "num_nextn_predict_layers": 0},
 )
-_DEEPSEEK_KEYS: dict[str, Key] = {"q_lora_rank": ("q_lora_rank", 1536)} | {
-    name: name
-    for name in (
-        *(
-            "moe_intermediate_size",
-            "n_routed_experts",
-            "n_shared_experts",
-            "num_experts_per_tok",
-            "routed_scaling_factor",
-        ),
-        *("first_k_dense_replace", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
-    )
-}
+_DEEPSEEK_SIZES = (
+    *("moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "routed_scaling_factor"),
+    *("first_k_dense_replace", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+)
+_DEEPSEEK_KEYS: dict[str, Key] = {"q_lora_rank": 1536, **{name: name for name in _DEEPSEEK_SIZES}}
 _DEEPSEEK = Family(
     "DeepseekV2",
     None,
     DeepseekConfig,
     _DEEPSEEK_NAMES,
-    COMMON | _DEEPSEEK_KEYS | {"rms_norm_eps": ("rms_norm_eps", 1e-6), "aux_loss_alpha": ("aux_loss_alpha", 0.0)},
+    COMMON | _DEEPSEEK_KEYS | {"rms_norm_eps": 1e-6, "aux_loss_alpha": 0.0},
     {"scoring_func": "softmax", "norm_topk_prob": False, "rope_interleave": True},
     {
         **SILU,
@@ -422,11 +414,11 @@ _DEEPSEEK_V3 = like(
     "DeepseekV3",
     names=_deepseek_v3_names,
     keys={
-        "norm_topk_prob": ("norm_topk_prob", True),
-        "n_group": ("n_group", 8),
-        "topk_group": ("topk_group", 4),
-        "rope_interleave": ("rope_interleave", True),
-        "num_nextn_predict_layers": ("num_nextn_predict_layers", 0),
+        "norm_topk_prob": True,
+        "n_group": 8,
+        "topk_group": 4,
+        "rope_interleave": True,
+        "num_nextn_predict_layers": 0,
     },
     flags={"scoring_func": "sigmoid"},
     only={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "norm_topk_prob": (True, False)},
@@ -438,7 +430,7 @@ MIXTURES: dict[str, Family] = {
     "mixtral": like(
         MIXTRAL,
         "Mixtral",
-        keys={"rms_norm_eps": ("rms_norm_eps", 1e-5), "num_key_value_heads": ("num_key_value_heads", 8)},
+        keys={"rms_norm_eps": 1e-5, "num_key_value_heads": 8},
         rope={"rope_theta": 1e6},
         flags={"norm_topk_prob": True},
     ),
@@ -448,10 +440,10 @@ MIXTURES: dict[str, Family] = {
         names=QWEN2_MOE_NAMES,
         keys={
             **QWEN_MOE_KEYS,
-            "num_key_value_heads": ("num_key_value_heads", 16),
-            "moe_intermediate_size": ("moe_intermediate_size", 1408),
-            "shared_expert_intermediate_size": ("shared_expert_intermediate_size", 5632),
-            "qkv_bias": ("qkv_bias", True),
+            "num_key_value_heads": 16,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "qkv_bias": True,
         },
         flags={"shared_expert_gate": True},
         window="flag types",
@@ -465,11 +457,7 @@ MIXTURES: dict[str, Family] = {
         MIXTRAL,
         "Qwen3Moe",
         names=_EXPERT_NAMES,
-        keys={
-            **QWEN_MOE_KEYS,
-            "num_key_value_heads": ("num_key_value_heads", 4),
-            "moe_intermediate_size": ("moe_intermediate_size", 768),
-        },
+        keys={**QWEN_MOE_KEYS, "num_key_value_heads": 4, "moe_intermediate_size": 768},
         flags={"qk_norm": True},
         window="all flag",
         read=mixtral_read,
@@ -482,8 +470,8 @@ MIXTURES: dict[str, Family] = {
         keys={
             **_EXPERT_KEYS,
             "head_dim": None,
-            "rms_norm_eps": ("rms_norm_eps", 1e-5),
-            "router_aux_loss_coef": ("router_aux_loss_coef", 0.01),
+            "rms_norm_eps": 1e-5,
+            "router_aux_loss_coef": 0.01,
             "clip_qkv": ("clip_qkv", None),
         },
         flags={"qk_norm_all_heads": True},
@@ -495,13 +483,13 @@ MIXTURES: dict[str, Family] = {
         "GptOss",
         names=_GPT_OSS_NAMES,
         keys={
-            "num_key_value_heads": ("num_key_value_heads", 8),
-            "head_dim": ("head_dim", 64),
-            "rms_norm_eps": ("rms_norm_eps", 1e-5),
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
             "qkv_bias": ("attention_bias", True),
             "out_bias": ("attention_bias", True),
-            "swiglu_limit": ("swiglu_limit", 7.0),
-            "swiglu_alpha": ("swiglu_alpha", 1.702),
+            "swiglu_limit": 7.0,
+            "swiglu_alpha": 1.702,
         },
         flags={"attention_sinks": True, "moe_bias": True, "norm_topk_prob": True},
         only={"attention_bias": None, "router_jitter_noise": None},
@@ -518,10 +506,10 @@ MIXTURES: dict[str, Family] = {
         "Dots1",
         keys={
             **ATTENTION_BIAS,
-            "num_key_value_heads": ("num_key_value_heads", 32),
-            "rms_norm_eps": ("rms_norm_eps", 1e-6),
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-6,
             "num_experts_per_tok": "num_experts_per_tok",
-            "norm_topk_prob": ("norm_topk_prob", False),
+            "norm_topk_prob": False,
             "qk_norm": None,
         },
         flags={"qk_norm": True},
@@ -537,7 +525,7 @@ MIXTURES: dict[str, Family] = {
         "SolarOpen",
         keys={
             **dict.fromkeys(("intermediate_size", "moe_intermediate_size"), ("moe_intermediate_size", 1280)),
-            "head_dim": ("head_dim", 128),
+            "head_dim": 128,
             "qk_norm": None,
         },
         rope={"rope_theta": 1e6, "partial_rotary_factor": None},
@@ -551,10 +539,10 @@ MIXTURES: dict[str, Family] = {
         "ExaoneMoe",
         names=_EXAONE_MOE_NAMES,
         keys={
-            "num_key_value_heads": ("num_key_value_heads", 32),
+            "num_key_value_heads": 32,
             "num_experts": "num_experts",
-            "moe_intermediate_size": ("moe_intermediate_size", 1024),
-            "routed_scaling_factor": ("routed_scaling_factor", 2.5),
+            "moe_intermediate_size": 1024,
+            "routed_scaling_factor": 2.5,
             "qkv_bias": None,
             "qk_norm": None,
         },
@@ -570,12 +558,7 @@ MIXTURES: dict[str, Family] = {
         MIXTRAL,
         "MiniMaxM2",
         names=_MINIMAX_NAMES,
-        keys={
-            "num_key_value_heads": ("num_key_value_heads", 8),
-            "head_dim": ("head_dim", 128),
-            "num_experts_per_tok": ("num_experts_per_tok", 8),
-            "router_aux_loss_coef": None,
-        },
+        keys={"num_key_value_heads": 8, "head_dim": 128, "num_experts_per_tok": 8, "router_aux_loss_coef": None},
         # transformers' loss, which only output_router_logits switches on, takes the softmax beside the sigmoids.
         flags={"scoring_func": "sigmoid", "selection_bias": True, "router_aux_loss_coef": 0.0}
         | {"qk_norm_all_heads": True},
@@ -590,11 +573,11 @@ MIXTURES: dict[str, Family] = {
         names=_ERNIE_MOE_NAMES,
         keys={
             **TIED,
-            "num_key_value_heads": ("num_key_value_heads", 4),
-            "rms_norm_eps": ("rms_norm_eps", 1e-5),
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-5,
             "num_experts": "moe_num_experts",
             "num_experts_per_tok": ("moe_k", 6),
-            "moe_intermediate_size": ("moe_intermediate_size", 1536),
+            "moe_intermediate_size": 1536,
             "router_aux_loss_coef": None,
         },
         # transformers' loss, which only output_router_logits switches on, is that of a choice without the bias.
@@ -612,16 +595,16 @@ MIXTURES: dict[str, Family] = {
         names=_LLAMA4_NAMES,
         keys={
             **ATTENTION_BIAS,
-            "num_key_value_heads": ("num_key_value_heads", 8),
-            "head_dim": ("head_dim", 128),
-            "rms_norm_eps": ("rms_norm_eps", 1e-5),
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
             "intermediate_size": ("intermediate_size_mlp", 16384),
             **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), ("intermediate_size", 8192)),
-            "num_experts_per_tok": ("num_experts_per_tok", 1),
-            "attention_chunk_size": ("attention_chunk_size", 8192),
+            "num_experts_per_tok": 1,
+            "attention_chunk_size": 8192,
             "qk_l2_norm": ("use_qk_norm", True),
-            "attn_scale": ("attn_scale", 0.1),
-            "floor_scale": ("floor_scale", 8192),
+            "attn_scale": 0.1,
+            "floor_scale": 8192,
             "router_aux_loss_coef": None,
         },
         flags={"scoring_func": "sigmoid", "norm_topk_prob": False, "weigh_expert_inputs": True}
@@ -636,8 +619,7 @@ MIXTURES: dict[str, Family] = {
         MIXTRAL,
         "FlexOlmo",
         names={ours: form for ours, form in {**_EXPERT_NAMES, **OLMO2_NAMES}.items() if ".norm" not in ours},
-        keys={**_EXPERT_KEYS, **ATTENTION_BIAS, "router_aux_loss_coef": ("router_aux_loss_coef", 0.01)}
-        | {"num_experts_per_tok": ("num_experts_per_tok", 5)},
+        keys={**_EXPERT_KEYS, **ATTENTION_BIAS, "router_aux_loss_coef": 0.01} | {"num_experts_per_tok": 5},
         flags={"norm_place": "after", "qk_norm_all_heads": True},
         only={"router_jitter_noise": None, "attention_bias": None},
         rope={"rope_theta": 5e5},

@@ -175,8 +175,7 @@ class HFModel:
 
     def capped(self, logits: Tensor) -> Tensor:
         """Apply the factor and the cap of the logits, if the model has them."""
-        place = self.family.keys.get("logit_scale", "")
-        factor = getattr(self.config, place if isinstance(place, str) else place[0], 1.0)
+        factor = getattr(self.config, self.family.places.get("logit_scale", ("", None))[0], 1.0)
         factor = 1.0 / factor if "logit_scale" in self.family.inverse else factor
         return softcapped(scaled(logits, factor), getattr(self.config, "final_logit_softcapping", None))
 

@@ -51,7 +51,7 @@ class Source(Protocol):
     def is_tied(self, head: str, embedding: str) -> bool:
         """Return True if the output layer's weight and the token embedding are one."""
 
-    def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
+    def read_slice(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """Return a slice of a tensor as a new tensor of the same dtype, and read only this slice."""
 
 
@@ -128,9 +128,9 @@ class _Folder:
         """Return True if two tensors have the same values."""
         shape, rows = self.shapes[head], max(1, _CHUNK // self.shapes[head][-1])
         parts = [(slice(at, at + rows), slice(None)) for at in range(0, shape[0], rows)]
-        return all(torch.equal(self.read(head, part), self.read(embedding, part)) for part in parts)
+        return all(torch.equal(self.read_slice(head, part), self.read_slice(embedding, part)) for part in parts)
 
-    def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
+    def read_slice(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """Read a part of a tensor."""
         if name in self._quantized:
             return self._dequantized(name, *part)
@@ -166,7 +166,7 @@ class _Model:
         """Return True if two tensors are one."""
         return self._weights[head].data_ptr() == self._weights[embedding].data_ptr()
 
-    def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
+    def read_slice(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """Read a part of a tensor."""
         return self._weights[name][part].clone()  # the model may change afterwards
 
@@ -355,9 +355,9 @@ def fetch(source: Source, ours: str, entry: Entry, layout: Layout, grid: Grid) -
                 shifted = piece.offset - piece.start
                 part = (slice(low + shifted, high + shifted), *rest)
                 if one_row:
-                    read = source.read(piece.name, (slice(0, 1), *part))[0]
+                    read = source.read_slice(piece.name, (slice(0, 1), *part))[0]
                 else:
-                    read = source.read(piece.name, swapped(part) if transposed else part)
+                    read = source.read_slice(piece.name, swapped(part) if transposed else part)
                 read = read.transpose(-1, -2) if transposed and read.dim() > 1 else read
                 shift = local[0].start - rows.start
                 found.append(((*outer, slice(low + shift, high + shift), *local[1:]), read))

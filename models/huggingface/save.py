@@ -23,7 +23,7 @@ from .config import as_reward, to_hf
 from .config import entries as expanded
 from .folder_settings import settings_of, write_settings
 from .folder_writer import FolderWriter, TensorSink
-from .merge import Merge, is_factor, merges
+from .merge_adapters import Merge, is_factor, merges
 from .names import Entry, Names, swapped
 
 
@@ -96,7 +96,7 @@ def save_hf(
             if writer is None or tensor is None or failure is not None:
                 continue
             try:
-                writer.write(name, tensor)
+                writer.write_tensor(name, tensor)
             except Exception as error:  # the others wait in the next collective: they hear of it at the end
                 failure = error
         with agreed(weights.grid, None):
@@ -219,7 +219,7 @@ class _Collected(TensorSink):
         super().__init__(shapes)
         self.tensors: list[tuple[str, Tensor]] = []
 
-    def write(self, name: str, tensor: Tensor) -> None:
+    def write_tensor(self, name: str, tensor: Tensor) -> None:
         self.tensors.append((name, tensor))
 
 
@@ -527,4 +527,4 @@ def write_parts(
         piece = piece.transpose(-1, -2) if entry.transposed and piece.dim() > 1 else piece
         piece = piece[None] if entry.one_row else piece
         for name in (theirs, *entry.again):
-            writer.write(name, piece.to(dtype))
+            writer.write_tensor(name, piece.to(dtype))

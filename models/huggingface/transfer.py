@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...base.ports import resolve
+from ...base.torch_private import gloo_options
 from ...grid.agreement.agreement import agreed
 from ...grid.agreement.failure import all_or_none
 from ...grid.comm.tcp_store import serve_store
@@ -63,9 +64,7 @@ def transfer_group(
     elif not ip_address(gethostbyname(host)).is_loopback:
         made = backends.ProcessGroupGloo(store, rank, size, limit)
     else:
-        options = backends.ProcessGroupGloo._Options()  # on one host its name may lead to no interface
-        options._devices = [backends.ProcessGroupGloo.create_device(hostname=host)]
-        options._timeout = limit
+        options = gloo_options(host, limit)  # on one host its name may lead to no interface
         made = backends.ProcessGroupGloo(store, rank, size, options)
     return made
 

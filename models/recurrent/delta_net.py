@@ -15,12 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...grid import Grid
-from ...grid.randomness.random import Distribution
 from ...tensor_parallel.norm import RMSNorm
 from .delta_rule import delta_rule
 from .initial import LogUniform, StepBias
-from .mixer import RecurrentMixer
+from .mixer import MixerSizes, RecurrentMixer
+from .sizes import DeltaNetSizes
 
 _EPS = 1e-6  # of the lengths of q and k
 
@@ -30,56 +29,22 @@ class GatedDeltaNet(RecurrentMixer):
 
     Args:
         width: D, the width of the residual stream.
-        heads: number of heads of the values.
-        head_dim: V, the width of a value's head.
-        key_heads: number of heads of queries and keys, a divisor of ``heads``.
-        key_dim: K, the width of a key's head.
-        kernel: width of the convolution.
-        largest_beta: factor of the sigmoid that gives beta: 1, or 2 for transitions with negative eigenvalues.
-        eps: epsilon of the norm.
-        grid, init, out_init, sequence_parallel: as for ``RecurrentMixer``; the two vectors of a group are q and k, and
-            the numbers of a head are b and a.
+        sizes: sizes of the layer. The two vectors of a group are q and k, and the numbers of a head are b and a.
+        eps: epsilon of the norm, unless ``sizes`` has one.
+        place: grid, init, out_init and sequence_parallel, as for ``RecurrentMixer``.
 
     Attributes, beside those of ``RecurrentMixer``:
         norm: the norm, with a weight (V,).
     """
 
-    def __init__(
-        self,
-        width: int,
-        *,
-        heads: int,
-        head_dim: int,
-        key_heads: int,
-        key_dim: int,
-        kernel: int = 4,
-        largest_beta: float = 1.0,
-        eps: float = 1e-6,
-        grid: Grid,
-        init: Distribution,
-        out_init: Distribution,
-        sequence_parallel: bool = False,
-    ) -> None:
-        super().__init__(
-            width,
-            heads=heads,
-            head_dim=head_dim,
-            groups=key_heads,
-            state=key_dim,
-            numbers=2,
-            kernel=kernel,
-            conv_bias=False,
-            bias=False,
-            decay=LogUniform(0.01, 16.0),
-            step=StepBias(),
-            grid=grid,
-            init=init,
-            out_init=out_init,
-            sequence_parallel=sequence_parallel,
-        )
-        self.largest_beta = largest_beta
+    def __init__(self, width: int, sizes: DeltaNetSizes, *, eps: float = 1e-6, **place: Any) -> None:
+        heads, head_dim, state = sizes.num_value_heads, sizes.value_head_dim, sizes.key_head_dim
+        mixer = MixerSizes(heads, head_dim, sizes.num_key_heads, state, 2, sizes.conv_kernel)
+        super().__init__(width, mixer, decay=LogUniform(0.01, 16.0), step=StepBias(), **place)
+        self.largest_beta = 2.0 if sizes.allow_neg_eigval else 1.0
+        eps = eps if sizes.norm_eps is None else sizes.norm_eps
         # A rank's gradient comes from its own heads alone: partial, as a norm's on sequence shards.
-        self.norm = RMSNorm(head_dim, eps, grid=grid, sequence_parallel=True)
+        self.norm = RMSNorm(head_dim, eps, grid=self.grid, sequence_parallel=True)
 
     def _rates(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         b, a = numbers.chunk(2, -1)

@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...grid import Grid
+from ...grid.comm.regions import all_reduce_copy, copy_all_reduce
 from ...grid.layout import Layout
-from ...grid.randomness.random import Constant, Distribution, sharded_parameter
+from ...grid.randomness.random import Constant, sharded_parameter
 from ...grid.ranges import split
-from ...tensor_parallel.regions import all_reduce_copy, copy_all_reduce
 from .initial import LogUniform, StepBias
-from .mixer import RecurrentMixer
+from .mixer import MixerSizes, RecurrentMixer
+from .sizes import Mamba2Sizes
 from .state_space import state_space
 
 
@@ -29,54 +29,23 @@ class Mamba2(RecurrentMixer):
     """Mamba2's layer, with the heads sharded over the tensor axis.
 
     Args:
-        width, heads, head_dim, groups, state, kernel, conv_bias, bias: as for ``RecurrentMixer``; the two vectors of a
-            group are b and c, and the number of a head is its time step.
-        step_min: least time step, to which smaller ones are raised.
+        width: D, the width of the residual stream.
+        sizes: sizes of the layer. The two vectors of a group are b and c, and the number of a head is its time step.
         eps: epsilon of the norm.
-        grid, init, out_init, sequence_parallel: as for ``RecurrentMixer``.
+        place: grid, init, out_init and sequence_parallel, as for ``RecurrentMixer``.
 
     Attributes, beside those of ``RecurrentMixer``:
         skip: factor of x in the output, (H,), with initial value 1.
         norm: weight of the norm, (H P,), sharded by heads, with initial value 1.
     """
 
-    def __init__(
-        self,
-        width: int,
-        *,
-        heads: int,
-        head_dim: int,
-        groups: int,
-        state: int,
-        kernel: int = 4,
-        conv_bias: bool = True,
-        bias: bool = False,
-        step_min: float = 0.0,
-        eps: float = 1e-5,
-        grid: Grid,
-        init: Distribution,
-        out_init: Distribution,
-        sequence_parallel: bool = False,
-    ) -> None:
-        super().__init__(
-            width,
-            heads=heads,
-            head_dim=head_dim,
-            groups=groups,
-            state=state,
-            numbers=1,
-            kernel=kernel,
-            conv_bias=conv_bias,
-            bias=bias,
-            decay=LogUniform(1.0, 16.0),
-            step=StepBias(),
-            grid=grid,
-            init=init,
-            out_init=out_init,
-            sequence_parallel=sequence_parallel,
-        )
-        axis, one = grid.tensor, Constant(1.0)
-        self.step_min, self.eps = step_min, eps
+    def __init__(self, width: int, sizes: Mamba2Sizes, *, eps: float = 1e-5, **place: Any) -> None:
+        heads, head_dim, groups = sizes.num_heads, sizes.head_dim, sizes.n_groups
+        kernel = sizes.conv_kernel, sizes.use_conv_bias
+        mixer = MixerSizes(heads, head_dim, groups, sizes.state_size, 1, *kernel, sizes.use_bias)
+        super().__init__(width, mixer, decay=LogUniform(1.0, 16.0), step=StepBias(), **place)
+        axis, one = self.axis, Constant(1.0)
+        self.step_min, self.eps = sizes.time_step_min, eps
         self.skip = sharded_parameter(Layout((heads,), shard_dim=0), one, axis.rank, axis.size)
         channels = Layout((heads * head_dim,), shard_dim=0, unit=head_dim)
         self.norm = sharded_parameter(channels, one, axis.rank, axis.size)

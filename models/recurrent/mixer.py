@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,14 +31,37 @@ from ...grid import Axis, Grid
 from ...grid.layout import Layout
 from ...grid.randomness.random import Constant, Distribution, Uniform, sharded_parameter
 from ...grid.ranges import split
-from ...tensor_parallel.column import column_linears
-from ...tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear, updated
-from ..attention import WholeKV, shared_heads
+from ...tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
+from ..head_groups import HeadGroups, WholeKV, project_together
 from ..packed import token_positions
 from .convolution import causal_convolution
 
 _ZERO = Constant(0.0)
 CHUNK = 64  # tokens whose products are computed at once; it does not change what is computed
+
+
+class MixerSizes(NamedTuple):
+    """Sizes of a ``RecurrentMixer``.
+
+    Attributes:
+        heads: H, the number of heads of the value, at least the number of tensor-parallel ranks.
+        head_dim: P, the width of a head of the value.
+        groups: G, a divisor of H.
+        state: N, the width of the two vectors of a group.
+        numbers: how many numbers a head has.
+        kernel: w, the width of the convolution.
+        conv_bias: add a bias to the convolution.
+        bias: add biases to the projections.
+    """
+
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+    numbers: int
+    kernel: int
+    conv_bias: bool = False
+    bias: bool = False
 
 
 class RecurrentMixer(nn.Module):
@@ -48,14 +71,7 @@ class RecurrentMixer(nn.Module):
 
     Args:
         width: D, the width of the residual stream.
-        heads: H, the number of heads of the value, at least the number of tensor-parallel ranks.
-        head_dim: P, the width of a head of the value.
-        groups: G, a divisor of H.
-        state: N, the width of the two vectors of a group.
-        numbers: how many numbers a head has.
-        kernel: w, the width of the convolution.
-        conv_bias: add a bias to the convolution.
-        bias: add biases to the projections.
+        sizes: the other sizes.
         decay, step: distributions of ``a_log`` and ``dt_bias``.
         grid: grid whose tensor axis shards the heads, and whose context axis shards the sequence.
         init, out_init: distributions of the initial weights of the projections, and of the last one.
@@ -88,49 +104,32 @@ class RecurrentMixer(nn.Module):
     def __init__(
         self,
         width: int,
+        sizes: MixerSizes,
         *,
-        heads: int,
-        head_dim: int,
-        groups: int,
-        state: int,
-        numbers: int,
-        kernel: int,
-        conv_bias: bool,
-        bias: bool,
         decay: Distribution,
         step: Distribution,
         grid: Grid,
         init: Distribution,
         out_init: Distribution,
-        sequence_parallel: bool,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
-        if groups < 1 or heads % groups:
-            raise ValueError(f"groups={groups} does not divide heads={heads}. Give a divisor of {heads}.")
         self.grid, self.axis, self.sequence_parallel = grid, grid.tensor, sequence_parallel
+        heads, head_dim, groups, state, numbers, kernel, conv_bias, bias = sizes
         self.head_dim, self.state, self.kernel = head_dim, state, kernel
-        axis = grid.tensor
-        common: dict[str, Any] = {"grid": grid, "sequence_parallel": sequence_parallel}
-        inward: dict[str, Any] = {"bias": bias, "init": init, "bias_init": _ZERO}
-        self.value = ColumnParallelLinear(width, heads * head_dim, unit=head_dim, **common, **inward)
-        self.gate = ColumnParallelLinear(width, heads * head_dim, unit=head_dim, **common, **inward)
-        parts = (heads,) * numbers
-        self.numbers = ColumnParallelLinear(width, numbers * heads, parts=parts, unit=1, **common, **inward)
-        start, stop = split(heads, axis.size, axis.rank)
+        self.groups = HeadGroups.on(grid.tensor, heads, groups)
+        start, stop = split(heads, self.axis.size, self.axis.rank)
         self.heads = stop - start  # this rank's
-        make = partial(sharded_parameter, rank=axis.rank, size=axis.size)
-        rows, size = groups * state, axis.size
-        self.pair: ColumnParallelLinear | WholeKV
-        self._looks_at: list[int] | None = None  # for each head its group, of this rank's, where that is irregular
-        if groups % size == 0:
-            self.groups = groups // size
-            self.pair = ColumnParallelLinear(width, 2 * rows, parts=(rows, rows), unit=state, **common, **inward)
-            kernels = Layout((2 * rows, 1, kernel), shard_dim=0, parts=(rows, rows), unit=state)
-            make_pair = make
+        common: dict[str, Any] = {"grid": grid, "sequence_parallel": sequence_parallel}
+        inward: dict[str, Any] = {**common, "bias": bias, "init": init, "bias_init": _ZERO}
+        self.value = ColumnParallelLinear(width, heads * head_dim, unit=head_dim, **inward)
+        self.gate = ColumnParallelLinear(width, heads * head_dim, unit=head_dim, **inward)
+        self.numbers = ColumnParallelLinear(width, numbers * heads, parts=(heads,) * numbers, unit=1, **inward)
+        self.pair = self.groups.projection(width, state, **inward)
+        rows, make = groups * state, partial(sharded_parameter, rank=self.axis.rank, size=self.axis.size)
+        if self.groups.held is None:
+            kernels, make_pair = Layout((2 * rows, 1, kernel), shard_dim=0, parts=(rows, rows), unit=state), make
         else:
-            held, self._looks_at = shared_heads(heads, groups, axis.rank, size)
-            self.groups = held.stop - held.start
-            self.pair = WholeKV(width, groups, state, held, sequence_parallel, grid=grid, **inward)
             kernels = Layout((2 * rows, 1, kernel), partial=True)
             make_pair = partial(sharded_parameter, rank=0, size=1)
         taps = Uniform(kernel**-0.5)  # as nn.Conv1d's
@@ -205,12 +204,8 @@ class RecurrentMixer(nn.Module):
         return [value.new_zeros(rows, self.kernel - 1, channels), state]
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
-        pairs: list[tuple[Tensor, Tensor | None]] = [(each.weight, each.bias) for each in (self.value, self.gate)]
-        pairs.append(self.pair.used() if isinstance(self.pair, WholeKV) else (self.pair.weight, self.pair.bias))
-        pairs.append((self.numbers.weight, self.numbers.bias))
-        found = column_linears(x, pairs, self.axis, self.sequence_parallel)
         layers = (self.value, self.gate, self.pair, self.numbers)
-        return tuple(updated(layer, y, x, bias) for layer, y, (_, bias) in zip(layers, found, pairs, strict=True))
+        return project_together(x, layers, self.axis, self.sequence_parallel)
 
     def _run(
         self,
@@ -263,13 +258,11 @@ class RecurrentMixer(nn.Module):
             mixed = F.pad(mixed.to(wide), (0, 0, 0, missing))
             rates = [F.pad(cut(each), (0, 0, 0, missing)) for each in (logarithms, strengths)]
             begins = None if at is None else F.pad(at == 0, (0, missing))
-            sizes = (self.heads * self.head_dim, self.groups * self.state, self.groups * self.state)
+            sizes = (self.heads * self.head_dim, self.groups.count * self.state, self.groups.count * self.state)
             value, first, second = mixed.split(sizes, 3)
             value = value.unflatten(3, (-1, self.head_dim))
             first, second = (each.unflatten(3, (-1, self.state)) for each in (first, second))
-            if self._looks_at is not None:
-                index = torch.tensor(self._looks_at, device=inputs.device)
-                first, second = first.index_select(3, index), second.index_select(3, index)
+            first, second = self.groups.for_heads(3, first, second)
             grouped = (first.shape[3], -1)
             y, state = self._recur(
                 value.unflatten(3, grouped),

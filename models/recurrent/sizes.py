@@ -30,10 +30,6 @@ class _Sizes:
         """Number of groups of heads."""
         raise NotImplementedError
 
-    def parameter_count(self, width: int) -> int:
-        """Number of parameters of a layer of a model of this width."""
-        raise NotImplementedError
-
 
 @dataclass(frozen=True)
 class Mamba2Sizes(_Sizes):
@@ -71,13 +67,6 @@ class Mamba2Sizes(_Sizes):
         """Number of groups of heads."""
         return self.n_groups
 
-    def parameter_count(self, width: int) -> int:
-        """Number of parameters of a layer of a model of this width."""
-        inner, pair = self.num_heads * self.head_dim, 2 * self.n_groups * self.state_size
-        projected, convolved = 2 * inner + pair + self.num_heads, inner + pair
-        count = width * (projected + inner) + convolved * (self.conv_kernel + self.use_conv_bias)
-        return count + (projected + width) * self.use_bias + 3 * self.num_heads + inner
-
 
 @dataclass(frozen=True)
 class DeltaNetSizes(_Sizes):
@@ -114,12 +103,6 @@ class DeltaNetSizes(_Sizes):
     def groups(self) -> int:
         """Number of heads of the keys."""
         return self.num_key_heads
-
-    def parameter_count(self, width: int) -> int:
-        """Number of parameters of a layer of a model of this width."""
-        values, keys = self.num_value_heads * self.value_head_dim, 2 * self.num_key_heads * self.key_head_dim
-        projected = 2 * values + keys + 2 * self.num_value_heads
-        return width * (projected + values) + (values + keys) * self.conv_kernel + 2 * self.heads + self.value_head_dim
 
 
 RecurrentSizes = Mamba2Sizes | DeltaNetSizes

@@ -10,6 +10,8 @@ program.py         Program: a schedule with its messages, collectives and tied s
 passes.py          lower: schedule -> program, by passes that insert REDUCE, GATHER and RELEASE, TIED, SEND and RECV
 deadlock.py        deadlock: the error of a schedule that hangs: which ranks wait for each other, and at which ops
 verify.py          verify: proves completeness, order, memory limits and freedom from deadlock, or a counterexample
+costs.py           Costs: seconds of the ops of each stage, alone and in a pair
+activations.py     activations that each rank holds, on the device and on the host
 timeline.py        Timeline: the start and end of each op, simulated or measured
 simulate.py        simulate: costs -> timeline, makespan, bubble, peak activations
 pairs.py           pair_pass: joins passes to pairs, in which each hides the collectives of the other

@@ -18,9 +18,10 @@ from graphlib import TopologicalSorter
 from itertools import pairwise
 from typing import NamedTuple
 
+from .costs import Costs
 from .ops import BACKWARD, MAKES, TRANSFERS, Op
 from .schedule import Schedule
-from .simulate import Costs, timeline_of
+from .simulate import timeline_of
 from .slices import slice_costs
 from .timeline import Span
 

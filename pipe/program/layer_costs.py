@@ -18,7 +18,7 @@ from typing import Any
 
 from ...base.errors import describe, no_such
 from ...base.files import distinct_keys, read_object
-from .simulate import Costs
+from .costs import Costs
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean, median
 
+from .costs import Costs
 from .ops import COMPUTE, Op
 from .schedule import Schedule
-from .simulate import Costs, timeline_of
+from .simulate import timeline_of
 from .timeline import Timeline
 
 

@@ -25,9 +25,11 @@ from dataclasses import replace
 from statistics import fmean
 from typing import NamedTuple
 
+from .activations import peak_activations
+from .costs import Costs
 from .ops import BACKWARD, Op
 from .schedule import Schedule
-from .simulate import Costs, peak_activations, timeline_of
+from .simulate import timeline_of
 from .timeline import Span
 
 _NEAR = 1e-9

@@ -96,3 +96,8 @@ class Orders:
     def recomputes(self) -> bool:
         """True if the schedule recomputes activations by ops of its own."""
         return any(op.kind == "C" for order in self.orders for op in order)
+
+    def groups(self, rank: int) -> list[tuple[Op, ...]]:
+        """Return the ops of a rank in groups that start together: the two ops of a pair, and single ops."""
+        order = iter(self.orders[rank])
+        return [(op, next(order)) if op in self.pairs else (op,) for op in order]

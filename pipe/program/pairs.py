@@ -22,9 +22,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from .costs import Costs
 from .ops import BACKWARD, Op
 from .schedule import Schedule
-from .simulate import Costs, timeline_of
+from .simulate import timeline_of
 
 # Kinds of the passes that are tried as the partner of a forward.
 _PARTNERS = ("BI", "BIW", "FBIW")

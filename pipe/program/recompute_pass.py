@@ -17,10 +17,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from .activations import peak_activations
+from .costs import Costs
 from .offload import chosen_activations
 from .ops import BACKWARD, Op
 from .schedule import Schedule
-from .simulate import Costs, peak_activations, timeline_of
+from .simulate import timeline_of
 
 
 def recompute_pass(

@@ -23,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 
+from .activations import activations_held
 from .deadlock import ScheduleError, Wait, deadlock
 from .ops import (
     BACKWARD,
@@ -44,7 +45,7 @@ from .ops import (
 )
 from .program import Program, crossing
 from .schedule import Schedule
-from .simulate import activations_held, timeline_of
+from .simulate import timeline_of
 
 
 def verify(subject: Schedule | Program, memory: float | Sequence[float] | None = None) -> None:

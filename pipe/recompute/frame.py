@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import _get_current_function_mode_stack
 
 from ...base.autograd import saved_through
+from ...base.torch_private import function_modes
 from ...grid import Grid
 from ...grid.randomness.random import DropoutState
 from ..backward import SplitBackward
@@ -90,7 +90,7 @@ class Frame:
         self._run_again, self.name = run_again, name
         self._samples: list[Tensor | None] | None = [] if compares else None
         self._watches, self.checkpoints = watches, False
-        active = _get_current_function_mode_stack()
+        active = function_modes()
         self._split = next((mode for mode in active if isinstance(mode, SplitBackward)), None)
         self._values: list[weakref.ReferenceType[SavedValue]] = []
         self._kinds: list[tuple[torch.Size, torch.dtype]] = []
@@ -151,12 +151,12 @@ class Frame:
             yield
             return
         deferred = self._split.deferred
-        collected, deferred.collects = deferred.collects, False
+        active, deferred.active = deferred.active, False
         try:
             with self._split:
                 yield
         finally:
-            deferred.collects = collected
+            deferred.active = active
 
     def _pack(self, tensor: Tensor) -> SavedValue:
         value = SavedValue(self)

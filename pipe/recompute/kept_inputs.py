@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...base.accelerators import is_accelerator
+from ...base.torch_private import tree_flatten, tree_unflatten
 from ...grid import Grid
 
 _ALIGNMENT = 64  # bytes
 
 
-def save(tensors: list[Tensor]) -> Tensor:
+def save_for_backward(tensors: list[Tensor]) -> Tensor:
     """Save tensors through autograd, so that saved-tensor hooks see them; read them from ``.grad_fn.saved_tensors``."""
     saver: Tensor = _Save.apply(torch.empty(0, requires_grad=True), *tensors)
     return saver
@@ -106,7 +106,7 @@ class KeptNest:
             given.part._replace(kept=given.copy) if given.copy is not None and given.place in changed else given.part
             for given in self._given
         ]
-        self._saver = save([part.kept for part in parts])
+        self._saver = save_for_backward([part.kept for part in parts])
         self._parts = [part._replace(kept=part.kept.new_empty(0)) for part in parts]
 
     def run_ended(self) -> Collection[int]:

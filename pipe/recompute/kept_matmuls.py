@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from ...base.torch_private import TorchDispatchMode, tree_flatten, tree_leaves, tree_unflatten
 from .frame import Frame
-from .kept_inputs import save
+from .kept_inputs import save_for_backward
 
 _ATEN = torch.ops.aten
 # By name: not every version and build of torch has all of them.
@@ -77,7 +76,7 @@ class Matmuls:
                 tensors += [tensor.detach() for tensor in product.tensors()]
             product.leaves = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in product.leaves]
         self._by_memory.clear()
-        self._saver = save(tensors)
+        self._saver = save_for_backward(tensors)
 
     @contextmanager
     def replayed(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from ...base.torch_private import AnyDropout
 from ...grid.randomness.random import SampleRandom
 from .recompute import Group, Recompute
 
@@ -40,7 +41,7 @@ def install_tiles(module: nn.Module, recompute: Recompute, tokens: int) -> int:
 def dropout_in_tiles(module: nn.Module) -> str | None:
     """Return the name of a dropout in a module that may run in tiles: tiles would change its masks."""
     for name, part in module.named_modules():
-        if isinstance(part, (SampleRandom, nn.modules.dropout._DropoutNd)) and getattr(part, "p", True):
+        if isinstance(part, (SampleRandom, AnyDropout)) and getattr(part, "p", True):
             parts = name.split(".")
             owners = (module.get_submodule(".".join(parts[:i])) for i in range(len(parts)))
             if any(hasattr(type(owner), "in_tiles") for owner in owners):

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from ..program.costs import Costs
 from ..program.ops import Op
-from ..program.simulate import Costs
 
 Sequences = list[list[int]]
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..program.simulate import largest_counts
+from ..program.activations import largest_counts
 
 # (forward, input gradients, weight gradients, chunks) -> 1/(pipe - 1) of a rank's idle time in a step
 Idle = Callable[[float, float, float, int], float]

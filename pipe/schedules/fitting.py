@@ -16,10 +16,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
+from ..program.activations import peak_activations
+from ..program.costs import Costs
 from ..program.offload import offload_pass
 from ..program.recompute_pass import recompute_pass
 from ..program.schedule import Schedule
-from ..program.simulate import Costs, peak_activations, simulate
+from ..program.simulate import simulate
 from .registry import RECIPES, named_schedule
 from .search import Found, chunk_counts, find_schedule, without_pairs
 

@@ -17,10 +17,12 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ..program.activations import peak_activations
+from ..program.costs import Costs
 from ..program.ops import Op
 from ..program.placement import loop, zigzag
 from ..program.schedule import Schedule
-from ..program.simulate import Costs, peak_activations, simulate
+from ..program.simulate import simulate
 from .annealing import Problem, Sequences, anneal, decode, encode
 from .greedy import list_schedule
 from .registry import RECIPES, named_schedule

@@ -19,10 +19,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from ..program.costs import Costs
 from ..program.ops import Op, Orders
 from ..program.placement import zigzag
 from ..program.schedule import Schedule
-from ..program.simulate import Costs, timeline_of
+from ..program.simulate import timeline_of
 from ..program.timeline import Timeline
 from .classic import number
 from .squeeze import StageOp, fill_idle, squeeze

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...base.torch_private import group_names
 from ...grid.topology import Topology
 from .exchange import NOT_RUN, HangError, RankSocket
 from .places import calling_place
@@ -188,7 +189,7 @@ class RecordingGroup(_Group):
     @property
     def group_name(self) -> str:
         """Name under which torch knows the group."""
-        return dist.distributed_c10d._world.pg_names[self]
+        return group_names()[self]
 
     def size(self) -> int:
         """Return the number of ranks."""

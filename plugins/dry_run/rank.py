@@ -15,13 +15,13 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
+from ...base.seeds import derive
 from ...engine.module_engine import ModuleEngine
 from ...engine.pipeline_engine import PipelineEngine
 from ...engine.snapshot.capture import capture
 from ...grid import layout_of
 from ...grid.devices import ignore_device_choice
 from ...grid.launcher.worker import LOCAL_RANK
-from ...grid.randomness.random import derive
 from ...options.batch import BatchSizes
 from ...options.engine import EngineOptions
 from ...pipe.schedules.registry import RECIPES
@@ -280,7 +280,7 @@ def _engine_record(engine: Any, recorder: Recorder) -> dict[str, Any]:
         record["offloaded"] = report["offloaded"]
         record["layers"] = [[module.boundaries[s], module.boundaries[s + 1]] for s in module.stages]
         record["ops"] = len(engine.program.ops[grid.pipe.rank])
-        record["in_flight"] = engine.executor.peak
+        record["in_flight"] = engine.executor.last_run.peak
         record["sent"] = {
             axis: sum(each["bytes"] for each in kinds.values())
             for axis, kinds in engine.traffic_report()["sent"].items()

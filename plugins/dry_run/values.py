@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ...base.torch_private import flash_cpu
 from .places import user_place
 
 _SMALL = 4096  # elements of the largest tensor whose values are kept
@@ -310,7 +311,7 @@ def _attention(
             return None
         attn_mask = attn_mask.to("meta")
         attn_mask = attn_mask.to(query.dtype) if attn_mask.dtype == torch.bool else attn_mask
-    fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    fused = flash_cpu
     output: Tensor = fused(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
     return output
 

@@ -11,6 +11,10 @@ peer_state.py: weights, optimizer state and schedules from a peer's memory
 shard_cut.py: cut of the optimizer state into parts, and the replicas that hold each, as a value
 sharded_state.py: the step on parts, and parts that move (ZeRO over the replicas)
 ledger_checkpoints.py: the ledger in a checkpoint
+phase.py: where a replica stands with the run, and how far it is with a step, as a value
+state_transfers.py: whole states under way between a replica and others
+run_record.py: the ledger with its file, lost time, and what the log says of other replicas
+supported.py: the engines that are refused
 replicas.py: ``FaultTolerantReplicas``, the replica strategy: the order of a step
 local_rounds.py: ``LocalRounds``, the replica strategy with local updates: members come and go between outer steps
 strategy.py: what the engine finds by an entry point

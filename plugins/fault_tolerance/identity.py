@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ...base import VERSION
 from ...base.source_hashes import source_hashes
-from ...checkpoint.random_states import unchanged_random_states
+from ...checkpoint.generator_states import unchanged_random_states
 
 if TYPE_CHECKING:
     from ...engine.base import Engine

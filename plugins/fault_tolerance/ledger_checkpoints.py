@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...base.errors import AgreedError
 from ...checkpoint.matching import Shape
-from ...checkpoint.protocol import OUTER, WEIGHTS, Snapshot
 from ...checkpoint.reader import LoadOptions
+from ...checkpoint.snapshot import OUTER, WEIGHTS, Snapshot
 from ...engine.snapshot.capture import all_parameters
 from ...zero.state_shards import StateShards
 from .membership import Ledger
@@ -67,7 +67,7 @@ class LedgerCheckpoints:
     def restore(self, snapshot: Snapshot, options: LoadOptions, usable: Mapping[str, Shape]) -> list[str]:
         """Load the ledger. Returns no notes."""
         if not options.weights_only:
-            self._replicas.ledger = Ledger.of(snapshot.header["run"]["membership"])
+            self._replicas.record.ledger = Ledger.of(snapshot.header["run"]["membership"])
         if self._replicas.sharded is not None:
             self._replicas.sharded.take_whole()
         return []

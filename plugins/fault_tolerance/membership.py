@@ -194,7 +194,7 @@ class History:
         self._steps = sorted(self._members)
 
     @classmethod
-    def read(cls, path: Path) -> History:
+    def from_file(cls, path: Path) -> History:
         """Read a history file.
 
         Raises:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...base.torch_private import gloo_options
 from .coordinator_client import CoordinatorStore
 
 _CONNECT = 15.0  # seconds in which the ranks of a new group must connect
@@ -47,10 +48,7 @@ class ReplicaGroup:
         self._group: Any = None
         if size > 1:
             seconds = min(_CONNECT, timeout)
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._timeout = timedelta(seconds=seconds)
-            # The replica's own grid may use another device.
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+            options = gloo_options(host, timedelta(seconds=seconds))  # the replica's own grid may use another device
             store = CoordinatorStore(address, secret, seconds)
             try:
                 self._group = dist.ProcessGroupGloo(dist.PrefixStore(key, store), rank, size, options)

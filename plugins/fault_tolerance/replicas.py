@@ -18,19 +18,16 @@ import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...base.errors import AgreedError
 from ...base.option_error import refusal
-from ...base.records import Records
-from ...base.steady_time import steady_time
-from ...base.threads import BackgroundCall
-from ...checkpoint.format.folder import write_atomically
 from ...data.dataloader import RepeatingLoader
 from ...engine.replica_strategy import SynchronousReplicas
 from ...grid import Grid
@@ -40,24 +37,23 @@ from ...grid.environment import coordinator_address, replica_name, run_secret
 from ...grid.launcher.launch import own_address
 from ...options.fault_tolerance import FaultTolerance, is_replica_name
 from ...pipe.module import PipelineModule
-from ...zero.optimizer import RangeStepper
-from ...zero.optimizer_kinds import is_known
 from .coordinator_client import CoordinatorClient
 from .identity import identity
 from .meeting import Decision, Report, Round, decide
-from .membership import Change, History, Ledger
-from .peer_state import capture_here, load_here, receive_state, send_state
+from .membership import History, Ledger
+from .peer_state import capture_here, load_here
+from .phase import Phase, Standing
 from .replica_group import ReplicaGroup
+from .run_record import RunRecord
 from .shard_cut import ShardCut
 from .sharded_state import ReplicaShards
+from .state_transfers import FAILURES, StateTransfers, reason
+from .supported import require_supported
 
 if TYPE_CHECKING:
     from ...engine.base import Engine
 
 _LOG = logging.getLogger("triax")
-_NOTABLE = 0.001  # seconds of lost time that are recorded
-_SLOW_STEPS = 10  # steps in a row after which a slow replica is named
-_FAILURES = (RuntimeError, OSError, ConnectionError, TimeoutError)
 
 
 class FaultTolerantReplicas(SynchronousReplicas):
@@ -70,11 +66,10 @@ class FaultTolerantReplicas(SynchronousReplicas):
 
     Attributes:
         name: this replica's name.
-        ledger: the samples taken, and the history of members.
+        record: the ledger of samples and members, and what is written of it.
+        phase: where this replica stands with the run, and how far it is with the present step.
         sharded: the optimizer state that this replica holds, with ZeRO over the replicas; None: it holds all.
-        left: True if this replica has left the run.
-        leaving: True if it leaves after the present step.
-        recoveries: seconds that each loss of a replica cost: from the failed sum to the sum of the others.
+        leaving: True if it is to leave after the present step: set by SIGTERM, or by another rank of this replica.
         batches: number of batches of a share of samples.
         unit: name of what the history counts.
     """
@@ -93,28 +88,16 @@ class FaultTolerantReplicas(SynchronousReplicas):
             "TRIAX_COORDINATOR",
             "127.0.0.1:29510",
         )
-        _check(engine)
-        self.history = None if options.replay is None else History.read(Path(options.replay))
-        self.ledger = Ledger()
-        self.left = self.leaving = False
-        self.recoveries: list[float] = []
+        require_supported(engine)
+        self.history = None if options.replay is None else History.from_file(Path(options.replay))
+        self.record = RunRecord(self.name, options.folder, grid.rank == 0, self.unit)
+        self.phase, self.leaving = Phase(), False
         self._settings = identity(engine)
-        self._round: Round | None = None
         self._group: ReplicaGroup | None = None
-        self._first: Round | None = None  # first round of the present step, whose contributors took shares
+        self._transfers = StateTransfers()
         self._next_handler: Any = None  # of SIGTERM, before this object's
-        self._computed = -1  # round for which the gradients of this step were computed
-        self._prepared = False  # the samples of this step are known
-        self._weighs = False  # the gradients depend on weights of the whole batch
-        self._stateless = False  # this replica has begun to join, and has no state that another could take
-        self._received: BackgroundCall[tuple[dict[str, Any], list[Tensor]]] | None = None
-        self._sending: list[BackgroundCall[None]] = []
         self._began, self._made = 0.0, time.monotonic()
-        self._lost_time: dict[str, float] = {}  # cause -> seconds since the last recorded change
-        self._gone: list[str] = []  # replicas that have left since then because they were asked to
-        self._slow = "", 0  # the slowest replica, and the steps since it is
         self._sent_before = 0.0
-        self._records, self._unwritten = Records(), False  # True: a change is not in the history's file yet
         # The buffers of a mixture of experts follow from its loads, which are summed.
         summed = {id(b) for m in engine.module.modules() if isinstance(m, AuxiliaryLayer) for b in m.buffers()}
         buffers = engine.module.named_buffers()
@@ -130,22 +113,29 @@ class FaultTolerantReplicas(SynchronousReplicas):
                 )
         engine.optimizer_step.across = self.sum
         self.sharded: ReplicaShards | None = None
-        self._ready = -1  # number of the last round for which weights and shards were made ready
-        self._announced = False  # True if the others know that this replica leaves
-        self._hands_over = False  # True if it left the run while others went on, which have its part
         if options.zero:
             self.sharded = ReplicaShards(engine.data_axis, self.name, options.copies)
             engine.data_axis.stepper.elsewhere = self._step_shards
 
     @property
+    def ledger(self) -> Ledger:
+        """The samples taken, and the history of members."""
+        return self.record.ledger
+
+    @property
+    def left(self) -> bool:
+        """True if this replica has left the run."""
+        return self.phase.left
+
+    @property
     def present(self) -> list[int]:
         """Positions of the members of the present round."""
-        return [] if self._round is None else list(range(len(self._round.members)))
+        return list(range(len(self.members)))
 
     @property
     def members(self) -> tuple[str, ...]:
         """Names of the replicas that have the state of the run, the longest-standing first."""
-        return () if self._round is None else self._round.members
+        return () if self.phase.round is None else self.phase.round.members
 
     @property
     def leads(self) -> bool:
@@ -163,12 +153,12 @@ class FaultTolerantReplicas(SynchronousReplicas):
         """
         if isinstance(self._engine.module, PipelineModule):
             self._prepare()
-        elif not self._prepared:
+        elif not self.phase.prepared:
             raise AgreedError(
                 "step() ends a step whose samples do not come from engine.replicas.microbatches(), but fault_tolerance "
                 "gives each replica its samples by number: write for inputs, labels in engine.replicas.microbatches()"
             )
-        self._prepared = False
+        self.phase = replace(self.phase, prepared=False)
         yield self.grid
         self._require_same_buffers()
         self._end()
@@ -176,7 +166,8 @@ class FaultTolerantReplicas(SynchronousReplicas):
             self._close()
             if self.grid.rank == 0:
                 _LOG.warning("replica %s has left the run after step %d", self.name, self._engine.global_steps)
-            if self._next_handler is None or self._hands_over:  # else a checkpoint is saved, which ends the process
+            handed_over = self.phase.standing is Standing.HANDED_OVER
+            if self._next_handler is None or handed_over:  # else a checkpoint is saved, which ends the process
                 raise SystemExit(0)
 
     def microbatches(self) -> Iterator[Any]:
@@ -191,7 +182,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
         loader: Any = self._engine.training_dataloader
         own = RepeatingLoader(loader)
         while not self.left:
-            if not self._prepared:
+            if not self.phase.prepared:
                 self._prepare()
             yield next(own)
 
@@ -199,15 +190,16 @@ class FaultTolerantReplicas(SynchronousReplicas):
         """Begin a step, and join the run before the first one. Collective."""
         if self.left:
             raise AgreedError("this replica has left the run: take no step after engine.leave()")
-        if self._round is None:
+        if self.phase.round is None:
             self._handle_signal()
             self._join()
         self._begin()
-        self._prepared = True
+        self.phase = replace(self.phase, prepared=True)
 
     def leave(self) -> bool:
         """Leave the run. The others learn of it when they miss this replica; SIGTERM lets it announce it in a step."""
-        self.left = True
+        if not self.left:
+            self.phase = self.phase.ended()
         self._close()
         return False
 
@@ -227,11 +219,11 @@ class FaultTolerantReplicas(SynchronousReplicas):
             due: True if the replicas save one after this step.
         """
         if self.sharded is None or self.left:
-            return not self._hands_over
+            return self.phase.standing is not Standing.HANDED_OVER
         if due and (problem := self.hold_whole_state()) is not None:
             _LOG.warning("replica %s saves no checkpoint after step %d: %s", self.name, self._now.step - 1, problem)
             return False
-        return due and not self._announced
+        return due and not self.phase.announced
 
     def hold_whole_state(self) -> str | None:
         """Get the whole optimizer state, which stays until the next step, for a checkpoint. Collective over replicas.
@@ -239,22 +231,27 @@ class FaultTolerantReplicas(SynchronousReplicas):
         Returns:
             The reason of a failure, on every rank; the next step goes on with those that are left.
         """
-        if self.sharded is None or self._round is None or self.left:
+        if self.sharded is None or self.phase.round is None or self.left:
             return None
-        if self._stateless:
+        if self.phase.stateless:
             return "this replica waits for the state of the others"
         problem = None
         round_, group = self._now, self._group
         try:
-            if group is None or self._ready != round_.number:
+            if group is None or self.phase.ready != round_.number:
                 raise RuntimeError("this replica has no whole state of this step")
             self.sharded.gather_whole(group, round_.group, round_.members, round_.keepers)
-        except _FAILURES as error:
-            problem = str(error) or type(error).__name__
-        found = next((each for each in self.grid.world.all_gather_json(problem) if each is not None), None)
-        if found is not None:
+        except FAILURES as error:
+            problem = reason(error)
+        return self._agreed_failure(problem)
+
+    def _agreed_failure(self, problem: str | None) -> str | None:
+        """Return the failure of any rank of this replica; then the connections to the others are closed. Collective."""
+        problems = self.grid.world.all_gather_json(problem)
+        failure = next((each for each in problems if each is not None), None)
+        if failure is not None:
             self._abort()
-        return found
+        return failure
 
     # ------------------------------------------------------------------------------------------ a step
 
@@ -272,7 +269,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
         engine.training_dataloader.seek(shares.get(self.name, self.ledger.next_share) * self.batches)
         position = planned.index(self.name) if self.name in planned else 0
         engine.shift_samples(position * engine.batch.train)
-        self._computed = round_.number
+        self.phase = replace(self.phase, computed=round_.number)
         if round_.donor == self.name and not round_.fresh:
             self._send(round_.newcomers)
 
@@ -330,14 +327,14 @@ class FaultTolerantReplicas(SynchronousReplicas):
             round_ = self._now
             found: list[Tensor] = []
             problem = self._make_ready_once() or self._load_received()  # a donor sends after it has done so
-            if again is not None and self._weighs and self._computed != round_.number:
-                self._computed, (tensors, values) = round_.number, again()
+            if again is not None and self.phase.weighs and self.phase.computed != round_.number:
+                self.phase, (tensors, values) = replace(self.phase, computed=round_.number), again()
             numbers = torch.tensor([float(value) for value in values], dtype=torch.float64)
             if problem is None:
                 try:
                     found = self._sum_once(round_, [*tensors, numbers])
-                except _FAILURES as error:
-                    problem = str(error) or type(error).__name__
+                except FAILURES as error:
+                    problem = reason(error)
             if problem is not None:
                 self._abort()  # before the meeting, to which all come: others may still wait for this rank's part
             reports, summed = self._meet(problem, seconds)
@@ -348,13 +345,11 @@ class FaultTolerantReplicas(SynchronousReplicas):
             detection, since = detection + now - since, now
             self._follow(decision)
         if detection:
-            self._lose("detection", detection)
-            self._lose("again", now - since)
-        for transfer in self._sending:
-            _problem(transfer)  # a newcomer that is lost joins again
-            self._lose("joining", time.monotonic() - now)
-        self._sending = []
-        self._record(round_, decision, detection + now - since if detection else 0.0)
+            self.record.lose("detection", detection)
+            self.record.lose("again", now - since)
+        if self._transfers.wait_sent():
+            self.record.lose("joining", time.monotonic() - now)
+        self._take(round_, decision, detection + now - since if detection else 0.0)
         return found[:-1], found[-1].tolist()
 
     def share(self, numbers: Sequence[float]) -> list[float]:
@@ -362,11 +357,11 @@ class FaultTolerantReplicas(SynchronousReplicas):
 
         If a replica is lost meanwhile, the gradients are computed again with the sums of those that are left.
         """
-        self._weighs = True
+        self.phase = replace(self.phase, weighs=True)
         own = torch.tensor([float(each) for each in numbers], dtype=torch.float64)
         try:
             (found,) = self._sum_once(self._now, [own])
-        except _FAILURES as error:  # the sum of the gradients fails too, and all meet
+        except FAILURES as error:  # the sum of the gradients fails too, and all meet
             _LOG.debug("the weights of a step were not summed: %s", error)
             self._abort()
             return [float(each) for each in numbers]
@@ -380,44 +375,24 @@ class FaultTolerantReplicas(SynchronousReplicas):
         places = [round_.group.index(name) for name in self._contributors(round_)]
         return [self._group.sum(each, places) for each in tensors]
 
-    def _record(self, round_: Round, decision: Decision, seconds: float) -> None:
-        """Record the step that is taken, and enter the next round."""
+    def _take(self, round_: Round, decision: Decision, seconds: float) -> None:
+        """Take the step: record it, and enter the next round, or leave the run. Collective over the round."""
         planned, counted = self._planned(round_), self._contributors(round_)
-        cause = f"lost: {', '.join(decision.lost)}" if decision.lost else ""
-        facts: dict[str, Any] = {"time": steady_time()} | ({"seconds": seconds} if seconds else {})
-        resumed = bool(self.ledger.changes) and not self.ledger.members
-        if self.name in planned and self.ledger.changes and self.name not in self.ledger.members:
-            self._lose("joining", self._began - self._made)
-        facts |= {key: {self.name: value} for key, value in self._lost_time.items()}
-        facts |= ({"left": self._gone} if self._gone else {}) | ({"resumed": True} if resumed else {})
-        changes = self.ledger.record(round_.step, planned, counted, **facts, **({"cause": cause} if cause else {}))
-        if changes:
-            self._lost_time, self._gone = {}, []
-        self._gone += decision.left
+        if self.name in planned and self.record.is_new:
+            self.record.lose("joining", self._began - self._made)
+        self.record.add_step(round_, planned, counted, decision, seconds)
         self._count(counted)
-        if changes or self._unwritten:
-            self._write_history()
-        if seconds:
-            self.recoveries.append(seconds)
-        if self.grid.rank == 0:
-            for change in changes:
-                self._tell(change)
-            self._name_slow(decision, round_)
         if self.sharded is not None:
             self.sharded.adopt()
         if self.name in decision.left or not decision.next.members:
-            self.left, self._hands_over = True, self.sharded is not None and bool(decision.next.members)
-            if self.sharded is None or self._hands_over:
+            hands_over = self.sharded is not None and bool(decision.next.members)
+            self.phase = self.phase.ended(hands_over)
+            if self.sharded is None or hands_over:
                 self._abort()
         else:
             before = time.monotonic()
             self._enter(decision.next, decision.keeps)
-            self._lose("joining" if decision.next.newcomers else "again", time.monotonic() - before)
-
-    def _lose(self, cause: str, seconds: float) -> None:
-        """Note time that this replica lost, which the next change records."""
-        if seconds > _NOTABLE:
-            self._lost_time[cause] = self._lost_time.get(cause, 0.0) + round(seconds, 4)
+            self.record.lose("joining" if decision.next.newcomers else "again", time.monotonic() - before)
 
     def _count(self, counted: Sequence[str]) -> None:
         """Count the samples that the other contributors have taken in this step."""
@@ -447,12 +422,12 @@ class FaultTolerantReplicas(SynchronousReplicas):
         self.sharded.step(without)
         if not self.left:
             self._make_ready()
-        elif not self._hands_over and self._group is not None:
+        elif self.phase.standing is Standing.LEFT and self._group is not None:
             group, members = self._now.group, self._now.members
             try:
                 self.sharded.gather_weights(self._group, group, self._cut(self._planned(self._now)), members)
                 self.sharded.gather_whole(self._group, group, members, members)
-            except _FAILURES as error:
+            except FAILURES as error:
                 raise RuntimeError(
                     f"a replica was lost while all left the run after step {self._now.step}, so replica {self.name} "
                     f"has no whole state of it ({error}): start the run again from its last checkpoint"
@@ -466,12 +441,12 @@ class FaultTolerantReplicas(SynchronousReplicas):
             reports, _ = self._meet(problem, 0.0)
             self._follow(self._decide(reports))
         if failed:
-            self._lose("again", time.monotonic() - before)
+            self.record.lose("again", time.monotonic() - before)
 
     def _make_ready_once(self) -> str | None:
         """Make weights and shards ready for the round; return a reason if it failed. Collective over the round."""
         round_, group = self._now, self._group
-        if self.sharded is None or self._ready == round_.number:
+        if self.sharded is None or self.phase.ready == round_.number:
             return None
         problem = None
         try:
@@ -480,14 +455,12 @@ class FaultTolerantReplicas(SynchronousReplicas):
             self.sharded.prepare(
                 group, round_.group, self._cut(round_.owners), round_.keepers, self._cut(self._planned(round_))
             )
-        except _FAILURES as error:
-            problem = str(error) or type(error).__name__
-        found = next((each for each in self.grid.world.all_gather_json(problem) if each is not None), None)
-        if found is None:
-            self._ready = round_.number
-        else:
-            self._abort()
-        return found
+        except FAILURES as error:
+            problem = reason(error)
+        failure = self._agreed_failure(problem)
+        if failure is None:
+            self.phase = replace(self.phase, ready=round_.number)
+        return failure
 
     def _cut(self, names: Sequence[str]) -> ShardCut:
         return ShardCut(tuple(names), self.options.copies)
@@ -511,22 +484,6 @@ class FaultTolerantReplicas(SynchronousReplicas):
                 f"{cut.copies}): start the run again from its last checkpoint, {what}, or give more copies"
             )
 
-    def _name_slow(self, decision: Decision, round_: Round) -> None:
-        """Log the name of a replica that was the slowest, and slow, in several steps in a row."""
-        name = "" if decision.slowest is None else decision.slowest[0]
-        before, count = self._slow
-        self._slow = name, count + 1 if name and name == before else 1
-        if name and self._slow[1] == _SLOW_STEPS and decision.slowest is not None:
-            text = "replica %s is slow: in %d steps it took more than twice the median of all, in step %d %.3g s"
-            _LOG.warning(text, name, _SLOW_STEPS, round_.step, decision.slowest[1])
-
-    def _tell(self, change: Change) -> None:
-        if change.members is None:
-            names = ", ".join(change.lost)
-            _LOG.warning("%s %d is taken without %s, whose samples are taken later", self.unit, change.step, names)
-        else:
-            _LOG.warning("from %s %d on the replicas are %s", self.unit, change.step, ", ".join(change.members))
-
     # ------------------------------------------------------------------------------------------ rounds
 
     @property
@@ -536,15 +493,15 @@ class FaultTolerantReplicas(SynchronousReplicas):
 
     @property
     def _now(self) -> Round:
-        assert self._round is not None
-        return self._round
+        assert self.phase.round is not None  # the caller is in a step
+        return self.phase.round
 
     def _planned(self, round_: Round) -> tuple[str, ...]:
         """Return the replicas that take shares in a round's step, in their order."""
         if self.history is not None:
             return self.history.members(round_.step)
-        assert self._first is not None
-        return self._first.contributors
+        assert self.phase.first is not None  # since the first round
+        return self.phase.first.contributors
 
     def _contributors(self, round_: Round) -> tuple[str, ...]:
         return round_.contributors if self.history is None else self.history.counted(round_.step)
@@ -576,10 +533,11 @@ class FaultTolerantReplicas(SynchronousReplicas):
             seconds: time from the begin of the step to the gradients.
         """
         by_hand = self._engine.data_axis.used.by_hand
-        told = self.grid.world.all_gather_json([problem, self.leaving, self._weighs, by_hand])
+        told = self.grid.world.all_gather_json([problem, self.leaving, self.phase.weighs, by_hand])
         summed = all(each is None for each, *_ in told)
-        self.leaving = self._announced = any(leaving for _, leaving, *_ in told)
-        self._weighs = any(weighs for *_, weighs, _ in told)
+        self.leaving = any(leaving for _, leaving, *_ in told)
+        weighs = any(weighs for *_, weighs, _ in told)
+        self.phase = replace(self.phase, announced=self.leaving, weighs=weighs)
         if any(by_hand for *_, by_hand in told):
             raise AgreedError(
                 "a weight or a gradient was written by hand, and fault_tolerance does not give that to its replicas: "
@@ -592,23 +550,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
         plain: list[Any] = []
         failure = None
         if self._client is not None:
-            round_ = self._round
-            report = Report(
-                self.name,
-                # A round of the next step is entered before the engine has counted the last one.
-                -1 if self._stateless else self._steps_taken if round_ is None else round_.step,
-                -1 if round_ is None or self._stateless else round_.number,
-                summed,
-                () if round_ is None else round_.members,
-                () if round_ is None else self._contributors(round_),
-                () if round_ is None or self._stateless else self._planned(round_),
-                () if round_ is None else round_.owners,
-                () if round_ is None else round_.keepers,
-                self.leaving,
-                self._settings,
-                self._process,
-                seconds,
-            )
+            report = self._report(summed, seconds)
             try:
                 plain = [each.plain() for each in self._client.meet(report)]
             except RuntimeError as error:
@@ -618,14 +560,35 @@ class FaultTolerantReplicas(SynchronousReplicas):
             raise RuntimeError(failure)
         return [Report.of(each) for each in plain]
 
+    def _report(self, summed: bool, seconds: float) -> Report:
+        """Return the report of this replica; one without a state reports no round that the others could rely on."""
+        round_, stateless = self.phase.round, self.phase.stateless
+        report = Report(
+            self.name,
+            -1 if stateless else self._steps_taken,
+            summed=summed,
+            leaving=self.leaving,
+            settings=self._settings,
+            process=self._process,
+            seconds=seconds,
+        )
+        if round_ is not None:
+            report = replace(report, members=round_.members, contributors=self._contributors(round_))
+            report = replace(report, owners=round_.owners, keepers=round_.keepers)
+        if round_ is None or stateless:
+            return report
+        # A round of the next step is entered before the engine has counted the last one.
+        return replace(report, step=round_.step, round=round_.number, planned=self._planned(round_))
+
     def _join(self) -> None:
         """Meet the others without a state, until this replica is in a round. Collective."""
         self._abort()
-        if self.sharded is not None and self.sharded.cut is not None:
-            self._stateless = True  # it has parts of a step that is gone
+        holds_parts = self.sharded is not None and self.sharded.cut is not None  # of a step that is gone
+        if self.sharded is not None and holds_parts:
             self.sharded.forget()
-        if self._round is not None:  # it was cut off, or stopped
-            self._round, self._made = None, time.monotonic()
+        if self.phase.round is not None:  # it was cut off, or stopped
+            self._made = time.monotonic()
+        self.phase = self.phase.cut_off(holds_parts)
         while True:
             decision = self._decide(self._reports())
             if self._accept(decision):
@@ -634,7 +597,8 @@ class FaultTolerantReplicas(SynchronousReplicas):
     def _accept(self, decision: Decision) -> bool:
         """Enter the next round if this replica is in it; return False if it is not. Collective."""
         following = decision.next
-        laggard = self._round is not None and self._round.number != following.number - 1
+        present = self.phase.round
+        laggard = present is not None and present.number != following.number - 1
         if laggard and self.grid.rank == 0:
             text = "the others have gone on without replica %s since %s %d: it gets their state, and joins again"
             _LOG.warning(text, self.name, self.unit, self._now.step)
@@ -650,10 +614,9 @@ class FaultTolerantReplicas(SynchronousReplicas):
             round_: the round.
             keeps: all ranks of the round have used the present group to its end: it is kept, if the replicas are equal.
         """
-        same = keeps and self._round is not None and self._group is not None and self._round.group == round_.group
-        if self._first is None or self._first.step != round_.step or round_.fresh:
-            self._first = round_
-        self._round = round_
+        before = self.phase.round
+        same = keeps and before is not None and self._group is not None and before.group == round_.group
+        self.phase = self.phase.entered(round_, self.name)
         if self.sharded is not None:
             self._require_state(round_)
         if not same:
@@ -663,14 +626,13 @@ class FaultTolerantReplicas(SynchronousReplicas):
             where = self._coordinator, self._secret, self._host
             try:
                 self._group = ReplicaGroup(*where, key, rank, len(round_.group), self.options.timeout)
-            except _FAILURES as error:  # the next sum fails, and all meet again
+            except FAILURES as error:  # the next sum fails, and all meet again
                 _LOG.debug("the group of round %d was not made: %s", round_.number, error)
         if round_.fresh:
             if round_.donor == self.name:
                 self.ledger.members = ()  # of a run that starts again from a checkpoint, which the history records
             self._share_state(round_)
         elif self.name in round_.newcomers:
-            self._stateless = True
             if self.sharded is not None:
                 self.sharded.forget()
             self._receive(round_.donor)
@@ -687,12 +649,10 @@ class FaultTolerantReplicas(SynchronousReplicas):
     def _share_state(self, round_: Round) -> None:
         """Give all replicas the first one's state before the first step. Collective over the round."""
         if self.ledger.changes:
-            self._write_history()
+            self.record.write_history()
         if round_.donor == self.name:
             self._send(round_.newcomers)
-            for transfer in self._sending:
-                _problem(transfer)
-            self._sending = []
+            self._transfers.wait_sent()
         else:
             self._receive(round_.donor)
             if (problem := self._load_received()) is not None:
@@ -700,17 +660,9 @@ class FaultTolerantReplicas(SynchronousReplicas):
 
     def _send(self, names: Sequence[str]) -> None:
         """Begin to send this replica's state to other replicas of the round, in a thread."""
-        group = self._group
-        if group is None:
-            return
-        header, tensors = self._capture()
-        others = [self._now.group.index(name) for name in names]
-
-        def send() -> None:
-            for to in others:
-                send_state(header, tensors, group, to)
-
-        self._sending.append(BackgroundCall(send, "triax state"))
+        if self._group is not None:
+            header, tensors = self._capture()
+            self._transfers.send(header, tensors, self._group, [self._now.group.index(name) for name in names])
 
     def _capture(self) -> tuple[Tensor, list[Tensor]]:
         """Return this rank's state to be sent: a header, and tensors that stay as they are until they are sent."""
@@ -724,48 +676,30 @@ class FaultTolerantReplicas(SynchronousReplicas):
     def _load(self, header: dict[str, Any], tensors: list[Tensor]) -> None:
         """Load a state of ``_capture``. Collective over this replica's data axis."""
         self._engine.client_state = load_here(self._engine, header, tensors)
-        self.ledger = Ledger.of(header["ledger"])
+        self.record.ledger = Ledger.of(header["ledger"])
 
     def _receive(self, donor: str) -> None:
         """Begin to receive the state from another replica of the round, in a thread."""
-        group, source = self._group, self._now.group.index(donor)
-
-        def receive() -> tuple[dict[str, Any], list[Tensor]]:
-            if group is None:
-                raise RuntimeError("the group of the round was not made")
-            return receive_state(group, source)
-
-        self._received = BackgroundCall(receive, "triax state")
+        self._transfers.receive(self._group, self._now.group.index(donor))
 
     def _load_received(self) -> str | None:
         """Load the state that this replica waits for; return a reason if it did not come. Collective over the replica.
 
         A replica whose state did not come has none, and joins again.
         """
-        transfer, self._received = self._received, None
-        if transfer is None:
-            return "this replica has no state" if self._stateless else None
-        problem = _problem(transfer)
-        if any(self.grid.world.all_gather_json(problem is not None)):
-            return problem or "another rank of this replica did not get its state"
-        self._load(*transfer.result())
-        self._stateless = False
+        if not self._transfers.receives:
+            return "this replica has no state" if self.phase.stateless else None
+        state = self._transfers.received()
+        if any(self.grid.world.all_gather_json(isinstance(state, str))) or isinstance(state, str):
+            return state if isinstance(state, str) else "another rank of this replica did not get its state"
+        self._load(*state)
+        self.phase = self.phase.loaded()
         for observer in self._engine.observers:
             observer.joined(self._engine.client_state or {})
-        self._write_history()
+        self.record.write_history()
         return None
 
-    # ------------------------------------------------------------------------------------------ records and ends
-
-    def _write_history(self) -> None:
-        """Write the history file of this replica, as a whole. The run goes on without a file that cannot be written."""
-        if self.options.folder is None or self.grid.rank != 0:
-            return
-        path, self._unwritten = Path(self.options.folder, f"{self.name}.jsonl"), True
-        with self._records.writing(f"the history of members {path}, which a replay needs,"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, self.ledger.history().encode())
-            self._unwritten = False
+    # ------------------------------------------------------------------------------------------ ends
 
     def _handle_signal(self) -> None:
         """Leave after the present step when SIGTERM is received."""
@@ -808,15 +742,6 @@ class _Leave:
             self._following(number, frame)
 
 
-def _problem(transfer: BackgroundCall[Any]) -> str | None:
-    """Wait for the end of a transfer; return the reason why it failed, or None. Any other error is raised."""
-    try:
-        transfer.result()
-    except _FAILURES as error:
-        return str(error) or type(error).__name__
-    return None
-
-
 def _given(value: str | None, option: str, variable: str, example: str) -> str:
     if not value:
         raise refusal(
@@ -824,41 +749,3 @@ def _given(value: str | None, option: str, variable: str, example: str) -> str:
             "triax run --replicas sets"
         )
     return value
-
-
-def _check(engine: Engine) -> None:
-    """Refuse what replicas that come and go do not support.
-
-    Raises:
-        OptionError: naming the option or the part of the model.
-    """
-    if not engine.options.batch.counted:
-        raise refusal("<fault_tolerance> needs steps of a fixed size: give <batch.size> and <batch.microbatch>")
-    if engine.optimizer is None:
-        raise refusal("<fault_tolerance> needs an optimizer, and there is none: set <optimizer>, or leave it out")
-    if not hasattr(engine.training_dataloader, "seek"):
-        raise refusal(
-            "<fault_tolerance> gives each replica its samples by number: pass training_data to the engine, a data set "
-            "with a length; train_batch() and engine.replicas.microbatches() take them"
-        )
-    if engine.data_axis.exchange is not None:
-        raise refusal("<fault_tolerance> sums uncompressed gradients: leave <compression> out")
-    if engine.data_axis.memory.offload.portions or engine.data_axis.offloaded():
-        raise refusal("<fault_tolerance> does not work with offload of weights or optimizer state: leave it out")
-    if type(engine.data_axis.stepper) is not RangeStepper:
-        raise refusal(
-            f"<fault_tolerance> sends the state of optimizers that work element by element, not of "
-            f"{type(engine.data_axis.optimizer).__name__}: use AdamW or SGD"
-        )
-    tolerance, kind = engine.options.fault_tolerance, type(engine.data_axis.stepper.optimizer)
-    if tolerance is not None and tolerance.zero and (getattr(kind, "layerwise", False) or not is_known(kind)):
-        raise refusal(
-            f"<fault_tolerance.zero> steps parts of a layer, on several replicas and one after the other, and "
-            f"{kind.__name__} may need whole layers, or count its steps: use AdamW, or leave it out"
-        )
-    for name, module in engine.module.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
-            raise refusal(
-                f"{name} is a {type(module).__name__}, whose running statistics would differ between replicas, and "
-                "<fault_tolerance> does not average them: use LayerNorm or GroupNorm"
-            )

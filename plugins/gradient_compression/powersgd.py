@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from ...base.errors import require_at_least
+from ...base.seeds import derive
 from ...grid.grid import Grid
-from ...grid.randomness.random import derive
 from ...zero.protocols import GradientBucket, ReplicatedTensor
 from .compressor import Compressor
 from .uncompressed_sum import MessageKind, ParameterSlice, parameter_slices

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from ...base.dtypes import SHORT_NAMES
 from ...base.errors import require_at_least
+from ...base.torch_private import multiply_all
 from ...grid.comm.axis import Axis
 from ...grid.grid import Grid
-from ...zero.norm import clip_coefficient, counted_squares
+from ...zero.gradient_norm import clip_coefficient, counted_squares
 from ...zero.protocols import GradientBucket
 from .compressor import Compressor, message_bytes, zeros_like_buckets
 from .uncompressed_sum import MessageKind, concatenate, copy_back, count_elements, parameter_slices
@@ -147,7 +148,7 @@ class TopKExchange(Compressor):
         total = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=self._device)
         replica.all_reduce(total)
         if own:
-            torch._foreach_mul_(list(own), clip_coefficient(total.sqrt(), self._options.clip / self.axis.size**0.5))
+            multiply_all(list(own), clip_coefficient(total.sqrt(), self._options.clip / self.axis.size**0.5))
 
     def _select(self, own: Sequence[Tensor], density: float) -> dict[int, Tensor]:
         """Add this step's gradients to the residuals; return the indices to send, for each bucket."""

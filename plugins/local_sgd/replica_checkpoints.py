@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from ...checkpoint.matching import Shape
-from ...checkpoint.protocol import OUTER, REPLICA, WEIGHTS, Snapshot
 from ...checkpoint.reader import LoadOptions
+from ...checkpoint.snapshot import OUTER, REPLICA, WEIGHTS, Snapshot
 from ...engine.snapshot.capture import Checkpointed, add_tensors, all_parameters, optimizer_numbers, run_state
 from ...engine.snapshot.restore import read_optimizer, read_weights, same_optimizer_state, set_optimizer, set_schedule
 from ...zero.state_shards import StateShards

@@ -1,18 +1,18 @@
-"""Formulas for planning a run, without torch and without processes.
+"""Formulas for planning a run, without a device and without processes.
 
-layers.py           layers_of: parameters, products and attention sizes of each layer of a model
-activations.py      bytes of a block's activations, by formula
-memory.py           ModelMemory: bytes of each pipe rank by kind, on any layout
-parallel_layout.py  ParallelLayout: degrees, microbatch, schedule, ZeRO stage, recomputation
-machine.py          Machine: speed of products, memory and links, with sources; MACHINES
-measured.py         MeasuredTimes: times of kernels, collectives and Python by size, of ``triax plan measure``
-collectives.py      seconds of rings, trees, all-to-alls and messages on the levels of a network
-measure_machine.py  measure: these times, taken on this machine (this file alone needs torch)
-cost.py             CostModel: seconds of a step on a layout, term by term
-cores.py            seconds of a schedule whose ranks share the cores of one machine
-fit.py              MeasuredRun, fit: a machine's figures from measured runs, and leave-one-out errors
-trust.py            Trust: interval of a predicted time, by what is known of the machine
-search.py           Searcher: the fastest layouts that fit, by exact lower bounds
-tuning.py           Tuner: microbatch size and ZeRO stage of a configuration, confirmed by measured steps
-picture.py, page.py bars of memory and time as a picture, and as an HTML section
+layer_shapes.py      layers_of: parameters, products and attention sizes of each layer of a model
+activations.py       bytes of a block's activations, by formula
+memory.py            ModelMemory: bytes of each pipe rank by kind, on any layout
+parallel_layout.py   ParallelLayout: degrees, microbatch, schedule, ZeRO stage, recomputation
+machine.py           Machine: speed of products, memory and links, with sources; MACHINES
+measured.py          MeasuredTimes: times of kernels, collectives and Python by size, of ``triax plan measure``
+collectives.py       seconds of rings, trees, all-to-alls and messages on the levels of a network
+measure_machine.py   measure: these times, taken on this machine (this file alone needs torch)
+cost.py              CostModel: seconds of a step on a layout, term by term
+cores.py             seconds of a schedule whose ranks share the cores of one machine
+fit.py               MeasuredRun, fit: a machine's figures from measured runs, and leave-one-out errors
+trust.py             Trust: interval of a predicted time, by what is known of the machine
+search.py            Searcher: the fastest layouts that fit, by exact lower bounds
+tuning.py            Tuner: microbatch size and ZeRO stage of a configuration, confirmed by measured steps
+picture.py, page.py  bars of memory and time as a picture, and as an HTML section
 """

@@ -47,18 +47,19 @@ from operator import mul
 from typing import Any, NamedTuple
 
 from ...base.formulas import BYTES, model_states
+from ...engine.setup.asked_schedule import with_passes
 from ...models.config import TransformerConfig
 from ...options.schedule import OffloadActivations, ScheduleOptions
+from ...pipe.program.costs import Costs
 from ...pipe.program.layer_costs import LayerCost, LayerCosts
 from ...pipe.program.schedule import Schedule
-from ...pipe.program.simulate import Costs, timeline_of
+from ...pipe.program.simulate import timeline_of
 from ...pipe.program.slices import equal_cost_slices
 from ...pipe.program.timeline import Timeline
-from ...pipe.schedules.choose import with_passes
 from ...pipe.schedules.registry import RECIPES, named_schedule
 from .collectives import RankGroup, all_gather, all_reduce, all_to_all, message, reduce_scatter
 from .cores import StageWork, makespan
-from .layers import Attention, Feedforward, LayerShape, MatrixProduct, layers_of
+from .layer_shapes import Attention, Feedforward, LayerShape, MatrixProduct, layers_of
 from .machine import Machine
 from .measured import MeasuredTimes, interpolated
 from .memory import ModelMemory
@@ -129,7 +130,7 @@ class Work:
     document_mask: bool = False
 
     @cached_property
-    def layers(self) -> list[LayerShape]:
+    def layers(self) -> tuple[LayerShape, ...]:
         """Shapes of the model's layers."""
         return layers_of(self.config)
 
@@ -313,7 +314,7 @@ class CostModel:
             return self.slowdown * forward, self.slowdown * backward
 
         for weight in shape.weights:  # gradients are added to those of earlier microbatches
-            own = weight.numel / (t if weight.sharded(t) else 1)
+            own = weight.numel / (t if weight.shards_over(t) else 1)
             backward += time("accumulate", own)[0]
             if shape.kind == "block" and weight.name.endswith(".bias") and "norm" not in weight.name:
                 backward += time("bias", tokens * own)[0]
@@ -831,7 +832,7 @@ class CostModel:
         if found is None:
             shared = own = 0.0
             for weight in self.types[kind].weights:
-                count = weight.numel / (tensor if weight.sharded(tensor) else 1)
+                count = weight.numel / (tensor if weight.shards_over(tensor) else 1)
                 if weight.expert_dim is None:
                     shared += count
                 else:

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...models.config import TransformerConfig
 from .cost import CostModel, Work
-from .layers import layers_of
+from .layer_shapes import layers_of
 from .machine import Machine
 from .parallel_layout import ParallelLayout
 

@@ -43,7 +43,7 @@ from ...options.batch import Batch
 from ...options.zero import Zero
 from ...pipe.module import PipelineModule
 from ...tensor_parallel.norm import LayerNorm, RMSNorm
-from ...zero.norm import square
+from ...zero.gradient_norm import square
 from .cost import CostModel, StepTime, Work
 from .machine import Machine, NetworkLink
 from .measured import MeasuredTimes, Row, Table

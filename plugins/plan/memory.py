@@ -1,4 +1,4 @@
-"""Bytes that a rank of each pipe stage holds, by kind, from a configuration and a layout. No torch.
+"""Bytes that a rank of each pipe stage holds, by kind, from a configuration and a layout.
 
 Model states (parameters, gradients, masters, optimizer state) are those of ZeRO's buckets, padding included: byte for
 byte what ``engine.memory_report()`` counts. Activations are ``activations.block_activations`` (Korthikanti et al.
@@ -18,23 +18,25 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 from operator import mul
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from ...base.formulas import BYTES, CHUNK_TOKENS, STATES
+from ...grid import Axis
 from ...models.config import TransformerConfig
+from ...models.head_groups import HeadGroups
 from ...options.engine import EngineOptions
 from ...pipe.partition import boundaries, by_speed
+from ...pipe.program.activations import counts_in_flight, largest_counts
 from ...pipe.program.schedule import Schedule
-from ...pipe.program.simulate import counts_in_flight, largest_counts
 from ...pipe.program.slices import require_slices
 from ...pipe.schedules.registry import RECIPES, named_schedule
-from ...zero.flat import LARGE, REPLICATED, Item
+from ...zero.flat import REPLICATED, Item, rules_of_size
 from ...zero.flat import plan as plan_buckets
 from .activations import block_activations
-from .layers import Attention, LayerShape, Weight, layers_of
+from .layer_shapes import Attention, LayerShape, Weight, layers_of
 from .parallel_layout import UNCHANGED, ParallelLayout
 
 # Share of activations and temporaries that the caching allocator loses to fragments.
@@ -519,8 +521,8 @@ class ModelMemory:
             layer, expert = self._kinds[kind], (0, layout.expert)
             self._items[key] = [
                 _WeightShard(
-                    _numel(weight.local_shape(rank, layout.tensor, expert)),
-                    _numel(weight.local_shape(layout.tensor - 1, layout.tensor, expert)),
+                    math.prod(weight.local_shape(rank, layout.tensor, expert)),
+                    math.prod(weight.local_shape(layout.tensor - 1, layout.tensor, expert)),
                     weight.expert_dim is not None and layout.expert > 1,
                     0 if self.options.decays == "all" or _decays(layer, weight) else 1,
                 )
@@ -552,17 +554,14 @@ class ModelMemory:
 
     def _fill(self, weights: Sequence[_WeightShard], alone: Sequence[bool], stage3: bool) -> Counter[BucketShape]:
         """Return the buckets of weights, in the order of the model, as ``zero.bucketing`` fills them."""
-        items = []
+        items, threshold = [], self.options.persistent if stage3 else 0
         for number, each in enumerate(weights):
-            persistent = stage3 and 0 < each.largest <= self.options.persistent
-            own = number if alone[each.expert] and each.largest >= LARGE else None
-            key = (each.expert, each.group, persistent, own)
-            items.append(Item(number, each.numel, REPLICATED, key, each.largest))
+            rules = rules_of_size(number, each.largest, threshold=threshold, nothing_sent=alone[each.expert])
+            items.append(Item(number, each.numel, REPLICATED, (each.expert, each.group, *rules), each.largest))
         shapes: Counter[BucketShape] = Counter()
         for bucket in plan_buckets(items, self.options.bucket) if items else ():
-            first = weights[bucket.slots[0].number]
-            persistent = stage3 and 0 < first.largest <= self.options.persistent
-            shapes[BucketShape(bucket.numel, first.expert, False, persistent)] += 1
+            expert, _, persistent, _ = cast(tuple[bool, int, bool, int | None], bucket.key)
+            shapes[BucketShape(bucket.numel, expert, False, persistent)] += 1
         return shapes
 
     def _states_of(self, placed: _Placed, layout: ParallelLayout, rank: int) -> _States:
@@ -836,13 +835,11 @@ def repeated_keys(attention: Attention, tensor: int, fused_kernels: bool = False
     return (heads - keys) * (attention.query_dim + attention.value_dim) - rotated
 
 
+@cache
 def kv_heads(attention: Attention, tensor: int) -> int:
     """Return the most key/value heads that a tensor-parallel rank computes."""
-    if attention.kv_heads % tensor == 0:
-        return attention.kv_heads // tensor
-    group, heads = attention.heads // attention.kv_heads, attention.heads
-    spans = ((heads * r // tensor, heads * (r + 1) // tensor) for r in range(tensor))
-    return max((stop - 1) // group + 1 - start // group for start, stop in spans)
+    axes = (Axis("tensor", range(tensor), rank, None) for rank in range(tensor))
+    return max(HeadGroups.on(axis, attention.heads, attention.kv_heads).count for axis in axes)
 
 
 def _scores(tokens: float, sequence: int, layout: ParallelLayout, heads: float, size: int, dropout: bool) -> float:
@@ -887,10 +884,3 @@ def _until_steady(schedule: str, pipe: int, microbatches: int) -> int:
 def _decays(layer: LayerShape, weight: Weight) -> bool:
     """Return True if a weight decays under ``decays: matrices``: no norm, bias or embedding."""
     return len(weight.shape) > 1 and layer.kind not in ("embedding", "positions") and layer.tie is None
-
-
-def _numel(shape: Sequence[int]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ...models.config import TransformerConfig
-from .layers import layers_of
+from .layer_shapes import layers_of
 from .machine import Machine
 
 LEVEL = 0.9

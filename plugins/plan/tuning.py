@@ -1,4 +1,4 @@
-"""Microbatch size and ZeRO stage of a run on its own grid: by formulas, confirmed by measured steps. No torch.
+"""Microbatch size and ZeRO stage of a run on its own grid: by formulas, confirmed by measured steps.
 
 RunToTune   what is asked of a run: its sizes, and steps that are measured
 Tuner       the search: for the stage before there is an engine, then for the size
@@ -24,11 +24,11 @@ from ...base.option_error import Note, refusal
 from ...models.config import TransformerConfig
 from ...options.engine import EngineOptions
 from ...options.tuning import Tuning
+from ...pipe.program.activations import counts_in_flight
 from ...pipe.program.schedule import Schedule
-from ...pipe.program.simulate import counts_in_flight
 from ...pipe.schedules.registry import RECIPES
 from .cost import CostModel, Work
-from .layers import layers_of
+from .layer_shapes import layers_of
 from .machine import MACHINES
 from .memory import ModelMemory, StateOptions
 from .parallel_layout import ParallelLayout

@@ -31,9 +31,9 @@ from triax.base.json_values import decode, encode
 from triax.checkpoint.convert.export import runs
 from triax.checkpoint.format import folder as folders
 from triax.checkpoint.format.index import read_index
-from triax.checkpoint.protocol import pieces
 from triax.checkpoint.reader import Reader
-from triax.engine.optim.schedulers import known
+from triax.checkpoint.snapshot import pieces
+from triax.engine.optim.schedulers import names
 from triax.grid import Layout
 from triax.grid.layout import FlatRange
 from triax.grid.ranges import boxes_of_range, everything, overlap
@@ -221,7 +221,7 @@ def test_steps_are_where_fused_kernels_want_them() -> None:
     assert number_of("step", step, step, {}) is not step
 
 
-@pytest.mark.parametrize("kind", sorted(k for k in known() if k != "SequentialLR"))
+@pytest.mark.parametrize("kind", sorted(k for k in names() if k != "SequentialLR"))
 def test_every_schedule_goes_on(kind: str, tmp_path: Path) -> None:
     params: dict[str, dict[str, Any]] = {
         "WarmupDecayLR": {"total_num_steps": 30, "warmup_num_steps": 3},

@@ -276,7 +276,7 @@ def test_any_grid_loads_what_another_saved(ranks: Any, tmp_path: Path) -> None:
         assert there == pytest.approx(here, rel=1e-10)
         assert 0 < read <= sum(file.size for file in index.files.values())
     assert_same(tmp_path / "here" / "a", RemotePath(uri) / "a")
-    names = {rank_name(rank, index.save) for rank in range(2)}
+    names = {rank_name(rank, index.save_name) for rank in range(2)}
     assert {*index.files} == names and {*(RemotePath(uri) / "a").files()} == {"index.json", *names}
 
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import triax
 from triax.base.errors import CheckpointError, ConfigError, CorruptError
-from triax.base.json_comments import read
+from triax.base.json_comments import read_json
 from triax.checkpoint.format import folder as folders
 from triax.cli.main import app
 from triax.engine.monitor.report.write import write_report
@@ -100,7 +100,7 @@ def test_what_is_no_regular_file_is_refused_and_never_waited_for(tmp_path: Path,
         "run.yaml": lambda path: read_training_file(path, []),
         "schedule.json": read_schedule,
         "schedule.csv": read_schedule,
-        "ds_config.json": read,
+        "ds_config.json": read_json,
         "model/config.json": lambda path: read_config(path.parent),
     }
     for name, reader in readers.items():

@@ -28,14 +28,14 @@ def scaled(replicas: int, config: dict[str, Any]) -> tuple[Any, float | None, fl
     batches, summed = data(grid), []
     made.train_batch(batches)
     for bucket in made.data_axis.buckets:
-        reduce = bucket.reduce
+        reduce = bucket.start_reduction
 
         def spy(axis: Any, bucket: Any = bucket, reduce: Any = reduce) -> Any:
             pending = reduce(axis)
             summed.append(float(bucket._prescale))
             return pending
 
-        bucket.reduce = spy
+        bucket.start_reduction = spy
     loss = made.train_batch(batches)
     return made.gather("gradients"), made.get_global_grad_norm(), loss.item(), summed
 

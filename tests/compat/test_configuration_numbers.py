@@ -20,7 +20,7 @@ from triax.compat.deepspeed.from_config import read_config
 from triax.data.dataloader import make_loader
 from triax.engine.optim.nonfinite import MOST_IN_A_ROW
 from triax.options.base import hints_of, walk
-from triax.train.schema import TrainingFile
+from triax.train.sections import TrainingFile
 
 from toys import mean_loss
 

@@ -39,7 +39,7 @@ def test_sub_modules_answer_under_both_names(installed: None) -> None:
     here = importlib.import_module("triax.compat.deepspeed.runtime.lr_schedules")
     assert importlib.import_module("deepspeed.runtime.lr_schedules") is here
     assert here.__spec__ is not None and here.__spec__.name == here.__name__
-    assert here.WarmupLR is importlib.import_module("triax.engine.optim.lr_schedules").WarmupLR
+    assert here.WarmupLR is importlib.import_module("triax.compat.deepspeed.lr_schedules").WarmupLR
     # A file, and a second path to it.
     assert importlib.import_module("deepspeed.runtime.zero.partition_parameters") is adapter.zero
     assert importlib.import_module("deepspeed") is adapter

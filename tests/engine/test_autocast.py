@@ -191,7 +191,8 @@ def test_a_split_backward_is_plain_autocasts(ranks: Any, shape: Any, schedule: s
 
 def deferred_on_rank() -> list[int]:
     """Number of queued weight gradients after each pass: split or not, autocast or not."""
-    from triax.pipe.backward import Deferred, SplitBackward
+    from triax.base.deferred import Deferred
+    from triax.pipe.backward import SplitBackward, deferring
 
     found = []
     for enabled in (False, True):
@@ -201,7 +202,7 @@ def deferred_on_rank() -> list[int]:
         deferred = Deferred()
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled), SplitBackward(deferred):
             out = net(table(torch.tensor([0, 1])).view(2, 2, 4, 4)).float().square().sum()
-        with deferred.backward():
+        with deferring(deferred):
             out.backward()
         found.append(sum(map(len, deferred._queue.values())))
         assert all(p.grad is None for p in (*net.parameters(), *table.parameters()))

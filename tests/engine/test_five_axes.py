@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 import triax
 from triax.grid import Grid
+from triax.grid.comm.regions import gather_reduce_scatter, reduce_scatter_gather
 from triax.grid.layout import Layout, layout_of
 from triax.grid.randomness.random import Normal, sharded_parameter
 from triax.grid.ranges import split
 from triax.pipe.spec import LayerSpec
 from triax.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
-from triax.tensor_parallel.regions import gather_reduce_scatter, reduce_scatter_gather
 
 WIDTH, EXPERTS, ROWS, LENGTH = 6, 4, 8, 4
 GRIDS = [  # pipe, data, context, tensor, expert

@@ -22,7 +22,7 @@ from triax.base.errors import ConfigError
 from triax.train.data import open_data
 from triax.train.job import Job, resolve
 from triax.train.loop import train
-from triax.train.schema import TrainingFile
+from triax.train.sections import TrainingFile
 from triax.train.start import make_job
 
 from paths import EXAMPLES

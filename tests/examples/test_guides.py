@@ -38,9 +38,10 @@ from triax.grid.environment import read_environment
 from triax.options import table as tables
 from triax.pipe.schedules.registry import RECIPES
 from triax.train.file import read_training_file
-from triax.train.job import model_config, resolve
+from triax.train.job import resolve
 from triax.train.loop import TrainingRun, train
-from triax.train.schema import ModelSection, TrainingFile
+from triax.train.model_choice import model_config
+from triax.train.sections import ModelSection, TrainingFile
 
 from paths import DOCS, ROOT
 from processes import TRIAX, free_port, program, started

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from triax.train.file import read_training_file
-from triax.train.job import model_config
+from triax.train.model_choice import model_config
 
 from paths import EXAMPLES, ROOT
 from processes import program

@@ -16,8 +16,8 @@ import triax
 from triax import Topology
 from triax.compat.deepspeed import PipelineModule
 from triax.compat.deepspeed.from_config import read_config
+from triax.compat.deepspeed.lr_schedules import WarmupLR
 from triax.data.dataloader import make_loader
-from triax.engine.optim.lr_schedules import WarmupLR
 from triax.grid import Grid
 
 from paths import EXAMPLES

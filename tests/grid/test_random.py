@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from triax.base.seeds import derive
 from triax.grid.comm.axis import Axis
 from triax.grid.layout import Layout
 from triax.grid.randomness.random import (
@@ -21,7 +22,6 @@ from triax.grid.randomness.random import (
     DropoutState,
     Normal,
     Uniform,
-    derive,
     initialize,
     seeded,
     sharded_parameter,

@@ -44,6 +44,7 @@ from triax.compat.deepspeed.config.optimizer_names import NAMES as OPTIMIZER_NAM
 from triax.compat.deepspeed.config.table import keys
 from triax.compat.deepspeed.config.to_options import batch_sizes, notes_of
 from triax.compat.deepspeed.from_config import read_config, resolve_config
+from triax.compat.deepspeed.lr_schedules import VALID_LR_SCHEDULES
 from triax.engine.optim import optimizers, schedulers
 from triax.pipe.schedules.choose import NAMES
 from triax.testing.pool import slowdown
@@ -108,7 +109,7 @@ def draw(choose: random.Random) -> dict[str, Any]:
         if kind < 0.12:
             config["optimizer"] = _named(choose, OPTIMIZERS, _optimizer_class)
         elif kind < 0.22 and not friendly:
-            config["scheduler"] = _named(choose, [*schedulers.known()], lambda name: schedulers.known().get(name))
+            config["scheduler"] = _named(choose, schedulers.names(), schedulers.class_of)
         else:
             key = choose.choice(names)
             if kind < 0.3 and not friendly:
@@ -121,7 +122,7 @@ def draw(choose: random.Random) -> dict[str, Any]:
         params = {"lr": choose.choice((0.1, 1e-3, 0))} | ({"weight_decay": 0.1} if choose.random() < 0.5 else {})
         config["optimizer"] = {"type": choose.choice(OPTIMIZERS), "params": params}
     if friendly and choose.random() < 0.2:
-        config["scheduler"] = {"type": choose.choice([*schedulers.OWN]), "params": choose.choice(SCHEDULES)}
+        config["scheduler"] = {"type": choose.choice(VALID_LR_SCHEDULES), "params": choose.choice(SCHEDULES)}
     return config
 
 

@@ -39,7 +39,8 @@ from triax.options.base import hints_of
 from triax.options.table import rows
 from triax.train.file import read_training_file, short_forms
 from triax.train.loop import train
-from triax.train.schema import TrainingFile
+from triax.train.older_keys import new_name
+from triax.train.sections import TrainingFile
 from triax.train.start import make_job
 
 from fuzz_config import LIMIT, LONGEST, STRANGE, Verdict, limit, put, quiet, raw, right_value
@@ -457,7 +458,7 @@ def _unnoticed(path: Path, text: str | bytes, file: TrainingFile, base: str) -> 
     with contextlib.suppress(yaml.YAMLError, ValueError):
         for key, value in _leaves(yaml.safe_load(text), ()):
             held: Any = dump
-            for part in key:
+            for part in new_name(".".join(key)).split("."):
                 held = held.get(part, KeyError) if isinstance(held, dict) else KeyError
             if isinstance(held, dict) and not isinstance(value, dict) and ".".join(key) in SHORT:
                 held = held[SHORT[".".join(key)]]

@@ -30,7 +30,6 @@ import triax
 from triax import Grid, PipelineModule
 from triax.models.huggingface.config import from_hf
 from triax.models.huggingface.families import FAMILIES
-from triax.models.huggingface.load import LAYERS
 from triax.testing.check import check
 from triax.train.methods import distill_loss, grpo_loss, kto_loss, preference_loss, reward_layers, reward_loss
 from triax.train.model import loss_for
@@ -72,7 +71,7 @@ def settings(kind: str) -> dict[str, Any]:
 def build(kind: str, method: str, config: dict[str, Any], grid: Grid) -> PipelineModule:
     """The model of a cell."""
     model = from_hf(config, Path(f"{kind}/config.json"))
-    layers = LAYERS[type(model)](model)
+    layers = model.layers()
     losses: dict[str, Callable[[], Any]] = {
         "dpo": lambda: preference_loss(grid, model.vocab_size),
         "kto": lambda: kto_loss(grid, model.vocab_size),

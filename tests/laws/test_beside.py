@@ -65,7 +65,7 @@ for gone in [parts] if sys.argv[3] == "all" else [[part] for part in parts]:
     shutil.copytree(kept, HERE)
 """
 # Their packages are extras, which they import at their tops (REACHED_LATE of test_imports.py).
-EXTRA = ("compat/huggingface/arguments.py", "compat/huggingface/trainer.py", "compat/lm_eval.py")
+EXTRA = ("compat/huggingface/training_arguments.py", "compat/huggingface/trainer.py", "compat/lm_eval.py")
 
 
 @pytest.mark.parametrize("deleted", ["all", pytest.param("each", marks=pytest.mark.exhaustive)])

@@ -20,7 +20,7 @@ import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.base.errors import ConfigError
 from triax.grid.agreement.hang_watch import timed_out, with_timeout
-from triax.grid.comm.equality import same
+from triax.grid.comm.equal_facts import same
 from triax.grid.launcher.launch import Outcome, outcome_of
 
 from paths import ROOT

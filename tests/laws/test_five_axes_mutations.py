@@ -34,7 +34,7 @@ from triax.moe.dispatch import Dispatch, _RowExchange
 from triax.moe.layer import MoE
 from triax.zero.bucket import Bucket
 from triax.zero.data_axis import ZeroDataAxis
-from triax.zero.norm import clip_factor
+from triax.zero.gradient_norm import clip_factor
 
 from five_axes import CLIP, Found, Job, Place, differences, run
 
@@ -270,7 +270,7 @@ MUTATIONS = {
         replaced(Bucket, "sum", not_summed), ROUTED, REPLICAS
     ),
     "expert gradients are divided by another weight": Mutation(
-        replaced(Bucket, "reduce", of_another_weight), ROUTED, EXPERT
+        replaced(Bucket, "start_reduction", of_another_weight), ROUTED, EXPERT
     ),
     "expert gradients of parts of a sequence are not summed over tensor": Mutation(
         replaced(moe_layer, "Experts", not_partial), ROUTED, SEQUENCE

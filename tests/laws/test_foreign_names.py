@@ -23,14 +23,13 @@ COMMANDS = "a command that takes that library's files, options or scripts"
 MEASURED = "published measurements of that library"
 ALLOWED = {
     "models/huggingface/adapters.py": "keys of PEFT's settings that name another library",
-    "train/job.py": "the section deepspeed: of the training file",
-    "train/schema.py": "the section deepspeed: of the training file",
+    "train/engine_options.py": "the section deepspeed: of the training file",
+    "train/sections.py": "the section deepspeed: of the training file",
     "cli/checkpoint.py": COMMANDS,
     "cli/config.py": COMMANDS,
     "grid/launcher/launch.py": "the advice when a script imports deepspeed, which is not installed",
     "plugins/plan/machine.py": MEASURED,
-    "engine/monitor/trace/merge.py": SOURCES,
-    "engine/optim/lr_schedules.py": SOURCES,
+    "engine/monitor/trace/merge_timelines.py": SOURCES,
     "grid/randomness/random_states.py": SOURCES,
 }
 

@@ -50,7 +50,7 @@ EXTRAS = {
 }
 # Subclasses of an extra's import it at their top; the front door alone imports them, when they are asked for.
 REACHED_LATE = (
-    *("compat/huggingface/arguments.py", "compat/huggingface/trainer.py", "compat/lm_eval.py"),
+    *("compat/huggingface/training_arguments.py", "compat/huggingface/trainer.py", "compat/lm_eval.py"),
     *("testing/plugin.py", "testing/strategies.py"),  # pytest's plugin, and what needs hypothesis
 )
 # The one context of an adapter whose API is global.
@@ -58,7 +58,12 @@ CONTEXTS = ("compat/horovod/context.py",)
 UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 # Engine's constructor returns one of its two kinds, which its overloads name for checkers of types.
 RETURNED = {"engine/base.py": ("engine/module_engine.py", "engine/pipeline_engine.py")}
-_LAUNCHER = ("grid/launcher/launch.py", "grid/launcher/run.py", "grid/launcher/replicas.py", "grid/launcher/worker.py")
+_LAUNCHER = (
+    "grid/launcher/launch.py",
+    "grid/launcher/run.py",
+    "grid/launcher/replica_jobs.py",
+    "grid/launcher/worker.py",
+)
 # A dry run stands in for a launcher, and sets its variables.
 _DRY_RUN = ("plugins/dry_run/rank.py", "plugins/dry_run/traced_rank.py")
 # So does the pool of ranks for tests. It pickles values between processes that it started itself, through their pipes.

@@ -203,7 +203,7 @@ def test_the_commands_help_imports_no_library_of_a_command(tmp_path: Path) -> No
     """Pydantic and the planner took half of the time of ``triax --help``."""
     script = "import sys, triax.cli.main as m; m.app(['--help'], standalone_mode=False); print(*sorted(sys.modules))"
     done = run(sys.executable, "-c", script, cwd=tmp_path)
-    heavy = {"torch", "numpy", "pydantic", "yaml", "jinja2", "triax.plugins.plan.search", "triax.train.schema"}
+    heavy = {"torch", "numpy", "pydantic", "yaml", "jinja2", "triax.plugins.plan.search", "triax.train.sections"}
     assert "triax.cli.plan" in done.stdout.split() and not heavy & set(done.stdout.split()), done.stderr
 
 

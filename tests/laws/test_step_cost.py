@@ -17,7 +17,7 @@ import triax
 from triax import Grid, PipelineModule
 from triax.zero import ShardedOptimizer
 from triax.zero.flat import LARGE
-from triax.zero.norm import clip_coefficient, clip_factor, square
+from triax.zero.gradient_norm import clip_coefficient, clip_factor, square
 
 from paths import BENCHMARKS
 

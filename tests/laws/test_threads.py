@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from triax.base.threads import BackgroundCall
-from triax.plugins.fault_tolerance import replicas as replicas_file
-from triax.plugins.fault_tolerance import sharded_state
+from triax.plugins.fault_tolerance import sharded_state, state_transfers
 
 from import_reader import library
 from paths import ROOT
@@ -106,7 +105,7 @@ def test_the_error_of_a_call_is_raised_where_it_is_awaited() -> None:
 
 def fail_to_send_whole(engine: Any) -> None:
     """Let the next send of a whole state raise an error that no lost connection raises."""
-    replicas_file.send_state = _planted
+    state_transfers.send_state = _planted
 
 
 def fail_to_send_parts(engine: Any) -> None:

@@ -133,13 +133,13 @@ def test_every_axis_has_the_numbers_of_one_process(
 
 def test_contradicting_settings_are_refused() -> None:
     for changes, said in (
-        ({"alibi": "bloom"}, "alibi is 'bloom'"),
+        ({"alibi": "bloom"}, "alibi = 'bloom'"),
         ({"alibi": "added", "attn_logit_softcapping": 2.0}, "the cap would act on the biases too"),
         ({"qk_norm_after": True}, "needs qk_norm=True"),
-        ({"qk_norm": True, "qk_norm_per_head": True}, "are both True"),
+        ({"qk_norm": True, "qk_norm_per_head": True}, "qk_norm is True and qk_norm_per_head is True"),
         ({"query_pre_attn_scalar": 3.0, "attention_multiplier": 0.2}, "both are factors of the scores"),
         ({"head_bias": True, "logit_scale": 0.5}, "which a head with a bias lacks"),
-        ({"norm": "layernorm"}, "norm is 'layernorm'"),
+        ({"norm": "layernorm"}, "norm = 'layernorm'"),
     ):
         with pytest.raises(ValueError, match=said):
             replace(_BASE, **changes)

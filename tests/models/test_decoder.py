@@ -13,9 +13,9 @@ import torch
 import triax
 from triax import Grid, PipelineModule
 from triax.models import DecoderConfig, decoder_layers
-from triax.models.config import CONFIGS, GPTConfig, LlamaConfig, config_from_fields
+from triax.models.config import CONFIGS, AnyDecoderConfig, GPTConfig, LlamaConfig, config_from_fields
 from triax.models.layers import NextTokenLoss
-from triax.plugins.plan.layers import layers_of
+from triax.plugins.plan.layer_shapes import layers_of
 
 from training import Step, assert_steps_equal, microbatches, text_batches, train
 
@@ -28,7 +28,7 @@ _SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
 }
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "moe_intermediate_size": 12, "mlp_only_layers": (1,)}
-MODELS: dict[str, DecoderConfig] = {
+MODELS: dict[str, AnyDecoderConfig] = {
     "a GPT with experts and a window": GPTConfig(**_SIZES, **_EXPERTS, gated=True, hidden_act="silu", sliding_window=3),
     "norms on both sides of experts": DecoderConfig(
         **_SIZES, **_EXPERTS, intermediate_size=24, norm="rms_offset", norm_place="both", scale_embedding=True
@@ -102,7 +102,7 @@ def test_a_configuration_is_made_again_from_text_and_fields() -> None:
     [
         (lambda: LlamaConfig(fused_qkv=True, num_key_value_heads=8), ("num_key_value_heads is 8", "32")),
         (lambda: GPTConfig(num_experts=4), ("num_experts is 4", "gated=False", "'gelu_new'")),
-        (lambda: GPTConfig(num_key_value_heads=4), ("num_key_value_heads",)),
+        (lambda: GPTConfig(num_key_value_heads=4), ("num_key_value_heads",)),  # type: ignore[call-arg]
         (lambda: LlamaConfig(num_experts=2, num_experts_per_tok=3), ("num_experts_per_tok is 3", "2 experts")),
         (lambda: decoder_layers(LlamaConfig(), capacity=1.0), ("capacity", "experts")),
     ],

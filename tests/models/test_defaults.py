@@ -268,7 +268,7 @@ def test_a_window_that_is_asked_for_and_switched_off_is_refused() -> None:
 
 
 def test_a_divisor_of_the_scores_that_is_not_positive_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"config.json: query_pre_attn_scalar is -1\. Give a number above 0"):
+    with pytest.raises(ValueError, match=r"config.json: query_pre_attn_scalar = -1: give a number above 0"):
         from_hf(whole("gemma3_text") | {"query_pre_attn_scalar": -1})
 
 

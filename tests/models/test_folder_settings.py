@@ -68,10 +68,10 @@ def by_load_hf(folder: Path, out: Path) -> None:
 
 
 def by_filling(folder: Path, out: Path) -> None:
-    from triax.models.huggingface.load import LAYERS, config_from_hf
+    from triax.models.huggingface.load import config_from_hf
 
     config = config_from_hf(folder)
-    save_hf(load_hf(folder, PipelineModule(LAYERS[type(config)](config), grid=Grid())), out)
+    save_hf(load_hf(folder, PipelineModule(config.layers(), grid=Grid())), out)
 
 
 def by_hf_layers(folder: Path, out: Path) -> None:

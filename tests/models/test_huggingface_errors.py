@@ -226,11 +226,11 @@ def failures(folder: str, out: str) -> list[str]:
         if name == "transformer.h.1.mlp.c_fc.weight":
             raise OSError("no space left")
 
-    plain, hf_write.FolderWriter.write = hf_write.FolderWriter.write, full  # type: ignore[method-assign]
+    plain, hf_write.FolderWriter.write_tensor = hf_write.FolderWriter.write_tensor, full  # type: ignore[method-assign]
     try:
         hear(lambda: save_hf(model, out))
     finally:
-        hf_write.FolderWriter.write = plain  # type: ignore[method-assign]
+        hf_write.FolderWriter.write_tensor = plain  # type: ignore[method-assign]
     if grid.rank == 1:
         model.layers.register_parameter("stray", nn.Parameter(torch.ones(2)))
     hear(lambda: load_hf(folder, model))

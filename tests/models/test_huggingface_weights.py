@@ -70,7 +70,7 @@ def logits_from(engine: triax.PipelineEngine, ids: Tensor) -> Tensor:
 def there_and_back(sizes: Sizes, folder: str, ids: Tensor, stage: int, out: str) -> dict[str, Any]:
     """Load, count what was read, run, save."""
     read = 0
-    plain = hf_read._Folder.read
+    plain = hf_read._Folder.read_slice
 
     def counted(self: Any, name: str, part: tuple[slice, ...]) -> Tensor:
         nonlocal read
@@ -78,13 +78,13 @@ def there_and_back(sizes: Sizes, folder: str, ids: Tensor, stage: int, out: str)
         read += tensor.numel() * tensor.element_size()
         return tensor
 
-    hf_read._Folder.read = counted  # type: ignore[method-assign]
+    hf_read._Folder.read_slice = counted  # type: ignore[method-assign]
     try:
         model = pipeline(sizes, load_hf(folder), config_from_hf(folder).vocab_size, device="meta")
         share = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
         engine = engine_of(model, stage)
     finally:
-        hf_read._Folder.read = plain  # type: ignore[method-assign]
+        hf_read._Folder.read_slice = plain  # type: ignore[method-assign]
     logits = logits_from(engine, ids)
     save_hf(engine, out, max_file_bytes=20_000)
     return {"read": read, "share": share, "logits": logits}

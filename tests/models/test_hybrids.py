@@ -17,7 +17,7 @@ from triax.models.config import DecoderConfig, config_from_fields
 from triax.models.decoder import decoder_layers
 from triax.models.layers import NextTokenLoss
 from triax.models.recurrent.sizes import DeltaNetSizes, Mamba2Sizes
-from triax.plugins.plan.layers import layers_of
+from triax.plugins.plan.layer_shapes import layers_of
 
 VOCABULARY, ROWS = 37, 4
 _COMMON: dict[str, Any] = {
@@ -334,7 +334,7 @@ def test_what_does_not_fit_is_refused() -> None:
         replace(DELTA, layer_types=("mlp", FULL, LINEAR))
     with pytest.raises(ValueError, match="one_branch is True with layer_types"):
         replace(MAMBA, norm_place="after")
-    with pytest.raises(ValueError, match="which one_branch=True cannot have"):
+    with pytest.raises(ValueError, match="a block with experts has two branches"):
         replace(MAMBA, num_experts=4)
     with pytest.raises(ValueError, match="has 6 heads, which 4 does not divide"):
         Mamba2Sizes(6, 4, 5, n_groups=4)

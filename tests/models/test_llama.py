@@ -296,7 +296,7 @@ def test_the_list_of_layers_and_names() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_hidden_layers": 0}, "num_hidden_layers is 0. Give at least 1"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0: give 1 or more"),
         (
             {"hidden_size": 100, "num_attention_heads": 16},
             "num_attention_heads=16 does not divide hidden_size=100. Give, for example, hidden_size=96, or give",
@@ -309,7 +309,7 @@ def test_the_list_of_layers_and_names() -> None:
             {"hidden_size": 24, "num_attention_heads": 8},
             "head_dim is 3, but rotary positions need pairs. Give an even number",
         ),
-        ({"dropout": 1.0}, r"dropout is 1.0. Give a probability in \[0, 1\)"),
+        ({"dropout": 1.0}, "dropout = 1.0: give a number below 1"),
     ],
 )
 def test_a_config_that_cannot_be(changes: dict[str, Any], message: str) -> None:

@@ -25,7 +25,7 @@ from triax.models.huggingface import reader
 from triax.models.huggingface.config import INDEXED, entries, from_hf, read_config, text_part, to_hf
 from triax.models.huggingface.export import export
 from triax.models.huggingface.families import FAMILIES, WRAPPERS
-from triax.models.huggingface.load import LAYERS, config_from_hf, load_hf
+from triax.models.huggingface.load import config_from_hf, load_hf
 from triax.models.huggingface.names import expand
 from triax.models.huggingface.save import save_hf, wrapping
 from triax.models.layers import NextTokenLoss
@@ -98,7 +98,7 @@ def run(cells: list[Cell], folder: str) -> list[dict[str, Any]]:
 def train(cell: Cell, folder: str, out: str) -> dict[str, Any]:
     """Load, count what was read, run, save, and train a step."""
     read = 0
-    plain = reader._Folder.read
+    plain = reader._Folder.read_slice
 
     def counted(self: Any, name: str, part: tuple[slice, ...]) -> Tensor:
         nonlocal read
@@ -108,12 +108,12 @@ def train(cell: Cell, folder: str, out: str) -> dict[str, Any]:
 
     grid = Grid(cell.pipe, cell.data, cell.tensor, context=cell.context, expert=cell.expert)
     config = config_from_hf(folder)
-    layers = LAYERS[type(config)](config, cell.sequence_parallel, cell.kind)
+    layers = config.layers(sequence_parallel=cell.sequence_parallel, attention=cell.kind)
 
     def logits_of(x: Tensor) -> Tensor:
         return gather(gather_logits(x, grid=grid, vocab_size=VOCABULARY), grid.context, LENGTH)
 
-    reader._Folder.read = counted  # type: ignore[method-assign]
+    reader._Folder.read_slice = counted  # type: ignore[method-assign]
     try:
         model = triax.PipelineModule(
             load_hf(folder, layers),
@@ -133,7 +133,7 @@ def train(cell: Cell, folder: str, out: str) -> dict[str, Any]:
         }
         engine, *_ = triax.initialize(model=model, config=settings)
     finally:
-        reader._Folder.read = plain  # type: ignore[method-assign]
+        reader._Folder.read_slice = plain  # type: ignore[method-assign]
     ids, labels = batch()
     each = ROWS // cell.data
     mine = slice(grid.data.rank * each, (grid.data.rank + 1) * each)
@@ -177,7 +177,7 @@ def check(ranks: Any, folder: Path, cells: list[Cell]) -> None:
         assert found[0]["loss"] == pytest.approx(loss, rel=1e-10), cell
         # The gradients by their names, through the tables that save_hf uses.
         written: Any = transformers.AutoModelForCausalLM.from_config(make(cell.case).config).double()
-        layers = LAYERS[type(config_from_hf(written))](config_from_hf(written))
+        layers = config_from_hf(written).layers()
         model = triax.PipelineModule(layers, grid=Grid(), dtype=torch.float64)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
@@ -255,7 +255,7 @@ def test_configurations_there_and_back(case: str) -> None:
     config = config_from_hf(make(case))
     assert from_hf(to_hf(config)) == config
     with torch.device("meta"):
-        model = triax.PipelineModule(LAYERS[type(config)](config), grid=Grid(), device="meta")
+        model = triax.PipelineModule(config.layers(), grid=Grid(), device="meta")
     assert sum(parameter.numel() for parameter in model.parameters()) == config.parameter_count
 
 
@@ -440,14 +440,14 @@ def of(case: str, **keys: Any) -> Any:
         (lambda: replace(CONFIG, num_experts_per_tok=5), "num_experts_per_tok is 5, but there are 4 experts"),
         (lambda: replace(CONFIG, decoder_sparse_step=3), "no block of 2 has experts"),
         (lambda: replace(CONFIG, mlp_only_layers=(2,)), "mlp_only_layers has 2, but the blocks are 0 to 1"),
-        (lambda: replace(CONFIG, qk_norm=True, qk_norm_all_heads=True), "qk_norm and qk_norm_all_heads"),
-        (lambda: replace(CONFIG, clip_qkv=0.0), "clip_qkv is 0.0"),
-        (lambda: replace(CONFIG, router_aux_loss_coef=-1.0), "router_aux_loss_coef is -1.0"),
+        (lambda: replace(CONFIG, qk_norm=True, qk_norm_all_heads=True), "qk_norm is True and qk_norm_all_heads"),
+        (lambda: replace(CONFIG, clip_qkv=0.0), "clip_qkv = 0.0"),
+        (lambda: replace(CONFIG, router_aux_loss_coef=-1.0), "router_aux_loss_coef = -1.0"),
         (lambda: replace(DEEPSEEK, topk_group=5), "topk_group=5 of n_group=4"),
         (lambda: replace(DEEPSEEK, first_k_dense_replace=2), "first_k_dense_replace is 2, but there are 2"),
         (lambda: replace(DEEPSEEK, qk_rope_head_dim=3), "qk_rope_head_dim is 3"),
-        (lambda: replace(DEEPSEEK, scoring_func="max"), "scoring_func is 'max'"),
-        (lambda: replace(DEEPSEEK, q_lora_rank=0), "q_lora_rank is 0"),
+        (lambda: replace(DEEPSEEK, scoring_func="max"), "scoring_func = 'max'"),  # type: ignore[arg-type]
+        (lambda: replace(DEEPSEEK, q_lora_rank=0), "q_lora_rank = 0"),
         (lambda: replace(DEEPSEEK, sliding_window=4), "sliding_window is 4"),
         (lambda: YarnScaling(factor=0.5), "factor is 0.5"),
         (lambda: YarnScaling(beta_slow=40.0), "beta_slow is 40.0"),
@@ -458,12 +458,12 @@ def of(case: str, **keys: Any) -> Any:
         (lambda: to_hf(replace(CONFIG, qk_norm_all_heads=True, sliding_window=4)), "Olmoe has no sliding_window"),
         (lambda: to_hf(replace(DEEPSEEK, scoring_func="softmax")), "DeepseekV2 has no norm_topk_prob=True"),
         (lambda: replace(CONFIG, n_group=3), "num_experts=4 cannot be chosen from topk_group=1 of n_group=3"),
-        (lambda: replace(CONFIG, scoring_func="max"), "scoring_func is 'max'"),
-        (lambda: replace(CONFIG, swiglu_limit=-1.0), "swiglu_limit is -1.0"),
-        (lambda: replace(CONFIG, swiglu_limit=7.0, shared_expert_intermediate_size=8), "swiglu_limit is 7.0, which"),
-        (lambda: replace(CONFIG, moe_bias=True, shared_expert_intermediate_size=8), "moe_bias is True, which experts"),
-        (lambda: replace(CONFIG, shared_expert_intermediate_size=-8), "shared_expert_intermediate_size is -8"),
-        (lambda: replace(CONFIG, attention_chunk_size=0), "attention_chunk_size is 0"),
+        (lambda: replace(CONFIG, scoring_func="max"), "scoring_func = 'max'"),  # type: ignore[arg-type]
+        (lambda: replace(CONFIG, swiglu_limit=-1.0), "swiglu_limit = -1.0"),
+        (lambda: replace(CONFIG, swiglu_limit=7.0, shared_expert_intermediate_size=8), "swiglu_limit is 7.0 and"),
+        (lambda: replace(CONFIG, moe_bias=True, shared_expert_intermediate_size=8), "moe_bias is True and"),
+        (lambda: replace(CONFIG, shared_expert_intermediate_size=-8), "shared_expert_intermediate_size = -8"),
+        (lambda: replace(CONFIG, attention_chunk_size=0), "attention_chunk_size = 0"),
         (lambda: replace(CONFIG, attention_chunk_size=8, sliding_window=4), "sliding_window is 4 and attention_chunk"),
         (lambda: replace(CONFIG, layer_types=("chunked_attention", "full_attention")), "attention_chunk_size is None"),
         (lambda: of("minimax_m2", output_router_logits=True), "minimax_m2 with output_router_logits=True"),
@@ -551,7 +551,7 @@ def test_a_checkpoint_is_exported(tmp_path: Path, config: Any) -> None:
     import transformers
 
     config = config_from_hf(make(config)) if isinstance(config, str) else config
-    layers = LAYERS[type(config)](config, balance="batch")
+    layers = config.layers(balance="batch")
     model = triax.PipelineModule(layers, grid=Grid()).eval()
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):

@@ -19,7 +19,7 @@ from triax import Grid
 from triax.models import MTPLoss, deepseek_layers
 from triax.models.config import DeepseekConfig
 from triax.models.huggingface.load import config_from_hf
-from triax.plugins.plan.layers import layers_of
+from triax.plugins.plan.layer_shapes import layers_of
 
 import mtp_reference
 from exact_norms import exact

@@ -76,7 +76,7 @@ def test_any_part_is_that_part_of_the_whole(tmp_path: Path) -> None:
             assert source.shapes[name] == tensor.shape
             for inputs in (slice(0, 64), slice(32, 64), slice(7, 39), slice(40, 41)):
                 part = (slice(1, 3), inputs, slice(10, 50))
-                assert torch.equal(source.read(name, part).double(), tensor[part])
+                assert torch.equal(source.read_slice(name, part).double(), tensor[part])
 
 
 def logits(sizes: dict[str, Any], shard_tensor: bool, folder: str) -> Tensor:

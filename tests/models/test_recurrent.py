@@ -18,6 +18,7 @@ from triax.models.recurrent import mixer
 from triax.models.recurrent.delta_net import GatedDeltaNet
 from triax.models.recurrent.delta_rule import delta_rule
 from triax.models.recurrent.mamba2 import Mamba2
+from triax.models.recurrent.sizes import DeltaNetSizes, Mamba2Sizes
 from triax.models.recurrent.state_space import state_space
 
 from exact_norms import exact
@@ -106,9 +107,9 @@ def theirs_mamba(**changes: Any) -> tuple[Any, dict[str, Any]]:
 
     sizes = {"mamba_num_heads": 6, "mamba_head_dim": 5, "ssm_state_size": 7, "n_groups": 2, "chunk_size": 8} | changes
     config = transformers.NemotronHConfig(hidden_size=16, layers_block_type=["linear_attention"], **sizes)
-    arguments = {"heads": 6, "head_dim": 5, "groups": config.n_groups, "state": 7, "eps": config.layer_norm_epsilon}
-    arguments |= {"conv_bias": config.use_conv_bias, "bias": config.use_bias, "step_min": config.time_step_min}
-    return NemotronHMamba2Mixer(config, 0), arguments
+    biases = config.use_conv_bias, config.use_bias
+    ours = Mamba2Sizes(6, 5, 7, config.n_groups, 4, *biases, time_step_min=config.time_step_min)
+    return NemotronHMamba2Mixer(config, 0), {"sizes": ours, "eps": config.layer_norm_epsilon}
 
 
 def theirs_delta(**changes: Any) -> tuple[Any, dict[str, Any]]:
@@ -119,8 +120,8 @@ def theirs_delta(**changes: Any) -> tuple[Any, dict[str, Any]]:
     sizes |= {"linear_key_head_dim": 6, "linear_value_head_dim": 5}
     types = ["linear_attention"]
     config = transformers.Qwen3NextConfig(hidden_size=16, num_hidden_layers=1, layer_types=types, **sizes)
-    arguments = {"heads": 4, "head_dim": 5, "key_heads": config.linear_num_key_heads, "key_dim": 6}
-    return Qwen3NextGatedDeltaNet(config, 0), arguments | {"eps": config.rms_norm_eps}
+    ours = DeltaNetSizes(4, 5, config.linear_num_key_heads, 6)
+    return Qwen3NextGatedDeltaNet(config, 0), {"sizes": ours, "eps": config.rms_norm_eps}
 
 
 def ours_of(kind: str, tensors: dict[str, Tensor], groups: int) -> dict[str, Tensor]:
@@ -163,7 +164,7 @@ def test_layers_are_transformers_modules(case: str) -> None:
         parameter.data += 0.3 * torch.randn_like(parameter)
     make: Any = Mamba2 if kind == "mamba" else GatedDeltaNet
     ours: nn.Module = make(16, **arguments, grid=Grid(), init=Normal(1.0), out_init=Normal(1.0)).double()
-    groups = arguments["groups" if kind == "mamba" else "key_heads"]
+    groups = arguments["sizes"].groups
     ours.load_state_dict(ours_of(kind, dict(theirs.named_parameters()), groups))
     x = torch.randn(2, mixer.CHUNK + 13, 16).double()
     inputs = [x.clone().requires_grad_() for _ in range(2)]

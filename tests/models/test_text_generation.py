@@ -15,7 +15,6 @@ from triax.cli.main import app
 from triax.data.byte_tokenizer import ByteTokenizer
 from triax.models.huggingface.config import from_hf
 from triax.models.huggingface.folder_settings import settings_with_end
-from triax.models.huggingface.load import LAYERS
 
 from proved import settings
 from toy_families import DENSE, HYBRIDS, MIXTURES
@@ -31,7 +30,7 @@ def export(family: str, folder: Path) -> None:
     Weights of its blocks are large, so that with a tied output layer a token is not followed by itself.
     """
     config = from_hf(settings(family) | {"vocab_size": 256}, Path(f"{family}/config.json"))
-    module: Any = triax.PipelineModule(LAYERS[type(config)](config), seed=3)
+    module: Any = triax.PipelineModule(config.layers(), seed=3)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.mul_(1 if name.startswith("layers.0.") or parameter.dim() < 2 else 16)

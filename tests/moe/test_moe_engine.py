@@ -13,18 +13,19 @@ import torch
 from torch import Tensor, nn
 
 import triax
+from triax.base.deferred import Deferred
 from triax.engine.auxiliary_steps import AuxiliarySteps
 from triax.engine.monitor.report.write import write_report
 from triax.grid import Grid
 from triax.grid.auxiliary import AuxiliaryLosses
+from triax.grid.comm.regions import gather_split
 from triax.grid.layout import Layout
 from triax.grid.randomness.random import Normal, sharded_parameter
 from triax.grid.ranges import split
 from triax.moe import GEGLU, GELU, Activation, MoE, ReLU, SwiGLU
 from triax.moe.grouped import Groups, grouped_linear, grouped_mlp
-from triax.pipe.backward import Deferred, SplitBackward
+from triax.pipe.backward import SplitBackward, deferring
 from triax.pipe.spec import LayerSpec
-from triax.tensor_parallel.regions import gather_split
 
 from moe_reference import reference
 
@@ -273,7 +274,7 @@ def test_the_weight_gradients_of_experts_can_be_deferred() -> None:
     deferred = Deferred()
     with SplitBackward(deferred):
         y = grouped_linear(x, weight, groups)
-    with deferred.backward():
+    with deferring(deferred):
         y.backward(dy)
     assert weight.grad is None and x.grad is not None and torch.equal(x.grad, wanted[0])
     done: list[Tensor] = []
@@ -300,7 +301,7 @@ def test_the_mlp_of_experts_is_two_products_and_can_be_deferred(kind: Activation
     deferred = Deferred()
     with SplitBackward(deferred):
         y = grouped_mlp(x, first, last, groups, kind)
-    with deferred.backward():
+    with deferring(deferred):
         y.backward(dy)
     assert first.grad is None and last.grad is None
     deferred.run(lambda parameter: None, lambda parameter: None)
@@ -401,7 +402,7 @@ def test_an_expert_that_starves_is_named_once(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.WARNING, "triax"):
         for _ in range(120):
             layer.loads = torch.tensor([60, 30, 28, 2])
-            steps.end(grid, steps.collect(grid.device), 1.0, skipped=False, report=True)
+            steps.end(grid, steps.local_sums(grid.device), 1.0, skipped=False, report=True)
     (line,) = caplog.messages
     assert line.startswith(
         "expert 3 of layers.1.moe starves: in each of the last 100 steps it was given less than 10 %"

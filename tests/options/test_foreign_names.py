@@ -16,7 +16,7 @@ from triax.options import foreign_names
 from triax.options.table import rows
 from triax.plugins.plan.machine import machine
 from triax.train.file import read_training_file
-from triax.train.schema import TrainingFile
+from triax.train.sections import TrainingFile
 
 RUN = "model: {preset: bytes-tiny}\ndata: tokens\nbatch: 2\ntraining: {steps: 2}\n"
 

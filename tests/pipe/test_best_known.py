@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from triax.pipe.program.simulate import Costs, peak_activations, simulate
+from triax.pipe.program.activations import peak_activations
+from triax.pipe.program.costs import Costs
+from triax.pipe.program.simulate import simulate
 from triax.pipe.program.verify import verify
 from triax.pipe.schedules.registry import RECIPES, named_schedule
 from triax.pipe.schedules.search import Found, find_schedule

@@ -13,10 +13,11 @@ from command_line import run_triax
 from typer.testing import CliRunner
 
 from triax.cli.main import app
+from triax.pipe.program.costs import Costs
 from triax.pipe.program.critical import CriticalPath, explain
 from triax.pipe.program.ops import Op
 from triax.pipe.program.schedule import Schedule
-from triax.pipe.program.simulate import Costs, simulate
+from triax.pipe.program.simulate import simulate
 from triax.pipe.schedules.choose import make_schedule
 
 from paths import DOCS

@@ -13,11 +13,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from triax.cli.main import app
+from triax.pipe.program.costs import Costs
 from triax.pipe.program.draw import chrome_trace, picture, text
 from triax.pipe.program.offload import offload_pass
 from triax.pipe.program.ops import Op
 from triax.pipe.program.schedule import Schedule
-from triax.pipe.program.simulate import Costs, timeline_of
+from triax.pipe.program.simulate import timeline_of
 from triax.pipe.program.timeline import Span, Timeline
 from triax.pipe.schedules.choose import make_schedule
 from triax.pipe.schedules.registry import RECIPES

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid, LayerSpec, PipelineModule, TiedLayerSpec, make_schedule, simulate
-from triax.pipe.backward import Deferred, SplitBackward
+from triax.base.deferred import Deferred
+from triax.pipe.backward import SplitBackward, deferring
 
 from toys import summed_loss
 
@@ -241,7 +242,7 @@ def pipelined(name: str, pipe: int, schedule: str, ragged: bool, stage: int, **k
     for _ in range(2):
         loss = engine.train_batch(pairs).item()
         found.append((loss, engine.gather("gradients"), engine.get_global_grad_norm()))
-    return found, engine.gather(), engine.executor.peak
+    return found, engine.gather(), engine.executor.last_run.peak
 
 
 def plain(name: str, ragged: bool) -> Any:
@@ -332,7 +333,7 @@ def test_a_split_linear_keeps_what_f_linear_keeps() -> None:
         with SplitBackward(deferred) if split else nullcontext():
             y = layer(x)
         x.mul_(2.0)
-        with deferred.backward():
+        with deferring(deferred):
             (y.sum() + x.sum()).backward()
         deferred.run(lambda parameter: None, lambda parameter: None)
         return [parameter.grad for parameter in parameters if parameter.grad is not None]

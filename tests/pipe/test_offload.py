@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 import triax
 from triax import Costs, Grid, LayerSpec, PipelineModule, make_schedule, simulate, verify
 from triax.cli.main import app
+from triax.engine.setup.asked_schedule import schedule_of
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.pipe.program.critical import CriticalPath
 from triax.pipe.program.deadlock import ScheduleError
@@ -33,7 +34,7 @@ from triax.pipe.program.ops import Op
 from triax.pipe.program.passes import lower
 from triax.pipe.program.recompute_pass import recompute_pass
 from triax.pipe.program.schedule import Schedule
-from triax.pipe.schedules.choose import schedule_of, write_schedule
+from triax.pipe.schedules.choose import write_schedule
 from triax.pipe.schedules.fitting import find_fitting
 from triax.pipe.schedules.search import find_schedule
 from triax.testing.strategies import schedules
@@ -442,7 +443,7 @@ def test_no_more_bytes_are_held_than_simulated() -> None:
         @contextmanager
         def counted(op: Op, held: list[int] = held, alive: list[Any] = alive) -> Iterator[None]:
             yield
-            kept = engine.executor.held[op.stage, op.microbatch].kept  # noqa: B023
+            kept = engine.executor.last_run.held[op.stage, op.microbatch].kept  # noqa: B023
             if kept is not None:
                 alive.extend(weakref.ref(piece.data) for piece in kept._pieces.values() if piece.data is not None)
             held.append(sum(data.numel() for ref in alive if (data := ref()) is not None))

@@ -21,10 +21,11 @@ from typer.testing import CliRunner
 from triax.base.entry_points import installed
 from triax.base.errors import ConfigError
 from triax.cli.main import app
+from triax.pipe.program.costs import Costs
 from triax.pipe.program.ops import Op
 from triax.pipe.program.placement import loop, zigzag
 from triax.pipe.program.schedule import Schedule
-from triax.pipe.program.simulate import Costs, simulate
+from triax.pipe.program.simulate import simulate
 from triax.pipe.program.verify import verify
 from triax.pipe.program.zero_bubble_log import from_zero_bubble, to_zero_bubble
 from triax.pipe.schedules.choose import (

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from triax.pipe.program.activations import peak_activations
+from triax.pipe.program.costs import Costs
 from triax.pipe.program.deadlock import ScheduleError
 from triax.pipe.program.ops import Op
 from triax.pipe.program.schedule import Schedule
-from triax.pipe.program.simulate import Costs, peak_activations, simulate
+from triax.pipe.program.simulate import simulate
 from triax.pipe.program.verify import verify
 from triax.pipe.schedules.annealing import Problem
 from triax.pipe.schedules.choose import make_schedule

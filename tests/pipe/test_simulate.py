@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from triax.pipe.program.costs import Costs
 from triax.pipe.program.deadlock import ScheduleError
 from triax.pipe.program.ops import Op
 from triax.pipe.program.schedule import Schedule
-from triax.pipe.program.simulate import Costs, simulate, timeline_of
+from triax.pipe.program.simulate import simulate, timeline_of
 from triax.pipe.program.timeline import Timeline
 from triax.pipe.schedules.choose import make_schedule
 from triax.testing.strategies import schedules

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import triax
 from triax import Grid
-from triax.models.config import DecoderConfig, GPTConfig, LlamaConfig
+from triax.models.config import AnyDecoderConfig, GPTConfig, LlamaConfig
 from triax.models.decoder import decoder_layers
 from triax.models.layers import NextTokenLoss
 from triax.options.recomputation import Recomputation
@@ -29,7 +29,7 @@ GPT = GPTConfig.preset("bytes-tiny", num_hidden_layers=4, vocab_size=VOCABULARY)
 
 def engine_of(
     grid: Grid,
-    config: DecoderConfig,
+    config: AnyDecoderConfig,
     schedule: str,
     stage: Any,
     recompute: Recomputation,
@@ -56,7 +56,7 @@ def engine_of(
 
 
 def both(
-    axes: dict[str, Any], config: DecoderConfig, schedule: str, stage: Any, tile: int, shards: bool, **more: Any
+    axes: dict[str, Any], config: AnyDecoderConfig, schedule: str, stage: Any, tile: int, shards: bool, **more: Any
 ) -> list[tuple[float, dict[str, Tensor]]]:
     grid, found = Grid(**axes, timeout=60), []
     size = SAMPLES // (2 * grid.pipe.size * grid.data.size)  # twice as many microbatches as stages
@@ -67,7 +67,7 @@ def both(
     return found
 
 
-CASES: list[tuple[dict[str, int], DecoderConfig, str, int, int, bool, dict[str, Any]]] = [
+CASES: list[tuple[dict[str, int], AnyDecoderConfig, str, int, int, bool, dict[str, Any]]] = [
     ({}, GPT, "1f1b", 0, 5, False, {}),
     ({"pipe": 2}, LLAMA, "zb-h1", 2, 4, False, {}),
     ({"pipe": 2, "data": 2}, LLAMA, "zb-v", 3, 5, False, {"granularity": "full"}),
@@ -81,7 +81,7 @@ CASES: list[tuple[dict[str, int], DecoderConfig, str, int, int, bool, dict[str, 
 def test_tiles_have_the_gradients_of_the_whole(
     ranks: Any,
     axes: dict[str, int],
-    config: DecoderConfig,
+    config: AnyDecoderConfig,
     schedule: str,
     stage: int,
     tile: int,
@@ -96,7 +96,7 @@ def test_tiles_have_the_gradients_of_the_whole(
 
 
 @pytest.mark.parametrize("config", [GPT, LLAMA])
-def test_bytes_are_those_of_the_formula(config: DecoderConfig) -> None:
+def test_bytes_are_those_of_the_formula(config: AnyDecoderConfig) -> None:
     found = {}
     for tile in (None, 4):
         grid = Grid()

@@ -20,7 +20,7 @@ from itertools import pairwise
 from triax.base.formulas import zero_traffic
 from triax.models.config import TransformerConfig
 from triax.pipe.schedules.registry import RECIPES, named_schedule
-from triax.plugins.plan.layers import LayerShape
+from triax.plugins.plan.layer_shapes import LayerShape
 from triax.plugins.plan.memory import ModelMemory, StateOptions
 from triax.plugins.plan.parallel_layout import ParallelLayout
 
@@ -89,7 +89,7 @@ def sent_bytes(
                 layer for stage, at in enumerate(place) if at == rank for layer in range(cuts[stage], cuts[stage + 1])
             ]
             weights = [weight for layer in mine for weight in memory.layers[layer].weights]
-            partial = sum(weight.numel for weight in weights if not weight.sharded(t))
+            partial = sum(weight.numel for weight in weights if not weight.shards_over(t))
         every = layout.zero >= 2 and layout.data > 1
         found[rank]["tensor"] += partial * options.wide * 2 * (t - 1) / t * (count if every else 1)
         for shape, number in buckets.items():

@@ -19,6 +19,7 @@ from triax import Grid, LayerSpec, PipelineModule, TiedLayerSpec
 from triax.context.dropout import dropout
 from triax.context.order import positions, shard
 from triax.grid import Layout
+from triax.grid.comm.regions import all_reduce_copy, copy_all_reduce
 from triax.grid.randomness.random import Dropout, Normal, sharded_parameter
 from triax.grid.ranges import split
 from triax.models.attention import SelfAttention
@@ -27,7 +28,6 @@ from triax.models.rope import Rope
 from triax.moe import MoE
 from triax.tensor_parallel.embedding import VocabParallelHead, gather_logits
 from triax.tensor_parallel.norm import RMSNorm
-from triax.tensor_parallel.regions import all_reduce_copy, copy_all_reduce
 
 
 class Fault(NamedTuple):

@@ -397,7 +397,7 @@ def replayed(folder: Path, history: Path, names: str, steps: int, **job: Any) ->
 
 def in_one_process(history: Path, steps: int, kind: str = "plain") -> tuple[list[float], list[Tensor]]:
     """Losses and last weights of one process of plain torch that takes the samples of a history."""
-    ledger, past = Ledger(), History.read(history)
+    ledger, past = Ledger(), History.from_file(history)
     model = plain_module(0) if kind == "module" else model_of(kind, triax.Grid(), 0)
     first, last = (module for module in model.modules() if isinstance(module, nn.Linear))
     adamw = optimizer([*first.parameters(), *last.parameters()])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import triax
-from triax.pipe.executor import Executor
+from triax.pipe.executor import Executor, ProgramRun
 from triax.pipe.microbatches import MicrobatchFeed
 
 from training import microbatches, text_batches, tiny_gpt, train
@@ -156,11 +156,11 @@ def use_without_record_stream(patch: pytest.MonkeyPatch) -> None:
     loss = Executor._loss
     side = torch.Stream(device="sim")
 
-    def used(executor: Executor, outputs: torch.Tensor, *more: Any) -> Any:
+    def used(executor: Executor, run: ProgramRun, outputs: torch.Tensor, *more: Any) -> Any:
         side.wait_stream(torch.accelerator.current_stream())
         with side:
             outputs.detach().abs().amax()
-        return loss(executor, outputs, *more)
+        return loss(executor, run, outputs, *more)
 
     patch.setattr(Executor, "_loss", used)
 

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from triax.grid import Grid
 from triax.grid.comm.axis import Axis
+from triax.grid.comm.regions import gather_split, split_gather
 from triax.grid.layout import Layout, layout_of
 from triax.grid.randomness.random import Normal
 from triax.grid.ranges import split
@@ -25,7 +26,6 @@ from triax.tensor_parallel import (
     gather_logits,
 )
 from triax.tensor_parallel.column import column_linears
-from triax.tensor_parallel.regions import gather_split, split_gather
 
 from toys import error_text
 

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import triax
+from triax.base.deferred import Deferred
 from triax.grid import Grid
 from triax.grid.comm.axis import Axis
 from triax.grid.layout import Layout, layout_of
 from triax.models.gpt import GPTBlock, GPTConfig, GPTLoss, gpt_layers
-from triax.pipe.backward import Deferred, SplitBackward
+from triax.pipe.backward import SplitBackward, deferring
 from triax.pipe.module import PipelineModule
 from triax.tensor_parallel import (
     ColumnParallelLinear,
@@ -164,7 +165,7 @@ def run_on_rank(kind: str, size: int, split: bool) -> tuple[Tensor, Tensor | Non
     if not split:
         out.backward(weight)
     else:
-        with deferred.backward():
+        with deferring(deferred):
             out.backward(weight)
         early = [n for n, p in layer.named_parameters() if p.grad is not None and p.dim() == 2]
         assert early == [], "products' weight gradients wait"
@@ -313,7 +314,7 @@ def split_on_rank() -> tuple[list[str], list[str]]:
     with SplitBackward(deferred):
         a, b = column_linears(x, [(layer.weight, None) for layer in layers], grid.tensor, True)
     calls = record(grid.tensor)
-    with deferred.backward():
+    with deferring(deferred):
         (a.sum() + b.sum()).backward()
     now = calls.copy()
     calls.clear()

@@ -22,7 +22,7 @@ import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.cli.main import app
 from triax.context.order import shard
-from triax.tensor_parallel.regions import all_reduce_copy
+from triax.grid.comm.regions import all_reduce_copy
 from triax.testing.check import CheckRow, check
 
 import planted_faults

@@ -9,7 +9,7 @@ import pytest
 
 from triax.base.errors import ConfigError
 from triax.train.file import read_training_file
-from triax.train.schema import TrainingFile
+from triax.train.sections import TrainingFile
 
 LONG = "é" * 300  # a name that no file system can have
 RUN = """\

@@ -16,7 +16,7 @@ from triax.options.local_updates import DiLoCo
 from triax.options.named import LRSchedule, Optimizer
 from triax.train.job import Job, resolve
 from triax.train.learning_rate import LearningRate
-from triax.train.schema import TrainingFile
+from triax.train.sections import TrainingFile
 from triax.train.start import make_job
 
 
@@ -130,7 +130,11 @@ def test_learning_rates() -> None:
         (None, {"model": {"preset": "bytes-tny"}}, "there is no preset 'bytes-tny'; did you mean 'bytes-tiny'?"),
         (None, {"model": {"preset": "gpt2", "overrides": {"layers": 2}}}, "model.overrides: there is no 'layers'"),
         (None, {"model": {"preset": "gpt2", "overrides": {"hidden_size": "x"}}}, "overrides.hidden_size = 'x': give a"),
-        (None, {"model": {"preset": "gpt2", "overrides": {"num_attention_heads": 0}}}, "num_attention_heads is 0"),
+        (
+            None,
+            {"model": {"preset": "gpt2", "overrides": {"num_attention_heads": 0}}},
+            "num_attention_heads = 0: give 1",
+        ),
         (None, {"model": {"preset": "gpt2", "attention": "gather"}}, "has no effect, because grid.context is 1"),
         (None, {"model": {"preset": "gpt2", "experts": {"capacity": 2}}}, "model.experts has no effect"),
         (None, {"model": {"folder": "/no/such"}}, "model.folder /no/such: "),

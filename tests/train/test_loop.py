@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from triax.data.token_data import TokenData
-from triax.engine.monitor.protocol import StepMetrics
+from triax.engine.monitor.records import StepMetrics
 from triax.grid.environment import read_environment
 from triax.pipe.program.simulate import timeline_of
 from triax.pipe.schedules.choose import make_schedule

@@ -18,7 +18,7 @@ from triax.pipe.program.ops import Op
 from triax.pipe.program.timeline import Span, Timeline
 from triax.train import loop, progress
 from triax.train.job import resolve
-from triax.train.schema import TrainingFile
+from triax.train.sections import TrainingFile
 from triax.train.start import make_job
 
 from processes import TRIAX

@@ -43,7 +43,7 @@ class OneGradient:
 
     def add(self) -> None:
         self.parameter.grad = torch.ones_like(self.parameter)  # as autograd does
-        self.bucket.collect(self.parameter)
+        self.bucket.take_gradient(self.parameter)
 
     def fill(self) -> None:
         self.bucket.fill_in()

@@ -17,7 +17,7 @@ import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.zero.zeropp.blocks import BLOCK, pack, packed_bytes, unpack
 from triax.zero.zeropp.gradient_reduce import QuantizedReduction
-from triax.zero.zeropp.hosts import equal_runs, inner, outer
+from triax.zero.zeropp.host_groups import equal_runs, inner, outer
 from triax.zero.zeropp.options import ZeroPlusPlus
 
 from quantized_layers import ALL, HPZ, LAYERS, MICROBATCHES, PLAIN, QGZ, QWZ, STEPS, WIDTH, Layer, made

@@ -1,6 +1,6 @@
 """Post-training: losses on any grid, and the data that they take.
 
-answers.py: ``AnswerLoss``: what losses of whole answers share.
+answer_losses.py: ``AnswerLoss``: what losses of whole answers share.
 preferences.py: ``preference_loss``: DPO, IPO, SimPO and ORPO for pairs of a better and a worse answer.
 kto.py: ``kto_loss``: KTO for answers that are each desirable or not.
 reward.py: ``reward_loss``: a score of an answer, learned from such pairs; the model is models/reward.py's.

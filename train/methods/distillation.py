@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from ...base.errors import nearest
 from ...base.formulas import CHUNK_TOKENS
+from ...base.torch_private import assert_later
 from ...context.order import shard
 from ...grid import Grid
 from ...grid.loss_terms import Loss
@@ -198,7 +199,7 @@ class DistillLoss:
         counts = (labels != self._plain.ignore_index).flatten()
         fits = (values.detach().float().logsumexp(-1) < _ROUNDED) | ~counts
         if values.device.type != "cpu":
-            torch._assert_async(fits.all(), _NO_LOG_PROBS)
+            assert_later(fits.all(), _NO_LOG_PROBS)
         elif not bool(fits.all()):
             raise ValueError(_NO_LOG_PROBS)
 

@@ -33,7 +33,7 @@ from ...grid import Grid
 from ...grid.agreement.agreement import largest
 from ...grid.loss_terms import Loss
 from ...models.log_probs import LogProbsLoss, summed_over_context
-from .answers import Recording
+from .answer_losses import Recording
 
 PolicyKind = Literal["grpo", "dapo", "dr_grpo"]
 Level = Literal["token", "sequence"]

@@ -23,7 +23,7 @@ from ...base.formulas import CHUNK_TOKENS
 from ...grid import Grid
 from ...grid.loss_terms import Loss
 from ...models.log_probs import LogProbsLoss
-from .answers import BASELINE, AnswerLoss
+from .answer_losses import BASELINE, AnswerLoss
 
 
 def kto_loss(

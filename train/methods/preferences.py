@@ -27,7 +27,7 @@ from ...base.formulas import CHUNK_TOKENS
 from ...grid import Grid
 from ...grid.loss_terms import Loss
 from ...models.log_probs import LogProbsLoss, summed_over_context
-from .answers import AnswerLoss
+from .answer_losses import AnswerLoss
 
 Kind = Literal["dpo", "ipo", "simpo", "orpo"]
 

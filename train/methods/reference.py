@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .answers import BASELINE, REFERENCE, AnswerLoss
+from .answer_losses import BASELINE, REFERENCE, AnswerLoss
 
 if TYPE_CHECKING:
     from ...engine.pipeline_engine import PipelineEngine

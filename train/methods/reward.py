@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ...context.order import positions
 from ...grid import Grid
+from ...grid.comm.regions import all_reduce_copy
 from ...grid.loss_terms import Loss
-from ...tensor_parallel.regions import all_reduce_copy
 
 
 def reward_loss(grid: Grid, center: float = 0.0) -> RewardLoss:

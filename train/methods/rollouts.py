@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ...base.checks import check_count, check_seed
+from ...base.seeds import derive
 from ...context.order import gather
 from ...data.chat import apply_template
-from ...grid.randomness.random import derive
 from ...inference.text import follow
 from .grpo import ADVANTAGES, OLD, TOKEN_REFERENCE
 from .rewards import RewardFunction, Rewards, Scale, advantages, std

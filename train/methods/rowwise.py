@@ -21,7 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...base.torch_private import TorchDispatchMode, backward_task
+from ...models.attention import CausalAttention
 
 if TYPE_CHECKING:
     from ...inference.engine import InferenceEngine
@@ -45,7 +47,8 @@ def exact_rows(sampler: InferenceEngine) -> Iterator[None]:
             ranks, layers with a sliding window, sparse attention or capped scores, or experts.
     """
     grid, modules = sampler.grid, list(sampler.module.modules())
-    has = lambda name: any(getattr(module, name, None) is not None for module in modules)  # noqa: E731
+    holders = [*modules, *(module.options for module in modules if isinstance(module, CausalAttention))]
+    has = lambda name: any(getattr(holder, name, None) is not None for holder in holders)  # noqa: E731
     found = {
         f"context={grid.context.size}, whose ranks add in another order": grid.context.size > 1,
         f"tensor={grid.tensor.size}, of which the order of sums depends on their size": grid.tensor.size > 2,
@@ -64,7 +67,7 @@ class _RowProducts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch._C._current_graph_task_id() != -1:  # the backward pass
+        if backward_task() != -1:  # the backward pass
             return func(*args, **kwargs)
         if func is _aten.mm.default:
             return torch.cat([func(row.clone(), args[1]) for row in args[0].split(1)])

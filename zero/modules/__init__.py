@@ -3,9 +3,10 @@
 sharded_optimizer.py: ``ShardedOptimizer``, the optimizer of a plain loop
 module_optimizer.py: its base, also of the engine's optimizer: parameter groups, state dict
 backward_passes.py: gradient hooks: backward passes of a step, and the reductions within them
-units.py: stage 3: the module's units, whose weights are gathered around their forward and backward
+units.py: stage 3: the submodules that are units, and the parameters that each uses
+unit_passes.py: stage 3: weights of units are gathered around their forward and backward
 tiled_linear.py: ``TiledLinear``: a linear layer whose tiles are units of their own
 leaf_modules.py: ``set_leaf_modules``: modules that are not cut into units
-arguments.py: checks of arguments, names of parameters, broadcast from the first replica
+optimizer_arguments.py: checks of arguments, names of parameters, broadcast from the first replica
 broadcast.py: equal weights on all replicas and tensor ranks at the start, for the engine of a module
 """

@@ -15,17 +15,19 @@ from torch import Tensor, nn
 
 from ...base.autograd import OutermostBackward, WeakHook
 from ...base.nest import visit_tensors
+from ...base.torch_private import backward_task
 from ...grid import Grid, layout_of
 from ..axis_options import ZeroOptions
 from ..bucketing import cast
 from ..data_axis import ZeroDataAxis
 from ..managed import ManagedParameter
 from ..module_tree import ModuleTree
-from ..optimizer import OptimizerFactory
+from ..range_stepper import OptimizerFactory
 from ..sharded_init import gather_all, sharded_parameter
 from ..state_dict_guard import guard_state_dict
-from .arguments import broadcast_parameters, managed_parameters, parameter_names
-from .units import Units, find_units, unit_names, users
+from .optimizer_arguments import broadcast_parameters, managed_parameters, parameter_names
+from .unit_passes import Units
+from .units import find_units, unit_names, users
 
 
 class BackwardPasses:
@@ -134,7 +136,7 @@ class BackwardPasses:
         self._reopened = False  # another pass after it may begin
         self._first: Tensor | None = None  # the parameter by whose gradient a pass is first seen
         self._keeps_graph = False  # the running pass was started with create_graph=True
-        self._collects = False  # the running pass has had a gradient
+        self._had_gradient = False  # the running pass has had a gradient
         self._early: list[tuple[int, int]] = []  # (unit, runs) of units that ended before the first gradient
         self.begin()
 
@@ -153,7 +155,7 @@ class BackwardPasses:
             self.data_axis.abandon()  # the last backward pass failed
             self._running = None
         elif self.count:
-            self.reduce()
+            self.end_reductions()
         self.begin()
 
     def watch(self, entries: Any) -> None:
@@ -173,7 +175,7 @@ class BackwardPasses:
             self.origins.clear()
         return discarded
 
-    def reduce(self) -> None:
+    def end_reductions(self) -> None:
         """End the sums of all gradients over the replicas. Collective.
 
         Raises:
@@ -280,12 +282,12 @@ class BackwardPasses:
         self._first = parameter
         self._outermost.enter()
         self._first = None
-        if not self._collects:
+        if not self._had_gradient:
             self._begin_reductions()
 
     def _unit_done(self, unit: int, runs: int) -> None:
         """Reduce the gradients that are complete after the backward of one run of a unit."""
-        if torch._C._current_graph_task_id() != -1:
+        if backward_task() != -1:
             self._outermost.enter()
         if self._running is not None:
             self.data_axis.reducer.layer_backward_done(unit, runs)
@@ -312,13 +314,13 @@ class BackwardPasses:
             self.next_is_last if self._expected is None else self.count + 1 == self._expected
         )
         self._running.__enter__()
-        self._collects = True
+        self._had_gradient = True
         for unit, runs in self._early:
             self.data_axis.reducer.layer_backward_done(unit, runs)
         self._early.clear()
 
     def _pass_began(self) -> None:
-        self._collects = False
+        self._had_gradient = False
         self._early.clear()
         self.forget_discarded()
         if self._first is None:
@@ -331,10 +333,10 @@ class BackwardPasses:
     def _pass_ended(self) -> None:
         if self._units is not None:
             self._units.end_backward()
-        if not self._collects:
+        if not self._had_gradient:
             return
         assert self._running is not None
-        running, self._running, self._collects = self._running, None, False
+        running, self._running, self._had_gradient = self._running, None, False
         with torch.no_grad():
             running.__exit__(None, None, None)
             self.data_axis.reducer.end_pass(self._keeps_graph)

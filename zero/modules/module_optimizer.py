@@ -12,7 +12,7 @@ from ...grid import Grid
 from ..axis_options import ZeroOptions
 from ..data_axis import ZeroDataAxis
 from ..exchange_state import exchange_state_dict, load_exchange_state_dict
-from ..optimizer import OptimizerFactory
+from ..range_stepper import OptimizerFactory
 from .backward_passes import BackwardPasses, group_options
 
 

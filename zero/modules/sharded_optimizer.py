@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from ...base.checks import SMALLEST
 from ...grid import Grid
 from ..axis_options import ZeroOptions
-from ..norm import clip_coefficient
-from ..optimizer import with_own_stepper
+from ..gradient_norm import clip_coefficient
 from ..protocols import Compressing, MakeExchange
+from ..range_stepper import with_own_stepper
 from ..zeropp.options import ZeroPlusPlus
-from .arguments import check_arguments, communication
 from .module_optimizer import ZeroModuleOptimizer
+from .optimizer_arguments import check_arguments, communication
 
 
 class ShardedOptimizer(ZeroModuleOptimizer):
@@ -158,7 +158,7 @@ class ShardedOptimizer(ZeroModuleOptimizer):
         """Reduce all gradients and divide them by the number of replicas, as ``step`` does. Collective."""
         if self.backward_passes.reduced:
             return
-        self.backward_passes.reduce()
+        self.backward_passes.end_reductions()
         if self._data_axis.exchange is not None:
             if self._finite():
                 self._data_axis.exchange_gradients(1.0 / self._grid.data.size if self._mean else 1.0)

@@ -4,6 +4,6 @@ options.py: the options that switch on qwZ, hpZ and qgZ, and the checks of these
 blocks.py: blockwise quantization to 8 and 4 bits
 weight_gather.py: qwZ and hpZ: quantized all-gather of weights, secondary shards within a host
 gradient_reduce.py: qgZ: quantized reduce-scatter of gradients by all-to-all, in one or two hops
-traffic.py: formula of the bytes that a step sends
-hosts.py: groups of replicas that share a host, and their axes
+traffic_formula.py: formula of the bytes that a step sends
+host_groups.py: groups of replicas that share a host, and their axes
 """

@@ -15,7 +15,7 @@ from ...grid.grid import Grid
 from ..protocols import GatherRoute, GradientBucket
 from .blocks import BLOCK, scale_dtype
 from .gradient_reduce import QuantizedReduction
-from .hosts import inner, outer, ranks_per_host
+from .host_groups import inner, outer, ranks_per_host
 from .weight_gather import WeightRoute
 
 

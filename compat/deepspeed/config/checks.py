@@ -1,6 +1,6 @@
 """Checks of keys that are each valid alone, and contradict one another: within a section, and between sections.
 
-What the options of triax check too is left to them: ``options/check.py``.
+What the options of triax check too is left to them: ``options/contradictions.py``.
 """
 
 from __future__ import annotations

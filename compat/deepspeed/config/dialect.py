@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ....base.errors import ConfigError, describe
-from ....base.json_comments import read
+from ....base.json_comments import read_json
 from ....options.dialect import GivenOptions
 from .table import TITLE, key_of
 from .to_options import option_values, parse_config
@@ -16,7 +16,7 @@ __all__ = ["TITLE", "given_keys", "given_options", "key_of"]
 
 def given_keys(source: Mapping[str, Any] | str) -> dict[str, Any]:
     """Return the keys of a section, or of the JSON file at a path, with their values; without those that are "auto"."""
-    values = read(source) if isinstance(source, str) else source
+    values = read_json(source) if isinstance(source, str) else source
     if not isinstance(values, Mapping):
         raise ConfigError(f"deepspeed is {describe(values)}: give a section, or the path of a JSON file with one")
     kept = {key: value for key, value in values.items() if value != "auto" and not key.startswith("_")}

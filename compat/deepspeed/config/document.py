@@ -17,7 +17,8 @@ _LIMITS = {"least": "minimum", "above": "exclusiveMinimum", "most": "maximum", "
 def resolved(config: Section, batch: BatchSizes) -> dict[str, Any]:
     """Return the configuration with every default filled in, as JSON has it, without the keys that do nothing.
 
-    The arguments of ``optimizer`` and ``scheduler`` stay as given: ``engine/setup/check.py`` fills in their defaults.
+    The arguments of ``optimizer`` and ``scheduler`` stay as given: ``engine/setup/check_names.py`` fills in their
+    defaults.
     """
     values = _acting(config)
     if config.elasticity.enabled:  # the batch sizes below are those that it chose

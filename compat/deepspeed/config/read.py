@@ -11,7 +11,7 @@ from typing import Any, get_origin
 
 from ....base.checks import check_folder_name, check_number
 from ....base.errors import ConfigError, close, describe, no_such
-from ....base.json_comments import read
+from ....base.json_comments import read_json
 from ....options.base import check_limits, converted
 from ....options.foreign_names import counterpart
 from . import checks
@@ -95,7 +95,7 @@ def read_section(config: Any) -> Section:
         ConfigError: as ``parse_config``.
     """
     if isinstance(config, (str, Path)):
-        config = read(config)
+        config = read_json(config)
     if not isinstance(config, Mapping):
         raise ConfigError(f"{TITLE} is a {type(config).__name__}: pass a dict or the path of a JSON file")
     checked = checked_section(table(), _without_comments(config))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.utils.flop_counter import FlopCounterMode
+
+from ....base.torch_private import flash_cpu
 
 
 class FlopCounter(FlopCounterMode):
@@ -16,7 +17,7 @@ class FlopCounter(FlopCounterMode):
     """
 
     def __init__(self) -> None:
-        fused = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention}
+        fused = {flash_cpu: _attention}
         super().__init__(display=False, custom_mapping=fused)
         self.mod_tracker = _NoModules()  # type: ignore[assignment]
 

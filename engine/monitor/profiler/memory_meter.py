@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ....base.torch_private import TorchDispatchMode
 
 
 class MemoryMeter(TorchDispatchMode):

@@ -20,7 +20,7 @@ from ....pipe.program.simulate import simulate
 from ....pipe.program.timeline import Timeline
 from ..files import EXPERTS, METRICS, RUN, TIMELINE
 from ..format import count
-from ..protocol import Slice
+from ..records import Slice
 from .membership import CAUSES
 from .run_folder import Run, Traced, read_trace
 from .svg import Bar, BarRow, Curve, line_chart, number, thinned, timeline

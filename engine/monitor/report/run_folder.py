@@ -14,7 +14,7 @@ from ....pipe.program.ops import COMPUTE, Op
 from ....pipe.program.schedule import Schedule
 from ....pipe.program.timeline import Span, Timeline
 from ..files import HISTOGRAMS, METRICS, RUN, TIMELINE
-from ..protocol import Slice
+from ..records import Slice
 from ..step_record import self_times
 from .membership import Membership, read_membership
 

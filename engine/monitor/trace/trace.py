@@ -15,7 +15,7 @@ from ....base.records import Records
 from ....grid import Grid
 from ....pipe.program.chrome_trace import ChromeTrace, write_trace
 from ....pipe.program.ops import SENDS, Op
-from ..protocol import Slice, StepRecord, UnderWay
+from ..records import Slice, StepRecord, UnderWay
 from ..step_record import part_of
 from .clock_offsets import Offset, clock_offsets
 

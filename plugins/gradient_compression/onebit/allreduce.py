@@ -21,6 +21,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ....base.torch_private import norms_of_all
 from ....grid import Axis
 
 _BITS = 8
@@ -162,7 +163,7 @@ class OneBitMean:
 
     def _norms(self, x: Tensor, chunks: slice = slice(None), order: int = 2) -> Tensor:
         """Return the norm of each of the chunks, (chunks,), of which ``x`` has the elements."""
-        return torch.stack(torch._foreach_norm(x.split(self._lengths[chunks]), order))
+        return torch.stack(norms_of_all(x.split(self._lengths[chunks]), order))
 
     def _spread(self, scales: Tensor, chunks: slice) -> Tensor:
         """Expand one scale per chunk to one per element: (chunks,) -> (elements,)."""

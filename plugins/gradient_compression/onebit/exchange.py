@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ....grid import Grid
+from ....zero.gradient_norm import counted_squares
 from ....zero.gradients import all_reduce_gradients
-from ....zero.norm import counted_squares
 from ....zero.protocols import GradientBucket
 
 

@@ -17,7 +17,7 @@ import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.base.formulas import STATES, model_states
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
-from triax.zero.optimizer import ELEMENTWISE
+from triax.zero.range_stepper import ELEMENTWISE
 
 from paths import ROOT
 from peak_memory_program import engine, train

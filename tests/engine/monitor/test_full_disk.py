@@ -23,7 +23,7 @@ from torch import nn
 import triax
 from triax import Grid, LayerSpec, PipelineModule
 from triax.base.errors import ConfigError
-from triax.engine.monitor.trace.merge import merged
+from triax.engine.monitor.trace.merge_timelines import merged
 from triax.grid.comm.timeline_recorder import TimelineRecorder
 
 from toys import mean_loss

@@ -16,7 +16,7 @@ from triax import Grid, LayerSpec, PipelineModule
 from triax.compat.deepspeed.config.read import Section
 from triax.compat.deepspeed.config.to_options import notes_of
 from triax.compat.deepspeed.from_config import read_config
-from triax.engine.monitor.protocol import Histogram
+from triax.engine.monitor.records import Histogram
 from triax.engine.monitor.report.run_folder import read_run
 from triax.engine.monitor.report.write import write_report
 from triax.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding

@@ -18,7 +18,7 @@ from torch import nn
 import triax
 from triax.engine.monitor.mfu import known_peak, tokens_in
 from triax.engine.monitor.profiler.flop_counter import FlopCounter
-from triax.engine.monitor.protocol import Slice
+from triax.engine.monitor.records import Slice
 from triax.engine.monitor.report.membership import read_membership
 from triax.engine.monitor.step_record import self_times
 from triax.engine.monitor.trace.clock_offsets import Offset, clock_offsets

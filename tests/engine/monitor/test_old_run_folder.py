@@ -21,9 +21,9 @@ from typer.testing import CliRunner
 
 import triax
 from triax.cli.main import app
-from triax.engine.monitor.protocol import RunRecord
+from triax.engine.monitor.records import RunRecord
 from triax.engine.monitor.report.run_folder import read_run, read_trace
-from triax.engine.monitor.run_record import write_run
+from triax.engine.monitor.run_json import write_run
 
 OLD = Path(__file__).parent / "fixtures" / "run"
 

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import triax
 from triax.base.errors import ConfigError
 from triax.cli.main import app
-from triax.engine.monitor.protocol import Slice, StepRecord
+from triax.engine.monitor.records import Slice, StepRecord
 from triax.engine.monitor.report.page import _wait_bars, chart
 from triax.engine.monitor.report.run_folder import read_run, read_trace
 from triax.engine.monitor.report.serve import report_server
@@ -32,8 +32,9 @@ from triax.engine.monitor.trace.clock_offsets import Offset
 from triax.engine.monitor.trace.trace import chrome_trace
 from triax.models.gpt import GPTConfig, GPTLoss, gpt_layers
 from triax.pipe.program.colors import COLORS
+from triax.pipe.program.costs import Costs
 from triax.pipe.program.measured_costs import costs_of, simulated
-from triax.pipe.program.simulate import Costs, simulate
+from triax.pipe.program.simulate import simulate
 from triax.pipe.schedules.choose import make_schedule
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import triax.compat.horovod as hvd
 from triax import Grid, LayerSpec, PipelineModule, initialize
-from triax.engine.monitor.trace.merge import merge, merged
+from triax.engine.monitor.trace.merge_timelines import merge, merged
 from triax.grid.comm.comms_log import CommsLog
 from triax.grid.comm.timeline_recorder import TimelineRecorder
 from triax.grid.environment import TIMELINE

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from triax.base.errors import ConfigError
-from triax.grid.launcher.replicas import drain, run_replicas
+from triax.grid.launcher.replica_jobs import drain, run_replicas
 
 from processes import TRIAX, is_alive, started
 

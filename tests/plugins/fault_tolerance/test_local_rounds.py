@@ -38,7 +38,7 @@ Losses = dict[tuple[str, int], float]  # of a replica and a step
 
 def in_one_process(history: Path, rounds: int) -> tuple[Losses, dict[str, Tensor]]:
     """Losses of the replicas whose differences counted, and the last common weights, of plain torch."""
-    ledger, past = Ledger(), History.read(history)
+    ledger, past = Ledger(), History.from_file(history)
     model = triax.PipelineModule(layers(0.0), loss_fn=loss_fn, grid=triax.Grid(), seed=0)
     common = nn.ModuleList(module for module in model.modules() if isinstance(module, nn.Linear))
     outer = torch.optim.SGD(common.parameters(), lr=0.7, momentum=0.9, nesterov=True)
@@ -99,7 +99,7 @@ def run(folder: Path, faults: dict[str, Callable[[Any], None]], **job: Any) -> N
 def check(folder: Path, **job: Any) -> None:
     """Compare a run with a replay of its history, bit for bit, and with plain torch."""
     history = folder / "a.jsonl"
-    past, steps = History.read(history), 1 + max(losses(folder, "a"))
+    past, steps = History.from_file(history), 1 + max(losses(folder, "a"))
     rounds = steps // EVERY
     assert steps % EVERY == 0 and any(len(past.members(each)) < 3 for each in range(rounds))
     taken = {(n, s): loss for n in "abc" for s, loss in of_member(folder, n).items() if n in past.counted(s // EVERY)}
@@ -148,7 +148,7 @@ def test_a_diloco_run_starts_again_from_files(tmp_path: Path) -> None:
 
     losses_of("cut", 2 * EVERY)
     assert losses_of("cut", 4 * EVERY) == losses_of("whole", 4 * EVERY)
-    assert not History.read(tmp_path / "whole" / "a.jsonl").restarted
+    assert not History.from_file(tmp_path / "whole" / "a.jsonl").restarted
     job = {"local": LOCAL, "steps": EVERY, "log": str(tmp_path / "log")}
     with coordinator(least=1) as address:
         options = {"replay": str(tmp_path / "cut" / "a.jsonl")}

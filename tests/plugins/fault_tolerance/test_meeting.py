@@ -42,7 +42,7 @@ def test_no_sample_is_lost_and_none_is_taken_twice(seed: int, tmp_path: Path) ->
         assert ledger == Ledger.of(ledger.state())
     assert set(taken.values()) == {1} and sum(taken.values()) == ledger.counted
     (tmp_path / "history").write_text(ledger.history())
-    past, again = History.read(tmp_path / "history"), Ledger()
+    past, again = History.from_file(tmp_path / "history"), Ledger()
     for step, (shares, counted) in enumerate(plans):
         assert again.plan(past.members(step)) == shares and set(past.counted(step)) == set(counted)
         again.record(step, past.members(step), past.counted(step))
@@ -62,7 +62,7 @@ def test_a_damaged_history_is_refused(tmp_path: Path) -> None:
     for damaged in [*flipped, *(whole[:at] for at in range(len(whole)))]:
         file.write_bytes(damaged)
         with pytest.raises(ConfigError, match="history"):
-            History.read(file)
+            History.from_file(file)
     file.write_bytes(whole.partition(b"\n")[2])  # of a version without the checksum
     assert read_changes(file) == ledger.changes
 
@@ -71,7 +71,7 @@ def test_a_damaged_history_is_refused(tmp_path: Path) -> None:
 def test_a_file_that_is_no_history_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "history").write_text(text)
     with pytest.raises(ConfigError, match="history"):
-        History.read(tmp_path / "history")
+        History.from_file(tmp_path / "history")
 
 
 def test_the_decision_of_a_meeting() -> None:

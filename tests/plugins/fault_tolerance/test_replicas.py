@@ -39,7 +39,7 @@ KILLED = -9
 
 def in_one_engine(history: Path, steps: int) -> tuple[list[float], dict[str, Tensor], dict[str, list[int]]]:
     """Losses, last weights and last expert loads of an engine of one process without replicas: a mixture of experts."""
-    ledger, past = Ledger(), History.read(history)
+    ledger, past = Ledger(), History.from_file(history)
     model = model_of("experts", triax.Grid(), 0)
     engine = triax.Engine(model, optimizer=optimizer, batch=triax.Batch(size=SHARE, microbatch=MICRO), clip=1.0)
     loader, found = make_loader(Samples(), SHARE, MICRO, 0, 1, 0), []
@@ -81,7 +81,7 @@ def test_losses_of_each_kind_outlive_a_kill(
     whole = {step: loss for each in found for step, loss in each.items()}
     steps = len(whole)
     assert all(each.items() <= whole.items() for each in found) and all(steps - 1 in each for each in found[:2])
-    past = History.read(tmp_path / "a.jsonl")
+    past = History.from_file(tmp_path / "a.jsonl")
     assert {n for step in range(steps) for n in set(past.members(step)) - set(past.counted(step))} == {"b", "c"}
     assert replayed(tmp_path / "again", tmp_path / "a.jsonl", "abc", steps, kind=kind, grid=grid, zero=zero) == whole
     weights, same = (torch.load(tmp_path / f"{name}.weights") for name in "ab")
@@ -120,7 +120,7 @@ def test_steps_of_killed_replicas_are_taken_by_the_rest(tmp_path: Path) -> None:
     steps = len(whole)
     assert sorted(whole) == list(range(steps)) and all(each.items() <= whole.items() for each in found)
     assert all(steps - 1 in each for each in found[:3])
-    past = History.read(tmp_path / "a.jsonl")
+    past = History.from_file(tmp_path / "a.jsonl")
     assert changes(tmp_path / "a.jsonl") == changes(tmp_path / "b.jsonl") == changes(tmp_path / "c.jsonl")
     lost = {name for step in range(steps) for name in set(past.members(step)) - set(past.counted(step))}
     assert lost == {"c", "d"}  # a gradient that all have is in the step of e, though e died

@@ -89,7 +89,7 @@ def in_one_process(job: Job, history: Path) -> list[float]:
     groups = parameter_groups(job, module)
     adam = torch.optim.AdamW(groups or module.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
     loader = TokenData("tokens", 32, held_out=0.2).loader(4, 4, threads=0)
-    ledger, past, found = Ledger(), History.read(history), []
+    ledger, past, found = Ledger(), History.from_file(history), []
     assert job.learning_rate is not None
     for step in range(STEPS):
         members, counted = past.members(step), past.counted(step)
@@ -133,7 +133,7 @@ def test_a_killed_replica_and_coordinator_of_a_file_return(tmp_path: Path, monke
     found = [written(tmp_path, "faults", name) for name in "01"]
     assert [*found[0]] == [*range(1, STEPS + 1)] and found[1].items() <= found[0].items() and STEPS in found[1]
     history = tmp_path / "runs" / "faults" / "history" / "0.jsonl"
-    past = History.read(history)
+    past = History.from_file(history)
     assert any("1" not in past.counted(step) for step in range(STEPS))
     expected = in_one_process(whole, history)
     assert [*found[0].values()] == pytest.approx(expected, rel=1e-10)

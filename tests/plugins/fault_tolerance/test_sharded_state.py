@@ -47,7 +47,7 @@ def test_owners_of_optimizer_state_are_lost(tmp_path: Path) -> None:
         again = start(tmp_path, "b", address, faults="bd", **common)  # its state comes from the others
         assert finish([*run["a"], *again, *run["c"], *run["d"]]) == [0, 0, 0, KILLED]
     steps = require_equal(tmp_path, "abcd", **job)
-    past = History.read(tmp_path / "a.jsonl")
+    past = History.from_file(tmp_path / "a.jsonl")
     lost = [name for step in range(steps) for name in set(past.members(step)) - set(past.counted(step))]
     assert lost == ["b", "d"]
     cut = ShardCut(past.members(steps - 1), 1)
@@ -138,6 +138,6 @@ def test_master_weights_are_cut_too(tmp_path: Path) -> None:
     assert replayed(tmp_path / "again", history, "abc", steps, options={"zero": 1}, **job) == taken
     whole = replayed(tmp_path / "whole", history, "abc", steps, **job)  # each replica holds all
     assert [float.fromhex(whole[step]) for step in taken] == pytest.approx([float.fromhex(x) for x in taken.values()])
-    own, copies = ShardCut(History.read(history).members(steps - 1), 1).held("a", NUMEL)
+    own, copies = ShardCut(History.from_file(history).members(steps - 1), 1).held("a", NUMEL)
     found = held(tmp_path, "a")
     assert (found["masters"], found["optimizer"], found["copies"]) == (4 * own, 2 * 4 * own, 3 * 4 * copies)

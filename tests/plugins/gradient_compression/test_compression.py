@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_hook
 
 from triax import Grid
-from triax.grid.randomness.random import derive
+from triax.base.seeds import derive
 from triax.plugins.gradient_compression import PowerSGD
 from triax.plugins.gradient_compression.compressor import message_bytes, pack_message, unpack_message
 from triax.zero import ShardedOptimizer

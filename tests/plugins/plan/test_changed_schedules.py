@@ -19,8 +19,10 @@ from triax.cli.main import app
 from triax.models.config import DecoderConfig, LlamaConfig, MixtralConfig
 from triax.models.layers import NextTokenLoss
 from triax.models.llama import llama_layers
+from triax.pipe.program.activations import peak_activations
+from triax.pipe.program.costs import Costs
 from triax.pipe.program.schedule import Schedule
-from triax.pipe.program.simulate import Costs, peak_activations, simulate
+from triax.pipe.program.simulate import simulate
 from triax.plugins.plan import search
 from triax.plugins.plan.cost import CostModel, Work
 from triax.plugins.plan.machine import MACHINES

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from triax.models.config import GPTConfig, LlamaConfig, MixtralConfig
+from triax.pipe.program.activations import counts_in_flight
+from triax.pipe.program.costs import Costs
 from triax.pipe.program.schedule import Schedule
-from triax.pipe.program.simulate import Costs, counts_in_flight, simulate
+from triax.pipe.program.simulate import simulate
 from triax.pipe.schedules.registry import RECIPES, named_schedule
 from triax.plugins.plan.collectives import RankGroup, all_reduce, all_to_all, reduce_scatter
 from triax.plugins.plan.cost import ADAM_BYTES, KINDS, CostModel, Work, utilization

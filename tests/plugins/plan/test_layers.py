@@ -16,7 +16,7 @@ from triax.models.deepseek import deepseek_layers
 from triax.models.gpt import gpt_layers
 from triax.models.llama import llama_layers
 from triax.models.mixtral import mixtral_layers
-from triax.plugins.plan.layers import layers_of
+from triax.plugins.plan.layer_shapes import layers_of
 
 _LLAMA = LlamaConfig.preset("llama-tiny")
 _SIZES: dict[str, Any] = {
@@ -130,7 +130,7 @@ def test_parameters_are_the_modules(name: str, tensor: int) -> None:
                 told = [(each.name, each.local_shape(rank, tensor, at)) for each in layer.weights]
                 assert told == [(name, shape) for name, shape, _ in found], layer.name
                 for each, (_, _, layout) in zip(layer.weights, found, strict=True):
-                    assert each.shape == layout.shape and each.sharded(tensor) == layout.sharded, each
+                    assert each.shape == layout.shape and each.shards_over(tensor) == layout.sharded, each
                     assert each.expert_dim == layout.expert_dim and (each.expert_dim is None or moe)
                 assert layer.buffers == sum(buffer.nbytes for buffer in module.buffers())
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from triax.models.config import GPTConfig
-from triax.pipe.program.simulate import Costs, simulate
+from triax.pipe.program.costs import Costs
+from triax.pipe.program.simulate import simulate
 from triax.pipe.schedules.registry import named_schedule
 from triax.plugins.plan.collectives import RankGroup, all_gather, all_reduce, message
 from triax.plugins.plan.cores import StageWork, makespan

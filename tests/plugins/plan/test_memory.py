@@ -20,7 +20,7 @@ from triax.models.gpt import gpt_layers
 from triax.models.layers import NextTokenLoss
 from triax.models.llama import llama_layers
 from triax.models.mixtral import mixtral_layers
-from triax.pipe.program.simulate import counts_in_flight, peak_activations
+from triax.pipe.program.activations import counts_in_flight, peak_activations
 from triax.pipe.schedules.registry import RECIPES, named_schedule
 from triax.plugins.plan.memory import ModelMemory, StateOptions, in_flight
 from triax.plugins.plan.parallel_layout import ParallelLayout

@@ -51,7 +51,7 @@ class WholeTensor:
     dtype: torch.dtype
     boxes: list[TensorBox] = field(default_factory=list)
 
-    def read(self, box: Spans, target: Tensor) -> None:
+    def read_box(self, box: Spans, target: Tensor) -> None:
         """Copy into ``target`` the values of ``box`` that this tensor's boxes contain. ``target`` has the box's shape.
 
         The values are converted to the dtype of ``target``.
@@ -64,7 +64,7 @@ class WholeTensor:
     def read_range(self, part: FlatRange, grid: Grid) -> None:
         """Copy a flat range of this rank's shard of the tensor into ``part.value``."""
         for box, value in _pieces_here(part, grid):
-            self.read(box, value)
+            self.read_box(box, value)
 
     def read_shard(self, target: Tensor, layout: Layout, grid: Grid) -> None:
         """Copy this rank's shard of the tensor into ``target``.
@@ -76,13 +76,13 @@ class WholeTensor:
         """
         value = torch.empty(target.shape, dtype=target.dtype, device=target.device)
         for box in layout.boxes(grid.tensor.rank, grid.tensor.size, (grid.expert.rank, grid.expert.size)):
-            self.read(tuple((each.start, each.stop) for each in box.whole), value[box.local])
+            self.read_box(tuple((each.start, each.stop) for each in box.whole), value[box.local])
         target.copy_(value)
 
     def read_all(self) -> Tensor:
         """Return the whole tensor, in its own dtype."""
         value = torch.empty(self.shape, dtype=self.dtype)
-        self.read(everything(self.shape), value)
+        self.read_box(everything(self.shape), value)
         return value
 
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 import triax
 from triax import LayerSpec, PipelineModule
 from triax.base.errors import ConfigError
+from triax.compat.deepspeed import lr_schedules
 from triax.compat.deepspeed.from_config import read_config
-from triax.engine.optim import lr_schedules, schedulers
+from triax.engine.optim import schedulers
 
 STEPS = 1000
 OWN = (3e-3, 1e-4)  # the optimizer's rates of its two groups
@@ -244,7 +245,7 @@ def test_schedules_refused(scheduler: Any, words: str) -> None:
     assert words in str(error.value)
 
 
-@pytest.mark.parametrize("name", sorted(schedulers.known()))
+@pytest.mark.parametrize("name", sorted(schedulers.names()))
 def test_every_schedule_that_is_known_can_be_made(name: str) -> None:
     needed: dict[str, Any] = {
         "WarmupDecayLR": {"total_num_steps": 10},

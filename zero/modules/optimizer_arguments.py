@@ -13,8 +13,8 @@ from ...base.errors import require_at_least
 from ...grid import Grid, layout_of
 from ...grid.layout import require_plain
 from ..managed import is_released
-from ..optimizer import ELEMENTWISE, needs_whole_tensors
 from ..protocols import MakeExchange
+from ..range_stepper import ELEMENTWISE, needs_whole_tensors
 from ..sharded_init import sharded_parameter
 
 

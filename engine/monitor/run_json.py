@@ -14,7 +14,7 @@ import torch
 from ...base import VERSION
 from ...base.files import parse_json, read_text
 from .files import RUN, replace_file
-from .protocol import RunRecord
+from .records import RunRecord
 
 
 def write_run(folder: Path, record: RunRecord) -> None:

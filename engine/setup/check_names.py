@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from ...base.errors import ConfigError
 from ...base.option_error import refusal
-from ...options.check import fp16_of_means
+from ...options.contradictions import fp16_of_means
 from ...options.engine import EngineOptions
 from ...options.named import LRSchedule, Optimizer
 from ...pipe.schedules.choose import require_schedule
-from ..optim import dry_run, optimizers, schedulers
+from ..optim import optimizers, schedulers
+from ..optim import trial_step as dry_run
 from .compression import named_compressor, require_fitting
 from .optimizer import require_elementwise, require_whole_tensors
 

@@ -23,12 +23,12 @@ from ..pipe.executor import Executor
 from ..pipe.program.ops import COMPUTE, Op
 from ..pipe.program.timeline import CollectiveSpan, OpMarks, Span, Timeline
 from ..zero.histograms import parameter_histograms
-from .accounting.run_record import run_record
+from .accounting.run_description import run_record
 from .monitor.files import RUN, TIMELINE
 from .monitor.mfu import MfuMeter, slowest_peak, tokens_in
 from .monitor.monitor import Monitor
-from .monitor.protocol import StepMetrics, StepRecord
-from .monitor.run_record import write_run
+from .monitor.records import StepMetrics, StepRecord
+from .monitor.run_json import write_run
 from .monitor.step_record import time_parts
 from .monitor.step_timer import StepTimer
 from .monitor.trace.trace import trace_step
@@ -266,14 +266,14 @@ class PipelineObserver(RecordingObserver):
 
     def measure_timeline(self, grid: Grid) -> Timeline:
         """Return the timeline of the program that just ran on the pipe ranks of a grid. Collective over them."""
-        recorder, executor = self._timer.recorder, self._executor
+        recorder, run = self._timer.recorder, self._executor.last_run
         recorder.clock.settle()
-        origin = recorder.clock.at(executor.origin)
+        origin = recorder.clock.at(run.origin)
 
         def at(mark: Mark) -> float:
             return recorder.clock.at(mark) - origin
 
-        ops = tuple(Span(op, at(begin), at(end)) for op, _, begin, end in executor.marks if op.kind in COMPUTE)
+        ops = tuple(Span(op, at(begin), at(end)) for op, _, begin, end in run.marks if op.kind in COMPUTE)
         collectives = tuple(
             CollectiveSpan(c.collective, at(c.start), at(c.waited), at(c.end))
             for c in recorder.collectives
@@ -286,7 +286,7 @@ class PipelineObserver(RecordingObserver):
         )
 
     def _ops(self) -> list[OpMarks]:
-        return self._executor.marks
+        return self._executor.last_run.marks
 
     def _bubble(self, record: StepRecord, clock: Clock) -> float | None:
         """Return ``Timeline.bubble`` of this replica's pipe ranks: idle share of the busiest. Collective over pipe.
@@ -295,7 +295,7 @@ class PipelineObserver(RecordingObserver):
         maximum busy time over the ranks is divided by the time from the first start to the last end.
         """
         spans = [s for s in record.slices if s.kind in COMPUTE]
-        origin = clock.at(self._executor.origin)
+        origin = clock.at(self._executor.last_run.origin)
         times = dict.fromkeys((s.start, s.end) for s in spans)  # the passes of a pair have the same, which counts once
         mine = [sum(end - start for start, end in times), spans[-1].end - origin, origin - spans[0].start]
         most = torch.tensor(mine, dtype=torch.float64, device=self._grid.device)

@@ -20,8 +20,8 @@ from torch import Tensor
 from ..grid import Axis, Grid
 from ..grid.layout import Layout
 from .bucket import Bucket
+from .gradient_norm import square
 from .managed import ManagedParameter
-from .norm import square
 
 Function = Callable[[Tensor], Tensor]
 

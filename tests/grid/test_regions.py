@@ -12,8 +12,8 @@ from torch import Tensor
 
 import triax
 from triax.grid import Grid
+from triax.grid.comm import regions
 from triax.grid.ranges import split
-from triax.tensor_parallel import regions
 
 # name -> (the input is replicated, the output is replicated)
 KINDS = {

@@ -7,7 +7,7 @@ from collections import Counter
 from ...base.formulas import zero_traffic
 from ...zero.data_axis import ZeroDataAxis
 from ...zero.protocols import Compressing
-from ...zero.zeropp.traffic import zeropp_formula
+from ...zero.zeropp.traffic_formula import zeropp_formula
 
 
 def traffic_formulas(data_axis: ZeroDataAxis, stage: int, passes: Counter[int]) -> dict[str, dict[str, float]]:

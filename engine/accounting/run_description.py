@@ -7,7 +7,7 @@ from typing import Any
 
 from ...grid import Grid
 from ...pipe.module import PipelineModule
-from ..monitor.protocol import RunRecord
+from ..monitor.records import RunRecord
 from ..named_parameters import named_parameters
 
 

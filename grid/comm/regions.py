@@ -35,9 +35,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..base.uncompiled import uncompiled
-from ..grid.comm.axis import Axis
-from ..grid.ranges import split
+from ...base.uncompiled import uncompiled
+from ..ranges import split
+from .axis import Axis
 
 _TRANSPOSES = (("gather", "reduce_scatter"), ("reduce_scatter", "gather"))
 

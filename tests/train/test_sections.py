@@ -18,9 +18,9 @@ from triax.models.huggingface.config import to_hf
 from triax.options import base
 from triax.options.base import Options, declared
 from triax.options.table import markdown, rows
-from triax.train import engine_sections, schema
+from triax.train import engine_sections, sections
 from triax.train.loop import train
-from triax.train.schema import WHOLE, TrainingFile
+from triax.train.sections import WHOLE, TrainingFile
 from triax.train.start import make_job
 
 from paths import ROOT
@@ -84,10 +84,10 @@ def test_a_run_reads_every_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         more: dict[str, Any] = {"data": "rows.jsonl", "training": {"steps": 1}, "batch": {"size": 2}}
         more |= {} if name == "sft" else {"export": None}
         read |= read_while_training(monkeypatch, common | more)
-    found = [*vars(schema).values(), *vars(engine_sections).values()]
-    sections = [cls for cls in found if isinstance(cls, type) and cls.__module__.startswith("triax.train")]
-    unread = {(cls.__name__, key) for cls in sections for key in own_names_of(cls)} - read
-    unread -= {("ExpertsSection", key) for key in names_of(schema.ExpertsSection)}  # handed on whole
+    found = [*vars(sections).values(), *vars(engine_sections).values()]
+    classes = [cls for cls in found if isinstance(cls, type) and cls.__module__.startswith("triax.train")]
+    unread = {(cls.__name__, key) for cls in classes for key in own_names_of(cls)} - read
+    unread -= {("ExpertsSection", key) for key in names_of(sections.ExpertsSection)}  # handed on whole
     assert not unread
 
 

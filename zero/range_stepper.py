@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from ..base.errors import CheckpointError
+from ..base.torch_private import multiply_all
 from ..grid import Grid, Pending
 from ..grid.layout import FlatRange
 from .axis_options import ZeroOptions
 from .bucket import Bucket
 from .late_parameters import LateParameters
-from .layerwise import ShardedLayers
 from .protocols import Exchange, MakeOptimizer
 from .shard_ranges import DtypeOf, KeyedRanges, ShardRanges
+from .sharded_layers import ShardedLayers
 from .sub_groups import SubGroups, is_elementwise, is_number
 
 _PACKAGE = __name__.partition(".")[0]
@@ -199,7 +200,7 @@ class RangeStepper:
 
     def _scale(self, scale: float) -> None:
         if self._buckets and scale != 1.0:
-            torch._foreach_mul_([bucket.owned_gradient for bucket in self._buckets], scale)
+            multiply_all([bucket.owned_gradient for bucket in self._buckets], scale)
 
     def _frozen(self, bucket: Bucket, without: Collection[Tensor]) -> list[list[Tensor]]:
         """Return a list of views for each span that a step must not change: of the master and of each state tensor."""

@@ -1,0 +1,187 @@
+"""The model of a training file: a preset, a folder or a function of layers, with overrides; and what must fit it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from ..base.errors import ConfigError, nearest, no_such
+from ..base.hub import local_folder
+from ..base.named_function import named_function
+from ..base.option_error import OptionError
+from ..grid.topology import Topology
+from ..models.config import CONFIGS, TransformerConfig, config_from_fields
+from ..models.huggingface.config import from_hf, is_reward, read_config
+from ..pipe.partition import boundaries
+from ..pipe.program.schedule import Schedule
+from ..pipe.program.slices import require_slices
+from .sections import ModelSection, TrainingFile
+
+
+def model_config(section: ModelSection) -> TransformerConfig:
+    """Return the model's configuration: a preset or a folder's, with the overrides.
+
+    Raises:
+        ConfigError: there is no such preset, folder or field, or the fields contradict one another.
+    """
+    if section.layers is not None:
+        raise ConfigError(
+            f"model.layers {section.layers} is a function of yours, and this command knows triax's own models alone: "
+            "give a preset or a folder"
+        )
+    if section.preset is not None:
+        kinds = [cls for cls in CONFIGS.values() if section.preset in cls.PRESETS]
+        if not kinds:
+            names = dict.fromkeys(name for cls in CONFIGS.values() for name in cls.PRESETS)
+            raise ConfigError(f"model.preset: there is no preset {section.preset!r}; {nearest(section.preset, names)}")
+        where, found = f"model.preset {section.preset}", kinds[0].preset(section.preset)
+    else:
+        assert section.folder is not None  # the schema requires one of the two
+        where = f"model.folder {section.folder}"
+        try:
+            folder = local_folder(section.folder)
+            found = from_hf(read_config(folder), folder / "config.json")
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"{where}: {error}") from error
+    return _with_overrides(section, found, where)
+
+
+def own_config(file: TrainingFile) -> TransformerConfig:
+    """Return the configuration that the function ``model.layers`` gets.
+
+    Raises:
+        ConfigError: there is no such function, its argument has no default, or the file asks for what the function's
+            layers cannot do.
+    """
+    section = file.model
+    if section.preset is not None:
+        found = model_config(section.changed(layers=None, overrides={}))
+    else:
+        argument = next(iter(inspect.signature(layers_function(section)).parameters.values()), None)
+        if argument is None or not isinstance(argument.default, TransformerConfig):
+            raise ConfigError(
+                f"model.layers {section.layers}: its first argument has no configuration as its default, such as "
+                "triax.GPTConfig(...): give it one, or give model.preset"
+            )
+        found = argument.default
+    asked = {
+        "export": "export" in file.given and file.export is not None,
+        "sample": file.sample is not None,
+        "evaluate.best": file.evaluate.best,
+        "evaluate.tasks": bool(file.evaluate.tasks),
+        "grid.sequence_parallel": file.grid.sequence_parallel,
+        "grid.context": file.grid.context > 1,
+        "method": file.method is not None and file.method.name != "sft",
+    }
+    for key, is_asked in asked.items():
+        if is_asked:
+            raise ConfigError(f"{key} works with triax's own models, and model.layers is a function: leave {key} out")
+    if file.method is None and "document_mask" not in file.data.given:
+        raise ConfigError(
+            "data.document_mask is true, for which the first layer of model.layers gets a pair of tokens and document "
+            "numbers: write false, or true if your layers take the pair"
+        )
+    return _with_overrides(section, found, f"model.layers {section.layers}")
+
+
+def layers_function(section: ModelSection) -> Callable[..., Any]:
+    """Return the function that ``model.layers`` names.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    assert section.layers is not None
+    try:
+        return named_function(section.layers)
+    except ValueError as error:
+        raise ConfigError(f"model.layers: {error}") from error
+
+
+def layer_count(section: ModelSection, model: TransformerConfig) -> int:
+    """Return the number of entries in the list of layers."""
+    return model.layer_count if section.layers is None else len(layers_function(section)(model))
+
+
+def _with_overrides(section: ModelSection, found: TransformerConfig, where: str) -> TransformerConfig:
+    """Return a configuration with the fields that ``model.overrides`` changes."""
+    changes = dict(section.overrides)
+    for key in changes:
+        if key not in found.settings():
+            raise ConfigError(no_such("model.overrides", key, found.settings()))
+    try:
+        if any(isinstance(value, (Mapping, list)) for value in changes.values()):
+            return config_from_fields(type(found).__name__, {**_plain(found), **changes})
+        # A preset is made again, because other fields may follow from those that change.
+        return replace(found, **changes) if section.preset is None else type(found).preset(section.preset, **changes)
+    except OptionError as error:
+        raise error.within("model.overrides") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"model.overrides of {where}: {error}") from error
+
+
+def _plain(model: TransformerConfig) -> dict[str, Any]:
+    """Return the fields that ``config_from_fields`` takes."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in asdict(model).items()}
+
+
+def needs_sequences(file: TrainingFile) -> str | None:
+    """Return the reason why a run cannot cut its sequences into slices, whatever its model; None if it can."""
+    if file.method is not None and file.method.name != "sft":
+        return f"method {file.method.name} has a loss of whole sequences"
+    return None if file.compile is None else "compile would compile each layer again for each slice"
+
+
+def require_model_fits(
+    file: TrainingFile, model: TransformerConfig, topology: Topology, schedule: Schedule, sequence: int, count: int
+) -> None:
+    """Check that the model can be cut as the grid asks, and has positions for the sequence."""
+    tensor, expert = topology.size("tensor"), topology.expert
+    if sequence > model.max_position_embeddings:
+        raise ConfigError(
+            f"training.sequence is {sequence}, but the model has {model.max_position_embeddings} positions: give at "
+            f"most {model.max_position_embeddings}, or a model with more max_position_embeddings"
+        )
+    try:
+        model.check_tensor(tensor)
+    except ValueError as error:
+        raise ConfigError(f"grid.tensor: {error}") from error
+    if file.grid.sequence_parallel and sequence % tensor:
+        near = sequence // tensor * tensor or tensor
+        raise ConfigError(
+            f"training.sequence {sequence} is not shared evenly by grid.tensor {tensor}, as sequence_parallel needs: "
+            f"give {near}"
+        )
+    try:
+        reason = model.refuses_slices(file.model.experts.arguments)
+        require_slices(schedule.slices, sequence, tensor, file.grid.context, reason)
+    except ValueError as error:
+        raise ConfigError(f"schedule.slices: {error}") from error
+    if len(schedule.slices) > 1 and (reason := needs_sequences(file)) is not None:
+        raise ConfigError(f"schedule.slices: {reason}: leave slices out, for whole sequences")
+    experts = next((getattr(model, n) for n in ("num_experts", "n_routed_experts") if hasattr(model, n)), 0)
+    if expert > 1 and not experts:
+        raise ConfigError(
+            f"grid.expert is {expert}, but a {type(model).__name__} has no experts: leave grid.expert out"
+        )
+    if experts % expert:
+        raise ConfigError(f"grid.expert is {expert}, but it does not divide the model's {experts} experts: change one")
+    if not experts and file.model.experts.given:
+        raise ConfigError(f"model.experts has no effect on a {type(model).__name__}, which has none: leave it out")
+    if "attention" in file.model.given and file.grid.context == 1:
+        raise ConfigError(
+            f"model.attention {file.model.attention} has no effect, because grid.context is 1: leave it out, or give "
+            "grid.context"
+        )
+    cut = file.schedule.partition
+    given = "uniform" if isinstance(cut, str) else cut  # the classes of the layers are not known here
+    try:
+        boundaries(given, len(schedule.placement), ["layer"] * count, lambda: [1.0] * count)
+    except ValueError as error:
+        raise ConfigError(f"grid.pipe x chunks is {len(schedule.placement)} stages, but {error}") from error
+
+
+def is_reward_model(section: ModelSection) -> bool:
+    """Return True if the folder is of a model with scores instead of logits."""
+    return section.has_weights and is_reward(read_config(local_folder(str(section.folder))))
