@@ -144,6 +144,15 @@ AnyDropout = nn.modules.dropout._DropoutNd
 AnyBatchNorm = nn.modules.batchnorm._BatchNorm
 
 
+def note_uncompiled(function: Any, reason: str) -> None:
+    """Let torch.compile end its graph before a function, and say the reason where it may not.
+
+    ``torch.compiler.disable`` sets these attributes, but loads the compiler. If they go: no reason in torch's error.
+    """
+    function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = reason
+
+
 def compiler_backend(name: str) -> Any:
     """Return the function of a backend of ``torch.compile``: from a graph and its inputs to the function that runs it.
 
