@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -95,6 +95,46 @@ class LayerTime(NamedTuple):
     def backward(self) -> float:
         """Seconds of the backward pass without the weight gradients of products."""
         return sum(part[1] for part in self)
+
+
+class PassTime(NamedTuple):
+    """Seconds of one microbatch in some layers on one rank: of each pass, and the same time by kind.
+
+    Attributes:
+        forward, inputs, weights: seconds of the forward pass, of input gradients and of weight gradients.
+        recompute: seconds of the forward pass that runs again, in addition.
+        products, attention, elementwise, tensor, context, expert, overhead: seconds of forward, inputs and weights
+            together.
+    """
+
+    forward: float
+    inputs: float
+    weights: float
+    recompute: float
+    products: float
+    attention: float
+    elementwise: float
+    tensor: float
+    context: float
+    expert: float
+    overhead: float
+
+    @classmethod
+    def total(cls, times: Iterable[PassTime]) -> PassTime:
+        """Return the sum of some times; zeros of none."""
+        return cls(*map(sum, zip(_NO_TIME, *times)))
+
+    @property
+    def busy(self) -> float:
+        """Seconds of all passes."""
+        return self.forward + self.inputs + self.weights + self.recompute
+
+    def kinds(self, microbatches: float = 1.0) -> dict[str, float]:
+        """Return the seconds of some microbatches by kind, without the recomputation."""
+        return {name: microbatches * getattr(self, name) for name in LayerTime._fields}
+
+
+_NO_TIME = (0.0,) * len(PassTime._fields)
 
 
 class StepTime(NamedTuple):
@@ -201,7 +241,7 @@ class CostModel:
         self._simulated: dict[tuple[object, ...], float] = {}
         self._schedules: dict[tuple[object, ...], Schedule] = {}  # with options
         self._timelines: dict[tuple[object, ...], Timeline] = {}  # of them
-        self._totals: dict[tuple[object, ...], tuple[float, ...]] = {}
+        self._totals: dict[tuple[object, ...], PassTime] = {}
         self._groups: dict[tuple[object, ...], list[tuple[float, RankGroup]]] = {}
         self._scatters: dict[tuple[float, RankGroup], float] = {}
         self._last: tuple[tuple[object, ...], list[_RankTime]] = ((), [])  # of the layouts that were asked for last
@@ -492,7 +532,7 @@ class CostModel:
         if self.on_cores:
             assert self.measured is not None
             m, each = layout.microbatches(self.work.batch), layout.chunks * sum(self.measured.microbatch)
-            ranks = [m * (sum(rank[:4]) + each) for rank in self._stages(layout)[1]]
+            ranks = [m * (rank.busy + each) for rank in self._stages(layout)[1]]
             return max(*ranks, sum(ranks) * layout.gpus / layout.pipe / self.speed_of_all(layout.gpus))
         return sum(self._pipeline(layout)[1].values())
 
@@ -699,27 +739,28 @@ class CostModel:
             stride = layout.data * layout.context * layout.tensor
             hop = v * self.machine.message_overhead
             hop += 0.0 if self.machine.overlap_messages else v * message(size, stride, self.machine)
-        sums = list(zip(*(self._sums(kind, layout) for kind in range(len(self.types))), strict=True))
+        each_type = list(zip(*(self._passes(kind, layout) for kind in range(len(self.types))), strict=True))
         found = []
         for place, (counts, ranks) in enumerate(self.ranks(p, v, zigzag)):
             speed = self.work.speeds[place] if self.work.speeds else 1.0
-            seconds = (sum(map(mul, counts, times)) / speed for times in sums)
-            forward, inputs, weights, recompute, *parts = seconds
-            kinds = dict(zip(LayerTime._fields, parts, strict=True))
-            kinds["recompute"], kinds["pipe"] = recompute, 2 * hop
-            found.append(_RankTime(ranks, counts, forward + hop, inputs + recompute + hop, weights, kinds))
+            time = PassTime(*(sum(map(mul, counts, seconds)) / speed for seconds in each_type))
+            kinds = time.kinds() | {"recompute": time.recompute, "pipe": 2 * hop}
+            inputs = time.inputs + time.recompute + hop
+            found.append(_RankTime(ranks, counts, time.forward + hop, inputs, time.weights, kinds))
         return found
 
-    def _stages(self, layout: ParallelLayout) -> tuple[list[tuple[float, ...]], list[list[float]]]:
-        """Return ``_sums`` of each stage and of each pipe rank."""
-        place = RECIPES[layout.schedule].place(layout.pipe, layout.chunks)
-        cuts = self.memory.cuts(len(place))
-        ranks = [[0.0] * (4 + len(LayerTime._fields)) for _ in range(layout.pipe)]
-        stages: list[tuple[float, ...]] = []
-        for stage, rank in enumerate(place):
-            each = [self._sums(kind, layout) for kind in self.kinds[cuts[stage] : cuts[stage + 1]]]
-            stages.append(tuple(map(sum, zip(*each, strict=True))))
-            ranks[rank] = [a + b for a, b in zip(ranks[rank], stages[-1], strict=True)]
+    def _stages(self, layout: ParallelLayout) -> tuple[list[PassTime], list[PassTime]]:
+        """Return the times of each stage and of each pipe rank."""
+        placement = RECIPES[layout.schedule].place(layout.pipe, layout.chunks)
+        cuts = self.memory.cuts(len(placement))
+        stages = [
+            PassTime.total(self._passes(kind, layout) for kind in self.kinds[start:stop])
+            for start, stop in pairwise(cuts[: len(placement) + 1])
+        ]
+        ranks = [
+            PassTime.total(time for time, home in zip(stages, placement, strict=True) if home == rank)
+            for rank in range(layout.pipe)
+        ]
         return stages, ranks
 
     def _step_on_cores(self, layout: ParallelLayout) -> dict[str, float]:
@@ -728,11 +769,11 @@ class CostModel:
         assert measured is not None
         schedule = named_schedule(layout.schedule, p, m, layout.chunks)
         cuts, ranks = self.memory.cuts(len(schedule.placement)), range(p)
-        stages, sums = self._stages(layout)
+        stages, times = self._stages(layout)
         counts = [[0] * len(self.types) for _ in ranks]
         one = [tuple(int(kind == each) for each in range(len(self.types))) for kind in range(len(self.types))]
         work = []
-        kinds = [dict(zip(LayerTime._fields, (m * part for part in rank[4:]), strict=True)) for rank in sums]
+        kinds = [time.kinds(m) for time in times]
         for stage, rank in enumerate(schedule.placement):
             gather = scatter = 0.0
             call = self._call("data") if layout.data * layout.context > 1 else 0.0
@@ -741,14 +782,14 @@ class CostModel:
                 for count, group in self._held(one[kind], layout) if layout.zero >= 2 else ():  # a bucket a layer
                     gather += call + all_gather(count * self.bytes, group, machine) if layout.zero == 3 else 0.0
                     scatter += call + reduce_scatter(count * max(4, self.bytes), group, machine)
-            forward, inputs, weights, recompute = stages[stage][:4]
-            forward += measured.microbatch[0] + gather
-            inputs += recompute + measured.microbatch[1] + gather + scatter
-            work.append(StageWork(forward, inputs, weights))
-            its = kinds[rank]
-            its["data"] = its.get("data", 0.0) + m * (2 * gather + scatter)
-            its["recompute"] = its.get("recompute", 0.0) + m * recompute
-            its["overhead"] += m * sum(measured.microbatch)
+            time = stages[stage]
+            forward = time.forward + (measured.microbatch[0] + gather)
+            inputs = time.inputs + (time.recompute + measured.microbatch[1] + gather + scatter)
+            work.append(StageWork(forward, inputs, time.weights))
+            rank_kinds = kinds[rank]
+            rank_kinds["data"] = rank_kinds.get("data", 0.0) + m * (2 * gather + scatter)
+            rank_kinds["recompute"] = rank_kinds.get("recompute", 0.0) + m * time.recompute
+            rank_kinds["overhead"] += m * sum(measured.microbatch)
         ends, after = [0.0] * p, [(0.0, 0.0)] * p  # behind a rank's last op; behind all ranks' (data, optimizer)
         for rank in ranks:
             published = stepped = 0.0
@@ -791,8 +832,8 @@ class CostModel:
         found["overhead"] += measured.step
         return found
 
-    def _sums(self, kind: int, layout: ParallelLayout) -> tuple[float, ...]:
-        """Return a layer's forward pass, input gradients, weight gradients and recomputation, and its times by kind."""
+    def _passes(self, kind: int, layout: ParallelLayout) -> PassTime:
+        """Return the times of a layer of type ``self.types[kind]``, as the layout's schedule runs its passes."""
         split = RECIPES[layout.schedule].split and not self.on_cores
         axes = (layout.microbatch, layout.context, layout.tensor, layout.expert)
         key = (kind, *axes, bool(layout.sequence_parallel), layout.slices)
@@ -805,7 +846,7 @@ class CostModel:
             inputs, weights = self._shown.get(key, (0.0, 0.0)) if split else (0.0, 0.0)
             parts = {name: sum(part) for name, part in zip(LayerTime._fields, time, strict=True)}
             parts["tensor"] += inputs + weights
-            found = (time.forward, time.backward + inputs, time.products[2] + weights, recompute, *parts.values())
+            found = PassTime(time.forward, time.backward + inputs, time.products[2] + weights, recompute, **parts)
             self._totals[*key, layout.recompute, split] = found
         return found
 
@@ -849,7 +890,7 @@ class CostModel:
         latency, seconds = (message(size, stride, self.machine) for size in (0.0, output))
         layers = []
         for kind, shape in zip(self.kinds, self.work.layers, strict=True):
-            forward, inputs, weights, recompute, *_ = self._sums(kind, layout)
+            time = self._passes(kind, layout)
             states = sum(
                 model_states(count, shards, layout.zero, self.work.precision).total
                 for count, shards in zip(
@@ -859,7 +900,8 @@ class CostModel:
                 )
             )
             kept = self.memory.layer_activations(shape, tokens, self.work.sequence, layout)
-            layers.append(LayerCost(forward, inputs + recompute, weights, states, kept, output, shape.name))
+            inputs = time.inputs + time.recompute
+            layers.append(LayerCost(time.forward, inputs, time.weights, states, kept, output, shape.name))
         return LayerCosts(
             tuple(layers),
             latency + self.machine.message_overhead,
