@@ -68,7 +68,7 @@ def sum_hooks(parameter: Tensor) -> list[Any]:
 def module_hooks(module: nn.Module, *kinds: str) -> bool:
     """Return True if a module has hooks of one of the kinds forward, forward_pre, backward or backward_pre.
 
-    torch has no public list of hooks. If it goes: count the calls of ``register_*_hook`` in ``units.py``.
+    torch has no public list of hooks. If it goes: count the calls of ``register_*_hook`` in ``unit_passes.py``.
     """
     return any(getattr(module, f"_{kind}_hooks") for kind in kinds)
 
@@ -142,6 +142,15 @@ cast_operator = torch.ops.aten._to_copy.default
 # Base classes of all dropouts, and of all batch norms. If they go: the list of public classes.
 AnyDropout = nn.modules.dropout._DropoutNd
 AnyBatchNorm = nn.modules.batchnorm._BatchNorm
+
+
+def note_uncompiled(function: Any, reason: str) -> None:
+    """Let torch.compile end its graph before a function, and say the reason where it may not.
+
+    ``torch.compiler.disable`` sets these attributes, but loads the compiler. If they go: no reason in torch's error.
+    """
+    function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = reason
 
 
 def compiler_backend(name: str) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.torch_private import without_subclasses
+from ..base.uncompiled import uncompiled
 from ..grid.comm.axis import Axis
 from ..grid.layout import Layout, layout_of
 
@@ -61,6 +63,7 @@ _OWN_ACCORD = (
 _CALLS = ("_call_impl", "_wrapped_call_impl", "inner")  # of torch.nn.modules.module, for the caller of a module
 
 _REASON = "other code reads the weight of a layer sharded by triax: give it layer.full_weight() instead"
+_HERE = (__name__, uncompiled.__module__)  # modules whose frames lie between an operation and its caller
 
 
 class ReadOutside(nn.Module):
@@ -91,7 +94,7 @@ class ReadOutside(nn.Module):
                 weight.__class__ = ShardedWeight
         return weight
 
-    @torch.compiler.disable(reason=_REASON)
+    @partial(uncompiled, reason=_REASON)
     def _read_uncompiled(self) -> nn.Parameter:
         return self._read()
 
@@ -155,7 +158,7 @@ class _Shard(Tensor):
     triax_cut = False  # True for a view, whose dims need not be the parameter's
 
     @classmethod
-    @torch.compiler.disable(reason=_REASON)  # so that frames can be seen
+    @partial(uncompiled, reason=_REASON)  # so that frames can be seen
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -234,7 +237,7 @@ def _package(frame: FrameType) -> str:
 def _caller() -> str:
     """Return the name of the module that calls an operation."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith((__name__, "torch._dynamo")):
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith((*_HERE, "torch._dynamo")):
         frame = frame.f_back
     return "" if frame is None else str(frame.f_globals.get("__name__", ""))
 
@@ -245,7 +248,7 @@ def _asking() -> FrameType | None:
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
         accord = name.startswith(_OWN_ACCORD) and frame.f_code.co_name not in _CALLS
-        if name != __name__ and (accord or name.partition(".")[0] != "torch"):
+        if name not in _HERE and (accord or name.partition(".")[0] != "torch"):
             break
         frame = frame.f_back
     return frame

@@ -47,7 +47,7 @@ class GradientAccess:
         self._divisor: WeakMethod[Callable[[], float]] | None = None
         self._context: WeakMethod[Callable[[str], AbstractContextManager[None]]] | None = None
         self._remedy = ""
-        self._assigned: list[tuple[Bucket, nn.Parameter, Tensor | None]] = []  # what user code has assigned
+        self._replaced: list[tuple[Bucket, nn.Parameter, Tensor | None]] = []  # what user code has put into ``.grad``
         self.plain = self.stepped = self._exposed = self.touched = False
         self.applied = 1.0
 
@@ -78,7 +78,7 @@ class GradientAccess:
 
     def begin(self) -> None:
         """Begin a step."""
-        self._assigned = []
+        self._replaced = []
         self.stepped = self._exposed = self.touched = False
         self.applied = 1.0
 
@@ -135,7 +135,7 @@ class GradientAccess:
         """Keep what user code has assigned to ``.grad``, before the reductions of a step end, for ``take_back``."""
         found = [(bucket, *each) for bucket in self._buckets for each in bucket.replaced()]
         for bucket, parameter, gradient in found:
-            self._assigned.append((bucket, parameter, None if gradient is None else gradient.detach()))
+            self._replaced.append((bucket, parameter, None if gradient is None else gradient.detach()))
             bucket.put_back(parameter)
 
     @torch.no_grad()
@@ -150,7 +150,7 @@ class GradientAccess:
         """
         if look:
             self.set_aside()
-        found, self._assigned = self._assigned, []
+        found, self._replaced = self._replaced, []
         for bucket, parameter, gradient in found:
             self.touched = True
             if gradient is None:

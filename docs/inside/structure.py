@@ -33,7 +33,7 @@ SUBJECTS = {
     "compat": "APIs of other libraries",
     "cli": "the command triax",
 }
-WIDTH, HEIGHT, GAP = 900, 44, 26
+WIDTH, HEIGHT, GAP = 1100, 44, 26
 STYLE = """<style>
 text { font: 12px sans-serif; text-anchor: middle; fill: #1b1b1b } .name { font: bold 14px monospace }
 rect { fill: #e8eef6; stroke: #44608a } path { stroke: #44608a; fill: none }

@@ -1,8 +1,8 @@
 """Communication of the grid: one ``Axis`` with all collectives, its observers, and pending operations.
 
 - ``axis.py``: ``Axis``, the collectives and messages of the ranks along one axis of the grid
-- ``regions.py``: collectives whose backward pass is the transposed one: copy / all-reduce, gather / split; sequence
-  parallelism: gather / reduce-scatter
+- ``regions.py``: collectives whose backward pass is the transposed one: copy / all-reduce, gather / split; of
+  sequence parallelism: gather / reduce-scatter
 - ``transport.py``: ``Transport``, by which an axis communicates: a process group directly
 - ``host_transport.py``: ``HostTransport``, for ranks that share a GPU: by way of host memory
 - ``pending.py``: handles of asynchronous operations: ``Pending``, ``Done``, ``All``, ``Then``

@@ -77,12 +77,12 @@ def simulate(schedule: Orders, costs: Costs | None = None, keep_gathered: bool =
 
 def timeline_of(schedule: Orders, costs: Costs | None = None, keep_gathered: bool = False) -> Timeline:
     """Return the times of every op; arguments and errors as for `simulate`."""
-    clock = _Clock(schedule, costs or Costs(), keep_gathered)
+    clock = _SimulatedClock(schedule, costs or Costs(), keep_gathered)
     clock.run()
     return clock.timeline()
 
 
-class _Clock:
+class _SimulatedClock:
     """State of a simulation: what has run, what has arrived, and which rank waits for what.
 
     Single ops and pairs take the same way: a rank runs groups of ops that start together, of one op or of two.

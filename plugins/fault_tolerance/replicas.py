@@ -44,7 +44,7 @@ from .membership import History, Ledger
 from .peer_state import capture_here, load_here
 from .phase import Phase, Standing
 from .replica_group import ReplicaGroup
-from .run_record import RunRecord
+from .run_record import ReplicaRecord
 from .shard_cut import ShardCut
 from .sharded_state import ReplicaShards
 from .state_transfers import FAILURES, StateTransfers, reason
@@ -90,7 +90,7 @@ class FaultTolerantReplicas(SynchronousReplicas):
         )
         require_supported(engine)
         self.history = None if options.replay is None else History.from_file(Path(options.replay))
-        self.record = RunRecord(self.name, options.folder, grid.rank == 0, self.unit)
+        self.record = ReplicaRecord(self.name, options.folder, grid.rank == 0, self.unit)
         self.phase, self.leaving = Phase(), False
         self._settings = identity(engine)
         self._group: ReplicaGroup | None = None

@@ -18,7 +18,7 @@ _NOTABLE = 0.001  # seconds of lost time that are recorded
 _SLOW_STEPS = 10  # steps in a row after which a slow replica is named
 
 
-class RunRecord:
+class ReplicaRecord:
     """Record that one replica keeps of the run.
 
     Args:

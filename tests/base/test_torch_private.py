@@ -304,3 +304,12 @@ def test_every_private_name_has_a_test() -> None:
     names |= {*private.__all__, *(each.id for each in assigned if isinstance(each, ast.Name))}
     missing = {name for name in names if f"private.{name}" not in source}
     assert missing == {"restart_group_count"}  # tests/testing/test_pool.py: a job after a lost rank
+
+
+def test_a_graph_that_may_not_end_says_the_reason() -> None:
+    def add(x: Tensor) -> Tensor:
+        return x + 1
+
+    private.note_uncompiled(add, "add runs alone")
+    with pytest.raises(Exception, match="add runs alone"):
+        torch.compile(lambda x: add(x) * 2, backend="eager", fullgraph=True)(torch.ones(2))

@@ -31,11 +31,11 @@ BUDGET = {
     "cli": 3441,
     "checkpoint": 2196,
     "data": 2147,
-    "tensor_parallel": 2014,
+    "tensor_parallel": 2017,
     "options": 1540,
     "inference": 1483,
     "testing": 1451,
-    "base": 1416,
+    "base": 1422,
     "context": 1380,
     "moe": 945,
 }

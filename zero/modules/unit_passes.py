@@ -65,7 +65,7 @@ class _UnitRun:
         return copy.deepcopy(self._method, memo)
 
 
-class _Pass:
+class _UnitPass:
     """Run of a unit of which nothing is recorded for a backward pass: its weights are there, and nothing else is to do.
 
     The methods are called in their order; ``enter_call`` and ``leave_call`` in a call of the module only.
@@ -86,7 +86,7 @@ class _Pass:
         """End the call, after the hooks behind the forward."""
 
 
-class _RepeatedPass(_Pass):
+class _RepeatedPass(_UnitPass):
     """Run of a unit again by a reentrant checkpoint, within a backward pass that goes through the graph of this run.
 
     Args:
@@ -104,7 +104,7 @@ class _RepeatedPass(_Pass):
         return (args, kwargs) if self._called else mark((args, kwargs), self._end, exact=True)
 
 
-class _ForwardPass(_Pass):
+class _ForwardPass(_UnitPass):
     """Run of a unit in a forward pass.
 
     Args:
@@ -223,7 +223,7 @@ class Units:
         self._entered = False  # the running backward pass has reached a unit
         self._repeated: Counter[int] = Counter()  # runs of units in it, by activation checkpointing
         self._modules = [module for _, module in units]
-        self._called: list[tuple[int, _Pass]] = []  # units that are called, and whose forward has not begun
+        self._called: list[tuple[int, _UnitPass]] = []  # units that are called, and whose forward has not begun
         for number, (_, module) in enumerate(units):
             # The call, because hooks of the module may use its weights; and forward, which a module may call itself.
             run: Any = _UnitRun(self._call, number, module._call_impl, self.require_whole)
@@ -290,7 +290,7 @@ class Units:
         return outputs
 
     @contextmanager
-    def _running_pass(self, unit: int, called: bool) -> Iterator[_Pass]:
+    def _running_pass(self, unit: int, called: bool) -> Iterator[_UnitPass]:
         """Context around a run of a unit, in which its weights are there.
 
         Args:
@@ -298,7 +298,7 @@ class Units:
             called: the module is called, with its hooks; False: its forward alone.
         """
         if self._transformed:
-            yield _Pass()
+            yield _UnitPass()
         elif backward_task() != -1:
             # Activation checkpointing runs it again. Its backward follows at once, so the weights stay gathered.
             self._enter_backward()
@@ -308,12 +308,12 @@ class Units:
                 self._repeated[unit] += 1
                 yield _RepeatedPass(partial(self._end_repeated, unit), called)
             else:
-                yield _Pass()
+                yield _UnitPass()
         elif (transform := self._transform(unit)) is not None:
             self.require_whole(unit, transform)
             self._transformed = True
             try:
-                yield _Pass()
+                yield _UnitPass()
             finally:
                 self._transformed = False
         else:
@@ -321,7 +321,7 @@ class Units:
                 yield pass_
 
     @contextmanager
-    def _forward_pass(self, unit: int, called: bool) -> Iterator[_Pass]:
+    def _forward_pass(self, unit: int, called: bool) -> Iterator[_UnitPass]:
         """Context around a run of a unit in a forward pass, which gathers and releases its weights, and notes it."""
         outermost = not self._running
         if outermost:
