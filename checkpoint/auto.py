@@ -49,7 +49,7 @@ def load_newest(
     Returns:
         True if a checkpoint was loaded; False if there is none.
     """
-    found, level = None, logging.INFO
+    usable, level = None, logging.INFO
     with agreed(grid):
         if grid.rank == 0:
             unusable = dict(folders.unreadable(folder))
@@ -57,8 +57,8 @@ def load_newest(
             for tag, reason in unusable.items():
                 _LOG.warning("%s is not used: %s", folder / tag, reason)
             lineage.tidy_up(folder)
-            found = [tag for tag in folders.tags(folder)[::-1] if tag not in unusable]
-    for tag in grid.world.all_gather_json(found)[0]:
+            usable = [tag for tag in folders.tags(folder)[::-1] if tag not in unusable]
+    for tag in grid.world.all_gather_json(usable)[0]:
         try:
             load(open_checkpoint(grid, folder / tag, options))
             return True
@@ -107,8 +107,8 @@ class AutoSaver:
         self._flag = torch.zeros(1, dtype=torch.int64, device=grid.device)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, _SignalHandler(self, signal.SIGTERM))
-            found = signal.getsignal(signal.SIGUSR1)
-            if found == signal.SIG_DFL or isinstance(found, _SignalHandler):  # else it is the user's
+            handler = signal.getsignal(signal.SIGUSR1)
+            if handler == signal.SIG_DFL or isinstance(handler, _SignalHandler):  # else it is the user's
                 signal.signal(signal.SIGUSR1, _SignalHandler(self, signal.SIGUSR1))
 
     def save_on_interrupt(self) -> None:
@@ -141,9 +141,9 @@ class AutoSaver:
             return
         self._flag.fill_(self.signalled)
         self._grid.world.all_reduce(self._flag, op="max")  # the signal may have come to one rank alone
-        found = int(self._flag)
-        if found or step % self.every == 0:
-            self._save_now(step, _SIGNALS[found - 1] if found else None)
+        signal_index = int(self._flag)
+        if signal_index or step % self.every == 0:
+            self._save_now(step, _SIGNALS[signal_index - 1] if signal_index else None)
 
     def _save_now(self, step: int, leave: signal.Signals | None) -> None:
         """Save a checkpoint. ``leave``: a signal after which the process ends; None: none was received."""

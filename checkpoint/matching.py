@@ -45,12 +45,12 @@ def match_model(
     gathered = grid.world.all_gather_json(([*shapes], missing, [*unlike.values()]))
     known = {name for names, *_ in gathered for name in names} | {*second_names}
     unexpected = [name for name in tensors if name.partition("/")[0] in (WEIGHTS, BUFFERS) and name not in known]
-    found = {
+    mismatches = {
         "missing in the checkpoint": list(dict.fromkeys(_short(name) for _, names, _ in gathered for name in names)),
         "not in the model": [_short(name) for name in unexpected],
         "of another shape": list(dict.fromkeys(text for *_, texts in gathered for text in texts)),
     }
-    problems = [f"{title}: {listed(names)}" for title, names in found.items() if names]
+    problems = [f"{title}: {listed(names)}" for title, names in mismatches.items() if names]
     problems += other_problems
     if problems and strict:
         raise CheckpointError(

@@ -30,17 +30,17 @@ def rendezvous(
         ArgumentError: on every rank, if ``check`` raises it on any rank.
         RuntimeError: if a rank did not make a call in time, or on every rank if one makes another call.
     """
-    mine = "\n".join((call, *arguments))
+    own_call = "\n".join((call, *arguments))
     try:
         check()
     except ArgumentError as error:
-        mine = f"{_WRONG}{error}"
+        own_call = f"{_WRONG}{error}"
     caller = Caller()
     try:
         # A rank that makes another call fails here, while one that makes none is missing in the barrier.
         begun = caller.begin(partial(begin_call, grid, call))
         gathered = grid.store_barrier(
-            grid.barrier_name(), mine, seconds, lambda: begun.done() and begun.exception() is not None
+            grid.barrier_name(), own_call, seconds, lambda: begun.done() and begun.exception() is not None
         )
         if None not in gathered or begun.done():
             begun.result()
@@ -57,9 +57,9 @@ def rendezvous(
         if str(text).startswith(_WRONG):
             where = f"{grid.describe(rank)}: " if len(set(gathered)) > 1 else ""
             raise ArgumentError(where + str(text).removeprefix(_WRONG))
-    calls = [str(each).split("\n") for each in gathered]
+    calls = [str(message).split("\n") for message in gathered]
     for rank, other in enumerate(calls):
-        if other[:-1] != mine.split("\n")[:-1]:
+        if other[:-1] != own_call.split("\n")[:-1]:
             raise RuntimeError(
                 f"rank {grid.rank} called {call}({', '.join(arguments)}), but rank {rank} called {other[0]}"
                 f"({', '.join(other[1:])}). Make the same call on every rank"

@@ -76,7 +76,7 @@ class WholeTensor:
         """
         value = torch.empty(target.shape, dtype=target.dtype, device=target.device)
         for box in layout.boxes(grid.tensor.rank, grid.tensor.size, (grid.expert.rank, grid.expert.size)):
-            self.read_box(tuple((each.start, each.stop) for each in box.whole), value[box.local])
+            self.read_box(tuple((span.start, span.stop) for span in box.whole), value[box.local])
         target.copy_(value)
 
     def read_all(self) -> Tensor:
@@ -125,12 +125,12 @@ class Snapshot:
     def of_kinds(self, *kinds: str) -> dict[str, WholeTensor]:
         """Return the tensors of these kinds, kind after kind, by their names without the kind."""
         split = [(*name.partition("/"), tensor) for name, tensor in self.tensors.items()]
-        return {name: tensor for kind in kinds for its, _, name, tensor in split if its == kind}
+        return {name: tensor for kind in kinds for tensor_kind, _, name, tensor in split if tensor_kind == kind}
 
     def under(self, prefix: str) -> Snapshot:
         """Return a snapshot of the entries whose names begin with ``prefix``; the prefix is removed."""
-        tensors = {name.removeprefix(prefix): each for name, each in self.tensors.items() if name.startswith(prefix)}
-        numbers = {name.removeprefix(prefix): each for name, each in self.numbers.items() if name.startswith(prefix)}
+        tensors = {name.removeprefix(prefix): value for name, value in self.tensors.items() if name.startswith(prefix)}
+        numbers = {name.removeprefix(prefix): value for name, value in self.numbers.items() if name.startswith(prefix)}
         return Snapshot(tensors, numbers, self.header, self.source)
 
     def set_client_state(self, values: Mapping[str, Any], add_tensors: bool) -> None:
@@ -143,30 +143,30 @@ class Snapshot:
         Raises:
             TypeError: if a value has another type.
         """
-        found: list[Tensor] = []
+        client_tensors: list[Tensor] = []
 
         def put(tensor: Tensor) -> str:
-            found.append(tensor.detach().cpu().clone())
-            return f"{len(found) - 1}"
+            client_tensors.append(tensor.detach().cpu().clone())
+            return f"{len(client_tensors) - 1}"
 
         self.header["client_state"] = encode(dict(values), put)
         if add_tensors:
-            for number, tensor in enumerate(found):
+            for number, tensor in enumerate(client_tensors):
                 self.add(f"{CLIENT}/{number}", tensor)
 
     def client_state(self) -> dict[str, Any]:
         """Return the client state that the user gave to ``save_checkpoint``."""
         saved = self.header.get("client_state", {})
-        found: dict[str, Any] = decode(saved, lambda name: self.tensors[f"{CLIENT}/{name}"].read_all())
-        return found
+        state: dict[str, Any] = decode(saved, lambda name: self.tensors[f"{CLIENT}/{name}"].read_all())
+        return state
 
     @property
     def bytes(self) -> int:
         """Bytes of all boxes."""
         return sum(
-            math.prod(shape_of(each.box)) * tensor.dtype.itemsize
+            math.prod(shape_of(part.box)) * tensor.dtype.itemsize
             for tensor in self.tensors.values()
-            for each in tensor.boxes
+            for part in tensor.boxes
         )
 
 
@@ -187,13 +187,13 @@ def pieces(part: FlatRange, rank: int, size: int, expert: tuple[int, int] = (0, 
     shard = part.layout.boxes(rank, size, expert)
     at = 0
     for here in boxes_of_range(part.layout.local_shape(rank, size, expert), part.start, part.stop):
-        spans = tuple((each.start, each.stop) for each in here)
+        spans = tuple((span.start, span.stop) for span in here)
         shape = shape_of(spans)
         value = part.value[at : at + math.prod(shape)].view(shape)
         at += math.prod(shape)
         for box in shard:
-            common = overlap(spans, tuple((each.start, each.stop) for each in box.local))
+            common = overlap(spans, tuple((span.start, span.stop) for span in box.local))
             if common is not None:
                 shifts = [whole.start - local.start for whole, local in zip(box.whole, box.local, strict=True)]
-                whole = tuple((low + shift, high + shift) for (low, high), shift in zip(common, shifts, strict=True))
-                yield whole, value[within(common, spans)]
+                target = tuple((low + shift, high + shift) for (low, high), shift in zip(common, shifts, strict=True))
+                yield target, value[within(common, spans)]

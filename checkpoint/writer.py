@@ -135,19 +135,19 @@ def write_rank(folder: Path, rank: int, snapshot: Snapshot, save: str = "") -> N
         save: name of the save, which the files then have in their names.
     """
     file = rank_name(rank, save)
-    boxes = [(name, tensor, each) for name, tensor in snapshot.tensors.items() for each in tensor.boxes]
-    keys = [name if each.box == everything(tensor.shape) else box_name(name, each.box) for name, tensor, each in boxes]
-    announced = {key: (shape_of(each.box), tensor.dtype) for key, (_, tensor, each) in zip(keys, boxes, strict=True)}
+    boxes = [(name, tensor, part) for name, tensor in snapshot.tensors.items() for part in tensor.boxes]
+    keys = [name if part.box == everything(tensor.shape) else box_name(name, part.box) for name, tensor, part in boxes]
+    announced = {key: (shape_of(part.box), tensor.dtype) for key, (_, tensor, part) in zip(keys, boxes, strict=True)}
     tensors = {
         name: StoredTensor(tensor.shape, str(tensor.dtype).removeprefix("torch."))
         for name, tensor in snapshot.tensors.items()
     }
     size, identity = 0, snapshot.header["identity"]
     with closing(TensorStream(folder / file, announced, True, {"save": save_name(identity)})) as stream:
-        for key, (name, _, each) in zip(keys, boxes, strict=True):
-            value = each.load()
+        for key, (name, _, part) in zip(keys, boxes, strict=True):
+            value = part.load()
             span = stream.write(key, value)
-            tensors[name].boxes.append(StoredBox(each.box, file, key, span))
+            tensors[name].boxes.append(StoredBox(part.box, file, key, span))
             size = span.stop
             if snapshot.after_write is not None:
                 snapshot.after_write(value)
@@ -170,25 +170,25 @@ def merged(folder: Path, size: int, head: dict[str, Any], save: str = "") -> Ind
         head: the run's header. The numbers of the ranks' parts are added to it.
         save: name of the save in the names of the files.
     """
-    whole = Index(head, {}, {})
+    index = Index(head, {}, {})
     numbers: dict[str, Any] = {}
     for rank in range(size):
         piece = read_index(folder, piece_name(rank, save), whole=False)
-        if piece.head["save"] != whole.save_name:
-            raise ValueError(f"{piece_name(rank)} is of the save {piece.head['save']}, and not of {whole.save_name}")
+        if piece.head["save"] != index.save_name:
+            raise ValueError(f"{piece_name(rank)} is of the save {piece.head['save']}, and not of {index.save_name}")
         numbers.update(piece.head["numbers"])
-        whole.files.update(piece.files)
+        index.files.update(piece.files)
         for name, entry in piece.tensors.items():
-            known = whole.tensors.setdefault(name, StoredTensor(entry.shape, entry.dtype))
+            known = index.tensors.setdefault(name, StoredTensor(entry.shape, entry.dtype))
             if (known.shape, known.dtype) != (entry.shape, entry.dtype):
                 raise ValueError(
                     f"{name} is {known.dtype} {known.shape} on one rank and {entry.dtype} {entry.shape} on rank {rank}"
                 )
             known.boxes += entry.boxes
-    whole.head["numbers"] = dict(sorted(numbers.items()))
-    whole.tensors = dict(sorted(whole.tensors.items(), key=lambda item: _order(item[0])))
-    whole.check(str(folder))
-    return whole
+    index.head["numbers"] = dict(sorted(numbers.items()))
+    index.tensors = dict(sorted(index.tensors.items(), key=lambda item: _order(item[0])))
+    index.check(str(folder))
+    return index
 
 
 def rank_name(rank: int, save: str = "") -> str:

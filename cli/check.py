@@ -80,8 +80,8 @@ def check(
     holds = all(row.holds for row in rows)
     profile, kept = layer_costs(build, batches, flags.timeout) if flags.costs and rows[0].holds else ("", {})
     if flags.json:
-        found = {"target": target, "holds": holds, "runs": [row.as_json() for row in rows]}
-        typer.echo(json.dumps(found | ({"costs": profile, "kept": kept} if flags.costs else {})))
+        result = {"target": target, "holds": holds, "runs": [row.as_json() for row in rows]}
+        typer.echo(json.dumps(result | ({"costs": profile, "kept": kept} if flags.costs else {})))
     else:
         heads = ("run", "numbers", "sent per step (ZeRO's formula)")
         terminal().print(table(heads, ((row.what, _result(row), _sent(row)) for row in rows), left=3))
@@ -125,13 +125,13 @@ def _sizes(text: str) -> dict[str, int]:
     """
     from ..testing.grids import AXES
 
-    found = {}
-    for part in text.split(","):
-        name, _, size = (word.strip() for word in part.partition("="))
+    sizes = {}
+    for entry in text.split(","):
+        name, _, size = (word.strip() for word in entry.partition("="))
         if name not in (*AXES, "expert") or not size.isdecimal() or not int(size):
-            raise ConfigError(f"--dry has {part!r}: give axes and sizes, such as pipe=8,tensor=4,data=2")
-        found[name] = int(size)
-    return found
+            raise ConfigError(f"--dry has {entry!r}: give axes and sizes, such as pipe=8,tensor=4,data=2")
+        sizes[name] = int(size)
+    return sizes
 
 
 def _dry(target: str, build: Any, batches: Any, sizes: dict[str, int], as_json: bool) -> NoReturn:

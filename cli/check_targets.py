@@ -99,7 +99,7 @@ def _read(target: str, changes: Sequence[str]) -> tuple[TransformerConfig, Model
     if Path(target).suffix in FILES:
         file, _ = read_training_file(target, list(changes))
         return model_config(file.model), file.model, file.grid.sequence_parallel
-    section = ModelSection(folder=target, weights=False, overrides=dict(_change(each) for each in changes))
+    section = ModelSection(folder=target, weights=False, overrides=dict(_change(change) for change in changes))
     return model_config(section), section, False
 
 
@@ -128,7 +128,7 @@ def _require_memory(target: str, config: TransformerConfig) -> None:
 def _tokens(words: int, length: int) -> list[list[tuple[Tensor, Tensor]]]:
     """Return one batch of random tokens."""
     text = torch.randint(words, (MICROBATCHES, 1, length + 1), generator=torch.Generator().manual_seed(0))
-    return [[(each[:, :-1], each[:, 1:]) for each in text]]
+    return [[(row[:, :-1], row[:, 1:]) for row in text]]
 
 
 def _functions(path: Path, function: str, data: str | None, dry: bool) -> tuple[Any, Any]:
@@ -142,10 +142,10 @@ def _functions(path: Path, function: str, data: str | None, dry: bool) -> tuple[
         spec.loader.exec_module(module)
     except Exception as error:
         raise ValueError(f"{path} raised {type(error).__name__}: {error}") from error
-    for each, option in ((function, "the target"), (data, "--data")):
-        if each is not None and not callable(getattr(module, each, None)):
+    for name, option in ((function, "the target"), (data, "--data")):
+        if name is not None and not callable(getattr(module, name, None)):
             known = ", ".join(n for n, value in vars(module).items() if callable(value) and not n.startswith("_"))
-            raise ValueError(f"{path} has no function {each!r}, which {option} names; it has {known or 'none'}")
+            raise ValueError(f"{path} has no function {name!r}, which {option} names; it has {known or 'none'}")
     build, batches = getattr(module, function), getattr(module, data or "batches", None)
     if batches is not None:
         return build, batches
@@ -174,7 +174,7 @@ def _random_batch(build: Any) -> list[list[tuple[Tensor, Tensor]]]:
         raise ValueError(
             f"{build.__name__}(grid) raised {error!r}: it must take a triax.Grid, and return a model"
         ) from error
-    matrices = [each for each in model.parameters() if each.dim() > 1]
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     words, width, outputs = (*matrices[0].shape[:2], matrices[-1].shape[0]) if matrices else (1, 1, 1)
     generator = torch.Generator().manual_seed(0)
 

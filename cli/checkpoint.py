@@ -61,7 +61,7 @@ def show(path: Where, tensors: Annotated[bool, typer.Option(help="Print a line f
         shape = " x ".join(map(str, entry.shape)) or "1"
         rows.append((escaped(name), entry.dtype, shape, f"{entry.bytes / 1e6:.3f}", len(entry.boxes)))
     files = sum(file.size for file in index.files.values())
-    elements = sum(math.prod(each.shape) for name, each in index.tensors.items() if name.startswith("weights/"))
+    elements = sum(math.prod(tensor.shape) for name, tensor in index.tensors.items() if name.startswith("weights/"))
     echo(f"{elements:,} parameters; {len(index.tensors)} tensors in {len(index.files)} files of {files / 1e6:.3f} MB")
     echo(", ".join(f"{kind} {size / 1e6:.3f} MB" for kind, size in totals.items()))
     if tensors:
@@ -74,10 +74,10 @@ def verify(path: Where) -> None:
     from ..checkpoint.format.folder import verify as problems
 
     reader = _open(path)
-    found = [*problems(reader.path, reader.index)]
-    for problem in found:
+    faults = [*problems(reader.path, reader.index)]
+    for problem in faults:
         echo(problem, err=True)
-    if found:
+    if faults:
         raise typer.Exit(1)
     size = sum(file.size for file in reader.index.files.values())
     echo(f"{reader.path}: {len(reader.index.files)} files, {size / 1e6:.3f} MB, all as they were written")
@@ -270,7 +270,7 @@ def differences(a: Snapshot, b: Snapshot) -> list[str]:
     import torch
 
     lines = []
-    headers = [{**each.header, "numbers": each.numbers} for each in (a, b)]
+    headers = [{**index.header, "numbers": index.numbers} for index in (a, b)]
     for key in ("step", "run", "client_state", "numbers"):
         one, other = (header.get(key) for header in headers)
         if isinstance(one, dict) and isinstance(other, dict):
@@ -304,22 +304,22 @@ def _open(where: str) -> Reader:
     from ..checkpoint.format.remote import folder_at
     from ..checkpoint.reader import Reader
 
-    found = path = folder_at(where)
+    found_at = path = folder_at(where)
     try:
         if not any((path / name).is_file() for name in (NAME, "latest")):
-            saves = [each.parent for each in path.glob("checkpoint-*/latest")] if isinstance(path, Path) else []
-            numbers = {int(number): each for each in saves if (number := each.name.partition("-")[2]).isdecimal()}
+            saves = [file.parent for file in path.glob("checkpoint-*/latest")] if isinstance(path, Path) else []
+            numbers = {int(number): save for save in saves if (number := save.name.partition("-")[2]).isdecimal()}
             if (path / CHECKPOINTS / "latest").is_file():
-                found = path = path / CHECKPOINTS
+                found_at = path = path / CHECKPOINTS
             elif numbers:  # the output folder of a triax.Trainer
-                found = path = numbers[max(numbers)]
+                found_at = path = numbers[max(numbers)]
         if not (path / NAME).is_file():
             tag, note = (None, "") if isinstance(path, Path) and not path.is_dir() else last(path)
             if note:
                 echo(note, err=True)
             if tag is None:
                 raise ConfigError(f"{path} is not a checkpoint: it has no {NAME}, and no file 'latest' that names one.")
-            found = readable_path(path, tag)
-        return Reader(found, read_index(found))
+            found_at = readable_path(path, tag)
+        return Reader(found_at, read_index(found_at))
     except (CorruptError, CheckpointError, OSError) as error:
         raise ConfigError(str(error)) from error

@@ -69,10 +69,10 @@ def _check(file: Path, data: int) -> None:
         )
     for key in origins:
         *sections, name = key.split(".")
-        place: Any = resolved
+        values: Any = resolved
         for section in sections:
-            place = place.get(section) or {}
-        place[name] = "auto"
+            values = values.get(section) or {}
+        values[name] = "auto"
     typer.echo(json.dumps(resolved, indent=2))
     if checked.elasticity.enabled:
         notes.append(described(checked.elasticity))

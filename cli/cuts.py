@@ -54,16 +54,16 @@ def cuts(
 
     pipe, microbatches = flags.pipe, flags.microbatches or 2 * flags.pipe
     read, limit = LayerCosts.from_json(costs), ScheduleOptions(limit=flags.limit).limits
-    found = compare_cuts(
+    compared = compare_cuts(
         read, pipe, microbatches, make_schedule(flags.schedule, pipe, microbatches, flags.chunks), flags.chunks, limit
     )
     if flags.json:
-        typer.echo(json.dumps({"pipe": pipe, "microbatches": microbatches, "cuts": [as_dict(cut) for cut in found]}))
+        typer.echo(json.dumps({"pipe": pipe, "microbatches": microbatches, "cuts": [as_dict(cut) for cut in compared]}))
         return
     terminal().print(
-        table(HEADS, map(cells, found), f"{len(read.layers)} layers, pipe {pipe}, microbatches {microbatches}")
+        table(HEADS, map(cells, compared), f"{len(read.layers)} layers, pipe {pipe}, microbatches {microbatches}")
     )
-    best = min(found[2:], key=lambda cut: cut.makespan)
+    best = min(compared[2:], key=lambda cut: cut.makespan)
     chosen = f"name: {best.schedule.name}, chunks: {best.schedule.chunks}, partition: {list(best.boundaries)}"
     terminal().print(f"schedule: {{{chosen}}}", soft_wrap=True)
 

@@ -168,11 +168,11 @@ def train_tokenizer(
     from ..data.sources import Reading, find_sources
     from ..data.tokenizer import train_tokenizer as train
 
-    found, _ = find_sources(sources, format)
-    made = train(found, Reading(key or "text", False, split), vocab_size, out, skip_bad=skip_bad).facts
+    files, _ = find_sources(sources, format)
+    made = train(files, Reading(key or "text", False, split), vocab_size, out, skip_bad=skip_bad).facts
     if made.vocab_size < vocab_size:
         echo(f"the text has only {made.vocab_size} tokens to learn, fewer than {vocab_size}", err=True)
-    echo(f"{out}: {made.vocab_size} tokens, of {len(found)} files; fingerprint {made.fingerprint[:12]}")
+    echo(f"{out}: {made.vocab_size} tokens, of {len(files)} files; fingerprint {made.fingerprint[:12]}")
 
 
 def _show_document(folder: TokenFolder, number: int, name: str | None) -> None:

@@ -40,7 +40,7 @@ def demo(
     if read_environment() is not None:
         raise ConfigError("triax demo starts its own two processes: type it without a launcher.")
     folder, source = runs / "demo", Path(__file__).resolve().parents[1]
-    texts = sorted(str(path) for part in ("pipe", "engine", "zero") for path in (source / part).rglob("*.py"))
+    texts = sorted(str(path) for room in ("pipe", "engine", "zero") for path in (source / room).rglob("*.py"))
     tokens = tokenize(texts, "bytes", folder / "tokens", processes=min(2, cores()), split="paragraph").folder
     terminal().print(f"text    {tokens.index.tokens:,} bytes of triax's own source")
     values = {

@@ -23,9 +23,9 @@ def dry_run(program: Callable[[], None], ranks: int, target: str | None = None, 
     from ..plugins.dry_run.rank import Settings
     from ..plugins.dry_run.report import report
 
-    found = run(program, Settings(ranks, **settings), partial(typer.echo, err=True))
+    outcome = run(program, Settings(ranks, **settings), partial(typer.echo, err=True))
     if target is None:
-        typer.echo(report(found))
+        typer.echo(report(outcome))
     else:
-        typer.echo(json.dumps({"target": target, "holds": not found.problems, "problems": found.problems}))
-    raise SystemExit(1 if found.problems else 0)
+        typer.echo(json.dumps({"target": target, "holds": not outcome.problems, "problems": outcome.problems}))
+    raise SystemExit(1 if outcome.problems else 0)

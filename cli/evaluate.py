@@ -84,8 +84,8 @@ def evaluate_on_rank(job: tuple[Path, EvaluateFlags]) -> None:
         sizes: Any = {"size": options.batch * grid.replicas, "microbatch": options.batch}
         engine = PipelineEngine(module, EngineOptions(batch=Batch(**sizes)))
         unsafe, tokenizer = options.confirm_run_unsafe_code, "bytes" if has_bytes(folder) else str(folder)
-        found = LmEvalTasks(engine, tokenizer, options.names, options.samples, runs_code=unsafe)
-        metrics = found.metrics()
+        tasks = LmEvalTasks(engine, tokenizer, options.names, options.samples, runs_code=unsafe)
+        metrics = tasks.metrics()
     except (ValueError, FileNotFoundError) as error:
         user_error(error)
     if grid.rank == 0:
@@ -93,7 +93,7 @@ def evaluate_on_rank(job: tuple[Path, EvaluateFlags]) -> None:
             print(json.dumps(metrics, indent=2), flush=True)
         else:
             rows = [
-                (name, f"{value:.4f}", "higher" if found.names[name] else "lower") for name, value in metrics.items()
+                (name, f"{value:.4f}", "higher" if tasks.names[name] else "lower") for name, value in metrics.items()
             ]
             terminal().print(table(("metric", "value", "better"), rows))
     grid.close()

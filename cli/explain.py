@@ -81,8 +81,8 @@ def explain(job: Job, processes: int | None = None) -> dict[str, Any]:
         },
         "stages": stages,
         "memory": [
-            {"pipe": pipe, **{kind: round(size) for kind, size in each._asdict().items()}, "total": round(each.total)}
-            for pipe, each in enumerate(ranks)
+            {"pipe": pipe, **{kind: round(size) for kind, size in sizes._asdict().items()}, "total": round(sizes.total)}
+            for pipe, sizes in enumerate(ranks)
         ],
         "notes": list(_notes(job, processes)),
     }
@@ -159,7 +159,7 @@ def _bubble(job: Job, memory: ModelMemory, cuts: Sequence[int], layout: Parallel
         for stage in range(job.schedule.stages)
     ]
     most = max(forward)
-    weights = [each / most for each in forward]
+    weights = [seconds / most for seconds in forward]
     again = weights if layout.recompute == "full" else [0.0] * len(weights)
     inputs = [a + b for a, b in zip(weights, again, strict=True)]
     return simulate(job.schedule, Costs(F=weights, I=inputs, W=weights)).bubble

@@ -48,17 +48,17 @@ def fit(
     if write is not None and write.suffix != ".json":
         raise ValueError(f"--write is {write}, but the machine file of triax plan fit must end in .json.")
     start, runs = machine_of(flags.machine), read_runs(path)
-    found, errors = fitted(start, runs, path.name)
+    result, errors = fitted(start, runs, path.name)
     if write is not None:
-        found = replace(found, name=write.stem)
-        write.write_text(json.dumps(found.to_dict(), indent=1) + "\n", encoding="utf-8")
+        result = replace(result, name=write.stem)
+        write.write_text(json.dumps(result.to_dict(), indent=1) + "\n", encoding="utf-8")
     rows: list[dict[str, Any]] = []
     for run, error in zip(runs, errors, strict=True):
-        rows.append({"name": run.name, "measured_s": run.seconds, "fitted_s": run.predicted(found), "left_out": error})
+        rows.append({"name": run.name, "measured_s": run.seconds, "fitted_s": run.predicted(result), "left_out": error})
         if run.memory is not None:
-            rows[-1]["memory_error"] = run.predicted_memory(found) / run.memory - 1
+            rows[-1]["memory_error"] = run.predicted_memory(result) / run.memory - 1
     if flags.json:
-        values = {"from": figures(start), "figures": figures(found), "error": found.fitted_error, "rows": rows}
+        values = {"from": figures(start), "figures": figures(result), "error": result.fitted_error, "rows": rows}
         typer.echo(json.dumps({**values, "written": None if write is None else str(write)}))
         return
     heads = ("run", "measured, s", "fitted, s", "error", "error left out", "memory error")
@@ -72,7 +72,7 @@ def fit(
     ]
     console = terminal()
     console.print(table(heads, shown, f"{len(runs)} runs of {path.name} on {start.name}"))
-    before, after = figures(start), figures(found)
+    before, after = figures(start), figures(result)
     for name, value in after.items():
         console.print(f"{name}: {value:.3g} (before: {before[name]:.3g})")
     sizes = [abs(error) for error in errors]
@@ -102,13 +102,13 @@ def read_runs(path: Path) -> list[MeasuredRun]:
     if missing := [column for column in NEEDED if column not in rows[0]]:
         raise ValueError(f"{path} has no column {missing[0]}. Give at least {', '.join(NEEDED)}.")
     models: dict[tuple[str, str], TransformerConfig] = {}
-    found = []
+    runs = []
     for number, row in enumerate(rows, 1):
         try:
-            found.append(_run({key: (value or "").strip() for key, value in row.items() if key}, path, number, models))
+            runs.append(_run({key: (value or "").strip() for key, value in row.items() if key}, path, number, models))
         except (ConfigError, ValueError, TypeError) as error:
             raise ValueError(f"{path}, row {number}: {error}") from error
-    return found
+    return runs
 
 
 def _run(
@@ -152,12 +152,12 @@ def _pairs(text: str, known: tuple[str, ...] | None) -> dict[str, Any]:
     Raises:
         ValueError: a name is not one of the known ones, or a value cannot be read.
     """
-    found: dict[str, Any] = {}
-    for part in filter(None, (each.strip() for each in text.split(","))):
-        name, _, value = part.partition("=")
+    values: dict[str, Any] = {}
+    for pair in filter(None, (word.strip() for word in text.split(","))):
+        name, _, value = pair.partition("=")
         if known is not None and name not in known:
             raise ValueError(no_such("switches", name, known))
         if value not in ("true", "false") and (known is not None or not value.isdecimal()):
             raise ValueError(f"{name} is {value!r}. Give true or false{'' if known else ', or a whole number'}.")
-        found[name] = int(value) if value.isdecimal() else value == "true"
-    return found
+        values[name] = int(value) if value.isdecimal() else value == "true"
+    return values

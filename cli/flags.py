@@ -36,12 +36,12 @@ def with_flags(function: Callable[..., Any]) -> Callable[..., Any]:
     sections = {name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, Options)}
     keyword = inspect.Parameter.KEYWORD_ONLY
     parameters = [inspect.Parameter(_CONTEXT, keyword, annotation=typer.Context)]
-    for name, each in own.items():
+    for name, parameter in own.items():
         if name in sections:
             kinds = hints_of(sections[name])
-            parameters += [_parameter(found, kinds[found.name]) for found in declared(sections[name])]
+            parameters += [_parameter(option, kinds[option.name]) for option in declared(sections[name])]
         elif name != _CONTEXT:
-            parameters.append(each.replace(annotation=hints[name], kind=keyword))
+            parameters.append(parameter.replace(annotation=hints[name], kind=keyword))
 
     @functools.wraps(function)
     def command(**given: Any) -> Any:
@@ -55,7 +55,7 @@ def with_flags(function: Callable[..., Any]) -> Callable[..., Any]:
             raise ConfigError(f"{error.spelled(flag)}.".replace(" or None, not ", ", not ")) from error
 
     vars(command)["__signature__"] = inspect.Signature(parameters)
-    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
     return command
 
 
@@ -87,8 +87,8 @@ def _made(section: type[Options], typed: Mapping[str, Any]) -> Options:
         ConfigError: a flag has no effect without another one.
     """
     hints = hints_of(section)
-    mine = {each.name: each for each in declared(section) if each.name in typed}
-    made = section.of({name: _value(typed[name], _kinds(hints[name])) for name in mine})
+    own_options = {option.name: option for option in declared(section) if option.name in typed}
+    made = section.of({name: _value(typed[name], _kinds(hints[name])) for name in own_options})
     if notes := made.notes():
         raise ConfigError(f"{notes[0].spelled(flag)}.")
     return made
@@ -103,7 +103,7 @@ def _value(typed: Any, kinds: list[Any]) -> Any:
     with suppress(ValueError):
         for kind in kinds:
             if get_origin(kind) is tuple and ("," in typed or len(kinds) == 1):
-                return tuple(get_args(kind)[0](part) for part in typed.split(","))
+                return tuple(get_args(kind)[0](item) for item in typed.split(","))
         for kind in (int, float):
             if kind in kinds:
                 return kind(typed)
@@ -129,7 +129,7 @@ def _parameter(found: Field[Any], hint: Any) -> inspect.Parameter:
     elif get_args(kind)[:1] == (str,):  # the flag may be repeated
         annotation, metavar, default = list[str], "TEXT", list(default)  # type: ignore[assignment]
     elif isinstance(default, tuple):
-        default = ",".join(f"{each:g}" for each in default)
+        default = ",".join(f"{number:g}" for number in default)
     limits = " ".join(f"{_SIGNS[sign]}{limit:g}" for sign, limit in found.metadata["limits"].items())
     described = typer.Option(
         *(found.metadata["flags"] or [flag(found.name)]),

@@ -117,9 +117,9 @@ def _next_line(engine: InferenceEngine) -> str | None:
     if engine.grid.rank == 0:
         if sys.stdin.isatty():
             print("> ", end="", flush=True)
-        line = next((each.strip() for each in sys.stdin if each.strip()), None)
-    found: str | None = engine.grid.world.all_gather_json(line)[0]
-    return found
+        line = next((text.strip() for text in sys.stdin if text.strip()), None)
+    first_line: str | None = engine.grid.world.all_gather_json(line)[0]
+    return first_line
 
 
 def _stream(
@@ -189,13 +189,13 @@ def _write(engine: InferenceEngine, text: Text, options: GenerateFlags) -> None:
         _, count = _stream(engine, text, ids, options, options.prompt)
     else:
         beams: dict[str, Any] = {"num_beams": options.beams, "length_penalty": options.length_penalty}
-        found = engine.generate([options.prompt], new, logprobs=True, **common, **beams)
-        count = sum(len(each.logprobs) for each in found)
-        for number, each in enumerate(found):
-            write(f"--- {number + 1} of {len(found)}\n" if len(found) > 1 else "")
-            write(printable(each.text) + "\n")
+        completions = engine.generate([options.prompt], new, logprobs=True, **common, **beams)
+        count = sum(len(completion.logprobs) for completion in completions)
+        for number, completion in enumerate(completions):
+            write(f"--- {number + 1} of {len(completions)}\n" if len(completions) > 1 else "")
+            write(printable(completion.text) + "\n")
             if options.logprobs:
-                for token, gain in zip(each.tokens[each.prompt :], each.logprobs):
+                for token, gain in zip(completion.tokens[completion.prompt :], completion.logprobs):
                     write(f"{gain:10.4f}  {token:>6}  {text.tokenizer.decode([token])!r}\n")
     if speaks:
         sys.stdout.flush()

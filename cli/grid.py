@@ -76,19 +76,19 @@ def grid(flags: GridFlags) -> None:
         except ImportError as error:
             raise ConfigError(f"Pictures need matplotlib. Type {to_install('plot')}") from error
     if flags.json:
-        typer.echo(json.dumps({"sizes": topology.sizes, "ranks": [each._asdict() for each in ranks]}))
+        typer.echo(json.dumps({"sizes": topology.sizes, "ranks": [held._asdict() for held in ranks]}))
     else:
         _print(topology, ranks, flags.zero)
 
 
 def _held(topology: Topology, rank: int, cuts: list[int]) -> GridRank:
-    place = topology.coordinate(rank)._asdict()
+    coords = topology.coordinate(rank)._asdict()
     parts = topology.size("context")
-    part = place.get("context", 0)
-    replica = place["data"] * parts + part
-    stage = place["pipe"]
+    part = coords.get("context", 0)
+    replica = coords["data"] * parts + part
+    stage = coords["pipe"]
     return GridRank(
-        rank, place, (cuts[stage], cuts[stage + 1]), (part, 2 * parts - 1 - part), replica % topology.expert, replica
+        rank, coords, (cuts[stage], cuts[stage + 1]), (part, 2 * parts - 1 - part), replica % topology.expert, replica
     )
 
 
@@ -100,8 +100,8 @@ def _print(topology: Topology, ranks: list[GridRank], zero: int) -> None:
     heads += ["experts"] if topology.expert > 1 else []
     heads += ["ZeRO shard"] if zero else []
     rows = []
-    for rank, place, (start, stop), tokens, expert, replica in ranks[:LISTED]:
-        row = [rank, *(place[name] for name in shown), _span(start, stop)]
+    for rank, coords, (start, stop), tokens, expert, replica in ranks[:LISTED]:
+        row = [rank, *(coords[name] for name in shown), _span(start, stop)]
         row += [f"{tokens[0] + 1}, {tokens[1] + 1} of {2 * size('context')}"] if size("context") > 1 else []
         row += [f"{expert + 1} of {topology.expert}"] if topology.expert > 1 else []
         row += [f"{replica + 1} of {copies}"] if zero else []
@@ -152,14 +152,14 @@ def _draw(topology: Topology, ranks: list[GridRank], cuts: list[int], zero: int,
 
     axis.text(-0.1, 0.36, "layers", ha="right", va="center")
     for stage, (start, stop) in enumerate(pairwise(cuts)):
-        each = (width - 0.4) / (stop - start)
+        step = (width - 0.4) / (stop - start)
         fill = STAGES[stage % len(STAGES)]
         axis.text(stage * width + 0.2, 0.02, f"stage {stage}", va="center", color=fill, weight="bold")
         for i, layer in enumerate(range(start, stop)):
-            x = stage * width + 0.2 + i * each
-            rectangle(x, 0.2, each * 0.94, 0.32, facecolor=fill)
-            if each > 0.15:
-                axis.text(x + each * 0.47, 0.36, str(layer), color="white", ha="center", va="center", fontsize=9)
+            x = stage * width + 0.2 + i * step
+            rectangle(x, 0.2, step * 0.94, 0.32, facecolor=fill)
+            if step > 0.15:
+                axis.text(x + step * 0.47, 0.36, str(layer), color="white", ha="center", va="center", fontsize=9)
         if stage:
             arrow = {"arrowstyle": "->", "color": "black"}
             axis.annotate("", (stage * width + 0.18, 0.36), (stage * width - 0.22, 0.36), arrowprops=arrow)
@@ -185,11 +185,11 @@ def _draw(topology: Topology, ranks: list[GridRank], cuts: list[int], zero: int,
             axis.text(x + 0.1, y + 0.16 + (i + 1) * line, note, va="center", fontsize=8.5)
         for i, state in enumerate(STATES):
             top = y + 0.1 + i * 0.18
-            whole = zero < 3 - i
+            full = zero < 3 - i
             axis.text(bars - 0.06, top + 0.06, state, va="center", ha="right", fontsize=7.5)
             rectangle(bars, top, 0.8, 0.12, facecolor="#e4e4e4")
             share = 0.8 / copies
-            rectangle(bars + (0 if whole else held.replica * share), top, 0.8 if whole else share, 0.12, facecolor=edge)
+            rectangle(bars + (0 if full else held.replica * share), top, 0.8 if full else share, 0.12, facecolor=edge)
     words = f"{topology.world_size} ranks: " + " x ".join(f"{name} {n}" for name, n in topology.sizes.items() if n > 1)
     shards = (
         f"ZeRO stage {zero} shards {_listed(STATES[3 - zero :])}" if zero else "each replica holds all of its layers"

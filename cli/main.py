@@ -30,12 +30,12 @@ class _Commands(Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._made:
-            found = getattr(import_module(f".{COMMANDS[name]}", __package__), name)
-            if not isinstance(found, typer.Typer):
-                function, found = found, typer.Typer(add_completion=False)
+            command = getattr(import_module(f".{COMMANDS[name]}", __package__), name)
+            if not isinstance(command, typer.Typer):
+                function, command = command, typer.Typer(add_completion=False)
                 kind = RunCommand if name == "run" else Command
-                found.command(cls=kind, context_settings=getattr(kind, "SETTINGS", None))(function)
-            self._made[name] = typer.main.get_command(found)
+                command.command(cls=kind, context_settings=getattr(kind, "SETTINGS", None))(function)
+            self._made[name] = typer.main.get_command(command)
         return self._made[name]
 
     def __contains__(self, name: object) -> bool:

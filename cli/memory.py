@@ -101,7 +101,7 @@ def memory(
     ranks = run.memory.ranks(run.layout, run.batch, run.sequence, run.schedule)
     limit = None if flags.machine is None else machine_of(flags.machine).memory
     if flags.json:
-        rows = [{"pipe": pipe, **each._asdict(), "total": each.total} for pipe, each in enumerate(ranks)]
+        rows = [{"pipe": pipe, **sizes._asdict(), "total": sizes.total} for pipe, sizes in enumerate(ranks)]
         shown = {"layout": str(run.layout), "batch": run.batch, "sequence": run.sequence, "ranks": rows, "limit": limit}
         typer.echo(json.dumps(shown))
     else:
@@ -139,7 +139,7 @@ def _print(model: str, run: _Counted, ranks: Sequence[RankMemory], limit: float 
     from ..plugins.plan.picture import COLORS
 
     console = terminal()
-    kinds = [kind for kind in RankMemory._fields if any(getattr(each, kind) for each in ranks)]
+    kinds = [kind for kind in RankMemory._fields if any(getattr(sizes, kind) for sizes in ranks)]
     layout, counted = str(run.layout), ""
     if run.schedule is not None:  # of a file; its layout has 1F1B in the schedule's place
         counted = f"{run.layout.gpus} processes, "
@@ -147,13 +147,13 @@ def _print(model: str, run: _Counted, ranks: Sequence[RankMemory], limit: float 
     console.print(f"{model} on {counted}{layout}, batch {run.batch:,} of {run.sequence:,} tokens: GiB of a rank")
     console.print(*(Text(f"{_letter(kind)}={kind}", COLORS[kind]) for kind in kinds), sep="  ")
     rows = (
-        (pipe, *(figure(getattr(each, kind) / 2**30) for kind in kinds), figure(each.total / 2**30))
-        for pipe, each in enumerate(ranks)
+        (pipe, *(figure(getattr(sizes, kind) / 2**30) for kind in kinds), figure(sizes.total / 2**30))
+        for pipe, sizes in enumerate(ranks)
     )
     console.print(table(("pipe", *map(_letter, kinds), "total"), rows, left=0))
-    most = max(each.total for each in ranks)
-    for pipe, each in enumerate(ranks):
-        parts = {kind: getattr(each, kind) for kind in kinds}
+    most = max(sizes.total for sizes in ranks)
+    for pipe, sizes in enumerate(ranks):
+        parts = {kind: getattr(sizes, kind) for kind in kinds}
         console.print(Text(f"{pipe:>4}  ") + bar(parts, max(most, limit or 0.0), console.width - 6, _letter))
     if limit is not None:
         left, fullest = limit - most, max(range(len(ranks)), key=lambda pipe: ranks[pipe].total)
@@ -174,7 +174,7 @@ def _states(parameters: float, data: int, precision: str, optimizer: str) -> Non
     title = f"{parameters:g} parameters, {data} replicas, {precision}, {optimizer}: GB on each rank"
     heads = ["stage", *ModelStates._fields, "all", *([f"with gradients in {precision}"] if half else [])]
     cells = (
-        (stage, *(f"{each / 1e9:.4g}" for each in (*row, row.total, *([narrow.total] if half else []))))
+        (stage, *(f"{size / 1e9:.4g}" for size in (*row, row.total, *([narrow.total] if half else []))))
         for stage, (row, narrow) in enumerate(zip(rows, paper, strict=True))
     )
     terminal().print(table(heads, cells, title, left=0))

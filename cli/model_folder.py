@@ -58,10 +58,10 @@ def read_model(folder: Path, grid: Grid, dtype: str | None) -> PipelineModule:
 
     from ..pipe.module import PipelineModule
 
-    found = None if dtype is None else getattr(torch, dtype, None)
-    if dtype is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+    torch_dtype = None if dtype is None else getattr(torch, dtype, None)
+    if dtype is not None and not (isinstance(torch_dtype, torch.dtype) and torch_dtype.is_floating_point):
         raise ValueError(f"--dtype is {dtype}, but it must be float32, float64, bfloat16 or float16.")
-    return PipelineModule(family(folder)(folder), grid=grid, dtype=found)
+    return PipelineModule(family(folder)(folder), grid=grid, dtype=torch_dtype)
 
 
 def find_model(run: str | Path) -> Path:
@@ -70,11 +70,11 @@ def find_model(run: str | Path) -> Path:
     Raises:
         ConfigError: neither of the two folders has a config.json; or, for an id, as ``base.hub.local_folder``.
     """
-    found = local_folder(run, weights=True)
-    for folder in (found, found / "model"):
+    root = local_folder(run, weights=True)
+    for folder in (root, root / "model"):
         if (folder / "config.json").is_file():
             return folder
-    reason = "has neither config.json nor model/config.json" if found.is_dir() else "does not exist"
+    reason = "has neither config.json nor model/config.json" if root.is_dir() else "does not exist"
     raise ConfigError(
         f"{run} {reason}. Give a folder as transformers saves it, or a run of triax train, or an id of the Hub, such "
         "as Qwen/Qwen3-0.6B."

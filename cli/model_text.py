@@ -64,7 +64,7 @@ class TokenizerText:
         self.tokenizer: Any = load_transformers(folder)
         self._make = lambda prompt: within_limit(folder, lambda: self.tokenizer(prompt))["input_ids"]
         own = getattr(self.tokenizer, "eos_token_id", None)
-        self.ends, self._folder = list(ends) or [each for each in (own,) if each is not None], folder
+        self.ends, self._folder = list(ends) or [token for token in (own,) if token is not None], folder
         self._template: ChatTemplate | None = None
         self._ids: list[int] = []
         self._shown = ""
@@ -85,10 +85,10 @@ class TokenizerText:
 
     def follow(self, token: int) -> str:
         self._ids.append(token)
-        whole = self._text()
-        if whole.endswith("\N{REPLACEMENT CHARACTER}"):  # in the middle of a character
+        text = self._text()
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):  # in the middle of a character
             return ""
-        new, self._shown = whole[len(self._shown) :], whole
+        new, self._shown = text[len(self._shown) :], text
         return new
 
     def rest(self) -> str:

@@ -126,9 +126,9 @@ def search(flags: SearchFlags) -> None:
                 typer.echo(json.dumps(result_of(found, searcher)))
             raise ConfigError(said)
         typer.echo(f"triax plan: {said}", err=True)
-        whole = {"pipe", "tensor", "zero", "recompute"} <= set(given)
+        fixed = {"pipe", "tensor", "zero", "recompute"} <= set(given)
         assert found.nearest is not None
-        found.layouts = Searcher(work, Space(space.gpus, given, math.inf)).run(1).layouts if whole else [found.nearest]
+        found.layouts = Searcher(work, Space(space.gpus, given, math.inf)).run(1).layouts if fixed else [found.nearest]
     result, best = result_of(found, searcher), found.layouts[0].layout
     if given:
         result["chosen"] = chosen(best, given)
@@ -167,7 +167,7 @@ def compare(
     """Print where one layout of a run loses time against another, term by term."""
     from ..plugins.plan.search import Searcher, Space, to_dict
 
-    run, found = _run(flags), []
+    run, pair = _run(flags), []
     for text in (a, b):
         given = parse_layout(text)
         gpus = flags.gpus or _gpus(given)
@@ -175,14 +175,14 @@ def compare(
         best = searcher.run(1).layouts or Searcher(run.work, Space(gpus, given, math.inf)).run(1).layouts
         if not best:
             raise ValueError(f"no layout is possible with {text}, because {searcher.impossible()}.")
-        found.append(to_dict(best[0], run.work))
+        pair.append(to_dict(best[0], run.work))
     trust = trust_of(run.work, None)
     if flags.json:
         kinds = ("time_s", "memory_gib")
-        difference = {key: {kind: found[0][key][kind] - found[1][key][kind] for kind in found[0][key]} for key in kinds}
-        typer.echo(json.dumps({"trust": trust, "layouts": found, "difference": difference}))
+        difference = {key: {kind: pair[0][key][kind] - pair[1][key][kind] for kind in pair[0][key]} for key in kinds}
+        typer.echo(json.dumps({"trust": trust, "layouts": pair, "difference": difference}))
     else:
-        print_difference(found[0], found[1], trust["line"])
+        print_difference(pair[0], pair[1], trust["line"])
 
 
 @plan.command(cls=Command)
@@ -194,9 +194,9 @@ def measure(file: Annotated[Path, typer.Argument(help="File to write (.json), fo
         raise ValueError(f"triax plan measure writes {file}, but it must end in .json.")
     from ..plugins.plan.measure_machine import measure as timed  # imports torch
 
-    found = timed(file.stem, say=lambda line: typer.echo(line, err=True))
-    file.write_text(json.dumps(found.to_dict(), indent=1) + "\n", encoding="utf-8")
-    typer.echo(f"{file}: {found.sources['measured']}")
+    profile = timed(file.stem, say=lambda line: typer.echo(line, err=True))
+    file.write_text(json.dumps(profile.to_dict(), indent=1) + "\n", encoding="utf-8")
+    typer.echo(f"{file}: {profile.sources['measured']}")
 
 
 plan.command(cls=Command)(fit)
@@ -220,7 +220,7 @@ def _run(flags: RunFlags) -> _PlannedRun:
         document_mask=file is not None and file.method is None and file.data.document_mask,
     )
     memory = flags.memory if isinstance(flags.memory, tuple) else (flags.memory or work.machine.memory / 1e9,)
-    return _PlannedRun(work, [1e9 * each for each in memory], file, source)
+    return _PlannedRun(work, [1e9 * size for size in memory], file, source)
 
 
 def _needs_sequences(file: TrainingFile, config: TransformerConfig, given: dict[str, list[Any]]) -> bool:

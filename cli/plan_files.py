@@ -71,15 +71,15 @@ def write_training_file(
 
 def write_sbatch(path: Path, training: Path, gpus: int, node: int = 8) -> int:
     """Write a Slurm script that runs a training file, and return its number of nodes."""
-    each = min(gpus, node)
-    if gpus % each:
+    per_node = min(gpus, node)
+    if gpus % per_node:
         raise ValueError(f"--sbatch uses nodes of {node} GPUs, but {gpus} GPUs are not a whole number of nodes.")
     lines = [
         "#!/bin/bash",
         f"#SBATCH --job-name={training.stem}",
-        f"#SBATCH --nodes={gpus // each}",
-        f"#SBATCH --ntasks-per-node={each}",
-        f"#SBATCH --gpus-per-node={each}",
+        f"#SBATCH --nodes={gpus // per_node}",
+        f"#SBATCH --ntasks-per-node={per_node}",
+        f"#SBATCH --gpus-per-node={per_node}",
         "#SBATCH --time=24:00:00",
         "#SBATCH --signal=USR1@300",
         "#SBATCH --requeue",
@@ -89,4 +89,4 @@ def write_sbatch(path: Path, training: Path, gpus: int, node: int = 8) -> int:
         f"srun --cpu-bind=cores triax train {shlex.quote(str(training))}",
     ]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return gpus // each
+    return gpus // per_node

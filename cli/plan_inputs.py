@@ -75,14 +75,14 @@ def parse_layout(text: str) -> dict[str, list[Any]]:
     from ..pipe.schedules.registry import RECIPES
     from ..plugins.plan.parallel_layout import KNOWN_RECOMPUTATION, ParallelLayout
 
-    keys = [each.name for each in fields(ParallelLayout)]
+    keys = [field.name for field in fields(ParallelLayout)]
     given: dict[str, list[Any]] = {}
-    for part in filter(None, (each.strip() for each in text.split(","))):
-        key, equals, value = part.partition("=")
+    for pair in filter(None, (word.strip() for word in text.split(","))):
+        key, equals, value = pair.partition("=")
         if key not in keys:
             raise ValueError(no_such("--layout", key, keys))
         words = {
-            "schedule": [name for name, each in RECIPES.items() if each.trains],
+            "schedule": [name for name, recipe in RECIPES.items() if recipe.trains],
             "recompute": list(KNOWN_RECOMPUTATION),
         }
         if key in words:
@@ -107,9 +107,9 @@ def parse_layout(text: str) -> dict[str, list[Any]]:
 
 def _share(key: str, value: str) -> float:
     try:
-        found = float(value)
+        share = float(value)
     except ValueError:
-        found = -1.0
-    if not 0 <= found <= 1:
+        share = -1.0
+    if not 0 <= share <= 1:
         raise ValueError(f"--layout: {key} is {value!r}. Give a share of each rank's activations, from 0 to 1.")
-    return found
+    return share

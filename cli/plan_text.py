@@ -51,7 +51,7 @@ def result_of(found: Search, searcher: Searcher) -> dict[str, Any]:
 
 def chosen(layout: ParallelLayout, given: dict[str, list[Any]]) -> dict[str, Any]:
     """Return the keys of a layout that ``--layout`` left to the search."""
-    return {each.name: getattr(layout, each.name) for each in fields(layout) if each.name not in given}
+    return {field.name: getattr(layout, field.name) for field in fields(layout) if field.name not in given}
 
 
 def short_of_memory(searcher: Searcher, found: Search) -> str:
@@ -121,7 +121,7 @@ def without(result: dict[str, Any], limit: float) -> list[str]:
     if plain is None:
         return []
     changed = [f"{name}={best[name]}" for name in (*CHANGES, "schedule") if best[name] != plain[name]]
-    held, other = (sum(each["memory_gib"].values()) for each in (best, plain))
+    held, other = (sum(layout["memory_gib"].values()) for layout in (best, plain))
     fits = "" if other <= limit / 2**30 else ", which does not fit"
     line = (
         f"chosen for the first: {', '.join(changed)}, which takes {figure(best['step_s'])} s and {figure(held)} GiB; "
@@ -134,17 +134,17 @@ def run_lines(work: Work, found: Search, tokens: int | None, given: float | None
     """Return lines about the time of the whole run."""
     from ..plugins.plan.page import figure
 
-    step, each = found.layouts[0].time.seconds, work.batch * work.sequence
+    step, tokens_per_step = found.layouts[0].time.seconds, work.batch * work.sequence
     lines = []
     if tokens is not None:
-        steps = math.ceil(tokens / each)
+        steps = math.ceil(tokens / tokens_per_step)
         lines.append(f"{tokens:.4g} tokens: {steps:,} steps, {figure(steps * step / 86400)} days")
         if given is not None:
             needed = steps * step / given
             fits = "within" if needed <= 1 else f"{figure(needed)} times as long as"
             lines.append(f"that is {fits} the given {figure(given / 86400)} days")
     elif given is not None:
-        lines.append(f"{figure(given / 86400)} days: {figure(given / step * each)} tokens")
+        lines.append(f"{figure(given / 86400)} days: {figure(given / step * tokens_per_step)} tokens")
     return lines
 
 

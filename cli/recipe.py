@@ -23,7 +23,7 @@ def recipe(
     """List the recipes, or write one: its training file, what it needs, and the commands to type."""
     files = {path.stem: path for path in sorted(_RECIPES.glob("*.yaml"))}
     if name is None:
-        rows = [(each, read_text(path).partition("\n")[0].removeprefix("# ")) for each, path in files.items()]
+        rows = [(file_name, read_text(path).partition("\n")[0].removeprefix("# ")) for file_name, path in files.items()]
         terminal().print(table(("recipe", ""), rows, left=2))
         typer.echo("triax recipe NAME writes its files here, and prints its commands.")
         return

@@ -98,8 +98,8 @@ class ScheduleFlags(SizeFlags):
         """
         own = read_schedule(file)
         for name, field in (("pipe", "pipe"), ("microbatches",) * 2, ("chunks",) * 2, ("slices", "lengths")):
-            if name in self.given and getattr(self, field) != (found := getattr(own, name)):
-                raise OptionError(name, getattr(self, name), f"{file} has {name}={found}. Leave it out")
+            if name in self.given and getattr(self, field) != (written := getattr(own, name)):
+                raise OptionError(name, getattr(self, name), f"{file} has {name}={written}. Leave it out")
         verify(own)
         return own
 

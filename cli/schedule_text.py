@@ -65,8 +65,8 @@ def _figures(result: Simulation) -> dict[str, Any]:
 
 def sends(chosen: Schedule) -> int:
     """Return the number of messages between ranks in a step."""
-    place = chosen.placement
-    crossings = sum(a != b for a, b in pairwise(place))
+    stages = chosen.placement
+    crossings = sum(a != b for a, b in pairwise(stages))
     ways = 2 if any(op.kind != "F" for order in chosen.orders for op in order) else 1
     return crossings * ways * chosen.passes
 

@@ -65,8 +65,8 @@ def train(
     run, source = read_training_file(file, changes or [])
     try:
         if flags.explain:
-            found = explain(resolve(run, flags.processes), flags.processes)
-            typer.echo(json.dumps(found, indent=2) if flags.json else text(found))
+            explanation = explain(resolve(run, flags.processes), flags.processes)
+            typer.echo(json.dumps(explanation, indent=2) if flags.json else text(explanation))
             return
         if flags.dry:
             from .dry_run import JobSteps

@@ -93,7 +93,7 @@ class LanguageModel(TemplateLM):
             return None
         self._is_running = True
         try:
-            found = function()
+            result = function()
         except Exception as error:
             if not self._is_in_call:  # or the error was raised on every rank
                 self._told(("end", f"{type(error).__name__}: {error}"))
@@ -101,7 +101,7 @@ class LanguageModel(TemplateLM):
         finally:
             self._is_running = self._is_in_call = False
         self._told(("end", ""))
-        return found
+        return result
 
     # ------------------------------------------------------------------------------------- lm-eval's methods
 
@@ -154,13 +154,13 @@ class LanguageModel(TemplateLM):
         windows: list[tuple[None, list[int], list[int]]] = []
         counts = []
         for (string,) in (request.args for request in requests):
-            found = utils.get_rolling_token_windows(
+            rolling = utils.get_rolling_token_windows(
                 token_list=self.tok_encode(string),
                 prefix_token=self.prefix_token_id,
                 max_seq_len=self.max_length,
                 context_len=1,
             )
-            own = [(None, *utils.make_disjoint_window(each)) for each in found]
+            own = [(None, *utils.make_disjoint_window(window)) for window in rolling]
             windows += own
             counts.append(len(own))
         values = iter(self._loglikelihood_tokens(windows))
@@ -182,11 +182,11 @@ class LanguageModel(TemplateLM):
                 )
             sequences.append([*context, *answer][-(self.max_length + 1) :])
             counts.append(len(answer))
-        found: list[tuple[float, bool]] = [tuple(each) for each in self._call("score", sequences, counts)]
-        for (texts, _, _), score in zip(requests, found, strict=True):
+        scores: list[tuple[float, bool]] = [tuple(pair) for pair in self._call("score", sequences, counts)]
+        for (texts, _, _), score in zip(requests, scores, strict=True):
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, score)
-        return found
+        return scores
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
         """Return the text that follows each context, up to a stop string.
@@ -246,9 +246,9 @@ class LanguageModel(TemplateLM):
             )
         self._told((what, *arguments))
         self._is_in_call = True
-        found = self._answer(what, *arguments)
+        answered = self._answer(what, *arguments)
         self._is_in_call = False
-        return found
+        return answered
 
     def _told(self, message: Any) -> Any:
         """Return rank 0's message, on every rank."""
@@ -258,7 +258,7 @@ class LanguageModel(TemplateLM):
         return (self._score if what == "score" else self._generate)(*arguments)
 
     def _score(self, sequences: list[list[int]], counts: list[int]) -> list[tuple[float, bool]]:
-        return [(sum(each.log_probs), all(each.is_likeliest)) for each in self._scorer(sequences, counts)]
+        return [(sum(scored.log_probs), all(scored.is_likeliest)) for scored in self._scorer(sequences, counts)]
 
     def _generate(
         self, contexts: list[list[int]], new: int, until: Sequence[str], options: Mapping[str, Any]
@@ -274,8 +274,8 @@ class LanguageModel(TemplateLM):
         while open_:
             prompts = [contexts[index] + made[index] for index in open_]
             rooms = [new - len(made[index]) for index in open_]
-            found = self._generator.generate(prompts, rooms, seed=[*open_], **common)
-            for index, prompt, ids in zip(open_, prompts, found, strict=True):
+            generated = self._generator.generate(prompts, rooms, seed=[*open_], **common)
+            for index, prompt, ids in zip(open_, prompts, generated, strict=True):
                 made[index] += ids[len(prompt) :]
             # A stop string that begins in the context ends a generation, but is none of the answer.
             open_ = [index for index in open_ if len(made[index]) < new and not self._is_over(made[index], until)]
@@ -327,41 +327,41 @@ class LmEvalTasks:
     def _shared(self, function: Callable[[], T]) -> Any:
         """Return what a function returns on rank 0, on every rank; it may run the model."""
         try:
-            found = self._model.run(function)
+            result = self._model.run(function)
         except (ValueError, KeyError, OSError, AgreedError) as error:
             raise ConfigError(f"tasks: {error}") from error
-        return self._grid.world.all_gather_json(found)[0]
+        return self._grid.world.all_gather_json(result)[0]
 
     def _load(self, tasks: Sequence[str]) -> dict[str, bool]:
-        files = [each.endswith((".yaml", ".yml")) for each in tasks]
+        files = [path.endswith((".yaml", ".yml")) for path in tasks]
         self._manager = TaskManager(include_defaults=not all(files))  # it reads thousands of files
-        for each, is_file in zip(tasks, files, strict=True):
+        for task, is_file in zip(tasks, files, strict=True):
             if is_file:
-                if not Path(each).is_file():
-                    raise ValueError(f"there is no file {each}: give the path of a task file, or the name of a task")
-                if not self._runs_code and (functions := _functions(Path(each))):
+                if not Path(task).is_file():
+                    raise ValueError(f"there is no file {task}: give the path of a task file, or the name of a task")
+                if not self._runs_code and (functions := _functions(Path(task))):
                     raise ValueError(
-                        f"the task file {each} runs Python code of its folder (!function {functions[0]}): read it, and "
+                        f"the task file {task} runs Python code of its folder (!function {functions[0]}): read it, and "
                         "then give confirm_run_unsafe_code"
                     )
-                self._specs.append(str(Path(each).absolute()))
-            elif each in self._manager.all_tasks:
-                self._specs.append(each)
+                self._specs.append(str(Path(task).absolute()))
+            elif task in self._manager.all_tasks:
+                self._specs.append(task)
             else:
-                raise ValueError(f"there is no task {each!r}; {nearest(each, self._manager.all_tasks)}")
+                raise ValueError(f"there is no task {task!r}; {nearest(task, self._manager.all_tasks)}")
         loaded = self._manager.load(list(self._specs))
-        found = {}
+        higher_is_better = {}
         for name, task in loaded["tasks"].items():
             for rule in getattr(task, "_filters", None) or [None]:
                 kind = getattr(rule, "name", "none")
                 for metric, higher in task.higher_is_better().items():
-                    found[_name(name, f"{metric},{kind}")] = bool(higher)
+                    higher_is_better[_name(name, f"{metric},{kind}")] = bool(higher)
         for name, group in loaded["groups"].items():
             for rule in group.aggregate_metric_list or []:
-                children = {n: h for n, h in found.items() if n.split("/")[1] == rule.metric}
+                children = {n: h for n, h in higher_is_better.items() if n.split("/")[1] == rule.metric}
                 for kind in rule.filter_list if isinstance(rule.filter_list, list) else [rule.filter_list]:
-                    found[_name(name, f"{rule.metric},{kind}")] = next(iter(children.values()), True)
-        return found
+                    higher_is_better[_name(name, f"{rule.metric},{kind}")] = next(iter(children.values()), True)
+        return higher_is_better
 
     def _evaluate(self) -> dict[str, float]:
         with _undisturbed():
@@ -387,12 +387,12 @@ class LmEvalTasks:
 
 def _functions(file: Path) -> list[str]:
     """Return the functions that a task file names by ``!function``, and the files that it includes."""
-    found: list[str] = []
+    functions: list[str] = []
 
     class Loader(yaml.SafeLoader):
         pass
 
-    Loader.add_constructor("!function", lambda loader, node: found.append(str(node.value)))
+    Loader.add_constructor("!function", lambda loader, node: functions.append(str(node.value)))
     left, seen = [file.absolute()], set[Path]()
     while left:
         if (path := left.pop().resolve()) in seen:
@@ -403,9 +403,9 @@ def _functions(file: Path) -> list[str]:
             value = values.pop()
             if isinstance(value, dict):
                 included = value.get("include") or []
-                left += [path.parent / each for each in ([included] if isinstance(included, str) else included)]
+                left += [path.parent / include for include in ([included] if isinstance(included, str) else included)]
             values += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return found
+    return functions
 
 
 def tokenizer_named(name: str) -> Tokenizer:

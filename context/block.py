@@ -117,14 +117,14 @@ def backward(
     dk, dv = torch.zeros_like(k, dtype=wide), torch.zeros_like(v, dtype=wide)
     for rows, scores in _scores(q, k, scale, causal, mask, softcap):
         p = _grouped(torch.exp(scores - lse[:, :, rows, None]), heads)  # (B, K, H/K, rows, n)
-        mine, grad = (_grouped(x[:, :, rows], heads) for x in (q, dout))
+        own_q, grad = (_grouped(x[:, :, rows], heads) for x in (q, dout))
         delta = (grad.to(wide) * _grouped(out[:, :, rows], heads)).sum(-1, keepdim=True)
         ds = p * ((grad.to(v.dtype) @ v[:, :, None].mT).to(wide) - delta) * scale
         if softcap is not None:
             ds = ds * _grouped(1 - (scores.masked_fill(scores == -torch.inf, 0) / softcap) ** 2, heads)
         dv += (p.to(v.dtype).mT @ grad.to(v.dtype)).sum(2)
         dqs.append((ds.to(k.dtype) @ k[:, :, None]).flatten(1, 2))
-        dk += (ds.to(q.dtype).mT @ mine).sum(2)
+        dk += (ds.to(q.dtype).mT @ own_q).sum(2)
     return torch.cat(dqs, 2), dk, dv
 
 

@@ -66,9 +66,9 @@ def cut(runs: Runs, mask: Mask) -> Cut:
         places = torch.arange(first, first + -(-(stop - first) // size) * size)
         pieces.append(places.masked_fill((places < start) | (places >= stop), -1))
     positions, tokens = torch.cat(pieces), count(runs)
-    place = (positions >= 0).nonzero()[:, 0]
-    source = torch.full_like(positions, tokens).index_copy_(0, place, torch.arange(tokens))
-    return Cut(size, positions.view(-1, size), source, place, tokens)
+    rows = (positions >= 0).nonzero()[:, 0]
+    source = torch.full_like(positions, tokens).index_copy_(0, rows, torch.arange(tokens))
+    return Cut(size, positions.view(-1, size), source, rows, tokens)
 
 
 class BlockGroup(NamedTuple):
@@ -142,13 +142,13 @@ class BlockSparse:
         wide = block.accumulation_dtype(q.dtype)
         dq, dk, dv = (torch.zeros_like(x, dtype=wide) for x in (rows_q, rows_k, rows_v))
         for group in self._groups(q.device, max(q.shape[-1], v.shape[-1])):
-            do, mine, o, s = (_side(x, group.queries) for x in (rows_do, rows_q, rows_o, rows_l))
+            do, own_q, o, s = (_side(x, group.queries) for x in (rows_do, rows_q, rows_o, rows_l))
             there_k, there_v = _side(rows_k, group.keys), _side(rows_v, group.keys)
             bias = _bias(group.mask, q.dtype)
-            grads = block.backward(do, mine, there_k, there_v, o, s, scale, mask=bias, softcap=softcap)
+            grads = block.backward(do, own_q, there_k, there_v, o, s, scale, mask=bias, softcap=softcap)
             dq[group.queries.flatten()] = self._as_rows(self.q_cut, grads[0].to(wide))
-            for total, part in ((dk, grads[1]), (dv, grads[2])):
-                total.index_add_(0, group.keys.flatten(), self._as_rows(self.k_cut, part.to(wide)))
+            for total, grad in ((dk, grads[1]), (dv, grads[2])):
+                total.index_add_(0, group.keys.flatten(), self._as_rows(self.k_cut, grad.to(wide)))
         return self._local(dq), self._local(dk, keys=True), self._local(dv, keys=True)
 
     def work(self) -> int:
@@ -235,10 +235,10 @@ class BlockSparse:
             rows, heads, key_heads = unit, torch.arange(self.heads)[None], torch.arange(self.key_heads)[None]
         queries = ((rows[:, None] * self.heads + heads) * nq)[:, :, None] + row[:, None]
         keys = ((rows[:, None] * self.key_heads + key_heads) * nk)[:, :, None] + columns[:, None]
-        mine, places = self.q_cut.positions[row].flatten(1).to(device), self.k_cut.positions[columns]
+        own_positions, places = self.q_cut.positions[row].flatten(1).to(device), self.k_cut.positions[columns]
         surplus = torch.arange(columns.shape[1]) >= lists.kept[chosen].sum(1)[:, None]
         places = places.masked_fill(surplus[:, :, None], -1).flatten(1).to(device)
-        seen = self.mask.allowed(mine, places, rows)
+        seen = self.mask.allowed(own_positions, places, rows)
         if lists.height > 1 and self.mask.layout is not None:
             kept = self.kept.flatten(0, 1)[unit[:, None, None], row[:, :, None], columns[:, None]].to(
                 device
@@ -246,7 +246,7 @@ class BlockSparse:
             cells = seen.unflatten(2, (-1, self.k_cut.size)).unflatten(1, (-1, self.q_cut.size))
             cells &= kept[:, :, None, :, None]
         # Gaps among the queries: their outputs are dropped.
-        everything = bool((seen | (mine < 0)[:, :, None]).all())
+        everything = bool((seen | (own_positions < 0)[:, :, None]).all())
         return BlockGroup(queries.to(device), keys.to(device), None if everything else seen[:, None])
 
 

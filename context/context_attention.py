@@ -74,11 +74,11 @@ def attention(
         _check_length(documents.shape[1], q.shape[2], grid.context.size, grid.tensor.size)
     heads = None
     if sparsity is not None and sparsity.different_layout_per_head:
-        whole = q.shape[1] * grid.tensor.size if sparsity.num_heads is None else sparsity.num_heads
-        heads = range(*split(whole, grid.tensor.size, grid.tensor.rank))
+        num_heads = q.shape[1] * grid.tensor.size if sparsity.num_heads is None else sparsity.num_heads
+        heads = range(*split(num_heads, grid.tensor.size, grid.tensor.rank))
         if len(heads) != q.shape[1]:
             raise ValueError(
-                f"q has {q.shape[1]} heads on this rank, but the tensor axis gives it {len(heads)} of {whole}. Set "
+                f"q has {q.shape[1]} heads on this rank, but the tensor axis gives it {len(heads)} of {num_heads}. Set "
                 "num_heads of the sparse attention to the number of heads of the whole layer."
             )
     return context_attention(

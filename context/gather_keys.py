@@ -66,6 +66,6 @@ def _whole(k: Tensor, v: Tensor, axis: Axis, length: int) -> tuple[Tensor, Tenso
     """Return the keys and values of the whole sequence in the order of positions, without padding."""
     if axis.size == 1:
         return k, v
-    pairs = [unpack(part, k, v) for part in all_gather(pack(k, v), axis)]
+    pairs = [unpack(message, k, v) for message in all_gather(pack(k, v), axis)]
     keys, values = (unshard(parts, length, dim=2) for parts in zip(*pairs, strict=True))
     return keys, values

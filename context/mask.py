@@ -62,8 +62,8 @@ class Mask:
             seen &= distance.abs() < self.window
         if self.documents is not None:
             numbers, rows = self.documents.to(keys.device), rows.to(keys.device)[:, None]
-            mine, theirs = (numbers[rows, places.clamp(min=0)] for places in (queries, keys))
-            seen &= mine[:, :, None] == theirs[:, None, :]
+            own_numbers, theirs = (numbers[rows, places.clamp(min=0)] for places in (queries, keys))
+            seen &= own_numbers[:, :, None] == theirs[:, None, :]
         return seen
 
 
@@ -101,20 +101,20 @@ def tiles(queries: Runs, keys: Runs, causal: bool) -> list[Tile]:
     every_query, every_key = slice(0, count(queries)), slice(0, count(keys))
     if not causal or queries == keys:
         return [Tile(every_query, every_key, causal)] if every_query.stop and every_key.stop else []
-    found: list[Tile] = []
+    merged: list[Tile] = []
     at = 0
     for start, stop in queries:
-        mine = slice(at, at + stop - start)
-        at = mine.stop
+        tile_queries = slice(at, at + stop - start)
+        at = tile_queries.stop
         # Runs are in increasing order: the keys that all these queries see are the first keys.
         before = sum(max(0, min(last, start) - first) for first, last in keys)
-        if found and not found[-1].causal and found[-1].keys.stop == before:
-            found[-1] = Tile(slice(found[-1].queries.start, mine.stop), found[-1].keys, False)
+        if merged and not merged[-1].causal and merged[-1].keys.stop == before:
+            merged[-1] = Tile(slice(merged[-1].queries.start, tile_queries.stop), merged[-1].keys, False)
         elif before:
-            found.append(Tile(mine, slice(0, before), False))
+            merged.append(Tile(tile_queries, slice(0, before), False))
         if any(first <= start < last for first, last in keys):
-            found.append(Tile(mine, slice(before, before + stop - start), True))
-    return found
+            merged.append(Tile(tile_queries, slice(before, before + stop - start), True))
+    return merged
 
 
 def count(runs: Runs) -> int:

@@ -102,7 +102,7 @@ def shard(x: Tensor, axis: Axis, dim: int = 1, fill: float = 0, multiple: int = 
     held = runs(length, local, axis.size, axis.rank)
     # A rank with nothing but padding stays in the graph, with a gradient of 0, so that it takes part in collectives.
     parts = [x.narrow(dim, start, stop - start) for start, stop in held or ((0, 0),)]
-    missing = local - sum(part.shape[dim] for part in parts)
+    missing = local - sum(piece.shape[dim] for piece in parts)
     if missing:
         shape = [missing if d == dim else n for d, n in enumerate(x.shape)]
         parts.append(x.new_full(shape, fill))
@@ -119,9 +119,9 @@ def unshard(parts: Sequence[Tensor], length: int, dim: int = 1) -> Tensor:
     """
     if len(parts) == 1:
         return parts[0]
-    halves = [part.chunk(2, dim) for part in parts]
-    whole = torch.cat([*(first for first, _ in halves), *(second for _, second in reversed(halves))], dim)
-    return whole.narrow(dim, 0, length)
+    halves = [shard_of_rank.chunk(2, dim) for shard_of_rank in parts]
+    sequence = torch.cat([*(first for first, _ in halves), *(second for _, second in reversed(halves))], dim)
+    return sequence.narrow(dim, 0, length)
 
 
 def reshard(x: Tensor, size: int, local: int, dim: int = 1, out: Tensor | None = None) -> Tensor:
@@ -138,12 +138,12 @@ def reshard(x: Tensor, size: int, local: int, dim: int = 1, out: Tensor | None =
     length = x.shape[dim]
     if out is None:
         out = x.new_empty(size, *x.shape[:dim], local, *x.shape[dim + 1 :])
-    for rank, part in enumerate(out):
+    for rank, shard_of_rank in enumerate(out):
         at = 0
         for start, stop in runs(length, local, size, rank):
-            part.narrow(dim, at, stop - start).copy_(x.narrow(dim, start, stop - start))
+            shard_of_rank.narrow(dim, at, stop - start).copy_(x.narrow(dim, start, stop - start))
             at += stop - start
-        part.narrow(dim, at, local - at).zero_()
+        shard_of_rank.narrow(dim, at, local - at).zero_()
     return out
 
 
@@ -165,8 +165,8 @@ def gather(x: Tensor, axis: Axis, length: int, dim: int = 1, partial: bool = Fal
     """
     if axis.size == 1:
         return x
-    whole: Tensor = _Gather.apply(x, axis, length, dim % x.dim(), partial)
-    return whole
+    gathered: Tensor = _Gather.apply(x, axis, length, dim % x.dim(), partial)
+    return gathered
 
 
 def all_gather(x: Tensor, axis: Axis) -> Tensor:
@@ -178,9 +178,9 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
 
 def reduce_scatter(parts: Tensor, axis: Axis) -> Tensor:
     """Return the sum over the ranks of the part of this rank: (...) from (c, ...). Collective; not differentiable."""
-    mine = parts.new_empty(parts.shape[1:])
-    axis.reduce_scatter(mine.view(-1), parts.contiguous().view(-1))
-    return mine
+    own_sum = parts.new_empty(parts.shape[1:])
+    axis.reduce_scatter(own_sum.view(-1), parts.contiguous().view(-1))
+    return own_sum
 
 
 class _Gather(torch.autograd.Function):
@@ -193,8 +193,8 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         parts = reshard(grad, ctx.axis.size, ctx.local, ctx.dim)
-        mine = reduce_scatter(parts, ctx.axis) if ctx.partial else parts[ctx.axis.rank]
-        return mine, None, None, None, None
+        gradient = reduce_scatter(parts, ctx.axis) if ctx.partial else parts[ctx.axis.rank]
+        return gradient, None, None, None, None
 
 
 def _chunks(size: int, rank: int) -> tuple[int, int]:

@@ -39,9 +39,9 @@ class Queries:
         if not self.runs or not keys:
             return
         if not self.mask.plain:
-            found = BlockSparse(self.q, k, self.mask, self.runs, keys).forward(self.q, k, v, self.scale, self.softcap)
-            if found is not None:
-                total.add(slice(0, found[0].shape[2]), *found)
+            output = BlockSparse(self.q, k, self.mask, self.runs, keys).forward(self.q, k, v, self.scale, self.softcap)
+            if output is not None:
+                total.add(slice(0, output[0].shape[2]), *output)
             return
         for tile in tiles(self.runs, keys, self.mask.causal):
             there = self.q[:, :, tile.queries], k[:, :, tile.keys], v[:, :, tile.keys]
@@ -63,15 +63,15 @@ class Queries:
             return
         if not self.mask.plain:
             pair = BlockSparse(self.q, k, self.mask, self.runs, keys)
-            found = pair.backward(dout, self.q, k, v, out, lse, self.scale, self.softcap)
-            if found is not None:
-                grads.add(slice(0, found[0].shape[2]), slice(0, found[1].shape[2]), *found)
+            gradients = pair.backward(dout, self.q, k, v, out, lse, self.scale, self.softcap)
+            if gradients is not None:
+                grads.add(slice(0, gradients[0].shape[2]), slice(0, gradients[1].shape[2]), *gradients)
             return
         for tile in tiles(self.runs, keys, self.mask.causal):
             do, q, o, s = (x[:, :, tile.queries] for x in (dout, self.q, out, lse))
             there = k[:, :, tile.keys], v[:, :, tile.keys]
-            found = block.backward(do, q, *there, o, s, self.scale, tile.causal, softcap=self.softcap)
-            grads.add(tile.queries, tile.keys, *found)
+            gradients = block.backward(do, q, *there, o, s, self.scale, tile.causal, softcap=self.softcap)
+            grads.add(tile.queries, tile.keys, *gradients)
 
 
 class Gradients:

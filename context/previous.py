@@ -30,7 +30,7 @@ def previous(x: Tensor, count: int, axis: Axis) -> Tensor:
         return pieces[:, :, :0]
     kept = min(count, pieces.shape[2])
     ends = pieces[:, :, pieces.shape[2] - kept :].flatten(1, 2)
-    whole = gather(ends, axis, 2 * axis.size * kept, partial=True)  # (B, 2c kept, C), in the order of the sequence
-    whole = F.pad(whole, (0, 0, count, 0))
+    gathered = gather(ends, axis, 2 * axis.size * kept, partial=True)  # (B, 2c kept, C), in the order of the sequence
+    gathered = F.pad(gathered, (0, 0, count, 0))
     numbers = axis.rank, 2 * axis.size - 1 - axis.rank
-    return whole.unfold(1, count, kept)[:, numbers, :].transpose(2, 3)
+    return gathered.unfold(1, count, kept)[:, numbers, :].transpose(2, 3)

@@ -277,7 +277,7 @@ class _EnterSlice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, states: _RecurrentStates, number: int) -> Any:
         ctx.states, ctx.number = states, number
-        return tuple(each.view_as(each) for each in states.before[number])
+        return tuple(state.view_as(state) for state in states.before[number])
 
     @staticmethod
     @once_differentiable
@@ -292,7 +292,7 @@ class _LeaveSlice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, states: _RecurrentStates, number: int, *after: Tensor) -> Tensor:
         ctx.states, ctx.number = states, number
-        states.before[number + 1] = tuple(each.detach().clone() for each in after)  # of views
+        states.before[number + 1] = tuple(state.detach().clone() for state in after)  # of views
         return y.view_as(y)
 
     @staticmethod

@@ -31,9 +31,9 @@ def set_sparse_attention(model: nn.Module, grid: Grid, section: Mapping[str, Any
     except ValueError as error:
         raise ConfigError(f"sparse_attention: {error}") from error
     layers = [module for module in model.modules() if hasattr(module, "sparsity")]
-    found = torch.tensor([len(layers)])
-    grid.world.all_reduce(found, op="max")
-    if not int(found):
+    layer_count = torch.tensor([len(layers)])
+    grid.world.all_reduce(layer_count, op="max")
+    if not int(layer_count):
         raise ConfigError(
             f"sparse_attention.mode is {section['mode']}, but no layer of the model has an attribute sparsity: call "
             "triax.context.attention(..., sparsity=self.sparsity) in the model's attention and set self.sparsity to "

@@ -38,11 +38,11 @@ def ulysses_attention(q: Tensor, k: Tensor, v: Tensor, axis: Axis, length: int, 
     """
     heads, local = q.shape[1], q.shape[2]
     q, k, v = share_heads(q, k, v, axis.size)
-    each = q.shape[1] // axis.size
+    heads_per_rank = q.shape[1] // axis.size
     q, k, v = _ToHeads.apply(axis, length, q, k, v)
-    out = attend(q, k, v, slice(axis.rank * each, (axis.rank + 1) * each))
-    whole: Tensor = _ToSequence.apply(axis, local, out)[0]
-    return whole[:, :heads]
+    out = attend(q, k, v, slice(axis.rank * heads_per_rank, (axis.rank + 1) * heads_per_rank))
+    gathered: Tensor = _ToSequence.apply(axis, local, out)[0]
+    return gathered[:, :heads]
 
 
 def share_heads(q: Tensor, k: Tensor, v: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,8 +88,8 @@ def _to_heads(tensors: Sequence[Tensor], axis: Axis, length: int) -> tuple[Tenso
     # To each rank its heads of this rank's tokens.
     parts = [rearrange(x, "b (ranks heads) t dim -> ranks b heads t dim", ranks=axis.size) for x in tensors]
     outgoing, places = _message(tensors[0], [x.shape for x in parts])
-    for place, x in zip(places, parts, strict=True):
-        place.copy_(x)
+    for view, x in zip(places, parts, strict=True):
+        view.copy_(x)
     return tuple(unshard(list(x), length, dim=2) for x in _exchange(outgoing, places, axis))
 
 
@@ -97,8 +97,8 @@ def _to_sequence(tensors: Sequence[Tensor], axis: Axis, local: int) -> tuple[Ten
     # To each rank its tokens of this rank's heads, (c, B, heads / c, T_local, dim).
     shapes = [(axis.size, *x.shape[:2], local, x.shape[3]) for x in tensors]
     outgoing, places = _message(tensors[0], shapes)
-    for place, x in zip(places, tensors, strict=True):
-        reshard(x, axis.size, local, dim=2, out=place)
+    for view, x in zip(places, tensors, strict=True):
+        reshard(x, axis.size, local, dim=2, out=view)
     arrived = _exchange(outgoing, places, axis)
     return tuple(rearrange(x, "ranks b heads t dim -> b (ranks heads) t dim") for x in arrived)
 
@@ -107,11 +107,11 @@ def _message(like: Tensor, shapes: Sequence[Sequence[int]]) -> tuple[Tensor, lis
     """Return a tensor (c, n) for several tensors in one message to each rank, and their places in it, (c, ...) each."""
     sizes = [math.prod(shape[1:]) for shape in shapes]
     flat = like.new_empty(shapes[0][0], sum(sizes))
-    return flat, [part.view(shape) for part, shape in zip(flat.split(sizes, 1), shapes, strict=True)]
+    return flat, [flat_view.view(shape) for flat_view, shape in zip(flat.split(sizes, 1), shapes, strict=True)]
 
 
 def _exchange(outgoing: Tensor, places: Sequence[Tensor], axis: Axis) -> list[Tensor]:
     """All-to-all of a message; return the tensors that arrive."""
-    incoming, arrived = _message(outgoing, [place.shape for place in places])
+    incoming, arrived = _message(outgoing, [view.shape for view in places])
     axis.all_to_all(incoming, outgoing)
     return arrived

@@ -98,8 +98,8 @@ class Answers(Dataset[int]):
         whole = form == "scored"  # every token of a row is an input; else the last one is a label alone
         self.cut = 0 if whole else sum(len(row.ids) > length + 1 for sample in made for row in sample)
         kept = [
-            each
-            for each, sample in enumerate(made)
+            index
+            for index, sample in enumerate(made)
             if all(0 < len(row.ids) <= length if whole else row.counts[1 : length + 1].any() for row in sample)
         ]
         self.left_out = len(made) - len(kept)
@@ -107,10 +107,10 @@ class Answers(Dataset[int]):
             raise ConfigError(
                 f"there is no sample in {', '.join(map(str, given))} whose prompt is shorter than {length} tokens"
             )
-        self.rows = [AnswerRow(*(part[: length + 1] for part in row)) for each in kept for row in made[each]]
-        self._judged = [samples[each][-1] for each in kept]  # true or false of an answer, or the margin of a pair
-        if whole and len({each is None for each in self._judged}) > 1:
-            place = places[kept[[each is None for each in self._judged].index(True)]]
+        self.rows = [AnswerRow(*(part[: length + 1] for part in row)) for index in kept for row in made[index]]
+        self._judged = [samples[index][-1] for index in kept]  # true or false of an answer, or the margin of a pair
+        if whole and len({judgment is None for judgment in self._judged}) > 1:
+            place = places[kept[[judgment is None for judgment in self._judged].index(True)]]
             raise ConfigError(f"{place}: there is no 'margin', but other pairs have one: give each pair one, or none.")
         longest = max(len(row.ids) for row in self.rows) - (not whole)
         self.length = min(-(-longest // multiple) * multiple, length)
@@ -154,30 +154,30 @@ class Answers(Dataset[int]):
         ``margin``, float64 (P,).
         """
         ranks = range(self.width if self.form in ("pairs", "scored") else 1)
-        places = [each * self.width + rank for rank in ranks for each in numbers]
+        places = [number * self.width + rank for rank in ranks for number in numbers]
         inputs, labels = self._padded(places)
         if self.form == "sft":
             return inputs, labels
         if self.form == "scored":
-            ends: dict[str, Tensor] = {"lengths": torch.tensor([len(self.rows[place].ids) for place in places])}
-            margins = [self._judged[each] for each in numbers]
+            ends: dict[str, Tensor] = {"lengths": torch.tensor([len(self.rows[row].ids) for row in places])}
+            margins = [self._judged[number] for number in numbers]
             return inputs, ends if None in margins else ends | {"margin": torch.tensor(margins, dtype=torch.float64)}
-        found: dict[str, Tensor] = {"labels": labels} | self._reference(numbers, ranks)
+        targets: dict[str, Tensor] = {"labels": labels} | self._reference(numbers, ranks)
         if self.form == "unpaired":
-            good = torch.tensor([bool(self._judged[each]) for each in numbers])
-            found |= {"desirable": good, "sample": torch.tensor(list(numbers))}
-        return inputs, found
+            good = torch.tensor([bool(self._judged[number]) for number in numbers])
+            targets |= {"desirable": good, "sample": torch.tensor(list(numbers))}
+        return inputs, targets
 
     def mismatched(self, numbers: Sequence[int]) -> tuple[Tensor, Any]:
         """Return a microbatch of ``unpaired`` samples' second rows: the answer of another sample at the prompt."""
-        inputs, labels = self._padded([each * self.width + 1 for each in numbers])
+        inputs, labels = self._padded([number * self.width + 1 for number in numbers])
         return inputs, {"labels": labels} | self._reference(numbers, range(1, 2))
 
     def _part(self, places: Sequence[Any]) -> Answers:
-        part = Answers.__new__(Answers)
-        part.__dict__.update(self.__dict__)
-        part._numbers = [self._numbers[int(each)] for each in places]  # type: ignore[assignment]
-        return part
+        subset = Answers.__new__(Answers)
+        subset.__dict__.update(self.__dict__)
+        subset._numbers = [self._numbers[int(place)] for place in places]  # type: ignore[assignment]
+        return subset
 
     def _reference(self, numbers: Sequence[int], ranks: range) -> dict[str, Tensor]:
         if self.reference is None:
@@ -188,8 +188,8 @@ class Answers(Dataset[int]):
         """Return ids and labels, int64 (B, T) each, of rows."""
         ids = np.zeros((len(places), self.length + 1), np.int64)
         counts = np.zeros((len(places), self.length + 1), bool)
-        for at, place in enumerate(places):
-            row = self.rows[place]
+        for at, row_number in enumerate(places):
+            row = self.rows[row_number]
             ids[at, : len(row.ids)], counts[at, : len(row.ids)] = row
         labels = np.where(counts, ids, IGNORED)
         return torch.from_numpy(ids[:, :-1].copy()), torch.from_numpy(labels[:, 1:].copy())
@@ -214,13 +214,13 @@ class _SampleReader:
         if isinstance(value, BadDocument):
             raise value
         forms = COLUMNS[self._form]
-        names = next((each for each in forms if all(value.get(name) is not None for name in each)), None)
+        names = next((form for form in forms if all(value.get(name) is not None for name in form)), None)
         if names is None:
-            wanted = ", or ".join(" and ".join(map(repr, each)) for each in forms)
+            wanted = ", or ".join(" and ".join(map(repr, form)) for form in forms)
             raise BadDocument(f"the columns are {', '.join(map(repr, value))}, but {wanted} are needed")
         if self._form == "pairs":
-            found = _pair(value.get("prompt"), value["chosen"], value["rejected"])
-            return *found, True
+            answers = _pair(value.get("prompt"), value["chosen"], value["rejected"])
+            return *answers, True
         if self._form == "scored":
             return _scored(value)
         if names == ("messages",) or names == ("text",):
@@ -259,10 +259,10 @@ class _SampleReader:
     def _whole(self, prompt: Any, answer: Any) -> AnswerRow:
         """Return the row of prompt and answer, all of whose tokens count unless it is a conversation alone."""
         if prompt is None and isinstance(answer, list):
-            found = self._template.encode(answer)
-            if isinstance(found, BadDocument):
-                raise found
-            return AnswerRow(found[0].astype(np.int32), found[1])
+            encoded = self._template.encode(answer)
+            if isinstance(encoded, BadDocument):
+                raise encoded
+            return AnswerRow(encoded[0].astype(np.int32), encoded[1])
         ids = self._tokens(answer if prompt is None else prompt + answer)
         return AnswerRow(ids, np.ones(len(ids), np.uint8))
 

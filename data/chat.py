@@ -78,19 +78,19 @@ class ChatTemplate:
         return [*self._tokenizer(text, add_special_tokens=False)["input_ids"]]
 
     def _by_marks(self, messages: list[dict[str, Any]]) -> tuple[Array, Array]:
-        found = self._tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-        return np.asarray(found["input_ids"], np.int64), np.asarray(found["assistant_masks"], np.uint8)
+        encoding = self._tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        return np.asarray(encoding["input_ids"], np.int64), np.asarray(encoding["assistant_masks"], np.uint8)
 
     def _by_prompts(self, messages: list[dict[str, Any]]) -> tuple[Array, Array]:
-        whole = self._render(messages)
-        found = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
-        ids = np.asarray(found["input_ids"], np.int64)
-        begins = np.asarray(found["offset_mapping"], np.int64).reshape(-1, 2)[:, 0]
+        text = self._render(messages)
+        encoding = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids = np.asarray(encoding["input_ids"], np.int64)
+        begins = np.asarray(encoding["offset_mapping"], np.int64).reshape(-1, 2)[:, 0]
         counted = np.zeros(len(ids), np.uint8)
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
                 before, after = self._render(messages[:number], prompt=True), self._render(messages[: number + 1])
-                if not (whole.startswith(after) and after.startswith(before)):
+                if not (text.startswith(after) and after.startswith(before)):
                     raise BadDocument(
                         f"the chat template changes message {number + 1} after later ones, so that its tokens are not "
                         "known; mark them in the template with {% generation %}"
@@ -119,11 +119,11 @@ def apply_template(tokenizer: Any, messages: Any, **options: Any) -> Any:
 
 def _applied(tokenizer: Any, messages: Any, **options: Any) -> Any:
     """Return what the template makes, if it is not too long."""
-    found = tokenizer.apply_chat_template(messages, **options)
-    if len(found) > _LONGEST:
-        what = "characters" if isinstance(found, str) else "tokens"
-        raise BadDocument(f"the chat template makes {len(found)} {what}, of which {_LONGEST} are too many")
-    return found
+    applied = tokenizer.apply_chat_template(messages, **options)
+    if len(applied) > _LONGEST:
+        what = "characters" if isinstance(applied, str) else "tokens"
+        raise BadDocument(f"the chat template makes {len(applied)} {what}, of which {_LONGEST} are too many")
+    return applied
 
 
 def _within_limits(name: str, function: Callable[[], T]) -> T:
@@ -143,7 +143,7 @@ def _within_limits(name: str, function: Callable[[], T]) -> T:
             said = " ".join(str(error).split())[:200] or type(error).__name__
             return BadDocument(f"the chat template refuses the messages ({said})")
 
-    found = within_limit(name, call, _SECONDS, "its chat template does not end")
-    if isinstance(found, (BadDocument, ConfigError)):
-        raise found
-    return found
+    applied = within_limit(name, call, _SECONDS, "its chat template does not end")
+    if isinstance(applied, (BadDocument, ConfigError)):
+        raise applied
+    return applied

@@ -99,9 +99,9 @@ class Stream(IterableDataset[list[Any]]):
 def _cut(batch: list[Any], of: BatchOrder | Stream) -> Iterator[list[Any]]:
     """Yield a replica's microbatches of a global batch."""
     share = of.train // of.replicas
-    mine = batch[of.replica * share : (of.replica + 1) * share]
+    rows = batch[of.replica * share : (of.replica + 1) * share]
     for at in range(0, share, of.micro):
-        yield mine[at : at + of.micro]
+        yield rows[at : at + of.micro]
 
 
 class Loader(DataLoader[Any]):
@@ -176,10 +176,10 @@ class Loader(DataLoader[Any]):
         for key in ("epoch", "sample"):
             if type(state.get(key)) is not int or not 0 <= state[key] < 2**62:
                 raise ValueError(f"{key} of the position is {state.get(key)!r}, but it must be a number from 0 on")
-        for key, mine in (("samples", order.samples), ("seed", order.seed)):
-            if state.get(key) != mine:
+        for key, expected in (("samples", order.samples), ("seed", order.seed)):
+            if state.get(key) != expected:
                 raise ValueError(
-                    f"The position belongs to training_data with {key} {state.get(key)}, but here it is {mine}."
+                    f"The position belongs to training_data with {key} {state.get(key)}, but here it is {expected}."
                 )
         first, middle = divmod(state["sample"], order.train)
         if middle:

@@ -189,7 +189,7 @@ class DocumentRows:
     def _epoch(self, epoch: int) -> _Epoch:
         with self._lock:
             if epoch not in self._epochs:
-                kept = {number: found for number, found in self._epochs.items() if number == epoch - 1}
+                kept = {number: epoch_rows for number, epoch_rows in self._epochs.items() if number == epoch - 1}
                 self._epochs = {**kept, epoch: self._draw(epoch)}
             return self._epochs[epoch]
 
@@ -224,11 +224,11 @@ class DocumentRows:
                 continue
             folder, file, _ = self._files[number]
             first = int(self._first[number])
-            found, stated = int(self._tokens[number][start - first : stop - first].max()), self._largest[number]
-            if found > stated:
+            token, stated = int(self._tokens[number][start - first : stop - first].max()), self._largest[number]
+            if token > stated:
                 document = folder.document_of(start - first + int(folder.first_token[file]))
                 raise CorruptError(
-                    f"{folder.path} is damaged: document {document} ({folder.origin(document)}) has the token {found}, "
+                    f"{folder.path} is damaged: document {document} ({folder.origin(document)}) has the token {token}, "
                     f"but the index states {stated} as the largest. Run triax data verify {folder.path}."
                 )
 
@@ -277,10 +277,10 @@ def _permuted(block: int, count: int, seed: int) -> Array:
                 left, right = right, (left + _mix(right + key) % side) % side
         return left * side + right
 
-    found = network(np.arange(block * _BLOCK, min((block + 1) * _BLOCK, count), dtype=np.uint64))
-    while len(outside := np.flatnonzero(found >= count)):
-        found[outside] = network(found[outside])
-    return found.astype(np.int64)
+    images = network(np.arange(block * _BLOCK, min((block + 1) * _BLOCK, count), dtype=np.uint64))
+    while len(outside := np.flatnonzero(images >= count)):
+        images[outside] = network(images[outside])
+    return images.astype(np.int64)
 
 
 def best_fit(lengths: Array, order: Array, room: int) -> tuple[Array, Array]:
@@ -307,21 +307,21 @@ def best_fit(lengths: Array, order: Array, room: int) -> tuple[Array, Array]:
         while at < stop:
             if fitting := rooms >> length:
                 left = length + (fitting & -fitting).bit_length() - 1
-                found = np.concatenate(open_rows.pop(left))
+                rows_found = np.concatenate(open_rows.pop(left))
                 rooms ^= 1 << left
-                taken, kept = found[: stop - at], found[stop - at :]
+                taken, kept = rows_found[: stop - at], rows_found[stop - at :]
                 if len(kept):
                     open_rows[left] = [kept]
                     rooms |= 1 << left
-                each = 1
+                per_row = 1
             else:
-                each = min(room // length, stop - at)  # pieces that a new row takes of this length
+                per_row = min(room // length, stop - at)  # pieces that a new row takes of this length
                 left = room
-                taken = np.arange(rows, rows + (stop - at) // each)
+                taken = np.arange(rows, rows + (stop - at) // per_row)
                 rows += len(taken)
-            chosen[at : at + len(taken) * each] = np.repeat(taken, each)
-            at += len(taken) * each
-            left -= length * each
+            chosen[at : at + len(taken) * per_row] = np.repeat(taken, per_row)
+            at += len(taken) * per_row
+            left -= length * per_row
             if left:
                 open_rows.setdefault(left, []).append(taken)
                 rooms |= 1 << left

@@ -39,7 +39,7 @@ class PromptTokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without the token that ends it."""
         (ids,) = self._text.encode([text])
-        return [int(each) for each in (ids if self.eos_token_id is None else ids[:-1])]
+        return [int(token) for token in (ids if self.eos_token_id is None else ids[:-1])]
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids."""
@@ -48,7 +48,7 @@ class PromptTokenizer:
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]], **options: Any) -> list[int]:
         """Return the ids of messages, with the beginning of the assistant's next one; options are transformers'."""
         self._chat = self._chat or ChatTemplate(self._name)
-        return self._chat.tokens([dict(each) for each in messages], True)
+        return self._chat.tokens([dict(message) for message in messages], True)
 
 
 class Prompts(Dataset[int]):
@@ -114,10 +114,10 @@ class Prompts(Dataset[int]):
         return self._part(sorted(order[count:])), self._part(sorted(order[:count]))
 
     def _part(self, places: Sequence[Any]) -> Prompts:
-        part = Prompts.__new__(Prompts)
-        part.__dict__.update(self.__dict__)
-        part._numbers = [self._numbers[int(each)] for each in places]
-        return part
+        subset = Prompts.__new__(Prompts)
+        subset.__dict__.update(self.__dict__)
+        subset._numbers = [self._numbers[int(place)] for place in places]
+        return subset
 
     def _parse(self, value: Any) -> tuple[Any, dict[str, Any]]:
         """Return the prompt of a sample, and its other columns.
@@ -129,7 +129,7 @@ class Prompts(Dataset[int]):
             raise value
         if value.get("prompt") is None:
             raise BadDocument(f"the columns are {', '.join(map(repr, value))}, but 'prompt' is needed")
-        others = {name: each for name, each in value.items() if name != "prompt"}
+        others = {name: field for name, field in value.items() if name != "prompt"}
         if self._rows and others.keys() != self._rows[0].keys():
             raise BadDocument(
                 f"the columns beside 'prompt' are {', '.join(others) or 'none'}, but those of the first sample are "

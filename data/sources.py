@@ -97,7 +97,7 @@ def find_sources(paths: Iterable[str | Path], format: str | None = None) -> tupl
     """
     if format is not None and format not in FORMATS:
         raise ConfigError(f"The format {format} is unknown: {nearest(format, FORMATS)}.")
-    found: dict[Path, SourceFile] = {}
+    sources: dict[Path, SourceFile] = {}
     left: Counter[str] = Counter()
     given = [*map(str, paths)]
     endings = (*_HUB_ENDINGS, *((".json", ".json.gz") if format == "jsonl" else ()))
@@ -106,9 +106,9 @@ def find_sources(paths: Iterable[str | Path], format: str | None = None) -> tupl
         if path.is_dir():
             files = [file for file in _walk(path) if not of_hub or file.name.endswith(endings)]
             kinds = [format or _format(file) for file in files]
-            if any(each != "text" for each in kinds):
-                left["text beside data files"] += sum(each == "text" for each in kinds)
-                files, kinds = map(list, zip(*(each for each in zip(files, kinds) if each[1] != "text")))
+            if any(file_kind != "text" for file_kind in kinds):
+                left["text beside data files"] += sum(file_kind == "text" for file_kind in kinds)
+                files, kinds = map(list, zip(*(pair for pair in zip(files, kinds) if pair[1] != "text")))
         elif path.is_file():
             if format is None and ".json" in path.suffixes:
                 raise ConfigError(f"{path} may be a text or JSON lines. Add --format text, or --format jsonl.")
@@ -126,11 +126,11 @@ def find_sources(paths: Iterable[str | Path], format: str | None = None) -> tupl
                     continue
                 source = SourceFile(str(file), kind, stat.st_size, stat.st_mtime_ns)
                 # In the Hub's cache equal files are links to one.
-                found.setdefault(file.absolute() if of_hub else file.resolve(), source)
-    if not found:
+                sources.setdefault(file.absolute() if of_hub else file.resolve(), source)
+    if not sources:
         which = ", ".join(f"{count} {reason}" for reason, count in left.items())
         raise ConfigError(f"There are no documents in {', '.join(given)}{f' ({which})' if which else ''}.")
-    return list(found.values()), +left
+    return list(sources.values()), +left
 
 
 def cut(sources: Iterable[SourceFile], reading: Reading, piece_bytes: int) -> list[list[Part]]:
@@ -181,7 +181,7 @@ def records(source: SourceFile) -> Iterator[tuple[int, Any]]:
     part = Part(source.name, source.format)
     with _named(part.name):
         if part.format == "jsonl":
-            yield from (each for each in _json_objects(part) if each[1] is not None)
+            yield from (record for record in _json_objects(part) if record[1] is not None)
             return
         if part.format == "text":
             raise ConfigError(

@@ -92,10 +92,10 @@ class TokenFile:
         except (OSError, ValueError) as error:
             raise CorruptError(f"{path} cannot be read, because {_reason(error)}.") from error
         entries, start = self._header()
-        found = {name: self._tensor(name, entries, start, *kind) for name, kind in expected.items()}
-        self.offsets, self.keys, self.origins = found["offsets"], found["keys"], found["origins"]
-        self.tokens: Array = found["tokens"]
-        self.counted: Array | None = found.get("counted")
+        tensors = {name: self._tensor(name, entries, start, *kind) for name, kind in expected.items()}
+        self.offsets, self.keys, self.origins = tensors["offsets"], tensors["keys"], tensors["origins"]
+        self.tokens: Array = tensors["tokens"]
+        self.counted: Array | None = tensors.get("counted")
         lengths = np.diff(self.offsets)
         if self.offsets[0] != 0 or self.offsets[-1] != tokens or (lengths <= 0).any():
             raise self._damaged("the offsets of its documents do not increase from 0 to the number of tokens")
@@ -113,9 +113,9 @@ class TokenFile:
         """Return name and unit (line or row) of each source."""
         try:
             entries, _ = self._header()
-            found = json.loads(entries["__metadata__"]["sources"])
-            if all(isinstance(name, str) and unit in ("line", "row") for name, unit in found):
-                return [list(each) for each in found]
+            pairs = json.loads(entries["__metadata__"]["sources"])
+            if all(isinstance(name, str) and unit in ("line", "row") for name, unit in pairs):
+                return [list(pair) for pair in pairs]
         except (LookupError, TypeError, ValueError, RecursionError):
             pass
         raise self._damaged("its header does not name the sources")
@@ -135,7 +135,7 @@ class TokenFile:
         if (
             not isinstance(entry, dict)
             or {key: entry.get(key) for key in wanted} != wanted
-            or not (isinstance(offsets, list) and len(offsets) == 2 and all(type(each) is int for each in offsets))
+            or not (isinstance(offsets, list) and len(offsets) == 2 and all(type(offset) is int for offset in offsets))
             or offsets[1] - offsets[0] != bytes_
             or offsets[0] < 0
             or (start + offsets[0]) % kind.itemsize

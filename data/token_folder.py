@@ -157,8 +157,8 @@ def read_index(folder: Path) -> TokenIndex:
         first = error.errors()[0]
         raise CorruptError(f"{path} is not valid: {'.'.join(map(str, first['loc']))}: {first['msg']}.") from error
     for name in ("documents", "tokens"):
-        if getattr(index, name) != (found := sum(getattr(file, name) for file in index.files)):
-            raise CorruptError(f"{path} is not valid: it states {getattr(index, name)} {name}, its files {found}.")
+        if getattr(index, name) != (total := sum(getattr(file, name) for file in index.files)):
+            raise CorruptError(f"{path} is not valid: it states {getattr(index, name)} {name}, its files {total}.")
     return index
 
 
@@ -188,8 +188,8 @@ class TokenFolder:
             file = self.path / entry.name
             size = file.stat().st_size if file.is_file() else None
             if size != entry.bytes:
-                found = "is missing" if size is None else f"has {size} bytes, but {entry.bytes} were written"
-                raise CorruptError(f"{file} {found}. Copy it again, or run triax data tokenize again.")
+                fault = "is missing" if size is None else f"has {size} bytes, but {entry.bytes} were written"
+                raise CorruptError(f"{file} {fault}. Copy it again, or run triax data tokenize again.")
             self.files.append(TokenFile(file, index.dtype, entry.documents, entry.tokens, index.kind == "chat"))
         self.first_document = np.cumsum([0, *(entry.documents for entry in index.files)])
         self.first_token = np.cumsum([0, *(entry.tokens for entry in index.files)])
@@ -265,20 +265,20 @@ class TokenFolder:
         Raises:
             ConfigError: they were made by another one.
         """
-        mine = self.index.tokenizer
-        if mine.fingerprint != facts.fingerprint:
+        tokenizer = self.index.tokenizer
+        if tokenizer.fingerprint != facts.fingerprint:
             raise ConfigError(
-                f"{self.path} was tokenized with {mine.name} ({mine.vocab_size} entries, fingerprint "
-                f"{mine.fingerprint[:12]}), but you gave {facts.name} ({facts.vocab_size} entries, fingerprint "
+                f"{self.path} was tokenized with {tokenizer.name} ({tokenizer.vocab_size} entries, fingerprint "
+                f"{tokenizer.fingerprint[:12]}), but you gave {facts.name} ({facts.vocab_size} entries, fingerprint "
                 f"{facts.fingerprint[:12]}). Give the former, or run triax data tokenize with the latter."
             )
 
     def verify(self) -> Iterator[str]:
         """Compare every byte with its checksum, and every token with the index. Yields a line for each problem."""
         for entry, file in zip(self.index.files, self.files, strict=True):
-            found = _sha256(file.path)
-            if found != entry.sha256:
-                yield f"{file.path} is damaged: its SHA-256 is {found[:12]}..., but {entry.sha256[:12]}... was written"
+            digest = _sha256(file.path)
+            if digest != entry.sha256:
+                yield f"{file.path} is damaged: its SHA-256 is {digest[:12]}..., but {entry.sha256[:12]}... was written"
             elif (largest := int(file.tokens.max())) != entry.largest:
                 yield f"{file.path} is not valid: its largest token is {largest}, but the index states {entry.largest}"
             elif int(file.origins[:, 0].max()) >= len(file.sources()):

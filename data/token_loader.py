@@ -105,18 +105,18 @@ class TokenLoader:
             self.close()
             raise StopIteration
         if not self._threads:
-            found = self._make(self._start, self._read)
+            batch = self._make(self._start, self._read)
         else:
             self._pool = self._pool or ThreadPoolExecutor(self._threads, "triax data")
             while len(self._ahead) < 2 * self._threads and not self._is_over(self._read + len(self._ahead)):
                 self._ahead.append(self._pool.submit(self._make, self._start, self._read + len(self._ahead)))
             try:
-                found = self._ahead.popleft().result()
+                batch = self._ahead.popleft().result()
             except BaseException:
                 self._drop()  # the next call makes this microbatch again
                 raise
         self._read += 1
-        return found
+        return batch
 
     def __len__(self) -> int:
         """Return the number of microbatches in an epoch, or in ``epochs``, the last global batch included."""
@@ -148,10 +148,10 @@ class TokenLoader:
         row = state.get("row")
         if type(row) is not int or not 0 <= row < 2**62:
             raise ConfigError(f"The row of the position is {row!r}, but it must be a whole number of at least 0.")
-        for key, mine in (("seed", self._seed), *self.dataset.facts.items()):
-            if key not in state or state[key] != mine:
+        for key, expected in (("seed", self._seed), *self.dataset.facts.items()):
+            if key not in state or state[key] != expected:
                 raise ConfigError(
-                    f"The position belongs to data with {key} {state.get(key)}, but here it is {mine}, so the rows "
+                    f"The position belongs to data with {key} {state.get(key)}, but here it is {expected}, so the rows "
                     "differ. Give the former, or start from the first row."
                 )
         self._go(row)
@@ -191,11 +191,11 @@ class TokenLoader:
         masked = self.dataset.document_mask
         ids, labels, *documents = np.empty((2 + masked, self._micro, self.dataset.length), np.int64)
         count = self._micro if self._end is None else min(max(self._end - first, 0), self._micro)
-        for each, padding in zip((ids, labels, *documents), (0, IGNORED, 0), strict=False):
-            each[count:] = padding
+        for array, padding in zip((ids, labels, *documents), (0, IGNORED, 0), strict=False):
+            array[count:] = padding
         if count:
             self.rows.fill(first, count, ids, labels, documents[0] if masked else None)
-        made = [torch.from_numpy(each) for each in (ids, *documents, labels)]
+        made = [torch.from_numpy(column) for column in (ids, *documents, labels)]
         if self._pin_memory:
-            made = [each.pin_memory() for each in made]
+            made = [tensor.pin_memory() for tensor in made]
         return (tuple(made[:2]) if masked else made[0]), made[-1]

@@ -118,11 +118,11 @@ def tokenize(
     _tokenizer.cache_clear()  # the files of a tokenizer may have changed since an earlier call
     _template.cache_clear()
     opened = _tokenizer(job)
-    found, _ = find_sources(sources, format)
-    pieces = cut(found, reading, piece_bytes)
+    source_files, _ = find_sources(sources, format)
+    pieces = cut(source_files, reading, piece_bytes)
     facts = opened.facts
     template = _template(job).text if chat else ""
-    kept = [FORMAT, VERSION, [*found], [*reading], facts.fingerprint, facts.end, template, skip_bad, piece_bytes]
+    kept = [FORMAT, VERSION, [*source_files], [*reading], facts.fingerprint, facts.end, template, skip_bad, piece_bytes]
     plan = hashlib.sha256(json.dumps(kept).encode()).hexdigest()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -171,7 +171,7 @@ def _begin(folder: Path, plan: str, pieces: int) -> None:
                 f"{folder} was begun with other sources, options or tokenizer. Remove it, or give another --out."
             )
         return
-    others = sorted(each.name for each in folder.iterdir() if not each.name.startswith("."))
+    others = sorted(file.name for file in folder.iterdir() if not file.name.startswith("."))
     if others:
         raise ConfigError(f"{folder} has other files, such as {others[0]}. Give an empty or a new folder as --out.")
     write_atomically(path, json.dumps({"plan": plan, "pieces": pieces}).encode())
@@ -251,39 +251,39 @@ def _tokenize_piece(job: _TokenizationJob, number: int, parts: list[Part]) -> Pi
             lines = batch
             continue
         made = _encode(job, [value for _, _, value in batch])
-        for (source, line, value), found in zip(batch, made, strict=True):
-            if isinstance(found, tuple) and len(found[0]):
-                if (largest := int(found[0].max())) >= vocab_size:
+        for (source, line, value), encoded in zip(batch, made, strict=True):
+            if isinstance(encoded, tuple) and len(encoded[0]):
+                if (largest := int(encoded[0].max())) >= vocab_size:
                     raise ConfigError(
                         f"The tokenizer {job.tokenizer} made the token {largest}, but its vocabulary has {vocab_size} "
                         "entries. Save it again with transformers, with all its added tokens."
                     )
-                tokens.append(found[0].astype(dtype))
-                counted.append(found[1])
+                tokens.append(encoded[0].astype(dtype))
+                counted.append(encoded[1])
                 origins.append((source, line))
                 keys.append(_key(value))
                 continue
             part = parts[source]
-            why = found if isinstance(found, BadDocument) else "the tokenizer makes no token of it"
-            line += lines_before(part) + (found.further if isinstance(found, BadDocument) else 0)
+            why = encoded if isinstance(encoded, BadDocument) else "the tokenizer makes no token of it"
+            line += lines_before(part) + (encoded.further if isinstance(encoded, BadDocument) else 0)
             where = f"{part.name}, {UNITS[part.format]} {line}: {why}"
             if not job.skip_bad:
                 raise ConfigError(f"{where}. Mend it, or add --skip-bad to leave out such documents.")
             bad, first_bad = bad + 1, first_bad or where
     file = None
     if tokens:
-        whole = np.concatenate(tokens)
+        joined = np.concatenate(tokens)
         tensors: dict[str, Array] = {
             "offsets": np.cumsum([0, *map(len, tokens)], dtype=np.int64),
             "keys": np.asarray(keys, np.uint64),
             "origins": np.asarray(origins, np.uint32).reshape(-1, 2),
-            "tokens": whole,
+            "tokens": joined,
             **({"counted": np.concatenate(counted)} if job.reading.is_chat else {}),
         }
         sources = [[part.name, UNITS[part.format]] for part in parts]
         name = f"{number:05d}.safetensors"
         size, sha256 = write_tensors(job.out / name, tensors, sources)
-        numbers = {"documents": len(tokens), "tokens": len(whole), "largest": int(whole.max())}
+        numbers = {"documents": len(tokens), "tokens": len(joined), "largest": int(joined.max())}
         file = FileEntry(name=name, bytes=size, sha256=sha256, **numbers, line=0)
     record = PieceRecord(file=file, lines=lines, bad=bad, first_bad=first_bad)
     write_record(job.out / f"{number:05d}.json", record)
@@ -312,7 +312,7 @@ def _encode(job: _TokenizationJob, values: list[Any]) -> list[tuple[Array, Array
     """Return tokens, and which of them count in the loss, of each document."""
     if job.reading.is_chat:
         template = _template(job)
-        return [each if isinstance(each, BadDocument) else template.encode(each) for each in values]
+        return [value if isinstance(value, BadDocument) else template.encode(value) for value in values]
     texts = _tokenizer(job).encode([value for value in values if isinstance(value, str)])
     made = iter(texts)
     none = np.empty(0, np.uint8)  # text: all count

@@ -74,11 +74,11 @@ class TextTokenizer:
     def encode(self, texts: list[str]) -> list[Array]:
         """Return the tokens of each text, with the token that ends a document: integers (T,) each."""
         end = self.facts.end
-        found = []
+        encoded = []
         for ids in self._encode(texts):
             tokens = np.asarray(ids, dtype=np.int64)
-            found.append(tokens if end is None or (len(tokens) and tokens[-1] == end) else np.append(tokens, end))
-        return found
+            encoded.append(tokens if end is None or (len(tokens) and tokens[-1] == end) else np.append(tokens, end))
+        return encoded
 
     def end_with(self, token: str) -> None:
         """Set the token that ends a document; ``none``: nothing ends it.
@@ -237,7 +237,7 @@ def _from_tokenizers(tokenizer: Any, name: str, end: int | None) -> TextTokenize
 
     def encode(texts: list[str]) -> list[Any]:
         seconds = 60.0 + sum(map(len, texts)) / 10_000
-        return [each.ids for each in within_limit(name, lambda: tokenizer.encode_batch_fast(texts), seconds)]
+        return [encoding.ids for encoding in within_limit(name, lambda: tokenizer.encode_batch_fast(texts), seconds)]
 
     def plain(text: str) -> Any:
         return tokenizer.encode(text, add_special_tokens=False).ids
@@ -278,12 +278,12 @@ def within_limit(
     Raises:
         ConfigError: the call fails, or the time is over.
     """
-    found: list[T] = []
+    results: list[T] = []
     failed: list[BaseException] = []
 
     def run() -> None:
         try:
-            found.append(call())
+            results.append(call())
         except BaseException as error:  # raised by the thread that waits
             failed.append(error)
 
@@ -292,9 +292,9 @@ def within_limit(
     thread.join(seconds)
     if failed:
         raise _unreadable(f"{name} fails on a text", failed[0])
-    if not found:
+    if not results:
         raise ConfigError(f"{name} needs more than {seconds:g} s for a line of text: {why}.")
-    return found[0]
+    return results[0]
 
 
 def _check_files(folder: Path) -> None:
@@ -330,17 +330,17 @@ def _nested(pattern: str) -> bool:
     """Return True if a group that has a repetition without limit (``*``, ``+``, ``{2,}``) is repeated so, too."""
     plain = re.sub(r"\\.|\[(?:\\.|\[:\w+:\]|[^\]\\])*\]", "x", pattern, flags=re.DOTALL)  # no escapes, no classes
     repeats, depth = [False], 0
-    for place, character in enumerate(plain):
+    for position, character in enumerate(plain):
         if character == "(":
             depth += 1
             repeats.append(False)
-        unlimited = bool(re.match(r"[*+]|\{\d*,\}|\{\d*,?\d{4,}\}", plain[place:]))
+        unlimited = bool(re.match(r"[*+]|\{\d*,\}|\{\d*,?\d{4,}\}", plain[position:]))
         if character == ")" and depth:
             inside = repeats.pop()
             depth -= 1
-            if inside and re.match(r"[*+]|\{\d*,\d*\}|\{\d{2,}\}", plain[place + 1 :]):
+            if inside and re.match(r"[*+]|\{\d*,\d*\}|\{\d{2,}\}", plain[position + 1 :]):
                 return True
             repeats[-1] = repeats[-1] or inside
-        elif unlimited and not (place and plain[place - 1] in "*+?}("):
+        elif unlimited and not (position and plain[position - 1] in "*+?}("):
             repeats[-1] = True
     return False

@@ -39,12 +39,12 @@ class AuxiliarySteps:
     """
 
     def __init__(self, module: nn.Module, grid: Grid, state: AuxiliaryLosses) -> None:
-        self._layers = {part.name: part for part in module.modules() if isinstance(part, AuxiliaryLayer)}
+        self._layers = {layer.name: layer for layer in module.modules() if isinstance(layer, AuxiliaryLayer)}
         self._state = state
-        mine = [(name, layer.experts, list(layer.loss_names)) for name, layer in self._layers.items()]
+        own_layers = [(name, layer.experts, list(layer.loss_names)) for name, layer in self._layers.items()]
         with grid.pipe.traffic.uncounted():
             # (A tied layer may be on several ranks.)
-            self._known = [*{each[0]: each for rank in grid.pipe.all_gather_json(mine) for each in rank}.values()]
+            self._known = [*{each[0]: each for rank in grid.pipe.all_gather_json(own_layers) for each in rank}.values()]
         self._size = sum(experts + len(names) for _, experts, names in self._known)
         self.losses: dict[str, float] = {}
         self.loads: dict[str, list[int]] = {}
@@ -78,9 +78,9 @@ class AuxiliarySteps:
             share: sums numbers over replicas outside of the grid.
         """
         weigh = getattr(loss_fn, "weight", None)  # of a torch loss it may be a tensor, the weights of the classes
-        weights = [weigh(each) if callable(weigh) else 1.0 for each in labels] if counts else []
+        weights = [weigh(label) if callable(weigh) else 1.0 for label in labels] if counts else []
         # A microbatch of named losses weighs 1.
-        weights = [1.0 / grid.context.size if isinstance(each, Mapping) else each for each in weights]
+        weights = [1.0 / grid.context.size if isinstance(weight, Mapping) else weight for weight in weights]
         counted = samples if counts and grid.context.is_first else 0
         self._weight, number = share(totals(grid, [sum(weights, 0.0), float(counted)]))
         self._state.weight, self._state.scale = self._weight / max(number, 1.0), scale
@@ -109,16 +109,16 @@ class AuxiliarySteps:
     def local_sums(self, device: torch.device) -> Tensor:
         """Return this rank's loads and sums of losses in the step so far, in one tensor, float64, for ``end``."""
         sums = torch.zeros(self._size, dtype=torch.float64, device=device)
-        place = 0
+        start = 0
         for name, experts, names in self._known:
             layer = self._layers.get(name)
             if layer is not None and layer.loads is not None:
-                sums[place : place + experts] = layer.loads
-            place += experts
+                sums[start : start + experts] = layer.loads
+            start += experts
             for index, loss in enumerate(names):
                 if loss in self._state.values:
-                    sums[place + index] = self._state.values[loss]
-            place += len(names)
+                    sums[start + index] = self._state.values[loss]
+            start += len(names)
         return sums
 
     def end(self, grid: Grid, sums: Tensor, weight: float, skipped: bool, report: bool) -> None:
@@ -132,13 +132,13 @@ class AuxiliarySteps:
             report: this rank logs a warning if an expert starves.
         """
         grid.world.all_reduce(sums)
-        values, place = sums.tolist(), 0
+        values, start = sums.tolist(), 0
         for name, experts, names in self._known:
-            own = sums[place : place + experts].long()
-            self.loads[name] = [int(load) for load in values[place : place + experts]]
-            place += experts
-            self.losses |= {loss: value / weight for loss, value in zip(names, values[place:], strict=False)}
-            place += len(names)
+            own = sums[start : start + experts].long()
+            self.loads[name] = [int(load) for load in values[start : start + experts]]
+            start += experts
+            self.losses |= {loss: value / weight for loss, value in zip(names, values[start:], strict=False)}
+            start += len(names)
             if name in self._layers and not skipped:
                 self._layers[name].end_step(own)
             self._warn(name, self.loads[name], report)
@@ -160,7 +160,7 @@ class AuxiliarySteps:
 def bind_auxiliary(module: nn.Module) -> AuxiliaryLosses:
     """Bind a plain module's layers with auxiliary losses to one state, and return it."""
     state = AuxiliaryLosses()
-    for name, part in module.named_modules():
-        if isinstance(part, AuxiliaryLayer):
-            part.bind(name, state)
+    for name, layer in module.named_modules():
+        if isinstance(layer, AuxiliaryLayer):
+            layer.bind(name, state)
     return state

@@ -310,7 +310,7 @@ class Engine:
         instrument(kind)
         self.start_checkpointing()
         lr_note, untrained = getattr(self.lr_scheduler, "note", None), untrained_in_loss(self.module)
-        self._warn(*(Note("", each) for each in (lr_note, untrained) if each is not None))
+        self._warn(*(Note("", text) for text in (lr_note, untrained) if text is not None))
         self._warn(unsharded_note(self.data_axis), one_replica_note(options.zero, grid))
         self.observer.install()
 
@@ -571,13 +571,13 @@ class Engine:
         if what == "gradients":
             trained = {member.layout.name: (member.layout, value) for member, value in self.data_axis.gradients()}
             # The buckets hold them in another order than the module.
-            place = {layout.name: i for i, (_, layout, _) in enumerate(named_parameters(self.module))}
-            return {name: trained[name] for name in sorted(trained, key=lambda name: place.get(name, len(place)))}
+            order = {layout.name: i for i, (_, layout, _) in enumerate(named_parameters(self.module))}
+            return {name: trained[name] for name in sorted(trained, key=lambda name: order.get(name, len(order)))}
         if what != "weights":
             raise ValueError(f"gather takes 'weights' or 'gradients', not {what!r}")
         with self.whole_weights():
-            found = named_parameters(self.module)
-            return {layout.name: (layout, parameter.detach().clone()) for parameter, layout, _ in found}
+            parameters = named_parameters(self.module)
+            return {layout.name: (layout, parameter.detach().clone()) for parameter, layout, _ in parameters}
 
     def whole_weights(self) -> AbstractContextManager[None]:
         """Context in which all weights are gathered, also in stage 3 of ZeRO. Collective over the data axis."""

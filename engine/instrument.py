@@ -52,8 +52,8 @@ def _install_autocast(engine: AnyEngine, dtype: torch.dtype) -> None:
         engine.executor.wrap("F", lambda op: torch.autocast(kind, dtype=dtype))
         if engine.options.zero.stage == 3:
             # A split that defers nothing keeps weights. Recomputation in a backward pass is split in the same way.
-            for each in ("F", "B", "I"):
-                engine.executor.wrap(each, lambda op: SplitBackward(Deferred()))
+            for op_kind in ("F", "B", "I"):
+                engine.executor.wrap(op_kind, lambda op: SplitBackward(Deferred()))
         return
 
     engine.parts.watch("forward", lambda: torch.autocast(kind, dtype=dtype))

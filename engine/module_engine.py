@@ -433,10 +433,10 @@ class ModuleEngine(Engine):
         losses, self._losses = self._losses, []
         named, self._named = self._named, []
         # Tensor ranks hold the same loss: the first one counts. On a GPU the sum is a tensor, so that nothing waits.
-        mine = functools.reduce(operator.add, losses, 0.0) * float(grid.tensor.is_first)
+        own_sum = functools.reduce(operator.add, losses, 0.0) * float(grid.tensor.is_first)
         values = [
             self.data_axis.used.unused(),
-            mine,
+            own_sum,
             *([float(self.replica_buffers.strayed())] if self.replica_buffers else []),
         ]
         if self.auxiliary:
@@ -448,7 +448,7 @@ class ModuleEngine(Engine):
         loss = torch.tensor(math.nan if value is None else value, dtype=torch.float64)
         self.backward_passes.stepped = True  # also if the step is left out
         self._scales.steps += 1
-        own = {index: (each,) for index, each in enumerate(losses)}
+        own = {index: (term,) for index, term in enumerate(losses)}
         taken = self.optimizer_step.decide(grid, value, weight, own, self.observers)
         if taken:
             factor = self.optimizer_step.factor(grid)
@@ -482,7 +482,7 @@ class ModuleEngine(Engine):
                 engine's; or another engine has stepped between two passes.
         """
         origins = [*self.backward_passes.origins, *following]
-        owners, steps = ({*each} for each in zip(*origins, strict=True))
+        owners, steps = ({*values} for values in zip(*origins, strict=True))
         if len(steps) > 1 or (id(self) in owners and owners - {id(self), None}):
             raise AgreedError(
                 f"the gradients of {type(self.module).__name__} come from this engine's loss and from the loss of "
@@ -561,10 +561,10 @@ class ModuleEngine(Engine):
 
     def module_state_dict(self) -> dict[str, Tensor]:
         """Return ``state_dict()`` with unsharded weights and the buffers. Collective."""
-        whole = self.gather()
+        weights = self.gather()
         names = {parameter: layout.name for parameter, layout, _ in named_parameters(self.module)}
         return {
-            key: whole[names[value]].clone() if isinstance(value, nn.Parameter) else value.detach().clone()
+            key: weights[names[value]].clone() if isinstance(value, nn.Parameter) else value.detach().clone()
             for key, value in self.module.state_dict(keep_vars=True).items()
         }
 
@@ -617,8 +617,8 @@ class ModuleEngine(Engine):
 
     def _mark_last(self) -> None:
         # Unmanaged, step() ends the sums; where each pass reduces its gradients, each may be the last one.
-        each = self._options.stage > 1 and self._options.reduce_every_backward
-        boundary = (self.options.batch.counted or each) and self.is_last_microbatch()
+        each_backward = self._options.stage > 1 and self._options.reduce_every_backward
+        boundary = (self.options.batch.counted or each_backward) and self.is_last_microbatch()
         self.backward_passes.next_is_last = boundary and not self.in_no_sync
 
     def _cast(self, tensor: Tensor) -> Tensor:

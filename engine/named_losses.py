@@ -73,14 +73,14 @@ class NamedLossSteps:
         self._told = {name: float(weight) for name, weight in sums.items()}  # on a GPU the host waits here
         axis = grid.axis("data_context")
         with axis.traffic.uncounted():
-            found = axis.all_gather_json(self._told)
-        if any(each.keys() != self._told.keys() for each in found):
-            names = " and ".join(sorted({", ".join(sorted(each)) for each in found}))
+            told = axis.all_gather_json(self._told)
+        if any(counts.keys() != self._told.keys() for counts in told):
+            names = " and ".join(sorted({", ".join(sorted(counts)) for counts in told}))
             raise ValueError(
                 f"loss_fn.weight, or loss_weight of a layer, gave the weights of {names} on different ranks: give the "
                 "same names"
             )
-        count, *shared = share([weights.microbatches, *(sum(each[name] for each in found) for name in self._told)])
+        count, *shared = share([weights.microbatches, *(sum(counts[name] for counts in told) for name in self._told)])
         weights.microbatches = int(count)
         weights.terms = dict(zip(self._told, shared, strict=True))
 
@@ -91,13 +91,13 @@ class NamedLossSteps:
 
         ``layers`` are the methods ``loss_weight`` of layers, and the fields that each gets.
         """
-        weigh, found = getattr(loss_fn, "weight", None), list[tuple[str, Any]]()
+        weigh, weights_of = getattr(loss_fn, "weight", None), list[tuple[str, Any]]()
         for method, takes in layers:
-            found += method(**{name: microbatch.fields[name] for name in takes}).items()
+            weights_of += method(**{name: microbatch.fields[name] for name in takes}).items()
         weights = weigh(microbatch.labels) if self._computes and callable(weigh) else None
-        found += weights.items() if isinstance(weights, Mapping) else []
-        require_other_names([[found, []]])
-        return found
+        weights_of += weights.items() if isinstance(weights, Mapping) else []
+        require_other_names([[weights_of, []]])
+        return weights_of
 
     def totals(
         self,
@@ -136,20 +136,20 @@ class NamedLossSteps:
             )
         losses = None if form is None else LossSums(form)
         # Tensor ranks hold the same loss: the first one counts.
-        mine = [] if losses is None else losses.numbers(named, self._told, float(grid.tensor.is_first))
-        both = total(grid, [*values, *mine])
-        sums, found = both[: len(values)], both[len(values) :]
+        own_sums = [] if losses is None else losses.numbers(named, self._told, float(grid.tensor.is_first))
+        both = total(grid, [*values, *own_sums])
+        sums, sums_of_losses = both[: len(values)], both[len(values) :]
         if losses is None:
             self.values = {}
             return sums, None
-        loss, self.values = losses.divide(found, training)
+        loss, self.values = losses.divide(sums_of_losses, training)
         return sums, loss
 
     def _agree(self, grid: Grid, named: Sequence[NamedLosses]) -> Any:
         """Return the form of all losses, which all ranks with the same stages must have in common. Collective."""
         with grid.world.traffic.uncounted():
-            mine = [grid.pipe.rank, self._computes, named[0].form() if named else None]
-            everyone = grid.world.all_gather_json(mine)
+            own_form = [grid.pipe.rank, self._computes, named[0].form() if named else None]
+            everyone = grid.world.all_gather_json(own_form)
         of_rank: dict[int, Any] = {}
         for rank, computes, form in everyone:
             if form != of_rank.setdefault(rank, form):
@@ -164,4 +164,4 @@ class NamedLossSteps:
             require_other_names(forms)
         except ValueError as error:
             raise AgreedError(str(error)) from None
-        return [[each for form in forms for each in form[part]] for part in range(2)]
+        return [[name for form in forms for name in form[part]] for part in range(2)]

@@ -14,6 +14,6 @@ from ..zero.shard_ranges import NamedParameter
 def named_parameters(module: nn.Module) -> list[NamedParameter]:
     """Return a module's parameters on this rank, each once, with their whole-model names."""
     if isinstance(module, PipelineModule):
-        return [NamedParameter(each.parameter, each.layout, each.counted) for each in module.local_parameters()]
+        return [NamedParameter(entry.parameter, entry.layout, entry.counted) for entry in module.local_parameters()]
     layouts = [(parameter, layout_of(parameter), name) for name, parameter in module.named_parameters()]
     return [NamedParameter(p, replace(layout, name=layout.name or name), True) for p, layout, name in layouts]

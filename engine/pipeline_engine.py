@@ -159,8 +159,8 @@ class PipelineEngine(Engine):
             guard_state_dict(module)
         self.optimizer = with_modes(self.data_axis)
         offload = self.options.schedule.offload
-        place = OffloadTarget("nvme" if offload.device == "nvme" else "cpu", offload.path, offload.pin_memory)
-        memory = partial(memory_at, place, self.grid.device, wait=False)
+        target = OffloadTarget("nvme" if offload.device == "nvme" else "cpu", offload.path, offload.pin_memory)
+        memory = partial(memory_at, target, self.grid.device, wait=False)
         slices = slice_states(module, schedule, options)
         self.executor = Executor(module, self.data_axis, self.parts, memory, slices)
         self.executor.interleaves = self.data_axis.options.stage < 3
@@ -276,12 +276,12 @@ class PipelineEngine(Engine):
         self.executor.clock = self.observer.program_clock(self.record_timeline)
         self.executor.weights.scale = self.optimizer_step.scale
         self._running = grid, microbatches
-        result, mine = self._compute(grid, microbatches)
+        result, own_sums = self._compute(grid, microbatches)
         if self.record_timeline:
             self.timeline = self.observer.measure_timeline(grid)
 
         losses = [*result.named.values()]
-        sums, named = self.named_losses.totals(grid, losses, mine, self.optimizer_step.totals, training=True)
+        sums, named = self.named_losses.totals(grid, losses, own_sums, self.optimizer_step.totals, training=True)
         self._running = None
         loss, weight, unused, *strayed = sums
         if unused and not self.auxiliary:
@@ -344,9 +344,9 @@ class PipelineEngine(Engine):
             self.data_axis.finish()
         if self.auxiliary:
             self.auxiliary_sums = self.auxiliary.local_sums(grid.device)
-        unreached = sum(not each for each in result.reached.values())
-        mine = [*_own_sums(grid, result), self.data_axis.used.unused() + unreached]
-        return result, mine + ([float(self.replica_buffers.strayed())] if self.replica_buffers else [])
+        unreached = sum(not reached for reached in result.reached.values())
+        own_sums = [*_own_sums(grid, result), self.data_axis.used.unused() + unreached]
+        return result, own_sums + ([float(self.replica_buffers.strayed())] if self.replica_buffers else [])
 
     def shift_samples(self, samples: int) -> None:
         """Set the number of samples of the step that other grids have before this one's: dropout depends on it."""
@@ -376,7 +376,7 @@ class PipelineEngine(Engine):
         left: set[int] = set()
         for stage, reached in enumerate(flags[0].tolist()):
             if stage and not reached:
-                last = max((each for each in range(stage) if flags[1, each]), default=-1)
+                last = max((earlier for earlier in range(stage) if flags[1, earlier]), default=-1)
                 left |= {*range(last + 1, stage)}
         if left and self.optimizer_step.across is not None:
             raise AgreedError(
@@ -426,9 +426,9 @@ class PipelineEngine(Engine):
             self.feed.wait_sent()
             loss = None
             if compute_loss:
-                mine = _own_sums(grid, result)
+                own_sums = _own_sums(grid, result)
                 losses = [*result.named.values()]
-                (total, weight), named = self.named_losses.totals(grid, losses, mine, totals, training=False)
+                (total, weight), named = self.named_losses.totals(grid, losses, own_sums, totals, training=False)
                 result.require_one_form(weight, count * grid.data.size)
                 loss = mean(grid, total, weight) if named is None else mean(grid, named, 1.0)
             if not return_logits:
@@ -490,8 +490,8 @@ class PipelineEngine(Engine):
             )
             notes.append(Note("zero.stage", why))
         self._warn(*notes)
-        each = None if zero.reduce_each_microbatch else False
-        program = lower(schedule, self.data_axis.options.stage, [tie.stages for tie in self.module.ties], each)
+        reduce_each = None if zero.reduce_each_microbatch else False
+        program = lower(schedule, self.data_axis.options.stage, [tie.stages for tie in self.module.ties], reduce_each)
         verify(program)
         return program
 

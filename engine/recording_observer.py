@@ -219,7 +219,7 @@ class RecordingObserver(StepObserver):
         if mfu is not None:
             timings["mfu"] = mfu
         if recorded and engine.options.monitor.breakdown:
-            timings |= {f"elapsed_time_ms_{part}": 1e3 * value for part, value in phase_times(recorded).items()}
+            timings |= {f"elapsed_time_ms_{phase}": 1e3 * value for phase, value in phase_times(recorded).items()}
         return timings
 
     def _show(self, record: StepRecord) -> None:
@@ -297,8 +297,8 @@ class PipelineObserver(RecordingObserver):
         spans = [s for s in record.slices if s.kind in COMPUTE]
         origin = clock.at(self._executor.last_run.origin)
         times = dict.fromkeys((s.start, s.end) for s in spans)  # the passes of a pair have the same, which counts once
-        mine = [sum(end - start for start, end in times), spans[-1].end - origin, origin - spans[0].start]
-        most = torch.tensor(mine, dtype=torch.float64, device=self._grid.device)
+        own_times = [sum(end - start for start, end in times), spans[-1].end - origin, origin - spans[0].start]
+        most = torch.tensor(own_times, dtype=torch.float64, device=self._grid.device)
         self._grid.pipe.all_reduce(most, op="max")
         busy, last, first = most.tolist()
         return float(1 - busy / (last + first))

@@ -64,14 +64,14 @@ class ReplicaBuffers:
             self._modes, self._compared = modes, _COMPARED
         if self._compared:
             self._find()
-        found, written = set(), {module for module, _ in self._places.values()} if self._compared else set()
+        strayed, written = set(), {module for module, _ in self._places.values()} if self._compared else set()
         for name, (module, key) in self._places.items():
             buffer, seen = module._buffers.get(key), self._seen.get(name)
             if buffer is None:
                 continue
             if name in self._changing:
                 if _kind(buffer) != self._changing[name]:
-                    found.add(name)
+                    strayed.add(name)
             elif seen is None or buffer is not seen.buffer or buffer._version != seen.version:
                 written.add(module)
         # The version of batch norm's count tells that its mean was written too.
@@ -80,10 +80,10 @@ class ReplicaBuffers:
             if module in written and name not in self._changing and buffer is not None:
                 self._seen[name] = now = _Seen(buffer, buffer._version, checksum(buffer))
                 if seen is not None and (now.sum != seen.sum or _kind(buffer) != _kind(seen.buffer)):
-                    found.add(name)
-        self._strayed = found
+                    strayed.add(name)
+        self._strayed = strayed
         self._compared = max(0, self._compared - 1)
-        return bool(found)
+        return bool(strayed)
 
     @torch.no_grad()
     def synchronize(self, strayed: bool) -> None:
@@ -112,8 +112,8 @@ class ReplicaBuffers:
 
     def _agree(self) -> None:
         """Agree with the other replicas on the buffers that are broadcast. Collective over the replicas."""
-        found = {name: buffer for name, (m, key) in self._places.items() if (buffer := m._buffers.get(key)) is not None}
-        kinds = {name: _kind(buffer) for name, buffer in found.items()}
+        named = {name: buffer for name, (m, key) in self._places.items() if (buffer := m._buffers.get(key)) is not None}
+        kinds = {name: _kind(buffer) for name, buffer in named.items()}
         with self._grid.world.traffic.uncounted():
             told = self._grid.data_context.all_gather_json((kinds, sorted(self._strayed | self._changing.keys())))
         wanted = {name for _, names in told for name in names}

@@ -22,17 +22,17 @@ def assemble(grid: Grid, shards: Mapping[str, Shard]) -> dict[str, Tensor]:
         grid: the grid whose ranks hold the shards.
         shards: name -> shard on this rank. Only the shards of the first replica are used.
     """
-    mine = {name: shard for name, shard in shards.items() if grid.axis(shard[0].replicas).is_first}
+    owned = {name: shard for name, shard in shards.items() if grid.axis(shard[0].replicas).is_first}
     told = grid.world.all_gather_json(
-        [(name, tuple(vars(layout).values()), tensor.shape, tensor.dtype) for name, (layout, tensor) in mine.items()]
+        [(name, tuple(vars(layout).values()), tensor.shape, tensor.dtype) for name, (layout, tensor) in owned.items()]
     )
     ranks: list[dict[str, Shard]] = []
     with grid.world.traffic.uncounted():
         for rank, listed in enumerate(told):
             layouts = {name: Layout(*layout) for name, layout, _, _ in listed}
-            held = (mine[name][1] if rank == grid.world.rank else torch.empty(s, dtype=d) for name, _, s, d in listed)
-            tensors = [each for message in _messages(held) for each in _broadcast(grid, message, rank)]
-            ranks.append({name: (layouts[name], each) for name, each in zip(layouts, tensors, strict=True)})
+            held = (owned[name][1] if rank == grid.world.rank else torch.empty(s, dtype=d) for name, _, s, d in listed)
+            tensors = [tensor for message in _messages(held) for tensor in _broadcast(grid, message, rank)]
+            ranks.append({name: (layouts[name], tensor) for name, tensor in zip(layouts, tensors, strict=True)})
     return assemble_ranks(grid.topology, ranks)
 
 
@@ -53,22 +53,22 @@ def _messages(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 def _broadcast(grid: Grid, tensors: list[Tensor], source: int) -> list[Tensor]:
     """Return copies, on the CPU, of the source's tensors, sent in one message."""
     # As bytes: gloo does not send every dtype. A 0-dim tensor becomes a vector first.
-    flat = torch.cat([each.to(grid.device).contiguous().view(-1).view(torch.uint8) for each in tensors])
+    flat = torch.cat([tensor.to(grid.device).contiguous().view(-1).view(torch.uint8) for tensor in tensors])
     grid.world.broadcast(flat, source=source).wait()
-    pieces = flat.cpu().split([each.nbytes for each in tensors])
+    pieces = flat.cpu().split([tensor.nbytes for tensor in tensors])
     # A view would keep the whole message, and might not be aligned.
-    return [piece.clone().view(each.dtype).view(each.shape) for piece, each in zip(pieces, tensors, strict=True)]
+    return [piece.clone().view(tensor.dtype).view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
 def assemble_ranks(topology: Topology, ranks: Sequence[Mapping[str, Shard]]) -> dict[str, Tensor]:
     """Return name -> unsharded tensor, assembled from the shards of each rank."""
-    whole: dict[str, Tensor] = {}
+    assembled: dict[str, Tensor] = {}
     experts_of = {rank: group for group in topology.groups("expert") for rank in group}
     tensor_of = {rank: group for group in topology.groups("tensor") for rank in group}
     for rank, shards in enumerate(ranks):
         for name, (layout, _) in shards.items():
-            if name not in whole:
+            if name not in assembled:
                 experts = experts_of[rank] if layout.expert_dim is not None else [rank]
-                held = [[ranks[r][name][1] for r in tensor_of[each]] for each in experts]
-                whole[name] = layout.assemble_experts(held)
-    return whole
+                held = [[ranks[r][name][1] for r in tensor_of[expert_rank]] for expert_rank in experts]
+                assembled[name] = layout.assemble_experts(held)
+    return assembled

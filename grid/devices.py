@@ -19,9 +19,9 @@ def default_accelerator() -> torch.device | None:
 
     It must be present, and have a backend of its own: a Mac's MPS has none but gloo, which sends from host memory.
     """
-    found = torch.accelerator.current_accelerator(check_available=True)
-    own = found is not None and dist.Backend.default_device_backend_map.get(found.type, "gloo") != "gloo"
-    return found if own else None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    own = accelerator is not None and dist.Backend.default_device_backend_map.get(accelerator.type, "gloo") != "gloo"
+    return accelerator if own else None
 
 
 def accelerators() -> int:
@@ -76,7 +76,7 @@ def take_device(device: torch.device | str | None, number: int) -> torch.device:
 
 def gpu_descriptions() -> list[tuple[str, str]]:
     """Return a name and a description of each accelerator; without any, one entry with the reason."""
-    found = []
+    descriptions = []
     for index in range(accelerators()):
         kind = default_accelerator()
         assert kind is not None
@@ -84,12 +84,12 @@ def gpu_descriptions() -> list[tuple[str, str]]:
         properties = functions.get_device_properties(index)
         half = "bfloat16" if functions.is_bf16_supported() else "no bfloat16: use fp16"
         name = f"GPU {index}" if kind.type == "cuda" else f"{kind.type}:{index}"
-        found.append((name, f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB, {half}"))
-    if not found:
+        descriptions.append((name, f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB, {half}"))
+    if not descriptions:
         built = torch.version.cuda or torch.version.hip
         why = f"torch is built for {built}, but finds no GPU or driver" if built else "this torch is built without CUDA"
-        found.append(("GPU", f"none: {why}. Ranks run on the CPU"))
-    return found
+        descriptions.append(("GPU", f"none: {why}. Ranks run on the CPU"))
+    return descriptions
 
 
 def gpu_sizes(device: torch.device) -> tuple[str, int, int]:

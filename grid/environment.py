@@ -235,8 +235,8 @@ def stay_on_this_host(ranks: int) -> bool:
 
     Variables that the user has set stay.
     """
-    place = local_place()
-    alone = place is not None and place[1] == ranks
+    rank_and_count = local_place()
+    alone = rank_and_count is not None and rank_and_count[1] == ranks
     for name, value in (loopback_variables() if alone else {}).items():
         os.environ.setdefault(name, value)
     return alone

@@ -288,8 +288,8 @@ class Grid:
     def describe(self, rank: int | None = None) -> str:
         """Return a rank's name: ``rank 5 (pipe 1, data 0, tensor 1)``."""
         rank = self.rank if rank is None else rank
-        place = self.topology.coordinate(rank)
-        return f"rank {rank} ({', '.join(f'{axis} {at}' for axis, at in place._asdict().items())})"
+        coordinates = self.topology.coordinate(rank)
+        return f"rank {rank} ({', '.join(f'{axis} {at}' for axis, at in coordinates._asdict().items())})"
 
     def synchronize(self) -> None:
         """Wait until the device has finished all its work: for measurements."""
@@ -503,9 +503,9 @@ class Grid:
             ValueError: on every rank.
         """
         if self.size > 1 and not same(self.world, self.topology.sizes, self.device):
-            found = self.world.all_gather_json(list(self.topology.sizes.items()))
-            other = next(rank for rank in range(self.size) if found[rank] != found[0])
-            said = [" x ".join(f"{name} {size}" for name, size in found[rank]) for rank in (0, other)]
+            sizes = self.world.all_gather_json(list(self.topology.sizes.items()))
+            other = next(rank for rank in range(self.size) if sizes[rank] != sizes[0])
+            said = [" x ".join(f"{name} {size}" for name, size in sizes[rank]) for rank in (0, other)]
             raise ValueError(
                 f"rank {other} asks for a grid of {said[1]}, rank 0 for a grid of {said[0]}: give all ranks the same "
                 "sizes and order"
@@ -516,15 +516,15 @@ class Grid:
         if self.size == 1 or not is_accelerator(self.device):
             return False
         properties = functions_of(self.device).get_device_properties(self.device)
-        place = f"{socket.gethostname()} {self.device}"  # of a kind of device whose properties have no UUID
-        found = self.world.all_gather_json(str(getattr(properties, "uuid", place)))
-        most = max(map(found.count, found))
+        host_device = f"{socket.gethostname()} {self.device}"  # of a kind of device whose properties have no UUID
+        devices = self.world.all_gather_json(str(getattr(properties, "uuid", host_device)))
+        most = max(map(devices.count, devices))
         if most > 1 and self.rank == 0:
             logging.getLogger("triax").warning(
                 "%s ranks share a GPU: NCCL refuses that, so their tensors pass through host memory, which is slow. "
                 "Start %s processes, one for each GPU, unless this is a test",
                 most,
-                len(set(found)),
+                len(set(devices)),
             )
         return most > 1
 
@@ -533,16 +533,16 @@ class Grid:
             return None
         # Not by init_device_mesh: its groups have torch's own time limit, half an hour on gloo, and a limit that is set
         # later does not apply to sends and receives.
-        limit, mine = timedelta(seconds=self.timeout), []
+        limit, own_groups = timedelta(seconds=self.timeout), []
         for name in self.topology.names:
             if self.topology.sizes[name] == 1 and getattr(dist.group.WORLD, "bound_device_id", None) is None:
                 # Alone, without the others: at 16 stages and 64 replicas it would be a call on 1,024 ranks for each.
-                mine.append(dist.new_group([self.rank], timeout=limit, use_local_synchronization=True))
+                own_groups.append(dist.new_group([self.rank], timeout=limit, use_local_synchronization=True))
                 continue
             made = {ranks: _group(ranks, limit) for ranks in map(tuple, self.topology.groups(name))}
-            mine += [group for ranks, group in made.items() if self.rank in ranks]
+            own_groups += [group for ranks, group in made.items() if self.rank in ranks]
         ranks = torch.arange(self.size).view(self.topology.shape)
-        return DeviceMesh.from_group(mine, self.device.type, mesh=ranks, mesh_dim_names=self.topology.names)
+        return DeviceMesh.from_group(own_groups, self.device.type, mesh=ranks, mesh_dim_names=self.topology.names)
 
     def _alone(self, name: str) -> Axis:
         return Axis(name, [self.rank], self.rank, None, self.traffic)
@@ -555,16 +555,16 @@ class Grid:
         return Axis(name, ranks, self.rank, group, self.traffic, self._transport)
 
     def _make(self, name: str, groups: list[list[int]]) -> Axis | None:
-        mine = None
+        own_axis = None
         for ranks in groups:
             group = _group(ranks, timedelta(seconds=self.timeout)) if len(ranks) > 1 else None
             if self.rank in ranks:
-                mine = Axis(name, ranks, self.rank, group, self.traffic, self._transport)
-        if mine is not None:
-            self._connect(mine)
+                own_axis = Axis(name, ranks, self.rank, group, self.traffic, self._transport)
+        if own_axis is not None:
+            self._connect(own_axis)
             for observer in self._observers:
-                mine.observe(observer)
-        return mine
+                own_axis.observe(observer)
+        return own_axis
 
     def _connect(self, axis: Axis) -> None:
         """Run a first collective, at which NCCL makes the communicator; every rank of the axis must take part.
@@ -591,9 +591,9 @@ class Grid:
 
 def _close(grid: weakref.ref[Grid]) -> None:
     """Close a grid at exit, if it still exists: until then, one that nothing refers to keeps no connection."""
-    found = grid()
-    if found is not None:
-        found.end()
+    current = grid()
+    if current is not None:
+        current.end()
 
 
 def _leave(store: dist.Store) -> None:
@@ -654,8 +654,8 @@ def _initialize(environment: Environment, device: torch.device, timeout: float) 
         raise RuntimeError(f"{absent_processes(environment)} ({str(error).splitlines()[0]})") from error
     finally:
         told.cancel()
-    whole = dist.PrefixStore(f"triax/{environment.restarts}", tcp)
-    store: dist.Store = dist.PrefixStore(str(whole.add(f"groups of rank {rank}", 1)), whole)
+    attempt_store = dist.PrefixStore(f"triax/{environment.restarts}", tcp)
+    store: dist.Store = dist.PrefixStore(str(attempt_store.add(f"groups of rank {rank}", 1)), attempt_store)
     with batch_threads():
         dist.init_process_group(backends_of(device), store=store, rank=rank, world_size=size, timeout=limit)
     atexit.register(_leave, store)

@@ -118,20 +118,20 @@ class Layout:
             expert: rank on, and size of, the expert axis.
         """
         everything = tuple(slice(0, length) for length in self.shape)
-        whole, local = everything, everything
+        outer, local = everything, everything
         if self.expert_dim is not None:
             start, stop = split(self.shape[self.expert_dim], expert[1], expert[0])
-            whole = _at(everything, self.expert_dim, slice(start, stop))
+            outer = _at(everything, self.expert_dim, slice(start, stop))
             local = _at(everything, self.expert_dim, slice(0, stop - start))
         if self.shard_dim is None:
-            return [Box(whole, local)]
+            return [Box(outer, local)]
         boxes = []
         part_start = local_start = 0
         for length in self._parts:
             start, stop = split(length, size, rank, self.unit)
             span = slice(part_start + start, part_start + stop)
             here = slice(local_start, local_start + stop - start)
-            boxes.append(Box(_at(whole, self.shard_dim, span), _at(local, self.shard_dim, here)))
+            boxes.append(Box(_at(outer, self.shard_dim, span), _at(local, self.shard_dim, here)))
             part_start += length
             local_start += stop - start
         return boxes
@@ -185,11 +185,11 @@ class Layout:
         """Return the unsharded tensor, given the shards of all ranks of the tensor axis: the inverse of ``shard``."""
         if self.shard_dim is None:
             return shards[0]
-        whole = shards[0].new_empty(self.shape)
+        assembled = shards[0].new_empty(self.shape)
         for rank, shard in enumerate(shards):
             for box in self.boxes(rank, len(shards)):
-                whole[box.whole] = shard[box.local]
-        return whole
+                assembled[box.whole] = shard[box.local]
+        return assembled
 
     def assemble_experts(self, shards: Sequence[Sequence[Tensor]]) -> Tensor:
         """Return the unsharded tensor, given for each rank of the expert axis the shards of its tensor-parallel ranks.

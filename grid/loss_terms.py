@@ -180,8 +180,8 @@ def named_losses(value: Any, given: str, give: str) -> NamedLosses:
         raise ValueError(
             f"the loss that {given} has a factor for {unknown[0]!r}, but its terms are {', '.join(loss.terms)}"
         )
-    terms = {name: _term(name, each, loss.factors.get(name, 1.0), given, give) for name, each in loss.terms.items()}
-    return NamedLosses(terms, {name: _metric(name, each, given, give) for name, each in loss.metrics.items()})
+    terms = {name: _term(name, term, loss.factors.get(name, 1.0), given, give) for name, term in loss.terms.items()}
+    return NamedLosses(terms, {name: _metric(name, metric, given, give) for name, metric in loss.metrics.items()})
 
 
 def _check_names(kind: str, values: Mapping[str, Any], given: str) -> None:
@@ -224,7 +224,7 @@ class LossSums:
 
     def __init__(self, form: Sequence[Any]) -> None:
         self._terms: dict[str, bool] = dict(form[0])  # name -> is it a mean?
-        self._metrics: list[tuple[str, int, int]] = [tuple(each) for each in form[1]]
+        self._metrics: list[tuple[str, int, int]] = [tuple(entry) for entry in form[1]]
 
     def numbers(
         self, microbatches: Sequence[NamedLosses], told: Mapping[str, float], counts: float
@@ -240,22 +240,22 @@ class LossSums:
         """
         if not microbatches:
             return [0.0] * (4 * len(self._terms) + sum(size + 1 for _, size, _ in self._metrics))
-        found: list[Tensor | float] = []
+        sums: list[Tensor | float] = []
         for name in self._terms:
-            terms = [each.terms[name] for each in microbatches if name in each.terms]
-            found += [sum((counts * _number(term.total) for term in terms), 0.0)]
-            found += [sum((counts * term.factor * _number(term.total) for term in terms), 0.0)]
-            found += [sum((counts * _number(term.weight) for term in terms), 0.0)]
-            found += [counts * told.get(name, 0.0)]
+            terms = [losses.terms[name] for losses in microbatches if name in losses.terms]
+            sums += [sum((counts * _number(term.total) for term in terms), 0.0)]
+            sums += [sum((counts * term.factor * _number(term.total) for term in terms), 0.0)]
+            sums += [sum((counts * _number(term.weight) for term in terms), 0.0)]
+            sums += [counts * told.get(name, 0.0)]
         for name, size, _ in self._metrics:
-            metrics = [each.metrics[name] for each in microbatches if name in each.metrics]
+            metrics = [losses.metrics[name] for losses in microbatches if name in losses.metrics]
             if not metrics:
-                found += [0.0] * (size + 1)
+                sums += [0.0] * (size + 1)
                 continue
             row = counts * torch.stack([metric.total.reshape(size).double() for metric in metrics]).sum(0)
-            found += row.tolist() if row.device.type == "cpu" else row.unbind()
-            found += [sum((counts * _number(metric.weight) for metric in metrics), 0.0)]
-        return found
+            sums += row.tolist() if row.device.type == "cpu" else row.unbind()
+            sums += [sum((counts * _number(metric.weight) for metric in metrics), 0.0)]
+        return sums
 
     def divide(self, sums: Sequence[float], training: bool) -> tuple[float, dict[str, float | list[float]]]:
         """Return the loss of the batch, and the value of each term and metric.
@@ -266,10 +266,10 @@ class LossSums:
             AgreedError: in training, all terms have the weight 0, or the weight of a pair differs from the one that
                 ``loss_fn.weight`` returned.
         """
-        loss, weights, place = 0.0, dict[str, float](), iter(sums)
+        loss, weights, numbers = 0.0, dict[str, float](), iter(sums)
         values: dict[str, float | list[float]] = {}
         for name, is_mean in self._terms.items():
-            total, scaled, weights[name], told = next(place), next(place), next(place), next(place)
+            total, scaled, weights[name], told = next(numbers), next(numbers), next(numbers), next(numbers)
             if training and not is_mean and abs(told - weights[name]) > 1e-6 * abs(weights[name]):
                 raise AgreedError(
                     f"loss_fn.weight(labels), or loss_weight of a layer, gave the weight {told:g} of {name!r} for the "
@@ -284,8 +284,8 @@ class LossSums:
                 "with at least one label that is not ignored"
             )
         for name, size, dims in self._metrics:
-            row, weight = [next(place) for _ in range(size)], next(place)
-            means = [each / weight if weight else math.nan for each in row]
+            row, weight = [next(numbers) for _ in range(size)], next(numbers)
+            means = [summed / weight if weight else math.nan for summed in row]
             values[name] = means if dims else means[0]
         return loss, values
 

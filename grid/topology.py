@@ -93,11 +93,11 @@ class Topology:
         """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is not one of {self.world_size} ranks: give 0 to {self.world_size - 1}")
-        place = []
+        coordinates = []
         for size in reversed(self.shape):
             rank, at = divmod(rank, size)
-            place.append(at)
-        return self._coordinate(*reversed(place))
+            coordinates.append(at)
+        return self._coordinate(*reversed(coordinates))
 
     def rank(self, **coordinate: int) -> int:
         """Return the rank at a coordinate; axes of size 1 may be left out.
@@ -123,7 +123,7 @@ class Topology:
                 raise ValueError(f"{axis}={at} does not lie on the {axis} axis of size {size}: give 0 to {size - 1}")
         spans = [(fixed[name],) if name in fixed else range(size) for name, size in self.axes.items()]
         strides = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
-        return [sum(at * stride for at, stride in zip(place, strides, strict=True)) for place in product(*spans)]
+        return [sum(at * stride for at, stride in zip(offsets, strides, strict=True)) for offsets in product(*spans)]
 
     def groups(self, *axes: str) -> list[list[int]]:
         """Return the ranks of each process group of an axis, or of several axes joined, in a fixed order.
@@ -150,7 +150,7 @@ class Topology:
             self._check(axis)
         others = [range(size) for name, size in self.axes.items() if name not in axes]
         names = [name for name in self.axes if name not in axes]
-        return [self.ranks(**dict(zip(names, place, strict=True))) for place in product(*others)]
+        return [self.ranks(**dict(zip(names, coordinates, strict=True))) for coordinates in product(*others)]
 
     def _check(self, axis: str) -> None:
         if axis not in self.axes and not (axis in AXES and set(self.axes) <= set(AXES)):

@@ -153,10 +153,10 @@ class Batcher:
             share = -(-total * self._sizes[group] // sum(self._sizes)) * self._beams
             while self._queue and free and len(running) + len(joined) < share:
                 load = Counter(other.replica for other in running + joined)
-                place = min(free, key=lambda place: (load[place[1]], place))  # (slot, replica)
-                free.remove(place)
-                for slot, request in enumerate(self._queue.popleft(), start=place[0]):
-                    request.slot, request.source, request.replica = slot, slot, place[1]
+                slot_of_replica = min(free, key=lambda place: (load[place[1]], place))  # (slot, replica)
+                free.remove(slot_of_replica)
+                for slot, request in enumerate(self._queue.popleft(), start=slot_of_replica[0]):
+                    request.slot, request.source, request.replica = slot, slot, slot_of_replica[1]
                     joined.append(request)
         if not running and not joined:
             return DecodeStep()
@@ -201,11 +201,11 @@ class Batcher:
 
     def _advance(self, rows: list[Request], numbers: Sequence[Sequence[int]]) -> list[Token]:
         """Continue the beam search of one prompt."""
-        beams, length, found = rows[0].beams, len(rows[0].tokens), read_candidates(numbers)
+        beams, length, candidates = rows[0].beams, len(rows[0].tokens), read_candidates(numbers)
         assert beams is not None
-        if found[0].beam < 0:
+        if candidates[0].beam < 0:
             return [Token(rows[0].index, NOT_FINITE, length, True)]
-        ended = beams.advance(found)
+        ended = beams.advance(candidates)
         for row, tokens, parent in zip(rows, beams.tokens, beams.parents):
             row.cached, row.tokens, row.source = length, tokens, rows[parent].slot
         if not ended:

@@ -100,16 +100,16 @@ class Beams:
         """
         options, count = self.options, self.options.beams
         new = len(self.tokens[0]) + 1 - self._prompt  # length of the candidates, without the prompt
-        tokens = [[*self.tokens[each.beam], each.token] for each in candidates]
-        gains = [[*self.logprobs[each.beam], each.score - self.scores[each.beam]] for each in candidates]
+        tokens = [[*self.tokens[choice.beam], choice.token] for choice in candidates]
+        gains = [[*self.logprobs[choice.beam], choice.score - self.scores[choice.beam]] for choice in candidates]
         ended = [len(sequence) >= self._limit or self._ends(sequence) for sequence in tokens]
         for i in range(count):  # the others are candidates only in place of these
             if ended[i]:
                 self.found.append(
                     FinishedSequence(candidates[i].score / new**options.length_penalty, tokens[i], gains[i])
                 )
-        self.found = sorted(self.found, key=lambda each: -each.score)[:count]
-        scores = [each.score + end * _NEVER for each, end in zip(candidates, ended)]
+        self.found = sorted(self.found, key=lambda beam: -beam.score)[:count]
+        scores = [choice.score + end * _NEVER for choice, end in zip(candidates, ended)]
         running = sorted(range(len(candidates)), key=lambda i: -scores[i])[:count]
         self.tokens, self.logprobs = [tokens[i] for i in running], [gains[i] for i in running]
         self.scores, self.parents = [scores[i] for i in running], [candidates[i].beam for i in running]
@@ -149,15 +149,15 @@ def continuations(
     count, vocabulary = each * beams, Vocabulary(logits.shape[-1], axis, vocab_size)
     x = logits.double()
     sequences = [tokens for prompt in prompts for tokens in prompt.tokens]
-    x, place = process(x - vocabulary.log_total(x)[:, None], sampling, sequences, vocabulary)
+    x, shard = process(x - vocabulary.log_total(x)[:, None], sampling, sequences, vocabulary)
     scores = [score for prompt in prompts for score in prompt.scores]
     x = x + torch.tensor(scores, dtype=torch.float64, device=x.device)[:, None]
     width = x.shape[1]
     best, at = x.view(-1, beams * width).topk(min(count, beams * width), dim=-1)  # (B / K, count)
-    at = (at // width << 32) + at % width + place.start
+    at = (at // width << 32) + at % width + shard.start
     best, at = F.pad(best, (0, count - best.shape[1]), value=-torch.inf), F.pad(at, (0, count - at.shape[1]))
-    if place.axis is not None:
-        best, at = (place.stack(part[None])[:, 0].movedim(0, 1).flatten(1) for part in (best, at))
+    if shard.axis is not None:
+        best, at = (shard.stack(tensor[None])[:, 0].movedim(0, 1).flatten(1) for tensor in (best, at))
         best, order = best.topk(count, dim=-1)
         at = at.gather(1, order)
     broken = best[:, :1].isnan() | (best[:, :1] == torch.inf)  # nan is the largest

@@ -229,16 +229,16 @@ class DecodeLoop:
             The tokens of all replicas, and the handles of the sends.
         """
         grid = self._grid
-        mine = torch.zeros(1, step.width, self._numbers, dtype=torch.int64)
+        own_tokens = torch.zeros(1, step.width, self._numbers, dtype=torch.int64)
         if logits:
             rows = torch.cat(logits) if len(logits) > 1 else logits[0]  # (rows, V_local)
             numbers = self._next(rows, step.rows(grid.data.rank), sampling)
-            mine[0, : len(numbers)] = numbers
+            own_tokens[0, : len(numbers)] = numbers
         others = [rank for rank in range(grid.pipe.size) if rank != grid.pipe.rank]
-        tokens = mine
+        tokens = own_tokens
         if grid.data.size > 1:
-            tokens = mine.new_empty(grid.data.size, *mine.shape[1:])
-            grid.data.all_gather(tokens, mine)
+            tokens = own_tokens.new_empty(grid.data.size, *own_tokens.shape[1:])
+            grid.data.all_gather(tokens, own_tokens)
         return tokens, [grid.pipe.send(tokens, rank, _TOKENS) for rank in others]
 
     def _next(self, logits: Tensor, requests: list[Request], sampling: Sampling) -> Tensor:
@@ -246,17 +246,17 @@ class DecodeLoop:
         axis, vocab_size = self._grid.tensor, self._vocab_size or logits.shape[-1]
         searches = [beams for request in requests if (beams := request.beams) is not None]
         if searches:
-            each = self._numbers // 2
+            num_beams = self._numbers // 2
             searches = searches[:: searches[0].options.beams]
-            return continuations(logits, sampling, searches, each, axis=axis, vocab_size=vocab_size)
+            return continuations(logits, sampling, searches, num_beams, axis=axis, vocab_size=vocab_size)
         keys = [(*request.key, len(request.tokens)) for request in requests]
         sequences = [request.tokens for request in requests]
         drawn = choose(logits, sampling, keys, axis=axis, vocab_size=vocab_size, sequences=sequences)
         if sampling.logprobs != "tempered":
             return drawn
         ids = drawn[:, 0].to(logits.device).clamp(min=0)  # a token that is not finite ends the stream
-        found = label_log_probs(logits, ids, self._grid, vocab_size, sampling.temperature).double().cpu()
-        return torch.stack([drawn[:, 0], found.view(torch.int64)], dim=1)
+        log_probs = label_log_probs(logits, ids, self._grid, vocab_size, sampling.temperature).double().cpu()
+        return torch.stack([drawn[:, 0], log_probs.view(torch.int64)], dim=1)
 
     def _run_layer(self, stage: int, layer: int, call: Callable[[Any], Any], x: Any) -> Any:
         """Run a layer as ``run_hook``. Behind the last attention layer only the last token of each prompt is kept.
@@ -276,8 +276,8 @@ class DecodeLoop:
             return x[:, -1:]
         held = [runs(self._forward.shape[1], x.shape[1], axis.size, rank) for rank in range(axis.size)]
         owner = max(range(axis.size), key=lambda rank: max((stop for _, stop in held[rank]), default=0))
-        mine = sum(stop - start for start, stop in held[axis.rank])  # padding is behind them
-        last = x[:, max(mine - 1, 0)][:, None].contiguous()
+        own_length = sum(stop - start for start, stop in held[axis.rank])  # padding is behind them
+        last = x[:, max(own_length - 1, 0)][:, None].contiguous()
         axis.broadcast(last, source=owner)
         return last
 
@@ -289,8 +289,8 @@ class DecodeLoop:
         if self.hops - 1 not in self._local_hops:
             return -1
         layers = [layer for stage in self._stages_of_hop[-1][1] for layer in self._module.layers_of(stage)]
-        found = [i for i, layer in enumerate(layers) if layers_with_cache(self._module.layers[str(layer)])]
-        return found[-1] + 1 if found else 0
+        attending = [i for i, layer in enumerate(layers) if layers_with_cache(self._module.layers[str(layer)])]
+        return attending[-1] + 1 if attending else 0
 
 
 def layers_with_cache(module: nn.Module) -> list[Any]:

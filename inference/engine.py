@@ -262,15 +262,15 @@ class InferenceEngine:
                 if stream is not None and self.grid.rank == 0:
                     with all_or_none(self.grid, self._loop.abandon, "generate"):
                         stream(event.request, event.token)
-        found: list[tuple[list[int], list[float], float | None]] = []
+        answers: list[tuple[list[int], list[float], float | None]] = []
         for request in job.requests[::num_beams]:
             if request.beams is None:
-                found.append((request.tokens, request.logprobs, None))
+                answers.append((request.tokens, request.logprobs, None))
             else:
                 best = request.beams.found[:num_return_sequences]
-                found += [(each.tokens, each.logprobs, each.score) for each in best]
-        done = [self._completion(job, i // num_return_sequences, *each) for i, each in enumerate(found)]
-        return done if logprobs else [each.tokens if each.text is None else each.text for each in done]
+                answers += [(beam.tokens, beam.logprobs, beam.score) for beam in best]
+        done = [self._completion(job, i // num_return_sequences, *answer) for i, answer in enumerate(answers)]
+        return done if logprobs else [answer.tokens if answer.text is None else answer.text for answer in done]
 
     def stream(
         self,
@@ -361,7 +361,7 @@ class InferenceEngine:
         ends = ends_with(self.tokenizer, stops, eos_ids)
         requests = self._requests(prompts, new, seed, 1 if search is not None else samples)
         lengths = [len(request.tokens) for request in requests[:: samples if search is None else 1]]
-        names = [getattr(each, "__qualname__", type(each).__name__) for each in sampling.processors]
+        names = [getattr(processor, "__qualname__", type(processor).__name__) for processor in sampling.processors]
         facts = [(r.tokens, r.limit, r.key) for r in requests], sampling, names, sorted(eos_ids), stops, search
         if not same(self.grid.world, facts, self.grid.device):  # the ranks would wait for one another forever
             raise ValueError("the ranks got different prompts or options. Pass the same on every rank.")
@@ -389,8 +389,8 @@ class InferenceEngine:
         Raises:
             ValueError: a prompt that cannot run, with the reason.
         """
-        for each in [seed] if isinstance(seed, int) else seed:
-            check_seed(each)
+        for number in [seed] if isinstance(seed, int) else seed:
+            check_seed(number)
         limits = [new] * len(prompts) if isinstance(new, int) else list(new)
         keys = [(seed, i) for i in range(len(prompts))] if isinstance(seed, int) else [(s, 0) for s in seed]
         for argument, values in (("max_new_tokens", limits), ("seed", keys)):
@@ -415,8 +415,8 @@ class InferenceEngine:
                     f"{max(self.max_length - len(ids), 0)} at most."
                 )
             for sample in range(samples):  # the first one is that of a single sample
-                place = index * samples + sample
-                requests.append(Request(place, list(ids), len(ids) + limit, (*key, sample) if sample else key))
+                row = index * samples + sample
+                requests.append(Request(row, list(ids), len(ids) + limit, (*key, sample) if sample else key))
         return requests
 
     def _stream(self, job: _Generation) -> Generator[Token, None, None]:

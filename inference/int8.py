@@ -161,9 +161,9 @@ def quantize_tensor(
         tensor if the groups are equal runs of this rank's inputs.
     """
     size, w = options.size(inputs), w.detach().float()
-    whole = places // size  # group of each input in the whole weight
+    group_of_input = places // size  # group of each input in the whole weight
     count = -(-inputs // size)
-    index = whole.expand_as(w)
+    index = group_of_input.expand_as(w)
 
     def over_groups(x: Tensor) -> Tensor:  # (N, K) -> (N, groups of the whole weight)
         return largest(x.new_full((len(w), count), -torch.inf).scatter_reduce_(1, index, x, "amax"))
@@ -177,9 +177,9 @@ def quantize_tensor(
     scale = scale.clamp(min=torch.finfo(torch.float32).tiny)
     centered = w if zero is None else w - zero.gather(1, index)
     numbers = (centered / scale.gather(1, index)).round_().clamp_(-127, 127)
-    first, last = int(whole.min()), int(whole.max()) + 1
+    first, last = int(group_of_input.min()), int(group_of_input.max()) + 1
     scale, zero = scale[:, first:last].clone(), None if zero is None else zero[:, first:last].clone()
-    group = whole - first
+    group = group_of_input - first
     even = len(group) == (last - first) * size and torch.equal(group, torch.arange(len(group), device=w.device) // size)
     return numbers.to(torch.int8), scale, zero, group[:0] if even else group
 

@@ -70,7 +70,7 @@ class KVCache:
 
         Recurrent layers have the state behind these tokens, which is copied.
         """
-        from_, to = (torch.tensor(each, device=self._device) for each in (sources, slots))
+        from_, to = (torch.tensor(slot_numbers, device=self._device) for slot_numbers in (sources, slots))
         for (owner, _), pair in self._layers.items():
             for held in pair if owner == stage else ():
                 held[to, :, :tokens] = held[from_, :, :tokens]
@@ -150,14 +150,14 @@ class KVCache:
         key, _ = (self._stage, self._next), self.positions
         self._next += 1
         held = self._states.get(key)
-        if held is None or [each.dtype for each in held] != [each.dtype for each in empty]:
-            held = self._states[key] = tuple(each.new_zeros(self.slots, *each.shape[1:]) for each in empty)
-        states = [each[self._rows] for each in held]
+        if held is None or [state.dtype for state in held] != [state.dtype for state in empty]:
+            held = self._states[key] = tuple(state.new_zeros(self.slots, *state.shape[1:]) for state in empty)
+        states = [state[self._rows] for state in held]
         if self._goes_on is not None:  # a slot that begins has the state of its last sequence
-            states = [each * self._goes_on.view(-1, *[1] * (each.dim() - 1)) for each in states]
+            states = [state * self._goes_on.view(-1, *[1] * (state.dim() - 1)) for state in states]
         y, new = run(states)
-        for each, value in zip(held, new, strict=True):
-            each[self._rows] = value
+        for state, value in zip(held, new, strict=True):
+            state[self._rows] = value
         return y
 
     def attend(self, module: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".safetensors":
         with open_weights(path) as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is not a mapping
-    found = torch.load(path, map_location="cpu", weights_only=True)
+    state = torch.load(path, map_location="cpu", weights_only=True)
     for key in ("module", "model"):  # of other libraries' files
-        found = found[key] if isinstance(found.get(key), dict) else found
-    return dict(found)
+        state = state[key] if isinstance(state.get(key), dict) else state
+    return dict(state)

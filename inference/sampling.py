@@ -79,9 +79,9 @@ class Sampling:
                 "logprobs='tempered' divides the logits by the temperature, which is 0. Give a temperature of at least "
                 "1e-6, or logprobs=True."
             )
-        for each in self.processors:
-            if not callable(each):
-                raise ValueError(f"logits_processor has {each!r}. Give functions of (ids, scores) that return scores.")
+        for entry in self.processors:
+            if not callable(entry):
+                raise ValueError(f"logits_processor has {entry!r}. Give functions of (ids, scores) that return scores.")
 
 
 class Vocabulary:
@@ -100,8 +100,8 @@ class Vocabulary:
 
     def __init__(self, width: int, axis: Axis | None, size: int) -> None:
         self.size, self.axis = size, axis if width != size else None
-        place = (1, 0) if self.axis is None else (self.axis.size, self.axis.rank)
-        self.start, self.stop = split(size, *place)
+        shard = (1, 0) if self.axis is None else (self.axis.size, self.axis.rank)
+        self.start, self.stop = split(size, *shard)
 
     def gather(self, part: Tensor, length: int) -> Tensor:
         """Return the parts of all ranks, (B, n) of each, one behind the other: (B, length). Collective."""
@@ -113,8 +113,8 @@ class Vocabulary:
 
     def log_total(self, x: Tensor) -> Tensor:
         """Return the logarithm of the sum of exp(x) over the whole vocabulary: (B, V_local) -> (B,). Collective."""
-        mine = torch.logsumexp(x, dim=-1)
-        return mine if self.axis is None else torch.logsumexp(self.stack(mine[None])[:, 0], dim=0)
+        own_total = torch.logsumexp(x, dim=-1)
+        return own_total if self.axis is None else torch.logsumexp(self.stack(own_total[None])[:, 0], dim=0)
 
 
 def choose(
@@ -142,19 +142,19 @@ def choose(
     """
     vocabulary = Vocabulary(logits.shape[-1], axis, vocab_size)
     raw = logits.double()  # exact for every dtype of the model
-    x, place = process(raw, sampling, sequences, vocabulary)
+    x, shard = process(raw, sampling, sequences, vocabulary)
     if sampling.temperature:
-        x = keep(x if sampling.temperature == 1 else x / sampling.temperature, sampling, place)
+        x = keep(x if sampling.temperature == 1 else x / sampling.temperature, sampling, shard)
         seeds = torch.tensor([derive("token", *key) for key in keys], device=x.device)
-        ids, finite = _draw(x, uniform(seeds, torch.zeros(1, dtype=torch.int64, device=x.device)), place)
+        ids, finite = _draw(x, uniform(seeds, torch.zeros(1, dtype=torch.int64, device=x.device)), shard)
     else:
-        ids, finite = _likeliest(x, place)
+        ids, finite = _likeliest(x, shard)
     ids = torch.where(finite, ids, NOT_FINITE)
     if sampling.logprobs is not True:
         return ids[:, None].cpu()
-    mine = (ids >= vocabulary.start) & (ids < vocabulary.stop)
+    is_own = (ids >= vocabulary.start) & (ids < vocabulary.stop)
     at = (ids - vocabulary.start).clamp(0, raw.shape[1] - 1)
-    chosen = raw.gather(1, at[:, None])[:, 0].masked_fill(~mine, -torch.inf)
+    chosen = raw.gather(1, at[:, None])[:, 0].masked_fill(~is_own, -torch.inf)
     chosen = vocabulary.stack(chosen[None])[:, 0].amax(0) - vocabulary.log_total(raw)
     return torch.stack([ids, chosen.view(torch.int64)], dim=1).cpu()
 
@@ -180,8 +180,8 @@ def process(
         ids = torch.tensor(list(chain.from_iterable(sequences)), device=x.device)
         rows = torch.tensor([len(ids) for ids in sequences], device=x.device)
         rows = torch.arange(len(sequences), device=x.device).repeat_interleave(rows, output_size=len(ids))
-        mine = (ids >= vocabulary.start) & (ids < vocabulary.stop)
-        rows, ids = rows[mine], ids[mine] - vocabulary.start
+        is_own = (ids >= vocabulary.start) & (ids < vocabulary.stop)
+        rows, ids = rows[is_own], ids[is_own] - vocabulary.start
         seen, penalty = x[rows, ids], sampling.repetition_penalty
         x = x.index_put((rows, ids), torch.where(seen < 0, seen * penalty, seen / penalty))
     if not sampling.processors:

@@ -65,7 +65,7 @@ class Scorer:
         check_count("Scorer", batch=batch or engine.batch.micro)
         self._engine, self._batch, self._vocab_size = engine, batch or engine.batch.micro, vocab_size
         grid = engine.grid
-        sharded = any(getattr(each, "sequence_parallel", False) for each in module.modules())
+        sharded = any(getattr(layer, "sequence_parallel", False) for layer in module.modules())
         shards = grid.tensor.size if largest(grid, [float(sharded)])[0] else 1
         self._unit = shards * (2 * grid.context.size if grid.context.size > 1 else 1)
         self.max_length = positions // self._unit * self._unit
@@ -94,16 +94,16 @@ class Scorer:
             raise ValueError("the ranks got different sequences to score: pass the same on every rank")
         order = sorted(range(len(sequences)), key=lambda index: -len(sequences[index]))
         groups = [order[first : first + self._batch] for first in range(0, len(order), self._batch)]
-        found: dict[int, Score] = {}
+        scores: dict[int, Score] = {}
         most = 4 * grid.pipe.size  # microbatches of a call, whose labels and scores are held
         for first in range(0, len(groups), most * axis.size):
-            part = groups[first : first + most * axis.size]
-            part += part[:1] * (-len(part) % axis.size)  # replicas run equally many
-            for indices, values in zip(part, self._values(part, sequences, counts), strict=True):
+            batch = groups[first : first + most * axis.size]
+            batch += batch[:1] * (-len(batch) % axis.size)  # replicas run equally many
+            for indices, values in zip(batch, self._values(batch, sequences, counts), strict=True):
                 for index, row in zip(indices, values, strict=True):
                     last = row[: len(sequences[index]) - 1][-counts[index] :].tolist()
-                    found[index] = Score([-abs(value) for value in last], [value <= 0 for value in last])
-        return [found[index] for index in range(len(sequences))]
+                    scores[index] = Score([-abs(value) for value in last], [value <= 0 for value in last])
+        return [scores[index] for index in range(len(sequences))]
 
     def _values(
         self, groups: list[list[int]], sequences: Sequence[Sequence[int]], counts: Sequence[int]
@@ -111,26 +111,26 @@ class Scorer:
         """Return the signed log-probabilities of each group's tokens, float64 (B, T) on the CPU, on every rank."""
         engine, grid = self._engine, self._engine.grid
         pairs = [self._microbatch([sequences[i] for i in group], [counts[i] for i in group]) for group in groups]
-        mine = pairs[grid.data.rank :: grid.data.size]
+        shard = pairs[grid.data.rank :: grid.data.size]
         with _scoring(engine.module, self._vocab_size) as records:
-            engine.eval_batch(iter(mine), num_micro_batches=len(mine))
+            engine.eval_batch(iter(shard), num_micro_batches=len(shard))
         last = engine.module.placement[-1]
         size = max(sum(labels.numel() for _, labels in pairs[rank :: grid.data.size]) for rank in range(grid.data.size))
         own = torch.zeros(size, dtype=torch.float64, device=grid.device)
         if grid.pipe.rank == last:
-            whole = [gather(each, grid.context, x.shape[1]) for each, (x, _) in zip(records, mine, strict=True)]
-            flat = torch.cat([each.double().flatten() for each in whole])
+            gathered = [gather(record, grid.context, x.shape[1]) for record, (x, _) in zip(records, shard, strict=True)]
+            flat = torch.cat([record.double().flatten() for record in gathered])
             own[: len(flat)] = flat
         grid.pipe.broadcast(own, last)
         every = own.new_empty(grid.data.size, size)
         grid.data.all_gather(every, own)
-        rows, found = every.cpu(), list[Tensor]()
+        rows, values = every.cpu(), list[Tensor]()
         at = [0] * grid.data.size
         for index, (x, _) in enumerate(pairs):
             rank = index % grid.data.size
-            found.append(rows[rank, at[rank] : at[rank] + x.numel()].view(x.shape))
+            values.append(rows[rank, at[rank] : at[rank] + x.numel()].view(x.shape))
             at[rank] += x.numel()
-        return found
+        return values
 
     def _microbatch(self, sequences: list[Sequence[int]], counts: list[int]) -> tuple[Tensor, Tensor]:
         """Return inputs and labels, (B, T) each, padded to the longest sequence."""
@@ -155,8 +155,8 @@ class _SignedScores(LogProbsLoss):
         exact = softcapped(logits.to(torch.promote_types(logits.dtype, torch.float32)), softcap)
         rows = exact.flatten(0, 1)
         best = choose(rows, Sampling(temperature=0), (), axis=self.grid.tensor, vocab_size=self.vocab_size)
-        found = label_log_probs(exact, labels, self.grid, self.vocab_size)
-        return torch.where(best.view(labels.shape).to(labels.device) == labels, found, -found)
+        log_probs = label_log_probs(exact, labels, self.grid, self.vocab_size)
+        return torch.where(best.view(labels.shape).to(labels.device) == labels, log_probs, -log_probs)
 
 
 @contextmanager

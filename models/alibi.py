@@ -46,12 +46,12 @@ class Alibi:
         (start, stop), group, device = self.held, self.group, q.device
         places = torch.arange(q.shape[2], device=device)[None] if positions is None else positions
         first = start // group
-        mine = self.slopes[first * group : (first + k.shape[1]) * group]
-        steep = torch.tensor(mine, dtype=torch.promote_types(q.dtype, torch.float32), device=device)
+        own_slopes = self.slopes[first * group : (first + k.shape[1]) * group]
+        steep = torch.tensor(own_slopes, dtype=torch.promote_types(q.dtype, torch.float32), device=device)
         steep = (steep.bfloat16() if self.rounded else steep).view(-1, 1, group)  # (kv_heads, 1, G)
         biases = (steep * places[:, None, :, None]).to(k.dtype).expand(len(k), -1, -1, -1)  # (B, kv_heads, T, G)
-        place = torch.arange(start, stop, device=device) % group
-        chosen = torch.nn.functional.one_hot(place, group).to(q.dtype) * self.factor  # (heads, G)
+        head_in_group = torch.arange(start, stop, device=device) % group
+        chosen = torch.nn.functional.one_hot(head_in_group, group).to(q.dtype) * self.factor  # (heads, G)
         shape = (len(q), q.shape[1], q.shape[2], group)
         return torch.cat([q, chosen[:, None].expand(shape)], dim=-1), torch.cat([k, biases], dim=-1)
 
@@ -61,6 +61,6 @@ def slopes(heads: int) -> list[float]:
 
     Else those of the next smaller power of two come first, then every second one of the next larger.
     """
-    whole = 2 ** math.floor(math.log2(heads))
-    first = [2.0 ** (-8 * h / whole) for h in range(1, whole + 1)]
-    return first + [2.0 ** (-4 * h / whole) for h in range(1, 2 * (heads - whole), 2)]
+    power = 2 ** math.floor(math.log2(heads))
+    first = [2.0 ** (-8 * h / power) for h in range(1, power + 1)]
+    return first + [2.0 ** (-4 * h / power) for h in range(1, 2 * (heads - power), 2)]

@@ -148,10 +148,10 @@ class CausalAttention(nn.Module):
         if self.cache is not None:
             return _Way(self.cache.positions, 0, partial(self.cache.attend, self))
         masks = (options.window, options.chunk, self.sparsity, self.sinks)
-        if self.grid.context.size > 1 or any(each is not None for each in masks):
+        if self.grid.context.size > 1 or any(mask is not None for mask in masks):
             positions = token_positions(length, self.grid.context, documents, q.device)
-            whole = length * self.grid.context.size if documents is None else documents.shape[1]
-            return _Way(positions, whole, self.attend_in_parts, (documents,))
+            total = length * self.grid.context.size if documents is None else documents.shape[1]
+            return _Way(positions, total, self.attend_in_parts, (documents,))
         if documents is not None:
             packed = packing(documents, q.dtype)
             return _Way(packed.positions, length, self.attend, (packed.mask,))
@@ -264,8 +264,8 @@ class CausalAttention(nn.Module):
 
 def _mask(q: Tensor, window: int | None, documents: Tensor | None) -> Tensor:
     """Return the mask to add to the scores of queries (B, heads, T, dim) and T keys: (B or 1, 1, T, T)."""
-    place = torch.arange(q.shape[2], device=q.device)
-    ahead = place - place[:, None]
+    positions = torch.arange(q.shape[2], device=q.device)
+    ahead = positions - positions[:, None]
     unseen = (ahead > 0 if window is None else (ahead > 0) | (ahead <= -window))[None]
     if documents is not None:
         unseen = unseen | (documents[:, :, None] != documents[:, None])
@@ -349,7 +349,7 @@ class SelfAttention(CausalAttention):
         if options.qk_norm is not None and not options.norm_after:
             q, k = self.q_norm(q), self.k_norm(k)
         if options.clip is not None:
-            q, k, v = (each.clamp(-options.clip, options.clip) for each in (q, k, v))
+            q, k, v = (tensor.clamp(-options.clip, options.clip) for tensor in (q, k, v))
         return q, k, v, *gate
 
     def _placed(self, q: Tensor, k: Tensor, positions: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
@@ -359,5 +359,5 @@ class SelfAttention(CausalAttention):
     def _by_heads(self, y: Tensor, parts: int) -> tuple[Tensor, ...]:
         """Return the parts of a fused projection by heads: (B, T, parts x heads x dim) -> (B, heads, T, dim) each."""
         form = "b t (parts heads dim) -> parts b heads t dim"
-        found: Tensor = rearrange(y, form, parts=parts, dim=self.head_dim)
-        return found.unbind()
+        parts_by_heads: Tensor = rearrange(y, form, parts=parts, dim=self.head_dim)
+        return parts_by_heads.unbind()

@@ -56,8 +56,8 @@ class TransformerConfig(Declared):
 
     def __repr__(self) -> str:
         """Return a call that makes the configuration, without the fields that have their defaults."""
-        values = [(each, getattr(self, each.name)) for each in fields(self)]
-        changed = ", ".join(f"{each.name}={value!r}" for each, value in values if value != each.default)
+        values = [(field, getattr(self, field.name)) for field in fields(self)]
+        changed = ", ".join(f"{field.name}={value!r}" for field, value in values if value != field.default)
         return f"{type(self).__name__}({changed})"
 
     def _set(self, **values: Any) -> None:
@@ -68,7 +68,7 @@ class TransformerConfig(Declared):
     @classmethod
     def settings(cls) -> list[str]:
         """List the names of the fields."""
-        return [each.name for each in fields(cls)]
+        return [field.name for field in fields(cls)]
 
     @property
     def layer_count(self) -> int:

@@ -170,9 +170,9 @@ class DecoderBlock(ResidualBlock):
         **moe: Any,
     ) -> None:
         norm, _, how = _NORMS[config.norm]
-        kind, place, width = config.type_of(layer), config.norm_place, config.hidden_size
-        if place == "after_attention":
-            place = "after" if kind == "attention" else "before"
+        kind, norm_place, width = config.type_of(layer), config.norm_place, config.hidden_size
+        if norm_place == "after_attention":
+            norm_place = "after" if kind == "attention" else "before"
         make_attention: Callable[..., nn.Module] | None = None
         if kind == "linear_attention":
             sizes = config.linear_attention
@@ -193,7 +193,7 @@ class DecoderBlock(ResidualBlock):
             make_norm=partial(norm, **how),
             make_attention=make_attention,
             make_mlp=make_mlp,
-            norm_place=place,
+            norm_place=norm_place,
             parallel=config.parallel_residual,
             shared_norm=config.shared_norm,
             multiplier=config.residual_multiplier,

@@ -124,20 +124,20 @@ class LatentAttention(CausalAttention):
         sequence_parallel: bool = False,
         kind: str = "ring",
     ) -> None:
-        place: dict[str, Any] = {"grid": grid, "sequence_parallel": sequence_parallel}
-        super().__init__(heads, options, kind=kind, **place)
-        column: dict[str, Any] = {**place, "bias": False, "init": init}
+        common: dict[str, Any] = {"grid": grid, "sequence_parallel": sequence_parallel}
+        super().__init__(heads, options, kind=kind, **common)
+        column: dict[str, Any] = {**common, "bias": False, "init": init}
         q_rank, kv_rank, value_dim, rope_dim = options.q_rank, options.kv_rank, options.value_dim, options.rope.head_dim
         query, pair = options.nope_dim + rope_dim, options.nope_dim + value_dim
         self.q = ColumnParallelLinear(width, heads * query, unit=query, **column) if q_rank is None else None
         if q_rank is not None:
-            self.q_a = ReplicatedLinear(width, q_rank, init=init, **place)
-            self.q_a_norm = RMSNorm(q_rank, _LATENT_EPSILON, **place)
+            self.q_a = ReplicatedLinear(width, q_rank, init=init, **common)
+            self.q_a_norm = RMSNorm(q_rank, _LATENT_EPSILON, **common)
             self.q_b = ColumnParallelLinear(q_rank, heads * query, unit=query, **column)
-        self.kv_a = ReplicatedLinear(width, kv_rank + rope_dim, init=init, **place)
-        self.kv_a_norm = RMSNorm(kv_rank, _LATENT_EPSILON, **place)
+        self.kv_a = ReplicatedLinear(width, kv_rank + rope_dim, init=init, **common)
+        self.kv_a_norm = RMSNorm(kv_rank, _LATENT_EPSILON, **common)
         self.kv_b = ColumnParallelLinear(kv_rank, heads * pair, unit=pair, **column)
-        self.out = RowParallelLinear(heads * value_dim, width, bias=False, unit=value_dim, init=out_init, **place)
+        self.out = RowParallelLinear(heads * value_dim, width, bias=False, unit=value_dim, init=out_init, **common)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         options = self.options

@@ -84,26 +84,26 @@ class TokenEmbedding(VocabParallelEmbedding):
     def forward(self, ids: Any) -> Any:
         """Look up the ids: (B, T) -> (B, T, D), or (B, T / t, D) under sequence parallelism."""
         ids, documents = detach(ids)
-        multiple, whole = self.axis.size if self.sequence_parallel else 1, ids if documents is None else documents
+        multiple, sequence = self.axis.size if self.sequence_parallel else 1, ids if documents is None else documents
         if self.context.size > 1:
-            local = local_length(whole.shape[1], self.context.size, multiple)
-            if local == whole.shape[1]:  # a part could not be told from the whole
+            local = local_length(sequence.shape[1], self.context.size, multiple)
+            if local == sequence.shape[1]:  # a part could not be told from the whole
                 raise ValueError(
                     f"the rows have {local} tokens, too few for context={self.context.size}, whose ranks need equally "
                     f"many tokens each. Give rows of at least {local + 1} tokens, or use context=1."
                 )
             if ids.shape[1] == local:  # this rank's already
-                check_documents(whole, documents)
+                check_documents(sequence, documents)
                 return attach(super().forward(ids), documents)
         if self.slices is not None and self.slices.active:
             self.slices.require(ids.shape[1])
-            check_documents(whole, documents)
+            check_documents(sequence, documents)
             return attach(super().forward(ids), documents)
         check_documents(ids, documents)
-        mine = shard(ids, self.context, multiple=multiple)
-        if documents is None and mine.shape[1] * self.context.size != ids.shape[1]:
+        own_ids = shard(ids, self.context, multiple=multiple)
+        if documents is None and own_ids.shape[1] * self.context.size != ids.shape[1]:
             documents = torch.zeros_like(ids)
-        return attach(super().forward(mine), documents)
+        return attach(super().forward(own_ids), documents)
 
 
 class CappedHead(VocabParallelHead):
@@ -362,11 +362,11 @@ class NextTokenLoss:
             The sum, () of the logits' dtype but at least float32, and the number, (). Both are equal on every
             tensor-parallel rank. With a context axis they are those of this rank's tokens.
         """
-        mine, weights = self.local(labels, logits.shape[1])
+        own_labels, weights = self.local(labels, logits.shape[1])
         entropy = partial(
             vocab_parallel_cross_entropy,
             logits,
-            mine,
+            own_labels,
             grid=self.grid,
             vocab_size=self.vocab_size,
             ignore_index=self.ignore_index,
@@ -375,9 +375,9 @@ class NextTokenLoss:
             softcap=softcap,
         )
         if weights is None:
-            return entropy(reduction="sum"), torch.count_nonzero(mine != self.ignore_index)
+            return entropy(reduction="sum"), torch.count_nonzero(own_labels != self.ignore_index)
         losses = entropy(reduction="none")
-        return (losses * weights.to(losses.dtype)).sum(), self._weight(mine, weights)
+        return (losses * weights.to(losses.dtype)).sum(), self._weight(own_labels, weights)
 
     def weight(self, labels: Labels) -> Tensor:
         """Return the number of labels that count, (): the engine asks for it before the forward pass of a step.
@@ -404,23 +404,23 @@ class NextTokenLoss:
         """Return the loss of the output layer's input, (B, T, D), or (B, T / t, D) under sequence parallelism."""
         assert self.chunk_tokens is not None
         head, softcap = uncapped(head)
-        mine, weights = self.local(labels, x.shape[1] * head.shards)
-        pair = mine if weights is None else (mine, weights)
+        own_labels, weights = self.local(labels, x.shape[1] * head.shards)
+        pair = own_labels if weights is None else (own_labels, weights)
         return loss_in_chunks(head, partial(self, softcap=softcap), x, pair, self.chunk_tokens)
 
     def local(self, labels: Labels, length: int | None) -> tuple[Tensor, Tensor | None]:
         """Return labels and weights of this rank's tokens, which are ``length``, or of any number."""
-        whole, weights = labels if isinstance(labels, (tuple, list)) else (labels, None)
-        if weights is not None and weights.shape != whole.shape:
+        targets, weights = labels if isinstance(labels, (tuple, list)) else (labels, None)
+        if weights is not None and weights.shape != targets.shape:
             raise ValueError(
-                f"labels of shape {tuple(whole.shape)} have weights of shape {tuple(weights.shape)}: give one weight "
+                f"labels of shape {tuple(targets.shape)} have weights of shape {tuple(weights.shape)}: give one weight "
                 "for each label"
             )
-        if whole.shape[1] != length:
+        if targets.shape[1] != length:
             cut = partial(shard, axis=self.grid.context, multiple=length or 1)
-            whole = cut(whole, fill=self.ignore_index)
+            targets = cut(targets, fill=self.ignore_index)
             weights = None if weights is None else cut(weights, fill=0)
-        return whole, weights
+        return targets, weights
 
     def _weight(self, labels: Tensor, weights: Tensor | None) -> Tensor:
         counts = labels != self.ignore_index

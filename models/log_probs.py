@@ -49,8 +49,8 @@ class LogProbsLoss:
 
     def __call__(self, logits: Tensor, labels: Any) -> Any:
         """Return the loss of logits (B, T, V / t), this tensor-parallel rank's shard of the vocabulary."""
-        mine, labels = self._split(labels, logits.shape[1])
-        return self.loss_fn(self.token_values(logits, mine), labels)
+        own_labels, labels = self._split(labels, logits.shape[1])
+        return self.loss_fn(self.token_values(logits, own_labels), labels)
 
     def weight(self, labels: Any) -> Any:
         """Return ``loss_fn.weight(labels)``, or None if it has no such method."""
@@ -65,9 +65,9 @@ class LogProbsLoss:
         """Return the loss of the output layer's input, (B, T, D), or (B, T / t, D) under sequence parallelism."""
         assert self.chunk_tokens is not None
         head, softcap = uncapped(head)
-        mine, labels = self._split(labels, x.shape[1] * head.shards)
-        found = values_in_chunks(head, partial(self.token_values, softcap=softcap), x, mine, self.chunk_tokens)
-        return self.loss_fn(found, labels)
+        own_labels, labels = self._split(labels, x.shape[1] * head.shards)
+        values = values_in_chunks(head, partial(self.token_values, softcap=softcap), x, own_labels, self.chunk_tokens)
+        return self.loss_fn(values, labels)
 
     @property
     def _plain(self) -> NextTokenLoss:
@@ -92,18 +92,18 @@ class LogProbsLoss:
         Raises:
             TypeError: there are no labels.
         """
-        whole = labels.get("labels") if isinstance(labels, dict) else labels
-        if not isinstance(whole, Tensor):
+        given = labels.get("labels") if isinstance(labels, dict) else labels
+        if not isinstance(given, Tensor):
             raise TypeError(
                 f"LogProbsLoss was given a {type(labels).__name__} as labels: give a tensor of integers (B, T), or a "
                 "dict that has it as 'labels'"
             )
-        mine, _ = self._plain.local(whole, length)
+        own_labels, _ = self._plain.local(given, length)
         if not isinstance(labels, dict):
-            return mine, mine
-        by_token = [name for name, each in labels.items() if isinstance(each, Tensor) and each.shape == whole.shape]
-        cut = {name: self._plain.local((whole, labels[name]), length)[1] for name in by_token}
-        return mine, labels | cut | {"labels": mine}
+            return own_labels, own_labels
+        by_token = [name for name, value in labels.items() if isinstance(value, Tensor) and value.shape == given.shape]
+        cut = {name: self._plain.local((given, labels[name]), length)[1] for name in by_token}
+        return own_labels, labels | cut | {"labels": own_labels}
 
 
 def label_log_probs(
@@ -149,6 +149,6 @@ def summed_over_context(rows: Tensor, axis: Axis) -> Tensor:
     """
     if axis.size == 1:
         return rows
-    whole = rows.detach().clone()
-    axis.all_reduce(whole)
-    return whole + axis.size * (rows - rows.detach())
+    summed = rows.detach().clone()
+    axis.all_reduce(summed)
+    return summed + axis.size * (rows - rows.detach())

@@ -210,7 +210,7 @@ class MTPLoss:
 
     def weight(self, labels: Tensor) -> dict[str, Tensor]:
         """Return the number of labels of each term."""
-        return {name: self._one().weight(mine) for name, mine in self._labels(labels).items()}
+        return {name: self._one().weight(own_labels) for name, own_labels in self._labels(labels).items()}
 
     def takes_head(self, layer: nn.Module | None, function: Callable[..., Any] | None) -> bool:
         """Return True if the last layer is the output layer of such a model; see ``NextTokenLoss.takes_head``."""
@@ -232,7 +232,7 @@ class MTPLoss:
 
     def _terms(self, loss: Callable[[Tensor, Tensor], Any], values: Any, labels: Tensor) -> Loss:
         """Return ``loss`` of each of D + 1 values, by name."""
-        terms = {name: loss(x, mine) for x, (name, mine) in zip(values, self._labels(labels).items(), strict=True)}
+        terms = {name: loss(x, own) for x, (name, own) in zip(values, self._labels(labels).items(), strict=True)}
         main, *others = terms
         if not torch.is_grad_enabled():
             return Loss({main: terms.pop(main)}, metrics=terms)

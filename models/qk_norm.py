@@ -86,12 +86,12 @@ class PerHeadLayerNorm(nn.Module):
 
     def __init__(self, heads: int, head_dim: int, eps: float, used: slice | None = None, *, grid: Grid) -> None:
         super().__init__()
-        self.eps, self.used, whole = eps, used, (heads, head_dim)
+        self.eps, self.used, shape = eps, used, (heads, head_dim)
         if used is None:
-            layout, place = Layout(whole, shard_dim=0), (grid.tensor.rank, grid.tensor.size)
+            layout, shard = Layout(shape, shard_dim=0), (grid.tensor.rank, grid.tensor.size)
         else:
-            layout, place = Layout(whole, partial=True), (0, 1)
-        self.weight = sharded_parameter(layout, Constant(1.0), *place)
+            layout, shard = Layout(shape, partial=True), (0, 1)
+        self.weight = sharded_parameter(layout, Constant(1.0), *shard)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize this rank's heads."""

@@ -55,9 +55,7 @@ def reward_layers(layers: Sequence[LayerSpec]) -> list[LayerSpec]:
     Raises:
         ValueError: the last layer is no output layer of triax's, or the model predicts several tokens.
     """
-    config = next(
-        (each for spec in layers for each in getattr(spec, "args", ()) if isinstance(each, TransformerConfig)), None
-    )
+    config = next((a for spec in layers for a in getattr(spec, "args", ()) if isinstance(a, TransformerConfig)), None)
     made = [made_of(spec) for spec in layers]
     if config is None or not issubclass(made[-1], (VocabParallelHead, TokenEmbedding)):
         name = made[-1].__name__ if made else "nothing"

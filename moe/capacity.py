@@ -38,14 +38,14 @@ def within_capacity(
             gathered = parts.new_empty(axis.size * parts.shape[0], *parts.shape[1:])
             axis.all_gather(gathered, parts.contiguous())
             parts = gathered
-    whole = rearrange(parts, "ranks b t columns -> b (ranks t) columns")
-    chosen, places = whole[..., :k], whole[..., k]
+    all_choices = rearrange(parts, "ranks b t columns -> b (ranks t) columns")
+    chosen, places = all_choices[..., :k], all_choices[..., k]
     order = places.argsort(dim=1, stable=True)  # positions of padding are beyond the sequence's end
     taken = F.one_hot(chosen.gather(1, order[..., None].expand(-1, -1, k)), count + 1).sum(2)  # (B, all T, E + 1)
     before = taken.cumsum(1) - taken  # tokens of the sequence that chose the expert earlier
     tokens = (chosen[..., 0] < count).sum(1)  # (B,)
     capacity = (tokens.double() * (factor * k) / count - 1e-9).ceil().long()  # (B,); a product may be rounded up
     # Back to this rank's tokens: the place of each position in the sorted sequence.
-    mine = torch.searchsorted(places.gather(1, order).contiguous(), positions.expand(batch, -1).contiguous())
-    rank = before.gather(1, mine[..., None].expand(-1, -1, count + 1)).gather(2, experts)  # (B, T, k)
+    own_indices = torch.searchsorted(places.gather(1, order).contiguous(), positions.expand(batch, -1).contiguous())
+    rank = before.gather(1, own_indices[..., None].expand(-1, -1, count + 1)).gather(2, experts)  # (B, T, k)
     return (rank < capacity[:, None, None]) & (experts < count)

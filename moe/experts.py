@@ -237,5 +237,5 @@ class _Maker:
         """Make a weight, or a bias, which has no inputs."""
         layout, tensor, expert = Layout(shape, **{**self._common, **shard}), self._grid.tensor, self._grid.expert
         init: Distribution = Constant(0.0) if inputs is None else self._init or Uniform(1 / math.sqrt(inputs))
-        place = (expert.rank, expert.size)
-        return sharded_parameter(layout, init, tensor.rank, tensor.size, **self._options, expert=place)
+        coordinates = (expert.rank, expert.size)
+        return sharded_parameter(layout, init, tensor.rank, tensor.size, **self._options, expert=coordinates)

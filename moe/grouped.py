@@ -133,11 +133,11 @@ class _GroupedProduct(torch.autograd.Function):
         if dy is None:
             return (None,) * 5
         (x, weight), groups, later = ctx.saved_tensors, ctx.groups, ctx.later
-        whole = cast(weight, ctx.dtype)
+        cast_weight = cast(weight, ctx.dtype)
         if torch.is_grad_enabled():  # to be differentiated again
-            dx = _GroupedProduct.apply(dy, whole.mT, groups, None, None) if ctx.needs_input_grad[0] else None
+            dx = _GroupedProduct.apply(dy, cast_weight.mT, groups, None, None) if ctx.needs_input_grad[0] else None
             return dx, _GroupedOuter.apply(dy, x, groups) if ctx.needs_input_grad[1] else None, None, None, None
-        dx = _rows_times(dy, whole.mT, groups) if ctx.needs_input_grad[0] else None
+        dx = _rows_times(dy, cast_weight.mT, groups) if ctx.needs_input_grad[0] else None
         if not ctx.needs_input_grad[1]:
             return dx, None, None, None, None
         if later is not None and later.active:
@@ -233,8 +233,8 @@ class _GroupedMLPs(torch.autograd.Function):
             y = _GroupedProduct.apply(x, up, groups, None, None)
             y = _GroupedProduct.apply(kind(y), down, groups, None, None)
             inputs = [p for p, needed in zip((x, first, last), ctx.needs_input_grad) if needed]
-            found = iter(torch.autograd.grad(y, inputs, dout, create_graph=True))
-            return *(next(found) if needed else None for needed in ctx.needs_input_grad[:3]), *nothing[3:]
+            gradients = iter(torch.autograd.grad(y, inputs, dout, create_graph=True))
+            return *(next(gradients) if needed else None for needed in ctx.needs_input_grad[:3]), *nothing[3:]
         up, down = cast(first, ctx.dtype), cast(last, ctx.dtype)
         active = later is not None and later.active
         dx, dup, ddown = (
@@ -285,8 +285,8 @@ class _GroupedOuter(torch.autograd.Function):
 def _rows_times(x: Tensor, weight: Tensor, groups: Groups, out: Tensor | None = None) -> Tensor:
     """Return x_e weight_e^T: (N, M) from (N, K) and (E, M, K), in ``out`` if given."""
     if _has_kernel(x, weight.shape[1], weight.shape[2]):
-        found = F.grouped_mm(x.contiguous(), weight.mT, offs=groups.ends)
-        return found if out is None else out.copy_(found)
+        product = F.grouped_mm(x.contiguous(), weight.mT, offs=groups.ends)
+        return product if out is None else out.copy_(product)
     y = x.new_empty(x.shape[0], weight.shape[1]) if out is None else out
     start = 0
     for matrix, length in zip(weight.unbind(), groups.lengths, strict=True):
@@ -299,14 +299,14 @@ def _rows_times(x: Tensor, weight: Tensor, groups: Groups, out: Tensor | None = 
 def _outer(a: Tensor, b: Tensor, groups: Groups, out: Tensor | None = None) -> Tensor:
     """Return a_e^T b_e: (E, M, K) from (N, M) and (N, K), in ``out`` if given; zero for an expert without rows."""
     if _has_kernel(a, a.shape[1], b.shape[1]):
-        found = F.grouped_mm(a.contiguous().mT, b.contiguous(), offs=groups.ends)
-        found.masked_fill_((groups.counts == 0)[:, None, None], 0.0)
-        return found if out is None else out.copy_(found)
-    found, start = a.new_empty(len(groups.lengths), a.shape[1], b.shape[1]) if out is None else out, 0
-    for matrix, length in zip(found.unbind(), groups.lengths, strict=True):
+        product = F.grouped_mm(a.contiguous().mT, b.contiguous(), offs=groups.ends)
+        product.masked_fill_((groups.counts == 0)[:, None, None], 0.0)
+        return product if out is None else out.copy_(product)
+    product, start = a.new_empty(len(groups.lengths), a.shape[1], b.shape[1]) if out is None else out, 0
+    for matrix, length in zip(product.unbind(), groups.lengths, strict=True):
         torch.mm(a[start : start + length].T, b[start : start + length], out=matrix)  # zeros without rows
         start += length
-    return found
+    return product
 
 
 def _add_outer(into: Tensor, a: Tensor, b: Tensor, groups: Groups) -> None:

@@ -145,15 +145,15 @@ class MoE(AuxiliaryLayer):
             replicas=None if partial else grid.tensor,
             **weights,
         )
-        place: dict[str, Any] = {
+        options: dict[str, Any] = {
             "grid": grid,
             "activation": kind,
             "shard_tensor": shard_tensor,  # on one rank too, where it makes no difference but in the layouts
             "partial": partial and not self.shard_tensor,
         }
-        self.routed = Experts(hidden, width, experts, bias=bias, **place, **weights)
+        self.routed = Experts(hidden, width, experts, bias=bias, **options, **weights)
         shared = shared_width or shared_experts * width
-        self.shared = SharedExperts(hidden, shared, **place, **weights) if shared else None
+        self.shared = SharedExperts(hidden, shared, **options, **weights) if shared else None
         self.shared_gate: nn.Parameter | None = None
         if shared_gate and shared:
             layout = Layout((1, hidden), partial=partial)
@@ -273,13 +273,13 @@ class MoE(AuxiliaryLayer):
         # The loads of whole sequences are needed for their fractions f and, with padding, for their lengths.
         own_fractions = any(kind != "batch" for kind in by_loss)
         needs_lengths = bool(by_loss) or self.z_coefficient > 0
-        whole = own_fractions or (needs_lengths and valid is not None)
-        counts = Statistics(routing, valid, self._axes, whole)
+        needs_all_counts = own_fractions or (needs_lengths and valid is not None)
+        counts = Statistics(routing, valid, self._axes, needs_all_counts)
         counted = self.sequence_parallel or self.grid.tensor.is_first
         if counted and backward_task() == -1:
             self.loads = counts.own if self.loads is None else self.loads + counts.own
         tokens = counts.tokens
-        if not whole:
+        if not needs_all_counts:
             for axis in self._axes:
                 tokens = tokens * axis.size
         for kind in by_loss:

@@ -149,7 +149,7 @@ class OffloadLane:
         """R: start to copy back. The backward waits by ``kept.back``."""
         pieces = kept.pieces()
         if self._stream is not None:
-            while any(each is kept for _, each, _ in self._leaving):  # its old memory is not free before
+            while any(leaving is kept for _, leaving, _ in self._leaving):  # its old memory is not free before
                 self._leaving.popleft()[2]()
             self._allocate(pieces)
         kept.back = self._start(partial(self._copy_in, pieces), partial(self._return, pieces))

@@ -177,13 +177,13 @@ def values_in_chunks(
     parameters = _parameters(head)
 
     def scaled(logits: Tensor, labels_and_factors: Any) -> tuple[Tensor, float]:
-        mine, factors = labels_and_factors
-        return (function(logits, mine) * factors).sum(), 1.0
+        own_labels, factors = labels_and_factors
+        return (function(logits, own_labels) * factors).sum(), 1.0
 
     ones = x.new_ones(x.shape[0], x.shape[1] * spread)
     chunks = _Chunks(replace(head, part=nullcontext), scaled, x, (labels, ones), tokens, spread, parameters)
-    found: Tensor = _ValuesInChunks.apply(chunks, head, function, x, *parameters)
-    return found
+    values: Tensor = _ValuesInChunks.apply(chunks, head, function, x, *parameters)
+    return values
 
 
 def runs_otherwise(loss_fn: Any) -> bool:
@@ -211,15 +211,15 @@ def _check(x: Any, labels: Any, spread: int) -> None:
             "such a tensor from the layer before, or leave chunked out"
         )
     wanted = x.shape[0], x.shape[1] * spread
-    found = tensors_of(labels)
-    for tensor in found:
+    tensors = tensors_of(labels)
+    for tensor in tensors:
         if tensor.shape[:2] != wanted:
             raise ValueError(
                 f"labels of shape {tuple(tensor.shape)} do not fit the {wanted[1]} tokens of each of {wanted[0]} rows "
                 f"that the last layer gets: give chunked labels of shape {wanted}, on a context axis those of this "
                 "rank's tokens (triax.context.shard)"
             )
-    if not found:
+    if not tensors:
         raise ValueError("chunked was given labels without a tensor: give a label for each token, of shape (B, T)")
 
 
@@ -239,10 +239,10 @@ class _Form:
         parts = (
             {**value.terms, **value.metrics} if isinstance(value, Loss) else value if isinstance(value, dict) else {}
         )
-        for name, part in parts.items():
-            if not is_pair(part):
+        for name, term in parts.items():
+            if not is_pair(term):
                 raise ValueError(_MEAN.format(f"a mean for {name!r}"))
-        self.like = [each.detach() for each in self.numbers(value)]
+        self.like = [number.detach() for number in self.numbers(value)]
         self.named = None if self.named is None else self.named.detached()
         self.terms = 1 if self.named is None else len(self.named.terms)
 
@@ -255,11 +255,11 @@ class _Form:
         if named.form() != self.named.form():
             raise ValueError("loss_fn returned other names for another chunk of tokens: return the same for each chunk")
         parts: list[Term | Metric] = [*named.terms.values(), *named.metrics.values()]
-        return [*(part.total for part in parts), *(_as_tensor(part.weight, part.total) for part in parts)]
+        return [*(term.total for term in parts), *(_as_tensor(term.weight, term.total) for term in parts)]
 
     def unfilled(self, device: torch.device) -> list[Tensor]:
         """Return numbers that the backward pass will fill. Until then sums of terms are NaN, and the others are 0."""
-        numbers = [torch.zeros(each.shape, dtype=_exact(each), device=device) for each in self.like]
+        numbers = [torch.zeros(like.shape, dtype=_exact(like), device=device) for like in self.like]
         for number in numbers[: self.terms]:
             number.fill_(torch.nan)
         return numbers
@@ -271,12 +271,12 @@ class _Form:
         terms, metrics = self.named.terms, self.named.metrics
         of_terms, of_metrics = numbers[: len(terms)], numbers[len(terms) : len(terms) + len(metrics)]
         weights = [*numbers[len(terms) + len(metrics) :]]
-        found = {
+        finished = {
             name: Term(total, weight, term.factor, False)
             for (name, term), total, weight in zip(terms.items(), of_terms, weights, strict=False)
         }
         rest = zip(metrics, of_metrics, weights[len(terms) :], strict=True)
-        return NamedLosses(found, {name: Metric(total, weight) for name, total, weight in rest})
+        return NamedLosses(finished, {name: Metric(total, weight) for name, total, weight in rest})
 
 
 class _Chunks:
@@ -313,23 +313,23 @@ class _Chunks:
 
     def values(self, head: LastLayer, function: Callable[[Tensor, Any], Tensor]) -> Tensor:
         """Run forward alone, and return the value of each token, (B, T); see ``values_in_chunks``."""
-        (labels, ones), found = self.labels, None
+        (labels, ones), filled = self.labels, None
         for rows, cols in self._places():
             value = function(head(self._x[rows, cols]), self._labels_of(labels, rows, cols))
-            if found is None:
-                found = torch.empty_like(ones, dtype=value.dtype)
-            self.shards(found)[rows, :, cols] = self.shards(value)
-        assert found is not None
-        return found
+            if filled is None:
+                filled = torch.empty_like(ones, dtype=value.dtype)
+            self.shards(filled)[rows, :, cols] = self.shards(value)
+        assert filled is not None
+        return filled
 
     def sums(self) -> list[Tensor]:
         """Run forward alone, and return the numbers of the whole microbatch."""
         with torch.no_grad():
-            found = [
+            rows_of = [
                 self.form.numbers(self._run(self._head, self._x[rows, cols], rows, cols))
                 for rows, cols in self._places()
             ]
-        return [torch.stack([each.to(_exact(each)) for each in column]).sum(0) for column in zip(*found, strict=True)]
+        return [torch.stack([one.to(_exact(one)) for one in column]).sum(0) for column in zip(*rows_of, strict=True)]
 
     def differentiate(self, factors: Sequence[Tensor | None], needs_x: bool) -> tuple[list[Tensor], list[Any]]:
         """Run forward and backward.
@@ -344,7 +344,7 @@ class _Chunks:
         dx = torch.empty_like(self._x) if needs_x else None
         # Sums over chunks in bfloat16 would lose what one product over all tokens keeps.
         totals = {p: torch.zeros_like(p, dtype=_exact(p), requires_grad=False) for p in self._parameters}
-        numbers = [torch.zeros_like(each, dtype=_exact(each)) for each in self.form.like]
+        numbers = [torch.zeros_like(number, dtype=_exact(number)) for number in self.form.like]
         with ExitStack() as stack:
             stack.enter_context(unsplit())
             for kind, (enabled, dtype) in self._autocast.items():
@@ -352,19 +352,19 @@ class _Chunks:
             for rows, cols in self._places():
                 piece, queue = self._x[rows, cols].detach().requires_grad_(needs_x), Deferred()
                 with torch.enable_grad(), SplitBackward(queue):
-                    found = self.form.numbers(self._run(self._head, piece, rows, cols))
-                roots = [(n, f) for n, f in zip(found, factors) if f is not None and n.requires_grad]
+                    chunk_numbers = self.form.numbers(self._run(self._head, piece, rows, cols))
+                roots = [(n, f) for n, f in zip(chunk_numbers, factors) if f is not None and n.requires_grad]
                 wanted = [piece, *totals] if needs_x else [*totals]
                 gradients: list[Tensor | None] = [None] * len(wanted)
                 if roots and wanted:
                     terms, scales = [n for n, _ in roots], [f.to(n.dtype) for n, f in roots]
                     with deferring(queue):  # it frees the logits
                         gradients = [*torch.autograd.grad(terms, wanted, scales, allow_unused=True)]
-                for total, each in zip(numbers, found, strict=True):
-                    total += each.detach()
+                for total, number in zip(numbers, chunk_numbers, strict=True):
+                    total += number.detach()
                 if dx is not None:
-                    mine = gradients.pop(0)
-                    dx[rows, cols] = 0 if mine is None else mine
+                    slope = gradients.pop(0)
+                    dx[rows, cols] = 0 if slope is None else slope
                 queue.run(totals.__getitem__, lambda parameter: None)
                 for total, gradient in zip(totals.values(), gradients, strict=True):
                     if gradient is not None:
@@ -377,7 +377,7 @@ class _Chunks:
 
     def _labels_of(self, labels: Any, rows: slice, cols: slice) -> Any:
         """Return labels (b, n, ...) of a piece; of n / t tokens of each of the t shards that the head joins."""
-        return map_tensors(lambda each: self.shards(each)[rows, :, cols].flatten(1, 2), labels)
+        return map_tensors(lambda tensor: self.shards(tensor)[rows, :, cols].flatten(1, 2), labels)
 
     def shards(self, tokens: Tensor) -> Tensor:
         """View (B, T, ...) as (B, t, T / t, ...)."""

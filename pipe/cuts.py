@@ -75,9 +75,9 @@ class StageCut:
 
 def judged(method: str, costs: LayerCosts, schedule: Schedule, boundaries: Sequence[int]) -> StageCut:
     """Return a cut with what it costs."""
-    found = simulate(schedule, costs.of_stages(boundaries, schedule.placement))
+    timed = simulate(schedule, costs.of_stages(boundaries, schedule.placement))
     return StageCut(
-        method, schedule, tuple(map(int, boundaries)), found.makespan, found.bubble, _peaks(costs, schedule, boundaries)
+        method, schedule, tuple(map(int, boundaries)), timed.makespan, timed.bubble, _peaks(costs, schedule, boundaries)
     )
 
 
@@ -114,17 +114,17 @@ def find_cut(
         made = [named_schedule(schedule, pipe, microbatches, chunks) if isinstance(schedule, str) else schedule]
     best: tuple[tuple[float, float], Schedule, Array] | None = None
     proved = True
-    for each in made:
-        uniform(len(costs.layers), each.stages)  # refuses too few layers
-        key, cut, exact = _CutSearch(costs, each, limits, method == "memory").run(None if best is None else best[0])
+    for order in made:
+        uniform(len(costs.layers), order.stages)  # refuses too few layers
+        key, cut, exact = _CutSearch(costs, order, limits, method == "memory").run(None if best is None else best[0])
         proved = proved and exact
         if best is None or key < best[0]:
-            best = key, each, cut
+            best = key, order, cut
     if best is None:
         raise ValueError(f"none of {', '.join(SCHEDULES)} runs {chunks} chunks on {pipe} ranks: leave chunks out")
-    found = replace(judged(method, costs, best[1], best[2]), proved=proved)
-    _require_within(found, costs, limits)
-    return found
+    cut_found = replace(judged(method, costs, best[1], best[2]), proved=proved)
+    _require_within(cut_found, costs, limits)
+    return cut_found
 
 
 def compare_cuts(
@@ -171,7 +171,7 @@ def _limits(limit: float | Sequence[float] | None, pipe: int) -> list[float]:
     limits = (
         [float(limit)] * pipe if isinstance(limit, (int, float)) else [np.inf] * pipe if limit is None else [*limit]
     )
-    if len(limits) != pipe or not all(each > 0 for each in limits):
+    if len(limits) != pipe or not all(share > 0 for share in limits):
         raise ValueError(
             f"limit is {limit} for {pipe} ranks of the pipe axis: give bytes above 0, one number or one each"
         )
@@ -244,7 +244,7 @@ class _CutSearch:
         self._split = any(op.kind in "IW" for order in schedule.orders for op in order)
         counts = counts_in_flight(schedule)
         self._own = [[s for s, home in enumerate(self._place) if home == rank] for rank in range(schedule.pipe)]
-        self._flights = [np.array(each, dtype=float) for each in counts]
+        self._flights = [np.array(counts_of_rank, dtype=float) for counts_of_rank in counts]
         self._needed, self._next = self._bottleneck()
 
     def run(self, known: tuple[float, float] | None) -> tuple[tuple[float, float], Array, bool]:
@@ -256,7 +256,7 @@ class _CutSearch:
         if known is not None and (0.0, self._needed[0, 0] * _EXACT) >= known and not self._least_memory:
             return (np.inf, np.inf), np.array(self._start()), True
         sizes = [[getattr(layer, name) for layer in self._costs.layers] for name in ("states", "kept")]
-        starts = [self._start(), uniform(self._count, self._stages), *(balanced(each, self._stages) for each in sizes)]
+        starts = [self._start(), uniform(self._count, self._stages), *(balanced(size, self._stages) for size in sizes)]
         key, best = self._descend(*self._best(np.unique(np.array(starts), axis=0)))
         aim = key if known is None else min(key, known)
         cuts, bounds, exact = self._not_excluded(aim)
@@ -264,15 +264,15 @@ class _CutSearch:
             if at >= MOST_CUTS:
                 exact = False
                 break
-            if (self._least_memory or bounds[at] < aim[1]) and (found := self._best(cuts[at : at + ROUND]))[0] < key:
-                key, best = found
+            if (self._least_memory or bounds[at] < aim[1]) and (nearby := self._best(cuts[at : at + ROUND]))[0] < key:
+                key, best = nearby
                 aim = min(key, aim)
         return (key, best, True) if exact else (*self._descend(key, best), False)
 
     def _descend(self, key: tuple[float, float], cut: Array) -> tuple[tuple[float, float], Array]:
         """Return a pair and its cut, after moves that make the pair less."""
-        while (found := self._best(self._moves(cut)))[0] < key:
-            key, cut = found
+        while (step := self._best(self._moves(cut)))[0] < key:
+            key, cut = step
         return key, cut
 
     def _start(self) -> list[int]:
@@ -346,13 +346,13 @@ class _CutSearch:
     def _shares(self, cuts: Array, stages: int) -> Array:
         """Return the share of its limit that the fullest rank takes, with the first stages of cuts."""
         states, kept = (np.diff(self._sums[name][cuts.T], axis=0) for name in ("states", "kept"))
-        found = np.zeros(len(cuts))
+        shares = np.zeros(len(cuts))
         for own, flights, scale, limit in zip(self._own, self._flights, self._scale, self._limits, strict=True):
             known = [s for s in own if s < stages]
             if known and (self._least_memory or limit < np.inf):
                 peak = states[known].sum(axis=0) + (flights[:, : len(known)] @ kept[known]).max(axis=0)
-                found = np.maximum(found, peak / scale)
-        return found
+                shares = np.maximum(shares, peak / scale)
+        return shares
 
     # -------------------------------------------------------------------------------------------- lower bounds
 
@@ -375,9 +375,9 @@ class _CutSearch:
                     self._schedule.microbatches * (sums[start + 1 :] - sums[start]) / self._speeds[stage]
                     for sums in (self._sums["forward"], self._sums["inputs"], self._sums["weights"])
                 )
-                found = np.maximum(self._bound(f, i, w, head[start], tail[start]), need[stage + 1, start + 1 :])
-                at = int(np.argmin(found))
-                need[stage, start], after[stage, start] = found[at], start + 1 + at
+                bounds = np.maximum(self._bound(f, i, w, head[start], tail[start]), need[stage + 1, start + 1 :])
+                at = int(np.argmin(bounds))
+                need[stage, start], after[stage, start] = bounds[at], start + 1 + at
         return need, after
 
     def _bound(self, f: Array, i: Array, w: Array, head: Array, tail: Array) -> Array:
@@ -397,15 +397,15 @@ class _CutSearch:
             left, known = self._stages - stage - 1, stage + 1
             ends = [np.arange(last + 1, self._count - left + 1) for last in cuts[:, -1]] if left else []
             ends = ends or [np.array([self._count])] * len(cuts)
-            cuts = np.column_stack([np.repeat(cuts, [len(each) for each in ends], axis=0), np.concatenate(ends)])
+            cuts = np.column_stack([np.repeat(cuts, [len(stops) for stops in ends], axis=0), np.concatenate(ends)])
             f, i, w, hop = self._loads(cuts, known)
             back = i if self._split else i + w
             start = np.cumsum(np.vstack([np.zeros(len(cuts)), (f + hop)[:-1]]), axis=0)
             end = np.cumsum(np.vstack([np.zeros(len(cuts)), (back + hop)[:-1]]), axis=0)
             bound = self._bound(m * f, m * i, m * w, start, end).max(axis=0)
             for own in self._own:
-                if (mine := [s for s in own if s <= stage])[1:]:
-                    bound = np.maximum(bound, start[mine[0]] + m * (f + i + w)[mine].sum(axis=0))
+                if (earlier := [s for s in own if s <= stage])[1:]:
+                    bound = np.maximum(bound, start[earlier[0]] + m * (f + i + w)[earlier].sum(axis=0))
             bound = np.maximum(bound, self._needed[known, cuts[:, -1]]) * _EXACT
             first = self._first(self._shares(cuts, known))
             keep = np.flatnonzero((first < aim[0]) | ((first <= aim[0]) & (bound < aim[1])))

@@ -129,7 +129,7 @@ class FieldMessages:
             (channel,) = self._channels.values()
             receives = [receive_value(channel, kind) for kind in kinds]
             tensors = [receive.wait() for receive in receives]
-            return [unflatten(channel.schemas[kind], each) for kind, each in zip(kinds, tensors, strict=True)]
+            return [unflatten(channel.schemas[kind], leaves) for kind, leaves in zip(kinds, tensors, strict=True)]
         for rank, channel in self._channels.items():
             for index, (own, kind) in enumerate(zip(fields, kinds, strict=True)):
                 channel.send(flatten({name: own[name] for name in self._needs[rank]}), kind, index)

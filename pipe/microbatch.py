@@ -58,15 +58,15 @@ def cut(
     except ValueError as error:
         raise AgreedError(str(error)) from None
     pieces = []
-    for whole, bounds in zip(microbatches, all_bounds, strict=True):
+    for microbatch, bounds in zip(microbatches, all_bounds, strict=True):
         for number, (start, stop) in enumerate(bounds):
-            inputs, labels, kind = whole.inputs, whole.labels, (whole.kind, number)
+            inputs, labels, kind = microbatch.inputs, microbatch.labels, (microbatch.kind, number)
             if isinstance(inputs, tuple | list):
-                inputs = (_narrow(inputs[:1], start, stop, whole.tokens, "inputs")[0], *inputs[1:])
+                inputs = (_narrow(inputs[:1], start, stop, microbatch.tokens, "inputs")[0], *inputs[1:])
             elif inputs is not None:
-                inputs = _narrow(inputs, start, stop, whole.tokens, "inputs")
-            labels = _narrow(labels, start, stop, whole.tokens, "labels")
-            pieces.append(Microbatch(inputs, labels, kind, whole.samples, whole.fields, stop - start))
+                inputs = _narrow(inputs, start, stop, microbatch.tokens, "inputs")
+            labels = _narrow(labels, start, stop, microbatch.tokens, "labels")
+            pieces.append(Microbatch(inputs, labels, kind, microbatch.samples, microbatch.fields, stop - start))
     return pieces, all_bounds
 
 

@@ -317,9 +317,9 @@ class PipelineModule(nn.Module):
                 continue
             run = partial(self._run_layers, stage, group.start, min(group.stop, count), fields or {})
             prefetch = partial(self.prefetch_hook, group.layers) if self.prefetch_hook is not None else None
-            x, found = self.recompute.run(group, run, x, prefetch=prefetch) if group.recomputed else run(x)
+            x, layer_losses = self.recompute.run(group, run, x, prefetch=prefetch) if group.recomputed else run(x)
             if losses is not None:
-                losses += found
+                losses += layer_losses
         return x
 
     def _run_layers(
@@ -443,8 +443,8 @@ class PipelineModule(nn.Module):
 
     def named_layers(self) -> list[tuple[int, str, nn.Module]]:
         """Return (index, whole-model name, module) of this rank's layers and of a loss module, which comes last."""
-        found = [(int(source), f"layers.{source}", layer) for source, layer in self.layers.items()]
-        return [*found, (len(self._list), "loss_fn", self.loss_fn)] if self.has_loss_module else found
+        named = [(int(source), f"layers.{source}", layer) for source, layer in self.layers.items()]
+        return [*named, (len(self._list), "loss_fn", self.loss_fn)] if self.has_loss_module else named
 
     def layers_of_several_ranks(self) -> list[tuple[str, nn.Module]]:
         """Return (name, module) of this rank's tied layers that other ranks of the pipe axis run too."""
@@ -477,8 +477,8 @@ class PipelineModule(nn.Module):
     def weighing_layers(self) -> list[tuple[Callable[..., Any], tuple[str, ...]]]:
         """Return the methods ``loss_weight`` of this rank's layers, and the fields that each of them gets."""
         calls = [call for stage in self.stages for call in self._calls[stage] if call.key is not None]
-        found = [(getattr(self.layers[call.key], "loss_weight", None), call.takes) for call in calls if call.key]
-        return [(method, takes) for method, takes in found if callable(method)]
+        weighing = [(getattr(self.layers[call.key], "loss_weight", None), call.takes) for call in calls if call.key]
+        return [(method, takes) for method, takes in weighing if callable(method)]
 
     def layers_of(self, stage: int) -> list[int]:
         """Return the indices of a stage's modules in the list of layers, in order."""
@@ -523,7 +523,7 @@ class PipelineModule(nn.Module):
             return
         flags = self.grid.pipe.all_gather_json(self._changed()[:1])
         if any(flags):
-            name = next(found[0] for found in flags if found)
+            name = next(flag[0] for flag in flags if flag)
             cuts = "" if cut is None else f"partition={list(cut)} and "
             raise RuntimeError(
                 f"the schedule places the stages on ranks {list(placement)}, but {name} was changed since it was "
@@ -580,7 +580,7 @@ class PipelineModule(nn.Module):
                     stages.setdefault(parameter, {})[stage] = None
                     layers.setdefault(parameter, {})[index] = None
         keys = {tie.key: i for i, tie in enumerate(self.ties)}
-        found = []
+        parameters = []
         for parameter in stages:
             layout = layout_of(parameter)
             tie = keys.get(layout.tie) if layout.tie is not None else None
@@ -588,10 +588,10 @@ class PipelineModule(nn.Module):
             if tie is not None:
                 counted = self.placement[self.ties[tie].stages[0]] == self.grid.pipe.rank
                 tie = tie if self.tie_axes[tie] is not None else None
-            found.append(
+            parameters.append(
                 LocalParameter(parameter, layout, tuple(stages[parameter]), tuple(layers[parameter]), tie, counted)
             )
-        return found
+        return parameters
 
     def extra_repr(self) -> str:
         """Return the layers that this rank holds, for ``repr``."""

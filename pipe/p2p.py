@@ -215,14 +215,14 @@ def receive_gradients(channel: Channel, outputs: Channel, kind: Hashable) -> Rec
 
 def channels(module: PipelineModule, direction: str) -> dict[int, Channel]:
     """Return this rank's channels in one direction ('F' or 'B'), keyed by the stage after the boundary. Collective."""
-    found = {}
+    by_stage = {}
     for stage in range(1, len(module.placement)):
         ranks = module.placement[stage - 1], module.placement[stage]
         if ranks[0] != ranks[1]:
             made = channel_between(module.grid, ranks, f"{direction}{stage}", 2 * stage + (direction == "B"))
             if made is not None:
-                found[stage] = made
-    return found
+                by_stage[stage] = made
+    return by_stage
 
 
 def channel_between(grid: Grid, ranks: tuple[int, int], purpose: str, tag: int) -> Channel | None:

@@ -80,9 +80,9 @@ def by_speed(weights: Sequence[float], speeds: Sequence[float]) -> list[int]:
         for stop in range(part, layers - (len(speeds) - part) + 1):
             for start in range(part - 1, stop):
                 time = (prefix[stop] - prefix[start]) / speed
-                found = max(best[start][0], time), best[start][1] + time * time
-                if found < row[stop]:
-                    row[stop], cut[stop] = found, start
+                cost = max(best[start][0], time), best[start][1] + time * time
+                if cost < row[stop]:
+                    row[stop], cut[stop] = cost, start
         best = row
         cuts.append(cut)
     found_cuts = [layers]

@@ -105,10 +105,10 @@ def _adopt_meta_tensors(layer_on_meta: nn.Module, layer: nn.Module) -> None:
     for name, module in layer_on_meta.named_modules():
         if name not in twins:  # added to the layer after it was built, with values
             continue
-        for mine, theirs in ((module._buffers, twins[name]._buffers), (vars(module), vars(twins[name]))):
-            for key, value in mine.items():
+        for own_tensors, theirs in ((module._buffers, twins[name]._buffers), (vars(module), vars(twins[name]))):
+            for key, value in own_tensors.items():
                 if key not in ("_parameters", "_buffers", "_modules") and _on_meta(value):
-                    mine[key] = theirs[key]
+                    own_tensors[key] = theirs[key]
 
 
 def _on_meta(value: Any) -> bool:

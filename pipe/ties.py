@@ -34,7 +34,7 @@ def sources(layers: Sequence[Layer]) -> list[int]:
         TypeError: an entry is not a layer.
         ValueError: the list is empty, specs of one key differ, or a module has no values.
     """
-    found = []
+    indices = []
     seen: dict[Any, int] = {}
     for index, entry in enumerate(layers):
         if not callable(entry) and not isinstance(entry, LayerSpec):
@@ -56,10 +56,10 @@ def sources(layers: Sequence[Layer]) -> list[int]:
                     f"layer {index}, a {type(entry).__name__}, was built on the meta device and has no values: list "
                     "LayerSpec(cls, ...) and pass device='meta' to PipelineModule"
                 )
-        found.append(seen.setdefault(identity, index))
-    if not found:
+        indices.append(seen.setdefault(identity, index))
+    if not indices:
         raise ValueError("the list of layers is empty: give PipelineModule at least one layer")
-    return found
+    return indices
 
 
 def find_ties(

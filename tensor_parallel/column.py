@@ -117,9 +117,9 @@ class _Products(torch.autograd.Function):
         dtype: torch.dtype | None,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        whole = begin("gather", x, axis, 1)() if sequence_parallel else x
+        gathered = begin("gather", x, axis, 1)() if sequence_parallel else x
         narrow = [cast(weight, dtype) for weight in weights]
-        return tuple(_product(whole, weight, bias) for weight, bias in zip(narrow[::2], narrow[1::2]))
+        return tuple(_product(gathered, weight, bias) for weight, bias in zip(narrow[::2], narrow[1::2]))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -139,8 +139,8 @@ class _Products(torch.autograd.Function):
         enter, leave = ("gather", "reduce_scatter") if ctx.sequence_parallel else ("copy", "all_reduce")
         if torch.is_grad_enabled():  # to be differentiated again: differentiable steps, without overlap
             dx = border(leave, enter, _dx(dys, weights), axis, 1) if needs_x else None
-            whole = border(enter, leave, x, axis, 1) if any(needs[::2]) else None
-            return dx, None, None, None, None, *_dweights(dys, whole, needs)
+            gathered = border(enter, leave, x, axis, 1) if any(needs[::2]) else None
+            return dx, None, None, None, None, *_dweights(dys, gathered, needs)
 
         x = x.detach()
         again = cache(lambda: begin(enter, x, axis, 1)())  # once for all layers that defer their gradient
@@ -162,8 +162,8 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """
     y = F.linear(x, weight, bias)
     base = base_of(y)
-    whole: Tensor = y if base is None else reshaped(base, y.shape)
-    return whole
+    product: Tensor = y if base is None else reshaped(base, y.shape)
+    return product
 
 
 def _dx(dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
@@ -176,11 +176,11 @@ def _dx(dys: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
 
 def _dweights(dys: Sequence[Tensor], x: Tensor | None, needs: Sequence[bool]) -> list[Tensor | None]:
     """Return dW = dy^T x and db = sum dy of each layer, with None for gradients that are not needed."""
-    found: list[Tensor | None] = []
+    gradients: list[Tensor | None] = []
     for dy, needs_weight, needs_bias in zip(dys, needs[::2], needs[1::2]):
-        found.append(_rows(dy).T @ _rows(x) if needs_weight and x is not None else None)
-        found.append(_rows(dy).sum(0) if needs_bias else None)
-    return found
+        gradients.append(_rows(dy).T @ _rows(x) if needs_weight and x is not None else None)
+        gradients.append(_rows(dy).sum(0) if needs_bias else None)
+    return gradients
 
 
 def _rows(x: Tensor) -> Tensor:

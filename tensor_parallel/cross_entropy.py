@@ -113,7 +113,7 @@ class _CrossEntropy(torch.autograd.Function):
         cap: float | None,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.float32 if logits.dtype in (torch.float16, torch.bfloat16) else logits.dtype
-        rows, mine = logits.shape[0], _owned(labels, counts, start, logits.shape[1])
+        rows, owned = logits.shape[0], _owned(labels, counts, start, logits.shape[1])
         top = _capped(logits.amax(-1).to(dtype), cap)  # (N,)
         axis.all_reduce(top, op="max")
 
@@ -121,8 +121,8 @@ class _CrossEntropy(torch.autograd.Function):
         sums = logits.new_zeros((3 if smoothing else 2, rows), dtype=dtype)
         for block in blocks(logits):
             z = _capped(logits[block].to(dtype), cap) - top[block, None]  # (n, V_local)
-            at = (labels[block] - start).masked_fill(~mine[block], 0)[:, None]  # (n, 1)
-            sums[1, block] = z.gather(1, at)[:, 0].masked_fill(~mine[block], 0.0)
+            at = (labels[block] - start).masked_fill(~owned[block], 0)[:, None]  # (n, 1)
+            sums[1, block] = z.gather(1, at)[:, 0].masked_fill(~owned[block], 0.0)
             if smoothing:
                 sums[2, block] = z.sum(-1)
             sums[0, block] = z.exp_().sum(-1)
@@ -147,7 +147,7 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         logits, labels, counts, log_sum = ctx.saved_tensors
-        mine = _owned(labels, counts, ctx.start, logits.shape[1])
+        owned = _owned(labels, counts, ctx.start, logits.shape[1])
         scale = grads[0].masked_fill(~counts, 0.0)[:, None]  # (N, 1)
         grad = torch.empty_like(logits)
         for block in blocks(logits):
@@ -157,8 +157,8 @@ class _CrossEntropy(torch.autograd.Function):
                 g *= 1.0 + 2.0 * ctx.z_loss * log_sum[block, None]
             if ctx.smoothing:
                 g -= ctx.smoothing / ctx.vocab_size
-            at = (labels[block] - ctx.start).masked_fill(~mine[block], 0)[:, None]  # (n, 1)
-            g.scatter_add_(1, at, (ctx.smoothing - 1.0) * mine[block, None].to(g.dtype))
+            at = (labels[block] - ctx.start).masked_fill(~owned[block], 0)[:, None]  # (n, 1)
+            g.scatter_add_(1, at, (ctx.smoothing - 1.0) * owned[block, None].to(g.dtype))
             if ctx.cap is not None:
                 g *= 1.0 - (z / ctx.cap).square()
             grad[block] = g.mul_(scale[block])

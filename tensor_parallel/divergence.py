@@ -106,10 +106,10 @@ def top_log_probs(logits: Tensor, k: int, axis: Axis, vocab_size: int, temperatu
     log_sum = _log_sums([logits], axis, temperature)[0]
     z, at = logits.topk(min(k, logits.shape[1]), -1)
     missing = min(k, -(-vocab_size // axis.size)) - z.shape[1]  # other ranks may have a word more
-    mine = F.pad(z.to(log_sum.dtype) / temperature - log_sum[:, None], (0, missing), value=-torch.inf)
+    own_log_probs = F.pad(z.to(log_sum.dtype) / temperature - log_sum[:, None], (0, missing), value=-torch.inf)
     words = F.pad(at.int() + split(vocab_size, axis.size, axis.rank)[0], (0, missing))
-    found, theirs = (gather_split(each, axis) for each in (mine, words))  # (N, t k) at most
-    best, places = found.topk(k, -1)
+    gathered, theirs = (gather_split(own, axis) for own in (own_log_probs, words))  # (N, t k) at most
+    best, places = gathered.topk(k, -1)
     return best, theirs.gather(1, places)
 
 
@@ -215,15 +215,15 @@ class _LogProbsAndRest(torch.autograd.Function):
         sums = top.new_zeros(3 + at.shape[1], len(top))  # of exp z, of exp z of the rest, of z exp z; z of the k words
         for block in blocks(logits):
             z = (logits[block].to(dtype) / temperature).sub_(top[block, None])  # (n, V_local)
-            place, foreign = _places(at[block], z)
-            sums[3:, block] = z.gather(1, place).masked_fill_(foreign, 0.0).t()
+            columns, foreign = _places(at[block], z)
+            sums[3:, block] = z.gather(1, columns).masked_fill_(foreign, 0.0).t()
             e = z.exp()
             sums[0, block], sums[2, block] = e.sum(-1), (e * z).sum(-1)
             sums[1, block] = e.masked_fill_(_listed(at[block], z), 0.0).sum(-1)
         axis.all_reduce(sums)
         log_all, log_rest = sums[0].log(), sums[1].clamp(min=torch.finfo(dtype).tiny).log()
-        found = torch.cat([sums[3:] - log_all, (log_rest - log_all)[None]]).t().contiguous()
-        return found, log_all - sums[2] / sums[0], torch.stack([log_all, log_rest]) + top
+        log_probs = torch.cat([sums[3:] - log_all, (log_rest - log_all)[None]]).t().contiguous()
+        return log_probs, log_all - sums[2] / sums[0], torch.stack([log_all, log_rest]) + top
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -241,8 +241,8 @@ class _LogProbsAndRest(torch.autograd.Function):
             g = (z - log_all[block, None]).exp_().mul_(-own.sum(-1, keepdim=True))
             rest = (z - log_rest[block, None]).exp_().masked_fill_(_listed(at[block], z), 0.0)
             g += rest.mul_(own[:, -1:])
-            place, foreign = _places(at[block], z)
-            grad[block] = g.scatter_add_(1, place, own[:, :-1].masked_fill(foreign, 0.0))
+            columns, foreign = _places(at[block], z)
+            grad[block] = g.scatter_add_(1, columns, own[:, :-1].masked_fill(foreign, 0.0))
         return grad, None, None, None
 
 

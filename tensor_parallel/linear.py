@@ -140,11 +140,11 @@ class ColumnParallelLinear(_ParallelLinear):
         return self._gather(y) if self.gather_output and self.axis.size > 1 else y
 
     def _gather(self, y: Tensor) -> Tensor:
-        whole = self.parts or (self.out_features,)
+        lengths = self.parts or (self.out_features,)
         weight = self._parameters.get("weight")  # as it is registered, with its layout
         layout = layout_of(self.weight if weight is None else weight)
-        mine = y.split(layout.lengths(self.axis.rank, self.axis.size), dim=-1)
-        parts = [gather_split(p, self.axis, length=n, unit=self.unit) for p, n in zip(mine, whole, strict=True)]
+        own_parts = y.split(layout.lengths(self.axis.rank, self.axis.size), dim=-1)
+        parts = [gather_split(p, self.axis, length=n, unit=self.unit) for p, n in zip(own_parts, lengths, strict=True)]
         return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]  # (..., N)
 
 

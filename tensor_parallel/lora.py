@@ -170,10 +170,10 @@ class Adapter(nn.Module):
     def merged(self, rows: Tensor) -> Tensor:
         """Return the layer's rows with the update: W + s B A, or with DoRA m (W + s B A) / |W + s B A|."""
         wide = torch.promote_types(rows.dtype, torch.float32)
-        whole = rows.to(wide) + self.B.to(wide) @ self.A.to(wide) * self.scaling
+        weight = rows.to(wide) + self.B.to(wide) @ self.A.to(wide) * self.scaling
         if self.magnitude is not None:
-            whole = (self.magnitude.to(wide) / self._norms(whole))[:, None] * whole
-        return whole.to(rows.dtype)
+            weight = (self.magnitude.to(wide) / self._norms(weight))[:, None] * weight
+        return weight.to(rows.dtype)
 
     def _into(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return the product of the input with a weight whose inputs are sharded like the layer's."""
@@ -238,9 +238,9 @@ class Adapters(nn.Module):
         pieces = list(y.split(lengths, dim=-1)) if len(lengths) > 1 else [y]
         rows: Sequence[Tensor | None] = [None] * len(lengths)
         biases = rows
-        if any(each.magnitude is not None for several in adapters for each in several):
-            whole = _rows(layer)
-            rows = whole.split(lengths) if len(lengths) > 1 else [whole]
+        if any(member.magnitude is not None for several in adapters for member in several):
+            weight = _rows(layer)
+            rows = weight.split(lengths) if len(lengths) > 1 else [weight]
             biases = biases if bias is None else bias.split(lengths) if len(lengths) > 1 else [bias]
         for number, several in enumerate(adapters):
             for adapter in several:
@@ -370,13 +370,13 @@ def add_adapters(
             )
         else:
             matched.update(adapt(model, "", options, names, grid, dropout, name, first, axis))
-    found = set[str]().union(*grid.world.all_gather_json(sorted(matched)))
+    matched_anywhere = set[str]().union(*grid.world.all_gather_json(sorted(matched)))
     targets = (options.targets,) if isinstance(options.targets, str) else options.targets
-    missing = [target for target in targets if target not in found]
+    missing = [target for target in targets if target not in matched_anywhere]
     if missing:
         linear = [name for name, layer in model.named_modules() if _linear(layer)]
-        ends = dict.fromkeys(each.rpartition(".")[2] for name in linear for each in names.get(name, (name,)))
-        there = any(each.rpartition(".")[2] in missing for several in names.values() for each in several)
+        ends = dict.fromkeys(own.rpartition(".")[2] for name in linear for own in names.get(name, (name,)))
+        there = any(own.rpartition(".")[2] in missing for several in names.values() for own in several)
         kind = "linear layer of its own (a tied output layer is the embedding)" if there else "layer"
         raise ConfigError(
             f"lora.targets has {', '.join(map(repr, missing))}, but no {kind} has such a name. Name layers by the ends "
@@ -419,8 +419,8 @@ def adapt(
     Raises:
         ValueError: a target names a layer that has no adapters, or a layer whose fused parts cannot be told apart.
     """
-    for each, parameter in module.named_parameters():
-        parameter.requires_grad_(parameter.requires_grad and ".lora." in f".{each}")
+    for parameter_name, parameter in module.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and ".lora." in f".{parameter_name}")
     axis = axis or grid.tensor
     uses = Counter(id(p) for layer in module.modules() for p in layer._parameters.values() if p is not None)
     head = getattr(module, "get_output_embeddings", lambda: None)()
@@ -436,11 +436,11 @@ def adapt(
         chosen: list[str | None] = []
         for part in parts:
             if options.targets == ALL_LINEAR:
-                found = {ALL_LINEAR} if _linear(layer) and not last else set()
+                hits = {ALL_LINEAR} if _linear(layer) and not last else set()
             else:
-                found = options.matching(own) | options.matching(part)
-            chosen.append(part.rpartition(".")[2] if found else None)
-            matched |= found
+                hits = options.matching(own) | options.matching(part)
+            chosen.append(part.rpartition(".")[2] if hits else None)
+            matched |= hits
         present = layer._modules.get("lora")
         if any(chosen) and (present is None or not any(set_of(key) == name for key in present._modules)):
             if not _linear(layer) or not getattr(layer, "adaptable", True):
@@ -529,7 +529,7 @@ def _adapters(
     if a.sharded and axis.size > 1:
         columns = a.shard(torch.arange(inputs).expand(a.shape), *here)[0], inputs
     matrix, taken = layer.weight.detach().t() if transposed else layer.weight.detach(), 0
-    found: list[tuple[str, Adapter] | None] = []
+    chosen_adapters: list[tuple[str, Adapter] | None] = []
     sizes: list[int] = []
     fused = [(sum(lengths), layout.parts)] if len(chosen) == 1 else [(length, None) for length in lengths]
     for part, (length, inner) in zip(chosen, fused, strict=True):
@@ -539,13 +539,13 @@ def _adapters(
         elif a.sharded:
             b = Layout((length, options.rank), partial=sequence)
         if part is None:
-            found.append(None)
+            chosen_adapters.append(None)
         else:
             seed = (options.seed, f"{own}.lora.{named_in(name, part)}")
             drops = dropout(options.dropout, grid, a.partial, columns) if options.dropout else None
             norms = matrix[taken : taken + b.local_shape(*here)[0]] if options.dora else None
             adapter = Adapter(a, b, axis, options.scaling, sequence, select, seed, layer.weight, drops, norms)
-            found.append((part, adapter))
+            chosen_adapters.append((part, adapter))
         taken += b.local_shape(*here)[0]
         sizes.append(b.local_shape(*here)[0] if rows is None else rows.stop - rows.start)
-    return sizes, found
+    return sizes, chosen_adapters

@@ -122,12 +122,12 @@ def dynamic_map(device: torch.device) -> Tensor:
 
 @cache
 def _dynamic_map() -> Tensor:
-    found = [torch.tensor([0.0, 1.0])]
+    values = [torch.tensor([0.0, 1.0])]
     for exponent in range(7):
         bounds = torch.linspace(0.1, 1, 2**exponent + 1)
         middles = 10 ** (exponent - 6) * (bounds[:-1] + bounds[1:]) / 2
-        found += [middles, -middles]
-    return torch.cat(found).sort().values
+        values += [middles, -middles]
+    return torch.cat(values).sort().values
 
 
 @cache

@@ -130,8 +130,8 @@ def _plain(weight: Tensor) -> Tensor:
 
 def _gathered(parameter: Tensor | None, axis: Axis) -> Tensor:
     assert parameter is not None
-    whole: Tensor = _Whole.apply(parameter, layout_of(parameter), axis)
-    return whole
+    gathered: Tensor = _Whole.apply(parameter, layout_of(parameter), axis)
+    return gathered
 
 
 class _Whole(torch.autograd.Function):
@@ -140,8 +140,8 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, layout: Layout, axis: Axis) -> Tensor:
         ctx.layout, ctx.axis = layout, axis
-        whole = layout.gather(axis, shard.detach())
-        return whole.clone() if whole.data_ptr() == shard.data_ptr() else whole
+        gathered = layout.gather(axis, shard.detach())
+        return gathered.clone() if gathered.data_ptr() == shard.data_ptr() else gathered
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -171,13 +171,13 @@ class _Shard(Tensor):
             name = _name(func)
             if _needs_whole(name, shards, args, kwargs):
                 raise _refused(name, shards[0])
-            found = func(*args, **kwargs)
+            result = func(*args, **kwargs)
             if name == "detach" and _caller() == "torch.nn.parameter":
-                found.__class__ = type(shards[0])  # as nn.Parameter(shard) requires
-                vars(found).update(vars(shards[0]))
+                result.__class__ = type(shards[0])  # as nn.Parameter(shard) requires
+                vars(result).update(vars(shards[0]))
             elif name not in _NO_VALUES and not name.startswith("new_"):
-                _mark(name, found, shards)
-            return found
+                _mark(name, result, shards)
+            return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a plain tensor."""
@@ -200,8 +200,8 @@ class ShardedWeight(_Shard, nn.Parameter):
                 copied = nn.Parameter(self.detach().as_subclass(Tensor).clone(), self.requires_grad)
             vars(copied).update(vars(self))
             memo[id(self)] = copied
-        found: nn.Parameter = memo[id(self)]
-        return found
+        remembered: nn.Parameter = memo[id(self)]
+        return remembered
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a plain parameter."""
@@ -210,7 +210,7 @@ class ShardedWeight(_Shard, nn.Parameter):
 
 
 def _shards(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[_Shard]:
-    return [each for each in _flat((*args, *kwargs.values())) if isinstance(each, _Shard)]
+    return [value for value in _flat((*args, *kwargs.values())) if isinstance(value, _Shard)]
 
 
 def _flat(values: Sequence[Any]) -> Iterator[Any]:
@@ -261,7 +261,7 @@ def _foreign(shards: Sequence[_Shard]) -> bool:
         return False
     layer = frame.f_locals.get("self")
     own = layer._parameters.values() if isinstance(layer, ReadOutside) else ()
-    return not any(_parameter(shard) is each for each in own for shard in shards)
+    return not any(_parameter(shard) is parameter for parameter in own for shard in shards)
 
 
 def _needs_whole(name: str, shards: Sequence[_Shard], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -272,12 +272,12 @@ def _needs_whole(name: str, shards: Sequence[_Shard], args: Sequence[Any], kwarg
     if name.endswith("_") and not name.endswith("__") and args and args[0] is shard:  # writes rows by their numbers
         return shard.triax_cut and shard.numel() < _parameter(shard).numel()
     if name == "__getitem__":
-        by_tensor = any(isinstance(each, Tensor) and not isinstance(each, _Shard) for each in _flat(args[1:]))
+        by_tensor = any(isinstance(value, Tensor) and not isinstance(value, _Shard) for value in _flat(args[1:]))
         return by_tensor or isinstance(args[1], list)
     if name in _REDUCTIONS or name.startswith("linalg_"):
-        place = 2 if name in ("norm", "linalg_norm", "linalg_vector_norm", "topk", "kthvalue", "quantile") else 1
-        given = kwargs.get("dim", args[place] if len(args) > place else None)
-        dims = [each % max(shard.dim(), 1) for each in _flat((given,)) if type(each) is int]
+        dim_argument = 2 if name in ("norm", "linalg_norm", "linalg_vector_norm", "topk", "kthvalue", "quantile") else 1
+        given = kwargs.get("dim", args[dim_argument] if len(args) > dim_argument else None)
+        dims = [dim % max(shard.dim(), 1) for dim in _flat((given,)) if type(dim) is int]
         return not dims or shard.triax_cut or layout_of(_parameter(shard)).shard_dim in dims
     return False
 
@@ -290,15 +290,15 @@ def _mark(name: str, found: Any, shards: Sequence[_Shard]) -> None:
     """
     shapes = {shard.shape for shard in shards}
     cut = name in _VIEWS or name in _REDUCTIONS or any(shard.triax_cut for shard in shards)
-    for each in _flat((found,)):
-        if type(each) is not Tensor or not (each.is_floating_point() or each.is_complex()):
+    for value in _flat((found,)):
+        if type(value) is not Tensor or not (value.is_floating_point() or value.is_complex()):
             continue
-        if not (name in _VIEWS or name in _REDUCTIONS or name.startswith("linalg_") or each.shape in shapes):
+        if not (name in _VIEWS or name in _REDUCTIONS or name.startswith("linalg_") or value.shape in shapes):
             if name.startswith("_foreach_"):  # of another tensor of the list
                 continue
             raise _refused(name, shards[0])
-        if each.dim():
-            marked: Any = each
+        if value.dim():
+            marked: Any = value
             marked.__class__, marked.triax_shard_of, marked.triax_cut = _Shard, _parameter(shards[0]), cut
 
 

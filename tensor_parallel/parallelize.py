@@ -69,8 +69,8 @@ def parallelize(module: M, grid: Grid, plan: Mapping[str, Any]) -> M:
             features that the sharded replacement would lose: its own ``forward``, a parametrization, hooks, or
             parameters or buffers other than weight and bias.
     """
-    found = {key: _style(key, value) for key, value in plan.items()}
-    work = _assign(module, found)  # so that a wrong plan is one on any grid
+    styles = {key: _style(key, value) for key, value in plan.items()}
+    work = _assign(module, styles)  # so that a wrong plan is one on any grid
     axis = grid.tensor
     for refusal in axis.all_gather_json(_beyond_plain(module, work)):  # hooks may be on one rank alone
         if refusal is not None:
@@ -462,11 +462,11 @@ def _queries(style: KeyValue, axis: Axis) -> tuple[tuple[int, int], list[int] | 
     def share(heads: list[int]) -> set[int]:
         return {heads.count(head) for head in heads}
 
-    mine = used(axis.rank)
-    bounds = mine[0], mine[-1] + 1
+    owned = used(axis.rank)
+    bounds = owned[0], owned[-1] + 1
     if all(len(share(used(rank))) == 1 for rank in range(axis.size)):
-        return bounds, None, share(mine).pop()
-    return bounds, [head - mine[0] for head in mine], 1  # alike on every rank, so that all run the same operations
+        return bounds, None, share(owned).pop()
+    return bounds, [head - owned[0] for head in owned], 1  # alike on every rank, so that all run the same operations
 
 
 def _known(layer: nn.Module) -> bool:

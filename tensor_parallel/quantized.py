@@ -94,10 +94,10 @@ class QuantizedNumbers(nn.Module):
         scales = largest[:, first : first + here[1]].contiguous()
         if self.form != "nf4-double":
             return self._named(codes, scales.view(torch.int32))
-        whole = self.scale_layout.gather(self.axis, scales)
-        outer_codes, outer, mean = nf4.outer_codes(whole)
-        mine = self.scale_layout.shard(outer_codes, self.axis.rank, self.axis.size).contiguous()
-        return self._named(codes, mine, outer.view(torch.int32), mean.view(torch.int32))
+        all_scales = self.scale_layout.gather(self.axis, scales)
+        outer_codes, outer, mean = nf4.outer_codes(all_scales)
+        own_codes = self.scale_layout.shard(outer_codes, self.axis.rank, self.axis.size).contiguous()
+        return self._named(codes, own_codes, outer.view(torch.int32), mean.view(torch.int32))
 
     def _empty(self) -> dict[str, tuple[Tensor, Layout]]:
         def meta(layout: Layout, dtype: torch.dtype) -> Tensor:
@@ -125,7 +125,7 @@ class QuantizedNumbers(nn.Module):
             places = places.view(self.scale_layout.shape)
             places = self.scale_layout.shard(places, self.axis.rank, self.axis.size) // nf4.OUTER
             assert self.outer is not None and self.mean is not None
-            outer, mean = (each.detach().view(torch.float32) for each in (self.outer, self.mean))
+            outer, mean = (values.detach().view(torch.float32) for values in (self.outer, self.mean))
             scales = nf4.outer_values(scales, outer, mean, places)
         else:
             scales = scales.view(torch.float32)
@@ -181,9 +181,9 @@ class ComputedWeight(Tensor):
                     f"{layout_of(first).name or 'a weight'} is kept in {first.numbers.form}, and {func} would write to "
                     "it: change the model before its base is quantized (the option lora.base)"
                 )
-        others = [each for each in args if isinstance(each, Tensor) and not isinstance(each, ComputedWeight)]
+        others = [value for value in args if isinstance(value, Tensor) and not isinstance(value, ComputedWeight)]
         dtype = others[0].dtype if others and others[0].is_floating_point() else None
-        dense = [each.dense(dtype) if isinstance(each, ComputedWeight) else each for each in args]
+        dense = [value.dense(dtype) if isinstance(value, ComputedWeight) else value for value in args]
         return func(*dense, **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -213,11 +213,11 @@ def quantize_layer(layer: Any, name: str, form: str, axis: Axis, transposed: boo
         dim = None if layout.shard_dim is None else 1 - layout.shard_dim
         layout, own = replace(layout, shape=layout.shape[::-1], shard_dim=dim), own.t()
     numbers = QuantizedNumbers(form, replace(layout, name=f"{name}.weight", tie=None), axis, own)
-    whole = layout_of(weight)
+    weight_layout = layout_of(weight)
     del layer._parameters["weight"]
     layer.add_module("quantized", numbers)
     seen: Any = ComputedWeight(numbers, weight.dtype, weight.device, transposed)
-    set_layout(seen, whole)
+    set_layout(seen, weight_layout)
     layer.__dict__["weight"] = seen
 
 

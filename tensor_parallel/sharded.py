@@ -175,8 +175,8 @@ class KeyValueWhole(_Linear):
 
     def used(self) -> tuple[Tensor, Tensor | None]:
         """Return the rows of weight, (n, K), and bias, (n,), of the key/value heads that this rank computes."""
-        whole = copy_all_reduce(self._shard, self.axis)
-        return (whole.t() if self.transposed else whole)[self.rows], self._used_bias()
+        weight = copy_all_reduce(self._shard, self.axis)
+        return (weight.t() if self.transposed else weight)[self.rows], self._used_bias()
 
     def _used_bias(self) -> Tensor | None:
         return None if self.bias is None else copy_all_reduce(self.bias, self.axis)[self.rows]
@@ -211,7 +211,7 @@ class FusedWhole(_Linear):
 
     def used(self) -> tuple[Tensor, Tensor | None]:
         """Return the rows of weight, (n, K), and bias, (n,), that this rank computes."""
-        wholes = [None if each is None else copy_all_reduce(each, self.axis) for each in (self._shard, self.bias)]
+        wholes = [None if tensor is None else copy_all_reduce(tensor, self.axis) for tensor in (self._shard, self.bias)]
         weight, bias = (None if w is None else torch.cat([w[self.rows], w[-self.last :]]) for w in wholes)
         assert weight is not None
         return weight, bias

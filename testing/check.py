@@ -192,35 +192,35 @@ def _row(
 ) -> CheckRow:
     """Run one composition, and compare it with one process."""
     try:
-        found = run_ranks(at.ranks, steps_of, build, data, at, None, options, timeout=timeout)
+        steps = run_ranks(at.ranks, steps_of, build, data, at, None, options, timeout=timeout)
     except RankFailure as failure:
         first = failure.first
         return CheckRow(
             str(at), False, f"rank {first.rank} {_verb(first.kind)}: {first.summary}", _last_place(first.text)
         )
-    text = _compared(found, wanted, rtol)
+    text = _compared(steps, wanted, rtol)
     if not text:
-        step = found[0][0]
+        step = steps[0][0]
         sent = {name: size for name, size in step.sent.items() if name != "world"}
         return CheckRow(str(at), True, sent=sent, formula=step.formula)
     where = cause = ""
     if axis in ("tensor", "context"):
         trains = "the loss differs" in text  # and the loss of an evaluation does not
-        (whole,) = run_ranks(1, _recorded, build, data, Composition(), trains, timeout=timeout)
+        (calls_of_one,) = run_ranks(1, _recorded, build, data, Composition(), trains, timeout=timeout)
         parts = run_ranks(at.ranks, _recorded, build, data, at, trains, timeout=timeout)
-        where, module = first_difference(whole, parts, rtol)
+        where, module = first_difference(calls_of_one, parts, rtol)
         if not where and "the loss of an evaluation" in text:
             where, module = f"{LOSS}, as no module before it differs", LOSS
         if module:
             (ops,) = run_ranks(1, _recorded_ops, build, data, Composition(), trains, module, timeout=timeout)
-            mine = run_ranks(at.ranks, _recorded_ops, build, data, at, trains, module, timeout=timeout)
-            op, cause = first_op(ops, mine, rtol)
+            ops_of_ranks = run_ranks(at.ranks, _recorded_ops, build, data, at, trains, module, timeout=timeout)
+            op, cause = first_op(ops, ops_of_ranks, rtol)
             where += f"; first op: {op}" if op else ""
         if module == LOSS:
             return CheckRow(str(at), False, text, where, cause or _CAUSES[axis])
     if axis is not None and "the loss differs" in text:
         return CheckRow(str(at), False, text, where, cause or _IN_TRAINING)
-    return CheckRow(str(at), False, text, where, cause or _cause(found, wanted, axis, at, bool(where)))
+    return CheckRow(str(at), False, text, where, cause or _cause(steps, wanted, axis, at, bool(where)))
 
 
 def _compared(found: Sequence[Steps], wanted: Steps, rtol: float) -> str:
@@ -237,8 +237,8 @@ def _cause(found: Sequence[Steps], wanted: Steps, axis: str | None, at: Composit
     if axis is None:
         return "each axis alone is right: a collective over the wrong axis, or over all ranks"
     size = dict(at.axes)[axis]
-    mine, own = found[0][0].gradients, wanted[0].gradients
-    factors = {name: _factor(mine[name], own[name]) for name in own if name in mine}
+    gradients, own = found[0][0].gradients, wanted[0].gradients
+    factors = {name: _factor(gradients[name], own[name]) for name in own if name in gradients}
     off = {name: factor for name, factor in factors.items() if factor != 1.0}
     if not forward and off and all(factor is not None for factor in off.values()):
         known = {factor for factor in off.values() if factor is not None}
@@ -278,7 +278,7 @@ def _notes(build: Build, data: Data, step: Step) -> tuple[str, ...]:
     model, inputs, labels, fields = _first_microbatch(build, data, Composition(), True)
     at_once = not_deferred(model, inputs, labels, fields)
     if at_once:
-        matrices = sum(each.dim() > 1 and each.requires_grad for each in model.parameters())
+        matrices = sum(parameter.dim() > 1 and parameter.requires_grad for parameter in model.parameters())
         notes.append(
             f"zero-bubble schedules defer the gradients of {matrices - len(at_once)} of {matrices} matrices, and not "
             f"of {_listed(at_once)}"
@@ -305,10 +305,10 @@ def _turned(build: Build, data: Data, options: Mapping[str, Any]) -> tuple[Step,
 
     def still(grid: Grid) -> PipelineModule:
         model = build(grid)
-        each: Any
-        for each in model.modules():
-            if "Dropout" in type(each).__name__ and hasattr(each, "p"):
-                each.p = 0.0
+        module: Any
+        for module in model.modules():
+            if "Dropout" in type(module).__name__ and hasattr(module, "p"):
+                module.p = 0.0
         return model
 
     straight = steps_of(still, lambda: data()[:1], Composition(), None, options)

@@ -37,8 +37,8 @@ def covering_array(
             pairs = list(row.items())
             gain = {value: sum(c in missing for c in _with((name, value), pairs, strength)) for value in values}
             row[name] = max(values, key=lambda value: gain[value])
-        for found in combinations(row.items(), strength):
-            missing.pop(frozenset(found), None)
+        for chosen in combinations(row.items(), strength):
+            missing.pop(frozenset(chosen), None)
         rows.append({name: row[name] for name in factors})
     return rows
 
@@ -47,13 +47,13 @@ def possible(
     factors: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool], strength: int = 3
 ) -> list[Combination]:
     """Return the combinations of the values of ``strength`` factors that some allowed row has."""
-    found = []
+    chosen_sets = []
     for names in combinations(factors, strength):
         for values in product(*(factors[name] for name in names)):
             row = dict(zip(names, values, strict=True))
             if completed(row, factors, allowed):
-                found.append(frozenset(row.items()))
-    return found
+                chosen_sets.append(frozenset(row.items()))
+    return chosen_sets
 
 
 def completed(row: Row, factors: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool]) -> Row | None:
@@ -64,7 +64,7 @@ def completed(row: Row, factors: Mapping[str, Sequence[Any]], allowed: Callable[
     if name is None:
         return row
     return next(
-        (whole for value in factors[name] if (whole := completed({**row, name: value}, factors, allowed))), None
+        (full_row for value in factors[name] if (full_row := completed({**row, name: value}, factors, allowed))), None
     )
 
 

@@ -17,7 +17,7 @@ def not_deferred(model: PipelineModule, inputs: Any, labels: Any, fields: dict[s
     deferred = Deferred()
     with deferring(deferred):
         loss = model.loss(model.run_stage(0, inputs, fields), labels)
-        roots = [each.sum() for each in tensors_of(loss) if each.requires_grad]
+        roots = [tensor.sum() for tensor in tensors_of(loss) if tensor.requires_grad]
         if roots:
             torch.autograd.backward(roots)
-    return [name for name, each in model.named_parameters() if each.dim() > 1 and each.grad is not None]
+    return [name for name, parameter in model.named_parameters() if parameter.dim() > 1 and parameter.grad is not None]

@@ -158,12 +158,12 @@ def _compare_run(
 ) -> None:
     """Run one composition, and compare its steps on each rank with those of one process."""
     try:
-        found = run_ranks(at.ranks, steps_of, build, data, at, schedule, options, timeout=timeout)
+        steps_of_ranks = run_ranks(at.ranks, steps_of, build, data, at, schedule, options, timeout=timeout)
     except RankFailure as failure:
         other = "" if schedule else ". To leave it out, give the other runs as grids="
         failure.add_note(f"{at}: the run failed{other}")
         raise
-    for rank, steps in enumerate(found):
+    for rank, steps in enumerate(steps_of_ranks):
         for number, (step, own) in enumerate(zip(steps, wanted, strict=True)):
             if text := difference(step, own, rtol):
                 raise AssertionError(f"{at}, step {number}, rank {rank}: {text}")
@@ -246,29 +246,29 @@ def steps_of(
         **{"optimizer": partial(torch.optim.SGD, lr=0.1), **(options or {})},
     )
     assert isinstance(engine, PipelineEngine)
-    found = []
+    steps = []
     for number, batch in enumerate(batches):
-        mine = batch[grid.data.rank * share : (grid.data.rank + 1) * share]
-        evaluation = engine.eval_batch(iter(mine)).item()
-        loss = engine.train_batch(iter(mine)).item()
+        own_microbatches = batch[grid.data.rank * share : (grid.data.rank + 1) * share]
+        evaluation = engine.eval_batch(iter(own_microbatches)).item()
+        loss = engine.train_batch(iter(own_microbatches)).item()
         gradients = engine.gather("gradients")
         weights = engine.gather() if number == len(batches) - 1 else {}
         report = engine.traffic_report()
-        sent = {axis: sum(each["bytes"] for each in kinds.values()) for axis, kinds in report["sent"].items()}
+        sent = {axis: sum(counts["bytes"] for counts in kinds.values()) for axis, kinds in report["sent"].items()}
         norm = float(engine.grad_norm or 0.0)
-        found.append(Step(evaluation, loss, norm, engine.metrics, gradients, weights, sent, report["formula"]))
-    return found
+        steps.append(Step(evaluation, loss, norm, engine.metrics, gradients, weights, sent, report["formula"]))
+    return steps
 
 
 def rows_of(inputs: Any) -> int:
     """Return the number of rows of a microbatch: the first dim of its first tensor."""
     leaves = tree_leaves(inputs)
-    found = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
-    if found is None:
+    tensor = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
+    if tensor is None:
         raise ValueError(
             "the inputs of a microbatch have no tensor: return (inputs, labels) with a row for each sample"
         )
-    return found.shape[0]
+    return tensor.shape[0]
 
 
 def difference(step: Step, own: Step, rtol: float) -> str:
@@ -279,14 +279,14 @@ def difference(step: Step, own: Step, rtol: float) -> str:
     numbers += [(f"metric {name!r}", step.metrics[name], value) for name, value in own.metrics.items()]
     tensors = []
     for kind in ("gradient", "weight"):
-        mine, wanted = getattr(step, f"{kind}s"), getattr(own, f"{kind}s")
-        if mine.keys() != wanted.keys():
-            names = sorted(mine.keys() ^ wanted.keys())
+        tensors_here, wanted = getattr(step, f"{kind}s"), getattr(own, f"{kind}s")
+        if tensors_here.keys() != wanted.keys():
+            names = sorted(tensors_here.keys() ^ wanted.keys())
             return f"the {kind}s of {', '.join(names)} exist on one process or on the grid alone"
-        tensors += [(f"{kind} of {name}", mine[name], tensor) for name, tensor in wanted.items()]
+        tensors += [(f"{kind} of {name}", tensors_here[name], tensor) for name, tensor in wanted.items()]
     norm = [("gradient norm", step.norm, own.norm)]
     every = [*numbers, *tensors, *norm]
-    different = [text for name, mine, wanted in every if (text := _differs(name, mine, wanted, rtol))]
+    different = [text for name, tensor, wanted in every if (text := _differs(name, tensor, wanted, rtol))]
     if not different:
         return ""
     others = f"; so do {len(different) - 1} other numbers" if len(different) > 1 else ""
@@ -295,7 +295,7 @@ def difference(step: Step, own: Step, rtol: float) -> str:
 
 def _differs(name: str, found: Any, wanted: Any, rtol: float) -> str:
     """Return how a number or tensor differs, or ""."""
-    a, b = (torch.as_tensor(each, dtype=torch.float64) for each in (found, wanted))
+    a, b = (torch.as_tensor(value, dtype=torch.float64) for value in (found, wanted))
     if a.shape != b.shape:
         return f"{name} has the shape {tuple(a.shape)}, and on one process {tuple(b.shape)}"
     if not a.numel():
@@ -305,9 +305,9 @@ def _differs(name: str, found: Any, wanted: Any, rtol: float) -> str:
     if bool((error <= rtol * largest + 1e-14).all()):  # False for NaN
         return ""
     at = torch.unravel_index(error.nan_to_num(torch.inf).argmax(), a.shape)
-    place = tuple(int(i) for i in at)
-    where = f" at {place}" if place else ""
-    return f"{name} differs{where}: {a[place].item():.12g}, and on one process {b[place].item():.12g}"
+    index = tuple(int(i) for i in at)
+    where = f" at {index}" if index else ""
+    return f"{name} differs{where}: {a[index].item():.12g}, and on one process {b[index].item():.12g}"
 
 
 def _stack(layers: int, grid: Grid) -> PipelineModule:

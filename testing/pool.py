@@ -228,8 +228,8 @@ class Pool:
         if interface is not None:
             changes["GLOO_SOCKET_IFNAME"] = interface
         with _environment(changes):
-            found = [name for name in COSTLY if name in sys.modules]
-            self.context.set_forkserver_preload([*found, "triax.testing.rank_process"])
+            imported = [name for name in COSTLY if name in sys.modules]
+            self.context.set_forkserver_preload([*imported, "triax.testing.rank_process"])
             multiprocessing.forkserver.ensure_running()
         self.store = serve_store(LOOPBACK)
 
@@ -297,11 +297,11 @@ class Pool:
         name = getattr(fn, "__module__", None)
         qualname = getattr(fn, "__qualname__", repr(fn))
         module = sys.modules.get(name or "")
-        found = None
+        resolved = None
         if module is not None and "<" not in qualname:
             with contextlib.suppress(AttributeError):
-                found = rank_process.resolve(module, qualname)
-        if module is None or found is not fn:
+                resolved = rank_process.resolve(module, qualname)
+        if module is None or resolved is not fn:
             where = ""
             with contextlib.suppress(TypeError):
                 where = f" ({Path(inspect.getfile(fn)).name}:{inspect.unwrap(fn).__code__.co_firstlineno})"

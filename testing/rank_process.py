@@ -176,10 +176,10 @@ def _is_users(module: types.ModuleType) -> bool:
 
 
 def resolve(module: types.ModuleType, qualname: str) -> Any:
-    found: Any = module
+    value: Any = module
     for part in qualname.split("."):
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 # ------------------------------------------------------------------------------------- a rank's life
@@ -222,8 +222,8 @@ def serve(rank: int, pipe: connection.Connection, dump_path: str, filterwarnings
 def _warning(name: str) -> type[Warning]:
     """Return a class of warnings by its name, with the module if it is not built in."""
     module, _, kind = name.rpartition(".")
-    found: type[Warning] = getattr(importlib.import_module(module or "builtins"), kind or "Warning")
-    return found
+    category: type[Warning] = getattr(importlib.import_module(module or "builtins"), kind or "Warning")
+    return category
 
 
 @functools.cache

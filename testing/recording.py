@@ -80,13 +80,13 @@ LOSS = "loss_fn"  # the module of ops that the loss function calls
 
 def record(model: PipelineModule, inputs: Any, fields: dict[str, Any]) -> list[ModuleCall]:
     """Run the forward pass of a model of one stage, and return the calls of its modules in the order of their ends."""
-    found: list[ModuleCall] = []
+    calls: list[ModuleCall] = []
     names = {module: name for name, module in model.named_modules()}
 
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         tensors = [*tensors_of(list(args)), *tensors_of(list(kwargs.values()))]
-        mine = [_kept(tensor) for tensor in tensors], [_kept(tensor) for tensor in tensors_of(output)]
-        found.append(ModuleCall(names[module], type(module).__name__, _place(module), *mine))
+        records = [_kept(tensor) for tensor in tensors], [_kept(tensor) for tensor in tensors_of(output)]
+        calls.append(ModuleCall(names[module], type(module).__name__, _place(module), *records))
 
     handles = [
         module.register_forward_hook(note, with_kwargs=True)
@@ -99,7 +99,7 @@ def record(model: PipelineModule, inputs: Any, fields: dict[str, Any]) -> list[M
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return calls
 
 
 def record_ops(model: PipelineModule, inputs: Any, labels: Any, fields: dict[str, Any], module: str) -> list[OpCall]:
@@ -140,17 +140,17 @@ class _Ops(TorchDispatchMode):
         """Run an op, and note it."""
         if not self.listens:
             return func(*args, **(kwargs or {}))
-        name, place = str(func.overloadpacket), _line(sys._getframe(1))
+        name, line = str(func.overloadpacket), _line(sys._getframe(1))
         given = [*tensors_of(list(args)), *tensors_of(list((kwargs or {}).values()))]
-        inputs = [_kept(each) for each in given if place and each.is_floating_point()]
+        inputs = [_kept(tensor) for tensor in given if line and tensor.is_floating_point()]
         outputs = func(*args, **(kwargs or {}))
         made = list(tensors_of(outputs))
-        values = [_kept(each) for each in made if place and each.is_floating_point()]
-        writers = {self._writer[at] for each in given if (at := _storage(each)) in self._writer}
-        self._writer.update((_storage(each), len(self.found)) for each in made)
+        values = [_kept(tensor) for tensor in made if line and tensor.is_floating_point()]
+        writers = {self._writer[at] for tensor in given if (at := _storage(tensor)) in self._writer}
+        self._writer.update((_storage(tensor), len(self.found)) for tensor in made)
         self._kept.append(made)
-        self.found.append(OpCall(name, place, self._counts[place, name], inputs, values, sorted(writers)))
-        self._counts[place, name] += 1
+        self.found.append(OpCall(name, line, self._counts[line, name], inputs, values, sorted(writers)))
+        self._counts[line, name] += 1
         return outputs
 
 
@@ -159,20 +159,20 @@ def first_difference(
 ) -> FirstDifference:
     """Return where the ranks of an axis first compute something else than one process; ("", "") if nowhere."""
     for at, one in enumerate(whole):
-        mine = [records[at] if at < len(records) else None for records in ranks]
-        if any(each is None or each.name != one.name for each in mine):
+        calls = [records[at] if at < len(records) else None for records in ranks]
+        if any(call is None or call.name != one.name for call in calls):
             return FirstDifference(f"the modules run in another order from {one.name} ({one.kind}) on", "")
-        parts = [each for each in mine if each is not None]
-        wrong = _first_wrong([each.outputs for each in parts], one.outputs, rtol)
+        parts = [call for call in calls if call is not None]
+        wrong = _first_wrong([call.outputs for call in parts], one.outputs, rtol)
         if wrong is None:
             continue
         where = f"{one.name} ({one.kind}{', ' + one.place if one.place else ''})"
-        if _first_wrong([each.inputs for each in parts], one.inputs, rtol) is None:
+        if _first_wrong([call.inputs for call in parts], one.inputs, rtol) is None:
             return FirstDifference(f"the output of {where} differs, and its input does not: {wrong}", one.name)
         owner = one.name.rpartition(".")[0]
-        holder = next((each for each in whole[at:] if each.name == owner), None)
+        holder = next((call for call in whole[at:] if call.name == owner), None)
         inside = f"in the forward of {owner} ({holder.kind}, {holder.place})" if holder else "between two layers"
-        before = next((each.name for each in reversed(whole[:at]) if each.name.rpartition(".")[0] == owner), "")
+        before = next((call.name for call in reversed(whole[:at]) if call.name.rpartition(".")[0] == owner), "")
         after = f" after {before}" if before else ""
         text = f"the input of {where} differs, computed {inside}{after}: {wrong}"
         return FirstDifference(text, owner if holder else "")
@@ -188,34 +188,34 @@ def first_op(whole: Sequence[OpCall], ranks: Sequence[Sequence[OpCall]], rtol: f
     shard before the maximum over the ranks. So an op counts only if what it wrote reaches the end through ops none of
     which is right.
     """
-    one = {each[:3]: each for each in whole if each.place}
-    calls = [{each[:3]: each for each in records} for records in ranks]
+    one = {op[:3]: op for op in whole if op.place}
+    calls = [{op[:3]: op for op in records} for records in ranks]
 
     def wrong(key: tuple[str, str, int]) -> str | None:
         """Return the difference of an op's outputs, "" if they are right, None if they cannot be compared."""
-        parts = [each[key] for each in calls if key in each]
+        parts = [calls_of_rank[key] for calls_of_rank in calls if key in calls_of_rank]
         if key not in one or len(parts) < len(calls) or not one[key].outputs:
             return None
         return _first_wrong([each.outputs for each in parts], one[key].outputs, rtol) or ""
 
     records = ranks[0]
-    read = {writer for each in records for writer in each.writers}
-    waiting, seen, found = [at for at in range(len(records)) if at not in read], set(), []
+    read = {writer for op in records for writer in op.writers}
+    waiting, seen, wrong_ops = [at for at in range(len(records)) if at not in read], set(), []
     while waiting:
         if (at := waiting.pop()) in seen:
             continue
         seen.add(at)
         text = wrong(records[at][:3])
         if text:
-            found.append((at, text))
+            wrong_ops.append((at, text))
         if text != "":
             waiting.extend(records[at].writers)
-    if not found:
+    if not wrong_ops:
         return "", ""
-    at, text = min(found)
-    call, its = records[at], [each[records[at][:3]].inputs for each in calls]
-    right = _first_wrong(its, one[call[:3]].inputs, rtol) is None
-    cause = (_cause if right else _multiple)(call, its, one[call[:3]].inputs, rtol)
+    at, text = min(wrong_ops)
+    call, inputs = records[at], [calls_of_rank[records[at][:3]].inputs for calls_of_rank in calls]
+    right = _first_wrong(inputs, one[call[:3]].inputs, rtol) is None
+    cause = (_cause if right else _multiple)(call, inputs, one[call[:3]].inputs, rtol)
     return f"{call.name} in {call.place}, {'whose input is right' if right else 'whose input differs'}: {text}", cause
 
 
@@ -226,10 +226,10 @@ _REDUCTION = re.compile(r"(mean|sum|var|std|norm|softmax|logsumexp|sort|topk|\ba
 def _cause(call: OpCall, parts: list[list[Tensor]], whole: list[Tensor], rtol: float) -> str:
     """Return what makes an op wrong whose inputs are right on each rank; "" if it is not known."""
     for index, one in enumerate(whole):
-        mine = [each[index] for each in parts]
-        if all(_near(each, one, rtol) for each in mine):
+        values = [inputs[index] for inputs in parts]
+        if all(_near(value, one, rtol) for value in values):
             continue
-        if mine[0].shape == one.shape and _near(torch.stack(mine).sum(0), one, rtol):
+        if values[0].shape == one.shape and _near(torch.stack(values).sum(0), one, rtol):
             return "an input of the op is this rank's part of a sum over the ranks: sum it over the axis before the op"
         if _REDUCTION.search(call.name):
             return (
@@ -242,10 +242,10 @@ def _cause(call: OpCall, parts: list[list[Tensor]], whole: list[Tensor], rtol: f
 def _multiple(call: OpCall, parts: list[list[Tensor]], whole: list[Tensor], rtol: float) -> str:
     """Return what makes an input wrong that is a multiple of the right one on each rank; "" if none is."""
     ranks = len(parts)
-    if any(len(each) != len(whole) for each in parts):
+    if any(len(inputs) != len(whole) for inputs in parts):
         return ""
     for index, one in enumerate(whole):
-        if all(_near(each[index], ranks * one, rtol) for each in parts) and bool(one.any()):
+        if all(_near(inputs[index], ranks * one, rtol) for inputs in parts) and bool(one.any()):
             return (
                 f"an input of the op is {ranks} times one process's: it is summed over the {ranks} ranks once too often"
             )
@@ -255,16 +255,16 @@ def _multiple(call: OpCall, parts: list[list[Tensor]], whole: list[Tensor], rtol
 def _first_wrong(parts: list[list[Tensor]], whole: list[Tensor], rtol: float) -> str | None:
     """Return the first value that is neither whole, nor in slices, nor in summands; None if all are."""
     for index, one in enumerate(whole):
-        mine = [each[index] for each in parts if index < len(each)]
-        if len(mine) != len(parts):
+        values = [tensors[index] for tensors in parts if index < len(tensors)]
+        if len(values) != len(parts):
             return f"{len(parts[0])} tensors, and {len(whole)} on one process"
-        if not _fits(mine, one, rtol):
-            shapes = sorted({tuple(each.shape) for each in mine})
+        if not _fits(values, one, rtol):
+            shapes = sorted({tuple(value.shape) for value in values})
             if shapes == [tuple(one.shape)]:
-                errors = [(each - one).abs().nan_to_num(torch.inf) for each in mine]
-                worst = max(range(len(mine)), key=lambda rank: float(errors[rank].max()))
+                errors = [(value - one).abs().nan_to_num(torch.inf) for value in values]
+                worst = max(range(len(values)), key=lambda rank: float(errors[rank].max()))
                 at = tuple(int(i) for i in torch.unravel_index(errors[worst].argmax(), one.shape))
-                return f"{mine[worst][at].item():.12g} at {at}, and on one process {one[at].item():.12g}"
+                return f"{values[worst][at].item():.12g} at {at}, and on one process {one[at].item():.12g}"
             return f"shapes {', '.join(map(str, shapes))}, and on one process {tuple(one.shape)}"
     return None
 

@@ -15,17 +15,17 @@ def count_bytes(grid: Grid) -> Iterator[dict[str, float]]:
     Collectives count what a ring algorithm sends from each rank, as ``engine.traffic_report`` does. Messages by which
     ranks agree on a step, such as forms of losses, do not count.
     """
-    found: dict[str, float] = {}
+    sizes: dict[str, float] = {}
     traffic = grid.traffic
     add = traffic.add
 
     def counting(axis: str, collective: str, size: float) -> None:
         if not traffic.suspended:
-            found[axis] = found.get(axis, 0.0) + size
+            sizes[axis] = sizes.get(axis, 0.0) + size
         add(axis, collective, size)
 
     traffic.add = counting  # type: ignore[method-assign]
     try:
-        yield found
+        yield sizes
     finally:
         traffic.add = add  # type: ignore[method-assign]  # an outer context counts on

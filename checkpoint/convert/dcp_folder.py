@@ -33,10 +33,10 @@ class DcpFolder:
             entries: dict[str, Inert] = metadata.state["state_dict_metadata"]
             stored: dict[Inert, Inert] = metadata.state["storage_data"]
             self._parts: dict[str, list[tuple[tuple[int, ...], Inert]]] = {}
-            for index, place in stored.items():
+            for index, storage in stored.items():
                 offset = index.get("offset")
                 begin = () if offset is None else tuple(offset.args[0])
-                self._parts.setdefault(index.get("fqn"), []).append((begin, place))
+                self._parts.setdefault(index.get("fqn"), []).append((begin, storage))
             tensors = {name: entry for name, entry in entries.items() if entry.name.endswith("TensorStorageMetadata")}
             self.shapes = {name: tuple(entry.state["size"].args[0]) for name, entry in tensors.items()}
         except (ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
@@ -49,28 +49,28 @@ class DcpFolder:
 
     def read_row(self, name: str, row: int) -> Tensor:
         """Return ``tensor[row]``. Only the parts that begin at this row are read, if each row has its own parts."""
-        parts = [(begin, place) for begin, place in self._parts.get(name, ()) if begin]
+        parts = [(begin, storage) for begin, storage in self._parts.get(name, ()) if begin]
         if {begin[0] for begin, _ in parts} != set(range(self.shapes[name][0])):
             return self.read_tensor(name)[row]
-        here = [((0, *begin[1:]), place) for begin, place in parts if begin[0] == row]
+        here = [((0, *begin[1:]), storage) for begin, storage in parts if begin[0] == row]
         return self._assemble(name, here, (1, *self.shapes[name][1:]))[0]
 
     def _assemble(self, name: str, parts: Sequence[tuple[tuple[int, ...], Inert]], shape: tuple[int, ...]) -> Tensor:
-        whole: Tensor | None = None
-        for begin, place in parts:
-            part = self._read_item(place)
-            if whole is None:
-                whole = torch.empty(shape, dtype=part.dtype)
+        tensor: Tensor | None = None
+        for begin, storage in parts:
+            part = self._read_item(storage)
+            if tensor is None:
+                tensor = torch.empty(shape, dtype=part.dtype)
             spans = zip(begin or [0] * part.dim(), part.shape, strict=True)
-            whole[tuple(slice(at, at + size) for at, size in spans)] = part
-        if whole is None:
+            tensor[tuple(slice(at, at + size) for at, size in spans)] = part
+        if tensor is None:
             raise ValueError(f"{self._folder} has no part of {name}: the checkpoint is incomplete")
-        return whole
+        return tensor
 
     def read_object(self, name: str) -> Any:
         """Return an object, with ``Inert`` in place of everything that is no tensor, number, text or collection."""
-        ((_, place),) = self._parts[name]
-        return self._read_item(place)
+        ((_, storage),) = self._parts[name]
+        return self._read_item(storage)
 
     def _read_item(self, place: Inert) -> Any:
         if place.get("transform_descriptors"):

@@ -62,8 +62,8 @@ def write_model(grid: Grid, snapshot: Snapshot, path: Path, dtype: torch.dtype |
         CheckpointError: on every rank, if a rank could not write. An existing file of that name does not change.
     """
     temporary = path.with_name(f".{path.name}.part")
-    mine = {name: (tensor.shape, _dtype(tensor, dtype)) for name, tensor in snapshot.tensors.items()}
-    everything = dict(ChainMap(*grid.world.all_gather_json(mine)))
+    own_tensors = {name: (tensor.shape, _dtype(tensor, dtype)) for name, tensor in snapshot.tensors.items()}
+    everything = dict(ChainMap(*grid.world.all_gather_json(own_tensors)))
     top, places = header({name.partition("/")[2]: everything[name] for name in sorted(everything)})
     with agreed(grid):
         if grid.rank == 0:
@@ -73,13 +73,13 @@ def write_model(grid: Grid, snapshot: Snapshot, path: Path, dtype: torch.dtype |
                 file.truncate(len(top) + sum(math.prod(s) * d.itemsize for s, d in everything.values()))
     with agreed(grid), temporary.open("r+b", buffering=0) as file:
         for name, tensor in snapshot.tensors.items():
-            written, place = _dtype(tensor, dtype), places[name.partition("/")[2]]
+            written, offset = _dtype(tensor, dtype), places[name.partition("/")[2]]
             for box, load in tensor.boxes:
                 data = memoryview(raw(load().to(written)))
                 at = 0
                 for start, length in runs(tensor.shape, box):
                     size = length * written.itemsize
-                    _put(file.fileno(), data[at : at + size], place + start * written.itemsize)
+                    _put(file.fileno(), data[at : at + size], offset + start * written.itemsize)
                     at += size
         os.fsync(file.fileno())
     with agreed(grid):
@@ -106,8 +106,8 @@ def runs(shape: tuple[int, ...], box: Spans) -> Iterator[tuple[int, int]]:
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     base = sum(low * stride for (low, _), stride in zip(box[outer:], strides[outer:], strict=True))
     if math.prod(lengths):
-        for place in product(*(range(low, high) for low, high in box[:outer])):
-            yield base + sum(at * stride for at, stride in zip(place, strides, strict=False)), inner
+        for index in product(*(range(low, high) for low, high in box[:outer])):
+            yield base + sum(at * stride for at, stride in zip(index, strides, strict=False)), inner
 
 
 def _dtype(tensor: WholeTensor, dtype: torch.dtype | None) -> torch.dtype:

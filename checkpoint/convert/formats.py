@@ -44,18 +44,18 @@ def describe(module: nn.Module) -> dict[str, Any] | None:
     from, such as ``GPTConfig``; None if there is neither. The options of LoRA adapters are added; under ``settings``
     what an export format wants to know, such as special tokens; under ``shared`` second names of shared parameters.
     """
-    found = _configuration(module)
-    settings = _settings(module) if found is not None else None
-    found = found if settings is None else {**(found or {}), "settings": _plain(settings)}
+    described = _configuration(module)
+    settings = _settings(module) if described is not None else None
+    described = described if settings is None else {**(described or {}), "settings": _plain(settings)}
     shared = shared_names(module)
-    return _with_lora({**(found or {}), "shared": shared} if shared else found, module)
+    return _with_lora({**(described or {}), "shared": shared} if shared else described, module)
 
 
 def shared_names(module: nn.Module) -> dict[str, str]:
     """Return further names of parameters that have several in a module: name -> the name of its weights in the file."""
     first: dict[nn.Parameter, str] = {}
     named = () if hasattr(module, "layer_specs") else module.named_parameters(remove_duplicate=False)
-    return {name: first[each] for name, each in named if first.setdefault(each, name) != name}
+    return {name: first[tensor] for name, tensor in named if first.setdefault(tensor, name) != name}
 
 
 def _configuration(module: nn.Module) -> dict[str, Any] | None:
@@ -63,9 +63,9 @@ def _configuration(module: nn.Module) -> dict[str, Any] | None:
     inner, prefix = (specs[0], "layers.0.") if len(specs) == 1 else (module, "")
     config: Any = getattr(inner, "config", None)
     if hasattr(config, "to_dict"):
-        found = config.to_dict()
-        found["architectures"] = found.get("architectures") or [type(inner).__name__]
-        return {"hf": _plain(found), "prefix": prefix}
+        fields = config.to_dict()
+        fields["architectures"] = fields.get("architectures") or [type(inner).__name__]
+        return {"hf": _plain(fields), "prefix": prefix}
     arguments = (value for spec in specs for value in getattr(spec, "args", ()))
     config = next((value for value in arguments if is_dataclass(value) and not isinstance(value, type)), None)
     return None if config is None else {"class": type(config).__name__, "fields": _plain(asdict(config))}
@@ -74,7 +74,7 @@ def _configuration(module: nn.Module) -> dict[str, Any] | None:
 def _settings(module: nn.Module) -> Any:
     """Return what the first format that knows the model wants to keep of it, or None."""
     finders = (getattr(entry.load(), "settings", None) for entry in offered(_EXPORTS))
-    return next((found for find in finders if find is not None and (found := find(module)) is not None), None)
+    return next((settings for find in finders if find is not None and (settings := find(module)) is not None), None)
 
 
 def _with_lora(found: dict[str, Any] | None, module: nn.Module) -> dict[str, Any] | None:
@@ -82,7 +82,7 @@ def _with_lora(found: dict[str, Any] | None, module: nn.Module) -> dict[str, Any
     options: Any = getattr(module, "lora_options", {})
     if not options:
         return found
-    sets = {name: _plain(asdict(each)) for name, each in options.items()}
+    sets = {name: _plain(asdict(adapter)) for name, adapter in options.items()}
     return {**(found or {}), "lora": sets["default"]} if [*sets] == ["default"] else {**(found or {}), "loras": sets}
 
 
@@ -94,9 +94,9 @@ def module_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
     """
     for entry in offered(_EXPORTS):
         find = getattr(entry.load(), "module_names", None)
-        found: dict[str, tuple[str, ...]] = {} if find is None else find(module)
-        if found:
-            return found
+        names: dict[str, tuple[str, ...]] = {} if find is None else find(module)
+        if names:
+            return names
     return {}
 
 
@@ -112,8 +112,8 @@ def exporter(name: str) -> Export:
             f"--format {name} is not a format that an installed package offers: give one of "
             f"{', '.join(['safetensors', *sorted(known.names)])}"
         )
-    found: Export = known[name].load()
-    return found
+    export: Export = known[name].load()
+    return export
 
 
 def export_model(

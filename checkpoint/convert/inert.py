@@ -82,9 +82,9 @@ def read_pickle(data: bytes) -> Any:
     def marked() -> list[Any]:
         """Remove and return what is above the last mark."""
         at = max(i for i, value in enumerate(stack) if value is mark)
-        found = stack[at + 1 :]
+        values = stack[at + 1 :]
         del stack[at:]
-        return found
+        return values
 
     def made(name: Any, *args: Any) -> Inert:
         record = Inert(*args)
@@ -110,9 +110,9 @@ def read_pickle(data: bytes) -> Any:
             stack[-1].update(values)
 
     def popped(count: int) -> list[Any]:
-        found = stack[-count:]
+        values = stack[-count:]
         del stack[-count:]
-        return found
+        return values
 
     acts: dict[str, Callable[[Any], object]] = {
         "PROTO": lambda arg: None,
@@ -159,7 +159,7 @@ def read_pickle(data: bytes) -> Any:
                 stack.append(arg)
             else:
                 raise ValueError(f"it has the operation {operation.name}")
-        (found,) = stack
+        (unpickled,) = stack
     except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"the pickle cannot be read, because {error}") from error
-    return found
+    return unpickled

@@ -174,7 +174,7 @@ def note_saved(folder: Folder, tag: str, save: str) -> None:
         save: name of the save.
     """
     there = names(folder)
-    known = {each: saves for each, saves in saved(folder).items() if each in there}
+    known = {saved_tag: saves for saved_tag, saves in saved(folder).items() if saved_tag in there}
     before = []
     with contextlib.suppress(CorruptError, OSError):
         before = [read_index(folder / tag).save_name]
@@ -189,10 +189,10 @@ def saved(folder: Folder) -> dict[str, list[str]]:
     """Return the saves that were noted for each tag; none if the list is missing or damaged."""
     file = folder / SAVED
     try:
-        found = parse_json(read_bytes(file) if isinstance(file, Path) else file.read_bytes())
+        record = parse_json(read_bytes(file) if isinstance(file, Path) else file.read_bytes())
     except (OSError, ValueError):
         return {}
-    return {tag: each for tag, each in found.items() if isinstance(each, list)} if isinstance(found, dict) else {}
+    return {tag: saves for tag, saves in record.items() if isinstance(saves, list)} if isinstance(record, dict) else {}
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -218,13 +218,13 @@ def tags(folder: Folder) -> list[str]:
     to an earlier checkpoint, or whose clock was set back, writes newer ones. The time in the index, which copies keep,
     decides between checkpoints of one order: those of runs in other folders, and of older versions, which have none.
     """
-    found = []
+    entries = []
     for tag, index in _indices(folder):
         if isinstance(index, Index):
             path = folder / tag / NAME
             modified = path.stat().st_mtime if isinstance(path, Path) else 0.0
-            found.append((index.order, index.head.get("written", modified), index.head["step"], tag))
-    return [tag for *_, tag in sorted(found)]
+            entries.append((index.order, index.head.get("written", modified), index.head["step"], tag))
+    return [tag for *_, tag in sorted(entries)]
 
 
 def last_order(folder: Folder) -> int:
@@ -252,10 +252,10 @@ def unreadable(folder: Folder) -> Iterator[tuple[str, str]]:
 def _indices(folder: Folder) -> Iterator[tuple[str, Index | Exception]]:
     """Yield each checkpoint of a folder: its tag, and its index or the error of reading that."""
     if isinstance(folder, RemotePath):
-        found = _remote_tags(folder)[0]
+        candidates = _remote_tags(folder)[0]
     else:
-        found = [file.parent.name for file in sorted(folder.glob(f"[!.]*/{NAME}"))]
-    for tag in found:
+        candidates = [file.parent.name for file in sorted(folder.glob(f"[!.]*/{NAME}"))]
+    for tag in candidates:
         try:
             yield tag, read_index(folder / tag)
         except (CorruptError, OSError) as error:
@@ -265,16 +265,16 @@ def _indices(folder: Folder) -> Iterator[tuple[str, Index | Exception]]:
 def _remote_tags(folder: RemotePath) -> tuple[list[str], list[str]]:
     """Return the folders with an index, which are checkpoints, and those without one that a rank wrote to."""
     inner = {tag: files for tag, files in folder.listing().items() if tag and not tag.startswith(".")}
-    whole = [tag for tag, files in inner.items() if NAME in files]
-    parts = [tag for tag, files in inner.items() if tag not in whole and any(map(_RANK.match, files))]
-    return whole, parts
+    complete = [tag for tag, files in inner.items() if NAME in files]
+    parts = [tag for tag, files in inner.items() if tag not in complete and any(map(_RANK.match, files))]
+    return complete, parts
 
 
 def names(folder: Folder) -> list[str]:
     """Return the names of the folders in a folder, for messages."""
     if isinstance(folder, RemotePath):
         return sorted(name for name in folder.listing() if name and not name.startswith("."))
-    return sorted(each.name for each in folder.glob("*/") if not each.name.startswith("."))
+    return sorted(subfolder.name for subfolder in folder.glob("*/") if not subfolder.name.startswith("."))
 
 
 def latest(folder: Folder) -> str | None:
@@ -305,15 +305,15 @@ def last(folder: Folder) -> tuple[str | None, str]:
     newest = known[-1] if known else None
     try:
         check_tag(named)
-        found = (readable_path(folder, named) / NAME).is_file()
+        readable = (readable_path(folder, named) / NAME).is_file()
     except ValueError:
-        found = False
-    if not found and newest is None:
+        readable = False
+    if not readable and newest is None:
         raise CorruptError(
             f"{folder / LATEST} is damaged: it has {named[:60]!r}, which is not a checkpoint in {folder}, and there is "
             "no other. Remove the file to start from the beginning"
         )
-    if not found:
+    if not readable:
         return newest, f"{folder / LATEST} has {named[:60]!r}, which is not a checkpoint there: {newest} is used"
     if newest not in (None, named):
         return (
@@ -334,8 +334,8 @@ def prunable(folder: Folder, keep: int, automatic: bool = False) -> list[str]:
         automatic: consider only checkpoints whose tag no user chose.
     """
     named, every = latest(folder), tags(folder)
-    found = [tag for tag in every if not automatic or _AUTOMATIC.fullmatch(tag)]
-    old = [tag for tag in found[:-keep] if tag != named]
+    matching = [tag for tag in every if not automatic or _AUTOMATIC.fullmatch(tag)]
+    old = [tag for tag in matching[:-keep] if tag != named]
     if isinstance(folder, RemotePath):
         return old
     pinned = {(folder / tag).resolve() for tag in every if tag not in old and (folder / tag).is_symlink()}

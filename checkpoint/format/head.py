@@ -130,11 +130,11 @@ def check_head(head: Mapping[str, Any], client_tensor: Callable[[str], Tensor]) 
         first = error.errors(include_url=False, include_context=False)[0]
         raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     _decode("client_state", checked.client_state, client_tensor)
-    for place, each in _runs(checked):
-        _decode(f"{place}.param_groups", each.param_groups)
-        _decode(f"{place}.optimizer_entries", each.optimizer_entries)
-        if each.lr_scheduler is not None:
-            state = _decode(f"{place}.lr_scheduler", each.lr_scheduler.state)
+    for place, run in _runs(checked):
+        _decode(f"{place}.param_groups", run.param_groups)
+        _decode(f"{place}.optimizer_entries", run.optimizer_entries)
+        if run.lr_scheduler is not None:
+            state = _decode(f"{place}.lr_scheduler", run.lr_scheduler.state)
             for key in ("last_batch_iteration", "last_epoch"):
                 _check_number(f"{place}.lr_scheduler.{key}", state.get(key, 0), -1)
     for name, state in checked.numbers.items():
@@ -144,15 +144,15 @@ def check_head(head: Mapping[str, Any], client_tensor: Callable[[str], Tensor]) 
 
 def _runs(head: SavedHead) -> list[tuple[str, _SavedRun | _SavedReplica]]:
     """Return the places that have options of parameter groups and a schedule: the run, and each replica."""
-    found: list[tuple[str, _SavedRun | _SavedReplica]] = [("run", head.run)]
+    runs: list[tuple[str, _SavedRun | _SavedReplica]] = [("run", head.run)]
     for name, state in head.numbers.items():
         if name.startswith("replica/") and "/" not in name.removeprefix("replica/"):
             try:
-                found.append((f"numbers.{name}", _SavedReplica.model_validate(state)))
+                runs.append((f"numbers.{name}", _SavedReplica.model_validate(state)))
             except ValidationError as error:
                 first = error.errors(include_url=False, include_context=False)[0]
                 raise ValueError(f"numbers.{name}.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    return found
+    return runs
 
 
 def _decode(place: str, value: Any, get: Callable[[str], Tensor] | None = None) -> Any:

@@ -170,33 +170,33 @@ class Index:
         folder.check(file, span, name)
         if span != self.files[file].header:
             return
-        found, wanted = folder.header(file, span), self._headers.get(file, {})
-        save = (found.pop("__metadata__", None) or {}).get("save", "")
+        header, wanted = folder.header(file, span), self._headers.get(file, {})
+        save = (header.pop("__metadata__", None) or {}).get("save", "")
         if save != self.save_name:
             raise CorruptError(
                 f"{folder.path / file} was written in the save {save or '(none)'}, but {NAME} in the save "
                 f"{self.save_name or '(none)'}: the files of two runs are mixed"
             )
-        for key in dict.fromkeys([*found, *wanted]):
-            if found.get(key) != wanted.get(key):
+        for key in dict.fromkeys([*header, *wanted]):
+            if header.get(key) != wanted.get(key):
                 raise CorruptError(
-                    f"{folder.path / file} has {key} as {found.get(key)}, but {NAME} has it as {wanted.get(key)}"
+                    f"{folder.path / file} has {key} as {header.get(key)}, but {NAME} has it as {wanted.get(key)}"
                 )
 
     @cached_property
     def _headers(self) -> dict[str, dict[str, Any]]:
         """For each file the entries of its header, by key."""
-        found: dict[str, dict[str, Any]] = {}
+        headers: dict[str, dict[str, Any]] = {}
         for tensor in self.tensors.values():
             dtype = SAFETENSORS_NAMES[TORCH_NAMES[tensor.dtype]]
             for box, file, key, (start, stop, _) in tensor.boxes:
                 first = self.files[file].header.stop
-                found.setdefault(file, {})[key] = {
+                headers.setdefault(file, {})[key] = {
                     "dtype": dtype,
                     "shape": list(shape_of(box)),
                     "data_offsets": [start - first, stop - first],
                 }
-        return found
+        return headers
 
     def folder(self, path: Folder) -> MappedFiles:
         """Return the checkpoint's files for reading. ``path`` is the checkpoint's folder."""
@@ -235,8 +235,8 @@ def read_index(path: Folder, name: str = NAME, whole: bool = True) -> Index:
             content,
             {name: _entry(entry) for name, entry in tensors.items()},
             {
-                name: StoredFile(_natural(each["bytes"]), _span(each["header"], each["crc32"]))
-                for name, each in files.items()
+                name: StoredFile(_natural(stored["bytes"]), _span(stored["header"], stored["crc32"]))
+                for name, stored in files.items()
             },
             tail[1].decode(),
         )
@@ -266,8 +266,8 @@ def box_name(name: str, box: Spans) -> str:
 
 def _plain(entry: StoredTensor) -> dict[str, Any]:
     boxes = [
-        {"file": each.file, "key": each.key, "slices": each.box, "bytes": [*each.span[:2]], "crc32": each.span.crc32}
-        for each in entry.boxes
+        {"file": box.file, "key": box.key, "slices": box.box, "bytes": [*box.span[:2]], "crc32": box.span.crc32}
+        for box in entry.boxes
     ]
     return {"shape": entry.shape, "dtype": entry.dtype, "boxes": boxes}
 
@@ -314,6 +314,6 @@ def _tiles(boxes: Sequence[Spans], shape: Sequence[int]) -> bool:
     places: list[defaultdict[int, int]] = [defaultdict(lambda: secrets.randbelow(_PRIME)) for _ in shape]
 
     def volume(box: Spans) -> int:
-        return math.prod(place[high] - place[low] for place, (low, high) in zip(places, box, strict=True))
+        return math.prod(offsets[high] - offsets[low] for offsets, (low, high) in zip(places, box, strict=True))
 
     return (sum(map(volume, boxes)) - volume(everything(shape))) % _PRIME == 0

@@ -74,16 +74,16 @@ class FolderLock:
             OSError: if the folder cannot be written to.
         """
         while True:
-            found = self._read()
-            if found is None:
+            lock = self._read()
+            if lock is None:
                 if self._create():
                     return True
-            elif {key: found.owner.get(key) for key in ("machine", "pid", "started")} == _process():
+            elif {key: lock.owner.get(key) for key in ("machine", "pid", "started")} == _process():
                 return False
-            elif (alive := self._alive(found, wait)) is False:
-                self._remove(found)
+            elif (alive := self._alive(lock, wait)) is False:
+                self._remove(lock)
             elif alive:
-                owner = found.owner
+                owner = lock.owner
                 raise CheckpointError(
                     f"the run {owner.get('run', '?')} on host {owner.get('host', '?')}, process "
                     f"{owner.get('pid', '?')}, saves into {self._folder}, and two runs in one folder would replace "
@@ -136,8 +136,8 @@ class FolderLock:
 
     def _alive(self, found: _FoundLock, wait: bool) -> bool | None:
         """Return True if the owner lives, False if it has ended, None if the lock has changed hands meanwhile."""
-        owner, mine = found.owner, _process()
-        if owner.get("machine") == mine["machine"]:
+        owner, process = found.owner, _process()
+        if owner.get("machine") == process["machine"]:
             if _started(owner.get("pid")) != owner.get("started"):
                 return False
             if owner.get("folder") == self._inode():
@@ -193,21 +193,21 @@ class RemoteLock:
         Raises:
             CheckpointError: another run has taken it since, or it cannot be read or written.
         """
-        path, mine = self._folder / NAME, {"run": self._run, "host": socket.gethostname(), **_process()}
+        path, record = self._folder / NAME, {"run": self._run, "host": socket.gethostname(), **_process()}
         try:
-            found = parse_json(path.read_bytes())
+            taker = parse_json(path.read_bytes())
         except (FileNotFoundError, ValueError):
-            found = {}
-        if all(found.get(key) == mine[key] for key in ("machine", "pid", "started")):
+            taker = {}
+        if all(taker.get(key) == record[key] for key in ("machine", "pid", "started")):
             self._taken = True
             return False  # engines of one process share the folder
         if self._taken:
             raise CheckpointError(
-                f"the run {found.get('run', '?')} on host {found.get('host', '?')}, process {found.get('pid', '?')}, "
+                f"the run {taker.get('run', '?')} on host {taker.get('host', '?')}, process {taker.get('pid', '?')}, "
                 f"has taken {self._folder} since, and two runs in one folder would replace each other's checkpoints. "
                 "End one of them, or save into another folder"
             )
-        path.write_bytes(json.dumps(mine).encode())
+        path.write_bytes(json.dumps(record).encode())
         self._taken = True
         return True
 

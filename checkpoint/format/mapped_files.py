@@ -42,10 +42,10 @@ class MappedFiles:
         if span.start == span.stop:
             return torch.empty(tuple(shape), dtype=dtype)
         _, flat = self._map(file, span)
-        part = flat[span.start : span.stop]
-        if part.data_ptr() % dtype.itemsize:
-            part = part.clone()
-        return part.view(dtype).view(tuple(shape))
+        values = flat[span.start : span.stop]
+        if values.data_ptr() % dtype.itemsize:
+            values = values.clone()
+        return values.view(dtype).view(tuple(shape))
 
     def check(self, file: str, span: ByteRange, what: str) -> None:
         """Compare a range of bytes with its checksum. ``what``: its name, for the message.

@@ -105,13 +105,13 @@ class RemotePath:
             CheckpointError: the file cannot be read.
         """
         with self._calling("read"):
-            found = bytes(self._system.cat_file(self._path, start=start, end=stop))
-        if start is not None and stop is not None and len(found) != stop - start:
+            data = bytes(self._system.cat_file(self._path, start=start, end=stop))
+        if start is not None and stop is not None and len(data) != stop - start:
             raise CheckpointError(
-                f"{self} was read in part: {len(found)} of the bytes {start} to {stop} arrived. Check the network, and "
+                f"{self} was read in part: {len(data)} of the bytes {start} to {stop} arrived. Check the network, and "
                 "load again"
             )
-        return found
+        return data
 
     def write_bytes(self, data: bytes) -> None:
         """Write a small file in one step: a reader finds the old content or the new.
@@ -161,11 +161,11 @@ class RemotePath:
                 names = self._system.find(self._path, maxdepth=depth)
             except FileNotFoundError:
                 names = []
-        found: dict[str, list[str]] = {}
+        files: dict[str, list[str]] = {}
         for name in sorted(names):
             folder, _, file = name.removeprefix(self._path).lstrip("/").rpartition("/")
-            found.setdefault(folder, []).append(file)
-        return found
+            files.setdefault(folder, []).append(file)
+        return files
 
     @property
     def _system(self) -> Any:
@@ -227,10 +227,10 @@ def folder_at(folder: str | Path | RemotePath) -> Folder:
     text = str(folder)
     if _URI.match(text):
         return RemotePath(text)
-    found = _ONE_SLASH.match(text)
-    if found is not None and found[1] in _protocols():
+    match = _ONE_SLASH.match(text)
+    if match is not None and match[1] in _protocols():
         raise ConfigError(
-            f"{text} has one slash after {found[1]}:, but a URI has two. Write {found[1]}://, as text and not as a "
+            f"{text} has one slash after {match[1]}:, but a URI has two. Write {match[1]}://, as text and not as a "
             "pathlib.Path, which drops one"
         )
     return Path(folder)
@@ -242,10 +242,10 @@ def local_folder(folder: str | Path) -> Path:
     Raises:
         ConfigError: a URI.
     """
-    found = folder_at(folder)
-    if isinstance(found, RemotePath):
+    path = folder_at(folder)
+    if isinstance(path, RemotePath):
         raise ConfigError(f"{folder} is a URI, but this is written to a local folder: give a path, and copy it there")
-    return found
+    return path
 
 
 def _protocols() -> list[str]:

@@ -17,8 +17,8 @@ def main() -> None:
     install()
     del sys.argv[0]
     script = Path(sys.argv[0])
-    if (place := local_place()) is not None and "--local_rank" in script.read_text(encoding="utf-8"):
-        sys.argv.insert(1, f"--local_rank={place[0]}")
+    if (rank_and_count := local_place()) is not None and "--local_rank" in script.read_text(encoding="utf-8"):
+        sys.argv.insert(1, f"--local_rank={rank_and_count[0]}")
     sys.path[0] = str(script.parent)
     runpy.run_path(str(script), run_name="__main__")
 

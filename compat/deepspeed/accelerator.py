@@ -142,8 +142,8 @@ class DeepSpeedAccelerator:
 def get_accelerator() -> DeepSpeedAccelerator:
     """Return the accelerator of this process: a GPU's if there is one, else the CPU's."""
     if CONTEXT.accelerator is None:
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        CONTEXT.accelerator = DeepSpeedAccelerator("cpu" if found is None else found.type)
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        CONTEXT.accelerator = DeepSpeedAccelerator("cpu" if accelerator is None else accelerator.type)
     made: DeepSpeedAccelerator = CONTEXT.accelerator
     return made
 

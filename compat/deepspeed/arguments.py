@@ -29,11 +29,11 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     parse = parser.parse_known_args
 
     def with_local_rank(args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        found, rest = parse(args, namespace)
+        arguments, rest = parse(args, namespace)
         default = parser.get_default("local_rank")
-        if default is not None and found.local_rank == default and read_environment() is not None:
-            found.local_rank = local_rank()
-        return found, rest
+        if default is not None and arguments.local_rank == default and read_environment() is not None:
+            arguments.local_rank = local_rank()
+        return arguments, rest
 
     parser.parse_known_args = with_local_rank  # type: ignore[method-assign]
     return parser

@@ -52,8 +52,8 @@ def check_assignment(engine: Any, name: str, value: Any) -> None:
 
 
 def _check(cls: type, name: str) -> None:
-    found = inspect.getattr_static(cls, name, None)
-    computed = isinstance(found, partialmethod) or (isinstance(found, property) and found.fset is None)
+    member = inspect.getattr_static(cls, name, None)
+    computed = isinstance(member, partialmethod) or (isinstance(member, property) and member.fset is None)
     line = _LINES.get(name, SENTENCES["VALUES"] if computed else None)
     if line is not None:
         raise AttributeError(

@@ -116,9 +116,9 @@ def _plan_of_specs(
 def _matches(spec: Mapping[str, Any], name: str, family: str | None) -> bool:
     """Return True if an entry is for a layer, by the name of the layer or of its weight."""
     types = spec.get("model_types")
-    if types and str(family).lower() not in [str(each).lower() for each in types]:
+    if types and str(family).lower() not in [str(kind).lower() for kind in types]:
         return False
-    return any(re.match(pattern, each) for pattern in spec["patterns"] for each in (f"{name}.weight", name))
+    return any(re.match(pattern, candidate) for pattern in spec["patterns"] for candidate in (f"{name}.weight", name))
 
 
 def _style(spec: Mapping[str, Any]) -> Style | None:
@@ -172,8 +172,8 @@ def _check_keys(where: str, values: Any, known: Sequence[str]) -> None:
 def _heads(model: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
     """Return the styles of modules around sharded layers that count heads: each rank has its own share."""
     around = {name.rpartition(".")[0] for name, style in plan.items() if isinstance(style, _COLUMNS)}
-    found: dict[str, Style] = {}
+    styles: dict[str, Style] = {}
     for name in around:
         if heads := {key: 1 for key in _HEADS if isinstance(getattr(model.get_submodule(name), key, None), int)}:
-            found[name] = Local(heads)
-    return found
+            styles[name] = Local(heads)
+    return styles

@@ -47,8 +47,8 @@ def configure(
     Raises:
         AssertionError: contiguous_checkpointing without partition_activations, or without num_checkpoints.
     """
-    found: Any = read_json(deepspeed_config) if isinstance(deepspeed_config, (str, Path)) else deepspeed_config
-    section = found.get("activation_checkpointing") or {} if isinstance(found, Mapping) else {}
+    config: Any = read_json(deepspeed_config) if isinstance(deepspeed_config, (str, Path)) else deepspeed_config
+    section = config.get("activation_checkpointing") or {} if isinstance(config, Mapping) else {}
     given = {
         "partition_activations": (partition_activations, "partition_activations"),
         "contiguous_checkpointing": (contiguous_checkpointing, "contiguous_memory_optimization"),

@@ -89,15 +89,15 @@ class DeepSpeedContext:
         Raises:
             DeepSpeedConfigError: layers of the model have spread their experts over different numbers of ranks.
         """
-        found = {name: part.grid for name, part in model.named_modules() if isinstance(part, ModuleMoE)}
-        sizes = {grid.expert.size: name for name, grid in reversed(found.items())}
+        grids = {name: layer.grid for name, layer in model.named_modules() if isinstance(layer, ModuleMoE)}
+        sizes = {grid.expert.size: name for name, grid in reversed(grids.items())}
         if len(sizes) > 1:
             listed = " and ".join(f"{name or 'the model'} ep_size={size}" for size, name in sorted(sizes.items()))
             raise DeepSpeedConfigError(
                 f"{listed} are layers of one model, whose grid has one expert axis: give all of them the same ep_size"
             )
-        grid = next(iter(found.values()), self.grid)
-        if tensor is None or found or grid is None or grid.tensor.size == tensor or is_sharded(model):
+        grid = next(iter(grids.values()), self.grid)
+        if tensor is None or grids or grid is None or grid.tensor.size == tensor or is_sharded(model):
             return grid
         return None
 

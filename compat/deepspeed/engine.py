@@ -49,10 +49,10 @@ NEEDS = {name: tuple(kinds.split()) for name, kinds in answers(TABLES["moved_sta
 
 def _value(engine: Engine, path: str) -> Any:
     """Return the value at a path of attributes: of an axis its process group, and None behind a None."""
-    found: Any = engine
+    value: Any = engine
     for name in path.split("."):
-        found = None if found is None else getattr(found, name)
-    return engine.grid.group(found) if isinstance(found, Axis) else found
+        value = None if value is None else getattr(value, name)
+    return engine.grid.group(value) if isinstance(value, Axis) else value
 
 
 def _add_members(cls: type, properties: Mapping[str, str], methods: Mapping[str, str]) -> None:
@@ -432,11 +432,11 @@ class DeepSpeedEngine(DeepSpeedMembers, ConfiguredModuleEngine):
             exclude_frozen_parameters: leave out parameters that are not trained.
         """
         frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
-        found: dict[str, Tensor] = {} if destination is None else destination
+        state: dict[str, Tensor] = {} if destination is None else destination
         for key, value in super().module_state_dict().items():
             if not (exclude_frozen_parameters and key in frozen):
-                found[prefix + key] = value
-        return found
+                state[prefix + key] = value
+        return state
 
     def load_module_state_dict(
         self,

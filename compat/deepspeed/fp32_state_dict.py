@@ -40,9 +40,9 @@ def get_fp32_state_dict_from_zero_checkpoint(
         raise FileNotFoundError(f"Directory '{path}' doesn't exist: give the tag of a checkpoint in {folder}")
     snapshot = Reader(path, read_index(path)).snapshot
     tensors = {name: tensor.read_all() for name, tensor in snapshot.of_kinds(WEIGHTS, BUFFERS).items()}
-    found = {name: each.float() if each.is_floating_point() else each for name, each in tensors.items()}
+    state = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
     shared = (snapshot.header.get("model") or {}).get("shared", {})
-    return found | {name: found[first] for name, first in shared.items() if first in found}
+    return state | {name: state[first] for name, first in shared.items() if first in state}
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(

@@ -37,7 +37,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
             own = bucket.unreduced(param)
             return None if own is None else own / (engine.batch.accumulation * engine.optimizer_step.scale)
     divisor = _divisor(param)
-    return None if divisor is None or (found := _whole(param, GRADIENT)) is None else found.div_(divisor)
+    return None if divisor is None or (gradient := _whole(param, GRADIENT)) is None else gradient.div_(divisor)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
@@ -68,7 +68,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     """Return this rank's part of the mean gradient of a parameter."""
     divisor = _divisor(param)
-    return None if divisor is None or (found := _local(param, GRADIENT)) is None else found / divisor
+    return None if divisor is None or (gradient := _local(param, GRADIENT)) is None else gradient / divisor
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:

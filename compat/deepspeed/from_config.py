@@ -408,17 +408,17 @@ def _tuned(
     require_same_settings(model.grid, config.plain(), options.schedule.value)
     section = config.autotuning
     tuning = None if options.tuning is None else options.tuning.changed(results=None)
-    found, results = search_sizes(PipelineEngine, model, options.changed(tuning=tuning), **data)
+    tuned, results = search_sizes(PipelineEngine, model, options.changed(tuning=tuning), **data)
     made = config.changed(
-        train_batch_size=found.batch.size,
-        train_micro_batch_size_per_gpu=found.batch.microbatch,
-        gradient_accumulation_steps=found.batch.microbatches,
-        zero_optimization=config.zero_optimization.changed(stage=found.zero.stage),
+        train_batch_size=tuned.batch.size,
+        train_micro_batch_size_per_gpu=tuned.batch.microbatch,
+        gradient_accumulation_steps=tuned.batch.microbatches,
+        zero_optimization=config.zero_optimization.changed(stage=tuned.zero.stage),
         autotuning=checked_section(section.table, {"enabled": False}),
     )
     if section.enabled and section.results_dir is not None and model.grid.rank == 0:
         write_results(Path(section.results_dir), "ds_config_optimal.json", made.plain(given=True), results)
-    return made, found
+    return made, tuned
 
 
 def config_source(args: Any, config: Any, config_params: Any) -> Any:

@@ -21,13 +21,13 @@ SENTENCES: dict[str, str] = TABLES["sentences"]
 
 def _by_sentence(names: dict[str, str]) -> dict[str, str]:
     """Return the names under the sentences themselves."""
-    return {SENTENCES.get(sentence, sentence): found for sentence, found in names.items()}
+    return {SENTENCES.get(sentence, sentence): listed for sentence, listed in names.items()}
 
 
 ALIASES: dict[str, str] = TABLES["aliases"]
 PRESENT: dict[str, dict[str, str]] = TABLES["present"]
 ABSENT = {module: _by_sentence(names) for module, names in TABLES["absent"].items()}
-ABSENT_MODULES = {module: SENTENCES.get(found, found) for module, found in TABLES["absent_modules"].items()}
+ABSENT_MODULES = {module: SENTENCES.get(sentence, sentence) for module, sentence in TABLES["absent_modules"].items()}
 MEMBERS = _by_sentence(TABLES["members"])
 
 
@@ -53,17 +53,17 @@ def canonical(name: str) -> str:
 
 @cache
 def _answers() -> dict[str, Place | str]:
-    found: dict[str, Place | str] = {}
+    answers: dict[str, Place | str] = {}
     for module, places in PRESENT.items():
         for place, names in places.items():
             for name in names.split():
                 theirs, _, ours = name.partition("=")
                 default = theirs.lower() if place == "=" else theirs
-                found[f"{module}.{theirs}".lstrip(".")] = Place(place, ours or default)
+                answers[f"{module}.{theirs}".lstrip(".")] = Place(place, ours or default)
     for module, sentences in ABSENT.items():
         for sentence, names in sentences.items():
-            found.update((f"{module}.{name}".lstrip("."), sentence) for name in names.split())
-    return found
+            answers.update((f"{module}.{name}".lstrip("."), sentence) for name in names.split())
+    return answers
 
 
 @cache
@@ -85,9 +85,9 @@ def answer(name: str) -> Place | str | None:
     Args:
         name: dotted and canonical, without ``deepspeed.``.
     """
-    found = _answers().get(name)
-    if found is not None or is_module(name):
-        return found
+    entry = _answers().get(name)
+    if entry is not None or is_module(name):
+        return entry
     module = name
     while module:
         if module in ABSENT_MODULES:
@@ -99,9 +99,9 @@ def answer(name: str) -> Place | str | None:
 def names(module: str) -> list[str]:
     """Return the names of a module that triax has, sub-modules too."""
     start = f"{module}." if module else ""
-    found = [name for name, place in _answers().items() if isinstance(place, Place)]
-    found += _modules()
-    return [name.removeprefix(start) for name in found if name.startswith(start) and "." not in name[len(start) :]]
+    known = [name for name, place in _answers().items() if isinstance(place, Place)]
+    known += _modules()
+    return [name.removeprefix(start) for name in known if name.startswith(start) and "." not in name[len(start) :]]
 
 
 def markdown() -> str:

@@ -174,9 +174,9 @@ class OneCycle(ClosedFormSchedule):
         """Return where the rate lies in the cycle: 0 is the lowest rate (at both ends of the cycle), 1 the highest."""
         at = self.last_epoch % self.total_size
         up = at <= self._first
-        whole = self._first if up else self.total_size - self._first
+        half = self._first if up else self.total_size - self._first
         done, stairs = (at, self._stairs[0]) if up else (self.total_size - at, self._stairs[1])
-        return done * stairs // whole / stairs if stairs else done / whole
+        return done * stairs // half / stairs if stairs else done / half
 
     def _decayed(self, rate: float) -> float:
         over = self.last_epoch - self.total_size

@@ -34,12 +34,12 @@ def install() -> None:
     Raises:
         ImportError: DeepSpeed itself has been imported.
     """
-    package, found = sys.modules[PACKAGE], sys.modules.get("deepspeed")
-    if found is package:
+    package, imported = sys.modules[PACKAGE], sys.modules.get("deepspeed")
+    if imported is package:
         return
-    if found is not None:
+    if imported is not None:
         raise ImportError(
-            f"install() was called after DeepSpeed itself was imported from {getattr(found, '__file__', '?')}, and "
+            f"install() was called after DeepSpeed itself was imported from {getattr(imported, '__file__', '?')}, and "
             "modules that imported it would continue to use it: call install() at the top of the script"
         )
     transformers = sys.modules.get("transformers.integrations.deepspeed")
@@ -81,19 +81,19 @@ def rest_of(module: str) -> tuple[Callable[[str], Any], list[str]]:
 
 def _get(module: str, here: str, name: str) -> Any:
     full = ledger.canonical(f"{here}.{name}".lstrip("."))
-    found = ledger.answer(full)
-    if found is None and name.startswith("__"):  # Python itself asks for __path__ and the like
+    entry = ledger.answer(full)
+    if entry is None and name.startswith("__"):  # Python itself asks for __path__ and the like
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    if isinstance(found, ledger.Place):
-        if found.module == "=":
-            return found.name
-        place = importlib.import_module(ledger.home(found.module))
-        if (place.__name__, found.name) != (module, name):
-            value = getattr(place, found.name)
+    if isinstance(entry, ledger.Place):
+        if entry.module == "=":
+            return entry.name
+        home = importlib.import_module(ledger.home(entry.module))
+        if (home.__name__, entry.name) != (module, name):
+            value = getattr(home, entry.name)
             setattr(sys.modules[module], name, value)  # the next time it is found at once
             return value
-    elif isinstance(found, str):
-        raise AttributeError(f"deepspeed.{full}: {found}")
+    elif isinstance(entry, str):
+        raise AttributeError(f"deepspeed.{full}: {entry}")
     elif ledger.is_module(full):
         return importlib.import_module(f"{PACKAGE}.{full}")
     raise AttributeError(_unknown(full))
@@ -128,9 +128,9 @@ class Finder(MetaPathFinder):
         if package or not name:
             return None
         full = ledger.canonical(name)
-        found = ledger.answer(full)
-        if isinstance(found, str):
-            raise ImportError(f"deepspeed.{full}: {found}", name=fullname)
+        entry = ledger.answer(full)
+        if isinstance(entry, str):
+            raise ImportError(f"deepspeed.{full}: {entry}", name=fullname)
         ours = f"{PACKAGE}.{full}"
         if not ledger.is_module(full):
             if full.rpartition(".")[2].startswith("__"):  # Python itself asks

@@ -56,8 +56,8 @@ def get_state_devices(model: Engine, state: OffloadStateTypeEnum) -> set[torch.d
     """Return the devices on which an engine holds the tensors of one kind; the host's for those that were moved."""
     moved = getattr(model, "offloaded_states", None)
     host = torch.device("cpu")
-    found = tensors_of(model, OffloadStateTypeEnum(state))
-    return {host if moved is not None and moved.holds(tensor) else tensor.device for tensor in found if tensor.numel()}
+    held = tensors_of(model, OffloadStateTypeEnum(state))
+    return {host if moved is not None and moved.holds(tensor) else tensor.device for tensor in held if tensor.numel()}
 
 
 class OffloadedStates:
@@ -144,8 +144,8 @@ def _id(tensor: Tensor) -> int:
 
 def _storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
     """Return the storages of tensors, each once, without empty ones."""
-    found = {_id(tensor): tensor.untyped_storage() for tensor in tensors}
-    return [storage for storage in found.values() if storage.size()]
+    storages = {_id(tensor): tensor.untyped_storage() for tensor in tensors}
+    return [storage for storage in storages.values() if storage.size()]
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:

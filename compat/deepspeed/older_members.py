@@ -20,7 +20,7 @@ def _member(name: str, engine: Engine) -> Any:
     """Return a member of an engine. Python shows the warning once for each line that uses the name."""
     text = f"engine.{name} is DeepSpeed's name, which engines have until triax {ENDS}: write {NEW[name]}"
     warnings.warn(text, DeprecationWarning, stacklevel=3 if isinstance(engine, PipelineEngine) else 4)
-    kind = next(each for each in (ConfiguredModuleEngine, ConfiguredEngine) if name in vars(each))
+    kind = next(cls for cls in (ConfiguredModuleEngine, ConfiguredEngine) if name in vars(cls))
     return vars(kind)[name].__get__(engine)
 
 

@@ -32,14 +32,14 @@ class ParameterValues:
         if bucket is None or self._data_axis is None:
             return
         start, stop = bucket.span(parameter)
-        found: tuple[Tensor, int] | None = bucket.values()
+        flat_values: tuple[Tensor, int] | None = bucket.values()
         if kind == GRADIENT:
-            found = (bucket.owned_gradient, bucket.owned[0]) if bucket.owned_gradient.numel() else None
+            flat_values = (bucket.owned_gradient, bucket.owned[0]) if bucket.owned_gradient.numel() else None
         elif kind != WEIGHTS:
-            found = self._data_axis.stepper.state_of(bucket, parameter, kind)
-        self.exists = found is not None
-        if found is not None:
-            flat, first = found
+            flat_values = self._data_axis.stepper.state_of(bucket, parameter, kind)
+        self.exists = flat_values is not None
+        if flat_values is not None:
+            flat, first = flat_values
             low, high = max(start, first), min(stop, first + flat.numel())
             self.local, self._start = flat.detach()[low - first : max(high, low) - first], low - start
 
@@ -81,8 +81,8 @@ class ParameterValues:
     def _axis(self) -> Axis | None:
         """The axis over which the values are sharded."""
         assert self._bucket is not None
-        whole = self._kind == WEIGHTS and not (self._bucket.trained or self._bucket.partitioned)
-        return self._bucket.axis if self._bucket.sharded and not whole else None
+        holds_all = self._kind == WEIGHTS and not (self._bucket.trained or self._bucket.partitioned)
+        return self._bucket.axis if self._bucket.sharded and not holds_all else None
 
     @property
     def _device(self) -> torch.device:

@@ -128,17 +128,17 @@ def _grid_of_topology(grid: Grid | None, topology: Any) -> tuple[Grid, str]:
 def _sizes(topology: Any) -> dict[str, int]:
     """Return the axes of a topology with their sizes, as axis name -> size, outermost axis first."""
     if isinstance(topology, Topology):
-        found = dict(topology.axes)
+        sizes = dict(topology.axes)
     elif hasattr(topology, "get_axis_names") and hasattr(topology, "get_dim"):
         # DeepSpeed's name of the tensor axis is "model".
-        found = {"tensor" if n == "model" else n: topology.get_dim(n) for n in topology.get_axis_names()}
+        sizes = {"tensor" if n == "model" else n: topology.get_dim(n) for n in topology.get_axis_names()}
     else:
         kind = type(topology).__name__
         raise TypeError(f"topology is a {kind}: pass topology=triax.Topology(pipe=2, data=2), or a grid")
-    strange = sorted(set(found) - set(AXES))
+    strange = sorted(set(sizes) - set(AXES))
     if strange:
         raise ValueError(
             f"topology has the axes {', '.join(strange)}, but a model can be laid out only over pipe, data, context "
             "and tensor: leave them out"
         )
-    return {**{axis: 1 for axis in DEFAULT_AXES if axis not in found}, **found}
+    return {**{axis: 1 for axis in DEFAULT_AXES if axis not in sizes}, **sizes}

@@ -44,9 +44,9 @@ class ProcessTopology:
         self, rank: int, omit_axes: Collection[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
     ) -> str:
         """Return a text that names a rank's place on the axes that are not omitted: ``model_00``."""
-        place = self.get_coord(rank)
+        coordinates = self.get_coord(rank)
         named = [axis for axis in self.axes if axis not in omit_axes]
-        return outer_sep.join(f"{axis}{inner_sep}{getattr(place, axis):02d}" for axis in named)
+        return outer_sep.join(f"{axis}{inner_sep}{getattr(coordinates, axis):02d}" for axis in named)
 
     def get_dim(self, axis: str) -> int:
         """Return the size of an axis; 0 if the topology does not have it."""
@@ -54,8 +54,8 @@ class ProcessTopology:
 
     def get_coord(self, rank: int) -> Any:
         """Return the coordinate of a rank: a named tuple with a field for each axis."""
-        place = self._grid.coordinate(rank)
-        return self.ProcessCoord(*(getattr(place, axis) for axis in self.axes))
+        coordinates = self._grid.coordinate(rank)
+        return self.ProcessCoord(*(getattr(coordinates, axis) for axis in self.axes))
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
         """Return the ranks of each group along an axis; [] if the topology does not have it."""

@@ -94,8 +94,8 @@ class WallClockTimers:
         ranks: object = None,
     ) -> None:
         """Log the milliseconds of timers. ``memory_breakdown`` and ``ranks`` have no effect."""
-        found = [name for name in names if name in self.timers]
-        parts = [f"{name}: {self.timers[name].elapsed(reset=reset) / normalizer:.2f}" for name in found]
+        known = [name for name in names if name in self.timers]
+        parts = [f"{name}: {self.timers[name].elapsed(reset=reset) / normalizer:.2f}" for name in known]
         logging.getLogger("triax").info("time (ms) | %s", " | ".join(parts))
 
 

@@ -67,37 +67,37 @@ def import_universal(
         snapshot.add(f"{BUFFERS}/{named(name)}", module[name])
     numbers = snapshot.numbers
     taken = states.get("global_steps", 0) - states.get("skipped_steps", 0)
-    for place in sorted(path for path in (source / "zero").iterdir() if path.is_dir()):
-        if place.name in shared:
-            left.append(f"{place.name} (the same as {shared[place.name]})")
+    for values in sorted(path for path in (source / "zero").iterdir() if path.is_dir()):
+        if values.name in shared:
+            left.append(f"{values.name} (the same as {shared[values.name]})")
             continue
-        if place.name in kept:  # there it is fp32, whatever the buffer's dtype
+        if values.name in kept:  # there it is fp32, whatever the buffer's dtype
             continue
-        name = named(place.name)
+        name = named(values.name)
         if any(fnmatchcase(name, pattern) for pattern in buffers):
-            snapshot.add(f"{BUFFERS}/{name}", _tensor(place, "fp32", shapes))
+            snapshot.add(f"{BUFFERS}/{name}", _tensor(values, "fp32", shapes))
             continue
-        keys = sorted(file.stem for file in place.glob("*.pt"))
+        keys = sorted(file.stem for file in values.glob("*.pt"))
         if "fp32" not in keys:
             raise ValueError(
-                f"{place} has no file fp32.pt with the parameter's values, but {', '.join(keys) or 'nothing'}: the "
+                f"{values} has no file fp32.pt with the parameter's values, but {', '.join(keys) or 'nothing'}: the "
                 "universal checkpoint is incomplete; write it again with DeepSpeed's ds_to_universal.py"
             )
-        snapshot.add(f"{WEIGHTS}/{name}", _tensor(place, "fp32", shapes))
+        snapshot.add(f"{WEIGHTS}/{name}", _tensor(values, "fp32", shapes))
         moments = [key for key in keys if key not in ("fp32", "step")]
         for key in moments:
-            value = _tensor(place, key, shapes)
+            value = _tensor(values, key, shapes)
             if value.dim():
                 snapshot.add(f"{OPTIMIZER}/{key}/{name}", value)
             else:
                 numbers.setdefault(name, {})[key] = encode(value)
-        step = _read(place / "step.pt") if "step" in keys else taken
+        step = _read(values / "step.pt") if "step" in keys else taken
         if moments:
             numbers.setdefault(name, {})["step"] = encode(torch.tensor(float(step)))
     for name, shape in (states.get("frozen_param_shapes") or {}).items():
         if not (source / "zero" / name).is_dir():  # stage 3 has it in padded parts
-            whole = torch.cat(states["fragments"][name]).reshape(-1)[: math.prod(shape)].view(tuple(shape))
-            snapshot.add(f"{WEIGHTS}/{named(name)}", whole)
+            joined = torch.cat(states["fragments"][name]).reshape(-1)[: math.prod(shape)].view(tuple(shape))
+            snapshot.add(f"{WEIGHTS}/{named(name)}", joined)
     if not snapshot.of_kinds(WEIGHTS):
         raise ValueError(
             f"{source / 'zero'} has no folder of a parameter, such as zero/0.weight with fp32.pt in it: give the "
@@ -105,7 +105,7 @@ def import_universal(
         )
     if (source / "zero" / "optimizer_state.pt").is_file():
         left.append("zero/optimizer_state.pt (options of the optimizer: the configuration has them)")
-    counted = (float(each["step"]["$number"][1]) for each in numbers.values())
+    counted = (float(entry["step"]["$number"][1]) for entry in numbers.values())
     step = states.get("global_steps") or max(counted, default=0)
     run = {"global_steps": int(step)}
     if "global_samples" in states:
@@ -117,7 +117,7 @@ def import_universal(
 
 def _states(source: Path) -> tuple[dict[str, Any], list[str]]:
     """Return the content of the ``*model_states.pt`` files, merged in the order of ranks, and those not readable."""
-    found: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
     left = []
     for file in sorted(source.glob(f"*{STATES}"), key=lambda path: [*map(int, re.findall(r"\d+", path.name))]):
         try:
@@ -126,14 +126,14 @@ def _states(source: Path) -> tuple[dict[str, Any], list[str]]:
             left.append(f"{file.name} ({_REASON})")
             continue
         for key in ("param_shapes", "buffer_names"):
-            states[key] = [*(found.get(key) or []), *(states.get(key) or [])]
+            states[key] = [*(merged.get(key) or []), *(states.get(key) or [])]
         for key in ("shared_params", "module"):
-            states[key] = {**(found.get(key) or {}), **(states.get(key) or {})}
-        fragments = states["fragments"] = found.get("fragments", {})
+            states[key] = {**(merged.get(key) or {}), **(states.get(key) or {})}
+        fragments = states["fragments"] = merged.get("fragments", {})
         for name, fragment in (states.pop("frozen_param_fragments", None) or {}).items():
             fragments.setdefault(name, []).append(fragment)
-        found = states
-    return found, left
+        merged = states
+    return merged, left
 
 
 def _schedule(states: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,8 +149,8 @@ def _schedule(states: Mapping[str, Any]) -> dict[str, Any]:
 def _tensor(place: Path, key: str, shapes: Mapping[str, tuple[int, ...]]) -> Tensor:
     value = _read(place / f"{key}.pt")
     if isinstance(value, dict) and isinstance(value.get("param"), Tensor):
-        whole: Tensor = value["param"]
-        return whole
+        tensor: Tensor = value["param"]
+        return tensor
     if not isinstance(value, Tensor):
         raise ValueError(
             f"{place / key}.pt is not a file of a universal checkpoint, because it holds a {type(value).__name__} and "

@@ -71,12 +71,12 @@ def set_random_seed(seed: int) -> None:
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool] | None = None) -> Any:
     """Return a nest of tensors on a device: all of them, or those for which ``criterion_func`` returns True."""
-    return map_tensors(lambda each: each.to(device) if criterion_func is None or criterion_func(each) else each, item)
+    return map_tensors(lambda leaf: leaf.to(device) if criterion_func is None or criterion_func(leaf) else leaf, item)
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
     """Return a copy of a nest whose tensors are whole tensors of their own on a device."""
-    return map_tensors(lambda each: each.detach().to(device, copy=True).clone(), item)
+    return map_tensors(lambda tensor: tensor.detach().to(device, copy=True).clone(), item)
 
 
 def ensure_directory_exists(filename: str) -> None:
@@ -145,8 +145,8 @@ def is_moe_param(param: Tensor) -> bool:
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
     """Return True and the number of experts of the first layer with experts; False and 0 if the module has none."""
-    found = [layout_of(param).shape[0] for param in m.parameters() if is_moe_param(param)]
-    return bool(found), found[0] if found else 0
+    experts = [layout_of(param).shape[0] for param in m.parameters() if is_moe_param(param)]
+    return bool(experts), experts[0] if experts else 0
 
 
 def split_params_into_different_moe_groups_for_optimizer(

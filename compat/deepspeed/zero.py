@@ -83,8 +83,8 @@ class Init(AbstractContextManager[None]):
         group = group or dist.group.WORLD
         axis = Axis("data", dist.get_process_group_ranks(group), dist.get_rank(), group)
         device = torch.device(get_accelerator().current_device_name())
-        place = remote_device or _offload_param(config_dict_or_path or config)
-        store = device if place in (None, "none") else torch.device("cpu" if place == "nvme" else place)
+        target = remote_device or _offload_param(config_dict_or_path or config)
+        store = device if target in (None, "none") else torch.device("cpu" if target == "nvme" else target)
         self._init = MarkedInit(axis, device, store, dtype)
         if module is not None:
             self._init.shard(module)
@@ -120,9 +120,9 @@ _WITHOUT_EFFECT = {
 
 def _offload_param(config: Mapping[str, Any] | str | Path | None) -> str | None:
     """Return the device of ``zero_optimization.offload_param`` in a configuration; None without one."""
-    found: Any = read_json(config) if isinstance(config, (str, Path)) else config or {}
-    place: str | None = ((found.get("zero_optimization") or {}).get("offload_param") or {}).get("device")
-    return place
+    values: Any = read_json(config) if isinstance(config, (str, Path)) else config or {}
+    device: str | None = ((values.get("zero_optimization") or {}).get("offload_param") or {}).get("device")
+    return device
 
 
 def GatheredParameters(

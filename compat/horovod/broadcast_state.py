@@ -53,8 +53,8 @@ def _named(params: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(params, Mapping):
         yield from params.items()
     elif isinstance(params, Iterable) and not isinstance(params, Tensor | str):
-        for number, each in enumerate(params):
-            yield each if isinstance(each, tuple) else (str(number), each)
+        for number, param in enumerate(params):
+            yield param if isinstance(param, tuple) else (str(number), param)
     else:
         raise ValueError(
             f"params is a {type(params).__name__}, which has no parameters: give model.state_dict() or "
@@ -117,12 +117,12 @@ def broadcast_optimizer_state(
     queue = context().queue
     request = queue.request("broadcast_optimizer_state", None, f"from rank {root_rank}")
     told = queue.run(request, lambda axis: axis.all_gather_json((sizes, problem, tree, specs)))
-    sizes_of = [each[0] for each in told]
+    sizes_of = [answer[0] for answer in told]
     _, problem, tree, specs = told[root_rank]
     if problem is not None:
         raise ValueError(f"rank {root_rank}: {problem}")
     if sizes_of.count(sizes_of[0]) < len(sizes_of):
-        other = next(rank for rank, each in enumerate(sizes_of) if each != sizes_of[0])
+        other = next(rank for rank, told_sizes in enumerate(sizes_of) if told_sizes != sizes_of[0])
         raise ValueError(
             f"the parameter groups of rank {other}'s optimizer have {sizes_of[other]} parameters, and those of rank "
             f"0's {sizes_of[0]}: broadcast_optimizer_state needs optimizers of one model"
@@ -164,11 +164,11 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
 def _gather_objects(kind: str, name: str | None, what: str, obj: Any) -> list[Any]:
     def gather(axis: Axis) -> list[Any]:
-        found = [obj] * axis.size
+        objects = [obj] * axis.size
         if axis.size > 1:
-            dist.all_gather_object(found, obj, group=axis.group)
-        return found
+            dist.all_gather_object(objects, obj, group=axis.group)
+        return objects
 
     queue = context().queue
-    found: list[Any] = queue.run(queue.request(kind, name, what), gather)
-    return found
+    gathered: list[Any] = queue.run(queue.request(kind, name, what), gather)
+    return gathered

@@ -67,18 +67,18 @@ def _allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet 
     counts: list[int] = []  # rows of each rank
 
     def work(axis: Axis) -> Tensor:
-        mine = bool_to_uint8(tensor.detach().contiguous())
+        own_bytes = bool_to_uint8(tensor.detach().contiguous())
         counts[:] = [count for (count,) in gather_counts(axis, [tensor.shape[0]], context().grid.device)]
-        whole = mine.new_empty((sum(counts), *tensor.shape[1:]))
+        gathered = own_bytes.new_empty((sum(counts), *tensor.shape[1:]))
         if len(set(counts)) == 1:
-            axis.all_gather(whole, mine)
+            axis.all_gather(gathered, own_bytes)
         else:
-            parts = whole.split(counts)
-            parts[axis.rank].copy_(mine)
+            parts = gathered.split(counts)
+            parts[axis.rank].copy_(own_bytes)
             pending = [axis.broadcast(part, source, async_op=True) for source, part in enumerate(parts) if part.numel()]
-            for each in pending:
-                each.wait()
-        return whole.view(tensor.dtype)
+            for work_handle in pending:
+                work_handle.wait()
+        return gathered.view(tensor.dtype)
 
     def gradient(name: str, whole: Tensor) -> Tensor:
         return allreduce(whole, name=name, op=Average).split(counts)[context().grid.rank]
@@ -131,10 +131,10 @@ def _broadcast(
 
     def work(axis: Axis) -> Tensor:
         result = tensor.detach() if in_place else tensor.detach().clone()
-        whole = bool_to_uint8(result.contiguous())
-        axis.broadcast(whole, root_rank)
-        if whole.data_ptr() != result.data_ptr():
-            result.copy_(whole.view(result.dtype))
+        message = bool_to_uint8(result.contiguous())
+        axis.broadcast(message, root_rank)
+        if message.data_ptr() != result.data_ptr():
+            result.copy_(message.view(result.dtype))
         return tensor if in_place else result
 
     def gradient(name: str, result: Tensor) -> Tensor:
@@ -168,8 +168,8 @@ def alltoall(
     Raises:
         ValueError: splits that do not add up to n, n that is no multiple of the number of ranks, ranks that differ.
     """
-    whole, received = _alltoall(tensor, splits, name, process_set).differentiable(tensor)
-    return whole if splits is None else (whole, received)
+    arrived, received = _alltoall(tensor, splits, name, process_set).differentiable(tensor)
+    return arrived if splits is None else (arrived, received)
 
 
 @arguments_of(alltoall)
@@ -186,7 +186,7 @@ def _rows_per_rank(tensor: Tensor, splits: Tensor | Sequence[int] | None) -> lis
         if count % size:
             raise ValueError(f"{count} rows cannot be divided evenly among {size} ranks: give splits")
         return [count // size] * size
-    rows = [int(each) for each in splits]
+    rows = [int(split) for split in splits]
     if len(rows) != size or sum(rows) != count or min(rows) < 0:
         raise ValueError(f"splits={rows} for {count} rows: give {size} numbers of at least 0 that add up to {count}")
     return rows
@@ -205,9 +205,9 @@ def _alltoall(
     def work(axis: Axis) -> tuple[Tensor, Tensor]:
         outgoing = bool_to_uint8(tensor.detach().contiguous())
         received[:] = [row[axis.rank] for row in gather_counts(axis, rows, context().grid.device)]
-        whole = outgoing.new_empty((sum(received), *tensor.shape[1:]))
-        exchange(axis, list(outgoing.split(rows)), list(whole.split(received)))
-        return whole.view(tensor.dtype), torch.tensor(received, dtype=torch.int32)
+        incoming = outgoing.new_empty((sum(received), *tensor.shape[1:]))
+        exchange(axis, list(outgoing.split(rows)), list(incoming.split(received)))
+        return incoming.view(tensor.dtype), torch.tensor(received, dtype=torch.int32)
 
     def gradient(name: str, whole: Tensor, _: Tensor) -> Tensor:
         back: Tensor = alltoall(whole, received, name)[0]
@@ -222,7 +222,7 @@ def exchange(axis: Axis, outgoing: Sequence[Tensor], incoming: Sequence[Tensor])
     if axis.size == 1:
         return
     if incoming[axis.rank].is_cuda:  # NCCL would need the point-to-point operations in one batch
-        axis.traffic.add(axis.name, "send", sum(each.nbytes for each in outgoing) - outgoing[axis.rank].nbytes)
+        axis.traffic.add(axis.name, "send", sum(message.nbytes for message in outgoing) - outgoing[axis.rank].nbytes)
         dist.all_to_all(list(incoming), list(outgoing), group=axis.group)
         return
     pending = []
@@ -232,8 +232,8 @@ def exchange(axis: Axis, outgoing: Sequence[Tensor], incoming: Sequence[Tensor])
             pending.append(axis.receive(incoming[source], source, _TAG))
         if outgoing[to].numel():
             pending.append(axis.send(outgoing[to], to, _TAG))
-    for each in pending:
-        each.wait()
+    for work in pending:
+        work.wait()
 
 
 def reducescatter(

@@ -69,8 +69,8 @@ def init(comm: Sequence[int] | None = None, process_sets: Any = None, *, timeout
     assert axis is not None
     here = local_place() if grid.size > 1 else (0, 1)
     told = grid.world.all_gather_json((here, socket.gethostname()))
-    if all(place is not None for place, _ in told):
-        places = [place for place, _ in told]
+    if all(rank_and_host is not None for rank_and_host, _ in told):
+        places = [rank_and_host for rank_and_host, _ in told]
     else:
         hosts = [host for _, host in told]
         places = [(hosts[:rank].count(host), hosts.count(host)) for rank, host in enumerate(hosts)]

@@ -140,9 +140,9 @@ class CollectiveQueue:
         """Raise MismatchError on every rank unless all have the same request."""
         if self._axis.size == 1 or same(self._axis, tuple(request), self._grid.device):
             return
-        requests = [CollectiveRequest(*each) for each in self._axis.all_gather_json(request)]
+        requests = [CollectiveRequest(*fields) for fields in self._axis.all_gather_json(request)]
         other = next(rank for rank in range(len(requests)) if requests[rank] != requests[0])
-        texts = [f"{each.kind} of {each.name!r}: {each.what}" for each in (requests[other], requests[0])]
+        texts = [f"{call.kind} of {call.name!r}: {call.what}" for call in (requests[other], requests[0])]
         raise MismatchError(
             f"rank {other} calls {texts[0]}; rank 0 calls {texts[1]}. Every rank must make the same calls in the same "
             "order, with the same names, shapes and dtypes"
@@ -159,5 +159,5 @@ def gather_counts(axis: Axis, counts: Sequence[int], device: torch.device) -> li
     """
     table = torch.empty((axis.size, len(counts)), dtype=torch.int64, device=device)
     axis.all_gather(table.view(-1), torch.tensor(counts, dtype=torch.int64, device=device))
-    found: list[list[int]] = table.tolist()
-    return found
+    rows: list[list[int]] = table.tolist()
+    return rows

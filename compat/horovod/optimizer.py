@@ -277,10 +277,10 @@ class _GradientAveraging:
     def _make_reducer(self) -> Reducer:
         """Return a Reducer, after comparing the parameters of all ranks. Collective."""
         grid = self._grid
-        mine = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in self._named]
+        own_facts = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in self._named]
         away = next((name for name, p in self._named if p.device.type not in ("cpu", grid.device.type)), None)
         problem = None if away is None else f"{away} is not on {grid.device}, the ranks' device: move the model there"
-        gathered: list[tuple[str | None, Any]] = self._axis.all_gather_json((problem, mine))
+        gathered: list[tuple[str | None, Any]] = self._axis.all_gather_json((problem, own_facts))
         first = gathered[0][1]
         for rank, (other, theirs) in enumerate(gathered):
             if other is not None:
@@ -318,12 +318,12 @@ def _named(
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"named_parameters has {', '.join(twice)} twice: give every parameter its own name")
-    found = {p: name for name, p in pairs if p in numbered}
-    missing = [name for p, name in numbered.items() if p not in found]
+    named = {p: name for name, p in pairs if p in numbered}
+    missing = [name for p, name in numbered.items() if p not in named]
     if missing:
         raise ValueError(
-            f"named_parameters names {len(found)} of the optimizer's {len(numbered)} parameters; without a name are "
+            f"named_parameters names {len(named)} of the optimizer's {len(numbered)} parameters; without a name are "
             f"{', '.join(missing[:4])}{', ...' if len(missing) > 4 else ''}: pass model.named_parameters() of the "
             "whole model, or leave the argument out"
         )
-    return [(name, p) for p, name in found.items()]
+    return [(name, p) for p, name in named.items()]

@@ -62,8 +62,8 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        found = ctx.gradient(f"{ctx.name}.gradient", *gradients)
-        return None, *(found if isinstance(found, tuple) else (found,))
+        gradients_of_inputs = ctx.gradient(f"{ctx.name}.gradient", *gradients)
+        return None, *(gradients_of_inputs if isinstance(gradients_of_inputs, tuple) else (gradients_of_inputs,))
 
 
 def arguments_of(other: Callable[P, Any]) -> Callable[[Callable[..., T]], Callable[P, T]]:

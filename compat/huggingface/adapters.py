@@ -99,9 +99,9 @@ def adapter_options(model: Any) -> LoraOptions | None:
         variants = [name for name, layer in model.named_modules() if getattr(layer, "lora_variant", None)]
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         others = [name for plain, name in plain_names(model).items() if not plain.endswith((".lora_A", ".lora_B"))]
-        if found := [*variants, *trained.intersection(others)]:
+        if refused := [*variants, *trained.intersection(others)]:
             raise ConfigError(
-                f"{found[0]} is trained by PEFT, but stages have plain LoRA only: leave it out, or use a grid with "
+                f"{refused[0]} is trained by PEFT, but stages have plain LoRA only: leave it out, or use a grid with "
                 "pipe=1"
             )
     if options is None:
@@ -115,7 +115,7 @@ def plain_names(model: nn.Module) -> dict[str, str]:
 
     A factor has the name of its layer and ``.lora_A`` or ``.lora_B``.
     """
-    found = {}
+    names = {}
     for name, _ in model.named_parameters():
         plain = name
         if hasattr(model, "peft_config"):
@@ -124,8 +124,8 @@ def plain_names(model: nn.Module) -> dict[str, str]:
                 plain = "{}.lora_{}".format(*factor.groups())
         elif is_factor(name):
             plain = "{}.lora_{}".format(*layer_of(name, {}))
-        found[plain] = name
-    return found
+        names[plain] = name
+    return names
 
 
 def without_adapters(model: Any) -> Any:

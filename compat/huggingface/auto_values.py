@@ -197,17 +197,17 @@ class AutoValues:
             argument: name of the argument, for the message.
         """
         self.fill(key, value, argument)
-        found = self.get(key)
-        if found is not None and found != value:
-            self.mismatches.append(f"- {key} is {describe(found)}; {argument} is {describe(value)}")
+        given = self.get(key)
+        if given is not None and given != value:
+            self.mismatches.append(f"- {key} is {describe(given)}; {argument} is {describe(value)}")
 
     def _section(self, key: str) -> tuple[dict[str, Any] | None, str]:
         """Return the dict that a dotted key lies in, None if it is missing, and the key's last name."""
         *sections, name = key.split(".")
-        found: Any = self.config
+        inner: Any = self.config
         for section in sections:
-            found = found.get(section) if isinstance(found, dict) else None
-        return (found if isinstance(found, dict) else None), name
+            inner = inner.get(section) if isinstance(inner, dict) else None
+        return (inner if isinstance(inner, dict) else None), name
 
 
 def trainer_values(source: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -226,14 +226,14 @@ def trainer_values(source: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     if given != ["auto"] * 3 and not any(values.get(key) == "auto" for key in _TRAINERS_ALONE):
         return dict(source), {}
     values.from_arguments(_STAND_INS, 1)
-    found = values.from_run(_STAND_INS, 1, 1, compare=False)
+    config = values.from_run(_STAND_INS, 1, 1, compare=False)
     if "train_batch_size" in values.origins:
         values.origins["train_batch_size"] = "replicas * per_device_train_batch_size * gradient_accumulation_steps"
     numbers = any(isinstance(size, int) for size in given)
     for key in sizes[: None if numbers else 1]:  # it follows from those that are given
         if key in values.origins:
-            del found[key]
-    return found, values.origins
+            del config[key]
+    return config, values.origins
 
 
 def hidden_size(model_config: Any) -> int | None:

@@ -191,8 +191,8 @@ def pipeline_module(
         adapts = is_factor(layout.name)
         plain = "{}.lora_{}".format(*layer_of(layout.name, layers)) if adapts else names[layout.name].theirs[0]
         if adapts:
-            whole = theirs[own[plain]].detach()
-            parameter.data.copy_(layout.shard(whole, grid.tensor.rank, grid.tensor.size))
+            weight = theirs[own[plain]].detach()
+            parameter.data.copy_(layout.shard(weight, grid.tensor.rank, grid.tensor.size))
         rename(parameter, own[plain], layout.tie)
         parameter.requires_grad_(theirs[own[plain]].requires_grad)
     if lora is None:  # then the names are those of a folder for transformers, to which a checkpoint can be exported
@@ -215,9 +215,9 @@ def _broadcast(model: nn.Module, grid: Grid) -> None:
 def optimizer_of(optimizer: torch.optim.Optimizer, model: nn.Module, module: PipelineModule) -> torch.optim.Optimizer:
     """Return an optimizer like the given one, over this rank's parameters of the pipeline in place of the model's."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    mine = {layout_of(parameter).name: parameter for parameter in module.parameters()}
+    weights = {layout_of(parameter).name: parameter for parameter in module.parameters()}
     groups = [
-        {**group, "params": [mine[names[p]] for p in group["params"] if names[p] in mine]}
+        {**group, "params": [weights[names[p]] for p in group["params"] if names[p] in weights]}
         for group in optimizer.param_groups
     ]
     same = copy.copy(optimizer)
@@ -265,15 +265,15 @@ def copy_weights(engine: PipelineEngine, model: nn.Module, everywhere: bool) -> 
         everywhere: on every rank; else on the first replica only, which saves.
     """
     grid, theirs = engine.grid, dict(model.named_parameters())
-    mine = {layout_of(parameter).name: parameter for parameter in engine.module.parameters()}
-    dtypes = {str(parameter.dtype): parameter.dtype for parameter in mine.values()}
+    weights = {layout_of(parameter).name: parameter for parameter in engine.module.parameters()}
+    dtypes = {str(parameter.dtype): parameter.dtype for parameter in weights.values()}
     dtypes |= {str(dtype): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
     owners: dict[str, tuple[int, str]] = {}
-    for rank, held in enumerate(grid.pipe.all_gather_json([(name, str(p.dtype)) for name, p in mine.items()])):
+    for rank, held in enumerate(grid.pipe.all_gather_json([(name, str(p.dtype)) for name, p in weights.items()])):
         for name, dtype in held:
             owners.setdefault(name, (rank, dtype))
     for name, (owner, dtype) in owners.items():
-        own = mine[name] if owner == grid.pipe.rank else None
+        own = weights[name] if owner == grid.pipe.rank else None
         # In stage 3 of ZeRO, the replicas of the owner gather the parameter together.
         with engine.gathered([own]) if own is not None and engine.data_axis.options.stage == 3 else nullcontext():
             if not (everywhere or grid.data.is_first):

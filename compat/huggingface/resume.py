@@ -111,12 +111,12 @@ def load_folder(engine: ModuleEngine | PipelineEngine, model: nn.Module, order: 
             f"{folder / OPTIMIZER_FILE} has the state of {len(numbers)} parameters, but this run trains {len(order)}: "
             "resume with the model and the optim of the first run"
         )
-    snapshot, whole = Snapshot(source=str(folder)), True
+    snapshot, complete = Snapshot(source=str(folder)), True
     own = plain_names(model)
     adapters = {name: plain for plain, name in own.items() if plain.endswith((".lora_A", ".lora_B"))}
     for name, value in _tensors(folder):
         if name.startswith("base_model.model.") and adapters:
-            whole = False
+            complete = False
             name = own.get(name.removeprefix("base_model.model.").removesuffix(".weight"), name)
         snapshot.add(f"{WEIGHTS if name in own.values() else BUFFERS}/{name}", value)
     if missing := [name for name in order if f"{WEIGHTS}/{name}" not in snapshot.tensors]:
@@ -130,7 +130,7 @@ def load_folder(engine: ModuleEngine | PipelineEngine, model: nn.Module, order: 
     options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     steps = int(read_object(folder / "trainer_state.json")["global_step"])
     snapshot.header = {"grid": {}, "run": {"global_steps": steps, "param_groups": encode(options)}}
-    apply(engine, snapshot, LoadOptions(strict=whole))
+    apply(engine, snapshot, LoadOptions(strict=complete))
 
 
 def read_state(file: Path) -> Any:

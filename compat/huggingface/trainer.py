@@ -251,10 +251,10 @@ class Trainer(transformers.Trainer):
         """Return the checked configuration, filled in from the arguments; for evaluation only if steps is None."""
         width = hidden_size(getattr(self.model, "config", None))
         self.args.auto_values.from_arguments(self.args, self.grid.data.size)
-        found = self.args.auto_values.from_run(self.args, width, steps)
+        values = self.args.auto_values.from_run(self.args, width, steps)
         if self._pipelined and self.args.activation_checkpointing:
-            found.setdefault("activation_checkpointing", {"enabled": True})  # the stages' layers, not the model's
-        return read_config(found)
+            values.setdefault("activation_checkpointing", {"enabled": True})  # the stages' layers, not the model's
+        return read_config(values)
 
     def _engine(self) -> ModuleEngine | PipelineEngine:
         """Return a new engine that trains the model."""
@@ -288,7 +288,7 @@ class Trainer(transformers.Trainer):
         """Shard the model over the tensor axis, in place and once; return it."""
         if self.grid.tensor.size > 1 and not self._pipelined and not hasattr(model, "triax_parameter_share"):
             count = getattr(model, "num_parameters", lambda exclude_embeddings: 1)
-            whole = count(exclude_embeddings=True)
+            total = count(exclude_embeddings=True)
             # A hook of transformers, which TRL adds for PEFT: it is moved to the sharded embedding.
             hooked = getattr(model, "_require_grads_hooks", None) or getattr(model, "_require_grads_hook", None)
             if hooked:
@@ -300,7 +300,7 @@ class Trainer(transformers.Trainer):
             head = getattr(base, "get_output_embeddings", lambda: None)()
             if isinstance(head, ReadOutside):
                 base.get_output_embeddings = partial(WholeHead, head)
-            model.triax_parameter_share = count(exclude_embeddings=True) / whole
+            model.triax_parameter_share = count(exclude_embeddings=True) / total
         return model
 
     def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
@@ -566,12 +566,12 @@ class Trainer(transformers.Trainer):
         if state.end_of_dataloader:
             data = self.accelerator.pad_across_processes(data, dim=0)
         where = [self.grid.topology.coordinate(rank)._asdict() for rank in range(self.grid.size)]
-        firsts = [rank for rank, each in enumerate(where) if not any(n for axis, n in each.items() if axis != "data")]
+        firsts = [rank for rank, at in enumerate(where) if not any(n for axis, n in at.items() if axis != "data")]
         cut = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
 
         def once(everyone: Tensor) -> Tensor:
-            each = everyone.view(self.grid.size, -1, *everyone.shape[1:])
-            return each[firsts].flatten(0, 1)[:cut]
+            by_rank = everyone.view(self.grid.size, -1, *everyone.shape[1:])
+            return by_rank[firsts].flatten(0, 1)[:cut]
 
         return recursively_apply(once, self.accelerator.gather(data))
 
@@ -586,7 +586,7 @@ class Trainer(transformers.Trainer):
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
         before = self.state.num_input_tokens_seen
-        super()._track_num_input_tokens(inputs if self._share() else {name: each[:0] for name, each in inputs.items()})
+        super()._track_num_input_tokens(inputs if self._share() else {name: rows[:0] for name, rows in inputs.items()})
         seen = self.state.num_input_tokens_seen - before
         self.state.num_input_tokens_seen = before + seen // self._copies
 
@@ -618,10 +618,10 @@ class Trainer(transformers.Trainer):
 
         PEFT takes the values from the state dict of the model, and the names from each of these modules.
         """
-        whole = [
-            part for part in self.model.modules() if isinstance(part._modules.get("modules_to_save"), nn.ModuleDict)
+        fully_trained = [
+            layer for layer in self.model.modules() if isinstance(layer._modules.get("modules_to_save"), nn.ModuleDict)
         ]
-        parameters = [parameter for part in whole for parameter in part.parameters()]
+        parameters = [parameter for layer in fully_trained for parameter in layer.parameters()]
         sharded = isinstance(self.engine, ModuleEngine) and self.engine.options.zero.stage == 3
         return self.engine.gathered(parameters) if self.engine is not None and sharded else nullcontext()
 
@@ -651,9 +651,9 @@ class Trainer(transformers.Trainer):
         if schedule is not None and self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(schedule)
             groups = self.engine.optimizer.param_groups
-            for its, mine in zip(self.lr_scheduler.optimizer.param_groups, groups, strict=True):
+            for group, saved_group in zip(self.lr_scheduler.optimizer.param_groups, groups, strict=True):
                 # Not the learning rate alone: some schedules also write betas.
-                its.update({key: value for key, value in mine.items() if key not in ("params", "param_names")})
+                group.update({key: value for key, value in saved_group.items() if key not in ("params", "param_names")})
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         saved, axes = None if checkpoint is None else saved_axes(Path(checkpoint)), self.grid.topology.sizes

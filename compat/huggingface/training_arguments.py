@@ -143,9 +143,9 @@ class TrainingArguments(transformers.TrainingArguments):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the arguments as transformers does; the grid as the sizes of its axes."""
-        found: dict[str, Any] = super().to_dict()
-        found["grid"] = _axes_of(self.grid)
-        return found
+        entries: dict[str, Any] = super().to_dict()
+        entries["grid"] = _axes_of(self.grid)
+        return entries
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_grid": None}  # process groups cannot be pickled: a copy makes its own grid

@@ -109,7 +109,7 @@ def _distributed(source: Path) -> tuple[Tensors, Inert, int]:
             common = common[0] if isinstance(common, list) else common
     if not isinstance(common, dict) or not isinstance(common.get("args"), Inert):
         raise ValueError(f"{source} has no arguments of a training run: its common.pt is missing or is not Megatron's")
-    found: dict[str, Callable[[], Tensor]] = {}
+    readers: dict[str, Callable[[], Tensor]] = {}
     for stored, shape in dcp.shapes.items():
         name = _renamed(stored)
         if name.startswith(("optimizer", "chained_", "rng_state", "rerun")) or _NO_WEIGHT.search(name):
@@ -117,13 +117,13 @@ def _distributed(source: Path) -> tuple[Tensors, Inert, int]:
         if name.startswith("decoder.layers.") and not name.split(".")[2].isdigit():
             for layer in range(shape[0]):  # all layers in one tensor
                 numbered = name.replace("decoder.layers.", f"decoder.layers.{layer}.", 1)
-                found[numbered] = partial(dcp.read_row, stored, layer)
+                readers[numbered] = partial(dcp.read_row, stored, layer)
         else:
-            found[name] = partial(dcp.read_tensor, stored)
-    for name in [name for name in found if name.endswith("_w")]:  # gate and up apart
-        gate, up = found.pop(name), found.pop(f"{name[:-1]}v")
-        found[name[:-2]] = partial(lambda gate, up: torch.cat([gate(), up()]), gate, up)
-    return found, common["args"], int(common.get("iteration") or 0)
+            readers[name] = partial(dcp.read_tensor, stored)
+    for name in [name for name in readers if name.endswith("_w")]:  # gate and up apart
+        gate, up = readers.pop(name), readers.pop(f"{name[:-1]}v")
+        readers[name[:-2]] = partial(lambda gate, up: torch.cat([gate(), up()]), gate, up)
+    return readers, common["args"], int(common.get("iteration") or 0)
 
 
 def _legacy(source: Path) -> tuple[Tensors, Inert, int]:
@@ -148,32 +148,32 @@ def _legacy(source: Path) -> tuple[Tensors, Inert, int]:
         raise ValueError(f"{source} lacks mp_rank_{missing[0][1]:02d}_{missing[0][0]:03d}/{_SHARD}: copy all folders")
     chunks = sorted((key for key in first if re.fullmatch(r"model\d*", key)), key=lambda key: int(key[5:] or 0))
     gated = bool(first["args"].get("swiglu"))
-    found: dict[str, Callable[[], Tensor]] = {}
+    readers: dict[str, Callable[[], Tensor]] = {}
     before = 0  # layers of the chunks before
     for chunk in chunks:
         for pipe in range(pipes):
             ranks = [_flat(shards[pipe, tensor][chunk]) for tensor in range(size)]
             count = 0
             for name in ranks[0]:
-                place = re.match(r"decoder\.layers\.(\d+)\.", name)
-                whole = name
-                if place is not None:
-                    count = max(count, int(place[1]) + 1)
-                    whole = f"decoder.layers.{before + int(place[1])}.{name[place.end() :]}"
-                found.setdefault(whole, partial(_joined, name, [rank[name] for rank in ranks], gated))
+                match = re.match(r"decoder\.layers\.(\d+)\.", name)
+                global_name = name
+                if match is not None:
+                    count = max(count, int(match[1]) + 1)
+                    global_name = f"decoder.layers.{before + int(match[1])}.{name[match.end() :]}"
+                readers.setdefault(global_name, partial(_joined, name, [rank[name] for rank in ranks], gated))
             before += count
-    return found, first["args"], int(first.get("iteration") or 0)
+    return readers, first["args"], int(first.get("iteration") or 0)
 
 
 def _flat(model: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
     """Return the tensors of a nested dict of a tensor rank, under Megatron-core's names."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for key, value in model.items():
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{key}.")
+            tensors |= _flat(value, f"{prefix}{key}.")
         elif isinstance(value, Tensor) and not _NO_WEIGHT.search(name := _renamed(f"{prefix}{key}")):
-            found[name] = value
-    return found
+            tensors[name] = value
+    return tensors
 
 
 def _renamed(name: str) -> str:
@@ -322,6 +322,6 @@ def _weights(
 def _split(fused: Tensor, heads: int, groups: int | None) -> list[Tensor]:
     """Return queries, keys and values, given rows that are ordered by query group: its queries, its key, its value."""
     groups = groups or heads
-    each = heads // groups
-    grouped = fused.unflatten(0, (groups, each + 2, -1))  # (groups, heads + 2, head_dim, ...)
-    return [part.flatten(0, 2) for part in grouped.split([each, 1, 1], dim=1)]
+    heads_per_group = heads // groups
+    grouped = fused.unflatten(0, (groups, heads_per_group + 2, -1))  # (groups, heads + 2, head_dim, ...)
+    return [part.flatten(0, 2) for part in grouped.split([heads_per_group, 1, 1], dim=1)]

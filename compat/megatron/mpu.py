@@ -42,8 +42,8 @@ def grid_of_mpu(mpu: Any) -> Grid:
     named = [axis for axis in _AXES if axis != "context" or sizes["context"] > 1]
     for order in permutations(named):
         topology = Topology(**{axis: sizes[axis] for axis in order})
-        found = {axis: next(sorted(group) for group in topology.groups(axis) if rank in group) for axis in named}
-        if all(groups[axis] in (None, found[axis]) for axis in named):
+        ranks_of = {axis: next(sorted(group) for group in topology.groups(axis) if rank in group) for axis in named}
+        if all(groups[axis] in (None, ranks_of[axis]) for axis in named):
             context = sizes["context"]
             return Grid(sizes["pipe"], sizes["data"], sizes["tensor"], context=context, order=order)
     known = ", ".join(f"{axis} {ranks}" for axis, ranks in groups.items() if ranks is not None)
@@ -55,7 +55,7 @@ def grid_of_mpu(mpu: Any) -> Grid:
 
 def _ask(mpu: Any, names: tuple[str, ...], what: str) -> Any:
     """Return the result of the first of the mpu's methods ``get_NAME_WHAT`` that it has; None if it has none."""
-    method = next((found for name in names if (found := getattr(mpu, f"get_{name}_{what}", None)) is not None), None)
+    method = next((getter for name in names if (getter := getattr(mpu, f"get_{name}_{what}", None)) is not None), None)
     return None if method is None else method()
 
 

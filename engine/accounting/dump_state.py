@@ -15,9 +15,9 @@ from ..kinds import AnyEngine
 
 def dump(engine: AnyEngine) -> None:
     """Rank 0 prints ``describe(engine)`` as JSON. Collective over the grid."""
-    found = describe(engine)
+    state = describe(engine)
     if engine.grid.rank == 0:
-        print(json.dumps({"engine": found}, indent=2), flush=True)
+        print(json.dumps({"engine": state}, indent=2), flush=True)
 
 
 def describe(engine: AnyEngine) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def _optimizer(optimizer: torch.optim.Optimizer, inner: torch.optim.Optimizer | 
 
 
 def _plain_entries(entries: Mapping[str, Any], without: str) -> dict[str, Any]:
-    return {key: _plain(each) for key, each in entries.items() if key != without and not key.startswith("_")}
+    return {key: _plain(value) for key, value in entries.items() if key != without and not key.startswith("_")}
 
 
 def _plain(value: Any) -> Any:
@@ -80,5 +80,5 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else repr(value)
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     return value if value is None or isinstance(value, (bool, int, float, str)) else repr(value)

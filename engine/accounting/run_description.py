@@ -23,7 +23,7 @@ def run_record(engine: Any, grid: Grid, flops: float | None, peak: float | None,
     """
     steps = engine.global_steps
     pipelined = isinstance(engine.module, PipelineModule)
-    mine = {
+    own_record = {
         "name": grid.describe(),
         **grid.coordinate._asdict(),
         # Elements of the unsharded parameters. A tied parameter counts on one pipe rank only.
@@ -31,7 +31,7 @@ def run_record(engine: Any, grid: Grid, flops: float | None, peak: float | None,
         "memory": engine.memory_report() if since else None,
         "traffic": engine.traffic_report() if since else None,
     }
-    ranks = grid.world.all_gather_json(mine)
+    ranks = grid.world.all_gather_json(own_record)
     if grid.rank != 0:
         return None
     axes = {name: grid.axis(name).size for name in ("pipe", "data", "context", "tensor", "expert")}

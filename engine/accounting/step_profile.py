@@ -87,7 +87,7 @@ class StepProfile:
         seconds, engine, options = self._now() - self._begin, self._engine, self._options
         self.stop()
         timed = max(1, engine.batch.accumulation - 1)
-        mine = RankProfile(
+        own_profile = RankProfile(
             self.modules.entries(lambda parameter: self._numel.get(parameter, 0), timed=timed),
             sum(p.numel() for p in engine.module.parameters()),
             sum(self.forward) / timed,
@@ -95,7 +95,7 @@ class StepProfile:
             sum(self.update),
             seconds,
         )
-        told = engine.grid.world.all_gather_json(([astuple(node) for node in mine.entries], *mine[1:]))
+        told = engine.grid.world.all_gather_json(([astuple(node) for node in own_profile.entries], *own_profile[1:]))
         everyone = [RankProfile([ModuleNode(*node) for node in nodes], *numbers) for nodes, *numbers in told]
         if engine.grid.rank == 0:
             root = whole_model(engine.grid, everyone)

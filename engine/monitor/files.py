@@ -12,6 +12,6 @@ EXPERTS = "Train/Experts/"  # in METRICS, in front of a layer's name: the loads 
 
 def replace_file(file: Path, text: str) -> None:
     """Write a file so that a reader sees the old text or the new one, never a part of it."""
-    part = file.with_name(f"{file.name}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(file)
+    partial = file.with_name(f"{file.name}.part")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(file)

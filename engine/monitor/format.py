@@ -24,9 +24,9 @@ def size(number: float) -> str:
 
 def duration(seconds: float) -> str:
     """Return seconds as ``1.25 s``, ``3.10 ms`` or ``42.00 us``."""
-    for unit, part in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= part:
-            return f"{seconds / part:.2f} {unit}"
+    for unit, length in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= length:
+            return f"{seconds / length:.2f} {unit}"
     return f"{seconds * 1e6:.2f} us"
 
 

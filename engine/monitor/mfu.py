@@ -40,19 +40,19 @@ def known_peak(device: str, dtype: torch.dtype) -> float | None:
     >>> known_peak("NVIDIA H100 80GB HBM3", torch.bfloat16), known_peak("cpu", torch.float32)
     (989.4, None)
     """
-    found = next((peaks for name, peaks in PEAKS.items() if name in device), None)
-    if found is None or dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    peaks_of_device = next((peaks for name, peaks in PEAKS.items() if name in device), None)
+    if peaks_of_device is None or dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return None
     if dtype == torch.float32:
-        return found[1] if torch.get_float32_matmul_precision() != "highest" else found[2]
-    return found[0]
+        return peaks_of_device[1] if torch.get_float32_matmul_precision() != "highest" else peaks_of_device[2]
+    return peaks_of_device[0]
 
 
 def slowest_peak(grid: Grid, module: nn.Module) -> float | None:
     """Return the peak TFLOP/s of the slowest rank's device; None if a rank's is not known. Collective."""
     parameter = next((p for p in module.parameters() if p.is_floating_point()), None)
-    mine = known_peak(grid.device_name(), torch.float32 if parameter is None else parameter.dtype)
-    least = torch.tensor([mine or 0.0], dtype=torch.float64, device=grid.device)
+    own_peak = known_peak(grid.device_name(), torch.float32 if parameter is None else parameter.dtype)
+    least = torch.tensor([own_peak or 0.0], dtype=torch.float64, device=grid.device)
     grid.world.all_reduce(least, op="min")
     return float(least) or None
 
@@ -108,5 +108,5 @@ def tokens_in(inputs: Any) -> int:
     if isinstance(inputs, dict):
         inputs = list(inputs.values())
     if isinstance(inputs, (list, tuple)):
-        return next((n for each in inputs if (n := tokens_in(each))), 0)
+        return next((n for value in inputs if (n := tokens_in(value))), 0)
     return 0

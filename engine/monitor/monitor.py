@@ -141,4 +141,4 @@ def _events(metrics: StepMetrics) -> list[Event]:
     events: list[Event] = [(f"Train/Samples/{name}", value, metrics.samples) for name, value in figures.items()]
     events += [(f"{TERMS}{name}", value, metrics.samples) for name, value in metrics.metrics.items()]
     events += [(f"{EXPERTS}{layer}", list(loads), metrics.samples) for layer, loads in metrics.loads.items()]
-    return events + [(name, Histogram(*each), metrics.samples) for name, each in metrics.histograms.items()]
+    return events + [(name, Histogram(*histogram), metrics.samples) for name, histogram in metrics.histograms.items()]

@@ -46,6 +46,6 @@ def _earlier(file: Path, since: int) -> list[dict[str, Any]]:
         old = parse_json(read_text(file))
         last = {key: old[key] for key in ("since_step", "grid", "batch", "zero")}
         last |= {"ranks": len(old["ranks"]), "schedule": (old["schedule"] or {}).get("name")}
-        return [each for each in (*old["earlier"], last) if each["since_step"] < since]
+        return [run for run in (*old["earlier"], last) if run["since_step"] < since]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none, or not one that triax wrote
         return []

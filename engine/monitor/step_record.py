@@ -111,12 +111,12 @@ def self_times(slices: Sequence[Slice]) -> list[float]:
 
 def time_parts(record: StepRecord) -> Parts:
     """Return the seconds of each part of a step. They add up to the duration of the step."""
-    found: Parts = {}
+    seconds_of: Parts = {}
     for entry, seconds in zip(record.slices, self_times(record.slices), strict=True):
         axis, part = part_of(entry.kind)
-        row = found.setdefault(axis, {})
+        row = seconds_of.setdefault(axis, {})
         row[part] = row.get(part, 0.0) + seconds
-    return found
+    return seconds_of
 
 
 def part_of(kind: str) -> tuple[str, str]:

@@ -88,14 +88,14 @@ def line(means: Sequence[Mapping[str, Any]], step: int) -> str:
     Args:
         means, step: as in ``table``.
     """
-    steps = [sum(sum(row.values()) for row in each["parts"].values()) for each in means]
+    steps = [sum(sum(row.values()) for row in mean["parts"].values()) for mean in means]
     slowest = max(range(len(steps)), key=steps.__getitem__)
-    found = {
+    seconds_of = {
         part if axis == "compute" else f"{axis} {part}": fmean([m["parts"].get(axis, {}).get(part, 0.0) for m in means])
         for axis, part in ROWS
     }
     parts = sorted(
-        ((seconds, name) for name, seconds in found.items() if seconds >= _SHARE * fmean(steps)), reverse=True
+        ((seconds, name) for name, seconds in seconds_of.items() if seconds >= _SHARE * fmean(steps)), reverse=True
     )
     bubble = means[0]["bubble"]
     words = [f"step {step}: {1e3 * fmean(steps):.2f} ms a step"]

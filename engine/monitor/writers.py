@@ -85,7 +85,7 @@ def json_writer(folder: Path) -> Write:
         row |= {name: value for name, value, _ in events if not isinstance(value, Histogram)}
         row |= {name: None for name, value, _ in _numbers(events) if not math.isfinite(value)}
         row |= {
-            name: [each if math.isfinite(each) else None for each in value]
+            name: [number if math.isfinite(number) else None for number in value]
             for name, value, _ in events
             if isinstance(value, list)
         }
@@ -123,10 +123,10 @@ def tensorboard_writer(folder: Path) -> Write:
             current = current or begin()  # after an error the thread of a writer has ended
             for name, value, samples in _numbers(events):
                 current.add_scalar(name, value, samples)
-            for name, found, samples in _histograms(events):
-                figures: dict[str, Any] = {"min": found.low, "max": found.high, "num": found.elements, "sum": found.sum}
-                figures |= {"sum_squares": found.squares, "bucket_limits": found.edges()[1:]}
-                current.add_histogram_raw(name, **figures, bucket_counts=list(found.counts), global_step=samples)
+            for name, bars, samples in _histograms(events):
+                figures: dict[str, Any] = {"min": bars.low, "max": bars.high, "num": bars.elements, "sum": bars.sum}
+                figures |= {"sum_squares": bars.squares, "bucket_limits": bars.edges()[1:]}
+                current.add_histogram_raw(name, **figures, bucket_counts=list(bars.counts), global_step=samples)
             current.flush()
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(folder)) from None

@@ -57,7 +57,7 @@ class WholeLayers:
         found = []
         for weights, update in pairs:
             layers = layout_of(weights).layers
-            found.append(torch.stack([part.norm() for both in zip(layers(weights), layers(update)) for part in both]))
+            found.append(torch.stack([layer.norm() for both in zip(layers(weights), layers(update)) for layer in both]))
         return [norms.view(-1, 2) for norms in found]
 
     def whole(self, updates: Sequence[tuple[Tensor, Tensor, Function]], dtype: torch.dtype) -> list[Tensor]:
@@ -147,8 +147,8 @@ class Lamb(LayerwiseOptimizer):
             weights, steps = pair.to(p.dtype).unbind(1)
             ratio = (weights / steps).clamp(group["min_coeff"], group["max_coeff"])
             ratio = torch.where((weights > 0) & (steps > 0), ratio, torch.ones_like(ratio))
-            for (part, _), coefficient in zip(self.layers.parts(p), ratio, strict=True):
-                update[part].mul_(coefficient)
+            for (layer, _), coefficient in zip(self.layers.parts(p), ratio, strict=True):
+                update[layer].mul_(coefficient)
             p.sub_(update, alpha=group["lr"])
 
 
@@ -221,7 +221,7 @@ class Muon(LayerwiseOptimizer):
             update = self._adam(p, group)
             p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=group["lr"])
         for dtype in dict.fromkeys(group["ns_dtype"] for group, _ in matrices):
-            self._orthogonal([each for each in matrices if each[0]["ns_dtype"] == dtype], getattr(torch, dtype))
+            self._orthogonal([matrix for matrix in matrices if matrix[0]["ns_dtype"] == dtype], getattr(torch, dtype))
 
     def _orthogonal(self, matrices: Sequence[tuple[dict[str, Any], Tensor]], dtype: torch.dtype) -> None:
         """Step matrices whose iteration has one dtype."""
@@ -236,12 +236,12 @@ class Muon(LayerwiseOptimizer):
             updates.append((p, update, _iteration(group)))
         for (group, p), update in zip(matrices, self.layers.whole(updates, dtype), strict=True):
             p.mul_(1 - group["lr"] * group["weight_decay"])
-            for part, shape in self.layers.parts(p):
+            for layer, shape in self.layers.parts(p):
                 rows, columns = matrix_shape(shape)
                 factor = math.sqrt(max(1, rows / columns))
                 if group["adjust_lr_fn"] == "match_rms_adamw":
                     factor = 0.2 * math.sqrt(max(rows, columns))
-                p[part].sub_(update[part], alpha=group["lr"] * factor)
+                p[layer].sub_(update[layer], alpha=group["lr"] * factor)
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:

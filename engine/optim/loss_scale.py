@@ -210,15 +210,15 @@ def rescaled(
         return (_Rescale.apply(factor, leaving, 1.0, copies(value), value) if wanted else value), True
     if isinstance(value, Mapping):
         parts = {key: rescaled(item, factor, leaving, copies) for key, item in value.items()}
-        changed = {key: part for key, (part, _) in parts.items() if part is not value[key]}
+        changed = {key: rescaled_item for key, (rescaled_item, _) in parts.items() if rescaled_item is not value[key]}
         made: Any = copy.copy(value) if changed else value  # a model's output has a class of its own
-        for key, part in changed.items():
-            made[key] = part
+        for key, rescaled_item in changed.items():
+            made[key] = rescaled_item
         return made, all(seen for _, seen in parts.values())
     if isinstance(value, (tuple, list)):
         items = [rescaled(item, factor, leaving, copies) for item in value]
-        parts_, seen = [part for part, _ in items], all(seen for _, seen in items)
-        if all(part is item for part, item in zip(parts_, value, strict=True)):
+        parts_, seen = [new for new, _ in items], all(seen for _, seen in items)
+        if all(new is item for new, item in zip(parts_, value, strict=True)):
             return value, seen
         return (type(value)(*parts_) if hasattr(value, "_fields") else type(value)(parts_)), seen
     return value, value is None or isinstance(value, (bool, int, float, str))

@@ -67,8 +67,8 @@ class NonFinitePolicy:
             what = f"the loss is {loss}"
         else:
             what = f"the norm of the gradient is {norm}"
-        found = sorted(each for each in grid.world.all_gather_json(_describe(grid, losses, parameter)) if each)
-        where = f": {'; '.join(text for _, text in found[:4])}" if found else ""
+        told = sorted(text for text in grid.world.all_gather_json(_describe(grid, losses, parameter)) if text)
+        where = f": {'; '.join(text for _, text in told[:4])}" if told else ""
         if self._policy == "raise":
             raise AgreedError(
                 f"{what}{where}. No weight was changed. Check these samples and the learning rate, or set nan_loss to "

@@ -16,7 +16,7 @@ from .layerwise import Lamb, Muon
 from .signature import check_arguments, defaults_of, trial
 
 # Classes that torch lacks, or has for whole tensors only.
-_OWN: dict[str, type[torch.optim.Optimizer]] = {each.__name__: each for each in (Lion, Lamb, Muon, UncorrectedAdam)}
+_OWN: dict[str, type[torch.optim.Optimizer]] = {cls.__name__: cls for cls in (Lion, Lamb, Muon, UncorrectedAdam)}
 _OTHERS = "triax.optimizers"  # the entry points of further classes
 # Optimizers that cannot step flat ranges, or are not supported: (reason, what to use instead).
 _REFUSED = {
@@ -34,8 +34,8 @@ LAYERWISE = {
 }
 _TORCH = tuple(
     name
-    for name, each in vars(torch.optim).items()
-    if isinstance(each, type) and issubclass(each, torch.optim.Optimizer) and name not in ("Optimizer", *_REFUSED)
+    for name, member in vars(torch.optim).items()
+    if isinstance(member, type) and issubclass(member, torch.optim.Optimizer) and name not in ("Optimizer", *_REFUSED)
 )
 
 
@@ -60,7 +60,7 @@ def resolve(kind: str, params: Mapping[str, Any]) -> tuple[type[torch.optim.Opti
                 f"<optimizer.type> = {kind!r}: {reason}, and triax keeps the optimizer state in flat ranges: use "
                 f"{instead}"
             )
-    name = {each.lower(): each for each in names()}.get(kind.lower(), "")
+    name = {known.lower(): known for known in names()}.get(kind.lower(), "")
     if not name:
         raise refusal(f"<optimizer.type> = {describe(kind)}: there is no such optimizer; {nearest(kind, names())}")
     cls: type[torch.optim.Optimizer]

@@ -54,11 +54,11 @@ def make_scheduler(kind: str, params: Mapping[str, Any], key: str = "lr_schedule
             raise refusal(f"<{key}.{name}> = {given[name]}: give a whole number of at least 1")
     if parts is None:
         return lambda optimizer: cls(optimizer, **given)
-    if not isinstance(parts, list) or not all(isinstance(each, Mapping) and "type" in each for each in parts):
+    if not isinstance(parts, list) or not all(isinstance(part, Mapping) and "type" in part for part in parts):
         raise refusal(f'<{key}.schedulers> is not a list of schedules: write [{{"type": ..., "params": {{...}}}}, ...]')
     makers = [
-        make_scheduler(str(each["type"]), each.get("params", {}), f"{key}.schedulers.{i}.params")
-        for i, each in enumerate(parts)
+        make_scheduler(str(part["type"]), part.get("params", {}), f"{key}.schedulers.{i}.params")
+        for i, part in enumerate(parts)
     ]
 
     def make(optimizer: torch.optim.Optimizer) -> LRScheduler:
@@ -95,7 +95,7 @@ def class_of(kind: str, key: str = "lr_scheduler") -> type[LRScheduler]:
     """
     if kind in _WITHOUT_JSON:
         raise refusal(f"<{key.removesuffix('.params')}.type> = {kind!r}: {_WITHOUT_JSON[kind]}")
-    name = {each.lower(): each for each in names()}.get(kind.lower(), "")
+    name = {known.lower(): known for known in names()}.get(kind.lower(), "")
     if not name:
         raise refusal(
             f"<{key.removesuffix('.params')}.type> = {describe(kind)}: there is no such schedule; "

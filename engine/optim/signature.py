@@ -74,12 +74,12 @@ def trial(where: str, given: Mapping[str, Any], make: Callable[[Mapping[str, Any
         guilty = None if (by_chance := _is_made(make, given)) else _to_blame(given, make, error)
         if by_chance or (guilty is None and not isinstance(error, (TypeError, ValueError))):
             raise  # no argument causes it
-        place = (
+        position = (
             f"<{where}.{guilty}> = {describe(given[guilty])}"
             if guilty
             else f"{arguments_of(where)} ({', '.join(given)})"
         )
-        raise refusal(f"{place}: {error or type(error).__name__}") from error
+        raise refusal(f"{position}: {error or type(error).__name__}") from error
 
 
 def defaults_of(cls: type, first: str) -> dict[str, Any]:
@@ -123,10 +123,10 @@ def _mismatch(value: Any, default: Any, annotation: Any) -> str | None:
     words = set(re.findall(r"[a-z]+", str(annotation).lower()))
     if value is None:
         return None if default is None or "none" in words else "a value"
-    for each in value if isinstance(value, (list, tuple)) else [value]:
-        if isinstance(each, float):
+    for item in value if isinstance(value, (list, tuple)) else [value]:
+        if isinstance(item, float):
             try:
-                check_number(each)
+                check_number(item)
             except ValueError as error:
                 return str(error).removeprefix("give ")
     if isinstance(default, tuple):

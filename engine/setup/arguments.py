@@ -38,7 +38,7 @@ def given_options(options: EngineOptions | None, keywords: Mapping[str, Any]) ->
         raise TypeError(f"options is a {type(options).__name__}: pass triax.EngineOptions(...), or options by keywords")
     if options is None:
         return EngineOptions.of(keywords)
-    known = [each.name for each in declared(EngineOptions)]
+    known = [option.name for option in declared(EngineOptions)]
     for name in keywords:
         if name not in known:
             raise refusal(no_such("Engine", name, known))
@@ -150,11 +150,11 @@ def untrained_in_loss(model: nn.Module) -> str | None:
     held = [getattr(function, "__self__", None), *getattr(function, "__dict__", {}).values()]
     held += [*getattr(loss_fn, "args", ()), *getattr(loss_fn, "keywords", {}).values(), function]
     held += inspect.getclosurevars(function).nonlocals.values() if inspect.isfunction(function) else ()
-    for each in held:
-        parameters = each.parameters() if isinstance(each, nn.Module) else (each,)
+    for owner in held:
+        parameters = owner.parameters() if isinstance(owner, nn.Module) else (owner,)
         if any(isinstance(p, nn.Parameter) and p.requires_grad and p not in known for p in parameters):
             return (
-                f"loss_fn uses parameters of a {type(each).__name__} that this engine does not train, because loss_fn "
+                f"loss_fn uses parameters of a {type(owner).__name__} that this engine does not train, because loss_fn "
                 "is not a module: pass an nn.Module that holds them, and they are trained as loss_fn's"
             )
     return None

@@ -48,7 +48,7 @@ class Compilation:
     """
 
     def __init__(self, given: Compile, grid: Grid, layers: Sequence[tuple[str, nn.Module]]) -> None:
-        problem = next((each for each in grid.world.all_gather_json(_missing(given.backend, grid)) if each), None)
+        problem = next((text for text in grid.world.all_gather_json(_missing(given.backend, grid)) if text), None)
         if problem is not None:
             raise OptionError("compile", reason=problem)
         self.layers = [name for name, _ in layers]
@@ -159,17 +159,17 @@ def compile_module(module: nn.Module, options: EngineOptions, grid: Grid) -> Com
         return None
     _require_whole_layers(options)
     units = find_units(module)
-    blocks = [(name, part) for name, part in units[1:] if not _holds(part, (other for _, other in units[1:]))]
-    if not any([*part.children()] for _, part in blocks):
-        whole = not (options.recompute.asked or options.zero.stage == 3)
-        blocks = [] if whole else blocks
+    blocks = [(name, block) for name, block in units[1:] if not _holds(block, (other for _, other in units[1:]))]
+    if not any([*block.children()] for _, block in blocks):
+        as_one = not (options.recompute.asked or options.zero.stage == 3)
+        blocks = [] if as_one else blocks
     else:
-        blocks = [(name, part) for name, part in blocks if [*part.children()]]
+        blocks = [(name, block) for name, block in blocks if [*block.children()]]
     return Compilation(options.compile, grid, blocks or [(type(module).__name__, module)])
 
 
 def _holds(module: nn.Module, others: Iterable[nn.Module]) -> bool:
-    inside = {part for part in module.modules() if part is not module}
+    inside = {inner for inner in module.modules() if inner is not module}
     return any(other in inside for other in others)
 
 

@@ -46,10 +46,10 @@ def named_compressor(options: EngineOptions) -> Any:
     if given.type not in known:
         raise refusal(no_such("<compression>", given.type, known))
     kind = known[given.type].load()
-    names = [each.name for each in fields(kind)]
+    names = [field.name for field in fields(kind)]
     for name in given.arguments:
         if name not in names or name == "seed":
-            raise refusal(no_such(f"<compression> {given.type}", name, [each for each in names if each != "seed"]))
+            raise refusal(no_such(f"<compression> {given.type}", name, [other for other in names if other != "seed"]))
     try:
         return kind(**given.arguments, **({"seed": options.seed} if "seed" in names else {}))
     except ValueError as error:

@@ -77,7 +77,7 @@ def measure_layers(
     wanted = dtype_of(options.precision.weights) or dtype
     x = map_tensors(partial(_cast, wanted), item.inputs)
     known: dict[Any, tuple[LayerCost, Any]] = {}
-    found = []
+    costs = []
     for index, entry in enumerate(listed):
         last = index == len(listed) - 1
         key = (_identity(entry), flatten(x)[1].encode(), index > 0, last)
@@ -90,8 +90,8 @@ def measure_layers(
             known[key] = replace(cost, states=states), output
             del module
         cost, x = known[key]
-        found.append(replace(cost, name=typename(entry)))
-    return _agreed(grid, found)
+        costs.append(replace(cost, name=typename(entry)))
+    return _agreed(grid, costs)
 
 
 def _without_stages(grid: Grid) -> Grid:
@@ -129,7 +129,7 @@ def _measure(
             y = module.run_stage(0, leaves, own, losses, without_head=with_head)
             value = module.loss(y, item.labels, with_head) if last else y
         value = named_losses(value, "loss_fn returned", "return") if is_named(value) else value
-        return y, [each for each in tensors_of((value, losses)) if each.requires_grad]
+        return y, [tensor for tensor in tensors_of((value, losses)) if tensor.requires_grad]
 
     def leaf(tensor: Tensor) -> Tensor:
         return tensor.detach().clone().requires_grad_(inner and tensor.is_floating_point())
@@ -147,23 +147,23 @@ def _measure(
     grid.world.barrier()
     for _ in range(repeats + 1):
         leaves = map_tensors(leaf, x)
-        wanted = [each for each in tensors_of(leaves) if each.requires_grad]
+        wanted = [tensor for tensor in tensors_of(leaves) if tensor.requires_grad]
         start = marked()
         _, roots = forward(leaves)
         passed = marked()
         inputs = 0.0
         if wanted and roots:
-            torch.autograd.grad(roots, wanted, [torch.ones_like(each) for each in roots], allow_unused=True)
+            torch.autograd.grad(roots, wanted, [torch.ones_like(root) for root in roots], allow_unused=True)
             inputs = marked() - passed
             _, roots = forward(leaves)
         begin = marked()
         if roots:
-            torch.autograd.backward(roots, [torch.ones_like(each) for each in roots])
+            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
         taken = passed - start, inputs, marked() - begin
         least = [min(pair) for pair in zip(least, taken, strict=True)]
-    first, second, whole = least
-    sent = sum(each.nbytes for each in tensors_of(output))
-    cost = LayerCost(first, min(second, whole), max(0.0, whole - second), kept=float(kept), output=float(sent))
+    first, second, both = least
+    sent = sum(tensor.nbytes for tensor in tensors_of(output))
+    cost = LayerCost(first, min(second, both), max(0.0, both - second), kept=float(kept), output=float(sent))
     return cost, output
 
 
@@ -180,13 +180,13 @@ def _states(parameter: nn.Parameter, options: EngineOptions, grid: Grid) -> floa
 def _agreed(grid: Grid, found: Sequence[LayerCost]) -> LayerCosts:
     """Return the costs that all ranks take, with the time of messages. Collective."""
     latency, per_byte = _messages(grid, max(cost.output for cost in found))
-    mine = [[getattr(cost, each.name) for each in fields(cost) if each.name != "name"] for cost in found]
-    ranks = grid.world.all_gather_json([grid.pipe.rank, latency, per_byte, mine])
+    own_costs = [[getattr(cost, field.name) for field in fields(cost) if field.name != "name"] for cost in found]
+    ranks = grid.world.all_gather_json([grid.pipe.rank, latency, per_byte, own_costs])
     totals = [sum(sum(row[: len(_SECONDS)]) for row in rows) for *_, rows in ranks]
     slowest = [
         max(t for t, (at, *_) in zip(totals, ranks, strict=True) if at == rank) for rank in range(grid.pipe.size)
     ]
-    speeds = tuple(min(slowest) / each for each in slowest)
+    speeds = tuple(min(slowest) / seconds for seconds in slowest)
     if min(speeds) > SAME_SPEED:
         speeds = ()
     layers = []

@@ -49,10 +49,10 @@ def choose_optimizer(
         return None
     if isinstance(optimizer, Optimizer):
         cls, params = optimizers.resolve(optimizer.type, optimizer.arguments)
-    elif (found := _class_of(optimizer)) is None:
+    elif (resolved := _class_of(optimizer)) is None:
         return _from_function(optimizer)
     else:
-        cls, params = found
+        cls, params = resolved
         if cls is torch.optim.Muon:
             raise refusal("<optimizer> torch.optim.Muon steps only matrices: write triax.Optimizer('Muon', lr=...)")
         if cls.__name__ not in optimizers.WHOLE_TENSOR:
@@ -215,5 +215,5 @@ def _with_stepper(cls: type[torch.optim.Optimizer], make: MakeOptimizer) -> Opti
 
     Optimizers on unsharded tensors and 1-bit optimizers have steppers of their own. Others step on ZeRO's flat shards.
     """
-    whole = cls.__name__ in optimizers.WHOLE_TENSOR
-    return OptimizerFactory(make, WholeStepper) if whole else with_own_stepper(cls, make)
+    whole_tensors = cls.__name__ in optimizers.WHOLE_TENSOR
+    return OptimizerFactory(make, WholeStepper) if whole_tensors else with_own_stepper(cls, make)

@@ -31,19 +31,19 @@ def low_precision_parameters(options: EngineOptions, module: nn.Module, grid: Gr
     wanted = set(options.reduction.low_precision_modules or ())
     if not wanted:
         return None
-    found: set[Tensor] = set()
+    parameters: set[Tensor] = set()
     here: set[str] = set()
-    for part in module.modules():
-        names = _class_names(type(part))
+    for submodule in module.modules():
+        names = _class_names(type(submodule))
         here |= names
         if names & wanted:
-            found.update(part.parameters(recurse=False))
+            parameters.update(submodule.parameters(recurse=False))
     everywhere = set().union(*grid.world.all_gather_json(here))
     for name in options.reduction.low_precision_modules or ():
         if name not in everywhere:
-            known = sorted(each for each in everywhere if "." in each)
+            known = sorted(path for path in everywhere if "." in path)
             raise refusal(no_such("<reduction.low_precision_modules>", name, known))
-    return frozenset(found)
+    return frozenset(parameters)
 
 
 def communication_dtype(options: EngineOptions, low_precision: frozenset[Tensor] | None) -> torch.dtype | None:

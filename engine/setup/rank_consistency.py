@@ -84,22 +84,22 @@ def _require_same_ties(grid: Grid, model: PipelineModule, groups: Groups) -> Non
         ConfigError: on every rank, because the replicas are equal.
     """
     group_of = _groups_of(groups)
-    tied = [(each.layout.name, each.parameter) for each in model.local_parameters() if each.tie is not None]
-    mine = {name: _description(parameter, group_of.get(parameter)) for name, parameter in tied}
-    found: dict[str, tuple[int, str]] = {}
-    for place, theirs in enumerate(grid.pipe.all_gather_json(mine)):
+    tied = [(entry.layout.name, entry.parameter) for entry in model.local_parameters() if entry.tie is not None]
+    own_ties = {name: _description(parameter, group_of.get(parameter)) for name, parameter in tied}
+    first_seen: dict[str, tuple[int, str]] = {}
+    for stage, theirs in enumerate(grid.pipe.all_gather_json(own_ties)):
         for name, kind in theirs.items():
-            first, expected = found.setdefault(name, (place, kind))
+            first, expected = first_seen.setdefault(name, (stage, kind))
             if kind != expected:
                 raise ConfigError(
-                    f"the tied weight {name} is {expected} on pipe rank {first} and {kind} on pipe rank {place}: give "
+                    f"the tied weight {name} is {expected} on pipe rank {first} and {kind} on pipe rank {stage}: give "
                     "model_parameters on every rank, in the same group, the tied weights that its stages use"
                 )
 
 
 def settings(given: Mapping[str, Any]) -> Facts:
     """Return every setting that must be equal on all ranks, as ``section.key``."""
-    found: Facts = {}
+    facts: Facts = {}
 
     def walk(prefix: str, value: Any) -> None:
         if isinstance(value, Mapping):
@@ -111,12 +111,12 @@ def settings(given: Mapping[str, Any]) -> Facts:
             and (file := Path(value)).is_file()
         ):
             # Each host may have the file at another path.
-            found[f"the file that {prefix} names"] = file_hash(value, file.stat().st_mtime_ns)
+            facts[f"the file that {prefix} names"] = file_hash(value, file.stat().st_mtime_ns)
         elif prefix not in _MAY_DIFFER and not prefix.endswith(_PATHS):
-            found[prefix] = repr(value)
+            facts[prefix] = repr(value)
 
     walk("", given)
-    return found
+    return facts
 
 
 def layers(model: nn.Module) -> tuple[Facts, set[str]]:
@@ -125,17 +125,17 @@ def layers(model: nn.Module) -> tuple[Facts, set[str]]:
         listed = {f"the class of layer {i}": getattr(layer, "cls", layer) for i, layer in enumerate(model.layer_specs)}
     else:
         listed = {f"the class of {name or 'the model'}": type(module) for name, module in model.named_modules()}
-    kinds = {name: each if hasattr(each, "__qualname__") else type(each) for name, each in listed.items()}
+    kinds = {name: layer if hasattr(layer, "__qualname__") else type(layer) for name, layer in listed.items()}
     return {name: kind.__qualname__ for name, kind in kinds.items()}, {kind.__module__ for kind in kinds.values()}
 
 
 def parameters(model: nn.Module, groups: Groups) -> Facts:
     """Return shape, dtype and parameter group of each parameter on this rank."""
     group_of = _groups_of(groups)
-    found = {"the number of parameters": str(sum(1 for _ in model.parameters()))}
+    facts = {"the number of parameters": str(sum(1 for _ in model.parameters()))}
     for name, parameter in model.named_parameters():
-        found[f"the parameter {layout_of(parameter).name or name}"] = _description(parameter, group_of.get(parameter))
-    return found
+        facts[f"the parameter {layout_of(parameter).name or name}"] = _description(parameter, group_of.get(parameter))
+    return facts
 
 
 def _groups_of(groups: Groups) -> dict[nn.Parameter, int]:

@@ -92,8 +92,8 @@ def _install_tiles(module: nn.Module, grid: Grid, dropout: DropoutState, section
     """Make modules run in tiles of tokens, if the options ask for it; return their number."""
     if section.mlp_tile is None:
         return 0
-    whole = replace(section, granularity=None)
-    return install_tiles(module, _make(grid, dropout, whole, 0, None, None), section.mlp_tile)
+    ungranular = replace(section, granularity=None)
+    return install_tiles(module, _make(grid, dropout, ungranular, 0, None, None), section.mlp_tile)
 
 
 def _check_tiles(section: Recomputation, grid: Grid, module: nn.Module, found: bool) -> None:
@@ -162,25 +162,25 @@ def _install(module: nn.Module, recompute: Recompute) -> str | None:
     units = find_units(module)[1:]
     names = recompute.names
     if units:
-        _check_there(names, {type(part).__name__ for _, part in units})
-    chosen = {part: name for name, part in units if names is None or type(part).__name__ in names}
-    others = {part for _, part in units} - chosen.keys()
+        _check_there(names, {type(unit).__name__ for _, unit in units})
+    chosen = {unit: name for name, unit in units if names is None or type(unit).__name__ in names}
+    others = {unit for _, unit in units} - chosen.keys()
     # Models of transformers have a flag, and a function that runs their blocks; they then keep no KV cache.
-    families = [part for part in module.modules() if hasattr(part, "supports_gradient_checkpointing")]
-    theirs = {part for family in families for part in family.modules()}
-    flags = [part for part in theirs if hasattr(part, "gradient_checkpointing")]
-    if not any(part.gradient_checkpointing for part in flags):
+    families = [submodule for submodule in module.modules() if hasattr(submodule, "supports_gradient_checkpointing")]
+    theirs = {submodule for family in families for submodule in family.modules()}
+    flags = [submodule for submodule in theirs if hasattr(submodule, "gradient_checkpointing")]
+    if not any(submodule.gradient_checkpointing for submodule in flags):
         able = {part for family in families if family.supports_gradient_checkpointing for part in family.modules()}
         for part in flags:
             if part in able and part not in others:
                 part._gradient_checkpointing_func = functools.partial(_run_block, recompute, part, {})  # type: ignore[assignment]
                 part.gradient_checkpointing = True  # type: ignore[assignment]
-    for part, name in chosen.items():
-        if part not in theirs:
-            group = Group(0, 1, True, f"block {name}", (), stateful([part]))
-            forward = part.forward
-            part.forward = functools.wraps(forward)(functools.partial(recompute.run_block, group, forward))
-    if any(part not in theirs or getattr(part, "gradient_checkpointing", False) for part in chosen):
+    for block, name in chosen.items():
+        if block not in theirs:
+            group = Group(0, 1, True, f"block {name}", (), stateful([block]))
+            forward = block.forward
+            block.forward = functools.wraps(forward)(functools.partial(recompute.run_block, group, forward))
+    if any(unit not in theirs or getattr(unit, "gradient_checkpointing", False) for unit in chosen):
         return None
     return (
         "the model has no repeated blocks that can be recomputed, so nothing is: put its blocks into a ModuleList, or "

@@ -44,7 +44,7 @@ def slice_states(module: PipelineModule, schedule: Schedule, options: EngineOpti
     if count == 1:
         return None
     problem = next(_problems(module, options), None)
-    problem = next((each for each in module.grid.world.all_gather_json(problem) if each), None)
+    problem = next((text for text in module.grid.world.all_gather_json(problem) if text), None)
     if problem is not None:
         raise OptionError("schedule.slices", count, f"{problem}. Leave <schedule.slices> out for whole sequences")
     states = Slices()
@@ -83,10 +83,10 @@ def _problems(module: PipelineModule, options: EngineOptions) -> Iterator[str]:
             layer = module.layers[key]
             where = f"layer {index} ({type(layer).__name__})"
             uses[key] += function is None
-            if uses[key] > 1 and any(hasattr(part, "slices") for part in layer.modules()):
+            if uses[key] > 1 and any(hasattr(submodule, "slices") for submodule in layer.modules()):
                 yield f"{where} is listed twice in stage {stage}, and its keys and values could not be told apart"
-            for part in layer.modules():
-                if (reason := _reason(part)) is not None:
+            for submodule in layer.modules():
+                if (reason := _reason(submodule)) is not None:
                     yield f"{where}{reason}"
 
 

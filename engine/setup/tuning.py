@@ -87,15 +87,15 @@ def search_sizes(
         search = tuner().Tuner(options, run)
         run.tried = search.options
         with _set_aside(model):
-            found = search.finish()
+            best = search.finish()
             vars(run).pop("engine", None)
             gc.collect()  # engines and their hooks refer to one another
-    batch = search.options.batch.changed(microbatch=found.size, microbatches=run.samples // found.size)
-    tuned = Tuned(search.options.changed(batch=batch, tuning=None), found.results)
+    batch = search.options.batch.changed(microbatch=best.size, microbatches=run.samples // best.size)
+    tuned = Tuned(search.options.changed(batch=batch, tuning=None), best.results)
     if model.grid.rank == 0:
-        logging.getLogger("triax").warning("%s", found.note.spelled(options.names))
+        logging.getLogger("triax").warning("%s", best.note.spelled(options.names))
         if options.tuning is not None and options.tuning.results is not None:
-            write_results(Path(options.tuning.results), "options.json", tuned.options.plain(given=True), found.results)
+            write_results(Path(options.tuning.results), "options.json", tuned.options.plain(given=True), best.results)
     return tuned
 
 
@@ -223,7 +223,7 @@ def _set_aside(model: PipelineModule) -> Iterator[None]:
     """Context in which a model's tensors wait in host memory, and leave the device to the copy."""
     device = model.grid.device
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
-    moved = [each for each in tensors if each.device == device and device.type not in ("cpu", "meta")]
+    moved = [held for held in tensors if held.device == device and device.type not in ("cpu", "meta")]
     for tensor in moved:
         tensor.data = tensor.data.cpu()
     try:
@@ -235,11 +235,11 @@ def _set_aside(model: PipelineModule) -> Iterator[None]:
 
 def allowed_stages(options: EngineOptions) -> list[int]:
     """Return the ZeRO stages that the other options allow."""
-    found = []
+    stages = []
     for stage in range(4):
         try:
             options.changed(zero=options.zero.changed(stage=stage))
         except OptionError:
             continue
-        found.append(stage)
-    return found
+        stages.append(stage)
+    return stages

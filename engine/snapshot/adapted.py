@@ -25,14 +25,14 @@ def require_same_base(own: Mapping[str, torch.dtype], stored: Mapping[str, Any],
     """
     for name, dtype in own.items():
         layer, _, numbers = name.partition(".quantized.")
-        whole = f"{name.partition('.lora.')[0]}.weight"
+        adapted_weight = f"{name.partition('.lora.')[0]}.weight"
         short = layer.removeprefix(f"{WEIGHTS}/")
         if numbers and f"{layer}.weight" in stored:
             problem = f"{short}.weight in floating point, but the model keeps it in 4 or 8 bits"
         elif numbers and name in stored and stored[name].dtype != dtype:
             problem = f"{short} in another format of 4 or 8 bits than the model's: make the model with its lora.base"
-        elif name.endswith(".magnitude") and name not in stored and whole in stored:
-            problem = f"{whole.removeprefix(f'{WEIGHTS}/')}, but not the norms of its rows, which DoRA trains"
+        elif name.endswith(".magnitude") and name not in stored and adapted_weight in stored:
+            problem = f"{adapted_weight.removeprefix(f'{WEIGHTS}/')}, but not the norms of its rows, which DoRA trains"
         else:
             continue
         raise ValueError(

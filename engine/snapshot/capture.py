@@ -153,7 +153,7 @@ def capture_weights(engine: Checkpointed, exclude_frozen: bool = False) -> Snaps
     """Return a snapshot of an engine's weights and buffers only, with the part that this rank writes."""
     shards, snapshot = state_shards(engine), Snapshot()
     add_tensors(snapshot, engine, shards, engine.grid)
-    snapshot.tensors = {n: each for n, each in snapshot.tensors.items() if n.partition("/")[0] in (WEIGHTS, BUFFERS)}
+    snapshot.tensors = {n: whole for n, whole in snapshot.tensors.items() if n.partition("/")[0] in (WEIGHTS, BUFFERS)}
     if exclude_frozen:
         _remove_frozen(snapshot, shards)
     return snapshot
@@ -168,11 +168,11 @@ def state_shards(engine: Checkpointed) -> StateShards:
 
 def all_parameters(engine: Checkpointed) -> list[NamedParameter]:
     """Return this rank's parameters: the module's, and those that the optimizer alone has."""
-    found = {each.parameter: each for each in named_parameters(engine.module)}
+    by_parameter = {entry.parameter: entry for entry in named_parameters(engine.module)}
     for bucket in engine.data_axis.buckets:
         for member in bucket.members:
-            found.setdefault(member.parameter, NamedParameter(member.parameter, member.layout, True))
-    return [*found.values()]
+            by_parameter.setdefault(member.parameter, NamedParameter(member.parameter, member.layout, True))
+    return [*by_parameter.values()]
 
 
 def _remove_frozen(snapshot: Snapshot, shards: StateShards) -> None:
@@ -211,12 +211,12 @@ def add_tensors(snapshot: Snapshot, engine: Checkpointed, shards: StateShards, g
 
     Over all ranks of ``grid``, each element of the model is written once.
     """
-    for part in shards.values(mine=True):
-        snapshot.add_range(f"{WEIGHTS}/{part.name}", part, grid)
-    for key, part in shards.states():
-        snapshot.add_range(f"{OPTIMIZER}/{key}/{part.name}", part, grid)
-    for name, part in residuals.ranges(grid, shards):
-        snapshot.add_range(name, part, grid)
+    for shard_range in shards.values(mine=True):
+        snapshot.add_range(f"{WEIGHTS}/{shard_range.name}", shard_range, grid)
+    for key, shard_range in shards.states():
+        snapshot.add_range(f"{OPTIMIZER}/{key}/{shard_range.name}", shard_range, grid)
+    for name, shard_range in residuals.ranges(grid, shards):
+        snapshot.add_range(name, shard_range, grid)
     for name, value in residuals.whole_tensors(grid, shards):
         snapshot.add(name, value)
     for name, key, value in shards.stepper.odd_shaped_state(shards.ranges):

@@ -25,7 +25,7 @@ def kept_state(shards: StateShards, snapshot: Snapshot, grid: Grid, lora: bool) 
         lora: the model has LoRA adapters, so that its frozen parameters are never trained again: nothing is kept.
     """
     trained = {member.layout.name for bucket in shards.trained for member in bucket.members}
-    frozen = {each.layout.name: each for each in shards.parameters if each.layout.name not in trained}
+    frozen = {entry.layout.name: entry for entry in shards.parameters if entry.layout.name not in trained}
     kept, names = Snapshot(), set()
     axis = grid.data_context
     for title, tensor in snapshot.tensors.items():
@@ -40,6 +40,6 @@ def kept_state(shards: StateShards, snapshot: Snapshot, grid: Grid, lora: bool) 
             kept.numbers |= {name: snapshot.numbers[name]} if name in snapshot.numbers else {}
     if not names:
         return kept, []
-    found = f"the optimizer's state of {len(names)} parameters that are frozen here ({listed(sorted(names))})"
+    frozen_state = f"the optimizer's state of {len(names)} parameters that are frozen here ({listed(sorted(names))})"
     kept_or_not = "not loaded, because LoRA trains the adapters alone" if lora else "kept, and saved with the next one"
-    return kept, [f"{found} is {kept_or_not}"]
+    return kept, [f"{frozen_state} is {kept_or_not}"]

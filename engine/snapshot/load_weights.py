@@ -66,10 +66,10 @@ def load_weights(
     grid = grid or Grid()
     with agreed(grid):
         folder = folders.folder_at(path)
-        if not (folder / NAME).is_file() and (found := folders.last(folder))[0] is not None:
-            folder = folders.readable_path(folder, found[0])
-            if found[1] and grid.rank == 0:
-                logging.getLogger("triax").warning("%s", found[1])
+        if not (folder / NAME).is_file() and (last := folders.last(folder))[0] is not None:
+            folder = folders.readable_path(folder, last[0])
+            if last[1] and grid.rank == 0:
+                logging.getLogger("triax").warning("%s", last[1])
     tensors = open_checkpoint(grid, folder, LoadOptions(weights_only=True, verify=verify)).tensors
     targets = {
         name: (layout, tensor)
@@ -103,7 +103,7 @@ def load_weights(
 
 def _targets(module: nn.Module, grid: Grid) -> Iterator[tuple[str, Layout, Tensor]]:
     """Yield the name in a checkpoint, the layout and the tensor of each weight and buffer on this rank."""
-    for each in named_parameters(module):
-        yield f"{WEIGHTS}/{each.layout.name}", each.layout, each.parameter
+    for entry in named_parameters(module):
+        yield f"{WEIGHTS}/{entry.layout.name}", entry.layout, entry.parameter
     for name, buffer, _ in buffers(module, grid.pipe.rank):
         yield f"{BUFFERS}/{name}", layout_of(buffer), buffer

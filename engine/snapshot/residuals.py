@@ -24,8 +24,8 @@ from ...zero.state_shards import StateShards
 
 def ranges(grid: Grid, shards: StateShards) -> Iterator[tuple[str, FlatRange]]:
     """Yield this replica's compression residuals that this rank writes: (checkpoint name, flat range of values)."""
-    for key, part in shards.residuals():
-        yield f"{EXCHANGE}/{key}/{grid.data_context.rank:05}/{part.name}", part
+    for key, residual in shards.residuals():
+        yield f"{EXCHANGE}/{key}/{grid.data_context.rank:05}/{residual.name}", residual
 
 
 def whole_tensors(grid: Grid, shards: StateShards) -> Iterator[tuple[str, Tensor]]:
@@ -63,18 +63,18 @@ def restore(grid: Grid, data_axis: ZeroDataAxis, shards: StateShards, snapshot: 
     used: set[str] = set()
     new: set[str] = set()
     saved_replicas = 0 if saved is None else int(saved["replicas"])
-    for key, part in shards.residual_targets():
-        part.value.zero_()
+    for key, residual in shards.residual_targets():
+        residual.value.zero_()
         names = [
-            f"{EXCHANGE}/{key}/{replica:05}/{part.name}" for replica in range(axis.rank, saved_replicas, axis.size)
+            f"{EXCHANGE}/{key}/{replica:05}/{residual.name}" for replica in range(axis.rank, saved_replicas, axis.size)
         ]
-        fitting = [name for name in names if name in tensors and tensors[name].shape == part.layout.shape]
+        fitting = [name for name in names if name in tensors and tensors[name].shape == residual.layout.shape]
         for number, name in enumerate(fitting):
-            into = part.value if not number else torch.empty_like(part.value)
-            tensors[name].read_range(part._replace(value=into), grid)
+            into = residual.value if not number else torch.empty_like(residual.value)
+            tensors[name].read_range(residual._replace(value=into), grid)
             if number:
-                part.value.add_(into)
-        (used if f"{EXCHANGE}/{key}/00000/{part.name}" in tensors else new).add(key)
+                residual.value.add_(into)
+        (used if f"{EXCHANGE}/{key}/00000/{residual.name}" in tensors else new).add(key)
     for kept in _replicated(data_axis):
         name = _name(grid.tensor, kept)
         fits = name in tensors and tensors[name].shape == tuple(kept.value.shape)
@@ -84,8 +84,8 @@ def restore(grid: Grid, data_axis: ZeroDataAxis, shards: StateShards, snapshot: 
     if isinstance(exchange, Compressing) and saved is not None and saved["steps"] is not None:
         exchange.steps = int(saved["steps"])
     gathered = grid.world.all_gather_json((used, new))
-    unused = saved_keys.difference(*(each for each, _ in gathered))
-    missing = set().union(*(each for _, each in gathered))
+    unused = saved_keys.difference(*(keys_of_rank for keys_of_rank, _ in gathered))
+    missing = set().union(*(keys_of_rank for _, keys_of_rank in gathered))
     notes = []
     if unused:
         what = "compression" if saved is None else saved["type"]

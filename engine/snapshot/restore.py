@@ -98,8 +98,8 @@ def apply(engine: Checkpointed, snapshot: Snapshot, options: LoadOptions) -> Non
         notes += engine.replica_state.restore(snapshot, options, usable)
     if not options.weights_only and snapshot.header["grid"] == grid.topology.sizes:
         states = snapshot.under(f"{RANDOM}/").tensors.items()
-        mine = {name.split("/")[0]: state.read_all() for name, state in states if name.endswith(f"/{grid.rank:05}")}
-        set_random_states(grid, mine)
+        by_kind = {name.split("/")[0]: state.read_all() for name, state in states if name.endswith(f"/{grid.rank:05}")}
+        set_random_states(grid, by_kind)
     if grid.rank == 0:
         for note in notes:
             logging.getLogger("triax").warning("%s: %s", snapshot.source, note)
@@ -116,18 +116,18 @@ def check_values(engine: Checkpointed, snapshot: Snapshot, options: LoadOptions)
         for name in snapshot.under(f"{OPTIMIZER}/exp_avg/").tensors:
             if "step" not in snapshot.numbers.get(name, ()):
                 raise CorruptError(f"{snapshot.source}: the optimizer's state of {name} has moments, but no step")
-    for place, run in (("run", snapshot.header["run"]), *snapshot.numbers.items()):
+    for section, run in (("run", snapshot.header["run"]), *snapshot.numbers.items()):
         saved = run.get("lr_scheduler")
         if options.schedule and schedule is not None and saved is not None and saved["type"] == type(schedule).__name__:
-            state, its = decode(saved["state"]), schedule.state_dict()
-            for key in its.keys() & {"last_epoch", "last_batch_iteration"} - state.keys():
-                raise CorruptError(f"{snapshot.source}: {place}.lr_scheduler has no {key}")
-            _check_alike(snapshot, f"{place}.lr_scheduler", state, its)
+            state, own_state = decode(saved["state"]), schedule.state_dict()
+            for key in own_state.keys() & {"last_epoch", "last_batch_iteration"} - state.keys():
+                raise CorruptError(f"{snapshot.source}: {section}.lr_scheduler has no {key}")
+            _check_alike(snapshot, f"{section}.lr_scheduler", state, own_state)
         groups = decode(run.get("param_groups") or [])
         own = [] if engine.optimizer is None else engine.optimizer.param_groups
-        for number, (group, its) in enumerate(zip(groups, own, strict=True) if len(groups) == len(own) else ()):
-            saved_keys = {key: value for key, value in its.items() if key not in NOT_SAVED}
-            _check_alike(snapshot, f"{place}.param_groups.{number}", group, saved_keys)
+        for number, (group, own_state) in enumerate(zip(groups, own, strict=True) if len(groups) == len(own) else ()):
+            saved_keys = {key: value for key, value in own_state.items() if key not in NOT_SAVED}
+            _check_alike(snapshot, f"{section}.param_groups.{number}", group, saved_keys)
 
 
 def _check_alike(snapshot: Snapshot, place: str, saved: Any, own: Any) -> None:
@@ -138,8 +138,8 @@ def _check_alike(snapshot: Snapshot, place: str, saved: Any, own: Any) -> None:
         return
     lists = isinstance(own, (list, tuple)) and isinstance(saved, (list, tuple))
     if lists and (len(own) == len(saved) or type(own) is type(saved) is list):
-        for number, (each, its) in enumerate(zip(saved, own, strict=False)):
-            _check_alike(snapshot, f"{place}.{number}", each, its)
+        for number, (saved_item, own_item) in enumerate(zip(saved, own, strict=False)):
+            _check_alike(snapshot, f"{place}.{number}", saved_item, own_item)
         return
     kinds = (int, float, Tensor)
     numbers = isinstance(own, kinds) and isinstance(saved, kinds) and isinstance(own, bool) == isinstance(saved, bool)
@@ -155,14 +155,14 @@ def _second_names(engine: Checkpointed, snapshot: Snapshot, problems: list[str])
     Adds to ``problems`` if the two names have different values.
     """
     pairs = [(f"{WEIGHTS}/{name}", f"{WEIGHTS}/{first}") for name, first in shared_names(engine.module).items()]
-    found = [(name, first) for name, first in pairs if {name, first} <= snapshot.tensors.keys()]
-    for name, first in found:
+    tied = [(name, first) for name, first in pairs if {name, first} <= snapshot.tensors.keys()]
+    for name, first in tied:
         if not torch.equal(snapshot.tensors[name].read_all(), snapshot.tensors[first].read_all()):
             problems.append(
                 f"{name.partition('/')[2]} and {first.partition('/')[2]} have different values, but are one parameter "
                 "of the model"
             )
-    return [name for name, _ in found]
+    return [name for name, _ in tied]
 
 
 def read_weights(
@@ -176,10 +176,10 @@ def read_weights(
     grid = engine.grid
     names = usable.keys() & snapshot.tensors.keys()
     own = {}
-    for part in shards.values(mine=False):
-        if (name := f"{WEIGHTS}/{part.name}") in names:
-            snapshot.tensors[name].read_range(part, grid)
-            own[name] = part.value.dtype
+    for shard_range in shards.values(mine=False):
+        if (name := f"{WEIGHTS}/{shard_range.name}") in names:
+            snapshot.tensors[name].read_range(shard_range, grid)
+            own[name] = shard_range.value.dtype
     shards.publish()
     for short, buffer, _ in buffers(engine.module, grid.pipe.rank):
         if (name := f"{BUFFERS}/{short}") in names:
@@ -205,10 +205,10 @@ def note_rounding(engine: Checkpointed, snapshot: Snapshot, own: Mapping[str, to
         if dtype not in (options.weight_dtype, options.buffer_dtype)
         and _rounds(saved := snapshot.tensors[name].dtype, dtype)
     }
-    found = {name: text for each in engine.grid.world.all_gather_json(rounded) for name, text in each.items()}
+    everywhere = {name: text for texts in engine.grid.world.all_gather_json(rounded) for name, text in texts.items()}
     return [
-        f"{len(found)} tensors are rounded to the model's dtype, such as {name.partition('/')[2]}: {text}"
-        for name, text in [*found.items()][:1]
+        f"{len(everywhere)} tensors are rounded to the model's dtype, such as {name.partition('/')[2]}: {text}"
+        for name, text in [*everywhere.items()][:1]
     ]
 
 
@@ -216,8 +216,8 @@ def _rounds(saved: torch.dtype, own: torch.dtype) -> bool:
     """Return True if some floating-point numbers of the first dtype do not exist in the second one."""
     if not (saved.is_floating_point and own.is_floating_point):
         return False
-    its, mine = torch.finfo(saved), torch.finfo(own)
-    return its.eps < mine.eps or its.max > mine.max
+    saved_range, own_range = torch.finfo(saved), torch.finfo(own)
+    return saved_range.eps < own_range.eps or saved_range.max > own_range.max
 
 
 def read_optimizer(shards: StateShards, snapshot: Snapshot, usable: Mapping[str, Shape], grid: Grid) -> None:
@@ -245,8 +245,8 @@ def read_optimizer(shards: StateShards, snapshot: Snapshot, usable: Mapping[str,
         return tensor.dtype if chosen or not tensor.dtype.is_floating_point else own
 
     shards.reset_optimizer()
-    for key, part in shards.stepper.load_targets(shards.ranges, state_dtype, keys):
-        tensors[f"{OPTIMIZER}/{key}/{part.name}"].read_range(part, grid)
+    for key, state_range in shards.stepper.load_targets(shards.ranges, state_dtype, keys):
+        tensors[f"{OPTIMIZER}/{key}/{state_range.name}"].read_range(state_range, grid)
     for name, shape in shapes.items():
         for key in keys:
             tensor = tensors.get(f"{OPTIMIZER}/{key}/{name}")
@@ -332,7 +332,7 @@ def _set_options(engine: Checkpointed, run: Mapping[str, Any], wanted: Callable[
     notes: list[str] = []
     saved, schedule = decode(run.get("param_groups") or []), engine.lr_scheduler
     optimizers = (engine.optimizer, engine.data_axis.optimizer, None if schedule is None else schedule.optimizer)
-    for optimizer in dict.fromkeys(each for each in optimizers if each is not None and "param_groups" in run):
+    for optimizer in dict.fromkeys(owned for owned in optimizers if owned is not None and "param_groups" in run):
         groups = optimizer.param_groups
         if len(groups) != len(saved):
             notes = [f"{len(saved)} parameter groups were saved, but there are {len(groups)}: their options are kept"]

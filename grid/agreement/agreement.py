@@ -51,8 +51,8 @@ def totals(grid: AgreeingGrid, values: Sequence[Tensor | float]) -> list[float]:
         return [float(value) for value in values]
     sums = torch.stack([_on_device(value, grid.device) for value in values])
     grid.world.all_reduce(sums)
-    found: list[float] = sums.tolist()
-    return found
+    sums_of_ranks: list[float] = sums.tolist()
+    return sums_of_ranks
 
 
 def _on_device(value: Tensor | float, device: torch.device) -> Tensor:
@@ -132,7 +132,7 @@ def begin_call(grid: Grid, call: str, flags: Sequence[int] = ()) -> list[int]:
     high, low, *most = values.tolist()
     if high != -low:
         calls = grid.world.all_gather_json(call)
-        other = next(rank for rank, each in enumerate(calls) if each != calls[0])
+        other = next(rank for rank, call_of_rank in enumerate(calls) if call_of_rank != calls[0])
         raise RuntimeError(
             f"{grid.describe(0)} calls {calls[0]}, but {grid.describe(other)} calls {calls[other]}: {SAME_CALLS}"
         )
@@ -145,8 +145,8 @@ def require_equal(grid: AgreeingGrid, axis: Axis, facts: Mapping[str, str]) -> N
     Raises:
         ConfigError: on every rank of the grid; the message names a rank that differs, and the difference.
     """
-    if (found := difference(grid, axis, facts, grid.world)) is not None:
-        raise ConfigError(f"ranks differ: {found}. Give every rank the same files, configuration and model")
+    if (mismatch := difference(grid, axis, facts, grid.world)) is not None:
+        raise ConfigError(f"ranks differ: {mismatch}. Give every rank the same files, configuration and model")
 
 
 def difference(grid: AgreeingGrid, axis: Axis, facts: Mapping[str, str], over: Axis) -> str | None:
@@ -228,9 +228,9 @@ def agreed(
         yield
     except catch as caught:
         failed = caught
-    mine = None if failed is None else (type(failed).__name__, str(failed), isinstance(failed, CorruptError))
-    told: list[tuple[str, str, bool] | None] = grid.world.all_gather_json(mine)
-    rank, first = next(((rank, each) for rank, each in enumerate(told) if each is not None), (0, None))
+    own_failure = None if failed is None else (type(failed).__name__, str(failed), isinstance(failed, CorruptError))
+    told: list[tuple[str, str, bool] | None] = grid.world.all_gather_json(own_failure)
+    rank, first = next(((rank, failure) for rank, failure in enumerate(told) if failure is not None), (0, None))
     if first is None:
         return
     kind, text, corrupt = first

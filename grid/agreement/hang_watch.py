@@ -278,8 +278,8 @@ class HangWatch:
         """
         answers, self._said = not self._said, True
         activity = grid.activity
-        found, where = self._where()
-        waiting = found if waits is None else waits
+        verdict, where = self._where()
+        waiting = verdict if waits is None else waits
         doing = "between two calls of the engine" if activity.what is None else f"at {activity.what}"
         seconds = time.perf_counter() - activity.since
         text = f"{doing} for {seconds:.0f} s, {'waiting, ' if waiting else ''}in {where}"

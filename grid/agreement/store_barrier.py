@@ -43,18 +43,18 @@ def store_barrier(
             ask = now + 1.0
             deadline = now - 1.0 if abort() else deadline
         if now > deadline:
-            arrived = [store.check([each]) for each in keys]
+            arrived = [store.check([rank_key]) for rank_key in keys]
             if all(arrived):
                 break
-            found = [_read(store, each) if here else None for each, here in zip(keys, arrived, strict=True)]
+            answers = [_read(store, rank_key) if here else None for rank_key, here in zip(keys, arrived, strict=True)]
             # For ranks that arrive later, this rank is missing too. The key stays: another may be about to read it.
             store.set(keys[rank], _LEFT)
-            return found
+            return answers
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST)
-    return [_read(store, each) for each in keys]
+    return [_read(store, rank_key) for rank_key in keys]
 
 
 def _read(store: Any, key: str) -> str | None:
-    found: str = store.get(key).decode()
-    return found[1:] if found.startswith(_HERE) else None
+    text: str = store.get(key).decode()
+    return text[1:] if text.startswith(_HERE) else None

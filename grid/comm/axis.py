@@ -174,7 +174,7 @@ class Axis(ObservedAxis):
             return [value]
         text = dumps(value, "a value for the other ranks")
         observed = ObservedOperation(self, "all_gather_json", 0) if self.observers else None  # of a size not known yet
-        values = [loads(each) for each in self.transport.all_gather_texts(text)]
+        values = [loads(sent_text) for sent_text in self.transport.all_gather_texts(text)]
         if observed is not None:
             observed.follow(Done())
         return values

@@ -235,8 +235,8 @@ class _Border(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if grads[0] is None:
             return (None,) * 8
-        forward, backward, *place = ctx.names_and_place
-        return _Border.apply(grads[0], backward, forward, *place, False), *[None] * 7
+        forward, backward, *arguments = ctx.names_and_place
+        return _Border.apply(grads[0], backward, forward, *arguments, False), *[None] * 7
 
 
 Finish = Callable[[], Tensor]
@@ -265,28 +265,28 @@ def _split(x: Tensor, axis: Axis, dim: int, length: int, unit: int, background: 
 
 def _gather(x: Tensor, axis: Axis, dim: int, length: int, unit: int, background: bool, ours: bool) -> Finish:
     lengths = _lengths(length, axis.size, unit)
-    mine = _pad(x, dim, max(lengths)).contiguous()  # (..., n, ...), the same n on every rank
-    slices = mine.new_empty((axis.size, *mine.shape))
-    pending = axis.all_gather(slices.flatten(0, 1), mine, async_op=background)
+    own_slice = _pad(x, dim, max(lengths)).contiguous()  # (..., n, ...), the same n on every rank
+    slices = own_slice.new_empty((axis.size, *own_slice.shape))
+    pending = axis.all_gather(slices.flatten(0, 1), own_slice, async_op=background)
 
     def finish() -> Tensor:
         pending.wait()
         if min(lengths) == max(lengths):
             return slices.movedim(0, dim).flatten(dim, dim + 1)  # no copy where dim is 0
-        return torch.cat([part.narrow(dim, 0, n) for part, n in zip(slices, lengths, strict=True)], dim)
+        return torch.cat([piece.narrow(dim, 0, n) for piece, n in zip(slices, lengths, strict=True)], dim)
 
     return finish
 
 
 def _reduce_scatter(x: Tensor, axis: Axis, dim: int, length: int, unit: int, background: bool, ours: bool) -> Finish:
     lengths = _lengths(length, axis.size, unit)
-    slices = torch.stack([_pad(part, dim, max(lengths)) for part in x.split(lengths, dim)])
-    mine = slices.new_empty(slices.shape[1:])
-    pending = axis.reduce_scatter(mine.view(-1), slices.view(-1), async_op=background)
+    slices = torch.stack([_pad(piece, dim, max(lengths)) for piece in x.split(lengths, dim)])
+    own_slice = slices.new_empty(slices.shape[1:])
+    pending = axis.reduce_scatter(own_slice.view(-1), slices.view(-1), async_op=background)
 
     def finish() -> Tensor:
         pending.wait()
-        return mine if lengths[axis.rank] == mine.shape[dim] else mine.narrow(dim, 0, lengths[axis.rank])
+        return own_slice if lengths[axis.rank] == own_slice.shape[dim] else own_slice.narrow(dim, 0, lengths[axis.rank])
 
     return finish
 

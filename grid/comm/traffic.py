@@ -63,15 +63,15 @@ class Traffic:
 
     def since(self, before: Mapping[str, Mapping[str, Sent]]) -> dict[str, dict[str, Sent]]:
         """Return what was sent after an earlier ``report``. Counters that were cleared since count from there."""
-        found: dict[str, dict[str, Sent]] = {}
+        sent: dict[str, dict[str, Sent]] = {}
         for axis, kinds in self.report().items():
             for collective, now in kinds.items():
                 then = before.get(axis, {}).get(collective, Sent(0, 0.0))
                 if now.calls < then.calls:
                     then = Sent(0, 0.0)
                 if now.calls > then.calls:
-                    found.setdefault(axis, {})[collective] = Sent(now.calls - then.calls, now.bytes - then.bytes)
-        return found
+                    sent.setdefault(axis, {})[collective] = Sent(now.calls - then.calls, now.bytes - then.bytes)
+        return sent
 
     def report(self) -> dict[str, dict[str, Sent]]:
         """Return axis -> collective -> calls and bytes."""

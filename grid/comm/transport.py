@@ -93,9 +93,9 @@ class Transport:
         if not tensor.is_cpu or not self._exchanges:
             return self._start(all_gather_single, async_op, output, tensor)
         parts = output.view(self.size, *tensor.shape)
-        mine = parts[self.rank]
-        copy(mine, tensor)
-        works = self._swap([mine] * self.size, list(parts), _GATHER if tag is None else tag, own_tag=tag is not None)
+        piece = parts[self.rank]
+        copy(piece, tensor)
+        works = self._swap([piece] * self.size, list(parts), _GATHER if tag is None else tag, own_tag=tag is not None)
         return started(All(works), async_op)
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, async_op: bool) -> Pending:
@@ -107,14 +107,14 @@ class Transport:
         if not tensor.is_cpu or not self._exchanges:
             return self._start(reduce_scatter_single, async_op, output, tensor)
         parts = list(tensor.view(self.size, -1))
-        mine = parts[self.rank]
-        received = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.size)]
+        piece = parts[self.rank]
+        received = [piece if rank == self.rank else torch.empty_like(piece) for rank in range(self.size)]
 
         def add() -> None:
             # In rank order. The output may be this rank's own part, which is therefore read before it is written.
             total, into = received[0], output if self.rank == 0 else received[0]
-            for part in received[1:-1]:
-                total = torch.add(total, part, out=into)
+            for addend in received[1:-1]:
+                total = torch.add(total, addend, out=into)
             torch.add(total, received[-1], out=output)
 
         return started(Then(All(self._swap(parts, received, _SCATTER)), add), async_op)

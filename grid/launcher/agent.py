@@ -105,8 +105,8 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         with self._signals.held():
-            found: dict[int, Any] = super()._start_workers(worker_group)
-        return found
+            results: dict[int, Any] = super()._start_workers(worker_group)
+        return results
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float = 30) -> None:
         # ``timeout`` is torch's (from 2.12 on). The launcher has two limits of its own, which count here.

@@ -46,13 +46,13 @@ class StateAsJson:
     @staticmethod
     def loads(text: bytes) -> Any:
         """Return the state of which ``dumps`` made a text."""
-        found, state = json.loads(text), dynamic_rendezvous._RendezvousState()
-        state.round, state.complete, state.closed = int(found["round"]), bool(found["complete"]), bool(found["closed"])
-        state.deadline = found["deadline"] and datetime.fromisoformat(found["deadline"])
-        state.participants = {_node(host): int(rank) for *host, rank in found["participants"]}
-        state.wait_list = set(map(_node, found["wait_list"]))
-        state.redundancy_list = set(map(_node, found["redundancy_list"]))
-        state.last_heartbeats = {_node(host): datetime.fromisoformat(when) for *host, when in found["last_heartbeats"]}
+        data, state = json.loads(text), dynamic_rendezvous._RendezvousState()
+        state.round, state.complete, state.closed = int(data["round"]), bool(data["complete"]), bool(data["closed"])
+        state.deadline = data["deadline"] and datetime.fromisoformat(data["deadline"])
+        state.participants = {_node(host): int(rank) for *host, rank in data["participants"]}
+        state.wait_list = set(map(_node, data["wait_list"]))
+        state.redundancy_list = set(map(_node, data["redundancy_list"]))
+        state.last_heartbeats = {_node(host): datetime.fromisoformat(when) for *host, when in data["last_heartbeats"]}
         return state
 
 

@@ -120,13 +120,13 @@ def limit_slots(slots: Slots, nodes: int | None = None, per_node: int | None = N
             )
         slots = dict(list(slots.items())[:nodes])
     if per_node is not None:
-        for host, found in slots.items():
-            if not 1 <= per_node <= len(found):
+        for host, host_slots in slots.items():
+            if not 1 <= per_node <= len(host_slots):
                 raise ConfigError(
-                    f"--num_gpus is {per_node}, but {host} has {len(found)} slots: give a number from 1 to "
-                    f"{len(found)}, or change its slots in the hostfile"
+                    f"--num_gpus is {per_node}, but {host} has {len(host_slots)} slots: give a number from 1 to "
+                    f"{len(host_slots)}, or change its slots in the hostfile"
                 )
-        slots = {host: found[:per_node] for host, found in slots.items()}
+        slots = {host: numbers[:per_node] for host, numbers in slots.items()}
     return slots
 
 
@@ -136,7 +136,7 @@ def first_slots(slots: Slots, total: int) -> Slots:
     Raises:
         ConfigError: there are fewer slots.
     """
-    every = [(host, slot) for host, found in slots.items() for slot in found]
+    every = [(host, slot) for host, host_slots in slots.items() for slot in host_slots]
     if total > len(every):
         raise ConfigError(f"-np is {total}, but the hosts have {len(every)} slots: give at most that, or more slots")
     chosen = every[:total]
@@ -150,7 +150,7 @@ def listed(slots: tuple[int, ...]) -> str:
 
 def _parse(text: str, every: Slots, option: str) -> Slots:
     """Parse ``host1:0,2@host2``; return {host1: (0, 2), host2: all its slots}."""
-    found: Slots = {}
+    slots_of: Slots = {}
     for part in text.split("@"):
         # An IPv6 address contains colons. The slots follow the last colon, if a list of numbers follows it.
         host, colon, numbers = part.strip().rpartition(":")
@@ -160,10 +160,10 @@ def _parse(text: str, every: Slots, option: str) -> Slots:
             raise ConfigError(f"{option} {text!r} has an empty part: write host1:0,2@host2")
         if host not in every:
             raise ConfigError(f"{option}: there is no host {host!r}; {nearest(host, every)}")
-        if host in found:
+        if host in slots_of:
             raise ConfigError(f"{option}: {host} is listed twice: give its slots together, such as {host}:0,1")
         if not colon or (not numbers and host == part.strip()):
-            found[host] = every[host]
+            slots_of[host] = every[host]
             continue
         slots = []
         for number in numbers.split(","):
@@ -177,8 +177,8 @@ def _parse(text: str, every: Slots, option: str) -> Slots:
             if slot in slots:
                 raise ConfigError(f"{option}: slot {slot} of {host} is listed twice: list it once")
             slots.append(slot)
-        found[host] = tuple(sorted(slots))
-    return found
+        slots_of[host] = tuple(sorted(slots))
+    return slots_of
 
 
 def parse_nodes(text: str) -> tuple[int, int]:

@@ -358,8 +358,8 @@ def _name(folder: str, topology: Topology | None, rank: int) -> str:
     file = Path(folder, f"name-{rank}")
     if topology is None:
         return file.read_text() if file.exists() else f"rank {rank}"
-    place = ", ".join(f"{axis} {at}" for axis, at in topology.coordinate(rank)._asdict().items())
-    return f"rank {rank} ({place})"
+    coordinates = ", ".join(f"{axis} {at}" for axis, at in topology.coordinate(rank)._asdict().items())
+    return f"rank {rank} ({coordinates})"
 
 
 def _exit(code: int) -> str:
@@ -429,7 +429,7 @@ def interface_name(address: str) -> str | None:
         for _, name in socket.if_nameindex():
             request = name.encode()[:15].ljust(256, b"\0")
             with contextlib.suppress(OSError):
-                found = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR, Linux's number
-                if socket.inet_ntoa(found[20:24]) == address:
+                answer = fcntl.ioctl(probe.fileno(), 0x8915, request)  # SIOCGIFADDR, Linux's number
+                if socket.inet_ntoa(answer[20:24]) == address:
                     return name
     return None

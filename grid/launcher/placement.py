@@ -38,8 +38,8 @@ def placed(options: LaunchOptions) -> tuple[LaunchOptions, Slots | None]:
     placed = options.changed(master_addr=address, nnodes=str(len(slots)))
     if options.node_rank is None:
         return placed, slots
-    mine = list(slots.values())[node_rank(placed)]
-    return placed.changed(nproc=str(len(mine))), None
+    own_slots = list(slots.values())[node_rank(placed)]
+    return placed.changed(nproc=str(len(own_slots))), None
 
 
 def is_elastic(options: LaunchOptions) -> bool:
@@ -80,7 +80,7 @@ def fixed_hosts(options: LaunchOptions, names: tuple[str, ...]) -> Hosts | None:
     count, _ = number_of_hosts(options)
     if count == 1:
         return None
-    names = names or tuple(f"host {each}" for each in range(count))
+    names = names or tuple(f"host {number}" for number in range(count))
     address, port = options.master_addr, options.master_port
     return Hosts(names, node_rank(options), address, port, options.lost_after, options.wait)
 
@@ -123,10 +123,10 @@ def processes(nproc: str | None) -> int:
         raise ConfigError(f"--nproc is {nproc!r}, but it must be a number of at least 1, or gpu, cpu or auto.")
     from ..devices import accelerators
 
-    found = accelerators()
-    if nproc == "gpu" and not found:
+    count = accelerators()
+    if nproc == "gpu" and not count:
         raise ConfigError("You gave --nproc gpu, but this host has no GPU. Give a number, or cpu.")
-    return found or (cores() if nproc == "auto" else 1)
+    return count or (cores() if nproc == "auto" else 1)
 
 
 def _slots(options: LaunchOptions) -> Slots | None:
@@ -135,18 +135,18 @@ def _slots(options: LaunchOptions) -> Slots | None:
     if not hosts and not (options.include or options.exclude):
         return None
     if not hosts:
-        found = {"localhost": processes(nproc if total is None else str(total))}
+        available = {"localhost": processes(nproc if total is None else str(total))}
         nproc = total = None
     elif Path(hosts).exists() or not _HOST_LIST.fullmatch(hosts):
         try:
             text = read_text(hosts)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"The hostfile {hosts} cannot be read because of this error: {error}") from error
-        found = parse_hostfile(text, hosts)
+        available = parse_hostfile(text, hosts)
     else:
-        lines = [each.rpartition(":") for each in hosts.split(",")]
-        found = parse_hostfile("\n".join(f"{host} slots={count}" for host, _, count in lines), f"-H {hosts}")
-    slots = select(found, options.include, options.exclude)
+        lines = [host.rpartition(":") for host in hosts.split(",")]
+        available = parse_hostfile("\n".join(f"{host} slots={count}" for host, _, count in lines), f"-H {hosts}")
+    slots = select(available, options.include, options.exclude)
     if nproc is not None and not nproc.isdecimal():
         raise ConfigError(
             f"You gave --nproc {nproc}, but the hostfile has the slots of each host. Give a number, or leave it out."

@@ -71,5 +71,5 @@ def _without_python(script: str, is_module: bool, arguments: Sequence[str]) -> t
 
 def _local_rank(script: Path) -> list[str]:
     """Return the option by which other launchers tell a script its rank on the host, if the script has it."""
-    found = _LOCAL_RANK.search(read_text(script, "replace"))
-    return [] if found is None else [f"{found[1]}={LOCAL_RANK}"]
+    match = _LOCAL_RANK.search(read_text(script, "replace"))
+    return [] if match is None else [f"{match[1]}={LOCAL_RANK}"]

@@ -52,15 +52,15 @@ def exported_variables(
     Raises:
         ConfigError: this process does not have a variable that is asked for, or it is not the name of a variable.
     """
-    found = {name: value for name, value in environ.items() if always and name.startswith(always)}
-    for each in asked:
-        name, equals, value = each.partition("=")
+    variables = {name: value for name, value in environ.items() if always and name.startswith(always)}
+    for variable in asked:
+        name, equals, value = variable.partition("=")
         if not _NAME.fullmatch(name):
-            raise ConfigError(f"--export {each!r}: write letters, digits and _ as the name, such as MY_OPTION=1")
+            raise ConfigError(f"--export {variable!r}: write letters, digits and _ as the name, such as MY_OPTION=1")
         if not equals and name not in environ:
             raise ConfigError(f"--export {name}: this process has no such variable; write --export {name}=VALUE")
-        found[name] = value if equals else environ[name]
-    return found
+        variables[name] = value if equals else environ[name]
+    return variables
 
 
 def template_of(launcher: str, arguments: Sequence[str]) -> str:

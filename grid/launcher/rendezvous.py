@@ -67,8 +67,8 @@ class LocalRendezvous(RendezvousHandler):
         """Begin the next attempt, with a new store."""
         self.attempt += 1
         self._ranks_server = serve_store(LOOPBACK)
-        place = RendezvousStoreInfo(LOOPBACK, self._ranks_server.port)
-        return RendezvousInfo(PrefixStore(str(self.attempt), self._store), 0, 1, place)
+        address = RendezvousStoreInfo(LOOPBACK, self._ranks_server.port)
+        return RendezvousInfo(PrefixStore(str(self.attempt), self._store), 0, 1, address)
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -155,12 +155,12 @@ class HostRendezvous(RendezvousHandler):
             if time.monotonic() > deadline:
                 raise JobEnded(self.close(f"{hosts.names[0]} has not answered for {hosts.patience:g} s"))
             with contextlib.suppress(_Unreachable, TimeoutError, RuntimeError):
-                place = heartbeat.query(self._ranks_store)
-                if place is not None:
+                address = heartbeat.query(self._ranks_store)
+                if address is not None:
                     store: Store = PrefixStore(f"agents/{wanted}", with_timeout(hosts.lost, heartbeat.connect))
                     break
             time.sleep(0.05)
-        return RendezvousInfo(store, hosts.node, len(hosts.names), RendezvousStoreInfo(*place))
+        return RendezvousInfo(store, hosts.node, len(hosts.names), RendezvousStoreInfo(*address))
 
     def _join(self, store: Store, least: int) -> int:
         """Join attempt ``least``, or a later attempt that another host asks for. Returns the attempt's number."""
@@ -347,13 +347,13 @@ class _Heartbeat:
                 if store is None:
                     store = with_timeout(self._hosts.lost, self.connect)
                 count += 1
-                mine = "done" if self.done else str(count)
+                own_state = "done" if self.done else str(count)
 
-                def exchange(store: Store = store, mine: str = mine) -> list[str]:
+                def exchange(store: Store = store, mine: str = own_state) -> list[str]:
                     store.set(keys[self._hosts.node], mine)
                     wanted = [key for key in (*keys, "wanted", "closed") if store.check([key])]
-                    found = dict(zip(wanted, store.multi_get(wanted), strict=True))
-                    return [found.get(key, b"").decode() for key in (*keys, "wanted", "closed")]
+                    values = dict(zip(wanted, store.multi_get(wanted), strict=True))
+                    return [values.get(key, b"").decode() for key in (*keys, "wanted", "closed")]
 
                 *pulses, wanted, closed = with_timeout(self._hosts.lost / 3, exchange)
             except (TimeoutError, RuntimeError, ValueError):

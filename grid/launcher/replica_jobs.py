@@ -88,7 +88,7 @@ def run_replicas(
     locks = [_lock(logs, name) for name in names]
     replicas = [_Replica(name) for name in names]
     asked: list[int] = []
-    handlers = {each: signal.signal(each, _Asked(asked)) for each in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {signum: signal.signal(signum, _Asked(asked)) for signum in (signal.SIGTERM, signal.SIGINT)}
     last, finished, over, served = 0, False, None, 0
     server = None if serve is None else serve()
     try:
@@ -102,7 +102,7 @@ def run_replicas(
                 else:
                     say(f"{died} not started again (--max-restarts {restarts}); the replicas wait for it, then end")
                     server = None
-            for replica in (each for each in replicas if each.ended is None):
+            for replica in (job for job in replicas if job.ended is None):
                 if replica.process is None:
                     if over is not None:
                         replica.ended = 0
@@ -136,8 +136,8 @@ def run_replicas(
         if server is not None:
             server.kill()
             server.wait()
-        for each, handler in handlers.items():
-            signal.signal(each, handler)
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
         for replica in replicas:
             for file in (_pid_file(logs, replica.name), _drain_file(logs, replica.name)):
                 file.unlink(missing_ok=True)
@@ -158,7 +158,7 @@ def drain(name: str, logs: Path, seconds: float) -> None:
         ConfigError: there is no such replica, or it has not left in time.
     """
     file = _pid_file(logs, name)
-    here = sorted(each.stem.removeprefix("replica-") for each in logs.glob("replica-*.pid") if _is_locked(each))
+    here = sorted(pid.stem.removeprefix("replica-") for pid in logs.glob("replica-*.pid") if _is_locked(pid))
     try:
         if name not in here:
             raise ProcessLookupError

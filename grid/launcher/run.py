@@ -114,8 +114,8 @@ def run_as_replicas(options: LaunchOptions, replicas: ReplicaOptions, program: L
 
     def command(name: str) -> list[str]:
         folder = "none" if options.log_folder is None else str(logs / f"replica-{name}")
-        mine = _for_a_launcher(options, log_dir=folder, max_restarts=0, master_addr="", master_port=29500)
-        return [*_TRIAX_RUN, *words_of(mine), *program.words]
+        launcher_options = _for_a_launcher(options, log_dir=folder, max_restarts=0, master_addr="", master_port=29500)
+        return [*_TRIAX_RUN, *words_of(launcher_options), *program.words]
 
     say = partial(print, file=sys.stderr, flush=True)
     restarts, grace = options.max_restarts, options.grace

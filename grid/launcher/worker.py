@@ -159,9 +159,9 @@ def _wait_for_all_ranks(folder: str, rank: int) -> None:
         folder: folder in which each rank leaves a mark when it is done.
         rank: this rank.
     """
-    mine = mark(folder, "done", rank)
-    mine.touch()
-    attempt = mine.name.split("-")[1]
+    own_mark = mark(folder, "done", rank)
+    own_mark.touch()
+    attempt = own_mark.name.split("-")[1]
     size, deadline = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), time.monotonic() + TOGETHER
     while len(list(Path(folder).glob(f"[dl]*-{attempt}-*"))) < size and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -172,7 +172,7 @@ def _run(job: LaunchJob) -> dict[str, Any] | None:
     if not isinstance(job.target, (Path, Module, Executable)):
         job.target(*job.args)
         return None
-    args = [str(each).replace(LOCAL_RANK, os.environ["LOCAL_RANK"]) for each in job.args]
+    args = [str(argument).replace(LOCAL_RANK, os.environ["LOCAL_RANK"]) for argument in job.args]
     if isinstance(job.target, Executable):
         sys.stdout.flush()
         killed_with_parent()

@@ -118,8 +118,8 @@ def initialize(
             last = min(first + block_rows, rows)
             block = init.draw((last - first, *rest), generator.manual_seed(derive(seed, first)))
             low, high = max(first, start), min(last, stop)
-            part = block[(slice(low - first, high - first), *box.whole[1:])]
-            parameter[(slice(low + shift, high + shift), *box.local[1:])] = part
+            values = block[(slice(low - first, high - first), *box.whole[1:])]
+            parameter[(slice(low + shift, high + shift), *box.local[1:])] = values
 
 
 def sharded_parameter(
@@ -292,10 +292,10 @@ class Dropout(SampleRandom):
         width = count // max(length, 1)
         elements = torch.arange(width, device=x.device)  # of a row
         if self.columns is not None:
-            places, whole = self.columns
+            places, columns = self.columns
             outer = width // len(places)  # dims between the rows and the last dim
-            elements = (torch.arange(outer, device=x.device)[:, None] * whole + places.to(x.device)).view(-1)
-            width = outer * whole
+            elements = (torch.arange(outer, device=x.device)[:, None] * columns + places.to(x.device)).view(-1)
+            width = outer * columns
         return (rows[:, None] * width + elements).view(-1)
 
     def extra_repr(self) -> str:
@@ -308,11 +308,11 @@ def bind_dropout(module: nn.Module, seed: int) -> DropoutState | None:
 
     The state is a part of the key of their numbers. The result is None if the module has none of them.
     """
-    found = [(name, part) for name, part in module.named_modules() if isinstance(part, SampleRandom)]
+    named_sources = [(name, part) for name, part in module.named_modules() if isinstance(part, SampleRandom)]
     state = DropoutState(seed)
-    for name, part in found:
+    for name, part in named_sources:
         part.bind(name, state)
-    return state if found else None
+    return state if named_sources else None
 
 
 def set_dropout_samples(state: DropoutState, inputs: Any, first: int, step: int) -> None:

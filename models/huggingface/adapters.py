@@ -106,10 +106,10 @@ def save_lora(
     options = known[name]
     own = {key: parameter for key, parameter in named(module).items() if is_factor(key) and set_of_factor(key) == name}
     begin_call(grid, "save_lora")
-    found = dict(whole_tensors(model, own, held_everywhere(own, grid), grid))
+    tensors = dict(whole_tensors(model, own, held_everywhere(own, grid), grid))
     with agreed(grid, None):
         if grid.rank == 0:
-            factors = {name: whole for name, whole in found.items() if whole is not None}
+            factors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
             layers = linear_names(module, names)
             transposed = transposed_layers(written_config(module, None)) if layers else set[str]()
             write_adapters(Path(path), options, factors, layers, transposed, dtype, base_model)
@@ -209,17 +209,17 @@ def peft_options(config: Mapping[str, Any], where: str) -> dict[str, Any]:
                 f"{where} has {key}={value!r:.60}, which triax's adapters do not have. Train the "
                 f"adapter with {key}={allowed[0]!r}, or merge it with PEFT's merge_and_unload()."
             )
-    found = {ours: config[theirs] for theirs, ours in CARRIED.items() if config.get(theirs) is not None}
-    if isinstance(found.get("targets"), (set, list)):
-        found["targets"] = sorted(found["targets"])
+    given = {ours: config[theirs] for theirs, ours in CARRIED.items() if config.get(theirs) is not None}
+    if isinstance(given.get("targets"), (set, list)):
+        given["targets"] = sorted(given["targets"])
     try:
-        if missing := [theirs for theirs, ours in CARRIED.items() if ours not in (*found, "rslora", "dropout", "dora")]:
+        if missing := [theirs for theirs, ours in CARRIED.items() if ours not in (*given, "rslora", "dropout", "dora")]:
             raise ValueError(f"it has no {missing[0]}")
-        Lora.of(found)
-        re.compile(found["targets"] if isinstance(found["targets"], str) else "")
+        Lora.of(given)
+        re.compile(given["targets"] if isinstance(given["targets"], str) else "")
     except (ValueError, TypeError, re.error) as error:
         raise ConfigError(f"{where} is damaged: {error}. Copy or write it again.") from error
-    return {"rslora": False, "dropout": 0.0, "dora": False, **found}
+    return {"rslora": False, "dropout": 0.0, "dora": False, **given}
 
 
 def load_lora(
@@ -258,8 +258,8 @@ def load_lora(
             )
     if name not in known:
         add_adapters(module, options, layers, grid, dropout, name)
-    mine = {key: parameter for key, parameter in named(module).items() if is_factor(key) and set_of_factor(key) == name}
-    theirs = {key: _peft_name(*layer_of(key, layers)) for key in mine}
+    held = {key: parameter for key, parameter in named(module).items() if is_factor(key) and set_of_factor(key) == name}
+    theirs = {key: _peft_name(*layer_of(key, layers)) for key in held}
     everywhere = set[str]().union(*grid.pipe.all_gather_json(sorted(theirs.values())))
     with agreed(grid, None), open_weights(folder / _WEIGHTS) as file, torch.no_grad():
         stored = set(file.keys())
@@ -269,7 +269,7 @@ def load_lora(
                 f"{folder / _WEIGHTS} {'lacks' if missing else 'also has'} {', '.join((missing or unused)[:4])}. Give "
                 "the engine the targets of the adapter, config={'lora': triax.lora_config(path), ...}."
             )
-        for key, parameter in mine.items():
+        for key, parameter in held.items():
             layout = layout_of(parameter)
             value = layout.shard(file.get_tensor(theirs[key]), grid.tensor.rank, grid.tensor.size)
             getattr(into, "assign", lambda p, v: p.copy_(v))(parameter, value)

@@ -43,9 +43,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     file = folder / "config.json"
     if not file.is_file():
-        found = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) if folder.is_dir() else "no such folder"
+        listed = ", ".join(sorted(path.name for path in folder.iterdir())[:8]) if folder.is_dir() else "no such folder"
         raise FileNotFoundError(
-            f"{file} does not exist, or is no file ({found or 'the folder is empty'}). Give a folder that "
+            f"{file} does not exist, or is no file ({listed or 'the folder is empty'}). Give a folder that "
             "save_pretrained wrote, with config.json and *.safetensors."
         )
     read = read_object(file)
@@ -124,7 +124,7 @@ def family_of(config: Config) -> Family:
     """
     name = config.get("model_type")
     if name not in FAMILIES or FAMILIES[name].config is None:
-        known = ", ".join(name for name, each in FAMILIES.items() if each.config is not None)
+        known = ", ".join(name for name, family in FAMILIES.items() if family.config is not None)
         raise ValueError(
             f"model_type is {name!r}, but the known ones are {known}. Pass your own layers and names, load_hf(path, "
             "layers, names={'layers.0.weight': 'model.embed.weight', ...}), or add the family (docs/models.md, 'Add a "
@@ -141,14 +141,14 @@ def names_of(config: Config) -> Names:
     """
     name = config.get("model_type")
     if name not in FAMILIES or not FAMILIES[name].names:
-        known = ", ".join(name for name, each in FAMILIES.items() if each.names)
+        known = ", ".join(name for name, family in FAMILIES.items() if family.names)
         raise ValueError(
             f"there is no table of names for model_type {name!r}, only for {known}. Pass names, which maps triax's "
             "names to Hugging Face's, names={'layers.0.weight': 'model.embed.weight', ...}, or add the family "
             "(docs/models.md, 'Add a family')."
         )
-    found = FAMILIES[name].names
-    names = found(config) if callable(found) else found
+    mapping = FAMILIES[name].names
+    names = mapping(config) if callable(mapping) else mapping
     return _with_score(names) if is_reward(config) else names
 
 
@@ -252,29 +252,29 @@ def _from_hf(config: Config) -> TransformerConfig:
             )
     if family.default_rope and not (config.get("rope_parameters") or config.get("rope_scaling")):
         config = {**config, "rope_parameters": family.default_rope}
-    types = {each.name: each for each in fields(family.config)}
-    found: dict[str, Any] = dict(family.flags)
+    types = {field.name: field for field in fields(family.config)}
+    kwargs: dict[str, Any] = dict(family.flags)
     for ours, (name, default) in family.places.items():
         if name in _EXPERTS:  # Transformers 5 writes one key, 4 wrote others
-            found[ours] = expert_count(config) or None
+            kwargs[ours] = expert_count(config) or None
         else:
-            found[ours] = config.get(name, default)
-        if found[ours] is None and types[ours].default == 0:
-            found[ours] = 0
-        _check_type(config, name, found[ours], str(types[ours].type))
+            kwargs[ours] = config.get(name, default)
+        if kwargs[ours] is None and types[ours].default == 0:
+            kwargs[ours] = 0
+        _check_type(config, name, kwargs[ours], str(types[ours].type))
         if ours in family.inverse:
-            if not found[ours]:
-                raise ValueError(f"{name} is {_shown(found[ours])}, by which triax would divide. Give another number.")
-            found[ours] = 1.0 / found[ours]
-    if "head_dim" not in family.keys and "num_attention_heads" in found and family.config is not DeepseekConfig:
-        _check_head_dim(config, found)
+            if not kwargs[ours]:
+                raise ValueError(f"{name} is {_shown(kwargs[ours])}, by which triax would divide. Give another number.")
+            kwargs[ours] = 1.0 / kwargs[ours]
+    if "head_dim" not in family.keys and "num_attention_heads" in kwargs and family.config is not DeepseekConfig:
+        _check_head_dim(config, kwargs)
     if family.rope:
-        found |= _read_rope(config, family)
+        kwargs |= _read_rope(config, family)
     if family.window:
-        found |= _read_window(config, family)
+        kwargs |= _read_window(config, family)
     if family.read is not None:
-        found |= family.read(config)
-    return family.config(**found)
+        kwargs |= family.read(config)
+    return family.config(**kwargs)
 
 
 def _check_counts(config: Config) -> None:
@@ -354,14 +354,14 @@ def to_hf(config: TransformerConfig, settings: Settings | None = None) -> dict[s
         except ValueError:
             continue
         lacking[family.prefix] = [
-            f"{each}={getattr(config, each)!r}"
-            for each in config.settings()
-            if getattr(again, each) != getattr(config, each)
+            f"{setting}={getattr(config, setting)!r}"
+            for setting in config.settings()
+            if getattr(again, setting) != getattr(config, setting)
         ]
         if not lacking[family.prefix]:
             return written | tokens
     fewest = min(map(len, lacking.values()), default=0)
-    near = [f"{prefix} has no {', '.join(each)}" for prefix, each in lacking.items() if len(each) == fewest]
+    near = [f"{prefix} has no {', '.join(unsaid)}" for prefix, unsaid in lacking.items() if len(unsaid) == fewest]
     raise ValueError(
         f"no family of Hugging Face's has all settings of this {type(config).__name__}. The nearest: Hugging Face's "
         f"{'; '.join(near)}. Give the settings of one family, or pass the content of config.json as a dict."
@@ -371,18 +371,18 @@ def to_hf(config: TransformerConfig, settings: Settings | None = None) -> dict[s
 def _written(config: TransformerConfig, name: str, family: Family) -> dict[str, Any]:
     """Return the content of ``config.json`` for a configuration as a model of a family."""
     keys = {key: ours for ours, (key, _) in family.places.items()}
-    found = {"architectures": [family.architecture], "model_type": name}
-    found |= {key: values[0] for key, values in family.only.items()}
+    written = {"architectures": [family.architecture], "model_type": name}
+    written |= {key: values[0] for key, values in family.only.items()}
     for key, ours in keys.items():
         value = getattr(config, ours)
-        found[key] = 1.0 / value if ours in family.inverse and value else value
+        written[key] = 1.0 / value if ours in family.inverse and value else value
     if family.rope:
-        found |= _write_rope(config, family)
+        written |= _write_rope(config, family)
     if family.window:
-        found |= _write_window(config, family)
+        written |= _write_window(config, family)
     if family.write is not None:
-        found |= family.write(config)
-    return found | _TOKENS
+        written |= family.write(config)
+    return written | _TOKENS
 
 
 def same_model(ours: TransformerConfig, theirs: TransformerConfig) -> str | None:
@@ -408,11 +408,11 @@ def _read_rope(config: Config, family: Family) -> dict[str, Any]:
     """Return the fields of the rotary positions. Transformers 5 has all in rope_parameters, 4 beside each other."""
     parameters, scaling = _object(config, "rope_parameters"), _object(config, "rope_scaling")
     parameters = family.scaled if config.get("rope_parameters") is None else parameters
-    found: dict[str, Any] = {}
+    read: dict[str, Any] = {}
     rope: Config = scaling or parameters  # as transformers, which lets the older key win
     if "rope_local_base_freq" in family.rope:  # other positions in blocks with a sliding window
-        local, whole, other = _object(parameters, _LOCAL), _object(parameters, _GLOBAL), "rope_local_base_freq"
-        found[other] = _number(
+        local, global_rope, other = _object(parameters, _LOCAL), _object(parameters, _GLOBAL), "rope_local_base_freq"
+        read[other] = _number(
             {**config, **local}, "rope_theta" if local.get("rope_theta") else other, family.rope[other]
         )
         if local.get("rope_type", "default") != "default":
@@ -422,9 +422,9 @@ def _read_rope(config: Config, family: Family) -> dict[str, Any]:
                 f"rope_parameters have {_shown(key)}, but those of {config['model_type']} have {_GLOBAL} and {_LOCAL}: "
                 "write it there."
             )
-        if "type" in scaling and "rope_type" not in scaling and not whole:
+        if "type" in scaling and "rope_type" not in scaling and not global_rope:
             raise ValueError(f"rope_scaling of {config['model_type']} has no rope_type. Write it instead of type.")
-        rope = {**whole, **scaling}
+        rope = {**global_rope, **scaling}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind in ("su", "yarn") and "yarn" not in family.scalings and "longrope" in family.scalings:
         kind = "longrope"  # its first names, in Phi-3's files
@@ -447,19 +447,19 @@ def _read_rope(config: Config, family: Family) -> dict[str, Any]:
         for name in _REQUIRED.get(kind, ("factor",)):
             if rope.get(name) is None:
                 raise ValueError(f"there is no {name} for rope_type={kind!r} in the rotary positions. Write its value.")
-        for each in fields(_SCALINGS[kind]):
-            if rope.get(each.name) is not None:
-                _check_type(config, each.name, rope[each.name], str(each.type))
-        given = {each.name: rope.get(each.name) for each in fields(_SCALINGS[kind])}
+        for entry in fields(_SCALINGS[kind]):
+            if rope.get(entry.name) is not None:
+                _check_type(config, entry.name, rope[entry.name], str(entry.type))
+        given = {option.name: rope.get(option.name) for option in fields(_SCALINGS[kind])}
         if _GROWTH not in family.rope:  # transformers takes no notice of it
             given.pop(_GROWTH, None)
         if kind == "longrope":
             given["attention_factor"] = _longrope_factor(_longest(config, family), rope)
         scaled = _SCALINGS[kind](**{name: value for name, value in given.items() if value is not None})
     if "partial_rotary_factor" in family.rope:
-        found["partial_rotary_factor"] = _of_positions(config, rope, family, "partial_rotary_factor", "rotary_pct")
+        read["partial_rotary_factor"] = _of_positions(config, rope, family, "partial_rotary_factor", "rotary_pct")
     theta = _of_positions(config, rope, family, "rope_theta", "rotary_emb_base")
-    return {**found, "rope_theta": theta, "rope_scaling": scaled}
+    return {**read, "rope_theta": theta, "rope_scaling": scaled}
 
 
 def _longest(config: Config, family: Family) -> Any:
@@ -471,7 +471,7 @@ def _longest(config: Config, family: Family) -> Any:
 def _longrope_factor(longest: int, rope: Config) -> float:
     """Return LongRoPE's factor of the rotated channels, after a check of the factors of the pairs."""
     for key in ("short_factor", "long_factor"):
-        if not (isinstance(rope[key], (list, tuple)) and all(type(each) in (int, float) for each in rope[key])):
+        if not (isinstance(rope[key], (list, tuple)) and all(type(number) in (int, float) for number in rope[key])):
             raise ValueError(f"{key} is {_shown(rope[key])}, but must be a list of numbers.")
     length = rope["original_max_position_embeddings"]
     factor = _number(rope, "factor", longest / max(length, 1))
@@ -526,7 +526,7 @@ def _write_rope(config: Any, family: Family) -> dict[str, Any]:
 def _read_window(config: Config, family: Family) -> dict[str, Any]:
     window, words = config.get("sliding_window", family.window_size), family.window.split()
     depth, types = layer_count(config), config.get("layer_types") if "types" in words else None
-    if types is not None and not (isinstance(types, (list, tuple)) and all(isinstance(each, str) for each in types)):
+    if types is not None and not (isinstance(types, (list, tuple)) and all(isinstance(kind, str) for kind in types)):
         raise ValueError(f"layer_types are {_shown(types)}, but must be a list of words.")
     types = tuple((types or ())[:depth])
     if window is None or ("flag" in words and not config.get("use_sliding_window", False)):
@@ -544,10 +544,10 @@ def _read_window(config: Config, family: Family) -> dict[str, Any]:
 
 
 def _write_window(config: Any, family: Family) -> dict[str, Any]:
-    found: dict[str, Any] = {"sliding_window": config.sliding_window}
+    written: dict[str, Any] = {"sliding_window": config.sliding_window}
     if "flag" in family.window:
-        found["use_sliding_window"] = config.sliding_window is not None
+        written["use_sliding_window"] = config.sliding_window is not None
     if "types" in family.window:
         windows = map(config.window_of, range(config.num_hidden_layers))
-        found["layer_types"] = ["full_attention" if window is None else "sliding_attention" for window in windows]
-    return found
+        written["layer_types"] = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    return written

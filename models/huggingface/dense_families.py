@@ -307,7 +307,7 @@ def exaone4_read(config: Config) -> dict[str, Any]:
     if config.get("sliding_window", 4096) is None:
         return {}
     slides = [exaone4_slides(config, i) for i in range(depth)] if types is None else ["sliding" in t for t in types]
-    return {"no_rope_layers": [int(each) for each in slides]}
+    return {"no_rope_layers": [int(slide) for slide in slides]}
 
 
 def exaone4_write(config: DecoderConfig) -> dict[str, Any]:
@@ -319,7 +319,7 @@ def _cohere2_read(config: Config) -> dict[str, Any]:
     """Blocks without a window have no rotary positions."""
     depth, types = config["num_hidden_layers"], config.get("layer_types")
     slides = [_cohere2_slides(config, i) for i in range(depth)] if types is None else ["sliding" in t for t in types]
-    return {"no_rope_layers": [int(each) for each in slides][:depth]}
+    return {"no_rope_layers": [int(slide) for slide in slides][:depth]}
 
 
 def _cohere2_slides(config: Config, block: int) -> bool:
@@ -383,18 +383,18 @@ def _gpt_neo_read(config: Config) -> dict[str, Any]:
     """``attention_types`` are pairs of a list of ``global`` and ``local``, and a number of repetitions."""
     types, depth = config.get("attention_types") or [[["global", "local"], 12]], config["num_layers"]
     names = {"global": "full_attention", "local": "sliding_attention"}
-    found: list[str] = []
+    words: list[str] = []
     for pair in types if isinstance(types, (list, tuple)) else ():
         kinds, count = pair if isinstance(pair, (list, tuple)) and len(pair) == 2 else ((), 0)
         if isinstance(kinds, (list, tuple)) and type(count) is int:
-            found += list(kinds) * min(count, depth)
-    if len(found) != depth or not all(isinstance(kind, str) and kind in names for kind in found):
+            words += list(kinds) * min(count, depth)
+    if len(words) != depth or not all(isinstance(kind, str) and kind in names for kind in words):
         raise ValueError(
-            f"attention_types has {len(found)} blocks, but num_layers is {depth}. Give pairs of a list of 'global' and "
+            f"attention_types has {len(words)} blocks, but num_layers is {depth}. Give pairs of a list of 'global' and "
             "'local' and a number of its repetitions, in all one word for each block."
         )
     return {
-        "layer_types": [names[kind] for kind in found],
+        "layer_types": [names[kind] for kind in words],
         "intermediate_size": _whole(config, "intermediate_size", 4 * config["hidden_size"]),
     }
 
@@ -439,10 +439,10 @@ def _hyperclova_read(config: Config) -> dict[str, Any]:
     behind = config.get("use_post_norm", True)
     if type(behind) is not bool:
         raise ValueError(f"use_post_norm is {behind!r}, but must be true or false.")
-    found: dict[str, Any] = {"norm_place": "both" if behind else "before"}
+    options: dict[str, Any] = {"norm_place": "both" if behind else "before"}
     if config.get("attention_multiplier") is None:
-        found["attention_multiplier"] = _head_dim(config) ** -0.5
-    return found
+        options["attention_multiplier"] = _head_dim(config) ** -0.5
+    return options
 
 
 def _head_dim(config: Config) -> int:

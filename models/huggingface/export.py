@@ -68,7 +68,7 @@ def _export(
             if options
             else "the checkpoint has no LoRA adapters to merge. Leave out --merge-lora."
         )
-    base = next((each.base for each in options.values()), None)
+    base = next((adapter.base for adapter in options.values()), None)
     if base is not None:
         flipped = {f"{prefix}{name}" for name in transposed_layers(written)} if prefix is not None else set[str]()
         tensors, read = _computed(tensors, read, base, flipped)
@@ -81,10 +81,10 @@ def _export(
     factors = {name: read(name) for name in tensors if is_factor(name)}
     if options and not merge_lora:
         layers, names = names_of_layers(entries), list[str]()
-        for name, each in options.items():
+        for name, adapter in options.items():
             own = {key: value for key, value in factors.items() if set_of_factor(key) == name}
             target = folder if name == DEFAULT else folder / name
-            names += write_adapters(target, each, own, layers, conv1d, dtype, None)
+            names += write_adapters(target, adapter, own, layers, conv1d, dtype, None)
         return names
     plan = {
         name: parts_of(name, Held(Layout(shape, name), kind, 0), entries, dtype if kind.is_floating_point else None)
@@ -93,7 +93,7 @@ def _export(
     }
     tensors_written = announced(plan, entries)
     writer = FolderWriter(folder, written, tensors_written)
-    scalings = {key: each.scaling for key, each in options.items()}
+    scalings = {key: options_of_set.scaling for key, options_of_set in options.items()}
     with writer.files as files:
         for name, parts in plan.items():
             if parts:
@@ -106,9 +106,9 @@ def _export(
 
 def _adapters_of(model: Mapping[str, Any] | None) -> dict[str, LoraOptions]:
     """Return the options of each set of adapters in a checkpoint."""
-    found: Mapping[str, Any] = model or {}
-    sets: Mapping[str, Any] = found.get("loras") or ({DEFAULT: found["lora"]} if "lora" in found else {})
-    return {name: LoraOptions(**each) for name, each in sets.items()}
+    config: Mapping[str, Any] = model or {}
+    sets: Mapping[str, Any] = config.get("loras") or ({DEFAULT: config["lora"]} if "lora" in config else {})
+    return {name: LoraOptions(**adapter) for name, adapter in sets.items()}
 
 
 def _computed(
@@ -121,14 +121,14 @@ def _computed(
         form: format of the weights.
         flipped: names of layers whose weight is (inputs, outputs).
     """
-    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    computed: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, (shape, kind) in tensors.items():
         layer, _, numbers = name.partition(".quantized.")
         if numbers == "codes":
             wide = (shape[0], shape[1] * (1 if form == "int8" else 2))
-            found[f"{layer}.weight"] = wide[::-1] if layer in flipped else wide, torch.float32
+            computed[f"{layer}.weight"] = wide[::-1] if layer in flipped else wide, torch.float32
         elif not numbers:
-            found[name] = shape, kind
+            computed[name] = shape, kind
 
     def read_computed(name: str) -> Tensor:
         layer = name.removesuffix(".weight")
@@ -139,7 +139,7 @@ def _computed(
         weight = nf4.whole_weight(form, **held)
         return weight.t() if layer in flipped else weight
 
-    return found, read_computed
+    return computed, read_computed
 
 
 def _has_score(written: Mapping[str, Any], tensors: Shapes) -> bool:

@@ -138,7 +138,7 @@ def like(family: Family, prefix: str, **changes: Any) -> Family:
     kept = {name: getattr(family, name) for name in family.__dataclass_fields__}
     for name, value in changes.items():
         if isinstance(value, Mapping) and name != "names":
-            changes[name] = {key: each for key, each in {**kept[name], **value}.items() if each is not None}
+            changes[name] = {key: option for key, option in {**kept[name], **value}.items() if option is not None}
     return Family(**{**kept, "prefix": prefix, **changes})
 
 

@@ -45,8 +45,8 @@ def settings_of_model(model: Any) -> Settings:
     generation = getattr(model, "generation_config", None)
     folder = Path(str(getattr(model.config, "_name_or_path", "") or "/nowhere"))
     tokenizer = str(folder.resolve()) if folder.is_dir() and _files(folder) else None
-    found = None if generation is None else json.loads(generation.to_json_string())
-    return _settings(model.config.to_dict(), found, tokenizer)
+    generation_settings = None if generation is None else json.loads(generation.to_json_string())
+    return _settings(model.config.to_dict(), generation_settings, tokenizer)
 
 
 def settings_with_end(end: int) -> Settings:
@@ -62,7 +62,7 @@ def settings_of(module: Any) -> Settings | None:
     if hasattr(getattr(inner, "config", None), "to_dict"):
         return settings_of_model(inner)
     sources = [module, *(getattr(spec, "cls", None) for spec in specs)]
-    return next((found for each in sources if (found := getattr(each, "folder_settings", None)) is not None), None)
+    return next((kept for model in sources if (kept := getattr(model, "folder_settings", None)) is not None), None)
 
 
 def write_settings(folder: Path, settings: Settings | None, tokenizer: Any = None) -> None:

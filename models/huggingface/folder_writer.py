@@ -44,13 +44,13 @@ class TensorSink:
         shape, dtype = self._tensors[name]
         if name not in self._partial:
             self._partial[name] = torch.empty(shape, dtype=dtype, device=rows.device), shape[0]
-        whole, missing = self._partial.pop(name)
+        tensor, missing = self._partial.pop(name)
         for piece, (start, stop) in zip(rows.split([stop - start for start, stop in at]), at, strict=True):
-            whole[start:stop] = piece
+            tensor[start:stop] = piece
         if missing > len(rows):
-            self._partial[name] = whole, missing - len(rows)
+            self._partial[name] = tensor, missing - len(rows)
         else:
-            self.write_tensor(name, whole)
+            self.write_tensor(name, tensor)
 
 
 class FolderWriter(TensorSink):

@@ -42,11 +42,11 @@ def _words(config: Config, key: str, depth: int | None = None) -> tuple[str, ...
     types = config.get(key)
     if types is None:
         return ()
-    if not isinstance(types, (list, tuple)) or not all(isinstance(each, str) for each in types):
+    if not isinstance(types, (list, tuple)) or not all(isinstance(kind, str) for kind in types):
         raise ValueError(f"{key} is {types!r:.60}, but must be a list of words.")
     if depth is not None and len(types) != depth:
         raise ValueError(f"{key} has {len(types)} entries, but num_hidden_layers is {depth}. Give one for each block.")
-    return tuple(_FORMER.get(each, each) for each in map(str, types))
+    return tuple(_FORMER.get(kind, kind) for kind in map(str, types))
 
 
 # -------------------------------------------------------------------------------------------------- Gated DeltaNet
@@ -101,15 +101,15 @@ def qwen_names(common: Names, fused: bool) -> Callable[[Config], Names]:
     """
 
     def names(config: Config) -> Names:
-        found, types, sizes = dict(common), qwen_types(config), _delta_net(config)
+        entries, types, sizes = dict(common), qwen_types(config), _delta_net(config)
         heads, dim = count_of(config, "num_attention_heads", 16), count_of(config, "head_dim", 256)
         for ours, first in (("q", 0), ("gate", dim)):  # head by head
             rows = [(at * dim + first, at * dim + first + dim) for at in range(0, 2 * heads, 2)]
             name = "model.layers.{i}.self_attn.q_proj.*"
-            found[f"layers.{{i+1}}.attention.{ours}.*"] = RowsOf(name, tuple(rows), 2 * heads * dim)
+            entries[f"layers.{{i+1}}.attention.{ours}.*"] = RowsOf(name, tuple(rows), 2 * heads * dim)
         for i in (i for i, kind in enumerate(types) if kind == _LINEAR):
-            found |= _delta_net_names(f"layers.{i + 1}.attention", f"model.layers.{i}.linear_attn", sizes, fused)
-        return found
+            entries |= _delta_net_names(f"layers.{i + 1}.attention", f"model.layers.{i}.linear_attn", sizes, fused)
+        return entries
 
     return names
 
@@ -139,19 +139,19 @@ def _olmo_sizes(config: Config) -> DeltaNetSizes:
 def olmo_read(config: Config) -> dict[str, Any]:
     """Return the fields of the recurrent layers of an OLMo-Hybrid, and of its positions, which may be none."""
     types, rope = _olmo_types(config), config.get("rope_scaling") or config.get("rope_parameters") or {}
-    found = {"layer_types": types, "linear_attention": _olmo_sizes(config) if _LINEAR in types else None}
+    options = {"layer_types": types, "linear_attention": _olmo_sizes(config) if _LINEAR in types else None}
     theta = rope["rope_theta"] if "rope_theta" in rope else config.get("rope_theta", 1e4)
-    return found | ({"no_rope_layers": (0,) * len(types)} if theta is None else {})
+    return options | ({"no_rope_layers": (0,) * len(types)} if theta is None else {})
 
 
 def olmo_write(config: DecoderConfig) -> dict[str, Any]:
     """Return the keys of the recurrent layers of an OLMo-Hybrid, and of its positions if it has none."""
-    found, sizes = qwen_write(config), config.linear_attention
+    written, sizes = qwen_write(config), config.linear_attention
     if isinstance(sizes, DeltaNetSizes):
-        found["linear_allow_neg_eigval"] = sizes.allow_neg_eigval
+        written["linear_allow_neg_eigval"] = sizes.allow_neg_eigval
     if config.no_rope_layers:
-        found |= {"rope_parameters": {"rope_type": "default", "rope_theta": None}, "rope_theta": None}
-    return found
+        written |= {"rope_parameters": {"rope_type": "default", "rope_theta": None}, "rope_theta": None}
+    return written
 
 
 def olmo_names(common: Names) -> Callable[[Config], Names]:
@@ -161,7 +161,7 @@ def olmo_names(common: Names) -> Callable[[Config], Names]:
     """
 
     def names(config: Config) -> Names:
-        found, sizes = dict(common), _olmo_sizes(config)
+        entries, sizes = dict(common), _olmo_sizes(config)
         for i, kind in enumerate(_olmo_types(config)):
             ours, theirs = f"layers.{i + 1}", f"model.layers.{i}"
             middle: list[Pattern] = [
@@ -169,16 +169,16 @@ def olmo_names(common: Names) -> Callable[[Config], Names]:
                 f"{theirs}.feedforward_layer_norm.weight",
             ]
             if kind != _LINEAR:
-                found[f"{ours}.post_norm1.weight"] = middle
-                found[f"{ours}.post_norm2.weight"] = f"{theirs}.post_feedforward_layernorm.weight"
+                entries[f"{ours}.post_norm1.weight"] = middle
+                entries[f"{ours}.post_norm2.weight"] = f"{theirs}.post_feedforward_layernorm.weight"
                 continue
-            found[f"{ours}.norm1.weight"] = [
+            entries[f"{ours}.norm1.weight"] = [
                 f"{theirs}.input_layernorm.weight",
                 f"{theirs}.attention_layer_norm.weight",
             ]
-            found[f"{ours}.norm2.weight"] = middle
-            found |= _olmo_delta_net(f"{ours}.attention", f"{theirs}.linear_attn", sizes)
-        return found
+            entries[f"{ours}.norm2.weight"] = middle
+            entries |= _olmo_delta_net(f"{ours}.attention", f"{theirs}.linear_attn", sizes)
+        return entries
 
     return names
 
@@ -204,7 +204,7 @@ def _olmo_delta_net(ours: str, theirs: str, sizes: DeltaNetSizes) -> Names:
 
 def _delta_net_names(ours: str, theirs: str, sizes: DeltaNetSizes, fused: bool) -> Names:
     keys, values = sizes.num_key_heads * sizes.key_head_dim, sizes.num_value_heads * sizes.value_head_dim
-    found: dict[str, Pattern] = {
+    entries: dict[str, Pattern] = {
         f"{ours}.a_log": f"{theirs}.A_log",
         f"{ours}.dt_bias": f"{theirs}.dt_bias",
         f"{ours}.norm.weight": f"{theirs}.norm.weight",
@@ -213,17 +213,17 @@ def _delta_net_names(ours: str, theirs: str, sizes: DeltaNetSizes, fused: bool) 
     }
     if not fused:
         projected = {f"{ours}.pair.weight": 2 * keys, f"{ours}.value.weight": values}
-        found |= _parts(f"{theirs}.in_proj_qkv.weight", projected)
-        found[f"{ours}.gate.weight"] = f"{theirs}.in_proj_z.weight"
-        return found | {f"{ours}.numbers.weight": (f"{theirs}.in_proj_b.weight", f"{theirs}.in_proj_a.weight")}
+        entries |= _parts(f"{theirs}.in_proj_qkv.weight", projected)
+        entries[f"{ours}.gate.weight"] = f"{theirs}.in_proj_z.weight"
+        return entries | {f"{ours}.numbers.weight": (f"{theirs}.in_proj_b.weight", f"{theirs}.in_proj_a.weight")}
     groups, share = sizes.num_key_heads, sizes.num_value_heads // sizes.num_key_heads
     key, value = sizes.key_head_dim, share * sizes.value_head_dim
     q, k, v, z = _grouped(groups, (key, key, value, value))
     b, a = _grouped(groups, (share, share))
     for name, rows in (("pair", q + k), ("value", v), ("gate", z)):
-        found[f"{ours}.{name}.weight"] = RowsOf(f"{theirs}.in_proj_qkvz.weight", rows, 2 * keys + 2 * values)
-    found[f"{ours}.numbers.weight"] = RowsOf(f"{theirs}.in_proj_ba.weight", b + a, 2 * sizes.num_value_heads)
-    return found
+        entries[f"{ours}.{name}.weight"] = RowsOf(f"{theirs}.in_proj_qkvz.weight", rows, 2 * keys + 2 * values)
+    entries[f"{ours}.numbers.weight"] = RowsOf(f"{theirs}.in_proj_ba.weight", b + a, 2 * sizes.num_value_heads)
+    return entries
 
 
 # ---------------------------------------------------------------------------------------------------------- Mamba2
@@ -263,10 +263,10 @@ _NEMOTRON_FORMER = {
 
 
 def _mamba2(config: Config, keys: Mapping[str, tuple[str, Any]], step_min: float) -> Mamba2Sizes:
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for ours, (key, default) in keys.items():
-        found[ours] = (flag_of if ours.startswith("use_") else count_of)(config, key, default)
-    sizes = Mamba2Sizes(**found, time_step_min=step_min)
+        options[ours] = (flag_of if ours.startswith("use_") else count_of)(config, key, default)
+    sizes = Mamba2Sizes(**options, time_step_min=step_min)
     if keys is not _NEMOTRON:
         expand = "expand" if keys is _MAMBA2 else "mamba_expand"
         width, inner = count_of(config, "hidden_size", 4096), sizes.num_heads * sizes.head_dim
@@ -332,32 +332,32 @@ def nemotron_read(config: Config) -> dict[str, Any]:
 def nemotron_write(config: DecoderConfig) -> dict[str, Any]:
     """Return the keys of a Nemotron-H's blocks."""
     sizes = config.linear_attention
-    found = {"layers_block_type": list(config.layer_types), **_written(sizes, _NEMOTRON)}
-    return found if sizes is None else found | {"time_step_min": getattr(sizes, "time_step_min", None)}
+    written = {"layers_block_type": list(config.layer_types), **_written(sizes, _NEMOTRON)}
+    return written if sizes is None else written | {"time_step_min": getattr(sizes, "time_step_min", None)}
 
 
 def nemotron_names(config: Config) -> Names:
     """Return the table of a Nemotron-H. Files have ``backbone`` in place of ``model`` before Transformers 5."""
-    found: dict[str, Any] = {"layers.0.weight": "model.embeddings.weight", "layers.{n+1}.weight": "model.norm_f.weight"}
+    names: dict[str, Any] = {"layers.0.weight": "model.embeddings.weight", "layers.{n+1}.weight": "model.norm_f.weight"}
     read = nemotron_read(config)
     for i, kind in enumerate(read["layer_types"]):
         ours, theirs = f"layers.{i + 1}", f"model.layers.{i}"
-        found[f"{ours}.norm{2 if kind == 'mlp' else 1}.weight"] = f"{theirs}.norm.weight"
+        names[f"{ours}.norm{2 if kind == 'mlp' else 1}.weight"] = f"{theirs}.norm.weight"
         if kind == _LINEAR:
-            found |= _mamba2_names(f"{ours}.attention", f"{theirs}.mixer", read["linear_attention"])
+            names |= _mamba2_names(f"{ours}.attention", f"{theirs}.mixer", read["linear_attention"])
         elif kind == "mlp":
-            found |= {f"{ours}.mlp.{name}.*": f"{theirs}.mixer.{name}_proj.*" for name in ("up", "down")}
+            names |= {f"{ours}.mlp.{name}.*": f"{theirs}.mixer.{name}_proj.*" for name in ("up", "down")}
         else:
             q, k, v, o = (f"{theirs}.mixer.{name}_proj.weight" for name in "qkvo")
-            found |= {f"{ours}.attention.{name}.weight": form for name, form in (("q", q), ("kv", (k, v)), ("out", o))}
-    both: dict[str, Any] = {ours: [form, _renamed(form, "model.", "backbone.")] for ours, form in found.items()}
+            names |= {f"{ours}.attention.{name}.weight": form for name, form in (("q", q), ("kv", (k, v)), ("out", o))}
+    both: dict[str, Any] = {ours: [form, _renamed(form, "model.", "backbone.")] for ours, form in names.items()}
     return both | {"layers.{n+2}.weight": "lm_head.weight"}
 
 
 def bamba_types(config: Config) -> tuple[str, ...]:
     """Return the kinds of the blocks of a Bamba."""
     attends = config.get("attn_layer_indices") or ()
-    if not isinstance(attends, (list, tuple)) or not all(type(each) is int for each in attends):
+    if not isinstance(attends, (list, tuple)) or not all(type(layer) is int for layer in attends):
         raise ValueError(f"attn_layer_indices is {attends!r:.60}, but must be a list of numbers.")
     return tuple(_FULL if i in attends else _LINEAR for i in range(count_of(config, "num_hidden_layers", 32)))
 
@@ -376,20 +376,20 @@ def bamba_write(config: DecoderConfig) -> dict[str, Any]:
     """Return the keys of the recurrent layers of a Bamba."""
     sizes: Any = config.linear_attention
     attends = [i for i in range(config.num_hidden_layers) if config.type_of(i) == "attention"]
-    found = {"attn_layer_indices": attends, **_written(sizes, _BAMBA), **_limits(sizes)}
+    written = {"attn_layer_indices": attends, **_written(sizes, _BAMBA), **_limits(sizes)}
     if isinstance(sizes, Mamba2Sizes):
-        found["mamba_expand"] = _expand(config, sizes)
-    return found
+        written["mamba_expand"] = _expand(config, sizes)
+    return written
 
 
 def bamba_names(common: Names) -> Callable[[Config], Names]:
     """Return the function that makes the table of a Bamba, from the names of all but the recurrent layers."""
 
     def names(config: Config) -> Names:
-        found, types, read = dict(common), bamba_types(config), bamba_read(config)
+        entries, types, read = dict(common), bamba_types(config), bamba_read(config)
         for i in (i for i, kind in enumerate(types) if kind == _LINEAR):
-            found |= _mamba2_names(f"layers.{i + 1}.attention", f"model.layers.{i}.mamba", read["linear_attention"])
-        return found
+            entries |= _mamba2_names(f"layers.{i + 1}.attention", f"model.layers.{i}.mamba", read["linear_attention"])
+        return entries
 
     return names
 
@@ -407,20 +407,20 @@ def mamba2_read(config: Config) -> dict[str, Any]:
 def mamba2_write(config: DecoderConfig) -> dict[str, Any]:
     """Return the keys of a Mamba2's layers."""
     sizes: Any = config.linear_attention
-    found = {**_written(sizes, _MAMBA2), **_limits(sizes)}
-    return found | {"expand": _expand(config, sizes)} if isinstance(sizes, Mamba2Sizes) else found
+    written = {**_written(sizes, _MAMBA2), **_limits(sizes)}
+    return written | {"expand": _expand(config, sizes)} if isinstance(sizes, Mamba2Sizes) else written
 
 
 def mamba2_names(config: Config) -> Names:
     """Return the table of a Mamba2."""
-    found: dict[str, Any] = {
+    entries: dict[str, Any] = {
         "layers.0.weight": "backbone.embeddings.weight",
         "layers.{i+1}.norm1.weight": "backbone.layers.{i}.norm.weight",
         "layers.{n+1}.weight": "backbone.norm_f.weight",
         "layers.{n+2}.weight": "lm_head.weight",
     }
     sizes = mamba2_read(config)["linear_attention"]
-    return found | dict(_mamba2_names("layers.{i+1}.attention", "backbone.layers.{i}.mixer", sizes))
+    return entries | dict(_mamba2_names("layers.{i+1}.attention", "backbone.layers.{i}.mixer", sizes))
 
 
 def _expand(config: DecoderConfig, sizes: Mamba2Sizes) -> int:
@@ -448,17 +448,17 @@ def _mamba2_names(ours: str, theirs: str, sizes: Mamba2Sizes) -> Names:
 
 def _parts(theirs: str, lengths: Mapping[str, int]) -> dict[str, Pattern]:
     """Return the names of parameters that lie one behind the other in a tensor, from their numbers of rows."""
-    found: dict[str, Pattern] = {}
+    patterns: dict[str, Pattern] = {}
     start, total = 0, sum(lengths.values())
     for ours, length in lengths.items():
-        found[ours] = RowsOf(theirs, ((start, start + length),), total)
+        patterns[ours] = RowsOf(theirs, ((start, start + length),), total)
         start += length
-    return found
+    return patterns
 
 
 def _grouped(groups: int, lengths: Sequence[int]) -> list[tuple[tuple[int, int], ...]]:
     """Return the rows of each part of a tensor that has for each group the rows of all parts."""
-    starts = [sum(lengths[:part]) for part in range(len(lengths))]
+    starts = [sum(lengths[:index]) for index in range(len(lengths))]
     step = sum(lengths)
     return [
         tuple((group * step + start, group * step + start + length) for group in range(groups))
@@ -471,5 +471,5 @@ def _renamed(form: Any, old: str, new: str) -> Any:
     if isinstance(form, RowsOf):
         return RowsOf(_renamed(form.name, old, new), form.rows, form.of)
     if isinstance(form, tuple):
-        return tuple(_renamed(each, old, new) for each in form)
+        return tuple(_renamed(inner, old, new) for inner in form)
     return new + form.removeprefix(old)

@@ -38,7 +38,7 @@ def layer_of(name: str, layers: Mapping[str, tuple[str, ...]]) -> tuple[str, str
     match = _FACTOR.fullmatch(name)
     assert match is not None
     own, part = match["layer"], match["part"].partition("@")[0]
-    return next((each for each in layers.get(own, ()) if _last(each) == part), own), match["factor"]
+    return next((layer for layer in layers.get(own, ()) if _last(layer) == part), own), match["factor"]
 
 
 def merges(
@@ -57,7 +57,7 @@ def merges(
         For each tensor, a function from it, in the parameter's orientation, to the merged one; or None if no adapter
         changes it.
     """
-    own, found = name.removesuffix(".weight"), list[Merge | None]()
+    own, merge_steps = name.removesuffix(".weight"), list[Merge | None]()
     for theirs in entry.theirs:
         layer = theirs.removesuffix(".weight")
         flipped, steps = layer in transposed and not entry.transposed, list[Merge]()
@@ -67,8 +67,8 @@ def merges(
             if key is not None:
                 a, b, magnitude = factors[f"{key}.A"], factors[f"{key}.B"], factors.get(f"{key}.magnitude")
                 steps.append(partial(merged, a, b, magnitude, scaling, flipped))
-        found.append(partial(_one_by_one, steps) if steps else None)
-    return found
+        merge_steps.append(partial(_one_by_one, steps) if steps else None)
+    return merge_steps
 
 
 def _one_by_one(steps: list[Merge], weight: Tensor) -> Tensor:
@@ -83,9 +83,9 @@ def merged(a: Tensor, b: Tensor, magnitude: Tensor | None, scaling: float, trans
     product = b.to(wide) @ a.to(wide) * scaling
     if magnitude is None:
         return (weight + (product.t() if transposed else product)).to(weight.dtype)
-    whole = (weight.t() if transposed else weight) + product
-    whole = (magnitude / torch.linalg.vector_norm(whole, dim=1))[:, None] * whole
-    return (whole.t() if transposed else whole).to(weight.dtype)
+    weight_sum = (weight.t() if transposed else weight) + product
+    weight_sum = (magnitude / torch.linalg.vector_norm(weight_sum, dim=1))[:, None] * weight_sum
+    return (weight_sum.t() if transposed else weight_sum).to(weight.dtype)
 
 
 def _last(name: str) -> str:

@@ -169,22 +169,22 @@ def _deepseek_v3_names(config: Config) -> Names:
     if not modules:
         return _DEEPSEEK_V3_NAMES
     blocks = {ours: form for ours, form in _DEEPSEEK_V3_NAMES.items() if ours.startswith("layers.{i+1}.")}
-    found = {ours: form for ours, form in _DEEPSEEK_V3_NAMES.items() if not ours.startswith("layers.{")}
+    entries = {ours: form for ours, form in _DEEPSEEK_V3_NAMES.items() if not ours.startswith("layers.{")}
     copies = [f"model.layers.{{n+{k}}}." for k in range(modules)]
     tokens, heads = ([copy + name for copy in copies] for name in ("embed_tokens.weight", "shared_head.head.weight"))
     tied = bool(config.get("tie_word_embeddings"))
-    found |= blocks
-    found["layers.0.weight"] = Repeated("model.embed_tokens.weight", (*tokens, *(heads if tied else ())))
-    found["layers.{n+1}.*"] = "model.norm.*"
+    entries |= blocks
+    entries["layers.0.weight"] = Repeated("model.embed_tokens.weight", (*tokens, *(heads if tied else ())))
+    entries["layers.{n+1}.*"] = "model.norm.*"
     for k, theirs in enumerate(copies):
         module = f"layers.{{n+{k + 3}}}."
         for ours, form in blocks.items():
-            found[ours.replace("layers.{i+1}.", f"{module}block.")] = _moved(form, theirs)
-        found |= {f"{module}{name}.weight": f"{theirs}{name}.weight" for name in ("enorm", "hnorm", "eh_proj")}
-        found[f"{module}norm.weight"] = f"{theirs}shared_head.norm.weight"
+            entries[ours.replace("layers.{i+1}.", f"{module}block.")] = _moved(form, theirs)
+        entries |= {f"{module}{name}.weight": f"{theirs}{name}.weight" for name in ("enorm", "hnorm", "eh_proj")}
+        entries[f"{module}norm.weight"] = f"{theirs}shared_head.norm.weight"
     if not tied:
-        found[f"layers.{{n+{modules + 3}}}.weight"] = Repeated("lm_head.weight", tuple(heads))
-    return found
+        entries[f"layers.{{n+{modules + 3}}}.weight"] = Repeated("lm_head.weight", tuple(heads))
+    return entries
 
 
 def _moved(form: Any, place: str) -> Any:
@@ -193,7 +193,7 @@ def _moved(form: Any, place: str) -> Any:
         return form.replace(f"{AT}.", place)
     if isinstance(form, PerExpert):
         return PerExpert(_moved(form.names, place))
-    return type(form)(_moved(each, place) for each in form)
+    return type(form)(_moved(inner, place) for inner in form)
 
 
 # -------------------------------------------------------------------------------------- settings that are no single key
@@ -242,8 +242,8 @@ def _glm4_moe_write(config: DecoderConfig) -> dict[str, Any]:
 
 def _solar_read(config: Config) -> dict[str, Any]:
     """Read the shared experts. transformers' model cannot run with heads that are rotated in part."""
-    if (part := {**config, **(config.get("rope_parameters") or {})}.get("partial_rotary_factor")) not in (None, 1.0):
-        raise ValueError(f"solar_open with partial_rotary_factor={part!r} is not implemented. Leave it out.")
+    if (factor := {**config, **(config.get("rope_parameters") or {})}.get("partial_rotary_factor")) not in (None, 1.0):
+        raise ValueError(f"solar_open with partial_rotary_factor={factor!r} is not implemented. Leave it out.")
     experts = number_of(config, "n_shared_experts", 1, 1) * number_of(config, "moe_intermediate_size", 1280)
     return {"shared_expert_intermediate_size": experts}
 
@@ -263,7 +263,7 @@ def _exaone_moe_read(config: Config) -> dict[str, Any]:
 def _exaone_moe_write(config: DecoderConfig) -> dict[str, Any]:
     experts = config.shared_expert_intermediate_size // config.moe_intermediate_size
     sparse = [block in config.moe_layers for block in range(config.num_hidden_layers)]
-    types = [("dense", "sparse")[each] for each in sparse]
+    types = [("dense", "sparse")[is_sparse] for is_sparse in sparse]
     return {**exaone4_write(config), "num_shared_experts": experts, "mlp_layer_types": types}
 
 
@@ -300,10 +300,10 @@ def _llama4_read(config: Config) -> dict[str, Any]:
     if sparse is None:
         step = number_of(config, "interleave_moe_layer_step", 1, 1)
         sparse = range(step - 1, depth, step)
-    elif not isinstance(sparse, list) or any(type(each) is not int for each in sparse):
+    elif not isinstance(sparse, list) or any(type(layer) is not int for layer in sparse):
         raise ValueError(f"moe_layers is {str(sparse)[:60]}, but must be a list of numbers of blocks.")
     rotated = smollm3_read(config)["no_rope_layers"]
-    types = config.get("layer_types") or [("full_attention", "chunked_attention")[bool(each)] for each in rotated]
+    types = config.get("layer_types") or [("full_attention", "chunked_attention")[bool(flag)] for flag in rotated]
     tuned = config.get("attn_temperature_tuning", True)
     return {
         "mlp_only_layers": tuple(block for block in range(depth) if block not in sparse),

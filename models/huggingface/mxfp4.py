@@ -23,7 +23,7 @@ def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
     Returns:
         (..., 32 G).
     """
-    values = torch.tensor([*_MAGNITUDES, *(-each for each in _MAGNITUDES)], device=blocks.device)
+    values = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)], device=blocks.device)
     pairs = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)  # (..., G, 32)
     scaled = torch.ldexp(values[pairs.int()], scales.int()[..., None] - _BIAS)
     return scaled.to(torch.bfloat16).flatten(-2)

@@ -46,8 +46,8 @@ def parallelize(module: M, grid: Grid, plan: Mapping[str, Any] | None = None) ->
     sharded: Any = shard(module, grid, plan_of(module, grid.tensor.size) if plan is None else plan)
     if grid.tensor.size > 1 and hasattr(sharded, "resize_token_embeddings"):
         sharded.resize_token_embeddings = _resize  # transformers takes a shard's rows for the whole vocabulary
-    found: M = sharded
-    return found
+    result: M = sharded
+    return result
 
 
 def shard_part(part: nn.Module, path: str, grid: Grid, plan: Mapping[str, Style]) -> None:
@@ -59,13 +59,13 @@ def shard_part(part: nn.Module, path: str, grid: Grid, plan: Mapping[str, Style]
         grid: grid whose tensor axis shards the part.
         plan: the plan. Its patterns that match nothing in the part are left out.
     """
-    whole = inner = nn.Module()
+    root = inner = nn.Module()
     *folders, last = path.split(".")
     for name in folders:
         inner.add_module(name, nn.Module())
         inner = inner.get_submodule(name)
     inner.add_module(last, part)
-    shard(whole, grid, _matching(plan, whole))
+    shard(root, grid, _matching(plan, root))
 
 
 def _matching(plan: Mapping[str, Style], module: nn.Module) -> dict[str, Style]:
@@ -110,22 +110,22 @@ def _plan_of_peft(module: Any, plan: Mapping[str, Style], size: int) -> Iterator
                 "peft.LoraConfig, or a grid with tensor=1."
             )
     for name, layer in module.get_base_model().named_modules(remove_duplicate=False):
-        style = next((each for pattern, each in plan.items() if fnmatchcase(name, pattern)), None)
+        style = next((value for pattern, value in plan.items() if fnmatchcase(name, pattern)), None)
         path = f"base_model.model.{name}"
         if style is None:
             continue
         if isinstance(copies := layer._modules.get("modules_to_save"), nn.ModuleDict):
             yield from (
-                (f"{path}.{each}", style) for each in ("original_module", *(f"modules_to_save.{k}" for k in copies))
+                (f"{path}.{copy}", style) for copy in ("original_module", *(f"modules_to_save.{k}" for k in copies))
             )
         elif hasattr(layer, "base_layer"):
             yield f"{path}.base_layer", style
             _check_peft(path, layer, style, size)
             if isinstance(style, Row):
-                yield from ((f"{path}.lora_A.{each}", style) for each in layer.lora_A)
+                yield from ((f"{path}.lora_A.{adapter}", style) for adapter in layer.lora_A)
             elif isinstance(style, (Column, KeyValue, FusedHeads)):
                 own = style if isinstance(style, FusedHeads) else replace(style, group="")
-                yield from ((f"{path}.lora_B.{each}", own) for each in layer.lora_B)
+                yield from ((f"{path}.lora_B.{adapter}", own) for adapter in layer.lora_B)
         else:
             yield path, style
 
@@ -145,7 +145,7 @@ def _check_peft(path: str, layer: Any, style: Style, size: int) -> None:
             "peft.LoraConfig without variants such as DoRA, with linear layers as target_modules; or a grid with "
             "tensor=1."
         )
-    drops = any(getattr(each, "p", 0.0) for each in getattr(layer, "lora_dropout", {}).values())
+    drops = any(getattr(dropout, "p", 0.0) for dropout in getattr(layer, "lora_dropout", {}).values())
     if drops and isinstance(style, Row) and layer.in_features // style.unit % size:
         raise ValueError(
             f"{path} has lora_dropout, and {layer.in_features // style.unit} inputs or heads, which tensor={size} does "
@@ -169,7 +169,7 @@ def find_plan(module: nn.Module) -> dict[str, Style]:
     make = FAMILIES[family].plan if family in FAMILIES else None
     if make is None:
         what = f"a {type(module).__name__}" + (f" of model_type {family!r}" if family else " without a model_type")
-        known = ", ".join(name for name, each in FAMILIES.items() if each.plan is not None)
+        known = ", ".join(name for name, known_family in FAMILIES.items() if known_family.plan is not None)
         raise ValueError(
             f"there is no built-in plan for {what}, only for {known}. Pass a plan of patterns of module names, such as "
             "plan={'*.up': 'column', '*.down': 'row'}, or add the family (docs/models.md, 'Add a family')."

@@ -61,7 +61,7 @@ class HFModel:
     def __init__(self, config: Any) -> None:
         kind = getattr(config, "model_type", None)
         if kind not in FAMILIES or not (FAMILIES[kind].names and FAMILIES[kind].blocks):
-            known = ", ".join(name for name, each in FAMILIES.items() if each.names and each.blocks)
+            known = ", ".join(name for name, family in FAMILIES.items() if family.names and family.blocks)
             raise ValueError(
                 f"hf_layers has the families {known}, but the model is of the family {kind!r}. List its layers "
                 "yourself, each as LayerSpec(cls, ...), or add the family (docs/models.md, 'Add a family'). With "
@@ -142,22 +142,22 @@ class HFModel:
 
         A parameter whose name in files is not its name in transformers' model is written as in files.
         """
-        whole, first = self.whole(), self.first
+        model, first = self.whole(), self.first
         both = {_live(forms[-1]): [*map(_live, forms)] for forms in self._table().values() if isinstance(forms, list)}
-        found: dict[str, Any] = {"layers.0.weight": f"{self.embedding}.weight"}
+        entries: dict[str, Any] = {"layers.0.weight": f"{self.embedding}.weight"}
         if self.positions:
-            found["layers.1.weight"] = f"{self.positions}.weight"
+            entries["layers.1.weight"] = f"{self.positions}.weight"
         if self.embedding_norm:
-            for name, _ in whole.get_submodule(self.embedding_norm).named_parameters():
-                found[f"layers.1.norm.{name}"] = f"{self.embedding_norm}.{name}"
-        for name in self._names_of_blocks(type(whole.get_submodule(f"{self.blocks}.0"))):
+            for name, _ in model.get_submodule(self.embedding_norm).named_parameters():
+                entries[f"layers.1.norm.{name}"] = f"{self.embedding_norm}.{name}"
+        for name in self._names_of_blocks(type(model.get_submodule(f"{self.blocks}.0"))):
             theirs = f"{self.blocks}.{{i}}.{name}"
-            found[f"layers.{{i+{first}}}.block.{name}"] = both.get(theirs, theirs)
-        for name, _ in whole.get_submodule(self.norm).named_parameters():
-            found[f"layers.{{n+{first}}}.norm.{name}"] = f"{self.norm}.{name}"
-        for name, _ in whole.get_submodule("lm_head").named_parameters():  # tied: under no name of ours
-            found[f"layers.{{n+{first + 1}}}.{name}"] = f"lm_head.{name}"
-        return found
+            entries[f"layers.{{i+{first}}}.block.{name}"] = both.get(theirs, theirs)
+        for name, _ in model.get_submodule(self.norm).named_parameters():
+            entries[f"layers.{{n+{first}}}.norm.{name}"] = f"{self.norm}.{name}"
+        for name, _ in model.get_submodule("lm_head").named_parameters():  # tied: under no name of ours
+            entries[f"layers.{{n+{first + 1}}}.{name}"] = f"lm_head.{name}"
+        return entries
 
     def _names_of_blocks(self, make: Any) -> dict[str, Tensor]:
         """Return the parameters and stored buffers of the blocks, which need not all have the same ones."""
@@ -214,16 +214,16 @@ class HFVisionModel:
 
         Folders have other names than live models, and had others before transformers 5.
         """
-        found: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         for ours, theirs in self.tower.names().items():
             older = theirs.replace("vision_tower.", "vision_tower.vision_model.", 1)
-            found[f"layers.{ours}"] = [FolderName(theirs, f"model.{theirs}"), older]
+            entries[f"layers.{ours}"] = [FolderName(theirs, f"model.{theirs}"), older]
         for ours, entry in expand(self.text.names(), self.text.config.num_hidden_layers).items():
             _, index, rest = ours.split(".", 2)
             (theirs,) = entry.theirs
             live = theirs if theirs.startswith("lm_head.") else theirs.replace("model.", "model.language_model.", 1)
-            found[f"layers.{int(index) + self.first}.{rest}"] = FolderName(f"language_model.{theirs}", live)
-        return found
+            entries[f"layers.{int(index) + self.first}.{rest}"] = FolderName(f"language_model.{theirs}", live)
+        return entries
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HFVisionModel) and self.config.to_dict() == other.config.to_dict()
@@ -356,14 +356,14 @@ class ImageTextEmbedding(Embedding):
             ValueError: the rows have another number of image tokens than the images have features; or as ``Embedding``.
         """
         self._check_length(input_ids)
-        x, place = self._vectors(input_ids), input_ids == self.image_token
-        count, each = int(place.sum()), features.shape[1]
-        if count != len(features) * each:
+        x, is_image = self._vectors(input_ids), input_ids == self.image_token
+        count, per_image = int(is_image.sum()), features.shape[1]
+        if count != len(features) * per_image:
             raise ValueError(
                 f"the microbatch has {count} tokens {self.image_token} for images, but {len(features)} images of "
-                f"{each} tokens each. Give pixel_values (N, C, H, W) with the images of these rows, and no others."
+                f"{per_image} tokens each. Give pixel_values (N, C, H, W) with the images of these rows, and no others."
             )
-        x = x.masked_scatter(place[..., None], features.to(x.dtype))  # also without images: see vision_layers.py
+        x = x.masked_scatter(is_image[..., None], features.to(x.dtype))  # also without images: see vision_layers.py
         return self._dropped(shard(x, self.context))
 
 
@@ -391,14 +391,14 @@ class HFBlock(nn.Module):
     def __init__(self, hf: HFModel, index: int, *, grid: Grid, attention: str = "ring") -> None:
         super().__init__()
         self.config, self.context = hf.config, grid.context
-        whole = hf.whole()
-        self.block: nn.Module = type(whole.get_submodule(f"{hf.blocks}.0"))(hf.config, layer_idx=index)
+        model = hf.whole()
+        self.block: nn.Module = type(model.get_submodule(f"{hf.blocks}.0"))(hf.config, layer_idx=index)
         types, window = getattr(hf.config, "layer_types", None), getattr(hf.config, "sliding_window", None)
         self.layer_type = types[index] if types else "full_attention" if window is None else "sliding_attention"
         if grid.context.size > 1:
-            if not getattr(whole, "_supports_attention_backend", False):
+            if not getattr(model, "_supports_attention_backend", False):
                 raise ValueError(
-                    f"the attention of {type(whole).__name__} cannot be replaced, which context={grid.context.size} "
+                    f"the attention of {type(model).__name__} cannot be replaced, which context={grid.context.size} "
                     "needs. Use a grid with context=1, or the layers of load_hf(path)."
                 )
             if getattr(hf.config, "attention_chunk_size", None) is not None:
@@ -410,7 +410,7 @@ class HFBlock(nn.Module):
             _attend_over_context(
                 self.block, grid, attention, window if self.layer_type == "sliding_attention" else None
             )
-        base = whole.get_submodule(hf.blocks.rpartition(".")[0])
+        base = model.get_submodule(hf.blocks.rpartition(".")[0])
         rotary, self.alibi = getattr(base, "rotary_emb", None), getattr(type(base), "build_alibi_tensor", None)
         kind = getattr(rotary, "rope_type", None)
         if grid.context.size > 1 and {"longrope", "dynamic"} & set(kind.values() if isinstance(kind, dict) else [kind]):
@@ -425,7 +425,7 @@ class HFBlock(nn.Module):
             if hf.family.plan is None:
                 raise ValueError(
                     f"the grid has tensor={grid.tensor.size}, but no plan says how the blocks of "
-                    f"{type(whole).__name__} are sharded. Take the layers of load_hf(path), or a grid with tensor=1."
+                    f"{type(model).__name__} are sharded. Take the layers of load_hf(path), or a grid with tensor=1."
                 )
             shard_part(self.block, f"{hf.blocks}.{index}", grid, hf.family.plan(hf.config))
 
@@ -445,11 +445,11 @@ class HFBlock(nn.Module):
         if hasattr(self.config, "alibi"):  # Falcon's blocks want it, also where there is none
             given["alibi"] = None
         if self.alibi is not None:  # of Bloom
-            whole = torch.ones(x.shape[:2], dtype=torch.int64, device=x.device)
-            given["alibi"] = self.alibi(None, whole, self.config.n_head, x.dtype)
+            every_token = torch.ones(x.shape[:2], dtype=torch.int64, device=x.device)
+            given["alibi"] = self.alibi(None, every_token, self.config.n_head, x.dtype)
         y = self.block(x, **given)
-        found: Tensor = y[0] if isinstance(y, tuple) else y
-        return found
+        hidden: Tensor = y[0] if isinstance(y, tuple) else y
+        return hidden
 
 
 class Norm(nn.Module):
@@ -578,13 +578,13 @@ def _attend_over_context(block: nn.Module, grid: Grid, kind: str, window: int | 
     from transformers import AttentionInterface
 
     AttentionInterface.register("triax_context", _attend)
-    found = [module for module in block.modules() if hasattr(getattr(module, "config", None), "_attn_implementation")]
-    if not found:
+    users = [module for module in block.modules() if hasattr(getattr(module, "config", None), "_attn_implementation")]
+    if not users:
         raise ValueError(
             f"a {type(block).__name__} has no attention that context={grid.context.size} could replace. Use a grid "
             "with context=1, or the layers of load_hf(path)."
         )
-    for module in found:
+    for module in users:
         # Kept by the module, not by transformers' registry, which keeps what it is given until the process ends.
         module.triax_context = (grid, kind, window)  # type: ignore[assignment]
         module.config = copy.copy(module.config)

@@ -100,9 +100,9 @@ class _Folder:
         self.settings = settings_of_folder(folder, self.config)
         files = weight_files(folder) or sorted(path for path in folder.glob("*.safetensors") if path.is_file())
         if not files:
-            found = ", ".join(sorted(path.name for path in folder.iterdir()))
+            listed = ", ".join(sorted(path.name for path in folder.iterdir()))
             raise FileNotFoundError(
-                f"{folder} has no *.safetensors ({found}). Let transformers write the folder, "
+                f"{folder} has no *.safetensors ({listed}). Let transformers write the folder, "
                 "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)."
             )
         kind = read_object(folder / "config.json").get("model_type")
@@ -141,7 +141,7 @@ class _Folder:
     def _dequantized(self, name: str, experts: slice, inputs: slice, rows: slice) -> Tensor:
         """Read a part of a weight (experts, inputs, outputs) from its blocks, (experts, outputs, groups, 16)."""
         groups = slice(inputs.start // BLOCK, -(-inputs.stop // BLOCK))
-        files = (self._files[each] for each in (f"{name}_blocks", f"{name}_scales"))
+        files = (self._files[file_name] for file_name in (f"{name}_blocks", f"{name}_scales"))
         blocks, scales = (opened.get_slice(stored)[experts, rows, groups] for opened, stored in files)
         first = groups.start * BLOCK
         return dequantized(blocks, scales)[..., inputs.start - first : inputs.stop - first].transpose(1, 2)
@@ -159,8 +159,8 @@ class _Model:
         self._weights = {name: tensor.detach() for name, tensor in named if name is not None}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._weights.items()}
         parameters = [*model.named_parameters(remove_duplicate=False)] if isinstance(model, nn.Module) else []
-        self.frozen = frozenset(name for name, each in parameters if not each.requires_grad)
-        self.tied = {name: id(each) for name, each in parameters}
+        self.frozen = frozenset(name for name, parameter in parameters if not parameter.requires_grad)
+        self.tied = {name: id(parameter) for name, parameter in parameters}
 
     def is_tied(self, head: str, embedding: str) -> bool:
         """Return True if two tensors are one."""
@@ -212,7 +212,7 @@ def find(source: Source, name: str) -> str | None:
     Some files leave out the base model's prefix (``transformer.``). None if the source has neither, for example because
     it stores a tied weight under its other name.
     """
-    return next((each for each in (name, name.partition(".")[2]) if each in source.shapes), None)
+    return next((candidate for candidate in (name, name.partition(".")[2]) if candidate in source.shapes), None)
 
 
 def stored(source: Source, entry: Entry) -> Entry:
@@ -305,14 +305,14 @@ def check(source: Source, ours: str, entry: Entry, layout: Layout) -> list[Piece
         pieces.append(Piece(name, swapped(shape) if entry.transposed else shape, expert, start))
         start += pieces[-1].shape[0]
     count = len(pieces) // entry.per_expert if entry.per_expert else 1
-    each = pieces[: entry.per_expert or None]
-    whole = (sum(piece.shape[0] for piece in each), *each[0].shape[1:]) if each else ()
+    group = pieces[: entry.per_expert or None]
+    joined_shape = (sum(piece.shape[0] for piece in group), *group[0].shape[1:]) if group else ()
     alike = all(
-        piece.shape[1:] == whole[1:] and piece.shape[0] == each[index % len(each)].shape[0]
+        piece.shape[1:] == joined_shape[1:] and piece.shape[0] == group[index % len(group)].shape[0]
         for index, piece in enumerate(pieces)
     )
-    if not alike or layout.shape != ((count, *whole) if entry.per_expert else whole):
-        kept = ", ".join(f"{piece.name} {tuple(source.shapes[piece.name])}" for piece in each)
+    if not alike or layout.shape != ((count, *joined_shape) if entry.per_expert else joined_shape):
+        kept = ", ".join(f"{piece.name} {tuple(source.shapes[piece.name])}" for piece in group)
         experts = f" for each of {count} experts" if entry.per_expert else ""
         raise ValueError(
             f"{ours} is {layout.shape} here, but {kept}{experts} in {source.where}"
@@ -337,35 +337,35 @@ def fetch(source: Source, ours: str, entry: Entry, layout: Layout, grid: Grid) -
     """
     pieces = check(source, ours, entry, layout)
     transposed, one_row = stored(source, entry).transposed, stored(source, entry).one_row
-    place = (grid.tensor.rank, grid.tensor.size, (grid.expert.rank, grid.expert.size))
-    found: list[tuple[tuple[int | slice, ...], Tensor]] = []
-    for box in layout.boxes(*place):
+    shard = (grid.tensor.rank, grid.tensor.size, (grid.expert.rank, grid.expert.size))
+    pieces_read: list[tuple[tuple[int | slice, ...], Tensor]] = []
+    for box in layout.boxes(*shard):
         for piece in pieces:
-            whole, local = box.whole, box.local
+            global_box, local = box.whole, box.local
             outer: tuple[int, ...] = ()
             if piece.expert is not None:
-                experts, *_ = whole
+                experts, *_ = global_box
                 if not experts.start <= piece.expert < experts.stop:
                     continue
                 outer = (local[0].start + piece.expert - experts.start,)
-                whole, local = whole[1:], local[1:]
-            rows, *rest = whole
+                global_box, local = global_box[1:], local[1:]
+            rows, *rest = global_box
             low, high = max(rows.start, piece.start), min(rows.stop, piece.start + piece.shape[0])
             if low < high:
                 shifted = piece.offset - piece.start
-                part = (slice(low + shifted, high + shifted), *rest)
+                ranges = (slice(low + shifted, high + shifted), *rest)
                 if one_row:
-                    read = source.read_slice(piece.name, (slice(0, 1), *part))[0]
+                    read = source.read_slice(piece.name, (slice(0, 1), *ranges))[0]
                 else:
-                    read = source.read_slice(piece.name, swapped(part) if transposed else part)
+                    read = source.read_slice(piece.name, swapped(ranges) if transposed else ranges)
                 read = read.transpose(-1, -2) if transposed and read.dim() > 1 else read
                 shift = local[0].start - rows.start
-                found.append(((*outer, slice(low + shift, high + shift), *local[1:]), read))
-    shape = layout.local_shape(*place)
-    if len(found) == 1 and found[0][1].shape == shape:
-        return found[0][1]
-    value = torch.empty(shape, dtype=found[0][1].dtype if found else torch.float32)
-    for at, read in found:
+                pieces_read.append(((*outer, slice(low + shift, high + shift), *local[1:]), read))
+    shape = layout.local_shape(*shard)
+    if len(pieces_read) == 1 and pieces_read[0][1].shape == shape:
+        return pieces_read[0][1]
+    value = torch.empty(shape, dtype=pieces_read[0][1].dtype if pieces_read else torch.float32)
+    for at, read in pieces_read:
         value[at] = read
     return value
 

@@ -143,7 +143,7 @@ class HuggingFaceWeights:
         begin_call(self.grid, "save_hf")
         options: dict[str, LoraOptions] | None = getattr(module, "lora_options", None)
         active = getattr(module, "lora_active", ())
-        self._scalings = {name: each.scaling for name, each in (options or {}).items() if name in active}
+        self._scalings = {name: adapter.scaling for name, adapter in (options or {}).items() if name in active}
         with agreed(self.grid, None):
             own = named_weights(module)
             if options is not None and not merge_lora:
@@ -181,28 +181,28 @@ class HuggingFaceWeights:
         """
         ends: dict[str, list[str]] = {}  # triax's name -> the tensors that are whole with it
         names = (
-            (each, name)
+            (file_name, name)
             for name, parts in self._plan.items()
             for part, _, _ in parts
-            for each in (part, *self._entries[name].again)
+            for file_name in (part, *self._entries[name].again)
         )
-        for each, name in dict(names).items():
-            ends.setdefault(name, []).append(each)
+        for file_name, name in dict(names).items():
+            ends.setdefault(name, []).append(file_name)
         factors: dict[str, Tensor] = {}
         transposed = transposed_layers(self.config) if self._scalings else set[str]()
         made, failure = _Collected(self.shapes), None
-        for name, whole in whole_tensors(self._model, self._values, self._held, self.grid):
+        for name, gathered in whole_tensors(self._model, self._values, self._held, self.grid):
             if is_factor(name):
-                if self.grid.rank == 0 and whole is not None:
-                    factors[name] = whole
+                if self.grid.rank == 0 and gathered is not None:
+                    factors[name] = gathered
                 continue
             if self.grid.rank:
-                yield from ((each, None) for each in ends.get(name, ()))
+                yield from ((ended, None) for ended in ends.get(name, ()))
                 continue
             try:
-                if whole is not None and self._plan[name] and failure is None:
+                if gathered is not None and self._plan[name] and failure is None:
                     changes = merges(name, self._entries[name], factors, self._scalings, transposed)
-                    write_parts(made, whole, self._plan[name], self._entries[name], changes)
+                    write_parts(made, gathered, self._plan[name], self._entries[name], changes)
             except Exception as error:  # the others wait in the next collective: they hear of it at the end
                 failure = error
             while made.tensors:
@@ -244,12 +244,12 @@ def whole_tensors(
     for _, layer in groupby(held, key=lambda name: name.split(".")[:2]):
         group = sorted(layer, key=lambda name: not is_factor(name))
         here = [values[name] for name in group if held[name].owner == grid.pipe.rank and name in values]
-        mine = [value for value in here if isinstance(value, nn.Parameter)]
-        mine += [each for value in here if isinstance(value, ComputedWeight) for each in value.numbers.parameters()]
-        with lend(mine) if mine else nullcontext():
+        own_parameters = [value for value in here if isinstance(value, nn.Parameter)]
+        own_parameters += [p for value in here if isinstance(value, ComputedWeight) for p in value.numbers.parameters()]
+        with lend(own_parameters) if own_parameters else nullcontext():
             for name in group:
-                whole = _whole(values.get(name), held[name], grid)
-                yield name, whole.clone() if whole is not None and is_factor(name) else whole
+                tensor = _whole(values.get(name), held[name], grid)
+                yield name, tensor.clone() if tensor is not None and is_factor(name) else tensor
 
 
 def module_and_grid(model: Any, grid: Grid | None, call: str) -> tuple[nn.Module, Grid]:
@@ -352,8 +352,8 @@ def wrapping(module: Any) -> Any:
 
 def named(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return whole-model name -> parameter of a module, with each tied parameter once, without a loss function's."""
-    found = {layout_of(p).name or name: p for name, p in module.named_parameters()}
-    return {name: parameter for name, parameter in found.items() if not name.startswith("loss_fn.")}
+    by_layout_name = {layout_of(p).name or name: p for name, p in module.named_parameters()}
+    return {name: parameter for name, parameter in by_layout_name.items() if not name.startswith("loss_fn.")}
 
 
 def named_weights(module: nn.Module) -> dict[str, Tensor]:
@@ -362,12 +362,12 @@ def named_weights(module: nn.Module) -> dict[str, Tensor]:
     for holder in module.modules():
         integers = holder._modules.get("quantized")
         if isinstance(integers, QuantizedNumbers):
-            computed |= {id(each): vars(holder)["weight"] for each in integers.parameters()}
-    found: dict[str, Tensor] = {}
+            computed |= {id(number): vars(holder)["weight"] for number in integers.parameters()}
+    weights: dict[str, Tensor] = {}
     for name, parameter in named(module).items():
         layer, _, numbers = name.partition(".quantized.")
-        found[f"{layer}.weight" if numbers else name] = computed.get(id(parameter), parameter)
-    return found
+        weights[f"{layer}.weight" if numbers else name] = computed.get(id(parameter), parameter)
+    return weights
 
 
 def named_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -379,9 +379,9 @@ def named_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 def held_everywhere(own: Mapping[str, Tensor], grid: Grid) -> dict[str, Held]:
     """Return name -> description of the parameters of all pipe ranks, in order. Collective over the pipe axis."""
-    mine = [(name, astuple(layout_of(p)), p.dtype) for name, p in own.items()]
+    own_facts = [(name, astuple(layout_of(p)), p.dtype) for name, p in own.items()]
     held: dict[str, Held] = {}
-    for owner, listed in enumerate(grid.pipe.all_gather_json(mine)):
+    for owner, listed in enumerate(grid.pipe.all_gather_json(own_facts)):
         for name, layout, dtype in listed:
             held.setdefault(name, Held(Layout(*layout), dtype, owner))
     return held
@@ -467,19 +467,19 @@ def _whole(parameter: Tensor | None, held: Held, grid: Grid) -> Tensor | None:
     layout, axis = held.layout, grid.tensor
     if not grid.axis(layout.replicas).is_first:
         return None
-    whole: Tensor | None = None
+    gathered: Tensor | None = None
     if grid.pipe.rank == held.owner:
         assert parameter is not None
-        mine = parameter.dense() if isinstance(parameter, ComputedWeight) else parameter.detach()
-        whole = layout.gather(axis, mine, grid.expert)
+        own_shard = parameter.dense() if isinstance(parameter, ComputedWeight) else parameter.detach()
+        gathered = layout.gather(axis, own_shard, grid.expert)
     if not (axis.is_first and grid.data_context.is_first):
         return None
     if held.owner > 0:
-        if whole is None:
-            whole = torch.empty(layout.shape, dtype=held.dtype, device=grid.device)
-        whole = whole.contiguous()
-        grid.pipe.broadcast(whole, source=held.owner)
-    return whole
+        if gathered is None:
+            gathered = torch.empty(layout.shape, dtype=held.dtype, device=grid.device)
+        gathered = gathered.contiguous()
+        grid.pipe.broadcast(gathered, source=held.owner)
+    return gathered
 
 
 def announced(
@@ -493,13 +493,13 @@ def announced(
         plan: triax's names, in order -> what ``parts_of`` returns.
         entries: triax's name -> Hugging Face's tensors.
     """
-    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, parts in plan.items():
         for part, shape, kind in parts:
-            for each in (part, *entries[name].again):
-                found.pop(each, None)
-                found[each] = shape, kind
-    return found
+            for file_name in (part, *entries[name].again):
+                shapes.pop(file_name, None)
+                shapes[file_name] = shape, kind
+    return shapes
 
 
 def write_parts(

@@ -139,6 +139,6 @@ def receive_weights(group: dist.ProcessGroup, device: torch.device | str = "cpu"
 
 def _broadcast(tensor: Tensor, group: dist.ProcessGroup) -> int:
     """Broadcast a tensor from rank 0 of a group, and return its bytes."""
-    whole = tensor.detach().contiguous()
-    group.broadcast(whole, 0).wait()
-    return whole.nbytes
+    message = tensor.detach().contiguous()
+    group.broadcast(message, 0).wait()
+    return message.nbytes

@@ -97,20 +97,20 @@ class VisionTower:
         """Return the parameter names of the tower's layers, ``0.embeddings...``, -> names in transformers' model."""
         blocks = self.vision.num_hidden_layers
         tower = "vision_tower."
-        found = {}
+        entries = {}
         for name, _ in self.whole(blocks).model.named_parameters():
             part, _, rest = name.partition(".")
             first = rest.partition(".")[0]
             if part == "multi_modal_projector":
-                found[f"{self.depth + 1}.projector.{rest}"] = name
+                entries[f"{self.depth + 1}.projector.{rest}"] = name
             elif part == "vision_tower" and first in ("embeddings", "pre_layrnorm"):
-                found[f"0.{rest}"] = name
+                entries[f"0.{rest}"] = name
             elif part == "vision_tower":
                 number, _, inner = rest.removeprefix("encoder.layers.").partition(".")
                 runs = first == "encoder" and int(number) < self.depth
                 where = f"{int(number) + 1}.block.{inner}" if runs else f"{self.depth + 1}.unused.{rest}"
-                found[where] = tower + rest
-        return found
+                entries[where] = tower + rest
+        return entries
 
 
 class VisionEmbedding(nn.Module):
@@ -184,13 +184,13 @@ class Projector(nn.Module):
         super().__init__()
         self.tower, config = tower, tower.config
         blocks = tower.vision.num_hidden_layers
-        whole = tower.whole(blocks).model
-        self.projector: nn.Module = whole.multi_modal_projector.to_empty(device=torch.get_default_device())
+        model = tower.whole(blocks).model
+        self.projector: nn.Module = model.multi_modal_projector.to_empty(device=torch.get_default_device())
         self.projector.to(torch.get_default_dtype())
         tower.initialize(self.projector, "LlavaForConditionalGeneration", config)
         self.unused = nn.Module()
         self.unused.encoder = nn.Module()
-        for name in dict(whole.vision_tower.named_children()):
+        for name in dict(model.vision_tower.named_children()):
             if name not in ("embeddings", "pre_layrnorm", "encoder"):
                 self.unused.add_module(name, tower.make(name))
         later = {str(index): tower.make("encoder.layers.0") for index in range(tower.depth, blocks)}

@@ -32,12 +32,12 @@ class Decays(NamedTuple):
         pairs = total[..., :, None] - total[..., None, :]
         size = total.shape[-1]
         unseen = torch.ones(size, size, dtype=torch.bool, device=total.device).triu(1)
-        to_end, from_start, whole = total[..., -1:] - total, total, total[..., -1]
+        to_end, from_start, over_chunk = total[..., -1:] - total, total, total[..., -1]
         if begins is not None:
             number = begins.cumsum(-1)  # of the document in the chunk; 0: it began before
             unseen = unseen | (number[..., :, None] != number[..., None, :])
             to_end = to_end.masked_fill(number != number[..., -1:], -torch.inf)
             from_start = from_start.masked_fill(number > 0, -torch.inf)
-            whole = whole.masked_fill(number[..., -1] > 0, -torch.inf)
+            over_chunk = over_chunk.masked_fill(number[..., -1] > 0, -torch.inf)
         pairs = pairs.masked_fill(unseen, -torch.inf)
-        return cls(pairs.exp(), from_start.exp(), to_end.exp(), whole.exp())
+        return cls(pairs.exp(), from_start.exp(), to_end.exp(), over_chunk.exp())

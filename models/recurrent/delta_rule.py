@@ -47,9 +47,9 @@ def delta_rule(
     Returns:
         (B, p, L, G, h, V), and (B, G h, K, V), as ``scan`` returns it.
     """
-    q, k = (rearrange(each, "b p (n q) g k -> b p n g 1 q k", q=chunk) for each in (q, k))
+    q, k = (rearrange(tensor, "b p (n q) g k -> b p n g 1 q k", q=chunk) for tensor in (q, k))
     v = rearrange(v, "b p (n q) g h v -> b p n g h q v", q=chunk)
-    logarithms, beta = (rearrange(each, "b p (n q) g h -> b p n g h q", q=chunk) for each in (logarithms, beta))
+    logarithms, beta = (rearrange(rates, "b p (n q) g h -> b p n g h q", q=chunk) for rates in (logarithms, beta))
     if begins is not None:
         begins = rearrange(begins, "b p (n q) -> b p n 1 1 q", q=chunk)
     decays = Decays.of(logarithms, begins)

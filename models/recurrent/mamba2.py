@@ -71,7 +71,7 @@ class Mamba2(RecurrentMixer):
         y = y * F.silu(gate.to(y.dtype))
         squares = y.square().sum(-1)  # (B, T, H)
         shares = [self._group_of.count(group) for group in range(self._group_of[-1] + 1)]
-        sums = torch.stack([each.sum(-1) for each in squares.split(shares, -1)], -1)  # (B, T, groups of this rank)
+        sums = torch.stack([group.sum(-1) for group in squares.split(shares, -1)], -1)  # (B, T, groups of this rank)
         if self._all_groups % self.axis.size:  # a group may have heads on other ranks
             first, count = self._first_group, len(shares)
             sums = F.pad(sums, (first, self._all_groups - first - count))

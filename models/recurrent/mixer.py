@@ -138,8 +138,8 @@ class RecurrentMixer(nn.Module):
         biases = [_without_taps(channels), _without_taps(kernels)]
         self.conv_value_bias = make(biases[0], taps) if conv_bias else None
         self.conv_pair_bias = make_pair(biases[1], taps) if conv_bias else None
-        each = Layout((heads,), shard_dim=0)
-        self.a_log, self.dt_bias = make(each, decay), make(each, step)
+        per_head = Layout((heads,), shard_dim=0)
+        self.a_log, self.dt_bias = make(per_head, decay), make(per_head, step)
         self.out = RowParallelLinear(
             heads * head_dim, width, bias=bias, unit=head_dim, init=out_init, bias_init=_ZERO, **common
         )
@@ -251,24 +251,24 @@ class RecurrentMixer(nn.Module):
             wide = _wide(inputs)
             logarithms, strengths = self._rates(numbers.to(wide))  # (B, T, H)
             if valid is not None:
-                logarithms, strengths = (each * valid[:, None] for each in (logarithms, strengths))
+                logarithms, strengths = (rate * valid[:, None] for rate in (logarithms, strengths))
             length = mixed.shape[2]
             chunk = min(CHUNK, length)
             missing = -length % chunk  # padded by tokens that change no state
             mixed = F.pad(mixed.to(wide), (0, 0, 0, missing))
-            rates = [F.pad(cut(each), (0, 0, 0, missing)) for each in (logarithms, strengths)]
+            rates = [F.pad(cut(rate), (0, 0, 0, missing)) for rate in (logarithms, strengths)]
             begins = None if at is None else F.pad(at == 0, (0, missing))
             sizes = (self.heads * self.head_dim, self.groups.count * self.state, self.groups.count * self.state)
             value, first, second = mixed.split(sizes, 3)
             value = value.unflatten(3, (-1, self.head_dim))
-            first, second = (each.unflatten(3, (-1, self.state)) for each in (first, second))
+            first, second = (projected.unflatten(3, (-1, self.state)) for projected in (first, second))
             first, second = self.groups.for_heads(3, first, second)
             grouped = (first.shape[3], -1)
             y, state = self._recur(
                 value.unflatten(3, grouped),
                 first,
                 second,
-                *(each.unflatten(3, grouped) for each in rates),
+                *(rate.unflatten(3, grouped) for rate in rates),
                 chunk=chunk,
                 begins=begins,
                 initial=initial,
@@ -280,7 +280,7 @@ class RecurrentMixer(nn.Module):
         """Return weights and biases of the convolution, of the channels of ``inputs``."""
         pairs: list[Tensor | None] = [self.conv_pair, self.conv_pair_bias]
         if isinstance(self.pair, WholeKV):
-            pairs = [None if each is None else self.pair.selected(each) for each in pairs]
+            pairs = [None if kernel is None else self.pair.selected(kernel) for kernel in pairs]
         weight, bias = (
             None if value is None or pair is None else torch.cat([value, pair])
             for value, pair in zip((self.conv_value, self.conv_value_bias), pairs, strict=True)

@@ -10,10 +10,10 @@ from typing import Any
 @dataclass(frozen=True)
 class _Sizes:
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
+        for field in fields(self):
+            value = getattr(self, field.name)
             if type(value) is int and value < 1:
-                raise ValueError(f"{each.name} of {type(self).__name__} is {value}. Give at least 1.")
+                raise ValueError(f"{field.name} of {type(self).__name__} is {value}. Give at least 1.")
         if self.heads % self.groups:
             raise ValueError(
                 f"{type(self).__name__} has {self.heads} heads, which {self.groups} does not divide: {self!r}. Give a "

@@ -29,16 +29,16 @@ def peak_activations(schedule: Orders, sizes: Sequence[float] | None = None) -> 
     own = [
         [size for size, home in zip(sizes, schedule.placement, strict=True) if home == r] for r in range(len(counts))
     ]
-    return tuple(max((sum(map(mul, each, of)) for each in most), default=0) for most, of in zip(counts, own))
+    return tuple(max((sum(map(mul, flights, of)) for flights in most), default=0) for most, of in zip(counts, own))
 
 
 def rank_peaks(schedule: Orders, counts: Sequence[Sequence[tuple[float, ...]]]) -> tuple[float, ...]:
-    return tuple(max(map(sum, each), default=0) / schedule.chunks for each in counts)
+    return tuple(max(map(sum, flights), default=0) / schedule.chunks for flights in counts)
 
 
 def stage_peaks(schedule: Orders, counts: Sequence[Sequence[tuple[float, ...]]]) -> tuple[float, ...]:
     """Return the most activations of each stage that its rank holds at once."""
-    of_ranks = [iter(map(max, zip(*each, strict=True))) for each in counts]  # the stages of a rank are in their order
+    of_ranks = [iter(map(max, zip(*held, strict=True))) for held in counts]  # the stages of a rank are in their order
     return tuple(next(of_ranks[rank], 0.0) / schedule.chunks for rank in schedule.placement)
 
 
@@ -48,13 +48,13 @@ def counts_in_flight(schedule: Orders) -> list[list[tuple[float, ...]]]:
     A slice counts as its share of a microbatch's tokens. A rank with several stages may have several such tuples,
     because none is larger in all stages: with two chunks, (3, 1) and (2, 2).
     """
-    found = []
+    flights_of = []
     for rank in range(schedule.pipe):
         most = largest_counts(counts for _, counts in activations_held(schedule, rank))
         if len(schedule.slices) > 1:
-            most = [tuple(count / sum(schedule.slices) for count in each) for each in most]
-        found.append(most)
-    return found
+            most = [tuple(count / sum(schedule.slices) for count in flights) for flights in most]
+        flights_of.append(most)
+    return flights_of
 
 
 def activations_held(schedule: Orders, rank: int) -> Iterator[tuple[Op, tuple[float, ...]]]:
@@ -97,7 +97,7 @@ def peak_offloaded(schedule: Orders) -> tuple[float, ...]:
 
     A buffer in host memory is taken from an O until the backward that reads the reloaded activations.
     """
-    found = []
+    peaks = []
     for order in schedule.orders:
         there: dict[tuple[int, int], float] = {}
         most = 0.0
@@ -107,14 +107,14 @@ def peak_offloaded(schedule: Orders) -> tuple[float, ...]:
                 most = max(most, sum(there.values()))
             elif kind in BACKWARD:
                 there.pop((stage, microbatch), None)
-        found.append(most / (schedule.chunks * sum(schedule.slices)))
-    return tuple(found)
+        peaks.append(most / (schedule.chunks * sum(schedule.slices)))
+    return tuple(peaks)
 
 
 def largest_counts(counts: Iterable[tuple[float, ...]]) -> list[tuple[float, ...]]:
     """Return the tuples that no other one exceeds in all places."""
-    found: list[tuple[float, ...]] = []
-    for each in sorted(set(counts), reverse=True):  # a tuple comes after those that exceed it
-        if not any(all(x <= y for x, y in zip(each, larger, strict=True)) for larger in found):
-            found.append(each)
-    return found
+    largest: list[tuple[float, ...]] = []
+    for candidate in sorted(set(counts), reverse=True):  # a tuple comes after those that exceed it
+        if not any(all(x <= y for x, y in zip(candidate, larger, strict=True)) for larger in largest):
+            largest.append(candidate)
+    return largest

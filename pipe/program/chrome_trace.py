@@ -68,6 +68,6 @@ class ChromeTrace:
 
 def write_trace(trace: Mapping[str, Any], file: Path) -> None:
     """Write a trace as JSON to a temporary file and rename that to ``file``, so that ``file`` is never incomplete."""
-    part = file.with_name(f"{file.name}.part")
-    part.write_text(json.dumps(trace))
-    part.replace(file)
+    partial = file.with_name(f"{file.name}.part")
+    partial.write_text(json.dumps(trace))
+    partial.replace(file)

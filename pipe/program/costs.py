@@ -98,7 +98,7 @@ class Costs:
         """
         w, g, o, r = (self._per_stage(name, stages, chunks) for name in ("W", "GATHER", "O", "R"))
         w, o, r = ([cost * tokens for cost in costs] for costs in (w, o, r))
-        f, i, b = ([each.alone for each in self._passes(kind, stages, chunks, tokens, forward)] for kind in "FIB")
+        f, i, b = ([cost.alone for cost in self._passes(kind, stages, chunks, tokens, forward)] for kind in "FIB")
         return {"W": w, "O": o, "R": r} | {
             kind: list(map(max, cost, g)) for kind, cost in (("F", f), ("C", f), ("I", i), ("B", b))
         }
@@ -119,8 +119,8 @@ class Costs:
     def _passes(self, kind: str, stages: int, chunks: int, tokens: float = 1.0, forward: float = 1.0) -> list[_Pass]:
         """Return the parts of a pass of each stage; ``tokens`` and ``forward`` as for ``op_costs``."""
         shares = {"F": forward, "I": forward, "W": tokens, "AR": tokens, "A2A": tokens}
-        parts = ([share * each for each in self._per_stage(name, stages, chunks)] for name, share in shares.items())
-        return [_Pass.of(kind, *each) for each in zip(*parts)]
+        parts = ([share * cost for cost in self._per_stage(name, stages, chunks)] for name, share in shares.items())
+        return [_Pass.of(kind, *costs) for costs in zip(*parts)]
 
     def hops(self, placement: Sequence[int]) -> list[float]:
         """Return the time of a message across each boundary; 0 if both stages are on one rank."""

@@ -99,20 +99,20 @@ class CriticalPath:
 
     def causes(self, op: Op) -> list[Cause]:
         """Return what an op waits for: the op before on its rank, and the op whose result it reads on another stage."""
-        found = []
+        causes_found = []
         if (before := self._before.get(op)) is not None:
-            found.append(Cause(before.op, self._rank(op), before.end, before.end, ""))
+            causes_found.append(Cause(before.op, self._rank(op), before.end, before.end, ""))
         both = [each for each in (op, self._partner.get(op)) if each is not None]  # a pair waits for what both wait for
-        for other in [copy for each in both for copy in self._copies.get(each, ())]:
+        for other in [copy for member in both for copy in self._copies.get(member, ())]:
             end = self._spans[other].end
-            found.append(Cause(other, self._rank(op), end, end, "copy"))
-        for each in both:
-            if (source := self._source(each)) is not None:
+            causes_found.append(Cause(other, self._rank(op), end, end, "copy"))
+        for member in both:
+            if (source := self._source(member)) is not None:
                 end = self._spans[source].end
-                hop = self._hops[min(source.stage, each.stage)] * self._shares[each.microbatch % len(self._shares)]
-                value = "input" if each.kind == "F" else "gradient"
-                found.append(Cause(source, self._rank(source), end, end + hop, value))
-        return found
+                hop = self._hops[min(source.stage, member.stage)] * self._shares[member.microbatch % len(self._shares)]
+                value = "input" if member.kind == "F" else "gradient"
+                causes_found.append(Cause(source, self._rank(source), end, end + hop, value))
+        return causes_found
 
     def slack(self) -> dict[Op, float]:
         """Return for each op how much later it could start without a longer step."""
@@ -185,7 +185,7 @@ class CriticalPath:
 
     def _back(self) -> Iterator[Span]:
         """Yield the critical path from its end."""
-        span = max(self._spans.values(), key=lambda each: each.end, default=None)
+        span = max(self._spans.values(), key=lambda span: span.end, default=None)
         while span is not None:
             yield span
             start = span.start
@@ -202,13 +202,13 @@ class CriticalPath:
             leaving: list[tuple[int, Op]] = []
             for op in order:
                 if op.kind in TRANSFERS:
-                    waits[op] = [each for each in (*computed[-1:], lane) if each is not None]
+                    waits[op] = [before for before in (*computed[-1:], lane) if before is not None]
                     lane = op
                     leaving += [(len(computed), op)] if op.kind == "O" else []
                     continue
                 if op.kind in MAKES:
                     waits[op] = [offload for before, offload in leaving if before < started]
-                    leaving = [each for each in leaving if each[0] == started]
+                    leaving = [copy for copy in leaving if copy[0] == started]
                 elif op.kind in BACKWARD and (reload := op._replace(kind="R")) in self._spans:
                     waits[op] = [reload]
                 computed.append(op)
@@ -227,8 +227,8 @@ class CriticalPath:
             return None
         if op.kind == "F":
             return Op("F", stage, op.microbatch)
-        whole = Op("B", stage, op.microbatch)
-        return whole if whole in self._spans else whole._replace(kind="I")
+        backward = Op("B", stage, op.microbatch)
+        return backward if backward in self._spans else backward._replace(kind="I")
 
 
 def explain(schedule: Schedule, costs: Costs, op: Op) -> str:

@@ -169,7 +169,7 @@ def _summary(row: Sequence[Span], ranks: int, begin: float, width: int, scale: f
             owed[".", ""] += idle
             here.add((".", ""))
         # The others of this column are owed to the next ones, so that over a few of them the shares are right.
-        most = max(sorted(here), key=lambda each: owed[each])
+        most = max(sorted(here), key=lambda letter: owed[letter])
         owed[most] -= 1
         line.append(most[0], style=most[1])
     return line

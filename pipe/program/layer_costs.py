@@ -122,7 +122,7 @@ class LayerCosts:
     def to_json(self) -> str:
         """Return the costs as JSON, a line for each layer."""
         layers = ",\n  ".join(json.dumps(asdict(layer)) for layer in self.layers)
-        rest = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "layers"}
+        rest = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "layers"}
         return f'{{"layers": [\n  {layers}\n ],\n {json.dumps(rest)[1:]}\n'
 
     @classmethod
@@ -137,15 +137,15 @@ class LayerCosts:
             source if isinstance(source, Mapping) else read_object(Path(source), object_pairs_hook=distinct_keys)
         )
         listed = data.get("layers")
-        if not isinstance(listed, list) or not all(isinstance(each, Mapping) and "forward" in each for each in listed):
+        if not isinstance(listed, list) or not all(isinstance(one, Mapping) and "forward" in one for one in listed):
             raise ValueError(
                 f'{where} must have "layers", a list of {{"forward": seconds, ...}}, not {describe(listed)}'
             )
-        for kind, found in ((cls, [data]), (LayerCost, listed)):
-            names = [each.name for each in fields(kind)]
-            if unknown := [key for each in found for key in each if key not in names]:
+        for kind, entries in ((cls, [data]), (LayerCost, listed)):
+            names = [field.name for field in fields(kind)]
+            if unknown := [key for entry in entries for key in entry if key not in names]:
                 raise ValueError(no_such(where, str(unknown[0]), names))
         try:
-            return cls(**{**data, "layers": tuple(LayerCost(**each) for each in listed)})
+            return cls(**{**data, "layers": tuple(LayerCost(**layer) for layer in listed)})
         except (TypeError, ValueError) as error:
             raise ValueError(f"{where}: {error}") from error

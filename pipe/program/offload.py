@@ -72,8 +72,8 @@ def offload_pass(
     took = costs.op_costs(schedule.stages, schedule.chunks)
     rows = timeline_of(schedule, costs).rows
     orders = [tuple(_with_copies(row, fraction, allowed, took["O"], took["R"])) for row in rows]
-    found = replace(schedule, orders=tuple(orders))
-    peaks = zip(peak_activations(schedule), peak_activations(found), strict=True)
+    offloaded = replace(schedule, orders=tuple(orders))
+    peaks = zip(peak_activations(schedule), peak_activations(offloaded), strict=True)
     orders = [
         new if after < before else old for (before, after), old, new in zip(peaks, schedule.orders, orders, strict=True)
     ]
@@ -135,13 +135,13 @@ def chosen_activations(row: Sequence[Span], fraction: float, allowed: Collection
         if key in used:
             keys.setdefault(key[0], []).append(key)
     lives = {stage: fmean(used[key] - made[key] for key in own) for stage, own in keys.items()}
-    found, left = [], fraction * len(keys)
+    chosen, left = [], fraction * len(keys)
     for stage in sorted(set(keys) & set(allowed), key=lambda stage: (-lives[stage], stage)):
         share = min(1.0, left)
         left -= share
         # Evenly over the microbatches: at 1/2 every second one.
-        found += [key for i, key in enumerate(keys[stage]) if int((i + 1) * share + 1e-6) > int(i * share + 1e-6)]
-    return found
+        chosen += [key for i, key in enumerate(keys[stage]) if int((i + 1) * share + 1e-6) > int(i * share + 1e-6)]
+    return chosen
 
 
 def _slot(ends: Sequence[float], time: float) -> int:

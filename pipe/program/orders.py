@@ -38,10 +38,10 @@ class Orders:
     def _require_whole(self) -> None:
         """Check that no op needs whole microbatches, which a schedule over slices does not have."""
         recomputed = next((op for order in self.orders for op in order if op[0] == "C"), None)
-        if found := min(self.pairs, default=recomputed):
+        if refused := min(self.pairs, default=recomputed):
             what = "pair" if self.pairs else "recomputation"
             raise ScheduleError(
-                f"{found} is of a {what}, which has whole microbatches, not {len(self.slices)} slices of each: leave "
+                f"{refused} is of a {what}, which has whole microbatches, not {len(self.slices)} slices of each: leave "
                 f"out the slices, or the {what}"
             )
 
@@ -50,7 +50,7 @@ class Orders:
 
         Ops of one microbatch depend on each other, and two backward passes would reduce gradients of one bucket.
         """
-        found = set()
+        paired = set()
         for rank, order in enumerate(self.orders):
             for i, op in enumerate(order):
                 if op not in self.pairs:
@@ -69,8 +69,8 @@ class Orders:
                         "other: pair passes of different microbatches",
                         [(rank, op)],
                     )
-                found.add(op)
-        if missing := sorted(self.pairs - found):
+                paired.add(op)
+        if missing := sorted(self.pairs - paired):
             raise ScheduleError(f"{missing[0]} is the first op of a pair, but no rank runs it: add it to an order")
 
     @property

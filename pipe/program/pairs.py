@@ -55,10 +55,10 @@ def pair_pass(schedule: Schedule, costs: Costs | None = None) -> Schedule:
     costs = costs or Costs()
     best, shortest = schedule, timeline_of(schedule, costs).makespan
     for kinds in _PARTNERS:
-        found = _joined(schedule, costs, kinds)
-        makespan = timeline_of(found, costs).makespan
+        joined = _joined(schedule, costs, kinds)
+        makespan = timeline_of(joined, costs).makespan
         if makespan < shortest * (1 - 1e-9):
-            best, shortest = found, makespan
+            best, shortest = joined, makespan
     return best
 
 
@@ -105,11 +105,11 @@ def _joined(schedule: Schedule, costs: Costs, kinds: str) -> Schedule:
         if after is not None and joins(op, after) and (at := ready(after)) is not None:
             together = max(start, at) + pair_cost(op, after)
             if together < max(end, at) + alone[after.kind][after.stage] - 1e-12:
-                both, end = sorted((op, after), key=lambda each: each.kind != "F"), together
+                both, end = sorted((op, after), key=lambda member: member.kind != "F"), together
                 pairs.add(both[0])
         orders[rank] += both
-        for each in both:
-            publish(each, end)
+        for member in both:
+            publish(member, end)
         clock[rank], done[rank] = end, i + len(both)
     assert all(i == len(order) for i, order in zip(done, schedule.orders, strict=True))  # timeline_of has run it
     return replace(schedule, orders=tuple(map(tuple, orders)), pairs=frozenset(pairs))

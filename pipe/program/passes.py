@@ -83,16 +83,16 @@ def reduce_pass(order: Sequence[Op], ties: Ties, placement: Sequence[int], each:
 def gather_pass(order: Sequence[Op]) -> list[Op]:
     """Insert GATHER before, and RELEASE after, each uninterrupted sequence of compute ops of one stage."""
     out: list[Op] = []
-    whole = None  # the stage whose weights are gathered
+    gathered = None  # the stage whose weights are gathered
     for op in order:
-        if op.kind in COMPUTE and op.stage != whole:
-            if whole is not None:
-                out.append(Op(RELEASE, whole))
+        if op.kind in COMPUTE and op.stage != gathered:
+            if gathered is not None:
+                out.append(Op(RELEASE, gathered))
             out.append(Op(GATHER, op.stage))
-            whole = op.stage
+            gathered = op.stage
         out.append(op)
-    if whole is not None:
-        out.append(Op(RELEASE, whole))
+    if gathered is not None:
+        out.append(Op(RELEASE, gathered))
     return out
 
 

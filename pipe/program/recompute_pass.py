@@ -59,12 +59,12 @@ def recompute_pass(
         chosen = set(chosen_activations(row, fraction, allowed)) - offloaded
         orders.append(
             tuple(
-                each
+                new_op
                 for op in order
-                for each in ([Op("C", *op[1:])] if op.kind in BACKWARD and op[1:] in chosen else []) + [op]
+                for new_op in ([Op("C", *op[1:])] if op.kind in BACKWARD and op[1:] in chosen else []) + [op]
             )
         )
     lower = peak_activations(replace(schedule, orders=tuple(orders)))
     peaks = zip(peak_activations(schedule), lower, strict=True)
-    found = zip(peaks, schedule.orders, orders, strict=True)
-    return replace(schedule, orders=tuple(new if after < before else old for (before, after), old, new in found))
+    compared = zip(peaks, schedule.orders, orders, strict=True)
+    return replace(schedule, orders=tuple(new if after < before else old for (before, after), old, new in compared))

@@ -103,10 +103,10 @@ def slice_costs(slices: Sequence[float], attention: float = 0.0) -> list[tuple[f
         attention: share of attention in a forward pass of the whole sequence, 0 to 1.
     """
     total = sum(slices)
-    found = []
+    costs = []
     for a, b in pairwise([0.0, *(end / total for end in accumulate(slices))]):
-        found.append((b - a, (1 - attention) * (b - a) + attention * (b * b - a * a)))
-    return found
+        costs.append((b - a, (1 - attention) * (b - a) + attention * (b * b - a * a)))
+    return costs
 
 
 def equal_cost_slices(count: int, attention: float) -> Slices:

@@ -71,10 +71,10 @@ def verify(subject: Schedule | Program, memory: float | Sequence[float] | None =
     orders: Orders = schedule.orders
     if isinstance(subject, Program):
         orders = [[op for op in ops if op.kind in COMPUTE | TRANSFERS] for ops in subject.ops]
-        for rank, (found, wanted) in enumerate(zip(orders, schedule.orders, strict=True)):
-            if tuple(found) != wanted:
-                i = next((i for i, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b), -1)
-                op = found[i] if found else wanted[0]
+        for rank, (order, wanted) in enumerate(zip(orders, schedule.orders, strict=True)):
+            if tuple(order) != wanted:
+                i = next((i for i, (a, b) in enumerate(zip(order, wanted, strict=False)) if a != b), -1)
+                op = order[i] if order else wanted[0]
                 raise ScheduleError(
                     f"rank {rank} computes in another order than its schedule, from {op} on", [(rank, op)]
                 )
@@ -113,13 +113,13 @@ def _complete(schedule: Schedule, orders: Orders) -> None:
         for op in order:
             kind, stage, mb = op
             if kind not in before:
-                found = (
+                problem = (
                     f"{op!r} is text: write an Op such as"
                     if isinstance(op, str)
                     else f"{op} is not an op of a schedule:"
                 )
                 raise ScheduleError(
-                    f'rank {rank}: {found} Op("F", 0, 0), of the kinds F, B, I, W, C, O and R', [(rank, op)]
+                    f'rank {rank}: {problem} Op("F", 0, 0), of the kinds F, B, I, W, C, O and R', [(rank, op)]
                 )
             if not (0 <= stage < stages and 0 <= mb < mbs):
                 what = "microbatches" if slices == 1 else "slices"
@@ -182,11 +182,11 @@ def _memory(schedule: Schedule, memory: float | Sequence[float]) -> None:
     limits = [float(memory)] * schedule.pipe if isinstance(memory, int | float) else list(memory)
     if len(limits) != schedule.pipe:
         raise ValueError(f"memory has {len(limits)} limits for {schedule.pipe} ranks: give one number, or one each")
-    whole = schedule.chunks * sum(schedule.slices)
+    units = schedule.chunks * sum(schedule.slices)
     for rank, limit in enumerate(limits):
         for op, counts in activations_held(schedule, rank):
-            if sum(counts) > limit * whole + 1e-9:
-                holds = f"at {op} it holds {sum(counts) / whole:g}"
+            if sum(counts) > limit * units + 1e-9:
+                holds = f"at {op} it holds {sum(counts) / units:g}"
                 raise ScheduleError(f"rank {rank} may hold {limit:g} activations, but {holds}", [(rank, op)])
 
 
@@ -254,9 +254,9 @@ def _weights(program: Program) -> None:
     schedule = program.schedule
     ties = crossing(program.ties, schedule.placement)
     for rank, ops in enumerate(program.ops):
-        whole: set[int] = set()
+        gathered: set[int] = set()
         open_: dict[int, set[int]] = defaultdict(set)  # stage -> microbatches whose gradient is not reduced yet
-        each = {op.stage for op in ops if op.kind == REDUCE and op.microbatch >= 0}  # stages that reduce every one
+        every = {op.stage for op in ops if op.kind == REDUCE and op.microbatch >= 0}  # stages that reduce every one
         unsummed = {
             s: {k for k, tie in ties.items() if s in tie} for s, r in enumerate(schedule.placement) if r == rank
         }
@@ -266,13 +266,13 @@ def _weights(program: Program) -> None:
             if kind in BARE and stage not in unsummed:
                 raise ScheduleError(f"rank {rank} has {op}, but does not hold stage {stage}", [(rank, op)])
             if kind == GATHER:
-                whole.add(stage)
+                gathered.add(stage)
             elif kind == RELEASE:
-                if stage not in whole:
+                if stage not in gathered:
                     raise ScheduleError(f"rank {rank}: {op} releases what no GATHER made whole", [(rank, op)])
-                whole.discard(stage)
+                gathered.discard(stage)
             elif kind in COMPUTE:
-                if gathers and stage not in whole:
+                if gathers and stage not in gathered:
                     raise ScheduleError(
                         f"rank {rank}: {op} runs while the weights of stage {stage} are released",
                         [(rank, op)],
@@ -293,7 +293,7 @@ def _weights(program: Program) -> None:
                 if mb < 0 and unsummed[stage]:
                     first = min(unsummed[stage])
                     raise ScheduleError(f"rank {rank}: {op} comes before tie {first} is summed", [(rank, op)])
-                if mb < 0 and stage in each and open_[stage]:
+                if mb < 0 and stage in every and open_[stage]:
                     missing = Op(REDUCE, stage, min(open_[stage]))
                     raise ScheduleError(f"rank {rank}: {op} comes after every backward's own, and {missing} is missing")
                 open_[stage] = open_[stage] - {mb} if mb >= 0 else set()
@@ -317,7 +317,7 @@ def _rendezvous(program: Program) -> None:
     def reads(rank: int, op: Op) -> list[Op]:
         """Return the RECVs that a compute op waits for, and the RECVs of the op that runs interleaved with it."""
         both = (op, program.ops[rank][at[rank] + 1]) if op in program.schedule.pairs else (op,)
-        return [read for each in both if (read := _read(each, placement)) is not None]
+        return [read for member in both if (read := _read(member, placement)) is not None]
 
     def step(rank: int, op: Op) -> bool:
         kind, stage, mb = op

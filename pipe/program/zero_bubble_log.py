@@ -67,18 +67,18 @@ def from_zero_bubble(text: str, name: str = "file") -> Schedule:
             f"{len(rows)} lines have ops of 1 or 2 chunks: give one line per rank, all with the same number of chunks"
         )
     count, pipe = chunks.pop(), len(rows)
-    found: list[tuple[float, Schedule]] = []
+    candidates: list[tuple[float, Schedule]] = []
     for placement in dict.fromkeys((loop(pipe, count), zigzag(pipe, count))):
         orders = tuple(_order(row, rank, placement) for rank, row in enumerate(rows))
         microbatches = 1 + max(op.microbatch for order in orders for op in order)
         schedule = Schedule(name, pipe, microbatches, count, placement, orders)
         try:
-            found.append((timeline_of(schedule).makespan, schedule))
+            candidates.append((timeline_of(schedule).makespan, schedule))
         except ScheduleError as error:
             reason = error
-    if not found:
+    if not candidates:
         raise ValueError(f"the schedule runs neither in a loop nor in a zigzag of stages: {reason}")
-    return min(found, key=lambda each: each[0])[1]
+    return min(candidates, key=lambda candidate: candidate[0])[1]
 
 
 def _order(row: list[str], rank: int, placement: tuple[int, ...]) -> tuple[Op, ...]:

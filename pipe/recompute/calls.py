@@ -44,11 +44,11 @@ class RecomputeCalls:
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return ``function(*args, **kwargs)``."""
         code = getattr(function, "__code__", None)
-        place = "" if code is None else f" at line {code.co_firstlineno} of {code.co_filename}"
+        where = "" if code is None else f" at line {code.co_firstlineno} of {code.co_filename}"
         name = getattr(function, "__qualname__", type(function).__name__)
         module = module_of(function)
         parts = () if module is None else stateful([module])
-        group = Group(0, 1, True, f"the checkpointed function {name}{place}", (), parts)
+        group = Group(0, 1, True, f"the checkpointed function {name}{where}", (), parts)
         return self._recompute.run_block(group, self._repeating(function), *args, **kwargs)
 
     def _repeating(self, function: Callable[..., Any]) -> Callable[..., Any]:

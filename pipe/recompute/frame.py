@@ -242,17 +242,17 @@ class State:
     def __init__(self, grid: Grid, dropout: DropoutState, generators: bool, parts: Sequence[nn.Module] = ()) -> None:
         dicts: list[dict[str, Any]] = []
         self._lists: list[tuple[list[Any], list[Any]]] = []  # (list, its items), as in the next two
-        for part in parts:
-            if part._buffers:
-                dicts.append(part._buffers)
-            if has_own_state(part):
-                dicts.append(vars(part))
-                for name, value in vars(part).items():
+        for module in parts:
+            if module._buffers:
+                dicts.append(module._buffers)
+            if has_own_state(module):
+                dicts.append(vars(module))
+                for name, value in vars(module).items():
                     if isinstance(value, list):
                         self._lists.append((value, list(value)))
                     elif isinstance(value, dict) and name not in _OF_MODULES:
                         dicts.append(value)
-        self._dicts = [(each, dict(each)) for each in dicts]
+        self._dicts = [(entries, dict(entries)) for entries in dicts]
         tensors = {id(value): value for _, seen in self._dicts for value in seen.values() if _may_change(value)}
         self._tensors = [(tensor, tensor.detach().clone()) for tensor in tensors.values()]
         self._dropout, self._at = dropout, (dropout.step, dropout.samples)
@@ -263,11 +263,11 @@ class State:
 
     def keep_changed(self) -> None:
         """After the first run: keep what it changed, as it was, and drop the rest."""
-        self._lists = [(each, seen) for each, seen in self._lists if not _same(each, seen)]
+        self._lists = [(items, seen) for items, seen in self._lists if not _same(items, seen)]
         self._dicts = [
-            (each, changed)
-            for each, seen in self._dicts
-            if (changed := {name: seen.get(name, _MISSING) for name in _changed(each, seen)})
+            (entries, changed)
+            for entries, seen in self._dicts
+            if (changed := {name: seen.get(name, _MISSING) for name in _changed(entries, seen)})
         ]
         # (Compared by value: batch norm writes without raising the version counter.)
         self._tensors = [(tensor, seen) for tensor, seen in self._tensors if not torch.equal(tensor, seen)]
@@ -279,11 +279,11 @@ class State:
         before, (dropout.step, dropout.samples) = (dropout.step, dropout.samples), self._at
         now = [generator.saved() for generator in self._generators]
         values = [tensor.data for tensor, _ in self._tensors]
-        lists = [list(each) for each, _ in self._lists]
-        dicts = [{name: each.get(name, _MISSING) for name in seen} for each, seen in self._dicts]
+        lists = [list(entry_list) for entry_list, _ in self._lists]
+        dicts = [{name: entries.get(name, _MISSING) for name in seen} for entries, seen in self._dicts]
         try:
-            for each, items in self._lists:
-                each[:] = items
+            for kept_list, items in self._lists:
+                kept_list[:] = items
             for owner, seen in self._dicts:  # ``self.buffer = ...`` in a forward
                 _put(owner, seen)
             for tensor, value in self._tensors:  # in other memory: a buffer that autograd saved stays unchanged
@@ -303,8 +303,8 @@ class State:
                 tensor.data = value
             for (owner, _), last in zip(self._dicts, dicts, strict=True):
                 _put(owner, last)
-            for (each, _), items in zip(self._lists, lists, strict=True):
-                each[:] = items
+            for (kept_list, _), items in zip(self._lists, lists, strict=True):
+                kept_list[:] = items
 
 
 def _autocast(kind: str) -> tuple[bool, torch.dtype]:

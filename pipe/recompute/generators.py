@@ -29,23 +29,23 @@ class Generator(NamedTuple):
 
 def global_generators(grid: Grid) -> list[Generator]:
     """Return torch's generators (of the CPU, and of the grid's GPU if there is one), Python's, and numpy's."""
-    found = [
+    known = [
         Generator(torch.get_rng_state, torch.set_rng_state),
         Generator(random.getstate, random.setstate),
         Generator(np.random.get_state, np.random.set_state),
     ]
-    return found if grid.random_state() is None else [*found, Generator(grid.random_state, grid.set_random_state)]
+    return known if grid.random_state() is None else [*known, Generator(grid.random_state, grid.set_random_state)]
 
 
 def generators_in(values: Iterable[Any]) -> list[Generator]:
     """Return the generators among some values, each once."""
-    found = {}
+    by_id = {}
     for value in values:
         if isinstance(value, random.Random):
-            found[id(value)] = Generator(value.getstate, value.setstate)
+            by_id[id(value)] = Generator(value.getstate, value.setstate)
         elif isinstance(value, (torch.Generator, np.random.RandomState)):
-            found[id(value)] = Generator(value.get_state, value.set_state)
+            by_id[id(value)] = Generator(value.get_state, value.set_state)
         elif isinstance(value, np.random.Generator):
             bits = value.bit_generator
-            found[id(value)] = Generator(partial(getattr, bits, "state"), partial(setattr, bits, "state"))
-    return [*found.values()]
+            by_id[id(value)] = Generator(partial(getattr, bits, "state"), partial(setattr, bits, "state"))
+    return [*by_id.values()]

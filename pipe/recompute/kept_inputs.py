@@ -86,16 +86,16 @@ class KeptNest:
         known: dict[int, int] = {}  # id -> part: a tensor that occurs twice is kept once
         # (index of its part, requires_grad, the leaf itself or None); index -1 for what is no tensor.
         self._leaves: list[tuple[int, bool, Any]] = []
-        for place, leaf in enumerate(leaves):
+        for index, leaf in enumerate(leaves):
             if not isinstance(leaf, Tensor):
                 self._leaves.append((-1, False, leaf))
                 continue
             if id(leaf) not in known:
                 known[id(leaf)] = len(known)
-                part = inputs.part((key, place), leaf)
-                copies = part.shape is None and (changed is None or place in changed)
+                input_part = inputs.part((key, index), leaf)
+                copies = input_part.shape is None and (changed is None or index in changed)
                 copy = leaf.detach().clone() if copies else None
-                self._given.append(_GivenTensor(leaf, leaf._version, place, part, copy))
+                self._given.append(_GivenTensor(leaf, leaf._version, index, input_part, copy))
             # Integer tensors come back as the same object: a model may have attached attributes to it.
             self._leaves.append((known[id(leaf)], leaf.requires_grad, None if leaf.is_floating_point() else leaf))
         self._places = [given.place for given in self._given]
@@ -116,12 +116,12 @@ class KeptNest:
             RuntimeError: the group changed a tensor in place that it did not change in its first run, or one that
                 shares its memory with another.
         """
-        found = self._changed_now()
+        changed = self._changed_now()
         if self._changed is None:
-            self._changed = {given.place for given in found}
-            if found:
+            self._changed = {given.place for given in changed}
+            if changed:
                 self._keep(self._changed)
-        for given in found:
+        for given in changed:
             if given.part.shape is None and given.place not in self._changed:
                 raise RuntimeError(self._refusal(given, "and did not in its first run, so that no copy of it was kept"))
             memory = given.tensor.untyped_storage().data_ptr()

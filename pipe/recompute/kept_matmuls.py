@@ -108,9 +108,9 @@ class Matmuls:
         for value in tree_leaves(values):
             if (
                 isinstance(value, Tensor)
-                and (found := self._by_memory.get(value.untyped_storage().data_ptr())) is not None
+                and (kept_value := self._by_memory.get(value.untyped_storage().data_ptr())) is not None
             ):
-                found.kept = False
+                kept_value.kept = False
 
 
 class _Record(TorchDispatchMode):

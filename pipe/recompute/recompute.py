@@ -71,8 +71,8 @@ class Group(NamedTuple):
 
 def stateful(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
     """Return the modules, and those within them, that may change state in a run: buffers, or attributes of a user's."""
-    parts = dict.fromkeys(part for module in modules for part in module.modules())
-    return tuple(part for part in parts if part._buffers or has_own_state(part))
+    parts = dict.fromkeys(submodule for module in modules for submodule in module.modules())
+    return tuple(submodule for submodule in parts if submodule._buffers or has_own_state(submodule))
 
 
 class Recompute:
@@ -148,18 +148,18 @@ class Recompute:
         With granularity ``selective`` it is set to a function that runs its argument with recomputation, otherwise to
         None.
         """
-        asking = [part for part in module.modules() if getattr(type(part), "recompute", self) is None]
-        for part in asking:
-            parts = stateful([part]) if has_own_state(part) else ()
-            group = Group(0, 0, True, f"a part of {type(part).__name__}", (), parts)
-            part.recompute = partial(self.run, group) if self.granularity == "selective" else None  # type: ignore
+        asking = [submodule for submodule in module.modules() if getattr(type(submodule), "recompute", self) is None]
+        for submodule in asking:
+            parts = stateful([submodule]) if has_own_state(submodule) else ()
+            group = Group(0, 0, True, f"a part of {type(submodule).__name__}", (), parts)
+            submodule.recompute = partial(self.run, group) if self.granularity == "selective" else None  # type: ignore
         return len(asking)
 
     def report(self) -> tuple[int, float] | None:
         """Return the number of recomputations since the last report, and their seconds; None without ``profile``."""
-        found = (self._count, self._seconds) if self._profile else None
+        counted = (self._count, self._seconds) if self._profile else None
         self._count, self._seconds = 0, 0.0
-        return found
+        return counted
 
     def run(
         self,

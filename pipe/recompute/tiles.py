@@ -32,16 +32,16 @@ def install_tiles(module: nn.Module, recompute: Recompute, tokens: int) -> int:
         The number of modules that have the attribute.
     """
     asking = [(name, part) for name, part in module.named_modules() if getattr(type(part), "in_tiles", part) is None]
-    for name, part in asking:
+    for name, submodule in asking:
         group = Group(0, 0, True, f"a tile of {name}", (), ())
-        part.in_tiles = partial(_run_in_tiles, recompute, group, tokens)
+        submodule.in_tiles = partial(_run_in_tiles, recompute, group, tokens)
     return len(asking)
 
 
 def dropout_in_tiles(module: nn.Module) -> str | None:
     """Return the name of a dropout in a module that may run in tiles: tiles would change its masks."""
-    for name, part in module.named_modules():
-        if isinstance(part, (SampleRandom, AnyDropout)) and getattr(part, "p", True):
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, (SampleRandom, AnyDropout)) and getattr(submodule, "p", True):
             parts = name.split(".")
             owners = (module.get_submodule(".".join(parts[:i])) for i in range(len(parts)))
             if any(hasattr(type(owner), "in_tiles") for owner in owners):

@@ -41,7 +41,7 @@ class Problem:
         self.mine = [[s for s in range(stages) if self.placement[s] == r] for r in range(self.pipe)]
         cost = self.per_stage = self.costs.op_costs(stages, self.chunks)
         hops = self.costs.hops(self.placement)
-        self.f, self.i, self.w = ([[cost[kind][s] for s in mine] for mine in self.mine] for kind in "FIW")
+        self.f, self.i, self.w = ([[cost[kind][s] for s in own] for own in self.mine] for kind in "FIW")
         self.hop_f, self.hop_b = [*hops, 0.0], [0.0, *hops]
         work = [sum(f) + sum(i) + sum(w) for f, i, w in zip(self.f, self.i, self.w, strict=True)]
         self.work = [self.microbatches * x for x in work]
@@ -61,24 +61,24 @@ class Problem:
           gradients do.
         """
         f, i = self.per_stage["F"], self.per_stage["I"]
-        whole = self._backward()
+        backward = self._backward()
         last = len(self.placement) - 1
         down = [*accumulate((f[s] + self.hop_f[s] for s in range(last)), initial=0.0)]  # until the stage's F can start
         up = [*accumulate((i[s] + self.hop_b[s] for s in range(last, 0, -1)), initial=0.0)][::-1]  # after the last F
-        bounds = [down[last] + f[last] + up[0] + whole[0]]
-        for rank, (mine, life) in enumerate(zip(self.mine, self.lifetimes(), strict=True)):
-            low, high, count = mine[0], mine[-1], self.microbatches * self.chunks
+        bounds = [down[last] + f[last] + up[0] + backward[0]]
+        for rank, (stages, life) in enumerate(zip(self.mine, self.lifetimes(), strict=True)):
+            low, high, count = stages[0], stages[-1], self.microbatches * self.chunks
             limit = min(self.limits[rank], count)
-            work = self.microbatches * sum(f[s] + whole[s] for s in mine)
+            work = self.microbatches * sum(f[s] + backward[s] for s in stages)
             start, end = down[low], 0.0
             if limit < count:
                 start = max(start, down[last] + f[last] + up[high] - limit * max(self.f[rank]))
-                after = down[last] + f[last] - down[high] - f[high] + up[0] + whole[0]
-                end = max(0.0, after - limit * max(whole[s] for s in mine))
-            back = up[0] - up[low] - i[low] + whole[0]  # after the rank's last input gradient
+                after = down[last] + f[last] - down[high] - f[high] + up[0] + backward[0]
+                end = max(0.0, after - limit * max(backward[s] for s in stages))
+            back = up[0] - up[low] - i[low] + backward[0]  # after the rank's last input gradient
             ramps = (min(self.f[rank]) + min(self.w[rank])) * (limit - 1) / 2
             bounds += [
-                down[low] + self.microbatches * sum(f[s] + i[s] for s in mine) + back,
+                down[low] + self.microbatches * sum(f[s] + i[s] for s in stages) + back,
                 start + work + end,
                 down[low] + self.microbatches * life / limit + ramps,
             ]
@@ -90,15 +90,15 @@ class Problem:
         A stage's are held from its forward, while the microbatch goes to the last stage and back, to the end of its
         weight gradient.
         """
-        f, i, whole = self.per_stage["F"], self.per_stage["I"], self._backward()
+        f, i, backward = self.per_stage["F"], self.per_stage["I"], self._backward()
         held = []
         away = 0.0  # from the end of a stage's forward to the start of its input gradient
         for s in reversed(range(len(self.placement))):
             away += self.hop_f[s] + self.hop_b[s + 1] if s + 1 < len(self.placement) else 0.0
-            held.append(f[s] + away + whole[s])
+            held.append(f[s] + away + backward[s])
             away += f[s] + i[s]
         held.reverse()
-        return [sum(held[s] for s in mine) for mine in self.mine]
+        return [sum(held[s] for s in stages) for stages in self.mine]
 
     def _backward(self) -> list[float]:
         """Return for each stage the cost of its backward, split or whole, whichever is less (they differ in ZeRO-3)."""
@@ -148,7 +148,7 @@ def decode(
     starts: list[list[float]] = [[] for _ in range(pipe)]
     while runnable:
         r = runnable.pop()
-        sequence, mine, use, pending, limit = sequences[r], problem.mine[r], uses[r], late[r], problem.limits[r]
+        sequence, own, use, pending, limit = sequences[r], problem.mine[r], uses[r], late[r], problem.limits[r]
         cost_f, cost_i, cost_w, share = problem.f[r], problem.i[r], problem.w[r], patience[r]
         now, hold, wait, j, head = clock[r], held[r], idle[r], at[r], first[r]
         slack = below - problem.work[r]
@@ -160,7 +160,7 @@ def decode(
                 if c in pending[head:]:
                     pending.pop(pending.index(c, head))
                     if full:
-                        orders[r].append(Op("W", mine[c], use[code]))
+                        orders[r].append(Op("W", own[c], use[code]))
                         use[code] += 1
                     now += cost_w[c]
                     hold -= 1
@@ -171,7 +171,7 @@ def decode(
             mb = use[code]
             forward = code < v
             chunk = code if forward else code - v
-            stage = mine[chunk]
+            stage = own[chunk]
             if forward:
                 key = stage * mbs + mb
                 arrived = ready_f[key]
@@ -190,7 +190,7 @@ def decode(
                 if now + w > arrived + share * w and not (forward and hold >= limit):
                     break
                 if full:
-                    orders[r].append(Op("W", mine[c], use[2 * v + c]))
+                    orders[r].append(Op("W", own[c], use[2 * v + c]))
                     use[2 * v + c] += 1
                 now += w
                 hold -= 1
@@ -222,7 +222,7 @@ def decode(
         else:
             for c in pending[head:]:
                 if full:
-                    orders[r].append(Op("W", mine[c], use[2 * v + c]))
+                    orders[r].append(Op("W", own[c], use[2 * v + c]))
                     use[2 * v + c] += 1
                 now += cost_w[c]
             head = len(pending)
@@ -238,7 +238,7 @@ def decode(
 
 def encode(problem: Problem, orders: Sequence[Sequence[Op]]) -> Sequences:
     """Return a schedule's orders as sequences; a whole backward becomes an input gradient."""
-    chunk = {s: c for mine in problem.mine for c, s in enumerate(mine)}
+    chunk = {s: c for stages in problem.mine for c, s in enumerate(stages)}
     v = problem.chunks
     return [[chunk[op.stage] + (0 if op.kind == "F" else v) for op in order if op.kind != "W"] for order in orders]
 
@@ -269,9 +269,9 @@ def anneal(
         (makespan, sequences, patience) of the best found.
     """
     sequences, patience = [list(sequence) for sequence in sequences], list(patience)
-    found, used = decode(problem, sequences, patience)
-    assert found is not None
-    best, score = (found.makespan, [list(sequence) for sequence in sequences], list(patience)), found.score
+    decoded, used = decode(problem, sequences, patience)
+    assert decoded is not None
+    best, score = (decoded.makespan, [list(sequence) for sequence in sequences], list(patience)), decoded.score
     unit = sum(map(sum, problem.f)) / len(problem.placement) or 1.0
     ends = 0.02 * sum(problem.work) / problem.pipe  # at least this much of a score is not makespan
     pool = [r for r, sequence in enumerate(sequences) if len(sequence) > 1]
@@ -307,12 +307,12 @@ def anneal(
             if all(x == code for x in sequence[min(i, k) : max(i, k) + 1]):
                 continue
             sequence.insert(k, sequence.pop(i))
-        found, looked = decode(problem, sequences, patience, below=allowed - ends)
+        decoded, looked = decode(problem, sequences, patience, below=allowed - ends)
         used += looked + 10
-        if found is not None and found.score <= allowed:
-            score = found.score
-            if found.makespan < best[0] - 1e-12:
-                best = (found.makespan, [list(sequence) for sequence in sequences], list(patience))
+        if decoded is not None and decoded.score <= allowed:
+            score = decoded.score
+            if decoded.makespan < best[0] - 1e-12:
+                best = (decoded.makespan, [list(sequence) for sequence in sequences], list(patience))
         elif added >= 0:
             del sequence[i]
         elif removed >= 0:

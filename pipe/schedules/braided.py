@@ -31,13 +31,13 @@ def stp(pipe: int, microbatches: int, chunks: int = 2) -> Orders:
 
 def stp_pairs(pipe: int, microbatches: int, chunks: int = 2) -> frozenset[Op]:
     """Return the first op of each pair of STP."""
-    found = []
+    firsts = []
     for r, order in enumerate(stp(pipe, microbatches)):
         after = iter(order)
         for cell in _cells(r, pipe, microbatches):
             first, *_ = (next(after) for _ in cell)
-            found += [first] * (len(cell) > 1)
-    return frozenset(found)
+            firsts += [first] * (len(cell) > 1)
+    return frozenset(firsts)
 
 
 def stp_idle(forward: float, inputs: float, weights: float, collectives: float, pipe: int) -> float:
@@ -57,8 +57,8 @@ def _cells(r: int, pipe: int, microbatches: int) -> list[tuple[StageOp, ...]]:
     cells += [(f,)] * ((r + 1) % 2) + [(f, f)] * ((r + 1) // 2)
     cells += [(g, j), (f, w)] * after
     for k in range(steady + r):
-        whole = k < steady
-        cells.append((f, b if whole else i) if k % 2 else (g, c if whole else j))
+        is_steady = k < steady
+        cells.append((f, b if is_steady else i) if k % 2 else (g, c if is_steady else j))
     cells += [(b,), (g, j)] * (2 * pipe - 2 - r)
     cells += [(b,), (c,)] * (r + 1)
     cells += [(b,), *[(w,), (w,), (b,)] * after]

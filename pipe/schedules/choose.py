@@ -135,15 +135,15 @@ def require_size(
     Raises:
         ValueError: it is for others.
     """
-    found = schedule.pipe, schedule.microbatches, schedule.chunks
+    own_sizes = schedule.pipe, schedule.microbatches, schedule.chunks
     wanted = pipe, microbatches, schedule.chunks if chunks is None else chunks
-    if found != wanted:
+    if own_sizes != wanted:
         sizes = "pipe {}, microbatches {}, chunks {}".format
         advice = advice or (
             "Write one of that size, or change the run's. A function that is registered under a name (entry points, "
             f"group {_GROUP}) makes one of every size."
         )
-        raise ValueError(f"{name} is a schedule of {sizes(*found)}; this run has {sizes(*wanted)}. {advice}")
+        raise ValueError(f"{name} is a schedule of {sizes(*own_sizes)}; this run has {sizes(*wanted)}. {advice}")
     if slices is not None and (lengths := slice_lengths(slices)) != schedule.slices:
         raise ValueError(
             f"{name} is a schedule of slices with the lengths {schedule.slices}; this run has {lengths}. Leave out "

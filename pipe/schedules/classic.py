@@ -99,14 +99,14 @@ def interleaved(pipe: int, microbatches: int, chunks: int, slices: int = 1) -> O
         return 3 * chunks * count + 3 * (pipe - 1)
 
     def best(which: Iterable[int]) -> tuple[int, list[list[Op]]] | None:
-        found = None
+        shortest = None
         for i in which:
             result = attempt(i, microbatches)
-            if result and (found is None or result[0] < found[0]):
-                found = result
-            if found and found[0] <= bound(microbatches):
+            if result and (shortest is None or result[0] < shortest[0]):
+                shortest = result
+            if shortest and shortest[0] <= bound(microbatches):
                 break
-        return found
+        return shortest
 
     def promising() -> Iterator[int]:
         few = rest + min(groups, 2) * pipe

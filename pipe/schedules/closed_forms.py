@@ -108,12 +108,12 @@ def _interleaved(pipe: int, chunks: int, microbatches: int, rank: int) -> list[t
     last = min(total - ahead, period)
 
     # A rank holds most behind `ahead + k` forwards and `k` backwards. Their chunks change where a whole group is done.
-    whole, rest = divmod(ahead, period)
-    held: list[float] = [whole * group + min(max(rest - chunk * group, 0), group) for chunk in range(chunks)]
-    found, k = [tuple(held)], 0
+    periods, rest = divmod(ahead, period)
+    held: list[float] = [periods * group + min(max(rest - chunk * group, 0), group) for chunk in range(chunks)]
+    counts, k = [tuple(held)], 0
     for end in sorted({last, *range(group, last, group), *range(-ahead % group, last, group)}):
         held[(ahead + k) % period // group] += end - k
         held[chunks - 1 - k % period // group] -= end - k
-        found.append(tuple(held))
+        counts.append(tuple(held))
         k = end
-    return largest_counts(found)
+    return largest_counts(counts)

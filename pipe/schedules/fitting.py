@@ -83,8 +83,8 @@ def find_fitting(
         if least <= free.makespan * (1 + 1e-12):
             break
         wider = [factor * limit for limit in limits]
-        found = find_schedule(pipe, microbatches, costs, wider, chunks, effort=effort / 4, seed=seed)
-        made = _fitted(found, limits, offload, recompute, stages, costs, least)
+        searched = find_schedule(pipe, microbatches, costs, wider, chunks, effort=effort / 4, seed=seed)
+        made = _fitted(searched, limits, offload, recompute, stages, costs, least)
         if made is not None:
             best, least = made, simulate(made, costs).makespan
     result = simulate(best, costs)
@@ -124,5 +124,5 @@ def _fitted(
         for rank in [rank for rank in above if peaks[rank] <= limits[rank] + 1e-9]:
             orders[rank] = made.orders[rank]
             above.remove(rank)
-    found = replace(schedule, orders=tuple(orders))
-    return None if above or simulate(found, costs).makespan >= below * (1 - 1e-12) else found
+    changed = replace(schedule, orders=tuple(orders))
+    return None if above or simulate(changed, costs).makespan >= below * (1 - 1e-12) else changed

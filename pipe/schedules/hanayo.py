@@ -112,14 +112,14 @@ def deepest_first(placement: Sequence[int], pipe: int, microbatches: int, window
     At most `window` microbatches are on their way through the stages at any time.
     """
     stages = len(placement)
-    mine = [[s for s in reversed(range(stages)) if placement[s] == r] for r in range(pipe)]
+    stages_of = [[s for s in reversed(range(stages)) if placement[s] == r] for r in range(pipe)]
     arrival = [[0] * microbatches] + [[NEVER] * microbatches for _ in range(stages)]
     at = [0] * stages  # stage -> its next microbatch
     order: list[list[int]] = [[] for _ in range(pipe)]
     now, left = 0, stages * microbatches
     while left:
         for rank in range(pipe):
-            for s in mine[rank]:
+            for s in stages_of[rank]:
                 mb = at[s]
                 if mb < microbatches and arrival[s][mb] <= now and (s > 0 or mb - at[-1] < window):
                     at[s] = mb + 1

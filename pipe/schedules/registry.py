@@ -164,10 +164,10 @@ def named_schedule(
     if (count := len(lengths)) == 1:
         orders, lengths = recipe.make(*sizes), (1,)
     elif not recipe.sliced:
-        sliced = ", ".join(other for other, each in RECIPES.items() if each.sliced)
+        sliced = ", ".join(other for other, known in RECIPES.items() if known.sliced)
         raise ValueError(f"{name} runs whole microbatches, not {count} slices of each: use {sliced}, or slices=1")
     else:
         orders = in_order_of_slices(recipe.make(pipe, microbatches * count, chunks, count), count)
     pairs = frozenset[Op]() if recipe.pairs is None else recipe.pairs(*sizes)
-    place = recipe.place(pipe, chunks)
-    return Schedule(name, *sizes, place, tuple(map(tuple, orders)), pairs=pairs, slices=lengths)
+    placement = recipe.place(pipe, chunks)
+    return Schedule(name, *sizes, placement, tuple(map(tuple, orders)), pairs=pairs, slices=lengths)

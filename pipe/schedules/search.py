@@ -148,11 +148,11 @@ def tune(schedule: Schedule, costs: Costs, effort: float = 0.1) -> Schedule:
     starts = [schedule, *(other for other in _others(schedule) if _fits(other, limits))]
     start = min(starts, key=lambda candidate: simulate(candidate, costs).makespan)
     # The search moves every W, which may be worse: keep the best of all.
-    found = min(
+    tuned = min(
         (schedule, start, _improve(problem, start, int(EFFORT * effort), random.Random(0))),
         key=lambda candidate: round(simulate(candidate, costs).makespan, 12),
     )
-    return replace(found, name=schedule.name)
+    return replace(tuned, name=schedule.name)
 
 
 def chunk_counts(pipe: int, costs: Costs, chunks: int | None) -> tuple[int, ...]:
@@ -187,8 +187,8 @@ def _fitting(pipe: int, microbatches: int, chunks: int, limits: Sequence[int]) -
         schedule = without_pairs(named_schedule(name, pipe, microbatches, chunks))
         schedules += [made for made in (schedule, *_others(schedule)) if _fits(made, limits)]
     for placement in sorted({zigzag(pipe, chunks), loop(pipe, chunks)}):
-        mine = [[s for s in range(pipe * chunks) if placement[s] == r] for r in range(pipe)]
-        passes = [[("F", s) for s in stages] + [("B", s) for s in reversed(stages)] for stages in mine]
+        stages_of = [[s for s in range(pipe * chunks) if placement[s] == r] for r in range(pipe)]
+        passes = [[("F", s) for s in stages] + [("B", s) for s in reversed(stages)] for stages in stages_of]
         alone = tuple(tuple(Op(kind, s, m) for m in range(microbatches) for kind, s in ops) for ops in passes)
         schedules.append(Schedule(ALONE, pipe, microbatches, chunks, placement, alone))
     return schedules
@@ -221,12 +221,12 @@ def _made(starts: Sequence[Start], codes: int, rng: random.Random) -> list[Start
     """
     made: list[Start] = []
     problems = [problem for _, problem, schedule in starts if schedule.name == ALONE]
-    problems = [each for each in problems if _is_small(each) or each.placement == zigzag(each.pipe, each.chunks)]
+    problems = [p for p in problems if _is_small(p) or p.placement == zigzag(p.pipe, p.chunks)]
     for problem in problems:
-        found = [search_steady_state(problem, int(STEADY * codes) // len(problems), rng)]
+        results = [search_steady_state(problem, int(STEADY * codes) // len(problems), rng)]
         if _is_small(problem):
-            found.append(_list_schedules(problem, int(GREEDY * codes) // len(problems), rng))
-        made += [(each[0], problem, _schedule(problem, *each[1:])) for each in found if each is not None]
+            results.append(_list_schedules(problem, int(GREEDY * codes) // len(problems), rng))
+        made += [(result[0], problem, _schedule(problem, *result[1:])) for result in results if result is not None]
     return made
 
 
@@ -280,7 +280,7 @@ def _improve(problem: Problem, start: Schedule, codes: int, rng: random.Random) 
     if short is not None:
         small, cut, places = short
         period = 2 * problem.chunks
-        frozen = [(place, place + period) for place in places]
+        frozen = [(position, position + period) for position in places]
         _, cut, patience = anneal(small, cut, patience, codes, rng, heat, frozen)
         periods = problem.microbatches - few
         longer = [
@@ -291,8 +291,8 @@ def _improve(problem: Problem, start: Schedule, codes: int, rng: random.Random) 
         if decoded and decoded.makespan < kept[0]:
             kept = decoded.makespan, longer, patience
     else:
-        found = anneal(problem, sequences, patience, codes, rng, heat, weights=is_small)
-        kept = min(kept, found, key=lambda entry: entry[0])
+        annealed = anneal(problem, sequences, patience, codes, rng, heat, weights=is_small)
+        kept = min(kept, annealed, key=lambda entry: entry[0])
     return _schedule(problem, kept[1], kept[2])
 
 

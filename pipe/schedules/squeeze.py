@@ -88,8 +88,8 @@ class _RankState:
         index = {stage_op: i for i, stage_op in enumerate(self.stage_ops)}
         self.codes = [index[stage_op] for stage_op in pattern]
         self.places: list[list[int]] = [[] for _ in self.stage_ops]  # stage op -> its places in the pattern
-        for place, i in enumerate(self.codes):
-            self.places[i].append(place)
+        for position, i in enumerate(self.codes):
+            self.places[i].append(position)
         self.arrival = {stage_op: [NEVER] * microbatches for stage_op in self.stage_ops}
         self.times = list(self.arrival.values())
         self.readers: list[list[int]] = []
@@ -106,20 +106,20 @@ class _RankState:
         """Start one op at time `now`, if one can start; return True if one did."""
         while self.done[self.head]:
             self.head += 1
-        place = self._choose(now)
-        if place is None and not self.deferred:
+        position = self._choose(now)
+        if position is None and not self.deferred:
             return False
         self.left -= 1
         self.busy = now + 1
-        if place is None:
+        if position is None:
             self.order.append(Op("W", *self.deferred.popleft()))
             self.held -= 1
             return True
-        i = self.codes[place]
+        i = self.codes[position]
         kind, stage = self.stage_ops[i]
         mb = self.next[i]
         self.next[i] = mb + 1
-        self.done[place] = 1
+        self.done[position] = 1
         self.order.append(Op(kind, stage, mb))
         if kind == "F":
             self.held += 1
@@ -136,15 +136,15 @@ class _RankState:
         ready = [
             self.places[i][mb] for i, mb in enumerate(self.next) if mb < self.microbatches and self.times[i][mb] <= now
         ]
-        for place in sorted(ready):
-            hold = self.hold[place]
-            if hold > now or (place > self.head and (hold < 0 or not self.ahead)):
+        for position in sorted(ready):
+            hold = self.hold[position]
+            if hold > now or (position > self.head and (hold < 0 or not self.ahead)):
                 continue
-            if self.holds[self.codes[place]] < 0:
-                return place
-            if place > self.head and not self._fits_ahead(place):
+            if self.holds[self.codes[position]] < 0:
+                return position
+            if position > self.head and not self._fits_ahead(position):
                 continue
-            return place if self.held < self.limit else None
+            return position if self.held < self.limit else None
         return None
 
     def _fits_ahead(self, place: int) -> bool:

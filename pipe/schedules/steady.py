@@ -69,12 +69,12 @@ def repeated_block(problem: Problem, period: float, waits: Sequence[float]) -> l
     now = 0.0
     for back in (False, True):
         for s in reversed(range(stages)) if back else range(stages):
-            cost, found, hop = (i[s], ends, problem.hop_b[s]) if back else (f[s], begins, problem.hop_f[s])
+            cost, starts, hop = (i[s], ends, problem.hop_b[s]) if back else (f[s], begins, problem.hop_f[s])
             wait = unit * waits[2 * back + (2 * s >= stages)]
             start = _place(busy[problem.placement[s]], now + wait, cost, period)
             if start is None:
                 return None
-            found[s] = start
+            starts[s] = start
             now = start + cost + hop
     return [*zip(begins, ends, strict=True)]
 
@@ -108,10 +108,10 @@ def _sequences(problem: Problem, times: Sequence[tuple[float, float]], period: f
             code
             for _, code in sorted(
                 (times[s][back] + m * period, c + v * back)
-                for c, s in enumerate(mine)
+                for c, s in enumerate(stages)
                 for back in (0, 1)
                 for m in range(problem.microbatches)
             )
         ]
-        for mine in problem.mine
+        for stages in problem.mine
     ]

@@ -50,10 +50,10 @@ def chosen(section: Any) -> tuple[int, list[int]]:
     least, most = section.min_gpus // ranks or 1, section.max_gpus // ranks or limit // min(micros)
     bases = {*micros, math.lcm(*micros)}
     candidates = {base * _highly_composite(limit // base) for base in bases if base <= limit}
-    found = {batch: valid_replicas(batch, micros, least, most) for batch in candidates}
+    replicas_of = {batch: valid_replicas(batch, micros, least, most) for batch in candidates}
     sign = 1 if section.prefer_larger_batch else -1
-    batch = max(found, key=lambda each: (len(found[each]), sign * each))
-    return batch * per_host, [count * per_host for count in found[batch]]
+    batch = max(replicas_of, key=lambda batch: (len(replicas_of[batch]), sign * batch))
+    return batch * per_host, [count * per_host for count in replicas_of[batch]]
 
 
 def sizes(section: Any, replicas: int) -> tuple[int, int]:
@@ -69,9 +69,9 @@ def sizes(section: Any, replicas: int) -> tuple[int, int]:
         if replicas not in valid:  # the largest batch for this number alone
             fits = [section.max_train_batch_size // (micro * replicas) * micro * replicas for micro in micros]
             batch = max(fits) if section.prefer_larger_batch else min(fits)
-    micro = next((each for each in micros if batch and batch // replicas % each == 0), None)
+    micro = next((candidate for candidate in micros if batch and batch // replicas % candidate == 0), None)
     if micro is None or (section.version == 0.1 and replicas not in valid):
-        near = ", ".join(map(str, sorted(sorted(valid, key=lambda each: abs(each - replicas))[:4]))) or "none"
+        near = ", ".join(map(str, sorted(sorted(valid, key=lambda count: abs(count - replicas))[:4]))) or "none"
         raise ConfigError(
             f"elasticity chose train_batch_size {batch} for {len(valid)} numbers of replicas, but {replicas} is "
             f"not one of them: start {near}, or change the section's batch sizes and limits"
@@ -107,17 +107,17 @@ def _limit(section: Any) -> int:
 def valid_replicas(batch: int, micros: Sequence[int], least: int, most: int) -> list[int]:
     """Return the numbers of replicas, ascending, over which a batch can be shared in microbatches of these sizes."""
     wholes = [batch // micro for micro in micros if batch % micro == 0]
-    return sorted({each for whole in wholes for each in _divisors(whole) if least <= each <= most})
+    return sorted({divisor for number in wholes for divisor in _divisors(number) if least <= divisor <= most})
 
 
 def _divisors(number: int) -> set[int]:
-    small = {each for each in range(1, math.isqrt(number) + 1) if number % each == 0}
-    return small | {number // each for each in small}
+    small = {divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0}
+    return small | {number // divisor for divisor in small}
 
 
 def _highly_composite(limit: int) -> int:
     """Return the largest highly composite number that is at most ``limit``, of those that DeepSpeed uses."""
-    return max(each for each in _highly_composites() if each <= limit)
+    return max(number for number in _highly_composites() if number <= limit)
 
 
 @cache
@@ -135,9 +135,9 @@ def _highly_composites() -> tuple[int, ...]:
                 multiply(number, divisors[number], prime + 1, exponent)
 
     multiply(1, 1, 0, 20)
-    found, most = [], 0
+    numbers, most = [], 0
     for number in sorted(divisors):
         if divisors[number] > most:
             most = divisors[number]
-            found.append(number)
-    return tuple(found)
+            numbers.append(number)
+    return tuple(numbers)

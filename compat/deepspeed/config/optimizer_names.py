@@ -33,7 +33,7 @@ def native_optimizer(kind: str, params: Mapping[str, Any]) -> Optimizer:
             raise refusal(f"<optimizer.type> = {kind!r}: {reason}")
     if "max_grad_norm" in given:
         raise refusal("<optimizer.max_grad_norm>: write <clip>, outside of <optimizer>, instead")
-    name = {each.lower(): ours for each, ours in NAMES.items()}.get(lower, kind)
+    name = {theirs.lower(): ours for theirs, ours in NAMES.items()}.get(lower, kind)
     if name in ("Adam", "AdamW"):
         name = _adam(name, given)
     one_bit = lower in _ONE_BIT["names"].split()

@@ -105,7 +105,7 @@ def read_section(config: Any) -> Section:
 
 def unknown_keys(values: Mapping[str, Any]) -> list[str]:
     """Return outermost keys of a configuration that are neither a key of any section nor like one of the outermost."""
-    known = {name for each in table().walk() for name in (*each.names, *each.other_names)}
+    known = {name for known_section in table().walk() for name in (*known_section.names, *known_section.other_names)}
     return [
         key
         for key in map(str, values)
@@ -124,14 +124,14 @@ def is_off(value: Any, off: Iterable[Any] = ()) -> bool:
         return True
     if isinstance(value, Mapping) and value.get("enabled") is False:
         return True
-    return any(type(value) is type(each) and value == each for each in off)
+    return any(type(value) is type(off_value) and value == off_value for off_value in off)
 
 
 def _without_comments(value: Any) -> Any:
     """Return a value of the configuration without the keys that begin with ``_``, which are comments, at any depth."""
     if isinstance(value, Mapping):
-        return {key: _without_comments(each) for key, each in value.items() if not str(key).startswith("_")}
-    return [_without_comments(each) for each in value] if isinstance(value, list) else value
+        return {key: _without_comments(inner) for key, inner in value.items() if not str(key).startswith("_")}
+    return [_without_comments(inner) for inner in value] if isinstance(value, list) else value
 
 
 def checked_section(rows: Table, values: Any) -> Section:
@@ -141,11 +141,11 @@ def checked_section(rows: Table, values: Any) -> Section:
         ConfigError: all that is wrong with them.
     """
     problems: list[str] = []
-    found = _section(rows, values, problems)
+    checked = _section(rows, values, problems)
     if problems:
         raise ConfigError("; ".join(problems))
-    assert found is not None
-    return found
+    assert checked is not None
+    return checked
 
 
 def _section(rows: Table, given: Any, problems: list[str]) -> Section | None:
@@ -258,9 +258,9 @@ def _value(key: Key, value: Any) -> Any:
         value = key.auto
     if "reads" in key.row:
         value = _READS[key.row["reads"]](value)
-    for each in value if isinstance(value, (list, tuple)) else [value]:
-        if isinstance(each, float):
-            check_number(each)
+    for number in value if isinstance(value, (list, tuple)) else [value]:
+        if isinstance(number, float):
+            check_number(number)
     if key.hint is Any or (value is None and key.takes_null):
         return value
     kinds = key.kinds
@@ -269,10 +269,10 @@ def _value(key: Key, value: Any) -> Any:
     if int in kinds:
         value = _whole(value)
     elif tuple[int, ...] in kinds and isinstance(value, (list, tuple)):
-        value = [_whole(each) for each in value]
-    found = converted(value, key.hint)
-    check_limits(found, key.limits)
-    return float(found) if float in kinds and isinstance(found, int) else found
+        value = [_whole(item) for item in value]
+    result = converted(value, key.hint)
+    check_limits(result, key.limits)
+    return float(result) if float in kinds and isinstance(result, int) else result
 
 
 def _is_section(value: Any) -> bool:
@@ -304,7 +304,7 @@ def _no_such_key(rows: Table, name: str) -> str:
         return f"{where}: there is no {name!r}; write {instead}"
     near = close(name, rows.names)
     # A name of one word means something else in each section: the interval of recomputation is not that of checkpoints.
-    sections = [each.path or TITLE for each in table().walk() if "_" in name and name in _acting(each)]
+    sections = [keys.path or TITLE for keys in table().walk() if "_" in name and name in _acting(keys)]
     if not near and 0 < len(sections) <= 3:
         return f"{where}: there is no {name!r} here, but in {' and '.join(sections)}: write it there"
     if not near and len(rows.names) > 20:

@@ -53,14 +53,14 @@ class Key:
     @property
     def option(self) -> str | None:
         """Path of the option that the key sets."""
-        found: str | None = self.row.get("option")
-        return found
+        option: str | None = self.row.get("option")
+        return option
 
     @property
     def auto(self) -> Any:
         """Value that "auto" stands for; "auto" itself if it stands for none."""
-        found = self.row.get("auto", "auto")
-        return self.default if found is True else found
+        answer = self.row.get("auto", "auto")
+        return self.default if answer is True else answer
 
     @property
     def kinds(self) -> list[Any]:
@@ -154,10 +154,10 @@ def table_of(rows: Mapping[str, Any], file: str, path: str = "") -> Table:
     inner = {name: row for name, row in rows.items() if isinstance(row, dict) and "*" in row}
     own = {name: row for name, row in rows.items() if name not in inner and name != "*"}
     sections = {name: table_of(row, file, f"{path}.{name}".lstrip(".")) for name, row in inner.items()}
-    found = {name: _key(name, {"option": row} if isinstance(row, str) else row) for name, row in own.items()}
-    other = {key.row["also"]: name for name, key in found.items() if "also" in key.row}
+    own_keys = {name: _key(name, {"option": row} if isinstance(row, str) else row) for name, row in own.items()}
+    other = {key.row["also"]: name for name, key in own_keys.items() if "also" in key.row}
     other |= {section.row["also"]: name for name, section in sections.items() if "also" in section.row}
-    return Table(path, rows["*"], found, sections, other, file)
+    return Table(path, rows["*"], own_keys, sections, other, file)
 
 
 def _key(name: str, row: Mapping[str, Any]) -> Key:
@@ -183,10 +183,10 @@ def _declared(path: str) -> tuple[Any, Any, Mapping[str, float], str]:
     """Return type, default, limits and meaning of an option, as it declares them; empty ones without a declaration."""
     section, _, last = path.rpartition(".")
     for kind in option_classes(section):
-        for found in declared(kind):
-            if found.name == last:
-                doc = in_words_of_a_file(found.metadata["doc"])
-                return hints_of(kind)[last], kind.default_of(last), found.metadata["limits"], doc
+        for declaration in declared(kind):
+            if declaration.name == last:
+                doc = in_words_of_a_file(declaration.metadata["doc"])
+                return hints_of(kind)[last], kind.default_of(last), declaration.metadata["limits"], doc
     return Any, None, {}, ""
 
 
@@ -203,9 +203,9 @@ def option_classes(path: str) -> list[type[Options]]:
     kinds: list[type[Options]] = [EngineOptions]
     for name in path.split(".") if path else ():
         kinds = [inner for kind in kinds for inner in sections_in(hints_of(kind)[name])]
-        kinds = [each for kind in kinds for each in _with_subclasses(kind)]
+        kinds = [subclass for kind in kinds for subclass in _with_subclasses(kind)]
     return kinds
 
 
 def _with_subclasses(kind: type[Options]) -> list[type[Options]]:
-    return [kind, *(each for inner in kind.__subclasses__() for each in _with_subclasses(inner))]
+    return [kind, *(subclass for inner in kind.__subclasses__() for subclass in _with_subclasses(inner))]

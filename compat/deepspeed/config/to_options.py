@@ -87,7 +87,7 @@ def notes_of(config: Section) -> list[str]:
 def option_values(config: Section) -> dict[str, Any]:
     """Return the options that the given keys set: option, or section of options -> value, or its options' values."""
     values: dict[str, Any] = {}
-    sections = {f"{each.table.path}.{name}".lstrip(".") for each in config.walk() for name in each.given}
+    sections = {f"{part.table.path}.{name}".lstrip(".") for part in config.walk() for name in part.given}
     for section in config.walk():
         rows = section.table
         for name, key in rows.keys.items():

@@ -103,11 +103,11 @@ class ModuleCounter:
             timed: number of forward passes that were timed. FLOPs are those of one pass.
         """
         seen: set[int] = set()
-        found = []
+        nodes = []
         for name, module in self.model.named_modules():
             own = [p for p in module.parameters(recurse=False) if id(p) not in seen]
             seen.update(map(id, own))
-            found.append(
+            nodes.append(
                 ModuleNode(
                     name,
                     type(module).__name__,
@@ -117,7 +117,7 @@ class ModuleCounter:
                     name in self.called,
                 )
             )
-        return found
+        return nodes
 
     def _now(self) -> tuple[int, float]:
         flops = 0 if self._counter is None else self._counter.flops - self._skipped

@@ -47,10 +47,10 @@ def head(
         factor: forward passes that a backward pass recomputes (``recompute_fwd_factor``).
     """
     samples, micro, accumulation = batch
-    mine = everyone[0]
-    here = tree(mine.entries).flops
+    first = everyone[0]
+    here = tree(first.entries).flops
     model = sum(max(profile.forward for profile in shards) for shards in _first_replica(grid, everyone))
-    both = None if mine.backward is None else mine.forward + mine.backward
+    both = None if first.backward is None else first.forward + first.backward
     step_flops = (3 + factor) * root.flops * accumulation * grid.data.size
     return [
         ("world size:", str(grid.size)),
@@ -59,28 +59,28 @@ def head(
         ("pipeline stages (pipe):", str(grid.pipe.size)),
         ("batch size per GPU (a microbatch):", str(micro)),
         ("microbatches a step:", str(accumulation)),
-        ("params per GPU (rank 0):", units.count(mine.params)),
+        ("params per GPU (rank 0):", units.count(first.params)),
         ("params of model:", units.count(root.params)),
         ("fwd MACs per GPU (rank 0):", units.count(here / 2, "MACs")),
         ("fwd flops per GPU (rank 0):", units.count(here)),
         ("fwd MACs of model, one microbatch:", units.count(root.macs, "MACs")),
         ("fwd flops of model, one microbatch:", units.count(root.flops)),
         (f"flops of a step = {3 + factor:g} * fwd flops * microbatches * replicas:", units.count(step_flops)),
-        ("fwd latency (rank 0):", units.duration(mine.forward)),
+        ("fwd latency (rank 0):", units.duration(first.forward)),
         ("fwd latency of all stages:", units.duration(model)),
-        ("bwd latency (rank 0):", "-" if mine.backward is None else units.duration(mine.backward)),
-        ("fwd FLOPS per GPU = fwd flops per GPU / fwd latency:", units.rate(here, mine.forward)),
+        ("bwd latency (rank 0):", "-" if first.backward is None else units.duration(first.backward)),
+        ("fwd FLOPS per GPU = fwd flops per GPU / fwd latency:", units.rate(here, first.forward)),
         (
             f"bwd FLOPS per GPU = {2 + factor:g} * fwd flops per GPU / bwd latency:",
-            units.rate((2 + factor) * here, mine.backward),
+            units.rate((2 + factor) * here, first.backward),
         ),
         (
             f"fwd+bwd FLOPS per GPU = {3 + factor:g} * fwd flops per GPU / (fwd+bwd latency):",
             units.rate((3 + factor) * here, both),
         ),
-        ("step latency (the update):", units.duration(mine.update)),
-        ("iter latency:", units.duration(mine.step)),
-        ("samples/second:", f"{samples / mine.step:.4g}"),
+        ("step latency (the update):", units.duration(first.update)),
+        ("iter latency:", units.duration(first.step)),
+        ("samples/second:", f"{samples / first.step:.4g}"),
     ]
 
 

@@ -61,14 +61,14 @@ def merged(stages: Sequence[Sequence[Sequence[ModuleNode]]]) -> list[ModuleNode]
         stages: entries of each rank, by position on the pipe axis, then on the tensor axis. A parameter counts with its
             unsharded size on each rank of the tensor axis, and on one stage only.
     """
-    found: dict[str, ModuleNode] = {}
+    by_name: dict[str, ModuleNode] = {}
     for shards in stages:
         for entries in zip(*shards, strict=True):
             first = entries[0]
             entry = replace(
-                first, flops=sum(each.flops for each in entries), seconds=max(each.seconds for each in entries)
+                first, flops=sum(node.flops for node in entries), seconds=max(node.seconds for node in entries)
             )
-            if (other := found.get(entry.name)) is not None:
+            if (other := by_name.get(entry.name)) is not None:
                 entry = replace(
                     entry,
                     params=entry.params + other.params,
@@ -76,8 +76,8 @@ def merged(stages: Sequence[Sequence[Sequence[ModuleNode]]]) -> list[ModuleNode]
                     seconds=entry.seconds + other.seconds,
                     called=entry.called or other.called,
                 )
-            found[entry.name] = entry
-    return list(found.values())
+            by_name[entry.name] = entry
+    return list(by_name.values())
 
 
 def report(

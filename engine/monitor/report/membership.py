@@ -64,7 +64,7 @@ class Membership:
     def lines(self) -> list[str]:
         """Return the membership as lines of text."""
         total = self.seconds or 1.0
-        rows = [f"step {each['step']:>6}  {each['seconds']:>9.1f} s  {each['text']}" for each in self.changes]
+        rows = [f"step {change['step']:>6}  {change['seconds']:>9.1f} s  {change['text']}" for change in self.changes]
         causes = [f"{self.lost[key]:>9.1f} s  {self.lost[key] / total:>6.1%}  {text}" for key, text in CAUSES.items()]
         good = f"{self.seconds - sum(self.lost.values()):>9.1f} s  {self.goodput:>6.1%}  goodput: steps that count"
         return [*rows, f"of {self.seconds:.1f} replica-seconds:", good, *causes]
@@ -77,20 +77,20 @@ def read_membership(run: Path, rows: list[dict[str, Any]] | None = None) -> Memb
         run: folder of the run.
         rows: its metrics, whose times tell when the run ended.
     """
-    found: dict[int, _ChangeJson] = {}
+    by_step: dict[int, _ChangeJson] = {}
     for file in sorted((run / "history").glob("*.jsonl")):
         for line in read_text(file, "replace").splitlines():
             try:
                 change = _ChangeJson.model_validate(parse_json(line))
             except (ValueError, ValidationError):
                 continue  # the last line of a replica that was killed while it wrote
-            found[change.step] = _merged(found[change.step], change) if change.step in found else change
-    if not found:
+            by_step[change.step] = _merged(by_step[change.step], change) if change.step in by_step else change
+    if not by_step:
         return None
     changes: list[_ChangeJson] = []
-    for step in sorted(found):  # a clock that was set back, or another host's, takes no time from a run
+    for step in sorted(by_step):  # a clock that was set back, or another host's, takes no time from a run
         earliest = changes[-1].time if changes else -math.inf
-        changes.append(found[step].model_copy(update={"time": max(found[step].time, earliest)}))
+        changes.append(by_step[step].model_copy(update={"time": max(by_step[step].time, earliest)}))
     times = sorted((row["time"], row["step"]) for row in rows or [] if row.get("time") is not None)
     begin, end = changes[0].time, max([changes[-1].time, *(time for time, _ in times)])
     names = sorted({name for change in changes for name in change.members or ()})

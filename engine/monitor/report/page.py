@@ -159,7 +159,7 @@ def _rendered(**values: Any) -> str:
 
 def _facts(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """Return the rows (name, text of each run) of the table that compares runs."""
-    each: list[dict[str, str]] = []
+    facts_of: list[dict[str, str]] = []
     for run in runs:
         record = run.record
         facts = {
@@ -170,9 +170,9 @@ def _facts(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
             "device": record.get("device", ""),
             **dict(_tiles(run)),
         }
-        each.append({name: f"{value:,}" if isinstance(value, int) else str(value) for name, value in facts.items()})
-    names = dict.fromkeys(name for facts in each for name in facts)
-    rows = [(name, [facts.get(name, "") for facts in each]) for name in names]
+        facts_of.append({name: f"{value:,}" if isinstance(value, int) else str(value) for name, value in facts.items()})
+    names = dict.fromkeys(name for facts in facts_of for name in facts)
+    rows = [(name, [facts.get(name, "") for facts in facts_of]) for name in names]
     return [(name, values) for name, values in rows if any(values)]
 
 
@@ -185,8 +185,8 @@ def _unequal_options(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
         return {prefix.removeprefix("."): _indented(value)}
 
     options = [flat("", run.record.get("config") or {}) for run in runs]
-    names = dict.fromkeys(name for each in options for name in each)
-    rows = [(name, [each.get(name, "") for each in options]) for name in names if name]
+    names = dict.fromkeys(name for options_of_run in options for name in options_of_run)
+    rows = [(name, [options_of_run.get(name, "") for options_of_run in options]) for name in names if name]
     return [(name, values) for name, values in rows if len(set(values)) > 1]
 
 
@@ -201,11 +201,11 @@ def _compared_charts(runs: Sequence[Run]) -> list[dict[str, Any]]:
     made = []
     for key, title, unit, scale, marked in numbers:
         curves = [
-            Curve(run.name, [(step, scale * y) for step, y in run.series(key)], place, marked)
-            for place, run in enumerate(runs)
+            Curve(run.name, [(step, scale * y) for step, y in run.series(key)], index, marked)
+            for index, run in enumerate(runs)
         ]
         made.append(chart(title, unit, curves, wide=key.endswith("train_loss")))
-    return [each for each in made if each]
+    return [made_chart for made_chart in made if made_chart]
 
 
 def _indented(value: Any) -> str:
@@ -229,8 +229,8 @@ def _is_number(value: Any) -> bool:
 
 def _ratio(counted: Iterable[Any], formula: Iterable[Any]) -> str:
     """Return one sum over another, of the values that are numbers; "" if the second sum is 0."""
-    part, whole = (sum(x for x in values if _is_number(x)) for values in (counted, formula))
-    return f"{part / whole:.3f}" if whole else ""
+    numerator, total = (sum(x for x in values if _is_number(x)) for values in (counted, formula))
+    return f"{numerator / total:.3f}" if total else ""
 
 
 def _grid_text(grid: Mapping[str, Any]) -> str:
@@ -345,24 +345,24 @@ def _histograms(run: Run) -> dict[str, Any] | None:
     """Return the histograms of the last step that has them, weights and gradients by parameter; None without."""
     if run.histograms is None:
         return None
-    found: dict[str, dict[str, Any]] = {}
-    for name, each in run.histograms["histograms"].items():
+    rows_of: dict[str, dict[str, Any]] = {}
+    for name, counted in run.histograms["histograms"].items():
         kind, _, parameter = name.partition("/")
-        most = max(each["counts"], default=0) or 1
-        bars = [(number, 30 * count / most) for number, count in enumerate(each["counts"])]
-        found.setdefault(parameter, {})[kind] = {**each, "bars": [(n, height) for n, height in bars if height > 0]}
-    rows = list(found.items())
+        most = max(counted["counts"], default=0) or 1
+        bars = [(number, 30 * count / most) for number, count in enumerate(counted["counts"])]
+        rows_of.setdefault(parameter, {})[kind] = {**counted, "bars": [(n, height) for n, height in bars if height > 0]}
+    rows = list(rows_of.items())
     return {"step": run.histograms["step"], "rows": rows[:_MOST_HISTOGRAMS], "left_out": len(rows[_MOST_HISTOGRAMS:])}
 
 
 def _mean_over_layers(run: Run, ending: str) -> list[tuple[int, float]]:
     """Return (step, mean) of all numbers whose name has an ending, by step."""
     names = {name for row in run.rows for name in row if name.startswith(_TRAIN) and name.endswith(ending)}
-    found: dict[int, list[float]] = {}
+    by_layer: dict[int, list[float]] = {}
     for name in names:
         for step, value in run.series(name):
-            found.setdefault(step, []).append(value)
-    return [(step, statistics.fmean(values)) for step, values in sorted(found.items())]
+            by_layer.setdefault(step, []).append(value)
+    return [(step, statistics.fmean(values)) for step, values in sorted(by_layer.items())]
 
 
 def _experts(run: Run) -> dict[str, Any] | None:
@@ -385,8 +385,8 @@ def _level(run: Run) -> tuple[str, float] | None:
     """
     names = {name for row in run.rows for name in row if name.startswith("Validation/") and name != "Validation/loss"}
     for name in sorted(names):
-        if len(found := run.series(name)) == 1:
-            return name.partition("/")[2].replace("_", " "), found[0][1]
+        if len(points := run.series(name)) == 1:
+            return name.partition("/")[2].replace("_", " "), points[0][1]
     return None
 
 
@@ -489,10 +489,10 @@ def _wait_bars(slices: Sequence[Slice], begin: float, end: float) -> list[Bar]:
 
     A bar of a collective that began before, or ended after, is cut there.
     """
-    found = []
+    bars = []
     for s in slices:
         axis, _, collective = s.kind.partition(":")
         if collective and collective != "barrier" and s.end > begin and s.start < end:
             kind, start, stop = axis if axis in ("tensor", "data") else "host", max(s.start, begin), min(s.end, end)
-            found.append(Bar(start - begin, stop - begin, kind, "", f"{axis}: {collective}", thin=True))
-    return found
+            bars.append(Bar(start - begin, stop - begin, kind, "", f"{axis}: {collective}", thin=True))
+    return bars

@@ -101,11 +101,11 @@ class Run:
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """Return (step, number) of one name, by step. Of a step repeated after a restart, the last number counts."""
-        found: dict[int, float] = {}
+        points: dict[int, float] = {}
         for row in self.rows:
             if name in row and not isinstance(row[name], list):
-                found[row["step"]] = math.nan if row[name] is None else row[name]
-        return sorted(found.items())
+                points[row["step"]] = math.nan if row[name] is None else row[name]
+        return sorted(points.items())
 
     @property
     def seconds(self) -> float:
@@ -114,7 +114,7 @@ class Run:
         A resumed run begins with the time of its first step, where that is known.
         """
         begins = {row.get("since_step") for row in (*self.record.get("earlier", ()), self.record)}
-        whole = 0.0
+        total = 0.0
         before: dict[str, Any] | None = None
         for row in self.rows:
             if not isinstance(row.get("time"), (int, float)):
@@ -122,12 +122,12 @@ class Run:
             if before is not None and (
                 row["step"] == before["step"] or (row["step"] > before["step"] and row["step"] not in begins)
             ):
-                whole += max(0.0, row["time"] - before["time"])
+                total += max(0.0, row["time"] - before["time"])
             else:  # the first of a run, or of its resumption
                 took = row.get("Train/Samples/step_time_ms")
-                whole += took / 1e3 if isinstance(took, (int, float)) else 0.0
+                total += took / 1e3 if isinstance(took, (int, float)) else 0.0
             before = row
-        return whole
+        return total
 
     @property
     def tokens(self) -> float:
@@ -148,9 +148,9 @@ def read_run(folder: Path) -> Run:
     Then each step comes from the first replica that has written it, and everything else from a replica that has the
     last step.
     """
-    replicas = [read_run(each.parent) for each in sorted(folder.glob(f"replica-*/{METRICS}"))]
+    replicas = [read_run(file.parent) for file in sorted(folder.glob(f"replica-*/{METRICS}"))]
     if replicas and not (folder / METRICS).is_file():
-        run = max(replicas, key=lambda each: each.last_step)
+        run = max(replicas, key=lambda replica: replica.last_step)
         run.name, rows = folder.resolve().name, dict[int, list[dict[str, Any]]]()
         for replica in replicas:
             steps = {row["step"] for row in replica.rows}
@@ -214,8 +214,8 @@ def _json(file: Path, form: TypeAdapter[Any], notes: list[str]) -> dict[str, Any
         notes.append(f"there is no {file.name}")
         return None
     try:
-        found: dict[str, Any] = parse_json(read_text(file))
-        form.validate_python(found)
+        content: dict[str, Any] = parse_json(read_text(file))
+        form.validate_python(content)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
@@ -223,7 +223,7 @@ def _json(file: Path, form: TypeAdapter[Any], notes: list[str]) -> dict[str, Any
     except ValueError as error:
         notes.append(f"{file.name} could not be read: {error}")
     else:
-        return found
+        return content
     return None
 
 
@@ -254,8 +254,8 @@ class Traced:
 
     def replica(self, data: int = 0, tensor: int = 0) -> list[int]:
         """Return the pipe ranks of one replica at one position on the tensor axis, in order."""
-        place = {"data": data, "tensor": tensor, "context": 0}
-        here = [r for r, p in enumerate(self.places) if all(p.get(axis, 0) == at for axis, at in place.items())]
+        coordinates = {"data": data, "tensor": tensor, "context": 0}
+        here = [r for r, p in enumerate(self.places) if all(p.get(axis, 0) == at for axis, at in coordinates.items())]
         return sorted(here, key=lambda r: self.places[r]["pipe"])
 
     def timeline(self, data: int = 0, tensor: int = 0) -> Timeline:
@@ -266,11 +266,11 @@ class Traced:
 
     def parts(self, rank: int) -> dict[tuple[str, str], float]:
         """Return the time of each part of a rank's step: (axis, part) -> seconds."""
-        found: dict[tuple[str, str], float] = {}
+        seconds_of: dict[tuple[str, str], float] = {}
         for entry, own in zip(self.slices[rank], self_times(self.slices[rank]), strict=True):
             axis, _, part = str(entry.args.get("counts as", "host other")).partition(" ")
-            found[axis, part] = found.get((axis, part), 0.0) + own
-        return found
+            seconds_of[axis, part] = seconds_of.get((axis, part), 0.0) + own
+        return seconds_of
 
 
 def read_trace(trace: dict[str, Any]) -> Traced | None:

@@ -78,5 +78,5 @@ def _version(folders: Sequence[Path]) -> str:
     """Return a text that changes when a file of the runs does."""
     files = (folder / name for folder in folders for name in (METRICS, RUN, TIMELINE, HISTOGRAMS))
     return " ".join(
-        f"{found.st_mtime_ns}:{found.st_size}" for file in files if file.exists() for found in [file.stat()]
+        f"{status.st_mtime_ns}:{status.st_size}" for file in files if file.exists() for status in [file.stat()]
     )

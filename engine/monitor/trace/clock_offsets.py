@@ -47,11 +47,11 @@ def clock_offsets(grid: Grid, name: str | None = None, now: Callable[[], float] 
         now: reads the clock.
     """
     names: list[str] = grid.world.all_gather_json(clock_name() if name is None else name)
-    found = {names[0]: Offset(0.0, 0.0)}
-    for rank, each in enumerate(names):
-        if each in found:
+    offsets = {names[0]: Offset(0.0, 0.0)}
+    for rank, host in enumerate(names):
+        if host in offsets:
             continue
-        mine = Offset(0.0, float("inf"))
+        offset = Offset(0.0, float("inf"))
         reading = torch.zeros(1, dtype=torch.float64, device=grid.device)
         if grid.world.is_first:
             for _ in range(_EXCHANGES):
@@ -59,13 +59,13 @@ def clock_offsets(grid: Grid, name: str | None = None, now: Callable[[], float] 
                 grid.world.send(reading, rank, _TAG).wait()
                 grid.world.receive(reading, rank, _TAG).wait()
                 theirs, back = float(reading), now()  # on a GPU, float() waits for the message
-                if (back - sent) / 2 < mine.error:
-                    mine = Offset(theirs - (sent + back) / 2, (back - sent) / 2)
+                if (back - sent) / 2 < offset.error:
+                    offset = Offset(theirs - (sent + back) / 2, (back - sent) / 2)
         elif grid.world.rank == rank:
             for _ in range(_EXCHANGES):
                 grid.world.receive(reading, 0, _TAG).wait()
                 float(reading)
                 reading.fill_(now())
                 grid.world.send(reading, 0, _TAG).wait()
-        found[each] = mine
-    return [Offset(*each) for each in grid.world.all_gather_json([found[each] for each in names])[0]]
+        offsets[host] = offset
+    return [Offset(*known) for known in grid.world.all_gather_json([offsets[each] for each in names])[0]]

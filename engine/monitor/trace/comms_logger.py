@@ -38,8 +38,8 @@ def install(grid: Grid, ops: Collection[str], verbose: bool = False, callers: bo
     """
     if grid.observer(CommsLog) is not None:
         return
-    each = _print_call if verbose and grid.rank == 0 else None
-    grid.observe(CommsLog(ops, grid.synchronize, each, callers))
+    report_call = _print_call if verbose and grid.rank == 0 else None
+    grid.observe(CommsLog(ops, grid.synchronize, report_call, callers))
 
 
 def bandwidths(op: str, size: int, ranks: int, seconds: float) -> tuple[float, float]:
@@ -111,11 +111,11 @@ def late_rank(everyone: Sequence[Durations]) -> str:
         everyone: kind of call -> seconds of each call, of each rank.
     """
     caused = [0.0] * len(everyone)
-    for call in {LoggedCall(*call) for each in everyone for call in each}:  # plain tuples, from other ranks
+    for call in {LoggedCall(*call) for seconds in everyone for call in seconds}:  # plain tuples, from other ranks
         if call.op in _MESSAGES:
             continue
         calls = [everyone[rank].get(call, []) for rank in call.ranks]
-        if all(len(each) == len(calls[0]) for each in calls):
+        if all(len(calls_of_rank) == len(calls[0]) for calls_of_rank in calls):
             for durations in zip(*calls):
                 last = min(range(len(durations)), key=durations.__getitem__)
                 caused[call.ranks[last]] += sum(durations) - len(durations) * durations[last]

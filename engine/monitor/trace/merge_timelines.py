@@ -128,34 +128,34 @@ def merged(texts: Iterable[str]) -> dict[str, Any]:
 
     ``otherData`` has ``ranks``, their names, and ``unfinished``, the calls that had not ended when their rank ended.
     """
-    parts = [part for part in map(_read, texts) if part is not None]
+    parts = [timeline for timeline in map(_read, texts) if timeline is not None]
     for group in _collectives(parts):
         arrived = {rank: call.start for rank, call in group.items()}
         for call in group.values():
             call.arrived = arrived
-    starts = [start for part in parts for _, _, start, _, _ in part.spans]
-    starts += [call.start for part in parts for call in part.calls.values()]
+    starts = [start for timeline in parts for _, _, start, _, _ in timeline.spans]
+    starts += [call.start for timeline in parts for call in timeline.calls.values()]
     begin = min(starts, default=0.0)
     trace = ChromeTrace()
     unfinished: list[dict[str, Any]] = []
     names: dict[int, str] = {}
     rows: dict[tuple[int, int], int] = {}  # rank and thread -> row
-    for number, part in enumerate(parts):
-        names[part.rank] = part.name
-        for name, kind, start, end, thread in part.spans:
-            row = rows.setdefault((part.rank, thread), len([r for r, _ in rows if r == part.rank]))
-            trace.span(part.rank, row, name, kind, start - begin, end - start)
-        for at, call in part.calls.items():
-            axis = part.axes[call.axis]
+    for number, timeline in enumerate(parts):
+        names[timeline.rank] = timeline.name
+        for name, kind, start, end, thread in timeline.spans:
+            row = rows.setdefault((timeline.rank, thread), len([r for r, _ in rows if r == timeline.rank]))
+            trace.span(timeline.rank, row, name, kind, start - begin, end - start)
+        for at, call in timeline.calls.items():
+            axis = timeline.axes[call.axis]
             name = call.label or f"{axis[1]} axis"
             args = {"bytes": call.bytes, "axis": axis[1], "ranks": list(axis[2])}
             if call.end is None or call.waited is None:
-                unfinished.append({"rank": part.rank, "name": name, "op": _operation_name(call), **args})
+                unfinished.append({"rank": timeline.rank, "name": name, "op": _operation_name(call), **args})
             else:
-                row = rows.setdefault((part.rank, call.thread), len([r for r, _ in rows if r == part.rank]))
+                row = rows.setdefault((timeline.rank, call.thread), len([r for r, _ in rows if r == timeline.rank]))
                 waiting = f"{call.phase or _operation_name(call)} {name}"
-                trace.span(part.rank, row, waiting, "wait", call.waited - begin, call.end - call.waited, args)
-            _add_phases(trace, call, part, f"{number}.{at}", name, args, begin)
+                trace.span(timeline.rank, row, waiting, "wait", call.waited - begin, call.end - call.waited, args)
+            _add_phases(trace, call, timeline, f"{number}.{at}", name, args, begin)
     for rank, name in sorted(names.items()):
         trace.name_process(rank, name)
     other = {"ranks": [names[rank] for rank in sorted(names)], "unfinished": unfinished}
@@ -164,7 +164,7 @@ def merged(texts: Iterable[str]) -> dict[str, Any]:
 
 def _read(text: str) -> RankTimeline | None:
     """Read a rank's file without a last line that is incomplete. None: it does not even have the rank's name."""
-    part: RankTimeline | None = None
+    timeline: RankTimeline | None = None
     for line in text.splitlines():
         try:
             kind, *entry = parse_json(line)
@@ -172,37 +172,37 @@ def _read(text: str) -> RankTimeline | None:
             continue
         if kind == "rank":
             rank, name, attempt, grid, _ = entry
-            part = RankTimeline(rank, name, attempt, grid)
-        elif part is None:
+            timeline = RankTimeline(rank, name, attempt, grid)
+        elif timeline is None:
             continue
         elif kind == "axis":
             number, name, ranks, like = entry
-            part.axes[number] = ((part.attempt, part.grid), name, tuple(ranks), like)
+            timeline.axes[number] = ((timeline.attempt, timeline.grid), name, tuple(ranks), like)
         elif kind == "begin":
             number, axis, op, size, label, phase, start = entry
-            part.calls[number] = TimelineCall(axis, op, size, label, phase, start)
-            part.last = max(part.last, start)
+            timeline.calls[number] = TimelineCall(axis, op, size, label, phase, start)
+            timeline.last = max(timeline.last, start)
         elif kind == "end":
             number, waited, end, thread = entry
-            call = part.calls[number]
+            call = timeline.calls[number]
             call.waited, call.end, call.thread = waited, end, thread
-            part.last = max(part.last, end)
+            timeline.last = max(timeline.last, end)
         elif kind == "span":
-            part.spans.append(tuple(entry))
-            part.last = max(part.last, entry[3])
-    return part
+            timeline.spans.append(tuple(entry))
+            timeline.last = max(timeline.last, entry[3])
+    return timeline
 
 
 def _collectives(parts: Iterable[RankTimeline]) -> Iterable[dict[int, TimelineCall]]:
     """Return each collective as rank -> its call."""
-    found: dict[Any, dict[int, TimelineCall]] = {}
-    for part in parts:
+    calls_of: dict[Any, dict[int, TimelineCall]] = {}
+    for timeline in parts:
         counts: dict[int, int] = {}
-        for call in part.calls.values():
+        for call in timeline.calls.values():
             if call.op not in _MESSAGES:
                 counts[call.axis] = counts.get(call.axis, -1) + 1
-                found.setdefault((part.axes[call.axis], counts[call.axis]), {})[part.rank] = call
-    return found.values()
+                calls_of.setdefault((timeline.axes[call.axis], counts[call.axis]), {})[timeline.rank] = call
+    return calls_of.values()
 
 
 def _add_phases(

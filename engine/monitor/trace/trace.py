@@ -34,7 +34,7 @@ def trace_step(grid: Grid, record: StepRecord, about: Mapping[str, Any], file: P
     if grid.rank != 0:
         return
     records = [
-        StepRecord(step, tuple(Slice(*each) for each in slices), tuple(UnderWay(*each) for each in under_way))
+        StepRecord(step, tuple(Slice(*entry) for entry in slices), tuple(UnderWay(*entry) for entry in under_way))
         for step, slices, under_way in told
     ]
     names = [grid.describe(rank) for rank in grid.world.ranks]
@@ -75,7 +75,7 @@ def chrome_trace(
     _add_arrows(trace, records, places, offsets, begin)
     error = max(offset.error for offset in offsets)
     clock = f"estimated, to {1e6 * error:.0f} us" if error else "one clock for all ranks"
-    other = {"clock": clock, "clock_error_us": 1e6 * error, "ranks": [dict(place) for place in places], **about}
+    other = {"clock": clock, "clock_error_us": 1e6 * error, "ranks": [dict(at) for at in places], **about}
     return trace.to_dict(other)
 
 
@@ -88,16 +88,16 @@ def _add_arrows(
 ) -> None:
     """Draw an arrow from each SEND to the op that reads the message, at the same data and tensor position."""
     readers: dict[tuple[int, int, str], tuple[int, float]] = {}
-    for rank, (record, place) in enumerate(zip(records, places, strict=True)):
+    for rank, (record, coordinates) in enumerate(zip(records, places, strict=True)):
         for s in record.slices:
             if s.kind in ("F", "B", "I"):
-                readers[place["data"], place["tensor"], s.name] = rank, s.start - offsets[rank].ahead
-    for rank, (record, place) in enumerate(zip(records, places, strict=True)):
+                readers[coordinates["data"], coordinates["tensor"], s.name] = rank, s.start - offsets[rank].ahead
+    for rank, (record, coordinates) in enumerate(zip(records, places, strict=True)):
         for s in record.slices:
             if s.kind not in SENDS:
                 continue
             _, stage, microbatch = Op.parse(s.name)
             to, kinds = (stage + 1, "F") if s.kind == "SEND_F" else (stage - 1, "BI")
-            read = [(place["data"], place["tensor"], f"{to}{kind}{microbatch}") for kind in kinds]
+            read = [(coordinates["data"], coordinates["tensor"], f"{to}{kind}{microbatch}") for kind in kinds]
             for reader, at in (readers[key] for key in read if key in readers):
                 trace.arrow(s.name, "message", (rank, s.start - offsets[rank].ahead - begin), (reader, at - begin))
