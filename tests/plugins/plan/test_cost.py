@@ -122,7 +122,7 @@ def test_unequal_stages_are_close_to_the_simulator(
     model = CostModel(work(32, config))
     layout = ParallelLayout(pipe=pipe, schedule=schedule, chunks=chunks)
     cuts, hop = model.memory.cuts(pipe * chunks), model._rank_times(layout, False)[0].kinds["pipe"] / 2 / chunks
-    sums = [model._sums(kind, layout)[:4] for kind in model.kinds]
+    sums = [model._passes(kind, layout)[:4] for kind in model.kinds]
     stages = [list(map(sum, zip(*sums[a:b], strict=True))) for a, b in pairwise(cuts)]
     costs = Costs([s[0] + hop for s in stages], [s[1] + s[3] + hop for s in stages], [s[2] for s in stages])
     simulated = simulate(named_schedule(schedule, pipe, 32, chunks), costs).makespan
