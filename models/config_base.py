@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, Field, dataclass, field, fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, repr=False)
 class TransformerConfig(Declared):
     """Fields and checks that the configurations of all models share.
+
+    A subclass may give an inherited field another default, as ``hidden_size: int = 8``: meaning and limits stay.
 
     Raises:
         ValueError: a field has another type, or a value out of its limits.
@@ -50,6 +52,16 @@ class TransformerConfig(Declared):
     sliding_window: int | None = option(
         None, "Tokens that a token attends to, itself included; None: all before it.", least=1
     )
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        inherited: dict[str, Field[Any]] = {}
+        for base in reversed(cls.__mro__[1:]):
+            inherited |= getattr(base, "__dataclass_fields__", {})
+        for name in inherited.keys() & cls.__annotations__.keys() & vars(cls).keys():
+            if not isinstance(value := vars(cls)[name], Field):
+                same: Any = {"kw_only": inherited[name].kw_only, "metadata": inherited[name].metadata}
+                setattr(cls, name, field(default=value, **same))
+        super().__init_subclass__(**kwargs)
 
     def __post_init__(self) -> None:
         check_options(self)

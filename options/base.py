@@ -65,10 +65,7 @@ def option(
 
 
 class Declared:
-    """Base class of frozen dataclasses whose fields are declared by ``option``.
-
-    A subclass may give an inherited field another default, as ``width: int = 8``: meaning and limits stay.
-    """
+    """Base class of frozen dataclasses whose fields are declared by ``option``."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Write every option with its meaning into the docstring, which ``help(triax.Zero)`` and the site show."""
@@ -76,10 +73,6 @@ class Declared:
         found = dict[str, Field[Any]]()
         for base in reversed(cls.__mro__[1:]):
             found |= getattr(base, "__dataclass_fields__", {})
-        for name, value in list(vars(cls).items()):
-            if name in found and not isinstance(value, Field) and name in cls.__annotations__:
-                same: Any = {"kw_only": found[name].kw_only, "metadata": found[name].metadata}
-                setattr(cls, name, field(default=value, **same))
         found |= {name: each for name, each in vars(cls).items() if isinstance(each, Field)}
         text = inspect.cleandoc(cls.__doc__ or "")
         lines = [] if "\nAttributes:\n" in text else ["", "Attributes:"]

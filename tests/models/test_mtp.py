@@ -194,7 +194,7 @@ def refusals(folder: str) -> list[str]:
 def test_what_modules_cannot_do_is_refused(ranks: Any, tmp_path: Path) -> None:
     write(tmp_path, 1)
     config = DeepseekConfig.preset("deepseek-tiny", num_nextn_predict_layers=1)
-    with pytest.raises(ValueError, match="num_nextn_predict_layers is -1"):
+    with pytest.raises(ValueError, match="num_nextn_predict_layers = -1"):
         replace(config, num_nextn_predict_layers=-1)
     with pytest.raises(ValueError, match="num_nextn_predict_layers=1 shortens the sequence"):
         deepseek_layers(config, sequence_parallel=True)
