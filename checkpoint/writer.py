@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -49,6 +50,7 @@ class Writer:
         self._name, self._rank, self._size = grid.describe(), grid.rank, grid.size
         folder = folder.absolute()  # the process may change its directory while this is written
         self._folder, self._tag = folder, tag
+        self._temporary = Path(tempfile.gettempdir())  # of a checkpoint at a URI, which is staged on this host
         if isinstance(folder, Path):
             self._temporary = folders.partial_path(folder, tag, lineage.run)
         self._all_gather: AllGather = all_gather or grid.world.all_gather_json

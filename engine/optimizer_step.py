@@ -6,7 +6,7 @@ decide                skip the step if an observer says so, if loss or norm is n
 scale                 one factor of the gradients: the batch's weight, the loss scale, clip / norm; with gradient
                       compression, sum the compressed gradients over replicas    ``factor``
 step, publish         the optimizer, over ZeRO's shards                          ``ZeroDataAxis.step``
-end                   the learning-rate schedule, fp16's loss scale              ``advance``
+end                   fp16's loss scale (and the engine's learning-rate schedule)  ``advance``
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class CausalAttention(nn.Module):
         """Project x to q, k and v, attend causally and project the result back to width D.
 
         Args:
-            x: the normalized residual stream, of the shape in the class's docstring.
+            x: the normalized residual stream, (B, T, D), or this rank's part of its tokens.
             documents: document number of each token, integers (B, T), for packed rows (see ``packed.py``). Every rank
                 passes the numbers of the whole sequence.
         """
@@ -211,7 +211,7 @@ class CausalAttention(nn.Module):
         """
         options = self.options
         k, v = self.groups.for_heads(1, k, v)
-        documents = self._in_chunks(documents, len(q), q.shape[2] * self.grid.context.size)
+        documents = self._in_chunks(documents, q, q.shape[2] * self.grid.context.size)
         if options.softcap is not None:
             return self._attend_plainly(q, k, v, _mask(q, options.window, documents))
         return attention(
@@ -230,7 +230,7 @@ class CausalAttention(nn.Module):
         assert self.slices is not None
         options = self.options
         k, v = self.groups.for_heads(1, k, v)
-        documents = self._in_chunks(documents, len(q), self.slices.length)
+        documents = self._in_chunks(documents, q, self.slices.length)
         rules = (options.window, options.scale, self.sinks, options.softcap)
         return self.slices.attend(self, q, k, v, documents, *rules)
 
@@ -247,13 +247,13 @@ class CausalAttention(nn.Module):
         shares = scores.softmax(-1, torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
         return shares[..., : k.shape[2]] @ v
 
-    def _in_chunks(self, documents: Tensor | None, rows: int, length: int) -> Tensor | None:
+    def _in_chunks(self, documents: Tensor | None, q: Tensor, length: int) -> Tensor | None:
         """Return the numbers of the chunks of each document, as documents of their own: integers (B, T_whole)."""
         chunk = self.options.chunk
         if chunk is None:
             return documents
         if documents is None:
-            return (torch.arange(length) // chunk).expand(rows, -1)
+            return (torch.arange(length, device=q.device) // chunk).expand(len(q), -1)
         begins = positions_within(documents) % chunk == 0
         return begins.cumsum(1)
 

@@ -393,7 +393,7 @@ class Executor:
         if run.slices == 1:
             self._module.dropout_state.first_token = 0
             return nullcontext()
-        assert self._slices is not None  # _cut has checked
+        assert self._slices is not None  # _begin has checked
         microbatch, number = divmod(op.microbatch, run.slices)
         bounds = run.bounds[microbatch]
         self._module.dropout_state.first_token = bounds[number][0]

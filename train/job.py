@@ -45,8 +45,7 @@ class Job:
         batch: sequences of a step, of a microbatch, and microbatches of a step and replica.
         sequence: tokens of a sequence.
         steps: optimizer steps of the run.
-        peak: the highest learning rate; None: the file names a schedule of its own.
-        learning_rate: the schedule; None as ``peak``.
+        learning_rate: the schedule of the learning rate; None: the file names one of its own.
         tokenizer: name for ``open_tokenizer``; None: the data's tokenizer is not checked.
         cut: the cut by the layers' costs; None: another one, or the layers are not measured yet.
     """

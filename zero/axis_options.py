@@ -33,7 +33,7 @@ class ZeroOptions:
         allgather_partitions: all-gather new weights; if False, every rank broadcasts its range.
         overlap_comm: overlap collectives with computation; if False, wait for each where it starts.
         ignore_unused_parameters: allow steps in which a parameter gets no gradient; if False, that is an error.
-        allgather_bucket_size: elements of new weights in flight at once, after a step; None: no limit.
+        allgather_bucket_size: elements of new weights in flight at once, after a step; None: 2**22.
         persistence_threshold: in stage 3, parameters of at most so many elements are not sharded (0: all are).
         prefetch_bucket_size: in stage 3, elements of the next layers that are gathered ahead; None: the next layer.
         max_live_parameters: in stage 3, limit of the gathered elements. The running layer is always gathered; beyond

@@ -273,7 +273,7 @@ class ParameterGatherer:
             bucket.release()
 
     def _end(self, stage: int, layer: int) -> None:
-        """End the backward of one of a layer's runs: release its weights, and call ``backward_done``."""
+        """End the backward of one of a layer's runs: release its weights, and tell the reducer."""
         self._release(stage, layer, -1)
         self._reducer.layer_backward_done(layer, self._stage_layers[stage].count(layer))
 

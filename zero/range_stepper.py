@@ -28,7 +28,7 @@ _PACKAGE = __name__.partition(".")[0]
 _AT_ONCE = 2**22  # elements of new weights in flight, by default: what is sent and not received takes memory
 
 # A shard is a flat range that starts and ends anywhere: only optimizers that work element by element can step it.
-# (Adafactor and LBFGS need whole tensors. LAMB and Muon combine the shards of each: layerwise.py.)
+# (Adafactor and LBFGS need whole tensors. LAMB and Muon combine the shards of each: engine/optim/layerwise.py.)
 ELEMENTWISE = (
     "Adadelta",
     "Adagrad",
@@ -63,7 +63,7 @@ class RangeStepper:
         make: makes the optimizer from parameter groups.
         buckets: the buckets of this rank.
         groups: the options of each parameter group, in the order of ``ManagedParameter.group``.
-        allgather_bucket_size: elements of new weights in flight at once; None: no limit.
+        allgather_bucket_size: elements of new weights in flight at once; None: 2**22.
 
     Attributes:
         optimizer: torch's, over the owned ranges, for learning-rate schedulers and for reading its state.

@@ -111,12 +111,10 @@ def _complete(schedule: Schedule, orders: Orders) -> None:
     after = {"F": 1, "B": 3, "I": 2, "W": 3, "O": 5, "R": 6, "C": 7}
     for rank, order in enumerate(orders):
         for op in order:
-            kind, stage, mb = op
+            kind, stage, mb = ("text", 0, 0) if isinstance(op, str) else op
             if kind not in before:
                 problem = (
-                    f"{op!r} is text: write an Op such as"
-                    if isinstance(op, str)
-                    else f"{op} is not an op of a schedule:"
+                    f"{op!r} is text: write an Op such as" if kind == "text" else f"{op} is not an op of a schedule:"
                 )
                 raise ScheduleError(
                     f'rank {rank}: {problem} Op("F", 0, 0), of the kinds F, B, I, W, C, O and R', [(rank, op)]

@@ -322,6 +322,21 @@ def test_without_room_in_the_temporary_folder_loading_says_so(memory: str, monke
         small().load_checkpoint(memory, "a")
 
 
+def test_without_room_in_the_temporary_folder_saving_says_so(memory: str, monkeypatch: Any) -> None:
+    """It ended by an AttributeError before the ranks agreed on the failure."""
+    engine = small()
+    step(engine)
+
+    def full(*arguments: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    assert not engine.save_checkpoint(memory, "a")
+    monkeypatch.undo()
+    problem = engine.checkpointer.problem
+    assert problem is not None and f"No space left on device: {tempfile.gettempdir()}" in problem
+
+
 def test_a_save_removes_what_a_killed_one_left(memory: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     engine = small()

@@ -273,3 +273,9 @@ def test_both_ends_of_a_turn_on_one_rank_send_nothing() -> None:
     program = lower(make_schedule("zb-v", 2, 3))
     sends = [op for ops in program.ops for op in ops if op.kind in SENDS]
     assert len(sends) == 2 * 2 * 3  # two boundaries of three cross ranks, both ways, three microbatches
+
+
+@pytest.mark.parametrize("text", ["0F0", "10F0"])
+def test_ops_as_text_are_refused_in_words(text: str) -> None:
+    with pytest.raises(ScheduleError, match=f"'{text}' is text: write an Op such as"):
+        verify(Schedule("mine", 1, 1, 1, (0,), ((text, "0B0"),)))  # type: ignore[arg-type]
