@@ -89,7 +89,7 @@ class Job:
     @property
     def rows(self) -> int:
         """Rows of a sample: 2 of a pair of answers, else 1. A batch counts samples."""
-        return 2 if self.file.method is not None and self.file.method.form in ("pairs", "scored") else 1
+        return _rows_of_a_sample(self.file)
 
     @property
     def parameter_count(self) -> int:
@@ -151,13 +151,14 @@ def resolve(file: TrainingFile, processes: int | None = None, places: int | None
     sequence = file.training.sequence or model.max_position_embeddings
     names = partial(name_of, overridden=frozenset(given.fields))
     try:
-        options = engine_options(file, given, _batch(file, given, sequence))
+        options = engine_options(file, given, _batch(file, given, _rows_of_a_sample(file) * sequence))
         batch = options.batch_sizes(topology.size("data"))
     except OptionError as error:
         raise ConfigError(error.spelled(names)) from error
     schedule = _with_passes(_schedule(file, options.schedule, topology, batch, layers), options)
     require_model_fits(file, model, topology, schedule, sequence, layers)
-    steps = _steps(file, batch, sequence, model.vocab_size)
+    tokens = batch.train * _rows_of_a_sample(file) * sequence
+    steps = _steps(file, batch, tokens, sequence, model.vocab_size)
     if file.method is not None:
         require_method_fits(Facts(file, file.method, model, topology, batch, sequence))
     if is_reward_model(file.model) and (file.method is None or file.method.name != "reward"):
@@ -179,7 +180,7 @@ def resolve(file: TrainingFile, processes: int | None = None, places: int | None
         batch=batch,
         sequence=sequence,
         steps=steps,
-        learning_rate=None if options.lr_scheduler is not None else _learning_rate(file, steps, batch.train * sequence),
+        learning_rate=None if options.lr_scheduler is not None else _learning_rate(file, steps, tokens),
         tokenizer=_tokenizer(file),
     )
     costs = file.schedule.layer_costs
@@ -262,16 +263,25 @@ def _topology(file: TrainingFile, processes: int | None, places: int | None) -> 
     return topology
 
 
-def _batch(file: TrainingFile, given: GivenOptions, sequence: int) -> Batch:
-    """Return the batch that the file asks for: the sequences of a step, in microbatches of 1 if nothing says more."""
+def _rows_of_a_sample(file: TrainingFile) -> int:
+    return 2 if file.method is not None and file.method.form in ("pairs", "scored") else 1
+
+
+def _batch(file: TrainingFile, given: GivenOptions, sample: int) -> Batch:
+    """Return the batch that the file asks for: the samples of a step, in microbatches of 1 if nothing says more.
+
+    Args:
+        file: the training file.
+        given: the options of another library's keys.
+        sample: tokens of a sample.
+    """
     batch = file.batch
     if batch.tokens is not None:
-        if batch.tokens % sequence:
-            near = max(1, round(batch.tokens / sequence)) * sequence
-            raise ConfigError(
-                f"batch.tokens {batch.tokens} is no multiple of the sequence of {sequence} tokens: give {near}"
-            )
-        batch = batch.changed(tokens=None, size=batch.tokens // sequence)
+        if batch.tokens % sample:
+            near = max(1, round(batch.tokens / sample)) * sample
+            what = "the sequence" if _rows_of_a_sample(file) == 1 else "a pair of answers"
+            raise ConfigError(f"batch.tokens {batch.tokens} is no multiple of {what} of {sample} tokens: give {near}")
+        batch = batch.changed(tokens=None, size=batch.tokens // sample)
     said = given.fields.get("batch", {})
     if (batch.size, batch.microbatches) == (None, None) and not {"size", "microbatches"} & said.keys():
         raise ConfigError("there is no batch: give batch, the sequences of a step, or batch.tokens")
@@ -321,12 +331,13 @@ def _with_passes(schedule: Schedule, options: EngineOptions) -> Schedule:
         raise ConfigError(error.spelled(options.names)) from error
 
 
-def _steps(file: TrainingFile, batch: BatchSizes, sequence: int, vocab_size: int) -> int:
+def _steps(file: TrainingFile, batch: BatchSizes, tokens: int, sequence: int, vocab_size: int) -> int:
+    """Return the steps of a run, each of them with so many ``tokens``."""
     training = file.training
     if training.steps is not None:
         return training.steps
     if training.tokens is not None:
-        return math.ceil(training.tokens / (batch.train * sequence))
+        return math.ceil(training.tokens / tokens)
     if training.epochs is None:
         raise ConfigError("training has no end: give steps, tokens or epochs")
     from .data import open_answers, training_rows  # they open the data, which needs numpy and torch

@@ -43,6 +43,16 @@ def test_steps_follow_from_tokens_and_replicas_from_processes() -> None:
     assert job.steps == math.ceil(100_000 / 1024)
 
 
+def test_a_pair_of_answers_counts_the_tokens_of_both() -> None:
+    """Methods of pairs trained on twice the tokens that the file asks for."""
+    rate = {"warmup_tokens": 10_240}
+    job = _job(method="dpo", training={"steps": None, "tokens": 102_400, "learning_rate": rate})
+    assert job.rows == 2 and job.steps * job.tokens_per_step == 102_400
+    assert job.learning_rate is not None and job.learning_rate.warmup * job.tokens_per_step == 10_240
+    job = _job(method="dpo", batch={"size": None, "tokens": 1024})
+    assert job.batch.train == 8 and job.tokens_per_step == 1024
+
+
 def test_a_hugging_face_folder_gives_its_shape(tmp_path: Path) -> None:
     import json
 
