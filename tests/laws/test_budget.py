@@ -27,7 +27,7 @@ BUDGET = {
     "compat": 7013,
     "zero": 5429,
     "grid": 4833,
-    "train": 4287,
+    "train": 4289,
     "cli": 3441,
     "checkpoint": 2198,
     "data": 2147,
