@@ -616,7 +616,8 @@ class ModuleEngine(Engine):
         self.data_axis.access.plain = one and sums and self.loss_scaler is None and self._options.divisor == 1.0
 
     def _mark_last(self) -> None:
-        # Unmanaged, step() ends the sums; where each pass reduces its gradients, each may be the last one.
+        # Without a batch size the engine knows no last microbatch: step() completes the reduction, except where each
+        # backward pass reduces its gradients, and so each pass is treated as the last.
         each_backward = self._options.stage > 1 and self._options.reduce_every_backward
         boundary = (self.options.batch.counted or each_backward) and self.is_last_microbatch()
         self.backward_passes.next_is_last = boundary and not self.in_no_sync

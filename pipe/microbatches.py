@@ -152,13 +152,13 @@ class MicrobatchFeed:
                 raise _BadData(f"the inputs of microbatch {index}: {error}") from error
             items.append(item)
             samples = tensors[0].shape[0] if tensors and tensors[0].dim() else 1
-            fields = self._number_of_fields(index, item) if self._module.is_first else 0
+            fields = self._field_schema_id(index, item) if self._module.is_first else 0
             tokens = tensors[0].shape[1] if tensors and tensors[0].dim() > 1 else 0
             formats.append([self._schemas.setdefault(schema, len(self._schemas)), samples, fields, tokens])
         return items, formats
 
-    def _number_of_fields(self, index: int, item: MicrobatchItem) -> int:
-        """Return the number of the schema of the fields that a microbatch sends.
+    def _field_schema_id(self, index: int, item: MicrobatchItem) -> int:
+        """Return the id of the schema of the fields that a microbatch sends.
 
         Raises:
             _BadData: the microbatch does not have a field, or it cannot be sent.

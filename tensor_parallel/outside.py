@@ -55,7 +55,7 @@ _VIEWS = {  # operations whose result is the shard in another form, or a part of
 }
 _VALUES = {"numpy", "__array__", "tolist"}
 _NO_VALUES = {"grad", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "requires_grad"}
-# Code of torch that works on parameters of its own accord, unlike that which runs an operation for its caller.
+# Modules of torch that read parameters for a purpose of their own. Other code of torch only runs what its caller asks.
 _OWN_ACCORD = (
     *("torch.optim", "torch.distributed", "torch.amp", "torch.serialization", "torch._tensor_str", "torch.nn.init"),
     *("torch.nn.modules.module", "torch.nn.utils.clip_grad"),

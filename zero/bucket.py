@@ -61,7 +61,8 @@ class Bucket(FlatWeights):
         transient: True if unsharded gradients are freed after they are reduced (stages 2 and 3).
         reduces_every_backward: True if gradients are reduced after every backward pass, False if once a step.
         direct: True if ``.grad`` is a view of ``gradients``.
-        is_copied: True if gradients that autograd makes are copied into the bucket, and do not become its own.
+        is_copied: True if the bucket copies the tensors that autograd makes; False if it takes the first one as its own
+            memory, because one parameter fills it.
         communication_dtype: dtype in which gradients are summed over the replicas.
         reduction: the reduce-scatter of gradients: ``axis``, or one that sends fewer bytes.
         shown: the ``.grad`` of the parameters, and what user code has done to them.

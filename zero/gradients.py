@@ -69,9 +69,9 @@ class GradientReducer:
         for bucket in self._buckets:
             for member in bucket.members:
                 self._bucket_of[id(member.parameter)] = bucket
-        # Gradients that add up in ``.grad`` need a hook in the first backward pass, which copies them into the bucket
-        # one by one, and in the last one, which reduces them. In others a hook would be called for each parameter and
-        # microbatch, with none of its code in the caches. One that becomes its bucket's without a copy needs none.
+        # Gradients that add up in ``.grad`` need a hook in two backward passes of a step: in the first one it copies
+        # them into the bucket, and in the last one it starts their reduction. In the passes between it would cost time
+        # for each parameter and microbatch, and do nothing. A gradient that becomes its bucket's memory needs no copy.
         late = [bucket for bucket in self._buckets if bucket.direct]
         stages = {stage for bucket in late for stage in bucket.stages}
         self._late: dict[int, list[tuple[Bucket, Tensor]]] = {

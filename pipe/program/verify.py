@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from enum import IntEnum
 from itertools import pairwise
 
 from .activations import activations_held
@@ -103,16 +104,50 @@ def _placement(schedule: Schedule) -> None:
             raise ScheduleError(f"rank {rank} holds {stages} stages, not {schedule.chunks}: {schedule.placement}")
 
 
+class _Progress(IntEnum):
+    """How far one stage is with one microbatch.
+
+    progress     after     before
+    NOT_BEGUN              F
+    FORWARDED    F         B, I, O, C
+    SPLIT        I         W
+    ENDED        B, W
+    OFFLOADED    O         R
+    RELOADED     R         B, I
+    RECOMPUTED   C         B, I
+    """
+
+    NOT_BEGUN = 0
+    FORWARDED = 1
+    SPLIT = 2
+    ENDED = 3
+    OFFLOADED = 4
+    RELOADED = 5
+    RECOMPUTED = 6
+
+
+_NOT_BEGUN, _FORWARDED, _SPLIT, _ENDED, _OFFLOADED, _RELOADED, _RECOMPUTED = _Progress
+_WITH_ACTIVATIONS = (_FORWARDED, _RELOADED, _RECOMPUTED)
+# Kind of an op -> the progress before it, and after it.
+_BEFORE = {
+    "F": (_NOT_BEGUN,),
+    "W": (_SPLIT,),
+    "O": (_FORWARDED,),
+    "R": (_OFFLOADED,),
+    "C": (_FORWARDED,),
+    **dict.fromkeys("BI", _WITH_ACTIVATIONS),
+}
+_AFTER = {"F": _FORWARDED, "B": _ENDED, "I": _SPLIT, "W": _ENDED, "O": _OFFLOADED, "R": _RELOADED, "C": _RECOMPUTED}
+
+
 def _complete(schedule: Schedule, orders: Orders) -> None:
     """Check that each (stage, microbatch) has F, then B, or F, I and W, once and on the stage's rank."""
     stages, mbs, placement, slices = schedule.stages, schedule.passes, schedule.placement, len(schedule.slices)
-    done = bytearray(stages * mbs)  # 0 nothing, 1 after F, 2 after I, 3 after B or W, 5 after O, 6 after R, 7 after C
-    before = {"F": (0,), "B": (1, 6, 7), "I": (1, 6, 7), "W": (2,), "O": (1,), "R": (5,), "C": (1,)}
-    after = {"F": 1, "B": 3, "I": 2, "W": 3, "O": 5, "R": 6, "C": 7}
+    done = bytearray(stages * mbs)  # _Progress of each (stage, microbatch)
     for rank, order in enumerate(orders):
         for op in order:
             kind, stage, mb = ("text", 0, 0) if isinstance(op, str) else op
-            if kind not in before:
+            if kind not in _BEFORE:
                 problem = (
                     f"{op!r} is text: write an Op such as" if kind == "text" else f"{op} is not an op of a schedule:"
                 )
@@ -129,18 +164,18 @@ def _complete(schedule: Schedule, orders: Orders) -> None:
                     f"{op} is on rank {rank}, but stage {stage} is placed on rank {there}", [(rank, op)]
                 )
             at = stage * mbs + mb
-            if done[at] not in before[kind]:
-                raise ScheduleError(_misplaced(op, rank, done[at], order), [(rank, op)])
+            if done[at] not in _BEFORE[kind]:
+                raise ScheduleError(_misplaced(op, rank, _Progress(done[at]), order), [(rank, op)])
             if kind == "F" and mb % slices and not done[at - 1]:
                 raise ScheduleError(_early_slice(op, rank, op._replace(microbatch=mb - 1), slices), [(rank, op)])
-            if kind in BACKWARD and (mb + 1) % slices and done[at + 1] not in (2, 3):
+            if kind in BACKWARD and (mb + 1) % slices and done[at + 1] not in (_SPLIT, _ENDED):
                 raise ScheduleError(_early_slice(op, rank, op._replace(microbatch=mb + 1), slices), [(rank, op)])
-            done[at] = after[kind]
-    final = 1 if schedule.forward_only else 3
+            done[at] = _AFTER[kind]
+    final = _FORWARDED if schedule.forward_only else _ENDED
     if done.count(final) != len(done):
         at = next(i for i, state in enumerate(done) if state != final)
         stage, mb = divmod(at, mbs)
-        missing = Op({0: "F", 2: "W", 5: "R"}.get(done[at], "B"), stage, mb)
+        missing = Op({_NOT_BEGUN: "F", _SPLIT: "W", _OFFLOADED: "R"}.get(_Progress(done[at]), "B"), stage, mb)
         rank = placement[stage]
         raise ScheduleError(f"rank {rank} never runs {missing}", [(rank, missing)])
 
@@ -154,21 +189,21 @@ def _early_slice(op: Op, rank: int, first: Op, slices: int) -> str:
     )
 
 
-def _misplaced(op: Op, rank: int, state: int, order: Sequence[Op]) -> str:
+def _misplaced(op: Op, rank: int, progress: _Progress, order: Sequence[Op]) -> str:
     kind, stage, mb = op
     if sum(other == op for other in order) > 1:
         return f"rank {rank} runs {op} more than once"
-    if state == 3 or (kind == "B" and state == 2):
+    if progress is _ENDED or (kind == "B" and progress is _SPLIT):
         return f"rank {rank} runs {op}, but the backward of stage {stage} on microbatch {mb} is already there"
-    if (kind == "C" and state in (2, 5, 6)) or (kind in "OR" and state == 7):
-        text = f"rank {rank} runs {op}, but the activations of stage {stage} and microbatch {mb} are "
-        text += "recomputed" if state == 7 else "needed no more" if state == 2 else "offloaded"
-        return text + ": offload them, or run C once between F and its backward"
-    if kind in "OR" and state in (2, 5, 6):
-        why = "are in host memory" if state == 5 else "are needed no more" if state == 2 else "are reloaded"
-        text = f"rank {rank} runs {op}, but the activations of stage {stage} and microbatch {mb} {why}"
-        return text + " already: offload and reload them once, between F and its backward"
-    if kind in "BI" and state == 5:
+    activations = f"rank {rank} runs {op}, but the activations of stage {stage} and microbatch {mb} are "
+    offloaded = progress in (_SPLIT, _OFFLOADED, _RELOADED)
+    if (kind == "C" and offloaded) or (kind in "OR" and progress is _RECOMPUTED):
+        what = {_RECOMPUTED: "recomputed", _SPLIT: "needed no more"}.get(progress, "offloaded")
+        return f"{activations}{what}: offload them, or run C once between F and its backward"
+    if kind in "OR" and offloaded:
+        what = {_OFFLOADED: "in host memory", _SPLIT: "needed no more"}.get(progress, "reloaded")
+        return f"{activations}{what} already: offload and reload them once, between F and its backward"
+    if kind in "BI" and progress is _OFFLOADED:
         offload, reload = Op("O", stage, mb), Op("R", stage, mb)
         return f"rank {rank} runs {op}, but {offload} has offloaded its activations: put {reload} before"
     first = Op("I" if kind == "W" else "O" if kind == "R" else "F", stage, mb)

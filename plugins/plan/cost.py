@@ -14,8 +14,9 @@ arXiv:2307.08691, section 4.1 |
 | attention, not fused | two batched products, and 13 bytes a score forward, 17 backward | Korthikanti et al. 2022, \
 figure 3 |
 | elementwise | bytes read and written / memory speed | the same, section 4.1, with the reads |
-| tensor | all-gather and reduce-scatter of 2 s b h bytes for each branch; backward, one of each hidden by the weight \
-gradients, unless they are passes of their own, which gather their input again | tensor_parallel/column.py |
+| tensor | all-gather and reduce-scatter of 2 s b h bytes for each branch. In the backward pass the weight gradients \
+hide one of the two; a schedule that splits them off shows both, and gathers their input again \
+| tensor_parallel/column.py |
 | context | K and V around the ring, twice as much backward, behind the core of attention | arXiv:2310.01889 |
 | expert | two all-to-alls forward, two backward | arXiv:2101.03961 |
 | recompute | the forward pass (full), that of the MLP (mlp), or the core of attention (selective) | \
@@ -233,7 +234,8 @@ class CostModel:
             device=device,
             document_mask=work.document_mask,
         )
-        # of the tensor axis, if the backward pass is split: more seconds of input gradients and of weight gradients
+        # Seconds that a split backward pass adds, because nothing hides the collectives of the tensor axis: to the
+        # input gradients, and to the weight gradients.
         self._shown: dict[tuple[int, ...], tuple[float, float]] = {}
         self._mlp: dict[tuple[int, ...], float] = {}  # seconds of the forward pass of a block's MLP
         self._ranks: dict[tuple[int, int, bool], list[tuple[tuple[int, ...], int]]] = {}

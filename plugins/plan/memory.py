@@ -801,10 +801,10 @@ def local_sizes(
     keys = kv_heads(attention, tensor)
     query, value = attention.query_dim, attention.value_dim
     if attention.latent:
-        # Keys are put together anew from the product of which values are a part.
+        # Keys are concatenated into new tensors; values stay views of the product.
         kept = heads * (2 * query + (query - attention.rotated + value) + value)
     else:
-        # Rotated keys are new tensors, beside the product of which values are a part.
+        # Rotated keys are new tensors; values stay views of the product.
         kept = heads * (query + value) + keys * (query + value)
         kept += keys * query if (attention.rotated and not fused_kernels) or attention.norms else 0
         kept += heads * query if attention.norms else 0

@@ -23,7 +23,7 @@ BUDGET = {
     "plugins": 9256,
     "engine": 8373,
     "models": 7629,
-    "pipe": 7501,
+    "pipe": 7519,
     "compat": 7013,
     "zero": 5429,
     "grid": 4833,
