@@ -75,7 +75,7 @@ ALWAYS = {
     "grid/agreement/agreement.py": "loss, norm and overflow are read once a step, all together",
     "zero/flat_weights.py": "writes into gathered weights are looked for in the runs 1, 2, 4, 8, ... of a layer",
 }
-MODULE = {"zero/data_axis.py": "replicas of a plain module compare which parameters have a gradient, once a step"}
+MODULE = {"zero/used_parameters.py": "replicas of a plain module compare which parameters have a gradient, once a step"}
 EXPERTS = {
     "moe/dispatch.py": "the host must know how many rows each rank sends",
     "moe/grouped.py": "off CUDA, the products of the experts are cut on the host",
