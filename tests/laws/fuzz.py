@@ -313,7 +313,9 @@ def reference(case: Case, which: str, scratch: str) -> dict[str, Any]:
     if case["engine"] == "optimizer":
         simple["config"] = {"stage": 0}
     if which == "replicas":
-        simple["grid"] = [1, data, 1]
+        compression = case["compression"] or case["config"].get("gradient_compression") or {}
+        shards = "powersgd" in str(compression)  # which approximates each shard of a tensor axis by itself
+        simple["grid"] = [1, data, case["grid"][2] if shards else 1]
     else:
         simple |= {"grid": [1, 1, 1], "accumulation": case["accumulation"] * data}
         for key in ("gradient_compression", "sparse_gradients"):
