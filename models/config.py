@@ -29,7 +29,7 @@ class AnyDecoderConfig(ExpertFields, AttentionFields, EndFields):
     SHARDED: ClassVar[tuple[str, ...]] = (*TransformerConfig.SHARDED, "intermediate_size")
     LAYERS: ClassVar[str] = "decoder:decoder_layers"
     BLOCK: ClassVar[str] = "DecoderBlock"  # name of the class of the blocks
-    # Pairs of settings of which a model has at most one, and the reason.
+    # Pairs of settings that exclude each other, and the reason.
     EXCLUSIVE: ClassVar[tuple[tuple[str, str, str], ...]] = (
         ("sliding_window", "attention_chunk_size", "both limit what a token attends to"),
         ("qk_norm", "qk_norm_all_heads", "both are norms of queries and keys"),

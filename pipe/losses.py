@@ -68,7 +68,7 @@ class Result:
 
         Args:
             weight: weight of the whole batch.
-            microbatches: microbatches of the whole batch, each of which has the weight 1 if all are means.
+            microbatches: microbatches of the whole batch. If all losses are means, it is the weight of the batch.
 
         Raises:
             ValueError: on a rank that returned means.

@@ -15,7 +15,7 @@ from .sections import MethodSection, ModelSection, TrainingFile
 
 
 class Facts(NamedTuple):
-    """What the checks read.
+    """Method and the other parts of a run that its checks read.
 
     Attributes:
         file: the training file.

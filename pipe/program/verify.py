@@ -105,7 +105,7 @@ def _placement(schedule: Schedule) -> None:
 
 
 class _Progress(IntEnum):
-    """How far one stage is with one microbatch.
+    """Progress of one stage with one microbatch: its last op, and the ops that may follow.
 
     progress     after     before
     NOT_BEGUN              F

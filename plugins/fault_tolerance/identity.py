@@ -1,4 +1,4 @@
-"""What replicas of a run must have in common, as short values: a replica that would compute something else is refused.
+"""Identity of a run, as short values that all replicas must have: one that would compute something else is refused.
 
 Options, grid, model, loss function, optimizer and learning-rate schedule are described by names, plain attributes and
 the code of the user's functions, whatever file they are in; data by its length, its facts and samples that are read.

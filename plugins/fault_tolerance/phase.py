@@ -37,7 +37,7 @@ class Phase:
 
     Attributes:
         standing: relation to the run.
-        round: the present round; None before the first, and between two of which this replica is in neither.
+        round: the present round; None while this replica is in no round.
         first: first round of the present step, whose contributors took its shares of samples.
         prepared: the samples of the present step are chosen.
         computed: number of the round for whose contributors the gradients were computed; -1 before the first.

@@ -41,7 +41,7 @@ class ReplicaRecord:
 
     @property
     def is_new(self) -> bool:
-        """True if the ledger has members of which this replica was none."""
+        """True if the run has taken steps, and this replica took no share of the last one."""
         return bool(self.ledger.changes) and self._name not in self.ledger.members
 
     def lose(self, cause: str, seconds: float) -> None:
