@@ -68,7 +68,7 @@ def sum_hooks(parameter: Tensor) -> list[Any]:
 def module_hooks(module: nn.Module, *kinds: str) -> bool:
     """Return True if a module has hooks of one of the kinds forward, forward_pre, backward or backward_pre.
 
-    torch has no public list of hooks. If it goes: count the calls of ``register_*_hook`` in ``unit_passes.py``.
+    torch has no public list of hooks. If it goes: count the calls of ``register_*_hook`` in ``unit_forward.py``.
     """
     return any(getattr(module, f"_{kind}_hooks") for kind in kinds)
 

@@ -25,8 +25,11 @@ from ..module_tree import ModuleTree
 from ..range_stepper import OptimizerFactory
 from ..sharded_init import gather_all, sharded_parameter
 from ..state_dict_guard import guard_state_dict
+from .forward_passes import ForwardPasses
 from .optimizer_arguments import broadcast_parameters, managed_parameters, parameter_names
-from .unit_passes import Units
+from .unit_backward import UnitBackward
+from .unit_forward import UnitForward
+from .unit_weights import UnitWeights
 from .units import find_units, unit_names, users
 
 
@@ -120,13 +123,13 @@ class BackwardPasses:
         cast(managed, module, options)
         self._expected = expected
         self._outermost = OutermostBackward(self._pass_began, self._pass_ended)
-        self._units: Units | None = None
+        self._units: UnitBackward | None = None
         if self.data_axis.gatherer is not None:
             assert module is not None
             guard_state_dict(module)
-            self._units = Units(
-                cut, self.data_axis.gatherer, keep, expected or 1, self._outermost.enter, self._unit_done
-            )
+            weights, passes = UnitWeights(cut, self.data_axis.gatherer, keep), ForwardPasses(expected or 1)
+            self._units = UnitBackward(weights, passes, self._outermost.enter, self._unit_done)
+            UnitForward(weights, passes, self._units)  # the units' methods keep it
         self._running: AbstractContextManager[None] | None = None  # context of the running backward pass
         self.count = self.seen = 0
         self.origin: Callable[[], Any] = lambda: None
@@ -147,7 +150,7 @@ class BackwardPasses:
         self.origins = []
         self.reduced = self.stepped = self._last_began = self._reopened = False
         if self._units is not None:
-            self._units.reset()
+            self._units.end_step()
 
     def reset(self) -> None:
         """Begin a step, also after a failed or abandoned one. Collective if gradients are still unreduced."""
@@ -194,7 +197,7 @@ class BackwardPasses:
             self._run_empty(self._expected is None or self.count + 1 == self._expected)
         self.data_axis.finish()
         if self._units is not None:
-            self._units.reset()
+            self._units.end_step()
         self.reduced = True
 
     @property
@@ -248,11 +251,11 @@ class BackwardPasses:
                 "the last backward pass failed half way, so its gradients are incomplete: call optimizer.zero_grad()"
             )
 
-    def _run_empty(self, last: bool, units: Units | None = None) -> None:
+    def _run_empty(self, last: bool, units: UnitBackward | None = None) -> None:
         self._running = self._open_pass(last)
         with self._running:
             if units is not None:
-                units.run_empty_backward()
+                units.run_empty()
         self._running = None
 
     def _open_pass(self, last: bool) -> AbstractContextManager[None]:
