@@ -105,7 +105,7 @@ class OptimizerStep:
         asked = [observer.may_step(loss, None if overflow else self.norm) for observer in observers]
         if not all(asked):
             return False
-        if self.nonfinite.skips(grid, loss, self.norm, losses, self._data_axis.nonfinite):
+        if self.nonfinite.skips(grid, loss, self.norm, losses, self._data_axis.buckets):
             return False
         if self._loss_scaler is not None and overflow:
             self._loss_scaler.update(overflow, report=grid.rank == 0)

@@ -162,7 +162,7 @@ class PipelineEngine(Engine):
         target = OffloadTarget("nvme" if offload.device == "nvme" else "cpu", offload.path, offload.pin_memory)
         memory = partial(memory_at, target, self.grid.device, wait=False)
         slices = slice_states(module, schedule, options)
-        self.executor = Executor(module, self.data_axis, self.parts, memory, slices)
+        self.executor = Executor(module, self.data_axis.reducer, gatherer, self.parts, memory, slices)
         self.executor.interleaves = self.data_axis.options.stage < 3
         self.named_losses = NamedLossSteps(module.is_last)
         self._running: tuple[Grid, Sequence[Microbatch]] | None = None  # of the step whose gradients are summed

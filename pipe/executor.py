@@ -1,8 +1,8 @@
 """Executor of pipeline programs: one loop over a program's ops that calls ``handlers[op.kind](op)``.
 
-The executor does not depend on the schedule from which the program was made. ZeRO's ops are methods of a ``DataAxis``
-object, which the engine passes in. Losses are not divided here, because the engine divides once, by the weight of the
-whole batch.
+The executor does not depend on the schedule from which the program was made. ZeRO's ops are methods of a ``Reducer``
+and a ``Gatherer``, which the engine passes in. Losses are not divided here, because the engine divides once, by the
+weight of the whole batch.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _MAX_SENDS = 8
 _LOSS = "It gets the model's outputs and the labels: write loss_fn(outputs, labels)"
 
 
-class DataAxis(Protocol):
-    """Operations of the data axis that a program uses: ZeRO's, as ``zero/`` implements them."""
+class Reducer(Protocol):
+    """Reductions of gradients that a program uses: ``zero.gradients.GradientReducer``."""
 
     def backward(self, stage: int, last: bool) -> AbstractContextManager[None]:
         """Return the context of a stage's backward, in which gradients may be reduced as soon as they are computed.
@@ -68,15 +68,18 @@ class DataAxis(Protocol):
     def reduce_tied_gradients(self, tie: int) -> None:
         """TIED: sum the gradients of a tie over the stages that hold it."""
 
-    def gather_parameters(self, stage: int) -> None:
-        """GATHER: gather the stage's parameters."""
 
-    def release_parameters(self, stage: int) -> None:
+class Gatherer(Protocol):
+    """Gathers of weights that a program of stage 3 uses: ``zero.layer_gather.ParameterGatherer``.
+
+    Attributes:
+        gathers: number of gathers so far: each gives some parameters another storage.
+    """
+
+    gathers: int
+
+    def release(self, stage: int) -> None:
         """RELEASE: free the gathered parameters; this rank keeps its shard."""
-
-    @property
-    def gathers(self) -> int:
-        """Number of gathers so far: each gives some parameters another storage."""
 
 
 class SliceStates(Protocol):
@@ -191,7 +194,9 @@ class Executor:
 
     Args:
         module: the model.
-        data: runs the program's REDUCE, TIED, GATHER and RELEASE ops.
+        reducer: runs the program's REDUCE and TIED ops.
+        gatherer: runs its RELEASE ops; GATHER has no effect, because each layer gathers its weights when it runs. None
+            if weights are always whole.
         parts: contexts of the part ``stage``, the layers of one stage in a forward pass.
         memory: makes the allocator of offloaded activations, for programs with O and R.
         slices: states of the layers, for programs over slices of sequences.
@@ -207,12 +212,13 @@ class Executor:
     def __init__(
         self,
         module: PipelineModule,
-        data: DataAxis,
+        reducer: Reducer,
+        gatherer: Gatherer | None,
         parts: Parts,
         memory: Callable[[], HostMemory] | None = None,
         slices: SliceStates | None = None,
     ) -> None:
-        self._module, self._data, self._parts = module, data, parts
+        self._module, self._reducer, self._gatherer, self._parts = module, reducer, gatherer, parts
         self._grid = module.grid
         self._last_stage = len(module.placement) - 1
         self._outgoing, self._incoming = channels(module, "F"), channels(module, "B")
@@ -230,10 +236,10 @@ class Executor:
             "RECV_F": self._receive_forward,
             "SEND_B": self._send_backward,
             "RECV_B": self._receive_backward,
-            "REDUCE": lambda run, op: data.reduce_gradients(op.stage, op.microbatch),
-            "TIED": lambda run, op: data.reduce_tied_gradients(op.microbatch),
-            "GATHER": lambda run, op: data.gather_parameters(op.stage),
-            "RELEASE": lambda run, op: data.release_parameters(op.stage),
+            "REDUCE": lambda run, op: reducer.reduce_gradients(op.stage, op.microbatch),
+            "TIED": lambda run, op: reducer.reduce_tied_gradients(op.microbatch),
+            "GATHER": lambda run, op: None,
+            "RELEASE": lambda run, op: None if gatherer is None else gatherer.release(op.stage),
         }
         # Of the two passes of a pair.
         self._lanes = Lanes(module.grid.device, partial(_pass_state, module), partial(_restore, module))
@@ -466,7 +472,7 @@ class Executor:
     def _input_gradient(self, run: ProgramRun, op: Op) -> None:
         """Run the backward for the input gradient, and queue the weight gradients of the layers that can defer them."""
         self._differentiate(run, op)
-        self._data.take_first_gradients(op.stage)
+        self._reducer.take_first_gradients(op.stage)
         held = run.held[op.stage, op.microbatch]
         run.held[op.stage, op.microbatch] = _SavedForBackward(None, [], [], held.deferred)
 
@@ -475,7 +481,7 @@ class Executor:
         deferred = run.held[op.stage, op.microbatch].deferred
         assert deferred is not None  # forward queued them, since the program splits the backward
         with self._reducing(run, op):
-            deferred.run(self._data.target, self._data.accumulated)
+            deferred.run(self._reducer.target, self._reducer.accumulated)
         del run.held[op.stage, op.microbatch]
 
     def _differentiate(self, run: ProgramRun, op: Op) -> None:
@@ -529,8 +535,8 @@ class Executor:
 
         def weights() -> set[int]:
             nonlocal gathers, storages
-            if gathers != self._data.gathers:
-                gathers = self._data.gathers
+            if gathers != (now := 0 if self._gatherer is None else self._gatherer.gathers):
+                gathers = now
                 storages = {storage_id(tensor.untyped_storage()) for tensor in held}
             return storages
 
@@ -550,7 +556,7 @@ class Executor:
 
     def _reducing(self, run: ProgramRun, op: Op) -> AbstractContextManager[None]:
         """Return the data axis's context for an op that computes weight gradients."""
-        return self._data.backward(op.stage, last=run.facts.last_backward[op.stage] == op)
+        return self._reducer.backward(op.stage, last=run.facts.last_backward[op.stage] == op)
 
     def _send_forward(self, run: ProgramRun, op: Op) -> None:
         """Start sending a stage's outputs to the next stage."""

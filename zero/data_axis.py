@@ -1,7 +1,15 @@
 """ZeRO on one rank behind one object: buckets, their reduction and gathering, and their optimizer.
 
-The ops of a program on the data axis reach it: GATHER, RELEASE, REDUCE, TIED. The stages of ZeRO differ in how buckets
-are laid out and in where a program has these ops; nothing here depends on the stage again.
+    make_buckets -> buckets -+- stepper, optimizer      step the ranges that this rank owns
+                             +- reducer, exchange       sum gradients over the replicas
+                             +- gatherer                stage 3: gathers weights while a layer runs
+                             +- access, written, used   what user code has changed by hand
+
+The ops of a program on the data axis are methods of two of these: REDUCE and TIED of ``reducer``, RELEASE of
+``gatherer``. The stages of ZeRO differ in how buckets are laid out and in where a program has these ops; nothing here
+depends on the stage again. A step calls, in time:
+
+    begin | forward and backward passes | finish | squares, exchange_gradients or poison | without_gradient | step
 """
 
 from __future__ import annotations
@@ -57,17 +65,18 @@ class ZeroDataAxis:
         memory: allocates the tensors of this rank, offloaded or not.
         optimizer: torch's optimizer, over the ranges that this rank owns; None if no parameter is trained.
         stepper: steps the optimizer.
-        backward, target, accumulated, take_first_gradients, reduce_gradients, reduce_tied_gradients: the methods of
-            ``reducer``.
         reducer: sums gradients over the data axis.
         gatherer: gathers weights in stage 3; None if weights are always whole.
         axis, device: the axis of all replicas (data x context), and the device of this rank.
-        access: access of user code to the gradients, through ``.grad``.
+        access: access of user code to the gradients, through ``.grad``; it knows by what they are multiplied.
         written: weights that user code has written in place.
         used: which parameters have a gradient in the step.
         exchange: combines gradients in place of a plain sum; None means a plain sum.
         extra_axis: a second axis over which a step's gradients are summed, if there are several grids that each hold
             the whole model; else None.
+
+    The only state of its own is ``_exchanged``, True from ``exchange_gradients`` or ``poison`` to the next ``begin``:
+    the gradients are then those of all replicas. The rest of a step's state is in ``reducer`` and ``access``.
     """
 
     def __init__(
@@ -83,53 +92,53 @@ class ZeroDataAxis:
         groups: Sequence[dict[str, Any]] = (),
         names: Mapping[int, str] | None = None,
     ) -> None:
-        steps = factory or OptimizerFactory(_no_optimizer)
-        stepper = steps.stepper if factory is None else choose_stepper(factory, members, groups, grid, options)
-        options = steps.stepper.adapt(options)
-        self.options, self.axis, self.device = options, grid.data_context, grid.device
-        self._exchanged = False
+        making = factory or OptimizerFactory(_no_optimizer)
+        kind = making.stepper if factory is None else choose_stepper(making, members, groups, grid, options)
+        self.options = options = making.stepper.adapt(options)
+        self.axis, self.device, self._tensor_axis = grid.data_context, grid.device, grid.tensor
         self.extra_axis: Axis | None = None
-        self._tensor_axis = grid.tensor
         for member in members if options.stage == 3 else ():
             parameter: Any = member.parameter
             parameter.triax_name = f"{member.layout.name or 'a parameter'} of {tuple(parameter.shape)}"  # for errors
             set_released(parameter, False)
+
         with placed_on_all_ranks(grid, options.offload):
             self.memory = OffloadMemory(options.offload, grid.device)
             self.buckets = make_buckets(members, grid, options, capacity, self.memory)
             in_flight = options.allgather_bucket_size if options.overlap_comm else 0
-            self.stepper = stepper(steps.make, self.buckets, groups, in_flight)
+            self.stepper = kind(making.make, self.buckets, groups, in_flight)
         self.optimizer = None if factory is None else self.stepper.optimizer
-        self._trained = [bucket for bucket in self.buckets if bucket.trained]
+        self._trained = trained = [bucket for bucket in self.buckets if bucket.trained]
         self._bucket_of = {member.parameter: bucket for bucket in self.buckets for member in bucket.members}
-        self.reducer = reducer = GradientReducer(self.buckets, grid, tie_axes, options)
-        self.backward, self.target, self.accumulated = reducer.backward, reducer.target, reducer.accumulated
-        self.take_first_gradients, self.reduce_gradients = reducer.take_first_gradients, reducer.reduce_gradients
-        self.reduce_tied_gradients = reducer.reduce_tied_gradients
-        self.exchange = None if options.exchange is None else options.exchange(grid, self._trained)
-        self.access = GradientAccess(self._trained, grid, reducer.settle, self.exchange is not None)
+
+        self.reducer = GradientReducer(self.buckets, grid, tie_axes, options)
+        self.exchange = None if options.exchange is None else options.exchange(grid, trained)
+        self._exchanged = False  # ``exchange`` has combined the gradients of this step
         self.stepper.connect(self.exchange, grid)
-        equal = [b for b in self._trained if not b.partitioned] if self.stepper.equal_weights else []
-        self.written = WrittenWeights(equal)
         compressed = self.exchange is not None
-        self.used = UsedParameters(self._trained, grid, reducer, self.access, self.written, compressed)
-        self.gatherer: ParameterGatherer | None = None
-        partitioned = [bucket for bucket in self.buckets if bucket.partitioned]
-        if partitioned:
-            self.gatherer = ParameterGatherer(partitioned, grid, order, options, keep, reducer, names or {})
-        elif options.stage == 3:  # every rank makes the groups of the gathers
-            axes, _ = gather_axes(grid)
-            if options.zeropp is not None:
-                options.zeropp.gather_routes([], axes[grid.data_context.name], grid)
+        self.access = GradientAccess(trained, grid, self.reducer.settle, compressed)
+        self.written = WrittenWeights([b for b in trained if not b.partitioned and self.stepper.equal_weights])
+        self.used = UsedParameters(trained, grid, self.reducer, self.access, self.written, compressed)
+
+        self.gatherer = self._make_gatherer(grid, order, keep, names or {})
         if options.zeropp is not None:
             plain = options.exchange is None and options.communication_dtype is None
             options.zeropp.replace_reductions(self.buckets, grid, plain)
         for member in members:
-            if (before := data_axis_of(member.parameter)) is not None:
-                before.reducer.give_up(member.parameter)
-            link = _Link(self)
-            link.parameter = weakref.ref(member.parameter)
-            setattr(member.parameter, _ATTRIBUTE, link)
+            _take_over(member.parameter, self)
+
+    def _make_gatherer(
+        self, grid: Grid, order: Mapping[int, Sequence[int]], keep: bool, names: Mapping[int, str]
+    ) -> ParameterGatherer | None:
+        """Make the gatherer of the weights in stage 3. Collective: every rank makes the groups of the gathers."""
+        partitioned = [bucket for bucket in self.buckets if bucket.partitioned]
+        if partitioned:
+            return ParameterGatherer(partitioned, grid, order, self.options, keep, self.reducer, names)
+        if self.options.stage == 3:
+            axes, _ = gather_axes(grid)
+            if self.options.zeropp is not None:
+                self.options.zeropp.gather_routes([], axes[grid.data_context.name], grid)
+        return None
 
     def bucket_of(self, parameter: nn.Parameter) -> Bucket | None:
         """Return the bucket that holds a parameter; None if no bucket does."""
@@ -160,19 +169,6 @@ class ZeroDataAxis:
     def stepped(self) -> bool:
         """True if the optimizer has already stepped with the present gradients, which are then scaled."""
         return self.access.stepped
-
-    def gather_parameters(self, stage: int) -> None:
-        """GATHER: begin a run of the stage. This has no effect, because each layer gathers its weights when it runs."""
-
-    def release_parameters(self, stage: int) -> None:
-        """RELEASE: release the stage's gathered weights after a run of the stage, and keep only the shards."""
-        if self.gatherer is not None:
-            self.gatherer.release(stage)
-
-    @property
-    def gathers(self) -> int:
-        """Number of gathers of weights so far: each gives some parameters another storage."""
-        return 0 if self.gatherer is None else self.gatherer.gathers
 
     def enter(self, call: str, ends: bool = False) -> None:
         """In stage 3, check that all replicas make a collective call now; see ``ParameterGatherer.enter``."""
@@ -222,20 +218,6 @@ class ZeroDataAxis:
                     )
         return None
 
-    def offloaded(self) -> dict[str, dict[str, int]]:
-        """Return the offloaded bytes of this rank: place (``cpu``, ``nvme``) -> their purpose -> bytes."""
-        found: dict[str, dict[str, int]] = {}
-        for bucket in self.buckets:
-            held = [("parameters", bucket.shard), ("gradients", bucket.owned_gradient)]
-            if bucket.master is not None and bucket.master_is_copy:
-                held.append(("masters", bucket.master))
-            held += [("optimizer", state) for state in self.stepper.sub_group_state(bucket)]
-            for purpose, tensor in held:
-                if (place := self.memory.place(tensor)) != "none":
-                    sizes = found.setdefault(place, {})
-                    sizes[purpose] = sizes.get(purpose, 0) + tensor.numel() * tensor.element_size()
-        return found
-
     def squares(self) -> Tensor:
         """Return this rank's share of the square of the global gradient norm, 0-dim float64.
 
@@ -246,31 +228,16 @@ class ZeroDataAxis:
         are all finite.
         """
         if self.exchange is None or self._exchanged:
-            if (own := self.stepper.gradient_squares(self.buckets, self.device)) is not None:
-                return own
-            parts = [part for bucket in self.buckets for part in bucket.squares()]
+            if (share := self.stepper.gradient_squares(self.buckets, self.device)) is not None:
+                return share
+            squares = [part for bucket in self.buckets for part in bucket.squares()]
         else:
-            parts = [square(bucket.gradients) for bucket in self.buckets if bucket.gradients is not None]
-        found = torch.stack(parts).sum() if parts else torch.zeros((), dtype=torch.float64, device=self.device)
+            squares = [square(bucket.gradients) for bucket in self.buckets if bucket.gradients is not None]
+        share = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.device)
         if self.access.applied != 1.0:  # as on ranks whose gradients user code has not read
-            found = found / self.access.applied**2
+            share = share / self.access.applied**2
         # Each rank of the extra axis counts all of it. There is no exchange then.
-        return found if self.extra_axis is None else found.div_(self.extra_axis.size)
-
-    @torch.no_grad()
-    def nonfinite(self) -> str | None:
-        """Name the first parameter on this rank whose value, else whose gradient, is not finite; None: all are."""
-        for what in ("value", "gradient"):
-            for bucket in self._trained:
-                flat = bucket.shard if what == "value" else bucket.owned_gradient
-                if what == "gradient" and bucket.gradients is not None:
-                    flat = bucket.gradients
-                first = 0 if flat.numel() == bucket.flat.numel else bucket.owned[0]
-                for slot, member in zip(bucket.flat.slots, bucket.members, strict=True):
-                    part = flat[max(slot.start - first, 0) : max(slot.stop - first, 0)]
-                    if not bool(part.isfinite().all()):
-                        return f"the {what} of {member.layout.name} is not finite"
-        return None
+        return share if self.extra_axis is None else share.div_(self.extra_axis.size)
 
     @torch.no_grad()
     def exchange_gradients(self, scale: float) -> None:
@@ -357,6 +324,15 @@ class ZeroDataAxis:
 def _no_optimizer(groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
     """Make an optimizer without parameters, for a model without trained parameters."""
     return torch.optim.Optimizer([{"params": []}], {})
+
+
+def _take_over(parameter: nn.Parameter, data_axis: ZeroDataAxis) -> None:
+    """Let a data axis manage a parameter from now on, in place of the one that did."""
+    if (before := data_axis_of(parameter)) is not None:
+        before.reducer.give_up(parameter)
+    link = _Link(data_axis)
+    link.parameter = weakref.ref(parameter)
+    setattr(parameter, _ATTRIBUTE, link)
 
 
 class _Link(weakref.ref[ZeroDataAxis]):

@@ -1,4 +1,4 @@
-"""Bytes that a rank holds between two steps, by kind."""
+"""Bytes that a rank holds between two steps: on its device, by kind, and offloaded, by place and kind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def held_bytes(data_axis: ZeroDataAxis, module: torch.nn.Module) -> dict[str, in
 
     A storage with several views counts once. Weights count as shards in stage 3 and as full weights in other stages. An
     fp32 master copy that shares its storage with the weight shard does not count again. Offloaded tensors do not count,
-    because ``ZeroDataAxis.offloaded`` counts them.
+    because ``offloaded_bytes`` counts them.
     """
 
     def on_device(tensor: torch.Tensor) -> int:
@@ -42,3 +42,18 @@ def held_bytes(data_axis: ZeroDataAxis, module: torch.nn.Module) -> dict[str, in
         states = [t for state in data_axis.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
         held["optimizer"] = sum(t.nbytes for t in states if t.dim() and data_axis.memory.place(t) == "none")
     return held
+
+
+def offloaded_bytes(data_axis: ZeroDataAxis) -> dict[str, dict[str, int]]:
+    """Return the offloaded bytes of this rank: place (``cpu``, ``nvme``) -> their kind -> bytes."""
+    offloaded: dict[str, dict[str, int]] = {}
+    for bucket in data_axis.buckets:
+        held = [("parameters", bucket.shard), ("gradients", bucket.owned_gradient)]
+        if bucket.master is not None and bucket.master_is_copy:
+            held.append(("masters", bucket.master))
+        held += [("optimizer", state) for state in data_axis.stepper.sub_group_state(bucket)]
+        for kind, tensor in held:
+            if (place := data_axis.memory.place(tensor)) != "none":
+                sizes = offloaded.setdefault(place, {})
+                sizes[kind] = sizes.get(kind, 0) + tensor.nbytes
+    return offloaded

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...pipe.module import PipelineModule
-from ...zero.held_bytes import held_bytes
+from ...zero.held_bytes import held_bytes, offloaded_bytes
 from ..kinds import AnyEngine
 
 
@@ -61,7 +61,7 @@ def _rank(engine: AnyEngine) -> dict[str, Any]:
         "buckets": len(buckets),
         "elements_owned": sum(bucket.owned[1] - bucket.owned[0] for bucket in buckets if bucket.trained),
         "bytes_held": held_bytes(engine.data_axis, module),
-        "bytes_offloaded": engine.data_axis.offloaded(),
+        "bytes_offloaded": offloaded_bytes(engine.data_axis),
     }
 
 

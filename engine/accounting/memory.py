@@ -14,7 +14,7 @@ from ...base.dtypes import short_name
 from ...base.formulas import STATES, ModelStates, model_states
 from ...grid import Grid, layout_of
 from ...zero.data_axis import ZeroDataAxis
-from ...zero.held_bytes import held_bytes
+from ...zero.held_bytes import held_bytes, offloaded_bytes
 from ...zero.zeropp.options import ZeroPlusPlus
 from ..monitor.profiler.memory_meter import MemoryMeter
 
@@ -84,7 +84,7 @@ class MemoryAccounts:
         held |= {"activations": self._activations, "working": self._working}
         return {
             "held": held,
-            "offloaded": self._data_axis.offloaded(),
+            "offloaded": offloaded_bytes(self._data_axis),
             "formula": self._formula(),
             "peak": self._grid.peak_memory(),
         }

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from torch import Tensor
 
 from ...base.errors import AgreedError
 from ...grid import Grid
+from ...zero.bucket import Bucket
 
 MOST_IN_A_ROW = 50  # skipped steps, after which a run is at its end
 Policy = Literal["raise", "skip", "ignore"]
@@ -42,7 +43,7 @@ class NonFinitePolicy:
         loss: float | None,
         norm: float | None,
         losses: MicrobatchLosses,
-        parameter: Callable[[], str | None],
+        buckets: Sequence[Bucket],
     ) -> bool:
         """Return True if the optimizer step must be skipped because the loss or the gradient norm is not finite.
 
@@ -53,7 +54,7 @@ class NonFinitePolicy:
             loss: the step's loss. None if the engine was not given a loss.
             norm: the norm of the model's gradient over all ranks. None if it was not computed.
             losses: this rank's losses.
-            parameter: names a parameter of this rank that is not finite, or whose gradient is not.
+            buckets: the parameters of this rank, to name one that is not finite, or whose gradient is not.
 
         Raises:
             AgreedError: on every rank, if something is not finite and the policy is ``raise``; errors of ``skip``.
@@ -67,7 +68,7 @@ class NonFinitePolicy:
             what = f"the loss is {loss}"
         else:
             what = f"the norm of the gradient is {norm}"
-        told = sorted(text for text in grid.world.all_gather_json(_describe(grid, losses, parameter)) if text)
+        told = sorted(text for text in grid.world.all_gather_json(_describe(grid, losses, buckets)) if text)
         where = f": {'; '.join(text for _, text in told[:4])}" if told else ""
         if self._policy == "raise":
             raise AgreedError(
@@ -94,16 +95,27 @@ class NonFinitePolicy:
             )
 
 
-def _describe(grid: Grid, losses: MicrobatchLosses, parameter: Callable[[], str | None]) -> tuple[int, str] | None:
+def _describe(grid: Grid, losses: MicrobatchLosses, buckets: Sequence[Bucket]) -> tuple[int, str] | None:
     """Describe a value on this rank that is not finite: a weight, else a loss, else a gradient; None if all are finite.
 
     Each comes with its place in this order, in which one makes the next.
     """
-    named = parameter()
-    if named is not None and named.startswith("the value"):
-        return 0, f"{grid.describe()}: {named}"
+    trained = [bucket for bucket in buckets if bucket.trained]
+    if (name := _first_nonfinite((bucket, bucket.shard) for bucket in trained)) is not None:
+        return 0, f"{grid.describe()}: the value of {name} is not finite"
     for index, (loss, *_) in sorted(losses.items()):
         if not math.isfinite(loss):
             return 1, f"{grid.describe()}: the loss of microbatch {index} is {float(loss)}"
     summed = ", summed over the replicas," if grid.data.size > 1 else ""
-    return None if named is None else (2, f"{grid.describe()}: {named.replace(' is not', f'{summed} is not')}")
+    name = _first_nonfinite((b, b.owned_gradient if b.gradients is None else b.gradients) for b in trained)
+    return None if name is None else (2, f"{grid.describe()}: the gradient of {name}{summed} is not finite")
+
+
+def _first_nonfinite(values: Iterable[tuple[Bucket, Tensor]]) -> str | None:
+    """Name the first parameter whose values are not all finite; a bucket's tensor is whole or its owned range."""
+    for bucket, flat in values:
+        first = 0 if flat.numel() == bucket.flat.numel else bucket.owned[0]
+        for slot, member in zip(bucket.flat.slots, bucket.members, strict=True):
+            if not bool(flat[max(slot.start - first, 0) : max(slot.stop - first, 0)].isfinite().all()):
+                return member.layout.name
+    return None

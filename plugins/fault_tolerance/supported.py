@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ...base.option_error import refusal
 from ...base.torch_private import AnyBatchNorm
+from ...zero.held_bytes import offloaded_bytes
 from ...zero.optimizer_kinds import is_known
 from ...zero.range_stepper import RangeStepper
 
@@ -30,7 +31,7 @@ def require_supported(engine: Engine) -> None:
         )
     if engine.data_axis.exchange is not None:
         raise refusal("<fault_tolerance> sums uncompressed gradients: leave <compression> out")
-    if engine.data_axis.memory.offload.portions or engine.data_axis.offloaded():
+    if engine.data_axis.memory.offload.portions or offloaded_bytes(engine.data_axis):
         raise refusal("<fault_tolerance> does not work with offload of weights or optimizer state: leave it out")
     if type(engine.data_axis.stepper) is not RangeStepper:
         raise refusal(

@@ -264,7 +264,7 @@ class BackwardPasses:
         self.count, self._reopened = self.count + 1, False
         self.origins.append(self.origin())
         self._last_began |= last
-        return self.data_axis.backward(0, last=self._last_began)
+        return self.data_axis.reducer.backward(0, last=self._last_began)
 
     def _reopen(self) -> None:
         """Let the pass that begins add to the gradients, if the pass before it was the last one, which reduced them.
