@@ -1,4 +1,15 @@
-"""Gradients summed over the data axis, bucket by bucket, while the backward pass still runs."""
+"""Gradients summed over the data axis, bucket by bucket, while the backward pass still runs.
+
+A bucket's reduction starts
+
+    in each backward pass    if it ``reduces_every_backward``
+    in the last one          if the gradients of one stage add up in it, and none is tied
+    at REDUCE                if it is tied (TIED comes before), or several stages of this rank add to it
+    in ``finish``            on one replica, in a plain loop
+
+Within a backward pass it starts as soon as the bucket's gradients are complete and the buckets before it have started
+(``ReducingPass``). ``GradientHooks`` tells which gradients autograd has completed.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +18,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from ..base.autograd import WeakHook
 from ..grid import Axis, Grid
@@ -15,8 +25,10 @@ from ..grid.agreement.failure import wait_for
 from ..grid.comm.pending import Pending
 from .axis_options import ZeroOptions
 from .bucket import Bucket
+from .gradient_hooks import GradientHooks
 from .managed import ManagedParameter
 from .protocols import GradientBucket
+from .reducing_pass import ReducingPass
 from .shown_gradients import ASSIGNED, DROPPED
 
 # Reductions in flight at once: one is sent while the next bucket fills. More would hold memory without a gain.
@@ -36,15 +48,16 @@ def all_reduce_gradients(axis: Axis, buckets: Sequence[GradientBucket]) -> None:
 class GradientReducer:
     """Sums gradients over the data axis, at the points of a step that a program names.
 
-    The collectives of a stage start within its last backward pass, or with ``reduce_every_backward`` within each one. A
-    collective starts as soon as the gradients of its bucket are complete, and always in the order of the buckets, which
-    is the same on every replica, whatever order autograd has.
-
     Args:
         buckets: of this rank.
         grid: the grid of the replicas that are summed over.
         tie_axes: for each tie, the ranks that hold it; None for ties that need no message here.
         options: what ZeRO does.
+
+    A step's state, from ``begin``: reductions in flight (``_pending``); of each bucket that is reduced once a step, the
+    stages whose REDUCE is still to come (``_stages_left``); the backward pass that reduces (``_running``); of each
+    stage, parameters of direct buckets whose first gradient is not in its bucket yet (``_waiting``); parameters without
+    a gradient so far (``_unused``).
     """
 
     def __init__(
@@ -56,29 +69,19 @@ class GradientReducer:
         self._in_flight = _IN_FLIGHT if options.overlap_comm else 0
         # On one replica nothing is sent, and gradients are complete at the end.
         self._overlapped = [bucket for bucket in self._buckets if bucket.axis.size > 1 or bucket.transient]
-        self._armed: list[Bucket] = []  # buckets of the stage whose backward runs, in the order of their reduction
-        self._missing: dict[int, set[Tensor]] = {}  # bucket -> parameters whose gradients are not complete yet
-        self._runs_left: dict[int, int] = {}  # layer -> runs of it whose backward is still to come in this pass
+        self._running = ReducingPass()
         self._stages_left: dict[int, set[int]] = {}
-        self._before: Callable[[Tensor], None] | None = None
         # By id, here and in ``_unused``: the hash of a tensor is a call into Python, for each parameter and microbatch.
-        self._bucket_of: dict[int, Bucket] = {}
+        self._bucket_of = {id(member.parameter): bucket for bucket in self._buckets for member in bucket.members}
         self._strict = not options.ignore_unused_parameters
         self._members = [member for bucket in self._buckets for member in bucket.members]
-        self._unused: dict[int, ManagedParameter] = {}  # without a gradient in this step, so far
-        for bucket in self._buckets:
-            for member in bucket.members:
-                self._bucket_of[id(member.parameter)] = bucket
-        # Gradients that add up in ``.grad`` need a hook in two backward passes of a step: in the first one it copies
-        # them into the bucket, and in the last one it starts their reduction. In the passes between it would cost time
-        # for each parameter and microbatch, and do nothing. A gradient that becomes its bucket's memory needs no copy.
-        late = [bucket for bucket in self._buckets if bucket.direct]
-        stages = {stage for bucket in late for stage in bucket.stages}
-        self._late: dict[int, list[tuple[Bucket, Tensor]]] = {
-            stage: [(b, m.parameter) for b in late if stage in b.stages for m in b.members] for stage in stages
-        }
-        self._waiting = dict(self._late)  # stage -> parameters whose gradients are not taken yet
-        self._hook([bucket for bucket in self._buckets if not bucket.direct])
+        self._unused: dict[int, ManagedParameter] = {}
+        direct = [(bucket, m.parameter) for bucket in self._buckets if bucket.direct for m in bucket.members]
+        stages = {stage for bucket, _ in direct for stage in bucket.stages}
+        self._direct = {stage: [pair for pair in direct if stage in pair[0].stages] for stage in stages}
+        self._waiting = dict(self._direct)
+        self._before: Callable[[Tensor], None] | None = None
+        self._hooks = GradientHooks(self._buckets, WeakHook(self._visited))
 
     def watch(self, before: Callable[[Tensor], None]) -> None:
         """Call a hook with each parameter whose gradient autograd has accumulated, before it is taken.
@@ -86,15 +89,7 @@ class GradientReducer:
         The hook may be the first sign of a backward pass: its caller then enters ``backward`` within the pass.
         """
         self._before = before
-        for bucket in self._buckets:
-            if bucket.direct:
-                self._hook([bucket], None if bucket in self._overlapped or bucket.is_copied else before)
-
-    def _hook(self, buckets: Iterable[Bucket], hook: Callable[[Tensor], None] | None = None) -> list[RemovableHandle]:
-        """Call a hook, by default ``_visited``, with each parameter of the buckets when it has its gradient."""
-        hook = hook or WeakHook(self._visited)
-        parameters = [member.parameter for bucket in buckets for member in bucket.members]
-        return [p.register_post_accumulate_grad_hook(hook) for p in parameters if p.requires_grad]
+        self._hooks.watch(before, self._overlapped)
 
     def give_up(self, parameter: Tensor) -> None:
         """Leave a parameter's gradients to another engine or optimizer, which manages it from now on."""
@@ -105,7 +100,7 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.begin()
         self._set_stages_left()
-        self._armed, self._missing, self._waiting = [], {}, dict(self._late)
+        self._running, self._waiting = ReducingPass(), dict(self._direct)
         self._unused = {id(m.parameter): m for m in self._members if m.parameter.requires_grad}
 
     def reopen(self) -> None:
@@ -117,15 +112,14 @@ class GradientReducer:
 
     def settle(self) -> None:
         """Wait for the reductions that have begun, and for the copies of their sums to host memory."""
-        while self._pending:
-            wait_for(self._pending.popleft(), self._grid, "reduces gradients")
+        self._wait(0)
         for bucket in self._buckets[:1]:  # all buckets have one memory
             bucket.memory.states.settle()
 
     @property
     def discarded(self) -> bool:
         """True if user code has discarded all gradients since the last backward pass, by ``module.zero_grad()``."""
-        kept = (each for bucket in self._buckets for each in bucket.shown.kept())
+        kept = (is_kept for bucket in self._buckets for is_kept in bucket.shown.kept())
         return not next(kept, True) and not any(kept)
 
     def begin_pass(self, first: Tensor | None) -> None:
@@ -172,17 +166,18 @@ class GradientReducer:
         bucket = self._bucket_of.get(id(parameter))
         if bucket is None:
             return
-        armed = id(bucket) in self._missing
-        if armed and bucket not in self._armed and (bucket.transient or bucket.axis.size > 1):
+        running = self._running
+        reduces = id(bucket) in running.missing
+        if reduces and bucket not in running.left and (bucket.transient or bucket.axis.size > 1):
             name = next(member.layout.name for member in bucket.members if member.parameter is parameter)
             raise RuntimeError(
                 f"{name} got a part of its gradient after the rest was reduced, because the model uses it in several "
                 "places, one of them in a reentrant checkpoint: use torch.utils.checkpoint with use_reentrant=False"
             )
-        if armed or not bucket.reduces_every_backward:
+        if reduces or not bucket.reduces_every_backward:
             bucket.take_gradient(parameter)
-        if armed:
-            self._missing[id(bucket)].discard(parameter)
+        if reduces:
+            running.missing[id(bucket)].discard(parameter)
             self._start_complete()
 
     def layer_backward_done(self, layer: int, runs: int) -> None:
@@ -193,13 +188,9 @@ class GradientReducer:
         Stage 3 needs this. If such a gradient were waited for to the end of the pass, this replica would wait in the
         next gather, and another one, which has that gradient, in the reductions that come before it.
         """
-        if not self._armed:
-            return
-        self._runs_left[layer] = self._runs_left.get(layer, runs) - 1
-        for bucket in self._armed:
-            if layer in bucket.layers and all(self._runs_left.get(each, 1) <= 0 for each in bucket.layers):
-                self._missing[id(bucket)].clear()
-        self._start_complete()
+        if self._running.left:
+            self._running.layer_done(layer, runs)
+            self._start_complete()
 
     def target(self, parameter: Tensor) -> Tensor | None:
         """Return where to add a deferred gradient of this parameter; None if it is in no trained bucket."""
@@ -208,9 +199,9 @@ class GradientReducer:
 
     def reduce_gradients(self, stage: int, microbatch: int) -> None:
         """REDUCE: sum over the data axis those gradients of the stage that are complete and not reduced yet."""
-        for bucket in self._buckets:
+        for bucket in self._buckets if microbatch < 0 else ():
             left = self._stages_left.get(id(bucket), set())
-            if microbatch < 0 and stage in left:
+            if stage in left:
                 left.discard(stage)
                 if not left:
                     self._start(bucket)
@@ -251,16 +242,16 @@ class GradientReducer:
 
         A tied parameter counts as having a gradient on all of its stages if it has one on any of them.
         """
-        of = self._bucket_of
-        found: set[Tensor] = {m.parameter for key, m in self._unused.items() if key in of and of[key].tie is None}
+        own = {number: self._bucket_of[number] for number in self._unused if number in self._bucket_of}
+        unused: set[Tensor] = {self._unused[number].parameter for number, bucket in own.items() if bucket.tie is None}
         for bucket in self._buckets:
-            found = (found - bucket.shown.having(ASSIGNED)) | bucket.shown.having(DROPPED)
-        return found
+            unused = (unused - bucket.shown.having(ASSIGNED)) | bucket.shown.having(DROPPED)
+        return unused
 
     def leave_out(self, stages: Collection[int]) -> None:
         """Count as unused, in this step, the parameters of stages, except tied ones."""
         for bucket in self._buckets:
-            if bucket.tie is None and all(each in stages for each in bucket.stages):
+            if bucket.tie is None and all(stage in stages for stage in bucket.stages):
                 self._unused |= {id(m.parameter): m for m in bucket.members if m.parameter.requires_grad}
 
     def abandon(self) -> None:
@@ -269,17 +260,20 @@ class GradientReducer:
 
     @contextmanager
     def _reducing(self, stage: int, due: list[Bucket]) -> Iterator[None]:
-        self._armed, self._missing = due, {id(bucket): {m.parameter for m in bucket.members} for bucket in due}
-        self._runs_left = {}
-        hooks = self._hook([bucket for bucket in due if bucket.direct]) if self._before is None else []
-        try:
+        """Context of a backward pass of a stage that reduces the buckets that are due."""
+        self._running = running = ReducingPass(due)
+        with self._hooks.within(member.parameter for bucket in due if bucket.direct for member in bucket.members):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-        for bucket in self._armed:
+        for bucket in running.left:
             self._start(bucket)
-        self._armed, self._missing = [], {}
+        self._running = ReducingPass()
+        self.take_first_gradients(stage)
+
+    @contextmanager
+    def _taking_first_gradients(self, stage: int) -> Iterator[None]:
+        """Context of a backward pass of a stage that reduces nothing, but takes first gradients."""
+        with self._hooks.within(parameter for bucket, parameter in self._waiting[stage] if bucket.is_copied):
+            yield
         self.take_first_gradients(stage)
 
     def _take_first(self, parameters: Iterable[tuple[Bucket, Tensor]]) -> list[tuple[Bucket, Tensor]]:
@@ -296,19 +290,6 @@ class GradientReducer:
         """Take all gradients of a bucket, before zeros take the place of missing gradients."""
         self._take_first((bucket, member.parameter) for member in bucket.members)
 
-    @contextmanager
-    def _taking_first_gradients(self, stage: int) -> Iterator[None]:
-        """Take the first gradients of a stage, in a backward pass that does not reduce them."""
-        waiting, hook = self._waiting[stage], WeakHook(self._visited)
-        copied = [p for bucket, p in waiting if bucket.is_copied and p.requires_grad] if self._before is None else []
-        hooks = [parameter.register_post_accumulate_grad_hook(hook) for parameter in copied]
-        try:
-            yield
-        finally:
-            for handle in hooks:
-                handle.remove()
-        self.take_first_gradients(stage)
-
     def _set_stages_left(self) -> None:
         # Reduced by REDUCE at a stage's end: gradients that a tie or several stages add up.
         self._stages_left = {
@@ -316,8 +297,8 @@ class GradientReducer:
         }
 
     def _start_complete(self) -> None:
-        while self._armed and not self._missing[id(self._armed[0])]:
-            self._start(self._armed.pop(0))
+        for bucket in self._running.complete():
+            self._start(bucket)
 
     def _due(self, bucket: Bucket, last: bool) -> bool:
         return bucket.reduces_every_backward or (last and len(bucket.stages) == 1 and bucket.tie is None)
@@ -327,5 +308,9 @@ class GradientReducer:
         self._stages_left.get(id(bucket), set()).clear()
         self._take_gradients(bucket)
         self._pending.append(bucket.start_reduction(self._grid.tensor))
-        while len(self._pending) > self._in_flight:
+        self._wait(self._in_flight)
+
+    def _wait(self, most: int) -> None:
+        """Wait for the oldest reductions until at most so many are in flight."""
+        while len(self._pending) > most:
             wait_for(self._pending.popleft(), self._grid, "reduces gradients")
