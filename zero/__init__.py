@@ -10,7 +10,8 @@ Layout of the parameters:
 Buckets:
     flat_weights.py: weights of a bucket: whole or sharded buffer, master weights, release and restore in stage 3
     gradient_buffer.py: unsharded gradients of a bucket, in one flat tensor
-    bucket.py: gradients of a bucket: accumulation, all-reduce (stages 0, 1), reduce-scatter (stages 2, 3)
+    bucket.py: gradients of a bucket: taken from ``.grad``, read and changed by user code
+    summed_buckets.py: ... and summed over the replicas: whole (stages 0, 1) or transient (stages 2, 3)
     offload.py: offload of shards, masters, gradients and optimizer state to host memory or disk
 
 ``p.grad`` between two backward passes:
@@ -23,6 +24,8 @@ A step:
     written_weights.py: weights that user code writes in place between two steps
     used_parameters.py: parameters that have a gradient in a step, which the replicas agree on
     data_axis.py: all of ZeRO on one rank, behind the ops GATHER, RELEASE, REDUCE and TIED of a program
+    gradient_hooks.py: hooks by which autograd tells that a gradient is there
+    reducing_pass.py: order of the reductions within one backward pass
     gradients.py: when buckets are reduced: during the backward pass or at the end of a step, and if each reduction is
         waited for at once (``overlap_comm``)
     layer_gather.py: stage 3's all-gather of a layer's weights before it runs, prefetch (``overlap_comm``), release

@@ -1,14 +1,16 @@
-"""Weights and gradients of one bucket: gradients accumulate in a flat buffer, whole or sharded, and are summed.
+"""Gradients of one bucket on this rank: taken from ``.grad`` into a flat buffer, read and changed by user code.
 
-stage       gradients
-0, 1        whole
-2, 3        whole within a backward pass, then this rank's range
+    .grad -> take_gradient -> gradients (a GradientBuffer) -> start_reduction -> owned_gradient (= master.grad)
+               deferred: target ^
+
+How the sums over the replicas are kept differs between ``WholeBucket`` and ``TransientBucket`` (``summed_buckets.py``).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +33,7 @@ from .shown_gradients import ASSIGNED, DROPPED, ShownGradients
 _PIECE = 2**16
 
 
-class Bucket(FlatWeights):
+class Bucket(FlatWeights, ABC):
     """Flat weights and gradients of the parameters of one bucket.
 
     Gradients that autograd leaves in ``.grad`` are moved to ``gradients`` as soon as they are there, or at the end of
@@ -41,13 +43,11 @@ class Bucket(FlatWeights):
 
     A step calls, in time:
 
-    begin          no parameter has a gradient
-    begin_pass     a backward pass begins
-    take_gradient  autograd has left a gradient in ``.grad``: it is moved
-    start_reduction
-                   after a pass, or after the step's last one: zeros replace missing gradients, and the sum starts
-    accumulate     the sum has ended (stages 2, 3): its owned range is added to ``owned_gradient``
-    complete       all sums have ended
+    begin           no parameter has a gradient
+    begin_pass      a backward pass begins
+    take_gradient   autograd has left a gradient in ``.grad``: it is moved
+    start_reduction after a pass, or after the step's last one: zeros replace missing gradients, and the sum starts
+    complete        all sums have ended
 
     Between two passes, and after the last one, ``GradientAccess`` calls ``discard``, ``put_back``, ``assign_gradient``,
     ``expose`` and ``conceal`` for user code.
@@ -55,10 +55,9 @@ class Bucket(FlatWeights):
     Takes the arguments of ``FlatWeights``.
 
     Attributes:
-        gradients: (numel,), the unsharded gradients. None between steps if the bucket is ``transient``, and between
-            backward passes if the bucket ``reduces_every_backward``.
+        gradients: (numel,), the unsharded gradients of this rank; None if there are none at present.
         owned_gradient: the reduced gradients of the owned range, which are ``master.grad``.
-        transient: True if unsharded gradients are freed after they are reduced (stages 2 and 3).
+        transient: True if unsharded gradients are freed after they are reduced (``TransientBucket``).
         reduces_every_backward: True if gradients are reduced after every backward pass, False if once a step.
         direct: True if ``.grad`` is a view of ``gradients``.
         is_copied: True if the bucket copies the tensors that autograd makes; False if it takes the first one as its own
@@ -67,6 +66,8 @@ class Bucket(FlatWeights):
         reduction: the reduce-scatter of gradients: ``axis``, or one that sends fewer bytes.
         shown: the ``.grad`` of the parameters, and what user code has done to them.
     """
+
+    transient: ClassVar[bool]
 
     def __init__(
         self,
@@ -79,18 +80,13 @@ class Bucket(FlatWeights):
         super().__init__(flat, members, grid, options, memory)
         assert isinstance(flat.key, BucketKey)
         dtype = self._accumulation_dtype
-        self.transient = options.sharding(self.axis.size) >= 2 and self.tie is None
         self.reduces_every_backward = self.transient and options.reduce_every_backward
         self.direct = not self.reduces_every_backward and dtype == self.weights.dtype
         self.communication_dtype = (options.communication_dtype if flat.key.low_precision else None) or dtype
         self.reduction: ReduceScatter = self.axis
-        # Reduced once a step, the sum itself becomes the owned gradient. (Sub-groups have views of it, which must
-        # stay.)
-        self._keeps_sum = self.transient and not options.reduce_every_backward and not memory.offload.portions
         self._prescale, self._reduce_scatter = options.prescale, options.reduce_scatter
         self._sums_here = self.axis.size > 1 and options.exchange is None  # else a compressor does, or nothing is sent
         self.is_copied = len(self.members) > 1 or not self.trained
-        self._accumulated = True  # False from a step's begin to its first sum, if gradients are transient
         self._buffer: GradientBuffer | None = None  # of ``gradients``
         self.shown = ShownGradients(self.members, flat.slots, self.direct)
         ends, starts = [slot.stop for slot in flat.slots], [slot.start for slot in flat.slots]
@@ -99,33 +95,21 @@ class Bucket(FlatWeights):
         self._counted = self._counted_spans(grid)
 
         self.owned_gradient = torch.zeros(0, dtype=dtype, device=grid.device)
-        if self.master is not None:
-            if self.transient:
-                self.owned_gradient = memory.states.zeros(self.owned_numel, dtype)
-            else:
-                self._set_gradients(torch.zeros_like(self.weights, dtype=dtype))
-            self._set_owned_gradient(self.owned_gradient)
+        if self.trained:
+            self._make_owned_gradient()
+
+    @abstractmethod
+    def _make_owned_gradient(self) -> None:
+        """Allocate the gradients that this rank holds between two steps."""
 
     @property
     def gradients(self) -> Tensor | None:
         """Unsharded gradients, (numel,), if there are any at present."""
         return None if self._buffer is None else self._buffer.flat
 
+    @abstractmethod
     def begin(self) -> None:
         """Begin a step with zero gradients. Gradients accumulate in the bucket again, even if ``.grad`` was set."""
-        if not self.trained:
-            return
-        self.shown.begin()
-        self._accumulated = not self.transient
-        if self._keeps_sum:
-            self._set_owned_gradient(self.owned_gradient.new_empty(0))  # until the sum takes its place
-        if self.transient or not self.is_copied:
-            self._buffer = None
-            if not self.transient:
-                self._set_owned_gradient(self.owned_gradient.new_empty(0))
-        if self._buffer is not None:
-            self._buffer.clear()
-            self._clear_padding(self._buffer.flat)
 
     def target(self, parameter: Tensor) -> Tensor:
         """Return the view of ``gradients`` to which the caller adds a gradient of this parameter."""
@@ -199,9 +183,6 @@ class Bucket(FlatWeights):
             self._buffer.views[parameter].zero_()
             if event == "drop":
                 self._buffer.empty.add(parameter)
-        if self.transient and self._accumulated:
-            start, stop = (min(max(place, self.owned[0]), self.owned[1]) for place in self.span(parameter))  # type: ignore[arg-type]
-            self.owned_gradient[start - self.owned[0] : stop - self.owned[0]].zero_()
 
     def gradient_of(self, parameter: nn.Parameter) -> Tensor:
         """Return the view of ``gradients`` that belongs to a parameter."""
@@ -292,75 +273,40 @@ class Bucket(FlatWeights):
             gradients.mul_(self._prescale)
         if (access := self.shown.access) is not None and self.axis.size > 1:
             self.shown.hide(access)  # while they are being reduced, nothing may read or change them
-        if not self.transient:
-            return self.sum() if self._sums_here else Done()
-        self._buffer = None
-        if self.direct and access is None:
-            for member in self.members:
-                member.parameter.grad = None  # a view of them, which would keep them
-        part, pending = self._start_sum(gradients)
-        return Then(pending, lambda: self.accumulate(part))
+        return self._start_sum(gradients)
+
+    @abstractmethod
+    def _start_sum(self, gradients: Tensor) -> Pending:
+        """Start summing over the data axis what ``start_reduction`` has prepared."""
 
     def sum(self) -> Pending:
         """Start summing the unsharded gradients over the data axis in place, in full or only in the owned range."""
         gradients = self.gradients
         assert gradients is not None
         if self.communication_dtype != gradients.dtype or (self.sharded and not self._reduce_scatter):
-            part, pending = self._start_sum(gradients)
+            part, pending = self._start_part(gradients)
             return Then(pending, lambda: self.owned_gradient.copy_(part))
         if not self.sharded:
             return self.axis.all_reduce(gradients, async_op=True)
         return self.reduction.reduce_scatter(self.owned_gradient, gradients, async_op=True)
 
+    @abstractmethod
     def reopen(self, tensor_axis: Axis) -> None:
-        """Let another backward pass of the step add to gradients that are summed over the data axis already.
+        """Let another backward pass of the step add to gradients that are summed over the data axis already."""
 
-        One rank keeps the sum, and the others set theirs to zero, so that the next reduction gives the sum of all
-        passes. Transient gradients need no change: the parts of their sums add up.
-        """
-        if self.transient or not self._sums_here or self.gradients is None:
-            return
-        start, stop = self.owned
-        if not (self.sharded or self.axis.is_first):
-            start = stop
-        self.gradients[:start].zero_()
-        self.gradients[stop:].zero_()
-        if not tensor_axis.is_first:
-            self.gradients[slice(*self.flat.runs[PARTIAL])].zero_()
-        if self._prescale != 1.0:
-            self.gradients.div_(self._prescale)
-
-    def accumulate(self, part: Tensor) -> None:
-        """Add a part of a sum over the data axis to ``owned_gradient``, after a backward pass of stages 2 and 3.
-
-        Args:
-            part: (owned_numel,), the owned range of the sum.
-        """
-        if not self._accumulated and self._keeps_sum:
-            part = part.to(self._accumulation_dtype)
-            alone = part.untyped_storage().nbytes() == part.numel() * part.element_size()
-            self._set_owned_gradient(part if alone else part.clone())
-        else:
-            self.memory.states.accumulate(self.owned_gradient, part, first=not self._accumulated)
-        self._accumulated = True
-        self.memory.evict(self.owned_gradient)
-
+    @abstractmethod
     def complete(self) -> None:
         """End the reductions of a step, with zeros for parameters that had no gradient."""
-        if self.trained and self._buffer is None and not self.transient:  # on one replica, without a gradient
-            self._made_buffer().fill()
-        if not self._accumulated:
-            device = self.owned_gradient.device
-            self.accumulate(torch.zeros(self.owned_numel, dtype=self._accumulation_dtype, device=device))
 
     def squares(self) -> list[Tensor]:
         """Return sums of squares, float64, of the gradients that this rank counts; not finite after an overflow."""
-        found = []
-        for a, b, factor in self._counted:
-            for piece in self.owned_gradient[a:b].split(_PIECE if self.memory.states.kind == "nvme" else b - a):
-                found.append((square(piece) * factor).to(self._device, non_blocking=True))
+        squares = []
+        for start, stop, factor in self._counted:
+            size = _PIECE if self.memory.states.kind == "nvme" else stop - start
+            for piece in self.owned_gradient[start:stop].split(size):
+                squares.append((square(piece) * factor).to(self._device, non_blocking=True))
                 self.memory.evict(piece)
-        return found
+        return squares
 
     def _counted_spans(self, grid: Grid) -> list[tuple[int, int, float]]:
         """Return (start, stop, factor) of spans of the owned range, by which its elements count in the gradient norm.
@@ -375,7 +321,7 @@ class Bucket(FlatWeights):
         spans = [(self.flat.span(run, *self.owned), run == SHARDED or grid.tensor.is_first) for run in RUNS]
         return [(a - first, b - first, float(counts)) for (a, b), counts in spans if a < b]
 
-    def _start_sum(self, gradients: Tensor) -> tuple[Tensor, Pending]:
+    def _start_part(self, gradients: Tensor) -> tuple[Tensor, Pending]:
         """Start summing unsharded gradients over the data axis; return the owned range of the sum and a ``Pending``."""
         sent = gradients.to(self.communication_dtype)
         if self.sharded and self._reduce_scatter:
@@ -395,8 +341,6 @@ class Bucket(FlatWeights):
     def _set_gradients(self, gradients: Tensor, views: Sequence[Tensor] | None = None) -> GradientBuffer:
         views = self._views_of(gradients) if views is None else views
         self._buffer = GradientBuffer(gradients, dict(zip(self._slots, views, strict=True)))
-        if not self.transient:
-            self._set_owned_gradient(gradients[slice(*self.owned)] if self.sharded else gradients)
         return self._buffer
 
     def _set_owned_gradient(self, gradient: Tensor) -> None:

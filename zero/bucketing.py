@@ -13,6 +13,7 @@ from .bucket import Bucket
 from .flat import PARTIAL, REPLICATED, SHARDED, Item, plan, rules_of_size
 from .managed import BucketKey, ManagedParameter
 from .offload import OffloadMemory
+from .summed_buckets import TransientBucket, WholeBucket
 
 # Ends of the names of buffers that are not cast.
 _KEPT = ("inv_freq", "correction_bias")
@@ -78,7 +79,13 @@ def make_buckets(
             replicas=replicas,
         )
         items.append(Item(number, member.parameter.numel(), run, key, size, shards))
-    return [Bucket(flat, members, grid, options, memory) for flat in plan(items, capacity)]
+    buckets: list[Bucket] = []
+    for flat in plan(items, capacity):
+        assert isinstance(flat.key, BucketKey)
+        sharded = options.sharding(grid.axis(flat.key.replicas).size) >= 2 and flat.key.tie is None
+        kind = TransientBucket if sharded else WholeBucket
+        buckets.append(kind(flat, members, grid, options, memory))
+    return buckets
 
 
 def _refuse_real_parts(member: ManagedParameter, options: ZeroOptions) -> None:

@@ -76,7 +76,9 @@ class GradientReducer:
         self._strict = not options.ignore_unused_parameters
         self._members = [member for bucket in self._buckets for member in bucket.members]
         self._unused: dict[int, ManagedParameter] = {}
-        direct = [(bucket, m.parameter) for bucket in self._buckets if bucket.direct for m in bucket.members]
+        direct: list[tuple[Bucket, Tensor]] = [
+            (bucket, m.parameter) for bucket in self._buckets if bucket.direct for m in bucket.members
+        ]
         stages = {stage for bucket, _ in direct for stage in bucket.stages}
         self._direct = {stage: [pair for pair in direct if stage in pair[0].stages] for stage in stages}
         self._waiting = dict(self._direct)
