@@ -11,6 +11,7 @@ nest.py: walks over nests of tensors.
 json_values.py: plain Python values in JSON and back, for checkpoints and between ranks, without pickle.
 json_comments.py: JSON with comments and trailing commas.
 dtypes.py: names of dtypes.
+checksum.py: a checksum of a tensor's bits.
 safetensors_header.py: header of safetensors files, made and read.
 safetensors.py: writer of safetensors files, tensor by tensor.
 source_hashes.py: hashes of the files of Python modules.

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..base.checksum import checksum
 from ..grid import Grid, layout_of
-from ..pipe.module import checksum
 
 # Buffers of a mixture of experts, which each rank computes from sums over all ranks.
 _EQUAL = ("past_loads", "correction_bias")
@@ -78,7 +78,7 @@ class ReplicaBuffers:
         for name, (module, key) in self._places.items() if written else ():
             buffer, seen = module._buffers.get(key), self._seen.get(name)
             if module in written and name not in self._changing and buffer is not None:
-                self._seen[name] = now = _Seen(buffer, buffer._version, checksum(buffer))
+                self._seen[name] = now = _Seen(buffer, buffer._version, int(checksum(buffer)))
                 if seen is not None and (now.sum != seen.sum or _kind(buffer) != _kind(seen.buffer)):
                     strayed.add(name)
         self._strayed = strayed

@@ -12,10 +12,11 @@ from types import NoneType
 from typing import Any, NamedTuple, Never
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..base.accelerators import move_module
 from ..base.checks import check_count, check_kind, check_seed
+from ..base.checksum import checksum
 from ..base.entry_points import offered
 from ..base.html import html_table
 from ..grid import Axis, Grid, Layout, layout_of
@@ -550,7 +551,7 @@ class PipelineModule(nn.Module):
             name = self._placeholders.changed(self.parameters())
             return [] if name is None else [name]
         known = {} if self.training_started else self._checksums
-        return [name for name, p in self.named_parameters() if checksum(p) != known.get(p)]
+        return [name for name, p in self.named_parameters() if int(checksum(p)) != known.get(p)]
 
     def change_layers(self, change: Callable[[str, nn.Module], object]) -> None:
         """Change the layers of this rank, also layers that ``move`` builds later, for instance to add parameters.
@@ -773,7 +774,7 @@ class PipelineModule(nn.Module):
         (A parameter's version counter does not count writes through ``p.data``.)
         """
         known = self.grid.pipe.size > 1 and not self._placeholders and self.grid.device.type != "meta"
-        self._checksums = {p: checksum(p) for p in self.parameters()} if known else {}
+        self._checksums = {p: int(checksum(p)) for p in self.parameters()} if known else {}
 
     def _tie_axis(self, tie: Tie) -> Axis | None:
         """Return the axis of the pipe ranks that hold a tie, over which its gradient is summed. Collective.
@@ -824,12 +825,6 @@ def _known_chunks(placement: str | Sequence[int], partition: str | Sequence[int]
     if not isinstance(partition, str):
         return max(1, (len(partition) - 1) // pipe)
     return None
-
-
-def checksum(parameter: Tensor) -> int:
-    """Sum the elements' bits, read as integers: a number that changes when the parameter does."""
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(parameter.element_size(), torch.uint8)
-    return int(parameter.detach().reshape(-1).view(words).sum(dtype=torch.int64))
 
 
 def _as_nest(loss: Any) -> Any:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
+from ..base.checksum import checksum
 from .bucket import Bucket
 
 
@@ -45,7 +45,7 @@ class WrittenWeights:
         """
         for axis in dict.fromkeys(bucket.axis for bucket in self._buckets):
             members = [member for bucket in self._buckets if bucket.axis is axis for member in bucket.members]
-            sums = torch.stack([_bits(member.parameter) for member in members])
+            sums = torch.stack([checksum(member.parameter) for member in members])
             most = torch.cat([sums, -sums])
             axis.all_reduce(most, op="max")
             differs = most.view(2, -1).sum(dim=0).nonzero().flatten().tolist()
@@ -73,9 +73,3 @@ class WrittenWeights:
                     "the step is taken by a master copy in another dtype. Write the parameter itself: with "
                     "torch.no_grad(): parameter.clamp_(...)"
                 )
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's bits, read as integers: 0-dim int64."""
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
-    return tensor.detach().reshape(-1).view(words).sum(dtype=torch.int64)

@@ -99,19 +99,28 @@ def test_nothing_is_left_untrained_in_silence(change: Callable[[Any], None], wor
         engine.train_batch(iter(pairs()))
 
 
-def behind_the_counters() -> str:
+def fill(values: Tensor) -> None:
+    values.fill_(0.5)
+
+
+def exchange(values: Tensor) -> None:
+    values.copy_(values.flip(0))
+
+
+def behind_the_counters(change: Callable[[Tensor], None]) -> str:
     grid = Grid(pipe=2, timeout=60)
     module = PipelineModule([linear() for _ in range(4)], grid, mean_loss, "uniform", chunks=2)
     for parameter in module.parameters():
-        parameter.data.fill_(0.5)
+        change(parameter.data)
     with pytest.raises(RuntimeError) as error:
         triax.initialize(model=module, config={"train_batch_size": 4, "pipeline": {"schedule": "zb-v"}})
     return str(error.value)
 
 
-def test_stages_do_not_move_when_weights_were_set_through_data(ranks: Any) -> None:
+@pytest.mark.parametrize("change", [fill, exchange])
+def test_stages_do_not_move_when_weights_were_set_through_data(ranks: Any, change: Callable[[Tensor], None]) -> None:
     """Stages that moved were built again without the values set by `parameter.data`, which no version counter sees."""
-    assert all("was changed since it was built" in message for message in ranks(2, behind_the_counters))
+    assert all("was changed since it was built" in message for message in ranks(2, behind_the_counters, change))
 
 
 def test_optimizers_and_groups_that_cannot_be_followed() -> None:
