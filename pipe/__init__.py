@@ -2,7 +2,9 @@
 
 Describing the model:
     spec.py                 LayerSpec, TiedLayerSpec: layers that are built later, on the rank that runs them
-    module.py               PipelineModule: the list of layers; builds and runs this rank's stages
+    module.py               PipelineModule: the list of layers; cuts it into stages and runs this rank's
+    layer_builder.py        builds one layer: its values depend on the seed and its index alone
+    stage_layers.py         the layers of this rank's stages: built, shared, changed, named; dropped if a stage leaves
     rebuild.py              a PipelineModule built again, on another grid or as a copy
     partition.py            cuts the list into stages: uniform, balanced by parameters, by class, or given
     cuts.py                 find_cut: the cut, and the schedule, for the costs of the layers; without torch

@@ -20,18 +20,20 @@ from ..base.checksum import checksum
 from ..base.entry_points import offered
 from ..base.html import html_table
 from ..grid import Axis, Grid, Layout, layout_of
-from ..grid.auxiliary import AuxiliaryLayer, AuxiliaryLosses
-from ..grid.layout import rename, require_plain
+from ..grid.auxiliary import AuxiliaryLosses
+from ..grid.layout import require_plain
 from ..grid.loss_terms import NamedLosses, WithLoss, is_named, named_losses
-from ..grid.randomness.random import DropoutState, SampleRandom, seeded
+from ..grid.randomness.random import DropoutState
 from .chunked_loss import LastLayer
+from .layer_builder import LayerBuilder, broadcast
 from .partition import SEARCHED, boundaries
-from .placeholders import Placeholders, Put
+from .placeholders import Put
 from .program.layer_costs import LayerCosts
 from .program.placement import place
 from .recompute.recompute import Recompute
 from .spec import LayerSpec, TiedLayerSpec, require_arguments
-from .ties import Layer, Tie, find_ties, share, sources, typename
+from .stage_layers import StageLayers
+from .ties import Layer, Tie, find_ties, sources, typename
 
 _OLDER = "triax.pipeline_arguments"  # the entry points of modules that translate older arguments of PipelineModule
 _ONE = "A layer takes what the layer before returned as one argument: write forward(self, x), and take x apart there"
@@ -72,6 +74,12 @@ class LayerCall(NamedTuple):
     key: str | None
     function: Any
     takes: tuple[str, ...] = ()
+
+    def bind(self, layers: nn.ModuleDict) -> Callable[..., Any]:
+        """Return what is called with the value, given this rank's layers by key."""
+        if self.key is None:
+            return self.function
+        return layers[self.key] if self.function is None else partial(self.function, layers[self.key])
 
 
 class PipelineModule(nn.Module):
@@ -225,13 +233,16 @@ class PipelineModule(nn.Module):
         _check_costs(costs, self.partition, len(self._list))
         self.costs = costs
         self._sources = sources(self._list)
+        self._builder = LayerBuilder(self._list, self.grid, self.seed, dtype)
         self._cut(placement, 1 if known is None else known)
-        self._broadcast_built_modules()
+        for source, entry in enumerate([*self._list, loss_fn]):
+            if isinstance(entry, nn.Module) and (source == len(self._list) or self._sources[source] == source):
+                broadcast(entry, self.grid)
         # The layers of this rank's stages.
-        self._on_meta = device is not None  # they are built without their values, until ``fill``
-        self._changes: list[Callable[[str, nn.Module], object]] = []
-        self._placeholders = Placeholders(self._build_changed)
-        self.layers = nn.ModuleDict()
+        self._held = StageLayers(
+            self._list, self._builder, self.grid, device is not None, self.dropout_state, self.auxiliary
+        )
+        self.layers, self._placeholders = self._held.modules, self._held.placeholders
         self._build()
 
     @property
@@ -272,8 +283,7 @@ class PipelineModule(nn.Module):
         """
         if put is None:
             self.require_untouched()
-        self._placeholders.fill(self.layers, put or (lambda parameter, value: False))
-        self._on_meta = False
+        self._held.fill(put or (lambda parameter, value: False))
         if put is None:
             self._record_checksums()
 
@@ -328,7 +338,8 @@ class PipelineModule(nn.Module):
     ) -> tuple[Any, list[NamedLosses]]:
         """Run the layers ``start`` to ``stop`` of a stage; return their output, and the losses that they returned."""
         layers, hook, check, losses = self.layers, self.run_hook, self.check_hook, list[NamedLosses]()
-        for number, (index, key, function, takes) in enumerate(self._calls[stage][start:stop], start):
+        for number, entry in enumerate(self._calls[stage][start:stop], start):
+            index, key, _, takes = entry
             if check is not None and (stage or number):
                 check(x)
             if missing := [name for name in takes if name not in fields]:
@@ -337,15 +348,14 @@ class PipelineModule(nn.Module):
                     f"call model(x, {missing[0]}=...), or engine.train_batch or engine.eval_batch"
                 )
             own = {name: fields[name] for name in takes}
-            call = function
+            call = entry.bind(layers)
             try:
-                if key is None:
-                    x = self._run_layer(index, function, own, x)
+                if key is None or hook is None:
+                    x = self._run_layer(index, call, own, x)
                 else:
-                    call = layers[key] if function is None else partial(function, layers[key])
                     run: Any = partial(self._run_layer, index, call, own)
                     run.__wrapped__ = call  # hooks look whether it is a module
-                    x = run(x) if hook is None else hook(stage, index, run, x)
+                    x = hook(stage, index, run, x)
             except TypeError:
                 require_arguments(call, (x,), f"{self._describe(index)} of stage {stage}", _ONE, own)
                 raise
@@ -371,7 +381,7 @@ class PipelineModule(nn.Module):
         """Return the table that a notebook shows: a row for each stage, with the parameters of its whole layers."""
         names, rows = [typename(layer) for layer in self._list], []
         try:
-            counts = self._parameter_counts()
+            counts = self._builder.parameter_counts()
         except ValueError:  # a layer needs values to be built
             counts = []
         for stage, (start, stop) in enumerate(pairwise(self.boundaries)):
@@ -404,18 +414,19 @@ class PipelineModule(nn.Module):
         """
         if self.loss_fn is None:
             return outputs
-        stage, loss_fn = len(self.placement) - 1, self.loss_fn
+        stage, loss_fn, hook = len(self.placement) - 1, self.loss_fn, self.run_hook
         if with_head:
-            index, key, function, _ = self._calls[stage][-1]
-            layer = None if key is None else self.layers[key]
-            call = layer if function is None else function if layer is None else partial(function, layer)
-            assert call is not None
-            head = LastLayer(call, layer, self.stage_part)
-            run = lambda x: _as_nest(loss_fn.of_head(head, x, labels))  # noqa: E731
-            return run(outputs) if layer is None or self.run_hook is None else self.run_hook(stage, index, run, outputs)
-        if self.run_hook is None or not self.has_loss_module:
+            entry = self._calls[stage][-1]
+            layer = None if entry.key is None else self.layers[entry.key]
+            head = LastLayer(entry.bind(self.layers), layer, self.stage_part)
+
+            def run(x: Any) -> Any:
+                return _as_nest(loss_fn.of_head(head, x, labels))
+
+            return run(outputs) if layer is None or hook is None else hook(stage, entry.layer, run, outputs)
+        if hook is None or not self.has_loss_module:
             return loss_fn(outputs, labels)
-        return self.run_hook(stage, len(self._list), lambda outputs: _as_nest(loss_fn(outputs, labels)), outputs)
+        return hook(stage, len(self._list), lambda outputs: _as_nest(loss_fn(outputs, labels)), outputs)
 
     @contextmanager
     def other_loss(self, loss_fn: Callable[[Any, Any], Any]) -> Iterator[None]:
@@ -535,12 +546,6 @@ class PipelineModule(nn.Module):
             self.placement = place(placement, self.grid.pipe.size, self.chunks)
         else:
             self._cut(placement, len(placement) // self.grid.pipe.size)
-        used = {self._sources[i] for s in self.stages for i in range(self.boundaries[s], self.boundaries[s + 1])}
-        for source in [int(key) for key in self.layers if int(key) not in used]:
-            del self.layers[str(source)]
-        self._placeholders.keep(self.parameters(), used)
-        for key, kept in self.layers.items():  # other cuts make other ties
-            self._name(int(key), kept)
         self._build()
 
     def _changed(self) -> list[str]:
@@ -560,12 +565,7 @@ class PipelineModule(nn.Module):
             change: called as ``change(name, layer)`` with each layer's name in the whole model, such as ``layers.3``.
                 New parameters get whole-model names.
         """
-        self._changes.append(change)
-        for source, layer in self.layers.items():
-            change(f"layers.{source}", layer)
-            self._hold_places(int(source), layer)
-            self._name(int(source), layer)
-        self._placeholders.keep(self.parameters(), map(int, self.layers))
+        self._held.change(change)
         before = self._checksums
         self._record_checksums()
         self._checksums.update((p, before[p]) for p in self._checksums.keys() & before.keys())  # values since loaded
@@ -604,7 +604,7 @@ class PipelineModule(nn.Module):
         self.placement, self.chunks = place(placement, self.grid.pipe.size, chunks), chunks
         names = [typename(layer) for layer in self._list]
         costs = self.costs
-        weigh = self._parameter_counts if costs is None else lambda: [layer.seconds for layer in costs.layers]
+        weigh = self._builder.parameter_counts if costs is None else lambda: [layer.seconds for layer in costs.layers]
         self.boundaries = boundaries(self.partition, len(self.placement), names, weigh)
         self._calls = [[self._call(i) for i in range(a, b)] for a, b in pairwise(self.boundaries)]
         stages = [stage for stage, (start, stop) in enumerate(pairwise(self.boundaries)) for _ in range(start, stop)]
@@ -621,69 +621,20 @@ class PipelineModule(nn.Module):
         function = entry.forward_fn if isinstance(entry, TiedLayerSpec) else None
         return LayerCall(source, str(source), function, entry.takes if isinstance(entry, LayerSpec) else ())
 
-    def _parameter_counts(self) -> list[float]:
-        """Count the parameters of each layer (of the whole layer, not of this rank's shard), on the meta device."""
-        counts: dict[int, float] = {}
-        for index, entry in enumerate(self._list):
-            if id(entry) in counts:
-                continue
-            layer: Layer = entry
-            if isinstance(entry, LayerSpec):
-                layer = self._build_on_meta(index, "pass partition='uniform' or boundaries")
-            parameters = layer.parameters() if isinstance(layer, nn.Module) else ()
-            counts[id(entry)] = float(sum(torch.Size(layout_of(p).shape).numel() for p in parameters))
-        return [counts[id(entry)] for entry in self._list]
-
-    def _broadcast_built_modules(self) -> None:
-        """Broadcast the weights of modules that the caller built from rank 0, because each process built its own."""
-        for source, entry in enumerate(self._list):
-            if isinstance(entry, nn.Module) and self._sources[source] == source:
-                self._broadcast(entry)
-        if isinstance(self.loss_fn, nn.Module):
-            self._broadcast(self.loss_fn)
-
-    def _broadcast(self, entry: nn.Module) -> None:
-        """Broadcast a module's parameters and buffers from rank 0. Collective."""
-        for tensor in [*entry.parameters(), *entry.buffers()] if self.grid.size > 1 else ():
-            layout, grid, axes = layout_of(tensor), self.grid, [self.grid.world]
-            if layout.sharded or layout.expert_dim is not None:
-                # Shards are taken from a rank that holds the same one, along one axis after the other.
-                axes = [grid.pipe, grid.axis(layout.replicas), *([] if layout.sharded else [grid.tensor])]
-            data = tensor.detach().to(grid.device).contiguous()
-            for axis in axes:
-                if axis.size > 1:
-                    axis.broadcast(data)
-            tensor.data.copy_(data)
-
     def _build(self) -> None:
-        """Build this rank's layers that are missing, and name their parameters as in the whole model."""
+        """Hold the layers of this rank's stages, and the loss module, after each cut. Collective."""
         self.recompute.forget()
-        for stage in self.stages:
-            for source in self._sources[self.boundaries[stage] : self.boundaries[stage + 1]]:
-                if isinstance(self._list[source], (LayerSpec, nn.Module)) and str(source) not in self.layers:
-                    layer = self._make(source)
-                    self.layers[str(source)] = layer
-                    self._hold_places(source, layer)
-                    for change in self._changes:
-                        change(f"layers.{source}", layer)
-                    self._hold_places(source, layer)
-                    self._name(source, layer)
+        stages = [self._sources[self.boundaries[stage] : self.boundaries[stage + 1]] for stage in self.stages]
+        self._held.hold([*chain(*stages)], self.ties, self._shared)
         self._place_loss()
         self.tie_axes = [self._tie_axis(tie) for tie in self.ties]
         self._record_checksums()
 
-    def _hold_places(self, source: int, layer: nn.Module) -> None:
-        """Replace the meta parameters of a layer by placeholders, if the layer is built later."""
-        if self._on_meta and isinstance(self._list[source], LayerSpec):
-            self._placeholders.replace(source, layer, self.grid.device)
-
     def take_loss(self) -> None:
         """Make a loss module that was assigned to ``loss_fn`` after construction a part of the model. Collective."""
         if isinstance(self.loss_fn, nn.Module) and self.loss_fn is not self._placed_loss:
-            self._broadcast(self.loss_fn)
-            self._cut(self.placement, self.chunks)
-            for source, layer in self.layers.items():  # it may share their parameters
-                self._name(int(source), layer)
+            broadcast(self.loss_fn, self.grid)
+            self._cut(self.placement, self.chunks)  # it may share parameters of layers
             self._build()
 
     def _place_loss(self) -> None:
@@ -697,76 +648,9 @@ class PipelineModule(nn.Module):
             self._modules.pop("loss_fn", None)
             if self.is_last:
                 self.loss_fn = move_module(loss_fn, self.grid.device, self.dtype)
-                self._name(len(self._list), loss_fn)
+                self._held.name(len(self._list), loss_fn)
             else:
                 self.__dict__["loss_fn"] = loss_fn
-
-    def _name(self, source: int, layer: nn.Module) -> None:
-        """Give a layer's parameters their whole-model names, and bind its dropouts and auxiliary losses."""
-        keys = {tie.key for tie in self.ties}
-        prefix = f"layers.{source}" if source < len(self._list) else "loss_fn"
-        for attribute, parameter in layer.named_parameters():
-            name, key = self._shared.get((source, attribute), (f"{prefix}.{attribute}", ""))
-            key = key or f"layers.{source}"
-            rename(parameter, name, key if key in keys else None)
-        for name, module in layer.named_modules():
-            if isinstance(module, SampleRandom):
-                module.bind(f"{prefix}.{name}", self.dropout_state)
-            elif isinstance(module, AuxiliaryLayer):
-                module.bind(f"{prefix}.{name}".rstrip("."), self.auxiliary)
-
-    def _make(self, source: int) -> nn.Module:
-        """Build the layer whose first index is ``source``, or its placeholders.
-
-        Parameters that it shares with a tied layer of another class are taken from that layer.
-        """
-        entry = self._list[source]
-        on_meta = self._on_meta and isinstance(entry, LayerSpec)
-        layer = self._build_on_meta(source, "leave out device='meta'") if on_meta else self._build_layer(source)
-        if isinstance(entry, TiedLayerSpec):
-            names = {attribute: name for (i, attribute), (name, _) in self._shared.items() if i == source}
-            for attribute, name in names.items():
-                # Another layer of this rank may have this weight already. Else the layer that owns it is built for it.
-                held = [i for (i, _), (shared, _) in self._shared.items() if shared == name and str(i) in self.layers]
-                home = held[0] if held else int(name.split(".")[1])
-                if home != source:
-                    owner = self.layers[str(home)] if held else self._make(home)
-                    share(owner, layer, attribute, self._list[home], entry)
-        return layer
-
-    def _build_layer(self, source: int) -> nn.Module:
-        """Build one layer with its initial values, which depend on the seed and its index alone."""
-        entry = self._list[source]
-        if isinstance(entry, LayerSpec):
-            # In a dry run, on the meta device: no layer has values.
-            device = "meta" if self.grid.device.type == "meta" else "cpu"
-            with seeded(self.seed, f"layers.{source}"), torch.device(device):
-                entry = entry.build(self.grid)
-        assert isinstance(entry, nn.Module)
-        return move_module(entry, self.grid.device, self.dtype)
-
-    def _build_changed(self, source: int) -> nn.Module:
-        """Build one layer as ``_build_layer`` does, and change it as ``change_layers`` asked for."""
-        layer = self._build_layer(source)
-        for change in self._changes:
-            change(f"layers.{source}", layer)
-        return layer
-
-    def _build_on_meta(self, index: int, otherwise: str) -> nn.Module:
-        """Build a layer on the meta device, without values.
-
-        ``otherwise`` is the advice in the error message if the layer cannot be built on the meta device.
-        """
-        spec = self._list[index]
-        assert isinstance(spec, LayerSpec)
-        try:
-            with seeded(self.seed), torch.device("meta"):
-                return spec.build(self.grid).to(dtype=self.dtype)
-        except Exception as error:
-            if "meta" not in str(error).lower():
-                raise
-            what = f"layer {index}, {spec}, cannot be built on the meta device"
-            raise ValueError(f"{what} ({error}): {otherwise}") from error
 
     def _record_checksums(self) -> None:
         """Record a checksum of each initial weight, from which ``move`` sees that weights were changed.
