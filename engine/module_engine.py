@@ -32,7 +32,7 @@ from ..grid.agreement.agreement import SAME_CALLS, enter_call, number, totals
 from ..grid.agreement.failure import all_or_none
 from ..grid.comm.traffic import Sent
 from ..grid.layout import require_plain
-from ..grid.loss_terms import Loss, NamedLosses, described_form, is_named
+from ..grid.loss_terms import Loss, is_named
 from ..grid.randomness.random import DropoutState, bind_dropout, set_dropout_samples
 from ..options.engine import EngineOptions
 from ..options.schedule import ScheduleOptions
@@ -46,6 +46,7 @@ from ..zero.modules.module_optimizer import ModuleOptimizer
 from .accounting.memory import MemoryAccounts
 from .auxiliary_steps import AuxiliarySteps, bind_auxiliary
 from .base import NO_OPTIMIZER, Engine, TrainingParts
+from .module_step import MicrobatchCalls, StepLosses
 from .named_losses import NamedLossSteps
 from .named_parameters import named_parameters
 from .optim.loss_scale import process_scales, rescaled
@@ -55,6 +56,7 @@ from .replica_buffers import ReplicaBuffers
 from .setup.arguments import to_device
 from .setup.compilation import Compilation, compile_module
 from .setup.recomputation import log_profile, recompute_blocks
+from .step_sums import StepSums
 
 
 class ModuleEngine(Engine):
@@ -153,15 +155,8 @@ class ModuleEngine(Engine):
         self.microbatch = 0
         self._user_boundary = None if options.batch.counted else True  # None: microbatches are counted
         self.in_no_sync = False  # within no_sync
-        self._scaled_by_user = False  # the loss of this microbatch went through scale()
-        self._engine_backwards = 0  # backward passes of this microbatch that backward() made
-        self._forwards = 0  # forward passes of this microbatch, in train mode and with a graph
+        self._calls, self._losses = MicrobatchCalls(), StepLosses()
         self._warned_of_late_step = False
-        self._outputs_opaque = False  # an output of this microbatch is no nest of tensors
-        self._eval_outputs_opaque = False  # in eval mode, where no backward pass needs to follow
-        self._outputs_entered = False  # a backward pass entered through outputs of this microbatch
-        self._losses: list[Tensor | float] = []  # of this step's microbatches
-        self._named: list[NamedLosses] = []  # the losses of this step that have names
         self._mark_last()
         self._set_plain()
         self._call_order = grid.call_order(self._step_grid.world, SAME_CALLS)
@@ -181,7 +176,7 @@ class ModuleEngine(Engine):
             if graph and trains:
                 self.replica_rows.see((args, kwargs))
                 self._begin_step()
-                self._forwards += 1
+                self._calls.forwards += 1
             counting = self.accounts.counting() if trains else nullcontext()
             if not self.options.batch.counted:
                 self.microbatch = self.backward_passes.count
@@ -195,16 +190,23 @@ class ModuleEngine(Engine):
                 y = self.module(*args, **kwargs)
             if trains:
                 self.observer.count_tokens((*args, *kwargs.values()))
-            if graph:
-                self.backward_passes.watch(y)
-            if graph and (self._scales.any or not trains):
-                y, seen = rescaled(y, self._enter_backward if trains else self._enter_eval_backward)
-                if trains:
-                    self._outputs_opaque |= not seen
-                elif not seen:  # a backward pass may enter here unnoticed
-                    self._eval_outputs_opaque = True
-                    self._begin_step()
-            return y
+            return self._watch_outputs(y, trains) if graph else y
+
+    def _watch_outputs(self, outputs: Any, trains: bool) -> Any:
+        """Return the outputs of a forward pass such that a backward pass is seen, and is scaled where fp16 asks for it.
+
+        A module in eval mode begins a step if a backward pass enters through its outputs.
+        """
+        self.backward_passes.watch(outputs)
+        if not self._scales.any and trains:
+            return outputs
+        outputs, seen = rescaled(outputs, self._enter_backward if trains else self._enter_eval_backward)
+        if trains:
+            self._calls.opaque |= not seen
+        elif not seen:  # a backward pass may enter here unnoticed
+            self._calls.opaque_in_eval = True
+            self._begin_step()
+        return outputs
 
     def backward(
         self,
@@ -234,7 +236,7 @@ class ModuleEngine(Engine):
             named = is_named(loss)
             if named:
                 loss, terms = share_of_terms(loss, self.grid.context, "engine.backward(loss)")
-                self._require_form(terms)
+                self._losses.require_form(terms)
             else:
                 loss = share_of_mean(loss, self.grid.context, "engine.backward(loss)")  # type: ignore[arg-type]
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -248,7 +250,7 @@ class ModuleEngine(Engine):
             self._require_one_loss((id(self), self._scales.steps))
             before, accumulation = self.backward_passes.count, self.batch.accumulation
             if not before:
-                self._losses, self._named = [], []  # of a step that optimizer.zero_grad() has discarded
+                self._losses = StepLosses()  # optimizer.zero_grad() has discarded the others
             scale = self.optimizer_step.scale
             # The step divides by the number of microbatches; not here.
             factor = scale if scale_wrt_gas else scale * accumulation
@@ -260,23 +262,15 @@ class ModuleEngine(Engine):
                     scaled.backward(retain_graph=retain_graph)
                 if self.backward_passes.count == before:
                     self.backward_passes.run_empty()
-            self._engine_backwards += self.backward_passes.count - before
+            self._calls.backwards += self.backward_passes.count - before
             loss = loss.detach() / accumulation if scale_wrt_gas else loss.detach()
-            self._losses.append(number(loss))
-            self._named += [terms] if named else []
+            self._losses.values.append(number(loss))
+            self._losses.named += [terms] if named else []
             return loss
-
-    def _require_form(self, terms: NamedLosses) -> None:
-        """Check that the microbatches of a step have the same terms and metrics."""
-        if self._named and terms.form() != self._named[0].form():
-            raise AgreedError(
-                f"engine.backward(loss) was given {described_form(terms.form())}, and before, in the same step, "
-                f"{described_form(self._named[0].form())}: give the same names in every microbatch"
-            )
 
     def scale(self, loss: Tensor) -> Tensor:
         """Multiply the loss by fp16's scale, to call ``backward()`` on it: ``engine.scale(loss).backward()``."""
-        self._scaled_by_user = True
+        self._calls.scaled = True
         return self._scales.scaled(loss, self.optimizer_step.scale) if self._scales.any else loss
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -290,63 +284,73 @@ class ModuleEngine(Engine):
                 ``no_sync``.
         """
         with self.parts("step"), self.all_or_none("step"):
-            if self.optimizer is None:
-                raise AgreedError(NO_OPTIMIZER)
-            if self.in_no_sync:
-                raise AgreedError(
-                    "step() was called inside no_sync(), where gradients are not reduced: call it after the with block"
-                )
-            if self.backward_passes.stepped or self.backward_passes.count == self.backward_passes.seen:
-                raise AgreedError(
-                    "step() without a backward pass: call engine.backward(loss), or loss.backward(), before each step()"
-                )
-            self._require_one_loss()
-            unseen = self._eval_outputs_opaque and not self._outputs_entered and self.loss_scaler is not None
-            backwards_on_loss = self.backward_passes.count - self.backward_passes.seen - self._engine_backwards
-            if backwards_on_loss > 0:
-                share_of_mean(torch.zeros(()), self.grid.context, "loss.backward()")
-            if (self._outputs_opaque or unseen) and not self._scaled_by_user and backwards_on_loss > 0:
-                raise AgreedError(
-                    "loss.backward() did not multiply the gradients by fp16's loss scale, because the module returned "
-                    "an object that is not a tensor, tuple, list or dict: call engine.backward(loss), or "
-                    "engine.scale(loss).backward()"
-                )
+            optimizer = self._require_step()
             self._warn_of_late_step()
             last = self.is_last_microbatch()
             try:
                 if last:
-                    if not self.options.batch.counted:
-                        missing = self.batch.accumulation - self.backward_passes.count
-                        self._samples_before -= missing * self.batch.micro * self.grid.replicas
-                    # These passes reduce gradients, each by collectives of its own.
-                    reduces = self.options.batch.counted and self.data_axis.exchange is None
-                    passes = self.backward_passes.count - self.backward_passes.seen if reduces else 1
-                    call = "step" if passes == 1 else f"step after {passes} backward passes"
-                    enter_call(self.grid, call, ends=self._call_order)
-                    self.microbatch = -1
-                    with torch.no_grad(), self.accounts.counting(), self.replicas.stepping() as grid:
-                        self._step(grid, self.optimizer, lr_kwargs)
-                    if self.replicas.just_synchronized:
-                        self._share_buffers()
-                    self._sent = self.grid.traffic.since(self._sent_before or {})
+                    self._end_step(optimizer, lr_kwargs)
             finally:  # also after an error
-                if last:
-                    self._sent_before = None
-                    self.accounts.end()
-                self.microbatch += 1
-                self.backward_passes.seen = self.backward_passes.count
-                self.backward_passes.origins.clear()
-                self.micro_steps += 1
-                self._engine_backwards, self._forwards, self._scaled_by_user = 0, 0, False
-                self._outputs_opaque = self._eval_outputs_opaque = self._outputs_entered = False
-                self._mark_last()
+                self._end_microbatch(last)
         self._save_if_due()
+
+    def _require_step(self) -> ModuleOptimizer:
+        """Return the optimizer, if ``step`` may be called now, and raise its errors if not."""
+        passes = self.backward_passes
+        if self.optimizer is None:
+            raise AgreedError(NO_OPTIMIZER)
+        if self.in_no_sync:
+            raise AgreedError(
+                "step() was called inside no_sync(), where gradients are not reduced: call it after the with block"
+            )
+        if passes.stepped or passes.count == passes.seen:
+            raise AgreedError(
+                "step() without a backward pass: call engine.backward(loss), or loss.backward(), before each step()"
+            )
+        self._require_one_loss()
+        by_user = passes.count - passes.seen - self._calls.backwards
+        if by_user > 0:
+            share_of_mean(torch.zeros(()), self.grid.context, "loss.backward()")
+        if self._calls.lacks_scale(by_user, self.loss_scaler is not None):
+            raise AgreedError(
+                "loss.backward() did not multiply the gradients by fp16's loss scale, because the module returned "
+                "an object that is not a tensor, tuple, list or dict: call engine.backward(loss), or "
+                "engine.scale(loss).backward()"
+            )
+        return self.optimizer
+
+    def _end_step(self, optimizer: ModuleOptimizer, lr_kwargs: Mapping[str, Any] | None) -> None:
+        """Take the step, after its last microbatch, with the replicas that take it together."""
+        if not self.options.batch.counted:
+            missing = self.batch.accumulation - self.backward_passes.count
+            self._samples_before -= missing * self.batch.micro * self.grid.replicas
+        # These passes reduce gradients, each by collectives of its own.
+        reduces = self.options.batch.counted and self.data_axis.exchange is None
+        passes = self.backward_passes.count - self.backward_passes.seen if reduces else 1
+        enter_call(self.grid, "step" if passes == 1 else f"step after {passes} backward passes", ends=self._call_order)
+        self.microbatch = -1
+        with torch.no_grad(), self.accounts.counting(), self.replicas.stepping() as grid:
+            self._step(grid, optimizer, lr_kwargs)
+        if self.replicas.just_synchronized:
+            self._share_buffers()
+        self._sent = self.grid.traffic.since(self._sent_before or {})
+
+    def _end_microbatch(self, last: bool) -> None:
+        if last:
+            self._sent_before = None
+            self.accounts.end()
+        self.microbatch += 1
+        self.backward_passes.seen = self.backward_passes.count
+        self.backward_passes.origins.clear()
+        self.micro_steps += 1
+        self._calls = MicrobatchCalls()
+        self._mark_last()
 
     def _warn_of_late_step(self) -> None:
         """Warn once if step() ends one microbatch after the passes of a whole step, as in a DDP loop."""
         passes, microbatches = self.backward_passes.count - self.backward_passes.seen, self.batch.accumulation
         counts = self.options.batch.counted and self._user_boundary is None
-        late = counts and 1 < microbatches == passes == self._forwards
+        late = counts and 1 < microbatches == passes == self._calls.forwards
         if self._warned_of_late_step or not late:
             return
         self._warned_of_late_step = True
@@ -430,38 +434,38 @@ class ModuleEngine(Engine):
         with self.parts("reduce"):
             self.backward_passes.end_reductions()
         self.data_axis.access.take_back(look=reduced)
-        losses, self._losses = self._losses, []
-        named, self._named = self._named, []
+        losses, self._losses = self._losses, StepLosses()
         # Tensor ranks hold the same loss: the first one counts. On a GPU the sum is a tensor, so that nothing waits.
-        own_sum = functools.reduce(operator.add, losses, 0.0) * float(grid.tensor.is_first)
-        values = [
-            self.data_axis.used.unused(),
-            own_sum,
-            *([float(self.replica_buffers.strayed())] if self.replica_buffers else []),
-        ]
+        own = StepSums(
+            loss=functools.reduce(operator.add, losses.values, 0.0) * float(grid.tensor.is_first),
+            weight=None,
+            unused=self.data_axis.used.unused(),
+            strayed=float(self.replica_buffers.strayed()) if self.replica_buffers else None,
+        )
         if self.auxiliary:
             self.auxiliary_sums = self.auxiliary.local_sums(grid.device)
-        sums, _ = self.named_losses.totals(grid, named, values, self.optimizer_step.totals, training=False)
-        unused, total, *strayed = sums
+        totals_of = self.optimizer_step.totals
+        sums, _ = self.named_losses.totals(grid, losses.named, own.numbers(), totals_of, training=False)
+        total = own.summed(sums)
         replicas = grid.data.size * self.replicas.contributing
-        weight, value = replicas * self.batch.accumulation, total / replicas if losses else None
+        weight, value = replicas * self.batch.accumulation, total.loss / replicas if losses.values else None
         loss = torch.tensor(math.nan if value is None else value, dtype=torch.float64)
         self.backward_passes.stepped = True  # also if the step is left out
         self._scales.steps += 1
-        own = {index: (term,) for index, term in enumerate(losses)}
-        taken = self.optimizer_step.decide(grid, value, weight, own, self.observers)
+        by_microbatch = {index: (term,) for index, term in enumerate(losses.values)}
+        taken = self.optimizer_step.decide(grid, value, weight, by_microbatch, self.observers)
         if taken:
             factor = self.optimizer_step.factor(grid)
             # The step leaves out a parameter that has a gradient on no rank, as torch's optimizers do. This is rare.
-            optimizer.prepared = factor, self.data_axis.without_gradient() if unused else set()
+            optimizer.prepared = factor, self.data_axis.without_gradient() if total.unused else set()
             with self.parts("optimizer"):
                 optimizer.step()
             advance_schedule(self.lr_scheduler, optimizer, None if value is None else loss, lr_kwargs)
             self.optimizer_step.advance(grid)
         if self.auxiliary:
             self.auxiliary.end(grid, self.auxiliary_sums, weight, not taken, self.grid.rank == 0)
-        if strayed:
-            self.replica_buffers.synchronize(strayed[0] > 0)
+        if total.strayed is not None:
+            self.replica_buffers.synchronize(total.strayed > 0)
         self.global_steps += 1
         for observer in self.observers:
             observer.after_step(grid, loss)
@@ -548,7 +552,7 @@ class ModuleEngine(Engine):
 
     def _forget_losses(self) -> None:
         self.auxiliary.clear()
-        self._losses, self._named = [], []
+        self._losses = StepLosses()
 
     def train(self, mode: bool = True) -> ModuleEngine:
         """Set the module's training mode, as ``nn.Module.train``."""
@@ -581,10 +585,10 @@ class ModuleEngine(Engine):
                 raise AttributeError(text, name=name, obj=self) from error
 
     def _missing_scale(self) -> float:
-        return self._scales.missing(self.optimizer_step.scale, self._scaled_by_user)
+        return self._scales.missing(self.optimizer_step.scale, self._calls.scaled)
 
     def _enter_backward(self) -> float:
-        self._outputs_entered = True
+        self._calls.entered = True
         return self._missing_scale()
 
     def _enter_eval_backward(self) -> float:

@@ -56,6 +56,7 @@ from .setup.recomputation import configure_recomputation, log_profile
 from .setup.schedule import searched_cut, training_schedule
 from .setup.slices import slice_states
 from .snapshot.capture import buffers
+from .step_sums import StepSums
 
 
 class PipelineEngine(Engine):
@@ -276,15 +277,16 @@ class PipelineEngine(Engine):
         self.executor.clock = self.observer.program_clock(self.record_timeline)
         self.executor.weights.scale = self.optimizer_step.scale
         self._running = grid, microbatches
-        result, own_sums = self._compute(grid, microbatches)
+        result, own = self._compute(grid, microbatches)
         if self.record_timeline:
             self.timeline = self.observer.measure_timeline(grid)
 
-        losses = [*result.named.values()]
-        sums, named = self.named_losses.totals(grid, losses, own_sums, self.optimizer_step.totals, training=True)
+        losses, totals_of = [*result.named.values()], self.optimizer_step.totals
+        sums, named = self.named_losses.totals(grid, losses, own.numbers(), totals_of, training=True)
         self._running = None
-        loss, weight, unused, *strayed = sums
-        if unused and not self.auxiliary:
+        total = own.summed(sums)
+        weight = total.weight
+        if total.unused and not self.auxiliary:
             self._leave_out_unreached(grid, result)
         if not weight > 0:
             raise AgreedError(
@@ -293,12 +295,12 @@ class PipelineEngine(Engine):
             )
         result.require_one_form(weight, len(microbatches) * grid.data.size * self.replicas.contributing)
         self.auxiliary.require_weight(weight)
-        value = mean(grid, loss, weight) if named is None else mean(grid, named, 1.0)
-        taken = self.optimizer_step.decide(grid, loss / weight, weight, result.losses, self.observers)
+        value = mean(grid, total.loss, weight) if named is None else mean(grid, named, 1.0)
+        taken = self.optimizer_step.decide(grid, total.loss / weight, weight, result.losses, self.observers)
         if taken:
             factor = self.optimizer_step.factor(grid)
             # The step leaves out a parameter that has a gradient on no rank, as torch's optimizers do. This is rare.
-            without = self.data_axis.without_gradient() if unused else ()
+            without = self.data_axis.without_gradient() if total.unused else ()
             with self.parts("optimizer"):
                 self.data_axis.step(factor, without)
             advance_schedule(self.lr_scheduler, optimizer, value)
@@ -306,8 +308,8 @@ class PipelineEngine(Engine):
         self.data_axis.access.hide()
         if self.auxiliary:
             self.auxiliary.end(grid, self.auxiliary_sums, weight, not taken, self.grid.rank == 0)
-        if strayed:
-            self.replica_buffers.synchronize(strayed[0] > 0)
+        if total.strayed is not None:
+            self.replica_buffers.synchronize(total.strayed > 0)
         self.global_steps += 1
         self._sent = self.grid.traffic.report()
         for observer in self.observers:
@@ -315,16 +317,14 @@ class PipelineEngine(Engine):
         return value
 
     def compute_again(self) -> list[Tensor | float]:
-        """Compute the gradients of the running step once more, and return this rank's numbers, as ``_compute`` does."""
+        """Compute the gradients of the running step once more, and return this rank's numbers."""
         assert self._running is not None  # replicas sum within a step
-        return self._compute(*self._running)[1]
+        return self._compute(*self._running)[1].numbers()
 
-    def _compute(self, grid: Grid, microbatches: Sequence[Microbatch]) -> tuple[Result, list[Tensor | float]]:
-        """Compute the gradients of a step. Collective over the grid, and where losses are weighed over the replicas.
+    def _compute(self, grid: Grid, microbatches: Sequence[Microbatch]) -> tuple[Result, StepSums]:
+        """Compute the gradients of a step; return the result of the program, and this rank's numbers.
 
-        Returns:
-            The result of the program, and this rank's numbers: loss, weight, number of parameters and stages without a
-            gradient, and 1 if a buffer has changed, where the model has buffers.
+        Collective over the grid, and where losses are weighed over the replicas.
         """
         self.data_axis.begin()
         self.named_losses.weigh(grid, self.module, self.executor.weights, microbatches, self.replicas.share)
@@ -345,8 +345,10 @@ class PipelineEngine(Engine):
         if self.auxiliary:
             self.auxiliary_sums = self.auxiliary.local_sums(grid.device)
         unreached = sum(not reached for reached in result.reached.values())
-        own_sums = [*_own_sums(grid, result), self.data_axis.used.unused() + unreached]
-        return result, own_sums + ([float(self.replica_buffers.strayed())] if self.replica_buffers else [])
+        loss, weight = _own_sums(grid, result)
+        unused = self.data_axis.used.unused() + unreached
+        strayed = float(self.replica_buffers.strayed()) if self.replica_buffers else None
+        return result, StepSums(loss, weight, unused, strayed)
 
     def shift_samples(self, samples: int) -> None:
         """Set the number of samples of the step that other grids have before this one's: dropout depends on it."""

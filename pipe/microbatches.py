@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator, Mapping
 from itertools import count as numbers
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,12 +18,25 @@ from .microbatch import Microbatch
 from .module import PipelineModule
 from .schema import flatten
 
-# Of a microbatch: the number of its inputs' schema, its samples, the number of its fields' schema, its tokens.
-Format = list[int]
-
 _MAX_FIELD_SCHEMAS = 256  # that are kept; a text or a number in the labels makes a new one
 
 _SAME_SAMPLES = "the ranks of a tensor or context group share each sample, so they must take the same samples"
+
+
+class Format(NamedTuple):
+    """What all ranks must know of a microbatch.
+
+    Attributes:
+        schema: number of the schema of its inputs.
+        samples: number of samples.
+        fields: number of the schema of the fields that are sent.
+        tokens: number of tokens of a sample; 0 if the inputs are no sequences.
+    """
+
+    schema: int = 0
+    samples: int = 0
+    fields: int = 0
+    tokens: int = 0
 
 
 class MicrobatchFeed:
@@ -98,7 +111,7 @@ class MicrobatchFeed:
         """
         items: list[MicrobatchItem] = []
         cause: BaseException | None = None
-        formats = [[0, 0, 0, 0]] * count
+        formats = [Format()] * count
         if problem is None and self.reads:
             try:
                 items, formats = self._read(data_iter, count)
@@ -154,7 +167,8 @@ class MicrobatchFeed:
             samples = tensors[0].shape[0] if tensors and tensors[0].dim() else 1
             fields = self._field_schema_id(index, item) if self._module.is_first else 0
             tokens = tensors[0].shape[1] if tensors and tensors[0].dim() > 1 else 0
-            formats.append([self._schemas.setdefault(schema, len(self._schemas)), samples, fields, tokens])
+            number = self._schemas.setdefault(schema, len(self._schemas))
+            formats.append(Format(number, samples, fields, tokens))
         return items, formats
 
     def _field_schema_id(self, index: int, item: MicrobatchItem) -> int:
@@ -221,11 +235,11 @@ class MicrobatchFeed:
                     self._formats = []
                     raise AgreedError(f"{reason}: {_SAME_SAMPLES}")
         grid.pipe.broadcast(table, source=module.placement[0])
-        self._formats = table.tolist()
+        self._formats = [Format(*row) for row in table.tolist()]
         self._messages.forget_schemas()
         # Replicas may have different numbers of samples: count the samples of the replicas before this one.
         samples = torch.zeros(grid.data.size, dtype=torch.int64)
-        samples[grid.data.rank] = table[:, 1].sum()
+        samples[grid.data.rank] = sum(format_.samples for format_ in self._formats)
         grid.data.all_reduce(samples)
         before = int(samples[: grid.data.rank].sum())
         # Replicas outside this grid (under local updates) count as large as this one.
@@ -242,12 +256,12 @@ class MicrobatchFeed:
             needed = {name: MicrobatchItem(inputs, labels, entries).field(name) for name in names}
             moved.append((inputs, labels if self._reads_labels else None))
             read.append(map_tensors(torch.Tensor.detach, needed))
-        fields = self._messages.exchange(read, [number for _, _, number, _ in self._formats])
+        fields = self._messages.exchange(read, [format_.fields for format_ in self._formats])
         microbatches, first = [], self._first_sample + self.shift
-        for (kind, samples, _, tokens), (inputs, labels), own in zip(self._formats, moved, fields, strict=True):
-            labels = own["labels"] if self._receives_labels else labels
-            microbatches.append(Microbatch(inputs, labels, kind, range(first, first + samples), own, tokens))
-            first += samples
+        for format_, (inputs, labels), own in zip(self._formats, moved, fields, strict=True):
+            labels, samples = own["labels"] if self._receives_labels else labels, range(first, first + format_.samples)
+            microbatches.append(Microbatch(inputs, labels, format_.schema, samples, own, format_.tokens))
+            first = samples.stop
         return microbatches
 
     def _move(self, value: Any, dtype: torch.dtype | None = None) -> Any:

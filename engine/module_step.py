@@ -1,0 +1,67 @@
+"""State of a step of a plain module: what the calls of the present microbatch did, and the losses so far.
+
+forward  backward  step  | forward  backward  step  | ... | forward  backward  step: the weights change
+MicrobatchCalls            MicrobatchCalls                  MicrobatchCalls
+StepLosses ------------------------------------------------------------------------
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ..base.errors import AgreedError
+from ..grid.loss_terms import NamedLosses, described_form
+
+
+@dataclass
+class MicrobatchCalls:
+    """Calls since the last ``step()``, of which the next one makes a microbatch.
+
+    Attributes:
+        forwards: forward passes in train mode, with a graph.
+        backwards: backward passes that ``engine.backward`` made.
+        scaled: the loss went through ``engine.scale``.
+        opaque: an output is no nest of tensors, so that its gradients cannot be scaled.
+        opaque_in_eval: likewise in eval mode, where no backward pass needs to follow.
+        entered: a backward pass entered through outputs, which scaled its gradients.
+    """
+
+    forwards: int = 0
+    backwards: int = 0
+    scaled: bool = False
+    opaque: bool = False
+    opaque_in_eval: bool = False
+    entered: bool = False
+
+    def lacks_scale(self, backwards: int, fp16: bool) -> bool:
+        """Return True if gradients of ``loss.backward()`` were not multiplied by the loss scale.
+
+        Args:
+            backwards: backward passes that user code made on a loss.
+            fp16: this engine has a loss scaler.
+        """
+        unseen = self.opaque or (self.opaque_in_eval and not self.entered and fp16)
+        return unseen and not self.scaled and backwards > 0
+
+
+@dataclass
+class StepLosses:
+    """Losses of this step's microbatches, as ``engine.backward`` was given them.
+
+    Attributes:
+        values: the losses, divided by the number of microbatches.
+        named: those that have names.
+    """
+
+    values: list[Tensor | float] = field(default_factory=list)
+    named: list[NamedLosses] = field(default_factory=list)
+
+    def require_form(self, terms: NamedLosses) -> None:
+        """Check that a microbatch has the terms and metrics of those before it."""
+        if self.named and terms.form() != self.named[0].form():
+            raise AgreedError(
+                f"engine.backward(loss) was given {described_form(terms.form())}, and before, in the same step, "
+                f"{described_form(self.named[0].form())}: give the same names in every microbatch"
+            )
