@@ -459,8 +459,7 @@ class Executor:
             else:
                 tensors, losses = [], self._loss(run, value, named, index, with_head)
         if run.facts.training:
-            edges, roots = ([get_gradient_edge(t) for t in each if t.requires_grad] for each in (tensors, losses))
-            run.held[stage, index] = _SavedForBackward(boundary, edges, roots, deferred, kept, again)
+            run.held[stage, index] = _SavedForBackward(boundary, _edges(tensors), _edges(losses), deferred, kept, again)
             run.peak = max(run.peak, len(run.held))
 
     def _backward(self, run: ProgramRun, op: Op) -> None:
@@ -647,6 +646,10 @@ def _pass_state(module: PipelineModule) -> tuple[range | None, Callable[[Any], o
 
 def _restore(module: PipelineModule, state: tuple[range | None, Callable[[Any], object] | None]) -> None:
     module.dropout_state.samples, module.check_hook = state
+
+
+def _edges(tensors: Sequence[Tensor]) -> list[GradientEdge]:
+    return [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
 
 
 def _do_nothing() -> None:

@@ -221,15 +221,15 @@ class RunLosses:
 
     def _share(self, name: str, term: Term, whose: str, method: str) -> float:
         """Return the factor with which a term's sum of one microbatch enters its root."""
-        whole = self._weights.microbatches if term.is_mean else self._weights.terms.get(name)
-        if whole is None:
+        weight_of_batch = self._weights.microbatches if term.is_mean else self._weights.terms.get(name)
+        if weight_of_batch is None:
             raise ValueError(
                 f"{whose} returned the pair (sum, weight) for {name!r}, one of several terms. Its gradients are "
                 "divided by its weight over the whole batch, which must be known before the first backward pass: "
                 f"give {whose} a method {method} that returns {{{name!r}: weight}} for a microbatch, or return a "
                 "mean, which has the weight 1 in each microbatch"
             )
-        return term.factor * self._weights.microbatches / whole if whole else 0.0
+        return term.factor * self._weights.microbatches / weight_of_batch if weight_of_batch else 0.0
 
     def _refuse_mean(self, term: str, whose: str) -> None:
         """Refuse a mean of a part of a sequence."""

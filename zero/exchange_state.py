@@ -40,11 +40,11 @@ def load_exchange_state_dict(exchange: Exchange, saved: Mapping[str, Any] | None
 
 
 def _state(exchange: Exchange) -> dict[str, Any]:
-    found: dict[str, Any] = {"state": {key: list(flats) for key, flats in exchange.state().items()}}
+    state: dict[str, Any] = {"state": {key: list(flats) for key, flats in exchange.state().items()}}
     if isinstance(exchange, Compressing):
-        found["steps"] = exchange.steps
-        found["kept"] = [(kept.key, kept.member.layout.name, kept.value) for kept in exchange.replicated()]
-    return found
+        state["steps"] = exchange.steps
+        state["kept"] = [(kept.key, kept.member.layout.name, kept.value) for kept in exchange.replicated()]
+    return state
 
 
 def _shapes(state: Mapping[str, Any]) -> Any:

@@ -219,8 +219,8 @@ class FlatWeights:
             without: parameters without a gradient in this step, besides those frozen since the bucket was made.
         """
         start, stop = self.owned
-        found = (self._slots[parameter] for parameter in self.standing(without))
-        spans = [(max(slot.start, start) - start, min(slot.stop, stop) - start) for slot in found]
+        slots = (self._slots[parameter] for parameter in self.standing(without))
+        spans = [(max(slot.start, start) - start, min(slot.stop, stop) - start) for slot in slots]
         return sorted(span for span in spans if span[0] < span[1])
 
     def standing(self, without: Collection[Tensor] = ()) -> set[Tensor]:

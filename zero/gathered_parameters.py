@@ -84,15 +84,15 @@ def whole_state_dict(module: nn.Module, keep: bool, without: Collection[str] = (
         keep: True on the ranks that want the values; the others get None.
         without: names that are left out.
     """
-    found: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
     copies: dict[Tensor, Tensor] = {}  # a parameter with two names has one copy
     for key, value in module.state_dict(keep_vars=True).items():
         if key not in without:
             if value not in copies:
                 with gathered(value) if isinstance(value, nn.Parameter) and may_be_released(value) else nullcontext():
                     copies[value] = value.detach().to("cpu", copy=True) if keep else torch.empty(0)
-            found[key] = copies[value]
-    return found if keep else None
+            values[key] = copies[value]
+    return values if keep else None
 
 
 @contextmanager
@@ -119,9 +119,9 @@ def _gathered(data_axis: ZeroDataAxis, parameters: list[nn.Parameter], modifier_
         data_axis.changed(spans)
         for parameter in parameters:
             if parameter in outside:
-                whole = parameter.detach().contiguous()
-                data_axis.axis.broadcast(whole, source=modifier_rank)
-                parameter.data.copy_(whole)
+                values = parameter.detach().contiguous()
+                data_axis.axis.broadcast(values, source=modifier_rank)
+                parameter.data.copy_(values)
 
 
 def _data_axis(parameter: nn.Parameter, number: int) -> ZeroDataAxis:

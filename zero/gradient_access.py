@@ -133,8 +133,8 @@ class GradientAccess:
 
     def set_aside(self) -> None:
         """Keep what user code has assigned to ``.grad``, before the reductions of a step end, for ``take_back``."""
-        found = [(bucket, *each) for bucket in self._buckets for each in bucket.replaced()]
-        for bucket, parameter, gradient in found:
+        replaced = [(bucket, *replacement) for bucket in self._buckets for replacement in bucket.replaced()]
+        for bucket, parameter, gradient in replaced:
             self._replaced.append((bucket, parameter, None if gradient is None else gradient.detach()))
             bucket.put_back(parameter)
 
@@ -150,8 +150,8 @@ class GradientAccess:
         """
         if look:
             self.set_aside()
-        found, self._replaced = self._replaced, []
-        for bucket, parameter, gradient in found:
+        replaced, self._replaced = self._replaced, []
+        for bucket, parameter, gradient in replaced:
             self.touched = True
             if gradient is None:
                 bucket.discard(parameter, "drop")
@@ -165,8 +165,8 @@ class GradientAccess:
 
     def multiply(self, factor: Tensor | float) -> None:
         """Multiply all reduced gradients by a factor."""
-        if found := [bucket.reduced_gradient(self._exposed) for bucket in self._buckets]:
-            multiply_all(found, factor)
+        if gradients := [bucket.reduced_gradient(self._exposed) for bucket in self._buckets]:
+            multiply_all(gradients, factor)
 
     @torch.no_grad()
     def require_equal(self, axis: Axis) -> None:
@@ -178,8 +178,8 @@ class GradientAccess:
         if not self._exposed and not any(bucket.sharded or bucket.transient for bucket in self._buckets):
             self.expose()  # another replica has read or changed gradients: all step with the same factor
         sums = [bucket.fingerprint(self._exposed) for bucket in self._buckets]
-        mine = torch.tensor(sums, dtype=torch.float64, device=self._grid.device).view(-1)
-        most = torch.cat([mine, -mine])
+        fingerprint = torch.tensor(sums, dtype=torch.float64, device=self._grid.device).view(-1)
+        most = torch.cat([fingerprint, -fingerprint])
         axis.all_reduce(most, op="max")
         high, low = most.view(2, -1)
         most = high.view(-1, 3)

@@ -36,15 +36,15 @@ def square(flat: Tensor) -> Tensor:
         even = flat.numel() // _ROW * _ROW
         rows = torch.linalg.vector_norm(flat[:even].view(-1, _ROW), dim=1).double()
         rest = flat[even:].double()
-        found = torch.dot(rows, rows) + torch.dot(rest, rest)
-        if _RANGE[0] < float(found) < _RANGE[1]:
-            return found
+        total = torch.dot(rows, rows) + torch.dot(rest, rest)
+        if _RANGE[0] < float(total) < _RANGE[1]:
+            return total
     # On a CPU, convert first: six times as fast as a norm with dtype=float64.
-    found = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64)
     for piece in flat.split(_PIECE):
         wide = piece.double()
-        found += torch.dot(wide, wide)
-    return found
+        total += torch.dot(wide, wide)
+    return total
 
 
 def counted_squares(bucket: GradientBucket, gradients: Tensor, first_tensor_rank: bool) -> list[Tensor]:

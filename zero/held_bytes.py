@@ -25,9 +25,9 @@ def held_bytes(data_axis: ZeroDataAxis, module: torch.nn.Module) -> dict[str, in
     managed: set[Any] = set()
     for bucket in data_axis.buckets:
         managed.update(member.parameter for member in bucket.members)
-        whole = bucket.weights.untyped_storage().nbytes()
+        weights = bucket.weights.untyped_storage().nbytes()
         apart = storage_id(bucket.shard.untyped_storage()) != storage_id(bucket.weights.untyped_storage())
-        held["parameters"] += whole + (on_device(bucket.shard) if apart else 0)
+        held["parameters"] += weights + (on_device(bucket.shard) if apart else 0)
         gradient = bucket.gradients if bucket.gradients is not None else bucket.owned_gradient
         held["gradients"] += on_device(gradient)
         if bucket.master is not None and bucket.master_is_copy:

@@ -46,9 +46,9 @@ def parameter_histograms(data_axis: ZeroDataAxis, grid: Grid, bins: int) -> dict
         grid: the grid of the ranks that took the step.
         bins: counts of each histogram.
     """
-    found = [(name, part) for bucket in data_axis.buckets if bucket.trained for name, part in _parts(bucket, grid)]
-    weights = [(f"Weights/{name}", weights) for name, (weights, _) in found]
-    gradients = [(f"Gradients/{name}", gradients) for name, (_, gradients) in found] if data_axis.stepped else []
+    parts = [(name, part) for bucket in data_axis.buckets if bucket.trained for name, part in _parts(bucket, grid)]
+    weights = [(f"Weights/{name}", weights) for name, (weights, _) in parts]
+    gradients = [(f"Gradients/{name}", gradients) for name, (_, gradients) in parts] if data_axis.stepped else []
     named = [(name, _finite(part)) for name, part in (*weights, *gradients)]
     rows: list[tuple[str, CountedRange]] = []
     if named:

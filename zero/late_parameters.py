@@ -40,23 +40,23 @@ class LateParameters:
 
     def find(self, buckets: Sequence[Bucket], without: Collection[Tensor]) -> dict[Bucket, set[Tensor]]:
         """Return the buckets that must be stepped in pieces, with the parameters that this step leaves out."""
-        found: dict[Bucket, set[Tensor]] = {}
+        standing_in: dict[Bucket, set[Tensor]] = {}
         for bucket in buckets:
             standing = bucket.standing(without)
             for parameter in standing - self.numbers.keys():
                 self.numbers[parameter] = self._common(bucket)
             if standing or (self.numbers and any(m.parameter in self.numbers for m in bucket.members)):
-                found[bucket] = standing
-        return found
+                standing_in[bucket] = standing
+        return standing_in
 
-    def step(self, found: Mapping[Bucket, set[Tensor]]) -> None:
+    def step(self, standing_in: Mapping[Bucket, set[Tensor]]) -> None:
         """Step buckets in pieces. Their gradients are scaled already."""
         groups = self._optimizer.param_groups
         # Fused kernels do not take tensors with and without state together.
         chosen: list[list[list[nn.Parameter]]] = [[[] for _ in groups] for _ in range(2)]
         state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
         pieces: list[tuple[Bucket, Tensor | None, int, int, nn.Parameter]] = []
-        for bucket, standing in found.items():
+        for bucket, standing in standing_in.items():
             assert bucket.master is not None and bucket.group is not None
             flat = self._optimizer.state.get(bucket.master, {})
             for parameter, start, stop in self._cut(bucket, standing):
@@ -105,7 +105,7 @@ class LateParameters:
         pieces: list[tuple[Tensor | None, int, int]] = []
         joins = False  # the slot before is of a piece with the common numbers
         for slot, member in zip(bucket.flat.slots, bucket.members, strict=True):
-            start, stop = (min(max(place, first), last) - first for place in (slot.start, slot.stop))
+            start, stop = (min(max(bound, first), last) - first for bound in (slot.start, slot.stop))
             common = member.parameter not in self.numbers
             if joins and common:
                 pieces[-1] = None, pieces[-1][1], stop

@@ -33,7 +33,7 @@ class ModuleTree:
         for held, values in self._dicts:
             if len(held) != len(values) or not all(map(is_, held.values(), values)):
                 now = {parameter: name for name, parameter in self._module.named_parameters()}
-                if gone := [self._first[each] for each in self._trained if each not in now]:
+                if gone := [self._first[parameter] for parameter in self._trained if parameter not in now]:
                     how = "replaced" if gone[0] in now.values() else "removed"
                     return f"{gone[0]} was {how} after its engine or optimizer was made: do that before"
                 self._added = {p: name for p, name in now.items() if p not in self._first} if self._all else {}

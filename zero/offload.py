@@ -177,16 +177,16 @@ class DiskMemory(Memory):
 
     def prefetch(self, tensor: Tensor) -> None:
         """Let the kernel start reading a tensor."""
-        found = self._find(tensor)
-        if found is not None:
-            mapped, start, length = found
+        pages = self._find(tensor)
+        if pages is not None:
+            mapped, start, length = pages
             mapped.madvise(mmap.MADV_WILLNEED, start, length)
 
     def evict(self, tensor: Tensor) -> None:
         """Release the resident pages of a tensor; changes are written to the file."""
-        found = self._find(tensor)
-        if found is not None:
-            mapped, start, length = found
+        pages = self._find(tensor)
+        if pages is not None:
+            mapped, start, length = pages
             if self._wait:
                 mapped.flush(start, length)
             mapped.madvise(mmap.MADV_DONTNEED, start, length)

@@ -245,14 +245,14 @@ class _Trial:
         """Return what differs from another result: the name of a number that is kept, or the weights. None: nothing."""
         for group in {part.group for part in self.parts}:
             for start in (0, _SIZE // 2):
-                mine, its = self._numbers(group, start), other._numbers(group, start)
-                for key in (*mine, *(its.keys() - mine.keys())):
-                    if key not in mine or key not in its or not _alike(mine[key], its[key]):
+                numbers, other_numbers = self._numbers(group, start), other._numbers(group, start)
+                for key in (*numbers, *(other_numbers.keys() - numbers.keys())):
+                    if key not in numbers or key not in other_numbers or not _alike(numbers[key], other_numbers[key]):
                         return f"its numbers {key!r}"
-            weights, its_weights = self._weights(group), other._weights(group)
+            weights, other_weights = self._weights(group), other._weights(group)
             epsilon = torch.finfo(weights.dtype).eps
-            moved = (its_weights - self._first(group)).abs().max()
-            if not (weights - its_weights).abs().max() <= 1e3 * epsilon * moved + 2 * epsilon:
+            moved = (other_weights - self._first(group)).abs().max()
+            if not (weights - other_weights).abs().max() <= 1e3 * epsilon * moved + 2 * epsilon:
                 return "its new weights"
         return None
 
@@ -269,9 +269,9 @@ class _Trial:
         """Step all optimizers, with gradients that depend on the element and on the step."""
         for part in self.parts:
             stop = part.start + part.parameter.numel()
-            place = torch.arange(part.start, stop, dtype=torch.float64)
-            size = (0.1 + place / _SIZE) * (1 + self.steps % 3)  # rows, blocks and tensors have different norms
-            gradient = size * torch.sin(place * (0.9 + self.steps) + part.group)
+            elements = torch.arange(part.start, stop, dtype=torch.float64)
+            size = (0.1 + elements / _SIZE) * (1 + self.steps % 3)  # rows, blocks and tensors have different norms
+            gradient = size * torch.sin(elements * (0.9 + self.steps) + part.group)
             part.parameter.grad = gradient.to(part.parameter).view(part.parameter.shape)
         for optimizer in self.optimizers:
             optimizer.step()
@@ -315,9 +315,9 @@ class _Trial:
         _, _, dtype, device = self._recipe
         return (torch.cos(0.7 * torch.arange(_SIZE, dtype=torch.float64) + group) / 4).to(device, dtype)
 
-    def _part(self, group: int, place: int) -> _TrialPart:
+    def _part(self, group: int, element: int) -> _TrialPart:
         """Return the part of a group that has an element."""
-        return [part for part in self.parts if part.group == group and part.start <= place][-1]
+        return [part for part in self.parts if part.group == group and part.start <= element][-1]
 
     def _state(self, part: _TrialPart) -> dict[str, Any]:
         return dict(self.optimizers[part.optimizer].state.get(part.parameter, {}))
@@ -329,9 +329,9 @@ class _Trial:
         """Return the elementwise state under a key, of all parts of a group."""
         return torch.cat([self._state(part)[key].view(-1) for part in self.parts if part.group == group])
 
-    def _numbers(self, group: int, place: int) -> dict[str, Any]:
+    def _numbers(self, group: int, element: int) -> dict[str, Any]:
         """Return the numbers that are kept for an element: of its part's state, its group and its optimizer."""
-        part = self._part(group, place)
+        part = self._part(group, element)
         optimizer = self.optimizers[part.optimizer]
         state = {k: v for k, v in self._state(part).items() if is_number(v, part.parameter)}
         return {**group_entries(optimizer)[group], **own_entries(optimizer), **state}

@@ -64,8 +64,8 @@ class ReleasedParameter(_Released, nn.Parameter):
     def grad(self) -> Tensor | None:
         """The gradient. (A property of Python: it is read for each parameter and step.)"""
         with without_subclasses():
-            found: Tensor | None = _grad.__get__(self)
-            return found
+            gradient: Tensor | None = _grad.__get__(self)
+            return gradient
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -100,10 +100,10 @@ def pickle_error(parameter: Tensor) -> RuntimeError:
 
 def _name(value: Any) -> str:
     """Return the name and the shape of the first released parameter, or view of one, in a nest."""
-    found = next((each for each in _flat(value) if isinstance(each, _Released)), None)
-    if found is None:
+    released = next((leaf for leaf in _flat(value) if isinstance(leaf, _Released)), None)
+    if released is None:
         return "a parameter"
-    return vars(found).get("triax_name") or f"{layout_of(found).name or 'a parameter'} of {tuple(found.shape)}"
+    return vars(released).get("triax_name") or f"{layout_of(released).name or 'a parameter'} of {tuple(released.shape)}"
 
 
 def _error(function: str, args: Any, kwargs: Any) -> RuntimeError:
@@ -112,8 +112,8 @@ def _error(function: str, args: Any, kwargs: Any) -> RuntimeError:
 
 def _flat(value: Any) -> Iterable[Any]:
     if isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _flat(each)
+        for element in value:
+            yield from _flat(element)
     elif isinstance(value, dict):
         yield from _flat(list(value.values()))
     else:
@@ -122,8 +122,8 @@ def _flat(value: Any) -> Iterable[Any]:
 
 def _has_values(result: Any, args: Any) -> bool:
     """Return True if a result contains a tensor of numbers, of integers only if they were made from released ones."""
-    tensors = [each for each in _flat(result) if isinstance(each, Tensor)]
-    if any(each.is_floating_point() or each.is_complex() for each in tensors):
+    tensors = [leaf for leaf in _flat(result) if isinstance(leaf, Tensor)]
+    if any(leaf.is_floating_point() or leaf.is_complex() for leaf in tensors):
         return True
-    integers = any(isinstance(each, _Released) and not each.is_floating_point() for each in _flat(args))
-    return integers and any(each.dtype != torch.bool for each in tensors)
+    integers = any(isinstance(leaf, _Released) and not leaf.is_floating_point() for leaf in _flat(args))
+    return integers and any(leaf.dtype != torch.bool for leaf in tensors)

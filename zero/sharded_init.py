@@ -73,14 +73,14 @@ class ShardedParameter:
         """Keep this rank's shard of the values on rank ``source``, and release the parameter. Collective."""
         parameter = self.parameter
         dtype = self._dtype if self._dtype is not None and parameter.dtype.is_floating_point else parameter.dtype
-        whole = parameter.detach().to(self._device, dtype).contiguous()
+        values = parameter.detach().to(self._device, dtype).contiguous()
         if self.axis.size > 1:
-            self.axis.broadcast(whole, source=source)
-        length = -(-whole.numel() // self.axis.size)
-        start = min(self.axis.rank * length, whole.numel())
+            self.axis.broadcast(values, source=source)
+        length = -(-values.numel() // self.axis.size)
+        start = min(self.axis.rank * length, values.numel())
         self.shard = torch.zeros(length, dtype=dtype, device=self._store)
-        mine = whole.view(-1)[start : start + length]
-        self.shard[: mine.numel()] = mine
+        shard = values.view(-1)[start : start + length]
+        self.shard[: shard.numel()] = shard
         self.release()
 
     def release(self) -> None:
@@ -97,10 +97,10 @@ class ShardedParameter:
 
     def whole(self) -> Tensor:
         """Return the whole values. Collective."""
-        mine = self.shard.to(self._device)
-        found = mine.new_empty(mine.numel() * self.axis.size)
-        self.axis.all_gather(found, mine)
-        return found[: self.parameter.numel()].view(self.parameter.shape)
+        shard = self.shard.to(self._device)
+        flat = shard.new_empty(shard.numel() * self.axis.size)
+        self.axis.all_gather(flat, shard)
+        return flat[: self.parameter.numel()].view(self.parameter.shape)
 
     def show(self) -> None:
         """Make the parameter whole. Collective."""
@@ -116,8 +116,8 @@ class ShardedParameter:
 
 def sharded_parameter(parameter: Tensor) -> ShardedParameter | None:
     """Return the record of a parameter that was built in a ``ShardedInit`` and that no data axis manages yet."""
-    found = getattr(parameter, SHARD, None)
-    return found if isinstance(found, ShardedParameter) else None
+    record = getattr(parameter, SHARD, None)
+    return record if isinstance(record, ShardedParameter) else None
 
 
 def is_placeholder(tensor: Tensor) -> bool:
@@ -258,20 +258,20 @@ class ShardedInit:
 
     def use(self, arguments: Any) -> list[ShardedParameter]:
         """Gather the released parameters among the arguments of a function. Collective."""
-        found: list[ShardedParameter] = []
+        records: list[ShardedParameter] = []
 
         def look(tensor: Tensor) -> None:
             record = sharded_parameter(tensor) if isinstance(tensor, nn.Parameter) else None
             if record is not None and not record.uses:  # else a context holds it, maybe on one rank only
-                found.append(record)
+                records.append(record)
 
         visit_tensors(look, arguments)
-        for record in found:
+        for record in records:
             record.show()
             if record in self._recent:
                 self._recent.remove(record)
-        self._recent += list(dict.fromkeys(found))
-        return found
+        self._recent += list(dict.fromkeys(records))
+        return records
 
     def settle(self, using: int) -> None:
         """Shard again all but the parameters used last. Collective."""
@@ -284,9 +284,9 @@ class ShardedInit:
                 record.keep()
 
     def _wrap_subclasses(self, cls: type[nn.Module]) -> None:
-        for each in cls.__subclasses__():
-            self._wrap(each)
-            self._wrap_subclasses(each)
+        for subclass in cls.__subclasses__():
+            self._wrap(subclass)
+            self._wrap_subclasses(subclass)
 
     def _wrap(self, cls: type[nn.Module]) -> None:
         build = vars(cls).get("__init__")

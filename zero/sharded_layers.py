@@ -71,9 +71,9 @@ class ShardedLayers:
     def norms(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
         """Return for each stepped range and its update the 2-norms of the layers and of their updates, (parts, 2)."""
         buckets = [self._bucket_of[stepped] for stepped, _ in pairs]
-        each = [self._layers[bucket] for bucket in buckets]
-        tables = [torch.zeros(len(e.shapes), 2, dtype=torch.float64, device=self._grid.device) for e in each]
-        for (stepped, update), layers, table in zip(pairs, each, tables, strict=True):
+        layers_of = [self._layers[bucket] for bucket in buckets]
+        tables = [torch.zeros(len(e.shapes), 2, dtype=torch.float64, device=self._grid.device) for e in layers_of]
+        for (stepped, update), layers, table in zip(pairs, layers_of, tables, strict=True):
             if layers.parts:
                 values = stepped.detach()
                 squares = [square(flat[span]) for _, span in layers.parts for flat in (values, update)]
@@ -81,9 +81,9 @@ class ShardedLayers:
         for axis in dict.fromkeys(b.axis for b in buckets if b.sharded):
             _sum([t for t, b in zip(tables, buckets, strict=True) if b.sharded and b.axis is axis], axis)
         if tables and self._grid.tensor.size > 1:  # a replicated layer has the norm of the first rank, equal on all
-            sharded = [chosen for layers in each for chosen in layers.sharded]
+            sharded = [chosen for layers in layers_of for chosen in layers.sharded]
             _sum(tables, self._grid.tensor, torch.tensor(sharded, device=self._grid.device))
-        return [table.sqrt()[layers.numbers] for table, layers in zip(tables, each, strict=True)]
+        return [table.sqrt()[layers.numbers] for table, layers in zip(tables, layers_of, strict=True)]
 
     def whole(self, updates: Sequence[tuple[Tensor, Tensor, Function]], dtype: torch.dtype) -> list[Tensor]:
         """Return the updates, in ``dtype``, after a function of each layer's whole update."""
@@ -115,21 +115,21 @@ class ShardedLayers:
         """Send each matrix to its owner, and fill ``results`` with the parts that come back. Collective."""
         ranks = range(axis.size)
         by_owner = [[m for m in matrices if m.owner == rank] for rank in ranks]
-        mine = by_owner[axis.rank]
+        owned_here = by_owner[axis.rank]
         leaving = [given[m.update][m.part(axis.rank)] for owned in by_owner for m in owned]
         send = [sum(m.size(axis.rank) for m in owned) for owned in by_owner]
-        receive = [sum(m.size(rank) for m in mine) for rank in ranks]
+        receive = [sum(m.size(rank) for m in owned_here) for rank in ranks]
         outgoing = torch.cat(leaving)
         incoming = outgoing.new_empty(sum(receive))
         axis.all_to_all(incoming, outgoing, receive=receive, send=send)
 
-        arrived = iter(incoming.split([m.size(rank) for rank in ranks for m in mine]))
-        pieces: list[list[Tensor]] = [[] for _ in mine]
+        arrived = iter(incoming.split([m.size(rank) for rank in ranks for m in owned_here]))
+        pieces: list[list[Tensor]] = [[] for _ in owned_here]
         for _ in ranks:
             for row in pieces:
                 row.append(next(arrived))
-        done = [self._apply(m, torch.cat(row), functions[m.update]) for m, row in zip(mine, pieces, strict=True)]
-        back = [whole.split([m.size(rank) for rank in ranks]) for m, whole in zip(mine, done, strict=True)]
+        done = [self._apply(m, torch.cat(row), functions[m.update]) for m, row in zip(owned_here, pieces, strict=True)]
+        back = [result.split([m.size(rank) for rank in ranks]) for m, result in zip(owned_here, done, strict=True)]
         incoming = torch.cat([row[rank] for rank in ranks for row in back]) if back else incoming
         axis.all_to_all(outgoing, incoming, receive=send, send=receive)
         returned = iter(outgoing.split([m.size(axis.rank) for owned in by_owner for m in owned]))
@@ -192,14 +192,14 @@ def _sum(tables: Sequence[Tensor], axis: Axis, chosen: Tensor | None = None) -> 
         axis: the axis.
         chosen: (n of all tables,): rows to sum; the other rows take the values of the first rank. None: all.
     """
-    mine = torch.cat(list(tables))
-    every = mine.new_empty(axis.size, *mine.shape)
-    axis.all_gather(every, mine)
+    own = torch.cat(list(tables))
+    every = own.new_empty(axis.size, *own.shape)
+    axis.all_gather(every, own)
     total = every[0].clone()
     for row in every[1:]:
         total += row if chosen is None else row * chosen.unsqueeze(1)
-    for table, part in zip(tables, total.split([len(table) for table in tables]), strict=True):
-        table.copy_(part)
+    for table, summed in zip(tables, total.split([len(table) for table in tables]), strict=True):
+        table.copy_(summed)
 
 
 def _assigned(matrices: Sequence[_Matrix], size: int) -> list[_Matrix]:

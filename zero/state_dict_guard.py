@@ -74,6 +74,6 @@ def _refuse_write(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_
 def _empty(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     """Hook after ``state_dict()``: put empty tensors in the places of the module's own released parameters."""
     for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-        found = state_dict.get(prefix + name)
-        if found is not None and not isinstance(found, nn.Parameter) and is_released(parameter):
-            state_dict[prefix + name] = found.new_empty(0)
+        value = state_dict.get(prefix + name)
+        if value is not None and not isinstance(value, nn.Parameter) and is_released(parameter):
+            state_dict[prefix + name] = value.new_empty(0)

@@ -99,20 +99,20 @@ class StateShards:
 
     def scalars(self) -> dict[str, dict[str, Any]]:
         """Return, for each parameter, the entries of its state that are one number, also as a tensor."""
-        found: dict[str, dict[str, Any]] = {}
+        numbers_of: dict[str, dict[str, Any]] = {}
         for master, members in self.stepper.masters():
             state = self.stepper.optimizer.state.get(master, {})
             scalars = {k: v for k, v in state.items() if is_number(v, master)}
             for name in members if scalars else ():
-                found[name] = dict(scalars)
+                numbers_of[name] = dict(scalars)
         for parameter, numbers in self._late.items():
             name = self.ranges.of_parameter[parameter].layout.name
-            common = found.pop(name, {})
+            common = numbers_of.pop(name, {})
             if numbers is not None:
-                found[name] = dict(numbers)
+                numbers_of[name] = dict(numbers)
             elif "step" in common:
-                found[name] = {"step": 0 * common["step"]}
-        return found
+                numbers_of[name] = {"step": 0 * common["step"]}
+        return numbers_of
 
     @property
     def _late(self) -> dict[Tensor, dict[str, Any] | None]:
@@ -142,12 +142,12 @@ class StateShards:
         optimizer = self.stepper.optimizer
         group_of = {id(master): group for group in optimizer.param_groups for master in group["params"]}
         for master, members in self.stepper.masters():
-            found = [numbers[name] for name in members if name in numbers]
-            if not found:
+            saved = [numbers[name] for name in members if name in numbers]
+            if not saved:
                 continue
             largest = {}
-            for key in dict.fromkeys(key for each in found for key in each):
-                values = [each[key] for each in found if key in each]
+            for key in dict.fromkeys(key for entries in saved for key in entries):
+                values = [entries[key] for entries in saved if key in entries]
                 largest[key] = max(values, key=float) if isinstance(values[0], (int, float, Tensor)) else values[0]
             own = {name: numbers.get(name) for name in members if numbers.get(name) != largest}
             if self.stepper.late is None:
@@ -155,14 +155,14 @@ class StateShards:
                 own = {}
             fresh = not self.stepper.made_at_once
             counts = {
-                name: None if fresh and each and [*each] == ["step"] and not each["step"] else each
-                for name, each in own.items()
+                name: None if fresh and entries and [*entries] == ["step"] and not entries["step"] else entries
+                for name, entries in own.items()
             }
             group = group_of.get(id(master), {})
             optimizer.state[master].update({k: state_number(k, v, master, group) for k, v in largest.items()})
             for name, count in counts.items():
-                mine = None if count is None else {k: state_number(k, v, master, group) for k, v in count.items()}
-                self._late[self.ranges.of_name[name].parameter] = mine
+                loaded = None if count is None else {k: state_number(k, v, master, group) for k, v in count.items()}
+                self._late[self.ranges.of_name[name].parameter] = loaded
         return unlike
 
     @torch.no_grad()

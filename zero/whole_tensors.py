@@ -42,7 +42,7 @@ class WholeStepper(RangeStepper):
         slots = [(slot, bucket) for bucket in self._buckets for slot in bucket.flat.slots]
         self.views: list[MasterView] = []
         params: list[list[nn.Parameter]] = [[] for _ in groups]
-        for slot, bucket in sorted(slots, key=lambda each: each[0].number):  # as in plain PyTorch
+        for slot, bucket in sorted(slots, key=lambda pair: pair[0].number):  # as in plain PyTorch
             assert bucket.master is not None and bucket.group is not None
             member = bucket.members[bucket.flat.slots.index(slot)]
             span = slice(slot.start, slot.stop)

@@ -168,7 +168,7 @@ class BackwardPasses:
             entries: the module's outputs, or the loss.
         """
         visit_tensors(
-            lambda each: each.register_hook(self._reached_hook) if each.grad_fn is not None else None, entries
+            lambda tensor: tensor.register_hook(self._reached_hook) if tensor.grad_fn is not None else None, entries
         )
 
     def forget_discarded(self) -> bool:

@@ -26,6 +26,6 @@ def broadcast_weights(module: nn.Module, grid: Grid, laid_out: set[nn.Parameter]
         layout = layout_of(tensor)
         for axis in (*([] if layout.sharded else [grid.tensor]), grid.axis(layout.replicas)):
             if axis.size > 1:
-                whole = tensor.detach().contiguous()
-                axis.broadcast(whole)
-                tensor.data.copy_(whole)
+                values = tensor.detach().contiguous()
+                axis.broadcast(values)
+                tensor.data.copy_(values)

@@ -127,7 +127,7 @@ class ForwardPasses:
 
     def runs(self, unit: int) -> int:
         """Return the number of a unit's runs in all passes that a backward pass may reach."""
-        return sum(each.begun.count(unit) for each in self._known if each.state is not PAST)
+        return sum(forward.begun.count(unit) for forward in self._known if forward.state is not PAST)
 
     def _set(self, forward: ForwardPass, state: PassState) -> None:
         if forward in self._kept:

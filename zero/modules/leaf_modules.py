@@ -78,13 +78,13 @@ def _of_classes(
         cls = type(module)
         return isinstance(module, kinds) or not names.isdisjoint({cls.__name__, f"{cls.__module__}.{cls.__qualname__}"})
 
-    found = [module for module in model.modules() if matches(module)]
-    if not found and required:
+    matching = [module for module in model.modules() if matches(module)]
+    if not matching and required:
         wanted = ", ".join(cls if isinstance(cls, str) else cls.__name__ for cls in classes)
         raise ValueError(f"a {type(model).__name__} has no module of the classes {wanted}: give one that it has")
-    for module in found:
+    for module in matching:
         set_leaf(module, flag)
-    return found
+    return matching
 
 
 def _of_names(
@@ -94,7 +94,7 @@ def _of_names(
     missing = [wanted for wanted in names if not any(matches(name, wanted) for name in modules)]
     if missing and required:
         raise ValueError(f"a {type(model).__name__} has no module named {', '.join(missing)}: give one that it has")
-    found = [module for name, module in modules.items() if any(matches(name, wanted) for wanted in names)]
-    for module in found:
+    matching = [module for name, module in modules.items() if any(matches(name, wanted) for wanted in names)]
+    for module in matching:
         set_leaf(module, flag)
-    return found, missing
+    return matching, missing

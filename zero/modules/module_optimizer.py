@@ -114,7 +114,7 @@ class ZeroModuleOptimizer(torch.optim.Optimizer):
             ValueError: the state was saved by another rank, or with other parameters, another stage or another size of
                 the data axis.
         """
-        mine, theirs = self._shard(), state_dict.get("shard")
+        shard, saved_shard = self._shard(), state_dict.get("shard")
         names = self._names()
         unlike = sorted(set(names) ^ set(state_dict.get("names", names)))
         if unlike:
@@ -124,10 +124,10 @@ class ZeroModuleOptimizer(torch.optim.Optimizer):
                 f"first {there} trained when the state was saved. Make the optimizer while all of them require "
                 "gradients, and freeze them afterwards, which keeps their state"
             )
-        if theirs != mine:
+        if saved_shard != shard:
             raise ValueError(
-                f"the state was saved of shard {theirs}, but this rank has shard {mine}: load what this rank saved, "
-                "with the same parameters, stage and number of replicas"
+                f"the state was saved of shard {saved_shard}, but this rank has shard {shard}: load what this rank "
+                "saved, with the same parameters, stage and number of replicas"
             )
         if self._data_axis.exchange is not None:
             load_exchange_state_dict(self._data_axis.exchange, state_dict.get("exchange"))

@@ -137,14 +137,14 @@ def parameter_names(groups: Iterable[Mapping[str, Any]], module: nn.Module | Non
     Raises:
         ValueError: a parameter without a shape, or a DTensor.
     """
-    found: dict[Tensor, str] = {}
+    name_of: dict[Tensor, str] = {}
     for g, group in enumerate(groups):
         given = group.get("param_names") or [f"parameter {i} of group {g}" for i in range(len(group["params"]))]
-        found.update(zip(group["params"], given, strict=True))
+        name_of.update(zip(group["params"], given, strict=True))
     if module is not None:
-        found.update({parameter: name for name, parameter in module.named_parameters()})
-    require_plain(((name, parameter) for parameter, name in found.items()), "the optimizer")
-    return {p: layout_of(p).name or name for p, name in found.items()}
+        name_of.update({parameter: name for name, parameter in module.named_parameters()})
+    require_plain(((name, parameter) for parameter, name in name_of.items()), "the optimizer")
+    return {p: layout_of(p).name or name for p, name in name_of.items()}
 
 
 def broadcast_parameters(parameters: Sequence[nn.Parameter], names: dict[Tensor, str], grid: Grid) -> None:
@@ -164,8 +164,8 @@ def broadcast_parameters(parameters: Sequence[nn.Parameter], names: dict[Tensor,
             f"{names[taken]} is released by stage 3 of another engine or optimizer, which goes on gathering and "
             "releasing it: build the model again, and load its weights, engine.module_state_dict()"
         )
-    mine = [(names[p], tuple(p.shape), str(p.dtype), p.requires_grad) for p in parameters]
-    gathered: list[tuple[str | None, Any]] = grid.data_context.all_gather_json((problem, mine))
+    described = [(names[p], tuple(p.shape), str(p.dtype), p.requires_grad) for p in parameters]
+    gathered: list[tuple[str | None, Any]] = grid.data_context.all_gather_json((problem, described))
     for rank, (other, theirs) in enumerate(gathered):
         if other is not None:
             raise ValueError(f"replica {rank}: {other}")
@@ -179,7 +179,7 @@ def broadcast_parameters(parameters: Sequence[nn.Parameter], names: dict[Tensor,
         if (record := sharded_parameter(parameter)) is not None:
             record.take_assigned()
             continue  # its shards are of the first rank's values
-        layout, whole = layout_of(parameter), parameter.detach().contiguous()
+        layout, values = layout_of(parameter), parameter.detach().contiguous()
         for axis in (*([] if layout.sharded else [grid.tensor]), grid.axis(layout.replicas)):
-            axis.broadcast(whole)
-        parameter.data.copy_(whole)
+            axis.broadcast(values)
+        parameter.data.copy_(values)

@@ -38,10 +38,10 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
     Raises:
         RuntimeError: the parameter is not registered.
     """
-    found = vars(module).get(_EXTERNAL, [])
-    if not any(each is parameter for each in found):
+    registered = vars(module).get(_EXTERNAL, [])
+    if not any(external is parameter for external in registered):
         raise RuntimeError("unregister_external_parameter was called with a parameter that is not registered")
-    vars(module)[_EXTERNAL] = [each for each in found if each is not parameter]
+    vars(module)[_EXTERNAL] = [external for external in registered if external is not parameter]
 
 
 def set_leaf(module: nn.Module, leaf: bool) -> None:
@@ -69,13 +69,13 @@ def find_units(module: nn.Module, named: Sequence[str | nn.Module] | None = None
     Raises:
         ValueError: a pattern or a module matches no submodule, or one without a ``forward``.
     """
-    inside = {name: part for name, part in module.named_modules() if name}
-    found: dict[nn.Module, str] = {}
+    inside = {name: submodule for name, submodule in module.named_modules() if name}
+    chosen: dict[nn.Module, str] = {}
     if named is None:
-        _list_entries(module, "", found)
+        _list_entries(module, "", chosen)
     for wanted in named or ():
         if isinstance(wanted, nn.Module):
-            names = [name for name, part in inside.items() if part is wanted]
+            names = [name for name, submodule in inside.items() if submodule is wanted]
         else:
             names = [name for name in inside if _matches(name, wanted)]
         if not names:
@@ -84,30 +84,30 @@ def find_units(module: nn.Module, named: Sequence[str | nn.Module] | None = None
             raise ValueError(f"units: the {what} matches no submodule of the model. Its first submodules are {some}")
         for name in names:
             _require_forward(name, inside[name])
-        found.update({inside[name]: name for name in names if inside[name] not in found})
-    units = [(name, part) for part, name in found.items() if next(part.parameters(), None) is not None]
+        chosen.update({inside[name]: name for name in names if inside[name] not in chosen})
+    units = [(name, submodule) for submodule, name in chosen.items() if next(submodule.parameters(), None) is not None]
     return [("", module), *units]
 
 
-def _list_entries(module: nn.Module, prefix: str, found: dict[nn.Module, str], within: bool = False) -> None:
+def _list_entries(module: nn.Module, prefix: str, chosen: dict[nn.Module, str], within: bool = False) -> None:
     """Add the entries of the outermost lists and sequences of modules to ``found``, with their names; leaf modules."""
     within = within or isinstance(module, (nn.ModuleList, nn.Sequential))
     for name, child in module.named_children():
         if is_leaf(child) or (within and _has_forward(child)):
-            found.setdefault(child, prefix + name)
+            chosen.setdefault(child, prefix + name)
             if not is_leaf(child):
-                _tiles(child, prefix + name, found)
+                _tiles(child, prefix + name, chosen)
         else:
-            _list_entries(child, f"{prefix}{name}.", found, within)
+            _list_entries(child, f"{prefix}{name}.", chosen, within)
 
 
-def _tiles(module: nn.Module, prefix: str, found: dict[nn.Module, str]) -> None:
+def _tiles(module: nn.Module, prefix: str, chosen: dict[nn.Module, str]) -> None:
     """Add the tiles of the ``TiledLinear`` s within a module, which are units within its unit."""
-    for path, part in module.named_modules(prefix=prefix):
-        if isinstance(part, TiledLinear):
-            for name, tile in part.linears.named_modules(prefix=f"{path}.linears"):
+    for path, submodule in module.named_modules(prefix=prefix):
+        if isinstance(submodule, TiledLinear):
+            for name, tile in submodule.linears.named_modules(prefix=f"{path}.linears"):
                 if not isinstance(tile, nn.ModuleList):
-                    found.setdefault(tile, name)
+                    chosen.setdefault(tile, name)
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -141,8 +141,8 @@ def users(units: Sequence[tuple[str, nn.Module]]) -> dict[nn.Parameter, list[int
 
     A module belongs to the innermost unit that contains it.
     """
-    number = {part: i for i, (_, part) in enumerate(units)}
-    found: dict[nn.Parameter, list[int]] = {}
+    number = {submodule: i for i, (_, submodule) in enumerate(units)}
+    units_of: dict[nn.Parameter, list[int]] = {}
     seen: set[tuple[nn.Module, int]] = set()
 
     def walk(module: nn.Module, unit: int) -> None:
@@ -151,10 +151,10 @@ def users(units: Sequence[tuple[str, nn.Module]]) -> dict[nn.Parameter, list[int
             return
         seen.add((module, unit))
         for parameter in (*module._parameters.values(), *vars(module).get(_EXTERNAL, ())):
-            if parameter is not None and unit not in (mine := found.setdefault(parameter, [])):
-                mine.append(unit)
+            if parameter is not None and unit not in (using := units_of.setdefault(parameter, [])):
+                using.append(unit)
         for child in module.children():
             walk(child, unit)
 
     walk(units[0][1], 0)
-    return dict(sorted(found.items(), key=lambda item: 0 not in item[1]))
+    return dict(sorted(units_of.items(), key=lambda item: 0 not in item[1]))

@@ -48,7 +48,7 @@ def outer(grid: Grid, size: int, purpose: str) -> Axis:
 
 
 def _one_of(grid: Grid, members: Sequence[range], purpose: str, name: str) -> Axis:
-    made = [grid.subgroup("data_context", each, f"{purpose} {name}") for each in members]
-    mine = next(axis for axis in made if axis is not None)
-    mine.name = f"data {name}"  # bytes within a group and between groups are counted apart
-    return mine
+    made = [grid.subgroup("data_context", ranks, f"{purpose} {name}") for ranks in members]
+    axis_here = next(axis for axis in made if axis is not None)
+    axis_here.name = f"data {name}"  # bytes within a group and between groups are counted apart
+    return axis_here

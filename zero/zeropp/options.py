@@ -48,7 +48,7 @@ class ZeroPlusPlus:
         """
         for size in (self.secondary, self.host):
             if size < 1 or replicas % size:
-                fitting = ", ".join(str(each) for each in range(1, replicas + 1) if replicas % each == 0)
+                fitting = ", ".join(str(size) for size in range(1, replicas + 1) if replicas % size == 0)
                 raise ValueError(
                     f"{replicas} replicas do not fall into groups of {size}: give one of {fitting}, preferably the "
                     "number of replicas on a host"
