@@ -208,7 +208,14 @@ class Bucket(FlatWeights, ABC):
             self.put_back(parameter)
 
     def expose(self, factor: float) -> None:
-        """Multiply the reduced gradients by a factor, and make them whole, and ``.grad``. Collective if sharded."""
+        """Multiply the reduced gradients by a factor, and make them whole, and ``.grad``. Collective if sharded.
+
+        A parameter without a gradient here whose sum is exactly 0 is shown without one, as in plain PyTorch if no
+        replica has one. If another replica had a gradient of exactly 0, that one shows zeros. To tell the two apart
+        would take a message, but in stage 0 a rank may read alone. The step is right in both cases, because
+        ``UsedParameters.agree`` asks all replicas; and ``GradientAccess.require_equal`` refuses what user code does to
+        zeros on one replica and skips on another.
+        """
         buffer = self._buffer
         assert buffer is not None
         if factor != 1.0:
