@@ -8,7 +8,6 @@ kinds.py               protocols of the two kinds of engines, for what watches t
 pipeline_engine.py     PipelineEngine: ``train_batch`` and ``eval_batch`` of a ``PipelineModule``
 module_engine.py       ModuleEngine: forward, ``backward`` and ``step`` of any ``nn.Module``
 module_step.py         the calls of a microbatch, and the losses of a step, of a plain module
-step_sums.py           StepSums: the numbers of a step that are summed over all ranks
 optimizer_step.py      OptimizerStep: sums loss and squares over ranks, the norm (zero/gradient_norm.py), division of
                        the loss: the one divisor of the gradients, by which zero/range_stepper.py divides them
 replica_strategy.py    SynchronousReplicas: whose grid takes a step; plugins bring others (local SGD, fault tolerance)

@@ -51,12 +51,12 @@ from .named_losses import NamedLossSteps
 from .named_parameters import named_parameters
 from .optim.loss_scale import process_scales, rescaled
 from .optim.schedulers import advance_schedule
+from .optimizer_step import StepSums
 from .recording_observer import ModuleObserver
 from .replica_buffers import ReplicaBuffers
 from .setup.arguments import to_device
 from .setup.compilation import Compilation, compile_module
 from .setup.recomputation import log_profile, recompute_blocks
-from .step_sums import StepSums
 
 
 class ModuleEngine(Engine):
@@ -437,16 +437,13 @@ class ModuleEngine(Engine):
         losses, self._losses = self._losses, StepLosses()
         # Tensor ranks hold the same loss: the first one counts. On a GPU the sum is a tensor, so that nothing waits.
         own = StepSums(
-            loss=functools.reduce(operator.add, losses.values, 0.0) * float(grid.tensor.is_first),
-            weight=None,
+            functools.reduce(operator.add, losses.values, 0.0) * float(grid.tensor.is_first),
             unused=self.data_axis.used.unused(),
             strayed=float(self.replica_buffers.strayed()) if self.replica_buffers else None,
         )
         if self.auxiliary:
             self.auxiliary_sums = self.auxiliary.local_sums(grid.device)
-        totals_of = self.optimizer_step.totals
-        sums, _ = self.named_losses.totals(grid, losses.named, own.numbers(), totals_of, training=False)
-        total = own.summed(sums)
+        total, _ = self.named_losses.totals(grid, losses.named, own, self.optimizer_step.totals, training=False)
         replicas = grid.data.size * self.replicas.contributing
         weight, value = replicas * self.batch.accumulation, total.loss / replicas if losses.values else None
         loss = torch.tensor(math.nan if value is None else value, dtype=torch.float64)

@@ -19,6 +19,7 @@ from ..grid.loss_terms import LossSums, NamedLosses, described_form, require_oth
 from ..pipe.losses import UNNAMED, LossWeights
 from ..pipe.microbatch import Microbatch
 from ..pipe.module import PipelineModule
+from .optimizer_step import StepSums
 
 Totals = Callable[[Grid, Sequence[Tensor | float]], list[float]]
 
@@ -103,21 +104,21 @@ class NamedLossSteps:
         self,
         grid: Grid,
         named: Sequence[NamedLosses],
-        values: Sequence[Tensor | float],
+        own: StepSums,
         total: Totals,
         training: bool,
-    ) -> tuple[list[float], float | None]:
+    ) -> tuple[StepSums, float | None]:
         """Sum numbers and named losses over all ranks, in one all-reduce. Collective.
 
         Args:
             grid: the grid whose ranks have run the batch.
             named: the losses of this rank's microbatches; none if they have no names, or if it computes none.
-            values: further numbers of this rank.
+            own: further numbers of this rank.
             total: sums numbers over the ranks of a grid.
             training: the batch was one of a pipeline's step: its terms must have a weight, which was known before.
 
         Returns:
-            The sums of ``values``, and the loss: the sum of the terms; None if the losses have no names.
+            The sums of ``own``, and the loss: the sum of the terms; None if the losses have no names.
 
         Raises:
             AgreedError: ranks return other terms; or, in training, all terms have the weight 0, or the weight of a pair
@@ -136,9 +137,10 @@ class NamedLossSteps:
             )
         losses = None if form is None else LossSums(form)
         # Tensor ranks hold the same loss: the first one counts.
-        own_sums = [] if losses is None else losses.numbers(named, self._told, float(grid.tensor.is_first))
-        both = total(grid, [*values, *own_sums])
-        sums, sums_of_losses = both[: len(values)], both[len(values) :]
+        terms = [] if losses is None else losses.numbers(named, self._told, float(grid.tensor.is_first))
+        numbers = own.numbers()
+        both = total(grid, [*numbers, *terms])
+        sums, sums_of_losses = own.summed(both[: len(numbers)]), both[len(numbers) :]
         if losses is None:
             self.values = {}
             return sums, None

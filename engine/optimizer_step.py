@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -24,6 +25,32 @@ from ..zero.gradient_norm import clip_factor, global_norm
 from .optim.loss_scale import LossScaler
 from .optim.nonfinite import MicrobatchLosses, NonFinitePolicy
 from .step_observer import StepObserver
+
+
+class StepSums(NamedTuple):
+    """This rank's numbers of a step (floats, or tensors on a GPU, so that nothing waits), or their sums over all ranks.
+
+    Attributes:
+        loss: sum of the losses.
+        weight: sum of the weights of the losses; None for a plain module, where each microbatch has the weight 1.
+        unused: number of parameters and stages without a gradient, and of changes by hand (``UsedParameters.unused``).
+        strayed: number of ranks on which the step has changed a buffer that is not broadcast yet; None if the model
+            has no buffers. (``unused`` and ``strayed`` are None in evaluation.)
+    """
+
+    loss: Any
+    weight: Any = None
+    unused: Any = None
+    strayed: Any = None
+
+    def numbers(self) -> list[Any]:
+        """Return the numbers that are there."""
+        return [number for number in self if number is not None]
+
+    def summed(self, sums: Sequence[float]) -> StepSums:
+        """Return the record of the sums of ``numbers``."""
+        left = iter(sums)
+        return StepSums(*(None if number is None else next(left) for number in self))
 
 
 class OptimizerStep:

@@ -48,6 +48,7 @@ from .auxiliary_steps import AuxiliarySteps
 from .base import NO_OPTIMIZER, Engine, TrainingParts
 from .named_losses import NamedLossSteps
 from .optim.schedulers import advance_schedule
+from .optimizer_step import StepSums
 from .recording_observer import PipelineObserver
 from .replica_buffers import ReplicaBuffers
 from .setup.asked_schedule import with_passes
@@ -56,7 +57,6 @@ from .setup.recomputation import configure_recomputation, log_profile
 from .setup.schedule import searched_cut, training_schedule
 from .setup.slices import slice_states
 from .snapshot.capture import buffers
-from .step_sums import StepSums
 
 
 class PipelineEngine(Engine):
@@ -281,10 +281,9 @@ class PipelineEngine(Engine):
         if self.record_timeline:
             self.timeline = self.observer.measure_timeline(grid)
 
-        losses, totals_of = [*result.named.values()], self.optimizer_step.totals
-        sums, named = self.named_losses.totals(grid, losses, own.numbers(), totals_of, training=True)
+        losses = [*result.named.values()]
+        total, named = self.named_losses.totals(grid, losses, own, self.optimizer_step.totals, training=True)
         self._running = None
-        total = own.summed(sums)
         weight = total.weight
         if total.unused and not self.auxiliary:
             self._leave_out_unreached(grid, result)
@@ -345,10 +344,9 @@ class PipelineEngine(Engine):
         if self.auxiliary:
             self.auxiliary_sums = self.auxiliary.local_sums(grid.device)
         unreached = sum(not reached for reached in result.reached.values())
-        loss, weight = _own_sums(grid, result)
         unused = self.data_axis.used.unused() + unreached
         strayed = float(self.replica_buffers.strayed()) if self.replica_buffers else None
-        return result, StepSums(loss, weight, unused, strayed)
+        return result, _own_sums(grid, result)._replace(unused=unused, strayed=strayed)
 
     def shift_samples(self, samples: int) -> None:
         """Set the number of samples of the step that other grids have before this one's: dropout depends on it."""
@@ -428,11 +426,10 @@ class PipelineEngine(Engine):
             self.feed.wait_sent()
             loss = None
             if compute_loss:
-                own_sums = _own_sums(grid, result)
-                losses = [*result.named.values()]
-                (total, weight), named = self.named_losses.totals(grid, losses, own_sums, totals, training=False)
-                result.require_one_form(weight, count * grid.data.size)
-                loss = mean(grid, total, weight) if named is None else mean(grid, named, 1.0)
+                own, losses = _own_sums(grid, result), [*result.named.values()]
+                total, named = self.named_losses.totals(grid, losses, own, totals, training=False)
+                result.require_one_form(total.weight, count * grid.data.size)
+                loss = mean(grid, total.loss, total.weight) if named is None else mean(grid, named, 1.0)
             if not return_logits:
                 return loss
             return loss, self._share_outputs([result.outputs.get(index) for index in range(count)])
@@ -542,13 +539,12 @@ class PipelineEngine(Engine):
         self.data_axis.abandon()
 
 
-def _own_sums(grid: Grid, result: Result) -> list[Tensor | float]:
+def _own_sums(grid: Grid, result: Result) -> StepSums:
     """Return the loss and the weight that this rank adds to the batch's sums.
 
     They are 0 on ranks other than the first of the tensor axis, because all ranks of that axis hold the same loss.
     """
-    # Tensor ranks hold the same loss: the first one counts.
-    return [number * float(grid.tensor.is_first) for number in result.sums()]
+    return StepSums(*(number * float(grid.tensor.is_first) for number in result.sums()))
 
 
 def _managed(module: PipelineModule, groups: list[tuple[dict[str, Any], list[nn.Parameter]]]) -> list[ManagedParameter]:

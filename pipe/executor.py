@@ -1,8 +1,8 @@
 """Executor of pipeline programs: one loop over a program's ops that calls ``handlers[op.kind](op)``.
 
-The executor does not depend on the schedule from which the program was made. ZeRO's ops are methods of a ``Reducer``
-and a ``Gatherer``, which the engine passes in. Losses are not divided here, because the engine divides once, by the
-weight of the whole batch.
+The executor does not depend on the schedule from which the program was made. ZeRO's ops are methods of the two objects
+``GradientSums`` and ``Gatherer``, which the engine passes in. Losses are not divided here, because the engine divides
+once, by the weight of the whole batch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _MAX_SENDS = 8
 _LOSS = "It gets the model's outputs and the labels: write loss_fn(outputs, labels)"
 
 
-class Reducer(Protocol):
+class GradientSums(Protocol):
     """Reductions of gradients that a program uses: ``zero.gradients.GradientReducer``."""
 
     def backward(self, stage: int, last: bool) -> AbstractContextManager[None]:
@@ -212,7 +212,7 @@ class Executor:
     def __init__(
         self,
         module: PipelineModule,
-        reducer: Reducer,
+        reducer: GradientSums,
         gatherer: Gatherer | None,
         parts: Parts,
         memory: Callable[[], HostMemory] | None = None,

@@ -22,32 +22,35 @@ class LayerBuilder:
         grid: the grid; layers are built on its device.
         seed: seed of the initial weights.
         dtype: dtype of the parameters; None leaves what the layers make.
+
+    Attributes:
+        entries, grid: as given.
     """
 
     def __init__(self, entries: Sequence[Layer], grid: Grid, seed: int, dtype: torch.dtype | None) -> None:
-        self._entries, self._grid, self._seed, self._dtype = entries, grid, seed, dtype
+        self.entries, self.grid, self._seed, self._dtype = entries, grid, seed, dtype
 
     def build(self, source: int) -> nn.Module:
         """Build one layer with its initial values. A module that the caller has built is only moved."""
-        entry = self._entries[source]
+        entry = self.entries[source]
         if isinstance(entry, LayerSpec):
             # In a dry run, on the meta device: no layer has values.
-            device = "meta" if self._grid.device.type == "meta" else "cpu"
+            device = "meta" if self.grid.device.type == "meta" else "cpu"
             with seeded(self._seed, f"layers.{source}"), torch.device(device):
-                entry = entry.build(self._grid)
+                entry = entry.build(self.grid)
         assert isinstance(entry, nn.Module)
-        return move_module(entry, self._grid.device, self._dtype)
+        return move_module(entry, self.grid.device, self._dtype)
 
     def build_on_meta(self, source: int, otherwise: str) -> nn.Module:
         """Build a layer on the meta device, without values.
 
         ``otherwise`` is the advice in the error message if the layer cannot be built on the meta device.
         """
-        spec = self._entries[source]
+        spec = self.entries[source]
         assert isinstance(spec, LayerSpec)
         try:
             with seeded(self._seed), torch.device("meta"):
-                return spec.build(self._grid).to(dtype=self._dtype)
+                return spec.build(self.grid).to(dtype=self._dtype)
         except Exception as error:
             if "meta" not in str(error).lower():
                 raise
@@ -57,14 +60,14 @@ class LayerBuilder:
     def parameter_counts(self) -> list[float]:
         """Count the parameters of each layer (of the whole layer, not of this rank's shard), on the meta device."""
         counts: dict[int, float] = {}
-        for index, entry in enumerate(self._entries):
+        for index, entry in enumerate(self.entries):
             if id(entry) not in counts:
                 layer: Layer = entry
                 if isinstance(entry, LayerSpec):
                     layer = self.build_on_meta(index, "pass partition='uniform' or boundaries")
                 parameters = layer.parameters() if isinstance(layer, nn.Module) else ()
                 counts[id(entry)] = float(sum(torch.Size(layout_of(p).shape).numel() for p in parameters))
-        return [counts[id(entry)] for entry in self._entries]
+        return [counts[id(entry)] for entry in self.entries]
 
 
 def broadcast(module: nn.Module, grid: Grid) -> None:

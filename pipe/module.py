@@ -239,9 +239,7 @@ class PipelineModule(nn.Module):
             if isinstance(entry, nn.Module) and (source == len(self._list) or self._sources[source] == source):
                 broadcast(entry, self.grid)
         # The layers of this rank's stages.
-        self._held = StageLayers(
-            self._list, self._builder, self.grid, device is not None, self.dropout_state, self.auxiliary
-        )
+        self._held = StageLayers(self._builder, device is not None, self.dropout_state, self.auxiliary)
         self.layers, self._placeholders = self._held.modules, self._held.placeholders
         self._build()
 

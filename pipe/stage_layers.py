@@ -13,29 +13,26 @@ A layer is named by its ``source``, its first index in the model's list. One lay
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from torch import nn
 
-from ..grid import Grid
 from ..grid.auxiliary import AuxiliaryLayer, AuxiliaryLosses
 from ..grid.layout import rename
 from ..grid.randomness.random import DropoutState, SampleRandom
 from .layer_builder import LayerBuilder
 from .placeholders import Placeholders, Put
 from .spec import LayerSpec, TiedLayerSpec
-from .ties import Layer, Tie, share
+from .ties import Tie, share
 
 Change = Callable[[str, nn.Module], object]
+Shared = Mapping[tuple[int, str], tuple[str, str]]  # (source, attribute) -> name in the whole model, key of its tie
 
 
 class StageLayers:
     """Layers of this rank's stages, and their names.
 
     Args:
-        entries: the list of layers of the whole model.
-        builder: builds a layer from its entry.
-        grid: the grid.
+        builder: builds a layer of the list from its entry.
         on_meta: layers are built without their values, until ``fill``.
         dropout_state, auxiliary: state that dropouts and auxiliary losses share with the engine.
 
@@ -48,25 +45,17 @@ class StageLayers:
     """
 
     def __init__(
-        self,
-        entries: Sequence[Layer],
-        builder: LayerBuilder,
-        grid: Grid,
-        on_meta: bool,
-        dropout_state: DropoutState,
-        auxiliary: AuxiliaryLosses,
+        self, builder: LayerBuilder, on_meta: bool, dropout_state: DropoutState, auxiliary: AuxiliaryLosses
     ) -> None:
-        self._entries, self._builder, self._grid, self._on_meta = entries, builder, grid, on_meta
+        self._builder, self._on_meta = builder, on_meta
         self._dropout_state, self._auxiliary = dropout_state, auxiliary
         self._changes: list[Change] = []
         self._tied: set[str] = set()
-        self._shared: Mapping[tuple[int, str], tuple[str, str]] = {}
+        self._shared: Shared = {}
         self.modules = nn.ModuleDict()
         self.placeholders = Placeholders(self._build_changed)
 
-    def hold(
-        self, sources: Sequence[int], ties: Sequence[Tie], shared: Mapping[tuple[int, str], tuple[str, str]]
-    ) -> None:
+    def hold(self, sources: Sequence[int], ties: Sequence[Tie], shared: Shared) -> None:
         """Hold the layers of a cut's stages: drop others, build those that are missing, and name all of them.
 
         Args:
@@ -80,7 +69,7 @@ class StageLayers:
         for key, layer in self.modules.items():  # other cuts make other ties
             self.name(int(key), layer)
         for source in sources:
-            if isinstance(self._entries[source], (LayerSpec, nn.Module)) and str(source) not in self.modules:
+            if isinstance(self._builder.entries[source], (LayerSpec, nn.Module)) and str(source) not in self.modules:
                 self.modules[str(source)] = layer = self._make(source)
                 self._hold_places(source, layer)
                 self._change(source, layer, self._changes)
@@ -102,7 +91,7 @@ class StageLayers:
 
         The source of a loss module is the length of the list.
         """
-        prefix = f"layers.{source}" if source < len(self._entries) else "loss_fn"
+        prefix = f"layers.{source}" if source < len(self._builder.entries) else "loss_fn"
         for attribute, parameter in layer.named_parameters():
             name, key = self._shared.get((source, attribute), (f"{prefix}.{attribute}", ""))
             key = key or f"layers.{source}"
@@ -122,31 +111,28 @@ class StageLayers:
 
     def _hold_places(self, source: int, layer: nn.Module) -> None:
         """Replace the meta parameters of a layer by placeholders, if the layer is built later."""
-        if self._on_meta and isinstance(self._entries[source], LayerSpec):
-            self.placeholders.replace(source, layer, self._grid.device)
+        if self._on_meta and isinstance(self._builder.entries[source], LayerSpec):
+            self.placeholders.replace(source, layer, self._builder.grid.device)
 
     def _make(self, source: int) -> nn.Module:
         """Build a layer, or its twin on the meta device.
 
         Parameters that it shares with a tied layer of another class are taken from that layer.
         """
-        entry = self._entries[source]
+        entry = self._builder.entries[source]
         if self._on_meta and isinstance(entry, LayerSpec):
             layer = self._builder.build_on_meta(source, "leave out device='meta'")
         else:
             layer = self._builder.build(source)
-        for attribute, shared in self._shared_by(source).items() if isinstance(entry, TiedLayerSpec) else ():
-            # Another layer of this rank may have this weight already. Else the layer that owns it is built for it.
-            holders = [i for (i, _), (name, _) in self._shared.items() if name == shared and str(i) in self.modules]
-            home = holders[0] if holders else int(shared.split(".")[1])
-            if home != source:
-                owner = self.modules[str(home)] if holders else self._make(home)
-                share(owner, layer, attribute, self._entries[home], entry)
+        for (i, attribute), (shared, _) in self._shared.items():
+            if i == source and isinstance(entry, TiedLayerSpec):
+                # Another layer of this rank may have this weight already. Else the layer that owns it is built for it.
+                holders = [i for (i, _), (name, _) in self._shared.items() if name == shared and str(i) in self.modules]
+                home = holders[0] if holders else int(shared.split(".")[1])
+                if home != source:
+                    owner = self.modules[str(home)] if holders else self._make(home)
+                    share(owner, layer, attribute, self._builder.entries[home], entry)
         return layer
-
-    def _shared_by(self, source: int) -> dict[str, Any]:
-        """Return the parameters of a layer that it shares with others: attribute -> name in the whole model."""
-        return {attribute: name for (i, attribute), (name, _) in self._shared.items() if i == source}
 
     def _build_changed(self, source: int) -> nn.Module:
         """Build one layer with its values, and change it."""

@@ -25,7 +25,6 @@ A step:
     used_parameters.py: parameters that have a gradient in a step, which the replicas agree on
     data_axis.py: all of ZeRO on one rank, behind the ops GATHER, RELEASE, REDUCE and TIED of a program
     gradient_hooks.py: hooks by which autograd tells that a gradient is there
-    reducing_pass.py: order of the reductions within one backward pass
     gradients.py: when buckets are reduced: during the backward pass or at the end of a step, and if each reduction is
         waited for at once (``overlap_comm``)
     layer_gather.py: stage 3's all-gather of a layer's weights before it runs, prefetch (``overlap_comm``), release

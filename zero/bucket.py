@@ -107,9 +107,9 @@ class Bucket(FlatWeights, ABC):
         """Unsharded gradients, (numel,), if there are any at present."""
         return None if self._buffer is None else self._buffer.flat
 
-    @abstractmethod
     def begin(self) -> None:
         """Begin a step with zero gradients. Gradients accumulate in the bucket again, even if ``.grad`` was set."""
+        self.shown.begin()
 
     def target(self, parameter: Tensor) -> Tensor:
         """Return the view of ``gradients`` to which the caller adds a gradient of this parameter."""
@@ -297,7 +297,6 @@ class Bucket(FlatWeights, ABC):
             return self.axis.all_reduce(gradients, async_op=True)
         return self.reduction.reduce_scatter(self.owned_gradient, gradients, async_op=True)
 
-    @abstractmethod
     def reopen(self, tensor_axis: Axis) -> None:
         """Let another backward pass of the step add to gradients that are summed over the data axis already."""
 

@@ -28,7 +28,6 @@ from .bucket import Bucket
 from .gradient_hooks import GradientHooks
 from .managed import ManagedParameter
 from .protocols import GradientBucket
-from .reducing_pass import ReducingPass
 from .shown_gradients import ASSIGNED, DROPPED
 
 # Reductions in flight at once: one is sent while the next bucket fills. More would hold memory without a gain.
@@ -43,6 +42,38 @@ def all_reduce_gradients(axis: Axis, buckets: Sequence[GradientBucket]) -> None:
         axis.all_reduce(sent)
         if sent is not bucket.gradients:
             bucket.gradients.copy_(sent)
+
+
+class ReducingPass:
+    """Buckets of a stage that are reduced within one backward pass of it, in their order on every replica.
+
+    autograd completes    2      1  3     0
+    reductions begin                      0 1 2 3
+
+    Args:
+        buckets: the buckets, in the order of their reductions.
+
+    Attributes:
+        left: those whose reduction has not begun.
+        missing: id of each of ``buckets`` -> parameters whose gradients are not complete yet.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket] = ()) -> None:
+        self.left = list(buckets)
+        self.missing: dict[int, set[Tensor]] = {id(b): {m.parameter for m in b.members} for b in buckets}
+        self._runs_left: dict[int, int] = {}  # layer -> runs of it whose backward is still to come in this pass
+
+    def complete(self) -> Iterator[Bucket]:
+        """Yield the buckets whose turn it is, up to the first one that misses a gradient; they are then not left."""
+        while self.left and not self.missing[id(self.left[0])]:
+            yield self.left.pop(0)
+
+    def layer_done(self, layer: int, runs: int) -> None:
+        """Miss no gradient of a layer any more once the backward of the last of its ``runs`` has ended."""
+        self._runs_left[layer] = self._runs_left.get(layer, runs) - 1
+        for bucket in self.left:
+            if layer in bucket.layers and all(self._runs_left.get(other, 1) <= 0 for other in bucket.layers):
+                self.missing[id(bucket)].clear()
 
 
 class GradientReducer:
@@ -141,9 +172,11 @@ class GradientReducer:
         ``reduce_gradients``. A bucket without a gradient by the end is reduced too: another replica may have had one.
         """
         due = [bucket for bucket in self._overlapped if stage in bucket.stages and self._due(bucket, last)]
-        if due:
-            return self._reducing(stage, due)
-        return self._taking_first_gradients(stage) if self._waiting.get(stage) else nullcontext()
+        parameters: Iterator[Tensor] = (m.parameter for bucket in due if bucket.direct for m in bucket.members)
+        waiting = self._waiting.get(stage)
+        if waiting and not due:  # their first gradients are copied before autograd adds to them
+            parameters = (parameter for bucket, parameter in waiting if bucket.is_copied)
+        return self._reducing(stage, due, parameters) if due or waiting else nullcontext()
 
     def accumulated(self, parameter: Tensor) -> None:
         """Hook that a deferred computation calls when a parameter's gradient of this pass is complete."""
@@ -261,21 +294,17 @@ class GradientReducer:
         self._pending.clear()
 
     @contextmanager
-    def _reducing(self, stage: int, due: list[Bucket]) -> Iterator[None]:
-        """Context of a backward pass of a stage that reduces the buckets that are due."""
+    def _reducing(self, stage: int, due: list[Bucket], parameters: Iterator[Tensor]) -> Iterator[None]:
+        """Context of a backward pass of a stage: reduce the buckets that are due, and take first gradients.
+
+        ``parameters`` have a hook in the pass.
+        """
         self._running = running = ReducingPass(due)
-        with self._hooks.within(member.parameter for bucket in due if bucket.direct for member in bucket.members):
+        with self._hooks.within(parameters):
             yield
         for bucket in running.left:
             self._start(bucket)
         self._running = ReducingPass()
-        self.take_first_gradients(stage)
-
-    @contextmanager
-    def _taking_first_gradients(self, stage: int) -> Iterator[None]:
-        """Context of a backward pass of a stage that reduces nothing, but takes first gradients."""
-        with self._hooks.within(parameter for bucket, parameter in self._waiting[stage] if bucket.is_copied):
-            yield
         self.take_first_gradients(stage)
 
     def _take_first(self, parameters: Iterable[tuple[Bucket, Tensor]]) -> list[tuple[Bucket, Tensor]]:

@@ -106,10 +106,8 @@ def _call(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if name in _IDLE:
         return first
     if name in ("zero_", "_foreach_zero_"):
-        for gradient in first if name == "_foreach_zero_" else (first,):
-            _access_of(gradient).zero(gradient._parameter()) if isinstance(
-                gradient, GuardedGradient
-            ) else gradient.zero_()
+        for tensor in first if name == "_foreach_zero_" else (first,):
+            _access_of(tensor).zero(tensor._parameter()) if isinstance(tensor, GuardedGradient) else tensor.zero_()
         return first
     if isinstance(first, GuardedGradient):
         if name in _MOVES and _access_of(first).is_gone(first._parameter()):

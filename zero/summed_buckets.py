@@ -31,7 +31,7 @@ class WholeBucket(Bucket):
         self._set_gradients(torch.zeros_like(self.weights, dtype=self._accumulation_dtype))
 
     def begin(self) -> None:
-        self.shown.begin()
+        super().begin()
         if self.is_copied:
             buffer = self._made_buffer()
             buffer.clear()
@@ -47,7 +47,7 @@ class WholeBucket(Bucket):
         """Let another backward pass of the step add to gradients that are summed over the data axis already.
 
         One rank keeps the sum, and the others set theirs to zero, so that the next reduction gives the sum of all
-        passes.
+        passes. (In a transient bucket the parts of the sums add up.)
         """
         if not self._sums_here or self.gradients is None:
             return
@@ -91,7 +91,7 @@ class TransientBucket(Bucket):
         return not self.reduces_every_backward and not self.memory.offload.portions
 
     def begin(self) -> None:
-        self.shown.begin()
+        super().begin()
         self._summed, self._buffer = False, None
         if self._keeps_sum:
             self._set_owned_gradient(self.owned_gradient.new_empty(0))  # until the sum takes its place
@@ -110,9 +110,6 @@ class TransientBucket(Bucket):
                 member.parameter.grad = None  # a view of them, which would keep them
         part, pending = self._start_part(gradients)
         return Then(pending, lambda: self._accumulate(part))
-
-    def reopen(self, tensor_axis: Axis) -> None:
-        """Do nothing: the parts of the sums add up."""
 
     def complete(self) -> None:
         if not self._summed:

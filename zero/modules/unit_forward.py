@@ -6,7 +6,7 @@
 Gathers are collectives, so every replica starts the same ones in the same order. In the forward pass that is the order
 in which the module runs its units, in the backward pass the reverse (``UnitBackward``).
 
-One unit in time, where h is a hook of the module, and the methods are those of ``_Run``:
+One unit in time, where h is a hook of the module, and the methods are those of ``_UnitRun``:
 
     forward     gather | enter_call | h before | enter_forward: prefetch the next | forward
                 | leave_forward | h after | leave_call | release
@@ -63,7 +63,7 @@ class _UnitMethod:
         return copy.deepcopy(self._method, memo)
 
 
-class _Run:
+class _UnitRun:
     """Run of a unit of which nothing is recorded for a backward pass.
 
     The methods are called in their order; ``enter_call`` and ``leave_call`` in a call of the module only.
@@ -97,7 +97,7 @@ class _Run:
         """End the call, after the hooks behind the forward."""
 
 
-class _RepeatedRun(_Run):
+class _RepeatedRun(_UnitRun):
     """Run of a unit again by a reentrant checkpoint, within a backward pass that goes through the graph of this run.
 
     Args:
@@ -116,11 +116,11 @@ class _RepeatedRun(_Run):
         return (args, kwargs) if self._called else mark((args, kwargs), self._end, exact=True)
 
 
-class _TrainedRun(_Run):
+class _TrainedRun(_UnitRun):
     """Run of a unit in a forward pass, through which a backward pass may go.
 
     Args:
-        prefetch: as in ``_Run``.
+        prefetch: as in ``_UnitRun``.
         module: the unit.
         called: the module is called; False: its forward alone.
         end: ends the unit's backward.
@@ -180,7 +180,7 @@ class UnitForward:
         self._weights, self._passes, self._backward = weights, passes, backward
         self._forward = ForwardPass()  # the running pass
         self._orders: dict[int, list[int]] = {}  # for each outermost unit, the order in which units began in it
-        self._calls: list[tuple[int, _Run]] = []  # units that are called, and whose forward has not begun
+        self._calls: list[tuple[int, _UnitRun]] = []  # units that are called, and whose forward has not begun
         self._transformed = False  # within a run under a transform of ``torch.func``
         for number, module in enumerate(weights.modules):
             # The call, because hooks of the module may use its weights; and forward, which a module may call itself.
@@ -211,7 +211,7 @@ class UnitForward:
         return outputs
 
     @contextmanager
-    def _running(self, unit: int, called: bool) -> Iterator[_Run]:
+    def _running(self, unit: int, called: bool) -> Iterator[_UnitRun]:
         """Context around a run of a unit, in which its weights are there.
 
         Args:
@@ -219,14 +219,14 @@ class UnitForward:
             called: the module is called, with its hooks; False: its forward alone.
         """
         if self._transformed:
-            yield _Run()
+            yield _UnitRun()
         elif backward_task() != -1:
             yield self._recomputed(unit, called)
         elif (transform := self._weights.transform(unit)) is not None:
             self._weights.require_whole(unit, transform)
             self._transformed = True
             try:
-                yield _Run()
+                yield _UnitRun()
             finally:
                 self._transformed = False
         elif self._weights.running:
@@ -240,22 +240,22 @@ class UnitForward:
             self._orders[unit] = forward.begun
             self._passes.end(forward, trains)
 
-    def _recomputed(self, unit: int, called: bool) -> _Run:
+    def _recomputed(self, unit: int, called: bool) -> _UnitRun:
         """Begin a run by activation checkpointing. Its backward follows at once, so the weights stay gathered."""
         self._backward.enter()
         self._weights.gather(unit)
         if not torch.is_grad_enabled():
-            return _Run()
+            return _UnitRun()
         self._backward.begin_repeated(unit)  # by a reentrant checkpoint
         return _RepeatedRun(partial(self._backward.end_repeated, unit), called)
 
     @contextmanager
-    def _in_pass(self, unit: int, called: bool) -> Iterator[_Run]:
+    def _in_pass(self, unit: int, called: bool) -> Iterator[_UnitRun]:
         """Context around a run of a unit in a forward pass, which gathers and releases its weights, and notes it."""
         module, weights, trains = self._weights.modules[unit], self._weights, torch.is_grad_enabled()
         forward, index = self._forward, len(self._forward.begun)
         prefetch = self._gather(unit, waits=called and module_hooks(module, "forward_pre"))
-        run = _Run(prefetch)
+        run = _UnitRun(prefetch)
         if trains:
             end = partial(self._backward.end, forward, unit)
             watch = partial(self._watch, forward, EndedRun(unit, index))
