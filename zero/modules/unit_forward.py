@@ -97,27 +97,8 @@ class _UnitRun:
         """End the call, after the hooks behind the forward."""
 
 
-class _RepeatedRun(_UnitRun):
-    """Run of a unit again by a reentrant checkpoint, within a backward pass that goes through the graph of this run.
-
-    Args:
-        end: called when the gradients of the inputs are computed.
-        called: the module is called; False: its forward alone.
-    """
-
-    def __init__(self, end: Callable[[], None], called: bool) -> None:
-        super().__init__()
-        self._end, self._called = end, called
-
-    def enter_call(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return mark((args, kwargs), self._end, exact=True)
-
-    def enter_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return (args, kwargs) if self._called else mark((args, kwargs), self._end, exact=True)
-
-
 class _TrainedRun(_UnitRun):
-    """Run of a unit in a forward pass, through which a backward pass may go.
+    """Run of a unit through whose graph a backward pass may go.
 
     Args:
         prefetch: as in ``_UnitRun``.
@@ -247,7 +228,8 @@ class UnitForward:
         if not torch.is_grad_enabled():
             return _UnitRun()
         self._backward.begin_repeated(unit)  # by a reentrant checkpoint
-        return _RepeatedRun(partial(self._backward.end_repeated, unit), called)
+        end = partial(self._backward.end_repeated, unit)
+        return _TrainedRun(None, self._weights.modules[unit], called, end, watch=lambda outputs: True)
 
     @contextmanager
     def _in_pass(self, unit: int, called: bool) -> Iterator[_UnitRun]:
