@@ -56,7 +56,7 @@ def trained(act: Callable[[Gated], None], stage: int | None) -> dict[str, Tensor
     model = Gated()
     grid = None if stage is None else Grid(timeout=60)
     optimizer: Any = torch.optim.AdamW(model.parameters(), **OPTIONS)
-    if grid is not None:
+    if grid is not None and stage is not None:
         optimizer = ShardedOptimizer(torch.optim.AdamW, model.parameters(), grid, stage=stage, **OPTIONS)
     for _ in range(STEPS):
         optimizer.zero_grad()

@@ -14,7 +14,7 @@ One unit in time, where h is a hook of the module, and the methods are those of 
 
 A call of the module runs its hooks, which may use its weights; ``module.forward(x)`` runs none. If the hooks before the
 forward compute something that needs gradients, for instance a weight from its norm and direction, the inputs are marked
-before them; outputs are watched after the hooks that may replace them. It happens in
+before them; outputs are watched after the hooks that may replace them. The methods that do so:
 
     inputs      enter_call, if a hook before the forward computes something that needs gradients; else enter_forward
     outputs     leave_call, if there is a hook after the forward; else leave_forward
