@@ -68,12 +68,17 @@ class ReducingPass:
         while self.left and not self.missing[id(self.left[0])]:
             yield self.left.pop(0)
 
-    def layer_done(self, layer: int, runs: int) -> None:
-        """Miss no gradient of a layer any more once the backward of the last of its ``runs`` has ended."""
-        self._runs_left[layer] = self._runs_left.get(layer, runs) - 1
+    def layer_done(self, layer: int, runs: int) -> bool:
+        """Miss no gradient of a layer any more once the backward of the last of its ``runs`` has ended.
+
+        Returns:
+            True if it has.
+        """
+        self._runs_left[layer] = left = self._runs_left.get(layer, runs) - 1
         for bucket in self.left:
             if layer in bucket.layers and all(self._runs_left.get(other, 1) <= 0 for other in bucket.layers):
                 self.missing[id(bucket)].clear()
+        return left <= 0
 
 
 class GradientReducer:
@@ -212,8 +217,10 @@ class GradientReducer:
         if reduces or not bucket.reduces_every_backward:
             bucket.take_gradient(parameter)
         if reduces:
-            running.missing[id(bucket)].discard(parameter)
-            self._start_complete()
+            missing = running.missing[id(bucket)]
+            missing.discard(parameter)
+            if not missing:
+                self._start_complete()
 
     def layer_backward_done(self, layer: int, runs: int) -> None:
         """Hook that is called after the backward of one of a layer's ``runs``.
@@ -223,8 +230,7 @@ class GradientReducer:
         Stage 3 needs this. If such a gradient were waited for to the end of the pass, this replica would wait in the
         next gather, and another one, which has that gradient, in the reductions that come before it.
         """
-        if self._running.left:
-            self._running.layer_done(layer, runs)
+        if self._running.left and self._running.layer_done(layer, runs):
             self._start_complete()
 
     def target(self, parameter: Tensor) -> Tensor | None:
