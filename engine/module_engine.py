@@ -428,6 +428,7 @@ class ModuleEngine(Engine):
         return weight * self._options.divisor * self.optimizer_step.scale
 
     def _step(self, grid: Grid, optimizer: ModuleOptimizer, lr_kwargs: Mapping[str, Any] | None) -> None:
+        """Take the step with the ranks of a grid."""
         self.backward_passes.require_unchanged()
         self.replica_rows.compare()
         reduced = self.backward_passes.reduced
@@ -435,15 +436,7 @@ class ModuleEngine(Engine):
             self.backward_passes.end_reductions()
         self.data_axis.access.take_back(look=reduced)
         losses, self._losses = self._losses, StepLosses()
-        # Tensor ranks hold the same loss: the first one counts. On a GPU the sum is a tensor, so that nothing waits.
-        own = StepSums(
-            functools.reduce(operator.add, losses.values, 0.0) * float(grid.tensor.is_first),
-            unused=self.data_axis.used.unused(),
-            strayed=float(self.replica_buffers.strayed()) if self.replica_buffers else None,
-        )
-        if self.auxiliary:
-            self.auxiliary_sums = self.auxiliary.local_sums(grid.device)
-        total, _ = self.named_losses.totals(grid, losses.named, own, self.optimizer_step.totals, training=False)
+        total = self._totals(grid, losses)
         replicas = grid.data.size * self.replicas.contributing
         weight, value = replicas * self.batch.accumulation, total.loss / replicas if losses.values else None
         loss = torch.tensor(math.nan if value is None else value, dtype=torch.float64)
@@ -467,6 +460,19 @@ class ModuleEngine(Engine):
         for observer in self.observers:
             observer.after_step(grid, loss)
         log_profile(self.recompute)
+
+    def _totals(self, grid: Grid, losses: StepLosses) -> StepSums:
+        """Sum the numbers of a step over all ranks, and its named losses. Collective."""
+        # Tensor ranks hold the same loss: the first one counts. On a GPU the sum is a tensor, so that nothing waits.
+        own = StepSums(
+            functools.reduce(operator.add, losses.values, 0.0) * float(grid.tensor.is_first),
+            unused=self.data_axis.used.unused(),
+            strayed=float(self.replica_buffers.strayed()) if self.replica_buffers else None,
+        )
+        if self.auxiliary:
+            self.auxiliary_sums = self.auxiliary.local_sums(grid.device)
+        sums, _ = self.named_losses.totals(grid, losses.named, own, self.optimizer_step.totals, training=False)
+        return sums
 
     def shift_samples(self, samples: int) -> None:
         """Set the number of samples of the step that other grids have before this one's: dropout depends on it."""

@@ -257,20 +257,7 @@ class PipelineEngine(Engine):
 
     def _step(self, grid: Grid, optimizer: torch.optim.Optimizer, data_iter: Iterator[Any] | None) -> Tensor:
         """Take a training step with the ranks of a grid."""
-        source = self._own_data if data_iter is None else data_iter
-        with self.parts("batch"):
-            microbatches, changed = self.feed.fetch(
-                grid, source, self.batch.accumulation, "train_batch", self._untrainable()
-            )
-        for microbatch in microbatches:
-            self.observer.count_tokens(microbatch.inputs)
-        if data_iter is None and self.training_dataloader is not None and not self.feed.reads:
-            self.training_dataloader.advance(self.batch.accumulation)
-        elif data_iter is not None and self.module.is_first:
-            self.replica_rows.see(microbatches[0].inputs)
-            self.replica_rows.compare()
-        if changed:
-            self.executor.forget_schemas()
+        microbatches = self._fetch(grid, data_iter)
         if not self.module.training:
             self.module.train()
         self.module.dropout_state.step = self.global_steps
@@ -314,6 +301,24 @@ class PipelineEngine(Engine):
         for observer in self.observers:
             observer.after_step(grid, value)
         return value
+
+    def _fetch(self, grid: Grid, data_iter: Iterator[Any] | None) -> Sequence[Microbatch]:
+        """Read the microbatches of a training step. Collective over the grid."""
+        source = self._own_data if data_iter is None else data_iter
+        with self.parts("batch"):
+            microbatches, changed = self.feed.fetch(
+                grid, source, self.batch.accumulation, "train_batch", self._untrainable()
+            )
+        for microbatch in microbatches:
+            self.observer.count_tokens(microbatch.inputs)
+        if data_iter is None and self.training_dataloader is not None and not self.feed.reads:
+            self.training_dataloader.advance(self.batch.accumulation)
+        elif data_iter is not None and self.module.is_first:
+            self.replica_rows.see(microbatches[0].inputs)
+            self.replica_rows.compare()
+        if changed:
+            self.executor.forget_schemas()
+        return microbatches
 
     def compute_again(self) -> list[Tensor | float]:
         """Compute the gradients of the running step once more, and return this rank's numbers."""
